@@ -1,0 +1,54 @@
+"""tf.distribute for batch clusters: roles, strategies and exact restarts on MPI.
+
+Public names are resolved at first use, so that `import hpcdist` starts neither MPI nor torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpcdist.cluster.mpi import MPIClusterResolver as MPIClusterResolver
+    from hpcdist.cluster.slurm import SlurmClusterResolver as SlurmClusterResolver
+    from hpcdist.cluster.spec import ClusterSpec as ClusterSpec
+    from hpcdist.cluster.spec import Task as Task
+    from hpcdist.cluster.tf_config import TFConfigClusterResolver as TFConfigClusterResolver
+    from hpcdist.collectives.all_reduce import all_reduce as all_reduce
+    from hpcdist.data.dataset import Dataset as Dataset
+    from hpcdist.resilience.checkpoint import Checkpoint as Checkpoint
+    from hpcdist.resilience.checkpoint import CheckpointManager as CheckpointManager
+    from hpcdist.checkpoint.folder import latest_checkpoint as latest_checkpoint
+    from hpcdist.strategy.base import get_strategy as get_strategy
+    from hpcdist.strategy.losses import compute_average_loss as compute_average_loss
+    from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+    from hpcdist.strategy.reduce_op import ReduceOp as ReduceOp
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "Checkpoint": "resilience.checkpoint",
+    "CheckpointManager": "resilience.checkpoint",
+    "ClusterSpec": "cluster.spec",
+    "Dataset": "data.dataset",
+    "MPIClusterResolver": "cluster.mpi",
+    "MultiWorkerMirroredStrategy": "strategy.multi_worker",
+    "ReduceOp": "strategy.reduce_op",
+    "SlurmClusterResolver": "cluster.slurm",
+    "TFConfigClusterResolver": "cluster.tf_config",
+    "Task": "cluster.spec",
+    "all_reduce": "collectives.all_reduce",
+    "compute_average_loss": "strategy.losses",
+    "get_strategy": "strategy.base",
+    "latest_checkpoint": "checkpoint.folder",
+}
+
+__all__ = sorted(_MODULES)  # noqa: PLE0605 - one list of names is enough
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'hpcdist' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"hpcdist.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

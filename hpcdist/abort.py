@@ -1,0 +1,169 @@
+"""One rank fails, the whole job ends: hooks for uncaught exceptions, sys.exit and silent departures.
+
+MPI has no word for "a rank left": the others wait in their next collective for ever. These hooks make sure that an
+uncaught exception or a non-zero exit on one rank ends every rank, and that the reason is printed once.
+"""
+
+import atexit
+import dis
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+from mpi4py import MPI
+
+from hpcdist.errors import ExitCode, HpcdistError
+
+#: How long a failing rank waits for others that leave by themselves, before it ends them.
+LAST_CALL_S = 4.0
+#: How long a rank that finished waits for the others.
+FINISH_LIMIT_S = 600.0
+#: Ranks other than 0 hold their report back this long, and a little longer each, so that a failure of all ranks is
+#: printed by the first one only: a launcher takes about half a second to end the others.
+HOLD_BACK_S, MAX_HOLD_BACK_S = 1.5, 3.0
+#: If the MPI library's abort does not return, this process ends itself.
+ABORT_LIMIT_S = 10.0
+
+
+class AbortHooks:
+    """The process-wide hooks that end the job when this rank fails.
+
+    Args:
+        comm: all ranks; private to the hooks.
+        describe: returns who this rank is, such as "rank 3 (worker 3)".
+        is_speaker: whether this process prints an error that all ranks share.
+        on_leave: called when all ranks have reached their exit; may communicate.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        describe: Callable[[], str],
+        is_speaker: bool,
+        on_leave: Callable[[], None],
+    ) -> None:
+        self._comm = comm
+        self._describe = describe
+        self._is_speaker = is_speaker
+        self._on_leave = on_leave
+        self._main_frame = _outermost_frame()
+        self._exit: _RecordedExit | None = None
+
+    def install(self) -> None:
+        """Install the hooks. Not collective."""
+        sys.excepthook = self._on_exception
+        threading.excepthook = self._on_thread_exception
+        sys.exit = self._exit_recorded  # type: ignore[assignment]
+        atexit.register(self._leave)
+
+    def _exit_recorded(self, status: object = None) -> NoReturn:
+        raise _RecordedExit(self, status)
+
+    def record_exit(self, leaving: "_RecordedExit") -> None:
+        """Take note of the SystemExit that is ending this process."""
+        self._exit = leaving
+
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, HpcdistError) and error.is_agreed:
+            if self._is_speaker:
+                print(f"hpcdist: {error}", file=sys.stderr, flush=True)
+            self._exit_recorded(int(error.exit_code))
+        if self._comm.size == 1:
+            sys.__excepthook__(kind, error, trace)
+            return
+        self._abort("uncaught exception", traceback.format_exception(kind, error, trace), _code_of(error))
+
+    def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
+        if self._comm.size == 1 or args.exc_type is SystemExit:
+            threading.__excepthook__(args)
+            return
+        report = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
+        name = args.thread.name if args.thread else "unknown"
+        self._abort(f"uncaught exception in thread {name}", report, _code_of(args.exc_value))
+
+    def _leave(self) -> None:
+        """Wait for all ranks to leave; a rank that leaves by a failing exit waits briefly, then ends the others."""
+        if MPI.Is_finalized() or self._comm.size == 1:
+            return
+        code = self._leaving_code()
+        request = self._comm.Ibarrier()
+        deadline = time.monotonic() + (LAST_CALL_S if code else FINISH_LIMIT_S)
+        while not request.Test():
+            if time.monotonic() > deadline:
+                stack = self._exit.stack if self._exit else []
+                self._abort("left with a non-zero exit" if code else "finished, but others did not", stack, code or 1)
+            time.sleep(0.002)
+        self._on_leave()
+
+    def _leaving_code(self) -> int:
+        """Return the exit code of this process as far as it is known; 1 for a SystemExit that sys.exit did not make."""
+        if self._exit:
+            return self._exit.status
+        return ExitCode.UNCAUGHT if _was_unwound(self._main_frame) else ExitCode.DONE
+
+    def _abort(self, what: str, report: list[str], code: int) -> NoReturn:
+        if self._comm.rank > 0:
+            time.sleep(min(HOLD_BACK_S + 0.05 * self._comm.rank, MAX_HOLD_BACK_S))
+        sys.stdout.flush()
+        where = f"hpcdist: {self._describe()} on {MPI.Get_processor_name()}: {what}; ending the job with code {code}\n"
+        sys.stderr.write(where + "".join(report))
+        sys.stderr.flush()
+        killer = threading.Timer(ABORT_LIMIT_S, os.kill, (os.getpid(), signal.SIGKILL))
+        killer.daemon = True
+        killer.start()
+        self._comm.Abort(code)
+        raise SystemExit(code)  # not reached: Abort does not return
+
+
+class _RecordedExit(SystemExit):
+    """The SystemExit that sys.exit raises here: tells the hooks its code when, and only when, it ends the process.
+
+    The interpreter reads `code` of a SystemExit that nobody caught from outside any Python frame; a handler that
+    catches it reads `code` from a frame. That difference is the only way to see the exit code before atexit runs.
+    """
+
+    def __init__(self, hooks: AbortHooks, status: object) -> None:
+        super().__init__(status)
+        self._hooks = hooks
+        self._given = status
+        self.stack = traceback.format_stack(sys._getframe(2))
+
+    @property
+    def status(self) -> int:
+        """The exit code as the operating system will see it."""
+        if self._given is None:
+            return 0
+        return self._given & 0xFF if isinstance(self._given, int) else 1
+
+    @property
+    def code(self) -> object:  # type: ignore[override]
+        """What was given to sys.exit."""
+        if sys._getframe().f_back is None:
+            self._hooks.record_exit(self)
+        return self._given
+
+
+def _code_of(error: BaseException | None) -> int:
+    if isinstance(error, HpcdistError):
+        return int(error.exit_code)
+    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else int(ExitCode.UNCAUGHT)
+
+
+def _outermost_frame() -> FrameType:
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _was_unwound(frame: FrameType) -> bool:
+    """Return whether a finished frame was left by an exception: its last instruction is not a return."""
+    return not dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")

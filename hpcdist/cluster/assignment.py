@@ -1,0 +1,86 @@
+"""Which rank has which task: a pure function of the cluster and three numbers per rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpcdist.cluster.spec import ClusterSpec, Task
+from hpcdist.errors import ConfigurationError
+
+NONE = -1
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank knows of itself: three numbers, so that a large world exchanges 12 bytes a rank.
+
+    Attributes:
+        declared: position in `ClusterSpec.tasks()` of the task it was told, or NONE.
+        node: a number that equal hosts share, rising with the lowest rank of the host.
+        named: position of the entry whose address names this rank's host, or NONE.
+    """
+
+    declared: int
+    node: int
+    named: int
+
+
+def assign_tasks(spec: ClusterSpec, facts: Sequence[RankFacts]) -> list[Task]:
+    """Return the task of every rank.
+
+    A chief or worker entry owns one or more ranks, all on one host; a ps or evaluator entry owns one rank. Told tasks
+    are taken as they are. Untold, ranks take entries in the order chief, worker, ps, evaluator where counts agree; else
+    each host is one entry, matched by host name where addresses name hosts, else in host order.
+
+    Raises:
+        ConfigurationError: when ranks and entries do not add up.
+    """
+    entries = list(spec.tasks())
+    told = [rank for rank, fact in enumerate(facts) if fact.declared != NONE]
+    if told and len(told) != len(facts):
+        untold = next(rank for rank, fact in enumerate(facts) if fact.declared == NONE)
+        raise ConfigurationError(
+            f"TF_CONFIG: expected a task on every rank or on none, got one on rank {told[0]} and none on rank {untold}; "
+            f'set "task" for each rank, or drop it and let the rank decide.'
+        )
+    if told:
+        owned = [fact.declared for fact in facts]
+    elif len(entries) == len(facts):
+        owned = list(range(len(entries)))
+    else:
+        owned = _entries_by_host(spec, entries, facts)
+    _check_owned(spec, entries, owned, facts)
+    return [entries[entry] for entry in owned]
+
+
+def _entries_by_host(spec: ClusterSpec, entries: list[Task], facts: Sequence[RankFacts]) -> list[int]:
+    nodes = sorted({fact.node for fact in facts})
+    if len(nodes) != len(entries) or len(facts) < len(entries):
+        raise ConfigurationError(
+            f"TF_CONFIG: expected {len(entries)} ranks, or {len(entries)} hosts, for {spec}, got {len(facts)} ranks on "
+            f"{len(nodes)} hosts; start one rank per entry or one host per entry."
+        )
+    if all(fact.named != NONE for fact in facts) and len({fact.named for fact in facts}) == len(nodes):
+        return [fact.named for fact in facts]
+    return [nodes.index(fact.node) for fact in facts]
+
+
+def _check_owned(spec: ClusterSpec, entries: list[Task], owned: list[int], facts: Sequence[RankFacts]) -> None:
+    if len(set(owned)) == 1 and len(entries) > 1:
+        raise ConfigurationError(
+            f"TF_CONFIG: expected a task of its own on every rank, got {entries[owned[0]]} on all {len(owned)}; "
+            f'drop "task" from TF_CONFIG and the rank decides.'
+        )
+    for index, entry in enumerate(entries):
+        ranks = [rank for rank, own in enumerate(owned) if own == index]
+        nodes = {facts[rank].node for rank in ranks}
+        if not ranks:
+            raise ConfigurationError(
+                f"TF_CONFIG: expected a rank for each entry of {spec}, got none for {entry} among {len(owned)} ranks; "
+                f"start more ranks or remove the entry."
+            )
+        if len(nodes) > 1 or (len(ranks) > 1 and not entry.is_training):
+            limit = "ranks on one host" if entry.is_training else "one rank"
+            raise ConfigurationError(
+                f"TF_CONFIG: expected {limit} for {entry}, got ranks {ranks[:8]} on {len(nodes)} hosts; "
+                f"give each rank its own task, or drop \"task\" and let the rank decide."
+            )

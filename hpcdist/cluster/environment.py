@@ -1,0 +1,77 @@
+"""The one door to the process environment: read once, never written."""
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from hpcdist.errors import ConfigurationError
+
+#: Every variable that hpcdist itself defines, with its meaning.
+HPCDIST_VARIABLES = {
+    "HPCDIST_ROLES": "role map given to ranks in order, such as chief:1,ps:2,worker:*",
+    "HPCDIST_TIMEOUT_S": "longest wait, in seconds, for ranks to agree on set-up, saves and restores (default 600)",
+}
+
+#: Launcher variables: (size, rank, launcher). The first pair that is set and larger than one wins.
+LAUNCHER_VARIABLES = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI's mpirun"),
+    ("PMI_SIZE", "PMI_RANK", "an MPICH-like mpirun or srun --mpi=pmi2"),
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MVAPICH's mpirun"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
+)
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What the launcher told this process: how many processes it started and which one this is."""
+
+    name: str
+    size: int
+    rank: int
+
+
+def read_environment() -> Mapping[str, str]:
+    """Return a frozen copy of the environment."""
+    return MappingProxyType(dict(os.environ))
+
+
+def check_names(environ: Mapping[str, str]) -> None:
+    """Raise ConfigurationError on an HPCDIST_* name that does not exist, suggesting the nearest one."""
+    for name in environ:
+        if name.startswith("HPCDIST_") and name not in HPCDIST_VARIABLES:
+            near = difflib.get_close_matches(name, HPCDIST_VARIABLES, n=1, cutoff=0.0)[0]
+            raise ConfigurationError(
+                f"environment: expected one of {', '.join(HPCDIST_VARIABLES)}, got {name!r}; unset it or write {near}."
+            )
+
+
+def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
+    """Return what the launcher says about this process, or None when it was started by hand."""
+    found = None
+    for size_name, rank_name, name in LAUNCHER_VARIABLES:
+        size, rank = environ.get(size_name, ""), environ.get(rank_name, "")
+        if size.isdecimal() and rank.isdecimal():
+            found = found or Launcher(name, int(size), int(rank))
+            if int(size) > 1:
+                return Launcher(name, int(size), int(rank))
+    return found
+
+
+def timeout_s(environ: Mapping[str, str]) -> float:
+    """Return HPCDIST_TIMEOUT_S in seconds.
+
+    Raises:
+        ConfigurationError: when it is not a positive number.
+    """
+    text = environ.get("HPCDIST_TIMEOUT_S", "600")
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ConfigurationError(
+            f"environment: expected HPCDIST_TIMEOUT_S as seconds above 0, got {text!r}; write a number such as 600."
+        )
+    return value

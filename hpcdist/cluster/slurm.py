@@ -1,0 +1,146 @@
+"""SlurmClusterResolver: hosts, ports and tasks from a Slurm step, for programs that want TF_CONFIG-like addresses.
+
+Rules as in TensorFlow's resolver (tensorflow/python/distribute/cluster_resolver/slurm_cluster_resolver.py), with three
+differences: zero padding of host names is kept, hosts stay in Slurm's own order, and the environment is never written.
+"""
+
+import re
+from collections.abc import Mapping
+
+from hpcdist.cluster.environment import read_environment
+from hpcdist.cluster.resolver import ClusterResolver
+from hpcdist.cluster.spec import ClusterSpec, Task
+from hpcdist.errors import ConfigurationError
+
+_PART = re.compile(r"((?:[^,\[]|\[[^\]]*\])+)(?:,|$)")
+
+
+def parse_hostlist(text: str) -> list[str]:
+    """Expand Slurm's host list, such as `n[01-03,7],login` or `r[1-2]n[1-2]`, in Slurm's order.
+
+    Raises:
+        ConfigurationError: on brackets that do not match or ranges that run backwards.
+    """
+    if text.count("[") != text.count("]") or not re.fullmatch(r"[\w.,\-\[\]]+", text):
+        raise ConfigurationError(f"slurm: expected a host list such as n[01-03], got {text!r}; check SLURM_STEP_NODELIST.")
+    return [host for part in _PART.findall(text) for host in _expand(part)]
+
+
+def _expand(part: str) -> list[str]:
+    head, bracket, rest = part.partition("[")
+    if not bracket:
+        return [part]
+    inside, _, tail = rest.partition("]")
+    return [head + number + end for piece in inside.split(",") for number in _range(piece) for end in _expand(tail)]
+
+
+def _range(piece: str) -> list[str]:
+    first, dash, last = piece.partition("-")
+    last = last if dash else first
+    if not (first.isdecimal() and last.isdecimal()) or int(first) > int(last):
+        raise ConfigurationError(f"slurm: expected a range such as 01-03, got {piece!r}; check SLURM_STEP_NODELIST.")
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+
+
+def parse_tasks_per_node(text: str) -> list[int]:
+    """Expand Slurm's `3(x2),2` into [3, 3, 2].
+
+    Raises:
+        ConfigurationError: on anything else.
+    """
+    counts: list[int] = []
+    for piece in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece)
+        if not match:
+            raise ConfigurationError(
+                f"slurm: expected counts such as 3(x2),2, got {text!r}; check SLURM_STEP_TASKS_PER_NODE."
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+class SlurmClusterResolver(ClusterResolver):
+    """The cluster of this Slurm step: one task per rank, types given to ranks in sorted order of their names.
+
+    Args:
+        jobs: task type -> number of tasks; default: every rank a worker.
+        port_base: port of the first task on each host; the next task on the host gets the next port.
+        tasks_per_node: overrides SLURM_STEP_TASKS_PER_NODE: one count for all nodes, or one per node.
+        environ: a mapping to read instead of the process environment.
+
+    Raises:
+        ConfigurationError: outside a Slurm step, or when the tasks do not add up to the step's.
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int] | None = None,
+        port_base: int = 8888,
+        tasks_per_node: int | list[int] | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        source = read_environment() if environ is None else environ
+        hosts = parse_hostlist(_variable(source, "SLURM_STEP_NODELIST"))
+        size = _whole_number(source, "SLURM_STEP_NUM_TASKS")
+        counts = _counts_per_node(tasks_per_node, source, len(hosts))
+        addresses = [f"{host}:{port_base + i}" for host, count in zip(hosts, counts, strict=True) for i in range(count)]
+        jobs = {"worker": size} if jobs is None else dict(jobs)
+        if not len(addresses) == sum(jobs.values()) == size:
+            raise ConfigurationError(
+                f"slurm: expected {size} tasks as in SLURM_STEP_NUM_TASKS, got {sum(jobs.values())} in jobs and "
+                f"{len(addresses)} on the nodes; make jobs and --ntasks agree."
+            )
+        self._tasks = [Task(type_, index) for type_ in sorted(jobs) for index in range(jobs[type_])]
+        spec: dict[str, list[str]] = {}
+        for task, address in zip(self._tasks, addresses, strict=True):
+            spec.setdefault(task.type, []).append(address)
+        self._spec = ClusterSpec(spec)
+        self._rank = _whole_number(source, "SLURM_PROCID")
+        if self._rank >= size:
+            raise ConfigurationError(f"slurm: expected SLURM_PROCID below {size}, got {self._rank}; start by srun.")
+
+    def resolve(self, rank: int, size: int) -> tuple[ClusterSpec, Task | None]:
+        """Return the step's cluster and the task of SLURM_PROCID."""
+        return self._spec, self._tasks[self._rank]
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the step's cluster."""
+        return self._spec
+
+    def get_task_info(self) -> tuple[str, int]:
+        """Return (task type, task index) of this rank."""
+        return self.task_type, self.task_id
+
+    @property
+    def task_type(self) -> str:
+        """This rank's task type."""
+        return self._tasks[self._rank].type
+
+    @property
+    def task_id(self) -> int:
+        """This rank's task index."""
+        return self._tasks[self._rank].index
+
+
+def _variable(environ: Mapping[str, str], name: str) -> str:
+    if not environ.get(name):
+        raise ConfigurationError(f"slurm: expected {name} in the environment, got nothing; start the program by srun.")
+    return environ[name]
+
+
+def _whole_number(environ: Mapping[str, str], name: str) -> int:
+    text = _variable(environ, name)
+    if not text.isdecimal():
+        raise ConfigurationError(f"slurm: expected {name} as a whole number, got {text!r}; start the program by srun.")
+    return int(text)
+
+
+def _counts_per_node(given: int | list[int] | None, environ: Mapping[str, str], n_hosts: int) -> list[int]:
+    if isinstance(given, int):
+        return [given] * n_hosts
+    counts = given or parse_tasks_per_node(_variable(environ, "SLURM_STEP_TASKS_PER_NODE"))
+    if len(counts) != n_hosts:
+        raise ConfigurationError(
+            f"slurm: expected task counts for {n_hosts} hosts, got {len(counts)}; check SLURM_STEP_TASKS_PER_NODE."
+        )
+    return list(counts)

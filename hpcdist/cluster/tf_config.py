@@ -1,0 +1,129 @@
+"""TFConfigClusterResolver: the cluster as TF_CONFIG describes it."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from hpcdist.cluster.environment import read_environment
+from hpcdist.cluster.resolver import ClusterResolver
+from hpcdist.cluster.spec import ClusterSpec, Task
+from hpcdist.errors import ConfigurationError
+
+#: Keys of TF_CONFIG that are understood; the last two are TensorFlow's and say nothing to MPI.
+KEYS = ("cluster", "task", "rpc_layer", "environment")
+
+
+def parse_tf_config(text: str) -> tuple[ClusterSpec, Task | None]:
+    """Parse TF_CONFIG. Empty text and `{}` mean no cluster, as in TensorFlow.
+
+    Returns:
+        The cluster, and the task or None when TF_CONFIG has no "task".
+
+    Raises:
+        ConfigurationError: on anything that is not a valid TF_CONFIG, saying what was expected.
+    """
+    config = _parse_object(text)
+    if not config:
+        return ClusterSpec({}), None
+    _check_keys(config, KEYS, "TF_CONFIG")
+    cluster = config.get("cluster")
+    if not isinstance(cluster, dict) or not any(cluster.values()):
+        raise ConfigurationError(
+            f'TF_CONFIG: expected "cluster" as an object of task types, got {cluster!r}; '
+            'write {"cluster": {"worker": ["host:port", ...]}}.'
+        )
+    spec = ClusterSpec(cluster)
+    return spec, _parse_task(config["task"], spec) if "task" in config else None
+
+
+def _parse_object(text: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise ConfigurationError(
+            f"TF_CONFIG: expected a JSON object, got {text[:60]!r} ({error}); check quotes and commas."
+        ) from None
+    if not isinstance(config, dict):
+        raise ConfigurationError(f"TF_CONFIG: expected a JSON object, got {text[:60]!r}; write {{...}}.")
+    return config
+
+
+def _check_keys(found: dict[str, Any], valid: tuple[str, ...], where: str) -> None:
+    for key in found:
+        if key not in valid:
+            raise ConfigurationError(f"{where}: expected keys of {', '.join(valid)}, got {key!r}; remove it.")
+
+
+def _parse_task(task: Any, spec: ClusterSpec) -> Task:
+    if not isinstance(task, dict):
+        raise ConfigurationError(
+            f'TF_CONFIG: expected "task" as an object, got {task!r}; write {{"type": "worker", "index": 0}}.'
+        )
+    _check_keys(task, ("type", "index"), "TF_CONFIG.task")
+    for key, kind in (("type", str), ("index", int)):
+        if type(task.get(key)) is not kind:
+            raise ConfigurationError(
+                f"TF_CONFIG.task: expected {key!r} as {'text' if kind is str else 'a whole number'}, "
+                f"got {task.get(key)!r}; write {{\"type\": \"worker\", \"index\": 0}}."
+            )
+    found = Task(task["type"], task["index"])
+    spec.check_task(found)
+    return found
+
+
+class TFConfigClusterResolver(ClusterResolver):
+    """The cluster that TF_CONFIG describes. The environment is read once, when the resolver is made.
+
+    Args:
+        task_type, task_id: override the task that TF_CONFIG names.
+        environ: a mapping to read instead of the process environment.
+
+    Raises:
+        ConfigurationError: when TF_CONFIG is not valid; on this rank only. A strategy agrees on it first.
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        source = read_environment() if environ is None else environ
+        self._spec, task = parse_tf_config(source.get("TF_CONFIG", ""))
+        if task_type is not None or task_id is not None:
+            task = Task(
+                task_type or (task.type if task else "worker"),
+                task_id if task_id is not None else (task.index if task else 0),
+            )
+            self._spec.check_task(task)
+        self._task = task
+
+    def resolve(self, rank: int, size: int) -> tuple[ClusterSpec, Task | None]:
+        """Return what TF_CONFIG says; see `ClusterResolver.resolve`."""
+        return self._spec, self._task
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return TF_CONFIG's cluster; empty when it is not set."""
+        return self._spec
+
+    @property
+    def task_type(self) -> str | None:
+        """TF_CONFIG's task type, or None."""
+        return self._task.type if self._task else None
+
+    @property
+    def task_id(self) -> int | None:
+        """TF_CONFIG's task index, or None."""
+        return self._task.index if self._task else None
+
+    @property
+    def host_names(self) -> Mapping[str, Task]:
+        """Host part of each address that names a host no other address names -> its task."""
+        hosts = {task: _host(self._spec.task_address(task.type, task.index)) for task in self._spec.tasks()}
+        times = Counter(hosts.values())
+        return {host: task for task, host in hosts.items() if times[host] == 1}
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0] if ":" in address else address

@@ -1,0 +1,1 @@
+"""In-place all-reduce over any buffer, one short file per algorithm."""

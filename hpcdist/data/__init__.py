@@ -1,0 +1,1 @@
+"""Datasets, their order, and each replica's part of the global batch."""

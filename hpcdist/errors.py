@@ -1,0 +1,92 @@
+"""Exceptions and exit codes: what can go wrong, and what the batch script is told.
+
+HpcdistError                70  an internal fault, and the base of all below
+├── UsageError               2  a call or command that cannot be understood
+├── ConfigurationError      78  roles, TF_CONFIG, launcher or options that do not add up
+├── DataError               78  data of the wrong kind, shape or size
+├── GradientError           70  gradients that would differ between ranks
+├── DesyncError             76  ranks that no longer run the same program; do not requeue
+├── CollectiveError         70  a collective called with what it cannot carry
+├── CollectiveTimeoutError  70  a rank did not arrive in time
+└── CheckpointError         74  a checkpoint cannot be written or read
+    └── CheckpointDamaged   74  the file is not what was committed
+"""
+
+import enum
+
+
+class ExitCode(enum.IntEnum):
+    """Process exit codes. Stable: batch scripts rely on them. A rank killed by signal n leaves with 128 + n."""
+
+    DONE = 0
+    UNCAUGHT = 1
+    USAGE = 2
+    INTERNAL = 70
+    CHECKPOINT_IO = 74
+    RUN_AGAIN = 75
+    DO_NOT_REQUEUE = 76
+    BAD_CONFIGURATION = 78
+
+
+class HpcdistError(Exception):
+    """Base of every error raised by hpcdist.
+
+    Attributes:
+        exit_code: what the process leaves with when nobody catches the error.
+        is_agreed: True when every rank raises this same error, so that no rank needs to abort the others.
+    """
+
+    exit_code = ExitCode.INTERNAL
+    is_agreed = False
+
+
+class UsageError(HpcdistError, ValueError):
+    """A call or command that cannot be understood."""
+
+    exit_code = ExitCode.USAGE
+
+
+class ConfigurationError(HpcdistError, ValueError):
+    """Roles, TF_CONFIG, launcher or options that do not add up."""
+
+    exit_code = ExitCode.BAD_CONFIGURATION
+
+
+class DataError(HpcdistError, ValueError):
+    """Data of the wrong kind, shape or size."""
+
+    exit_code = ExitCode.BAD_CONFIGURATION
+
+
+class GradientError(HpcdistError, RuntimeError):
+    """Gradients that would differ between ranks."""
+
+
+class DesyncError(HpcdistError, RuntimeError):
+    """Ranks that no longer run the same program."""
+
+    exit_code = ExitCode.DO_NOT_REQUEUE
+
+
+class CollectiveError(HpcdistError, ValueError):
+    """A collective called with what it cannot carry."""
+
+
+class CollectiveTimeoutError(HpcdistError, TimeoutError):
+    """A rank did not arrive in time."""
+
+
+class CheckpointError(HpcdistError, RuntimeError):
+    """A checkpoint cannot be written or read."""
+
+    exit_code = ExitCode.CHECKPOINT_IO
+
+
+class CheckpointDamaged(CheckpointError):
+    """The file is not what was committed: truncated, changed, or incomplete."""
+
+
+def error_class(name: str) -> type[HpcdistError]:
+    """Return the class of this module called `name`; `HpcdistError` when there is none."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, HpcdistError) else HpcdistError

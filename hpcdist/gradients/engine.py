@@ -1,0 +1,297 @@
+"""The gradient engine: models start identical, and `loss.backward()` leaves the sum over all replicas in `.grad`.
+
+One engine per strategy. It plans at the first use of a model made in the strategy's scope, and from then on runs the
+plan without asking: every replica joins every bucket of every synchronized backward, and a count per parameter tells a
+gradient of zero from no gradient at all.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from hpcdist.collectives import mpi
+from hpcdist.errors import GradientError
+from hpcdist.gradients import torch_hooks
+from hpcdist.gradients.bucket_set import BucketSet
+from hpcdist.gradients.generators import StepGenerators
+from hpcdist.gradients.model_plan import ModelPlan, ModuleSet, explain_difference, plan_model
+from hpcdist.gradients.record import BufferRecord, ParameterRecord
+from hpcdist.gradients.tensors import from_array, to_array
+from hpcdist.world import World
+
+logger = logging.getLogger("hpcdist")
+
+#: First bytes of a batch that are compared between ranks.
+_COMPARED_BYTES = 1 << 20
+
+
+class GradientEngine:
+    """Keeps the replicas of one strategy equal.
+
+    Args:
+        world: who is where; `world.role_comm` holds one replica per rank, the chief's first.
+        is_mean: whether gradients are averaged by rows instead of summed; None until someone says.
+        is_entered: returns whether the caller is inside the strategy's scope or run.
+
+    Attributes:
+        generators: random numbers keyed by seed, step and replica.
+        local_rows: rows of the part of the global batch that this replica was handed last; None without one.
+    """
+
+    def __init__(self, world: World, is_mean: bool | None, is_entered: Callable[[], bool]) -> None:
+        self._world = world
+        self._comm = world.role_comm
+        self._is_entered = is_entered
+        self.is_mean = is_mean
+        self.local_rows: int | None = None
+        self.generators = StepGenerators(self._comm.rank)
+        self._modules = ModuleSet()
+        self._parameters: dict[int, ParameterRecord] = {}
+        self._buffers: list[BufferRecord] = []
+        self._trained_ids: set[int] = set()
+        self._forward_handle: torch_hooks.Handle | None = None
+        self._is_syncing = True
+        self._backward: int | None = None
+        self._has_accumulated = False
+        self._weight = 0.0
+        for handle in torch_hooks.around_any_step(self._before_step, self._after_step):
+            weakref.finalize(self, handle.remove)
+
+    # -- models ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look after every module that is built in the block."""
+        handles = torch_hooks.on_module_built(self._see)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._look_again()
+
+    def _see(self, module: nn.Module) -> None:
+        self._modules.add(module)
+        self._expect_use()
+
+    def _look_again(self) -> None:
+        """Plan anew at the next use when a parameter that is trained now was not when the plan was made."""
+        trained = (p for root in self._modules.roots() for p in root.parameters() if p.requires_grad)
+        if any(id(parameter) not in self._trained_ids for parameter in trained):
+            self._expect_use()
+
+    def _expect_use(self) -> None:
+        if self._forward_handle is None:
+            self._forward_handle = torch_hooks.before_any_forward(self._before_forward)
+            weakref.finalize(self, self._forward_handle.remove)
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if module in self._modules:
+            self.prepare(args)
+
+    def prepare(self, batch: Any = None) -> None:
+        """Make the models of the scope equal on all ranks and plan their buckets, if that is not done yet.
+
+        Collective at the first use of a model: `world.role_comm`.
+
+        Args:
+            batch: what the model is about to be fed, to find ranks that are fed the same.
+
+        Raises:
+            DesyncError, ConfigurationError: on every rank alike, when the models differ or cannot be summed.
+        """
+        if self._forward_handle is None:
+            return
+        self._forward_handle.remove()
+        self._forward_handle = None
+        plan = self._agreed_plan()
+        self._broadcast(plan)
+        self._start_generators()
+        self._trained_ids = {id(parameter) for _, parameter in plan.trained}
+        if self._comm.size > 1:
+            self._plan_buckets(plan)
+            self._warn_of_equal_batches(batch)
+
+    def _agreed_plan(self) -> ModelPlan:
+        plan = ModelPlan((), ())
+        with self._world.agreed(self._comm):
+            plan = plan_model(self._modules.roots())
+        own = plan.describe()
+        if not self._world.all_equal(own, self._comm):
+            chiefs = self._world.broadcast_text(own, 0, self._comm)
+            self._world.agree(None if own == chiefs else explain_difference(own, chiefs), self._comm)
+        return plan
+
+    @torch.no_grad()
+    def _broadcast(self, plan: ModelPlan) -> None:
+        if self._comm.size == 1:
+            return
+        for tensor in plan.tensors():
+            array, dtype = to_array(tensor)
+            mpi.broadcast(array, self._comm)
+            if self._comm.rank != 0:
+                tensor.copy_(from_array(array, dtype))
+
+    def _start_generators(self) -> None:
+        seed = self._world.broadcast_text(str(torch.initial_seed()), 0, self._comm)
+        self.generators.start(int(seed))
+
+    def _plan_buckets(self, plan: ModelPlan) -> None:
+        for name, parameter in plan.trained:
+            if id(parameter) not in self._parameters:
+                record = self._parameters[id(parameter)] = ParameterRecord(name, parameter)
+                self._hook(record)
+        self._buffers = [BufferRecord(place) for place in plan.averaged]
+        records = list(self._parameters.values())
+        tensors: list[Tensor] = [record.parameter for record in records]
+        tensors += [place.tensor for place in plan.averaged]
+        self._buckets = BucketSet(tensors, n_counts=len(tensors) + 1)
+        for user, slot in zip([*records, *self._buffers], self._buckets.slots, strict=True):
+            user.use_slot(slot)
+
+    def _hook(self, record: ParameterRecord) -> None:
+        torch_hooks.before_accumulation(record.parameter, lambda: self._before_accumulation(record))
+        torch_hooks.after_accumulation(record.parameter, lambda: self._after_accumulation(record))
+
+    def _warn_of_equal_batches(self, batch: Any) -> None:
+        """Say so when every replica is fed the same rows: a plain DataLoader does that."""
+        digest = _digest(batch)
+        is_equal = self._world.all_equal(digest, self._comm)
+        if is_equal and digest and self._comm.rank == 0:
+            logger.warning(
+                "strategy: expected each of %d replicas to be fed its own part of the batch, got the same first batch on "
+                "all; use strategy.experimental_distribute_dataset.",
+                self._comm.size,
+            )
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backwards in the block accumulate this replica's gradients without a sum."""
+        before, self._is_syncing = self._is_syncing, False
+        try:
+            yield
+        finally:
+            self._is_syncing = before
+
+    @torch.no_grad()
+    def _before_accumulation(self, record: ParameterRecord) -> None:
+        if self._backward != torch_hooks.backward_id():
+            self._begin_backward()
+        if self._is_syncing:
+            record.set_aside()
+
+    @torch.no_grad()
+    def _after_accumulation(self, record: ParameterRecord) -> None:
+        self._has_accumulated = True
+        if self._is_syncing:
+            record.take()
+
+    def _begin_backward(self) -> None:
+        if torch_hooks.is_nested_backward():
+            raise GradientError(
+                "backward: expected one backward at a time, got one inside another, as reentrant activation checkpointing "
+                "does; pass use_reentrant=False to torch.utils.checkpoint."
+            )
+        if self.is_mean is None:
+            raise GradientError(
+                f"backward: expected to know how the gradients of {self._comm.size} replicas combine, got no gradient_op; "
+                f"scale the loss by hpcdist.compute_average_loss, or make the strategy with gradient_op=ReduceOp.SUM (the "
+                f"loss is divided by the global batch) or ReduceOp.MEAN (the loss is a mean over the local batch)."
+            )
+        if self._backward is not None:
+            self._drop_backward()
+        self._backward = torch_hooks.backward_id()
+        self._weight += 1.0 if self.local_rows is None else self.local_rows
+        if not self._is_syncing:
+            for record in self._parameters.values():
+                record.start_local()
+        torch_hooks.at_end_of_backward(self._end_backward)
+
+    def _drop_backward(self) -> None:
+        """Forget a backward that began and never ended, because something in it raised."""
+        for record in self._parameters.values():
+            record.drop()
+        self._has_accumulated = False
+        self._weight = 0.0
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        self._backward = None
+        if self._has_accumulated and self._is_syncing:
+            self._sum_over_replicas()
+            self._weight = 0.0
+        elif self._is_syncing:
+            for record in self._parameters.values():
+                record.put_back()
+        self._has_accumulated = False
+
+    def _sum_over_replicas(self) -> None:
+        records = list(self._parameters.values())
+        weight = self._weight if self.is_mean else None
+        has_rows = self.local_rows != 0
+        changed = [record.is_changed and has_rows for record in self._buffers]
+        for record in records:
+            record.complete(weight)
+        for buffer, takes_part in zip(self._buffers, changed, strict=True):
+            buffer.complete(takes_part)
+        counts = self._buckets.counts
+        counts.copy_(torch.tensor([*(record.is_touched for record in records), *changed, self._weight]))
+        self._buckets.all_reduce(self._comm)
+        *counted, total = counts.tolist()
+        for record, n_touched in zip(records, counted, strict=False):
+            record.publish(n_touched, total if self.is_mean else None)
+        for buffer, n_changed in zip(self._buffers, counted[len(records) :], strict=True):
+            buffer.publish(n_changed)
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        is_ours = self._is_entered() or any(id(parameter) in self._trained_ids for parameter in parameters)
+        if self._comm.size == 1 or not is_ours:
+            return
+        for parameter in parameters:
+            self._check_gradient(parameter)
+
+    def _check_gradient(self, parameter: nn.Parameter) -> None:
+        record = self._parameters.get(id(parameter))
+        if parameter.grad is None:
+            return
+        if record is None:
+            raise GradientError(
+                f"step: expected parameters made and unfrozen inside strategy.scope() before the first step, got one of shape "
+                f"{tuple(parameter.shape)} whose gradient was not summed; build and unfreeze it in the scope."
+            )
+        if record.is_local or self._backward is not None:
+            raise GradientError(
+                f"step: expected gradients summed over the replicas, got a local one in {record.name!r}; run the last "
+                f"backward outside no_sync and step after it."
+            )
+        if not record.is_trustworthy:
+            raise GradientError(
+                f"step: expected the gradient of {record.name!r} as backward left it, got another tensor; change it in place "
+                f"(grad.mul_, grad.copy_) so that every rank changes the same sum."
+            )
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        if any(id(p) in self._trained_ids for group in optimizer.param_groups for p in group["params"]):
+            self.generators.advance()
+            self._world.step = self.generators.step
+
+
+def _digest(batch: Any) -> str:
+    """Return a digest of the first tensor with rows in `batch`; empty text when there is none."""
+    if isinstance(batch, Tensor) and batch.dim() > 0 and batch.numel() > 0:
+        array = to_array(batch)[0].reshape(-1).view("u1")
+        return xxhash.xxh3_64_hexdigest(array[:_COMPARED_BYTES].tobytes())
+    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
+    return next(filter(None, (_digest(item) for item in items)), "")

@@ -1,0 +1,136 @@
+"""Which parameters and buffers a strategy looks after, found by walking the modules made in its scope."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
+
+from hpcdist.errors import ConfigurationError, DesyncError
+from hpcdist.gradients.bucket_set import SUM_DTYPES
+from hpcdist.gradients.tensors import dtype_name, layout
+
+
+@dataclass(frozen=True)
+class BufferPlace:
+    """A module's buffer, by place: modules may put a new tensor there."""
+
+    name: str
+    module: nn.Module
+    key: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor that is there now."""
+        tensor = self.module._buffers[self.key]
+        assert tensor is not None, f"buffer {self.name} was taken out after the first step"
+        return tensor
+
+
+class ModuleSet:
+    """The modules made in a scope, held weakly, in the order in which they were first seen."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, weakref.ref[nn.Module]] = {}
+
+    def __contains__(self, module: nn.Module) -> bool:
+        known = self._seen.get(id(module))
+        return known is not None and known() is module
+
+    def add(self, module: nn.Module) -> None:
+        """Remember a module."""
+        if module not in self:
+            self._seen[id(module)] = weakref.ref(module)
+
+    def roots(self) -> list[nn.Module]:
+        """Return the modules that are no other one's child.
+
+        Unreachable modules are collected first: whether one is still there must not differ between ranks.
+        """
+        gc.collect()
+        alive = [module for known in self._seen.values() if (module := known()) is not None]
+        children = {id(child) for module in alive for child in module.modules() if child is not module}
+        return [module for module in alive if id(module) not in children]
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """All tensors of some modules, by name, in the order of the modules.
+
+    Attributes:
+        parameters: every parameter once, also frozen ones.
+        buffers: every buffer.
+    """
+
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+    buffers: tuple[BufferPlace, ...]
+
+    @property
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters that need a gradient."""
+        return [(name, parameter) for name, parameter in self.parameters if parameter.requires_grad]
+
+    @property
+    def averaged(self) -> list[BufferPlace]:
+        """Buffers of floats, such as BatchNorm's running statistics."""
+        return [place for place in self.buffers if dtype_name(place.tensor) in SUM_DTYPES]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield every tensor."""
+        yield from (parameter for _, parameter in self.parameters)
+        yield from (place.tensor for place in self.buffers)
+
+    def describe(self) -> str:
+        """Return one line per tensor: name, layout, and whether it needs a gradient."""
+        rows = [f"{name} {layout(tensor)} {tensor.requires_grad}" for name, tensor in self.parameters]
+        return "\n".join(rows + [f"{place.name} {layout(place.tensor)} buffer" for place in self.buffers])
+
+
+def plan_model(roots: list[nn.Module]) -> ModelPlan:
+    """Return the tensors of `roots`, every parameter once.
+
+    Raises:
+        ConfigurationError: for a parameter that has no shape yet or whose gradient cannot be summed; on this rank only.
+    """
+    parameters: list[tuple[str, nn.Parameter]] = []
+    buffers: list[BufferPlace] = []
+    taken: set[int] = set()
+    for number, root in enumerate(roots):
+        prefix = f"{number}:" if len(roots) > 1 else ""
+        for name, parameter in root.named_parameters(prefix=""):
+            if id(parameter) not in taken:
+                taken.add(id(parameter))
+                _check_parameter(prefix + name, parameter)
+                parameters.append((prefix + name, parameter))
+        for module_name, module in root.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in taken:
+                    taken.add(id(buffer))
+                    buffers.append(BufferPlace(prefix + ".".join(filter(None, (module_name, key))), module, key))
+    return ModelPlan(tuple(parameters), tuple(buffers))
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, UninitializedTensorMixin):
+        raise ConfigurationError(
+            f"strategy: expected parameters with shapes, got uninitialized {name!r}; build lazy modules with their sizes."
+        )
+    if parameter.requires_grad and dtype_name(parameter) not in SUM_DTYPES:
+        raise ConfigurationError(
+            f"strategy: expected parameters of {', '.join(SUM_DTYPES)}, got {name!r} of {dtype_name(parameter)}; "
+            f"convert the module."
+        )
+
+
+def explain_difference(own: str, roots: str) -> DesyncError:
+    """Return the error for a rank whose model is described by `own` where the chief's is described by `roots`."""
+    own_rows, root_rows = own.splitlines(), roots.splitlines()
+    first = next((mine, theirs) for mine, theirs in zip_longest(own_rows, root_rows) if mine != theirs)
+    mine, theirs = (row or "nothing" for row in first)
+    return DesyncError(
+        f"strategy: expected the chief's model of {len(root_rows)} tensors, got {len(own_rows)}, first difference "
+        f"{mine!r} where the chief has {theirs!r}; build the same model on every rank."
+    )

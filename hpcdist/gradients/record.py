@@ -1,0 +1,199 @@
+"""What becomes of one parameter's gradient, and of one buffer, between two backwards.
+
+`parameter.grad` is at any time nothing, local (accumulated under no_sync) or summed over all replicas. A record knows
+which, and keeps what a synchronized backward found there apart from what it adds.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from hpcdist.errors import GradientError
+from hpcdist.gradients.model_plan import BufferPlace
+from hpcdist.gradients.tensors import dtype_name, view_as
+
+
+class ParameterRecord:
+    """One trained parameter, its slot in a bucket, and the state of its gradient.
+
+    Attributes:
+        is_touched: the running backward produced a gradient, or one was accumulated under no_sync.
+        is_local: `parameter.grad` holds this replica's own sum.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.is_touched = False
+        self.is_local = False
+        self._found: Tensor | None = None  # what the running backward found in parameter.grad
+        self._earlier: Tensor | None = None  # a sum of an earlier backward, to be added to this one's sum
+        self._result: Tensor | None = None  # what was published last
+
+    def use_slot(self, slot: Tensor) -> None:
+        """Take a new slot: a flat host tensor of the parameter's number of elements."""
+        self._slot = slot
+        self._view = view_as(slot, self.parameter)
+        self._is_direct = self.parameter.device.type == "cpu" and self.parameter.dtype == slot.dtype
+
+    @property
+    def is_trustworthy(self) -> bool:
+        """Whether `parameter.grad` is nothing, or what was published last."""
+        return self.parameter.grad is None or self.parameter.grad is self._result
+
+    def set_aside(self) -> None:
+        """Move what `parameter.grad` holds out of the way of a synchronized backward."""
+        if self._found is None:
+            self._found, self.parameter.grad = self.parameter.grad, None
+
+    def put_back(self) -> None:
+        """Undo `set_aside`: the backward wrote no gradient, as torch.autograd.grad does not."""
+        if self._found is not None:
+            self.parameter.grad, self._found = self._found, None
+
+    def _sort_found(self) -> Tensor | None:
+        """Return local gradients to be summed with this backward's; keep an earlier sum to be added afterwards.
+
+        The slot is about to be overwritten, and what was found may live there: it is copied.
+
+        Raises:
+            GradientError: when the gradient was put there by hand; on this rank only.
+        """
+        found, self._found = self._found, None
+        if found is None or (not self.is_local and not bool(found.any())):
+            return None
+        kept = found.clone() if self._is_direct else found
+        if self.is_local:
+            return kept
+        if found is not self._result:
+            raise GradientError(
+                f"backward: expected the gradient of {self.name!r} as an earlier backward left it, got one set by hand; "
+                f"call zero_grad() first, or change the gradient in place."
+            )
+        self._earlier = kept
+        return None
+
+    def start_local(self) -> None:
+        """Check, before a backward under no_sync adds to it, that `parameter.grad` is not a sum over replicas.
+
+        Raises:
+            GradientError: when it is; on this rank only.
+        """
+        found = self.parameter.grad
+        if found is not None and not self.is_local and bool(found.any()):
+            raise GradientError(
+                f"no_sync: expected zeroed or local gradients, got one summed over the replicas in {self.name!r}; "
+                f"call zero_grad() before accumulating."
+            )
+        self.is_local = True
+
+    def take(self) -> None:
+        """Copy the gradient that a synchronized backward has just written into the slot.
+
+        Raises:
+            GradientError: when it is sparse; on this rank only.
+        """
+        gradient = self.parameter.grad
+        assert gradient is not None, "autograd writes the gradient before it calls this"
+        if gradient.is_sparse:
+            raise GradientError(
+                f"backward: expected a dense gradient, got a sparse one for {self.name!r}; build the layer with sparse=False."
+            )
+        local = self._sort_found()
+        self._view.copy_(gradient)
+        self._add(local)
+        if self._is_direct:
+            self.parameter.grad = self._view
+
+    def _add(self, local: Tensor | None) -> None:
+        if local is not None:
+            self._view.add_(local)
+        self.is_touched = True
+
+    def complete(self, weight: float | None) -> None:
+        """Make the slot hold this replica's part of the sum: its gradient times `weight`, or zero."""
+        if not self.is_touched:
+            self.set_aside()
+            local = self._sort_found()
+            self._slot.zero_()
+            if local is not None:
+                self._add(local)
+        if weight == 0:
+            self._slot.zero_()
+        elif weight is not None and self.is_touched:
+            self._slot.mul_(weight)
+
+    def publish(self, n_touched: float, weight: float | None) -> None:
+        """Make `parameter.grad` the sum over all replicas, plus what earlier backwards left.
+
+        Args:
+            n_touched: replicas that had a gradient; with none, `parameter.grad` stays as it was.
+            weight: sum of all replicas' weights, to divide by.
+        """
+        result = None
+        if n_touched:
+            if weight is not None:
+                self._slot.div_(weight or 1.0)
+            result = self._view if self._is_direct else self._staged()
+            if self._earlier is not None:
+                result.add_(self._earlier)
+        elif self._earlier is not None:
+            result = self._earlier
+        self.parameter.grad = self._result = result
+        self._earlier = None
+        self.is_touched = self.is_local = False
+
+    def _staged(self) -> Tensor:
+        return torch.empty_like(self.parameter, requires_grad=False).copy_(self._view)
+
+    def drop(self) -> None:
+        """Forget a backward that ended in an error: what it wrote is of no replica's sum."""
+        self.put_back()
+        if self.is_touched:
+            self.parameter.grad = self._result = self._earlier
+        self._earlier = None
+        self.is_touched = self.is_local = False
+
+
+class BufferRecord:
+    """One buffer of floats, averaged over the replicas that changed it since the last synchronized backward.
+
+    BatchNorm's running statistics are linear in the batch statistics, so averaging them after each step is what one
+    large replica averaging its own would give.
+    """
+
+    def __init__(self, place: BufferPlace) -> None:
+        self._place = place
+        self._mark()
+
+    def use_slot(self, slot: Tensor) -> None:
+        """Take a new slot: a flat host tensor of the buffer's number of elements."""
+        self._slot = slot
+
+    def _mark(self) -> None:
+        self._tensor = self._place.tensor
+        self._version = self._tensor._version
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the module has written the buffer since it was averaged last."""
+        return self._place.tensor is not self._tensor or self._tensor._version != self._version
+
+    def complete(self, takes_part: bool) -> None:
+        """Make the slot hold the buffer if this replica takes part in the mean, else zero."""
+        tensor = self._place.tensor
+        if tensor.numel() != self._slot.numel():
+            raise GradientError(
+                f"backward: expected buffer {self._place.name!r} with {self._slot.numel()} elements as at the first step, "
+                f"got {dtype_name(tensor)} {tuple(tensor.shape)}; keep its shape."
+            )
+        if takes_part:
+            self._slot.copy_(tensor.reshape(-1))
+        else:
+            self._slot.zero_()
+
+    def publish(self, n_taking_part: float) -> None:
+        """Write the mean back; with nobody taking part the buffer keeps its bits."""
+        if n_taking_part:
+            tensor = self._place.tensor
+            tensor.copy_((self._slot / n_taking_part).view(tensor.shape))
+        self._mark()

@@ -1,0 +1,54 @@
+"""torch tensors to host arrays and back, and what a tensor's layout is called."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Array = npt.NDArray[Any]
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype, such as "float32" or "bfloat16"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def to_array(tensor: Tensor) -> tuple[Array, str]:
+    """Return a tensor's values on the host and the name of its dtype; bfloat16 comes as its bits in uint16.
+
+    The array shares memory with a contiguous host tensor.
+    """
+    host = tensor.detach().cpu().contiguous()
+    if host.dtype is torch.bfloat16:
+        return host.view(torch.uint16).numpy(), "bfloat16"
+    return host.numpy(), dtype_name(host)
+
+
+def from_array(array: Array, dtype: str) -> Tensor:
+    """Return a host tensor with the values of `array`; the inverse of `to_array`. The memory is its own."""
+    tensor = torch.from_numpy(np.array(array, copy=True, order="C"))
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+
+def layout(tensor: Tensor) -> str:
+    """Return shape, strides and dtype as text, equal for tensors whose gradients can be summed element by element."""
+    return f"{tuple(tensor.shape)} {tuple(tensor.stride())} {dtype_name(tensor)}"
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements fill one block of memory, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size if size > 1 else 1
+    return True
+
+
+def view_as(flat: Tensor, like: Tensor) -> Tensor:
+    """Return a view of `flat` with the shape of `like`, and its strides where they fill memory."""
+    if is_dense(like):
+        return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+    return flat.view(like.shape)

@@ -1,0 +1,121 @@
+"""Every torch hook that hpcdist uses, in one place: what torch promises here is what hpcdist stands on.
+
+Functions that register return handles with `remove()`. Process-wide hooks hold what they call weakly, so that a
+strategy nobody uses any more goes away with its hooks.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import _engine_run_backward
+from torch.nn.modules import module as module_hooks
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+
+class Handle(Protocol):
+    """What torch returns for a registered hook."""
+
+    def remove(self) -> None:
+        """Take the hook out again."""
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls a bound method for as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*args)
+
+    return call
+
+
+def on_module_built(see: Callable[[nn.Module], None]) -> list[Handle]:
+    """Call see(module) whenever any module is given a parameter or a child.
+
+    Deep-copied children have no parameter registered through the hook: walk from the module that holds them.
+    """
+
+    def parameter(module: nn.Module, name: str, value: Any) -> None:
+        see(module)
+
+    def child(module: nn.Module, name: str, value: Any) -> None:
+        see(module)
+
+    return [
+        module_hooks.register_module_parameter_registration_hook(parameter),
+        module_hooks.register_module_module_registration_hook(child),
+    ]
+
+
+def before_any_forward(see: Callable[[nn.Module, tuple[Any, ...]], None]) -> Handle:
+    """Call see(module, args) before the forward of every module. Slows every forward: remove it soon."""
+
+    handle: Handle = module_hooks.register_module_forward_pre_hook(_weakly(see))
+    return handle
+
+
+def before_accumulation(parameter: Tensor, see: Callable[[], None]) -> Handle:
+    """Call see() when a backward has this parameter's whole gradient and has not yet touched `parameter.grad`.
+
+    It also fires for torch.autograd.grad, which then accumulates nothing.
+    """
+
+    def leaf(gradient: Tensor) -> None:
+        see()
+
+    handle: Handle = parameter.register_hook(leaf)
+    return handle
+
+
+def after_accumulation(parameter: Tensor, see: Callable[[], None]) -> Handle:
+    """Call see() when a backward has written `parameter.grad`."""
+
+    def accumulated(tensor: Tensor) -> None:
+        see()
+
+    handle: Handle = parameter.register_post_accumulate_grad_hook(accumulated)
+    return handle
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call once when the backward that is running now ends. Errors in it are raised by that backward."""
+    Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
+def backward_id() -> int:
+    """Return a number that names the running backward; -1 outside one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def is_nested_backward() -> bool:
+    """Return whether a backward runs inside another one, as with reentrant activation checkpointing."""
+    frame, n_running = sys._getframe(), 0
+    while frame.f_back is not None:
+        n_running += frame.f_code is _engine_run_backward.__code__
+        frame = frame.f_back
+    return n_running > 1
+
+
+def around_any_step(before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]) -> list[Handle]:
+    """Call before(optimizer) and after(optimizer) around the step of every optimizer of the process."""
+
+    weak_before, weak_after = _weakly(before), _weakly(after)
+
+    def pre(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        weak_before(optimizer)
+
+    def post(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        weak_after(optimizer)
+
+    return [register_optimizer_step_pre_hook(pre), register_optimizer_step_post_hook(post)]

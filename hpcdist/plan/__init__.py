@@ -1,0 +1,1 @@
+"""Who owns which elements, and in which order: pure arithmetic, no communication."""

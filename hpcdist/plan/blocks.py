@@ -1,0 +1,24 @@
+"""Bounds of contiguous blocks: how n elements are divided over p parts."""
+
+
+def block_bounds(n_elements: int, n_parts: int, part: int) -> tuple[int, int]:
+    """Return (start, stop) of a part when sizes differ by at most one and longer parts come first.
+
+    >>> [block_bounds(13, 5, part) for part in range(5)]
+    [(0, 3), (3, 6), (6, 9), (9, 11), (11, 13)]
+    """
+    size, longer = divmod(n_elements, n_parts)
+    start = part * size + min(part, longer)
+    return start, start + size + (part < longer)
+
+
+def ceiling_bounds(n_rows: int, n_parts: int, part: int) -> tuple[int, int]:
+    """Return (start, stop) of a part when every part has ceil(n/p) rows as long as there are any.
+
+    The rule of tf.distribute for a global batch over its replicas: the last parts may be short or empty.
+
+    >>> [ceiling_bounds(4, 3, part) for part in range(3)]
+    [(0, 2), (2, 4), (4, 4)]
+    """
+    size = -(-n_rows // n_parts)
+    return min(part * size, n_rows), min((part + 1) * size, n_rows)

@@ -1,0 +1,137 @@
+"""The interface of every strategy, and what a strategy does with one replica in this process."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from hpcdist.data.dataset import Dataset
+from hpcdist.data.distributed import DistributedDataset
+from hpcdist.errors import UsageError
+from hpcdist.strategy import context
+from hpcdist.strategy.local_reduce import Axis, check_axis, reduce_rows
+from hpcdist.strategy.reduce_op import ReduceOp
+
+
+class Strategy:
+    """What tf.distribute.Strategy offers, with one replica per process.
+
+    This class alone is the pass-through strategy: one replica, nothing to communicate.
+    """
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Replicas whose gradients are summed."""
+        return 1
+
+    @contextmanager
+    def scope(self) -> Iterator["Strategy"]:
+        """Make this the current strategy; modules built in the block are kept equal on all replicas.
+
+        Not collective: models are made equal at their first use.
+        """
+        with context.entered(self, is_replica=False), self._watching():
+            yield self
+
+    def _watching(self) -> AbstractContextManager[None]:
+        return _nothing()
+
+    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Return fn(*args, **kwargs), called once for this process's replica.
+
+        Collective at the first use of a model made in the scope, and where `fn` reduces.
+
+        Raises:
+            UsageError: when args is no list or tuple.
+        """
+        if not isinstance(args, (list, tuple)):
+            raise UsageError(f"run: expected args as a tuple or list, got {type(args).__name__}; write args=(x,).")
+        self._prepare(args)
+        with context.entered(self, is_replica=True):
+            return fn(*args, **(kwargs or {}))
+
+    def _prepare(self, args: Any) -> None:
+        """Make models equal before their first use."""
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Axis) -> Any:
+        """Return `value` reduced over all replicas and, first, over `axis` inside each.
+
+        Collective: all replicas. Same dtype required on every rank: yes; same shape: yes, but for reduced axes.
+
+        Args:
+            reduce_op: SUM or MEAN. MEAN over an axis divides the global sum by the global number of elements, so parts
+                of different length weigh by their length.
+            value: this replica's: torch tensor, numpy array or number.
+            axis: None (over replicas only), an int, or a tuple or list of ints; negative ones count from the end.
+
+        Returns:
+            The same kind of value, on the host, equal on every rank.
+
+        Raises:
+            ValueError: for an axis out of range, values of different shape or an unknown op.
+            TypeError: for an axis of another type. RuntimeError: inside `run`.
+        """
+        entry = context.current()
+        if entry is not None and entry.is_replica:
+            raise RuntimeError(
+                "reduce: expected a call outside strategy.run, got one inside; return the value from run and reduce it."
+            )
+        op = ReduceOp.parse(reduce_op)
+        check_axis(axis)
+        return reduce_rows(op, value, axis, self._sum_over_replicas)
+
+    def _sum_over_replicas(self, array: Any) -> None:
+        """Replace a host array by its sum over all replicas."""
+
+    def experimental_distribute_dataset(self, dataset: Dataset) -> DistributedDataset:
+        """Return this replica's parts of a dataset whose batches are global batches.
+
+        Collective where replicas are on several ranks: they agree on the seed of the order.
+
+        Raises:
+            DataError: when `dataset` is no hpcdist.Dataset with a batch size; on every rank alike.
+        """
+        return DistributedDataset(dataset, replica=0, n_replicas=1)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backwards in the block accumulate without a sum; the next one outside sums everything."""
+        yield
+
+    def use_sum_of_scaled_losses(self) -> None:
+        """Take note that losses are divided by the global batch, so that gradients are summed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs: seed and step. Equal on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+_default = Strategy()
+
+
+def get_strategy() -> Strategy:
+    """Return the strategy whose scope or run the caller is in; outside all, the pass-through strategy."""
+    entry = context.current()
+    return entry.strategy if entry else _default
+
+
+def strategy_of_losses() -> Strategy:
+    """Return the strategy that a loss computed here belongs to: the current one, else the only one alive.
+
+    Raises:
+        UsageError: outside every scope when several strategies are alive.
+    """
+    entry, alive = context.current(), context.alive()
+    if entry is None and len(alive) > 1:
+        raise UsageError(
+            f"compute_average_loss: expected one strategy, got {len(alive)} alive and none entered; call it inside "
+            f"strategy.scope() or strategy.run()."
+        )
+    return entry.strategy if entry else alive[0] if alive else _default

@@ -1,0 +1,128 @@
+"""MultiWorkerMirroredStrategy: one replica per worker rank, gradients summed over all of them."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from hpcdist.cluster.environment import read_environment
+from hpcdist.cluster.resolver import ClusterResolver
+from hpcdist.collectives import mpi
+from hpcdist.data.dataset import Dataset
+from hpcdist.data.distributed import DistributedDataset
+from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.gradients.engine import GradientEngine
+from hpcdist.strategy import context
+from hpcdist.strategy.base import Strategy, get_strategy
+from hpcdist.strategy.reduce_op import ReduceOp
+from hpcdist.world import World, make_world
+
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Synchronous training on all chief and worker ranks; each holds one replica of every model.
+
+    Inside `scope()` modules start identical everywhere; `loss.backward()` leaves the sum of all replicas' gradients in
+    `parameter.grad`, private to the rank, and `optimizer.step()` is the user's own. An evaluator rank is a cluster of one.
+
+    Collective: all ranks.
+
+    Args:
+        cluster_resolver: says which tasks there are; default: TF_CONFIG, else HPCDIST_ROLES, else every rank a worker.
+        gradient_op: SUM (losses are divided by the global batch) or MEAN (losses are means over the local batch; replicas
+            weigh by their rows). Default: SUM once `compute_average_loss` was called, else the first backward of more than
+            one replica raises.
+
+    Raises:
+        ConfigurationError: on every rank alike, when the cluster does not add up or has ps tasks.
+    """
+
+    def __init__(
+        self, cluster_resolver: ClusterResolver | None = None, gradient_op: ReduceOp | str | None = None
+    ) -> None:
+        op = None if gradient_op is None else ReduceOp.parse(gradient_op)
+        self.world: World = make_world(cluster_resolver)
+        if self.world.spec.num_tasks("ps"):
+            raise _agreed(
+                ConfigurationError(
+                    f"MultiWorkerMirroredStrategy: expected chief, worker and evaluator tasks, got {self.world.spec}; remove "
+                    f"the ps tasks."
+                )
+            )
+        self._comm = self.world.role_comm
+        is_mean = None if op is None else op is ReduceOp.MEAN
+        self._engine = GradientEngine(self.world, is_mean, self._is_entered)
+        self._set_threads()
+        context.register(self)
+
+    def _is_entered(self) -> bool:
+        return get_strategy() is self
+
+    def _set_threads(self) -> None:
+        """Share the node's cores among its ranks, unless OMP_NUM_THREADS says otherwise."""
+        if "OMP_NUM_THREADS" not in read_environment() and self._comm.size > 1:
+            torch.set_num_threads(self.world.cores_per_rank)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """One per chief or worker rank."""
+        return self._comm.size
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """The cluster as agreed, and this rank's task in it."""
+        return self.world.cluster_resolver
+
+    def _watching(self) -> AbstractContextManager[None]:
+        return self._engine.watching()
+
+    def _prepare(self, args: Any) -> None:
+        self._engine.prepare(args)
+
+    def _sum_over_replicas(self, array: Any) -> None:
+        mpi.all_reduce(array, self._comm)
+
+    def experimental_distribute_dataset(self, dataset: Dataset) -> DistributedDataset:
+        """Return this replica's parts of a dataset; see `Strategy.experimental_distribute_dataset`."""
+        seed = getattr(getattr(dataset, "order", None), "seed", None)
+        agreed_seed = self.world.broadcast_text(str(seed), 0, self._comm)
+        if seed is not None and agreed_seed != "None":
+            dataset = dataset.with_seed(int(agreed_seed))
+        return DistributedDataset(dataset, self._comm.rank, self._comm.size, self._take_note_of_rows)
+
+    def _take_note_of_rows(self, n_rows: int) -> None:
+        self._engine.local_rows = n_rows
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let backwards in the block accumulate this replica's gradients; the next one outside sums everything.
+
+        `step` on gradients that were not summed raises.
+        """
+        return self._engine.no_sync()
+
+    def use_sum_of_scaled_losses(self) -> None:
+        """Sum gradients from now on.
+
+        Raises:
+            UsageError: when the strategy was made to average them.
+        """
+        if self._engine.is_mean:
+            raise UsageError(
+                "compute_average_loss: expected a strategy that sums gradients, got gradient_op=ReduceOp.MEAN; use the mean over "
+                "the local batch as loss, or gradient_op=ReduceOp.SUM."
+            )
+        self._engine.is_mean = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return seed and step of the random numbers. Equal on all ranks."""
+        return {"seed": self._engine.generators.seed, "step": self._engine.generators.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the random numbers of a checkpoint."""
+        self._engine.generators.restore(state["seed"], state["step"])
+        self.world.step = state["step"]
+
+
+def _agreed(error: ConfigurationError) -> ConfigurationError:
+    error.is_agreed = True
+    return error

@@ -1,0 +1,298 @@
+"""The one place that touches COMM_WORLD: who is where, in which role, and how ranks agree.
+
+A `World` clones the communicator it is given, resolves roles to ranks, and builds the communicators that everything
+else uses. Set-up errors are agreed: every rank raises the same text.
+"""
+
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import xxhash
+
+from hpcdist.cluster.assignment import NONE, RankFacts, assign_tasks
+from hpcdist.cluster.environment import check_names, launcher_of, read_environment, timeout_s
+from hpcdist.cluster.mpi import MPIClusterResolver
+from hpcdist.cluster.resolver import ClusterResolver, SimpleClusterResolver
+from hpcdist.cluster.spec import ClusterSpec, Task
+from hpcdist.cluster.tf_config import TFConfigClusterResolver
+from hpcdist.errors import CollectiveTimeoutError, ConfigurationError, HpcdistError, error_class
+
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as _error:
+    raise ConfigurationError(
+        f"world: expected an MPI library, got none ({_error}); load your site's MPI module or pip install mpich."
+    ) from None
+
+from hpcdist.abort import AbortHooks
+
+#: Names under which MPICH shares memory in a node. It leaves them behind when a rank is killed.
+_MPICH_SEGMENT = re.compile(r"/dev/shm/mpich_shm_\S+")
+
+
+class World:
+    """All ranks of a job, their roles, and this rank's place among them.
+
+    Collective: all ranks of `comm`.
+
+    Args:
+        resolver: says which tasks there are; default: TF_CONFIG, else HPCDIST_ROLES, else every rank is a worker.
+        comm: the ranks that take part; default: all. It is cloned and left alone.
+
+    Attributes:
+        comm: clone of `comm`: all ranks.
+        role_comm: ranks of this rank's role: chief and workers together, all ps together, each evaluator alone.
+        node_comm: ranks of `role_comm` on this host.
+        lane_comm: ranks of `role_comm` with this rank's place in their host.
+        spec: the cluster. task: this rank's entry in it.
+        cores_per_rank: cores that this rank may use without taking another rank's.
+        step: the step that this rank is in, for messages; None outside training.
+
+    Raises:
+        ConfigurationError: on every rank alike, when roles, launcher and ranks do not add up.
+    """
+
+    def __init__(self, resolver: ClusterResolver | None = None, comm: MPI.Intracomm | None = None) -> None:
+        given = comm or getattr(resolver, "comm", None) or MPI.COMM_WORLD
+        self.comm: MPI.Intracomm = given.Dup()
+        self.rank, self.size = self.comm.rank, self.comm.size
+        self.step: int | None = None
+        self._task: Task | None = None
+        self.timeout_s = 600.0
+        environ = self._agreed_environment()
+        node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self._unlink_segments(node)
+        self.spec, tasks = self._agreed_tasks(resolver, environ, node)
+        self.task = self._task = tasks[self.rank]
+        self.cores_per_rank = _cores_per_rank(node)
+        node.Free()
+        self._split(tasks)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self._task})" if self._task else f"rank {self.rank}"
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this rank saves and logs for the job: the first rank of the chief entry."""
+        return self.task == self.spec.chief and self.role_comm.rank == 0
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """The cluster and this rank's task as they were agreed."""
+        return SimpleClusterResolver(self.spec, self.task.type, self.task.index)
+
+    def describe(self) -> str:
+        """Return who this rank is and, in training, at which step."""
+        return str(self) if self.step is None else f"{self} at step {self.step}"
+
+    def free(self) -> None:
+        """Free the communicators. Collective: all ranks."""
+        for comm in (self.lane_comm, self.node_comm, self.role_comm, self.comm):
+            comm.Free()
+
+    def agree(self, error: HpcdistError | None, comm: MPI.Intracomm | None = None) -> None:
+        """Raise the lowest failing rank's error on every rank, or return on every rank.
+
+        Collective: `comm`, default all ranks. Waits at most `timeout_s`.
+
+        Args:
+            error: what went wrong on this rank, or None.
+            comm: the ranks that agree.
+
+        Raises:
+            HpcdistError: of the failing rank's class and text, with `is_agreed` set; on every rank.
+            CollectiveTimeoutError: when a rank does not arrive; on the ranks that did.
+
+        Cost: one all-reduce of 8 bytes when all is well.
+        """
+        comm = comm or self.comm
+        lowest = self.all_reduce_int(comm.rank if error else comm.size, MPI.MIN, comm)
+        if lowest == comm.size:
+            return
+        n_failed = self.all_reduce_int(int(error is not None), MPI.SUM, comm)
+        others = f" and {n_failed - 1} more" if n_failed > 1 else ""
+        place = "" if n_failed == comm.size else f" [{self}{others}]"
+        name, text = self.broadcast_text(f"{type(error).__name__}\n{error}{place}", lowest, comm).split("\n", 1)
+        agreed = error_class(name)(text)
+        agreed.is_agreed = True
+        raise agreed from error
+
+    @contextmanager
+    def agreed(self, comm: MPI.Intracomm | None = None) -> Iterator[None]:
+        """Run a block in which this rank may fail; at its end all ranks of `comm` fail alike or none does."""
+        error = None
+        try:
+            yield
+        except HpcdistError as caught:
+            error = caught
+        self.agree(error, comm)
+
+    def all_reduce_int(self, value: int, op: MPI.Op, comm: MPI.Intracomm) -> int:
+        """Return `value` reduced over `comm`, an int of at most 63 bits. Collective: `comm`; bounded by `timeout_s`."""
+        send, receive = np.array([value], np.int64), np.empty(1, np.int64)
+        self.wait(comm.Iallreduce(send, receive, op))
+        return int(receive[0])
+
+    def broadcast_text(self, text: str, root: int, comm: MPI.Intracomm) -> str:
+        """Return root's text. Collective: `comm`; bounded by `timeout_s`."""
+        data = np.frombuffer(text.encode(), np.uint8)
+        length = self.all_reduce_int(len(data) if comm.rank == root else 0, MPI.MAX, comm)
+        buffer = data.copy() if comm.rank == root else np.empty(length, np.uint8)
+        self.wait(comm.Ibcast(buffer, root))
+        return buffer.tobytes().decode()
+
+    def all_equal(self, text: str, comm: MPI.Intracomm) -> bool:
+        """Return whether all ranks hold the same text. Collective: `comm`; compares 63-bit digests."""
+        digest = xxhash.xxh3_64_intdigest(text.encode()) >> 1
+        return -self.all_reduce_int(-digest, MPI.MIN, comm) == self.all_reduce_int(digest, MPI.MIN, comm)
+
+    def wait(self, request: MPI.Request) -> None:
+        """Wait for a non-blocking collective, at most `timeout_s`.
+
+        Raises:
+            CollectiveTimeoutError: on this rank; it ends the job, as others may be anywhere.
+        """
+        started = time.monotonic()
+        while not request.Test():
+            waited_s = time.monotonic() - started
+            if waited_s > self.timeout_s:
+                raise CollectiveTimeoutError(
+                    f"world: expected every rank within {self.timeout_s:g} s, got no answer from some on {self}; look for "
+                    f"a rank that took another path or stopped (HPCDIST_TIMEOUT_S sets the limit)."
+                )
+            time.sleep(0 if waited_s < 0.001 else min(waited_s / 10, 0.005))
+
+    def _agreed_environment(self) -> Mapping[str, str]:
+        environ: Mapping[str, str] = {}
+        with self.agreed():
+            environ = read_environment()
+            check_names(environ)
+            self.timeout_s = timeout_s(environ)
+            launcher = launcher_of(environ)
+            if launcher and launcher.size > 1 and self.size == 1:
+                raise ConfigurationError(
+                    f"world: expected {launcher.size} ranks as started by {launcher.name}, got a world of 1 with "
+                    f"{mpi_library()}; start with the mpirun of that same MPI library, or by srun --mpi=pmi2 (MPICH) "
+                    f"or --mpi=pmix (Open MPI)."
+                )
+        return environ
+
+    def _agreed_tasks(
+        self, resolver: ClusterResolver | None, environ: Mapping[str, str], node: MPI.Intracomm
+    ) -> tuple[ClusterSpec, list[Task]]:
+        spec, declared = ClusterSpec({}), None
+        with self.agreed():
+            resolver = resolver or _default_resolver(environ)
+            spec, declared = resolver.resolve(self.rank, self.size)
+            if not spec:
+                resolver = MPIClusterResolver(environ={})
+                spec, declared = resolver.resolve(self.rank, self.size)
+        with self.agreed():
+            self._check_same_cluster(spec)
+        assert resolver is not None, "agreed above"
+        facts = self._gather_facts(list(spec.tasks()), declared, resolver.host_names, node)
+        tasks: list[Task] = []
+        with self.agreed():
+            tasks = assign_tasks(spec, facts)
+        return spec, tasks
+
+    def _check_same_cluster(self, spec: ClusterSpec) -> None:
+        own = repr(spec.as_dict())
+        if self.all_equal(own, self.comm):
+            return
+        roots = self.broadcast_text(own, 0, self.comm)
+        if own != roots:
+            raise ConfigurationError(
+                f"TF_CONFIG: expected the cluster of rank 0, {roots}, got {own}; set the same cluster on every rank."
+            )
+
+    def _gather_facts(
+        self, entries: list[Task], declared: Task | None, hosts: Mapping[str, Task], node: MPI.Intracomm
+    ) -> list[RankFacts]:
+        host = MPI.Get_processor_name()
+        named = hosts.get(host) or hosts.get(host.partition(".")[0])
+        lowest = self.all_reduce_int(self.rank, MPI.MIN, node)
+        mine = [entries.index(declared) if declared else NONE, lowest, entries.index(named) if named else NONE]
+        facts = np.empty((self.size, 3), np.int32)
+        self.wait(self.comm.Iallgather(np.array(mine, np.int32), facts))
+        return [RankFacts(*(int(number) for number in row)) for row in facts]
+
+    def _split(self, tasks: list[Task]) -> None:
+        """Build the role, node and lane communicators. Ranks keep the order of their tasks, then of the world."""
+        order = list(self.spec.tasks())
+        color = {"ps": 1, "evaluator": 2}.get(self.task.type, 0)
+        self.role_comm = self.comm.Split(color, order.index(self.task) * self.size + self.rank)
+        self.node_comm = self.role_comm.Split_type(MPI.COMM_TYPE_SHARED, self.role_comm.rank)
+        self.lane_comm = self.role_comm.Split(self.node_comm.rank, self.role_comm.rank)
+
+    def _unlink_segments(self, node: MPI.Intracomm) -> None:
+        """Take the names of MPICH's shared segments away once every rank of the host has opened them."""
+        self.wait(node.Ibarrier())
+        if node.rank == 0 and os.path.exists("/proc/self/maps"):
+            with open("/proc/self/maps") as maps:
+                for name in set(_MPICH_SEGMENT.findall(maps.read())):
+                    if os.path.exists(name):
+                        os.unlink(name)
+
+
+def _default_resolver(environ: Mapping[str, str]) -> ClusterResolver:
+    if environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
+        return TFConfigClusterResolver(environ=environ)
+    return MPIClusterResolver(environ=environ)
+
+
+def mpi_library() -> str:
+    """Return the name and version of the MPI library in use."""
+    return " ".join(MPI.Get_library_version().split()[:4]).rstrip(",")
+
+
+def _cores_per_rank(node: MPI.Intracomm) -> int:
+    """Return this rank's share of its cores: all of them if bound to cores of its own, else an equal part."""
+    cores = os.sched_getaffinity(0)
+    sets = node.allgather(frozenset(cores))
+    sharing = sum(1 for other in sets if other & cores)
+    return max(1, len(cores) // sharing)
+
+
+_process_world: World | None = None
+_hooks: AbortHooks | None = None
+
+
+def make_world(resolver: ClusterResolver | None = None) -> World:
+    """Return the process-wide world, making it at first use; a later explicit resolver makes a world of its own.
+
+    Collective where a world is made: all ranks.
+
+    Raises:
+        ConfigurationError: as `World`; on every rank alike.
+    """
+    global _process_world
+    _install_hooks()
+    if _process_world is None:
+        _process_world = World(resolver)
+        return _process_world
+    return _process_world if resolver is None else World(resolver)
+
+
+def _install_hooks() -> None:
+    """Install the abort hooks before anything else, so that a failing set-up ends all ranks too."""
+    global _hooks
+    if _hooks is None:
+        launcher = launcher_of(read_environment())
+        comm = MPI.COMM_WORLD.Dup()
+        is_speaker = comm.rank == 0 and (launcher is None or comm.size > 1 or launcher.rank == 0)
+        _hooks = AbortHooks(comm, _describe_process, is_speaker, _free_process_world)
+        _hooks.install()
+
+
+def _describe_process() -> str:
+    return _process_world.describe() if _process_world else f"rank {MPI.COMM_WORLD.rank}"
+
+
+def _free_process_world() -> None:
+    if _process_world is not None:
+        _process_world.free()
