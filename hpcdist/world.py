@@ -85,6 +85,11 @@ class World:
         """The cluster and this rank's task as they were agreed."""
         return SimpleClusterResolver(self.spec, self.task.type, self.task.index)
 
+    @property
+    def n_hosts(self) -> int:
+        """Hosts that ranks of this role are on, as seen from this rank's lane."""
+        return self.lane_comm.size
+
     def describe(self) -> str:
         """Return who this rank is and, in training, at which step."""
         return str(self) if self.step is None else f"{self} at step {self.step}"

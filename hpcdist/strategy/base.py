@@ -23,6 +23,11 @@ class Strategy:
         """Replicas whose gradients are summed."""
         return 1
 
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process prints, logs and saves for the job."""
+        return True
+
     @contextmanager
     def scope(self) -> Iterator["Strategy"]:
         """Make this the current strategy; modules built in the block are kept equal on all replicas.

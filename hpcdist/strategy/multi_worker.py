@@ -69,6 +69,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         return self._comm.size
 
     @property
+    def is_chief(self) -> bool:
+        """Whether this rank prints, logs and saves for the job."""
+        return self.world.is_chief
+
+    @property
     def cluster_resolver(self) -> ClusterResolver:
         """The cluster as agreed, and this rank's task in it."""
         return self.world.cluster_resolver

@@ -1,0 +1,189 @@
+"""The HDF5 file of a checkpoint: one contiguous dataset per dtype, and one JSON index.
+
+/index            uint8, JSON: {"format": 1, "arrays": [[name, dtype, shape, offset], ...], "state": nest}
+/arrays/<dtype>   one dimension: all arrays of that dtype, one after the other; offset counts elements
+
+bfloat16 is stored as its bits in uint16, bool in uint8. Any HDF5 reader can open the file. The layout does not depend
+on ranks, hosts or replicas.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from hpcdist.checkpoint.tree import NamedArray
+from hpcdist.errors import CheckpointDamaged, CheckpointError
+
+FORMAT = 1
+#: How dtypes are stored that numpy or HDF5 does not have.
+_STORED_AS = {"bfloat16": "uint16", "bool": "uint8"}
+_BLOCK_BYTES = 4 << 20
+#: Room for HDF5's own structures, in a check of free space.
+_OVERHEAD_BYTES = 1 << 16
+
+
+def write_file(path: Path, state: Any, arrays: list[NamedArray]) -> None:
+    """Write a new checkpoint file. HDF5 lays it out; the arrays are then written at their place in the file.
+
+    Raises:
+        CheckpointError: when the disk has no room for it.
+        OSError: when the file system refuses.
+    """
+    index, lengths = _plan(arrays)
+    text = json.dumps({"format": FORMAT, "arrays": index, "state": state}).encode()
+    _check_space(path.parent, len(text) + sum(array.values.nbytes for array in arrays))
+    offsets = _lay_out(path, text, lengths)
+    with open(path, "r+b", buffering=0) as file:
+        os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
+        for (_, dtype, _, offset), array in zip(index, arrays, strict=True):
+            if array.values.nbytes:
+                start = offsets[dtype] + offset * array.values.itemsize
+                _write_at(file.fileno(), memoryview(np.ascontiguousarray(array.values)).cast("B"), start)
+
+
+def _plan(arrays: list[NamedArray]) -> tuple[list[Any], dict[str, int]]:
+    """Return the index rows and the length of each dtype's dataset, in elements."""
+    index: list[Any] = []
+    lengths: dict[str, int] = {}
+    for array in arrays:
+        offset = lengths.setdefault(array.dtype, 0)
+        index.append([array.name, array.dtype, list(array.values.shape), offset])
+        lengths[array.dtype] = offset + array.values.size
+    return index, lengths
+
+
+def _check_space(folder: Path, nbytes: int) -> None:
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    if free < nbytes + _OVERHEAD_BYTES:
+        raise CheckpointError(
+            f"save: expected {nbytes + _OVERHEAD_BYTES} bytes free in {folder}, got {free}; free some space. Earlier "
+            f"checkpoints are untouched."
+        )
+
+
+def _lay_out(path: Path, text: bytes, lengths: dict[str, int]) -> dict[str, int]:
+    """Write everything but the arrays; return where in the file each dtype's dataset starts, in bytes."""
+    space, creation = h5py.h5s, h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    creation.set_layout(h5py.h5d.CONTIGUOUS)
+    creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    offsets: dict[str, int] = {}
+    with h5py.File(path, "w", libver="v110", locking=False) as file:
+        file.create_dataset("index", data=np.frombuffer(text, np.uint8))
+        group = file.create_group("arrays")
+        for dtype, length in lengths.items():
+            kind = h5py.h5t.py_create(np.dtype(_STORED_AS.get(dtype, dtype)), logical=True)
+            made = h5py.h5d.create(group.id, dtype.encode(), kind, space.create_simple((length,)), creation)
+            offsets[dtype] = made.get_offset() or 0
+    return offsets
+
+
+def _write_at(descriptor: int, data: memoryview, start: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done : done + (1 << 30)], start + done)
+
+
+def digest_file(path: Path) -> tuple[int, str]:
+    """Return (bytes, xxh3-128 hex digest) of a file.
+
+    Raises:
+        OSError: when it cannot be read.
+    """
+    digest, nbytes = xxhash.xxh3_128(), 0
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            nbytes += len(block)
+    return nbytes, digest.hexdigest()
+
+
+def read_file(path: Path) -> tuple[Any, list[NamedArray]]:
+    """Return (state, arrays) of a checkpoint file whose digest was checked.
+
+    Only plain, contiguous datasets under the names above are read: links that lead elsewhere, virtual and external
+    datasets, filters and sizes beyond the file are refused before any of their data is read.
+
+    Raises:
+        CheckpointDamaged: when the file is not what `write_file` writes.
+        CheckpointError: when it was written by a newer hpcdist.
+    """
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            datasets = _safe_datasets(file, path)
+            index = json.loads(datasets.pop("index").tobytes())
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+        if isinstance(error, CheckpointDamaged):
+            raise
+        raise CheckpointDamaged(f"restore: expected a checkpoint in {path}, got {_line(error)}; use another.") from None
+    check_format(index.get("format") if isinstance(index, dict) else None, path)
+    return index["state"], [_array_at(row, datasets, path) for row in index["arrays"]]
+
+
+def check_format(found: Any, path: Path) -> None:
+    """Raise CheckpointError for a format that this version cannot read."""
+    if not isinstance(found, int) or found < 1:
+        raise CheckpointDamaged(f"restore: expected a checkpoint format number in {path}, got {found!r}; use another.")
+    if found > FORMAT:
+        raise CheckpointError(
+            f"restore: expected checkpoint format up to {FORMAT}, got {found} in {path}; install the hpcdist that wrote it, or "
+            f"move the file away to go on from an older one."
+        )
+
+
+def _safe_datasets(file: h5py.File, path: Path) -> dict[str, npt.NDArray[Any]]:
+    _check_members(file, {"index", "arrays"}, path)
+    group = file["arrays"]
+    if not isinstance(group, h5py.Group):
+        raise CheckpointDamaged(f"restore: expected a group /arrays in {path}, got a dataset; use another file.")
+    _check_members(group, None, path)
+    found = {name: _plain(group[name], path) for name in group}
+    return {**found, "index": _plain(file["index"], path)}
+
+
+def _check_members(group: h5py.Group, expected: set[str] | None, path: Path) -> None:
+    names = set(group)
+    if expected is not None and names != expected:
+        raise CheckpointDamaged(f"restore: expected {sorted(expected)} in {path}, got {sorted(names)[:8]}; use another file.")
+    for name in names:
+        if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+            raise CheckpointDamaged(f"restore: expected plain datasets in {path}, got a link at {name!r}; use another file.")
+
+
+def _plain(dataset: Any, path: Path) -> npt.NDArray[Any]:
+    """Return the values of a dataset that is nothing but numbers inside this file."""
+    is_plain = (
+        isinstance(dataset, h5py.Dataset)
+        and dataset.ndim == 1
+        and dataset.dtype.kind in "iufc"
+        and dataset.chunks is None
+        and not dataset.is_virtual
+        and not dataset.external
+        and dataset.nbytes <= os.path.getsize(path)
+    )
+    if not is_plain:
+        raise CheckpointDamaged(f"restore: expected plain datasets in {path}, got {dataset!r}; use another file.")
+    return np.asarray(dataset[()])
+
+
+def _array_at(row: Any, datasets: dict[str, npt.NDArray[Any]], path: Path) -> NamedArray:
+    try:
+        name, dtype, shape, offset = row
+        n_elements = math.prod(shape)
+        flat = datasets[dtype][offset : offset + n_elements]
+        values = flat.reshape(shape)
+    except (TypeError, ValueError, KeyError) as error:
+        raise CheckpointDamaged(f"restore: expected index rows that fit {path}, got {_line(error)}; use another.") from None
+    return NamedArray(str(name), str(dtype), values.view(np.bool_) if dtype == "bool" else values)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

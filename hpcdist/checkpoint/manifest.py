@@ -1,0 +1,70 @@
+"""The manifest beside each checkpoint file: with it, and matching it, the file is committed."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from hpcdist.checkpoint.format import FORMAT, check_format, digest_file
+from hpcdist.errors import CheckpointDamaged
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a committed checkpoint is.
+
+    Attributes:
+        step: optimizer steps taken.
+        nbytes, xxh3_128: size and digest of the whole HDF5 file.
+        written: who wrote it with what: versions, ranks, threads, time.
+        format: of the file.
+    """
+
+    step: int
+    nbytes: int
+    xxh3_128: str
+    written: dict[str, Any]
+    format: int = FORMAT
+
+    def to_text(self) -> str:
+        """Return the manifest as JSON with a digest of its own."""
+        body = json.dumps(asdict(self), sort_keys=True)
+        return json.dumps({"manifest": asdict(self), "xxh3_128": _digest(body)}, sort_keys=True, indent=1) + "\n"
+
+    def verify(self, path: Path) -> None:
+        """Raise CheckpointDamaged unless the file at `path` is, byte for byte, what was committed.
+
+        Cost: reads the whole file.
+        """
+        try:
+            found = digest_file(path)
+        except OSError as error:
+            raise CheckpointDamaged(f"restore: expected {path}, got {error.strerror}; use another.") from None
+        if found != (self.nbytes, self.xxh3_128):
+            what = f"{found[0]} bytes" if found[0] != self.nbytes else "other bytes"
+            raise CheckpointDamaged(f"restore: expected {self.nbytes} bytes as committed in {path}, got {what}; use another.")
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest at `path`.
+
+    Raises:
+        CheckpointDamaged: when it cannot be read, or is not, to the letter, what was committed.
+        CheckpointError: when it was written by a newer hpcdist.
+    """
+    try:
+        content = json.loads(path.read_text())
+        body, digest = content["manifest"], content["xxh3_128"]
+        found_format = body["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointDamaged(f"restore: expected a manifest in {path}, got {type(error).__name__}; use another.") from None
+    if _digest(json.dumps(body, sort_keys=True)) != digest:
+        raise CheckpointDamaged(f"restore: expected the manifest as committed in {path}, got another; use another checkpoint.")
+    check_format(found_format, path)
+    return Manifest(**body)
+
+
+def _digest(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())

@@ -1,0 +1,90 @@
+"""Nested state to JSON and named arrays, and back. No pickle: what is neither is refused."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hpcdist.errors import CheckpointDamaged, CheckpointError
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class NamedArray:
+    """One array of a checkpoint.
+
+    Attributes:
+        name: where it stood in the nest, such as "optimizer/state/0/exp_avg".
+        dtype: the name of its dtype; "bfloat16" for its bits in uint16.
+        values: C-contiguous, any shape.
+    """
+
+    name: str
+    dtype: str
+    values: Array
+
+
+def encode(value: Any, name: str, to_array: Callable[[Any], tuple[Array, str]], arrays: list[NamedArray]) -> Any:
+    """Return `value` as JSON, its arrays moved to `arrays`.
+
+    Args:
+        value: nest of dicts (keys text or whole numbers), lists, tuples, numbers, text, None and arrays.
+        name: of the value, for messages and for names of arrays.
+        to_array: returns (array, dtype name) of a tensor, which is a leaf that numpy does not know but has new_tensor().
+        arrays: is appended to.
+
+    Raises:
+        CheckpointError: for a value of another type.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {"dict": [[_key(k, name), encode(v, f"{name}/{k}", to_array, arrays)] for k, v in value.items()]}
+    if isinstance(value, (list, tuple)):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [encode(v, f"{name}/{i}", to_array, arrays) for i, v in enumerate(value)]}
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        array = np.asarray(value)
+        return {"array": _append(NamedArray(name, array.dtype.name, array), arrays)}
+    if hasattr(value, "new_tensor"):
+        array, dtype = to_array(value)
+        return {"tensor": _append(NamedArray(name, dtype, array), arrays)}
+    raise CheckpointError(
+        f"save: expected numbers, text, arrays and nests of them, got {type(value).__name__} in {name!r}; leave it out of "
+        f"state_dict()."
+    )
+
+
+def _append(array: NamedArray, arrays: list[NamedArray]) -> int:
+    arrays.append(array)
+    return len(arrays) - 1
+
+
+def _key(key: Any, name: str) -> str | int:
+    if isinstance(key, bool) or not isinstance(key, (str, int)):
+        raise CheckpointError(f"save: expected keys as text or whole numbers, got {key!r} in {name!r}; rename it.")
+    return key
+
+
+def decode(node: Any, from_array: Callable[[Array, str], Any], arrays: list[NamedArray]) -> Any:
+    """Return the value that `encode` turned into `node` and `arrays`; `from_array` makes tensors of its own memory.
+
+    Raises:
+        CheckpointDamaged: when `node` is not what `encode` makes.
+    """
+    if not isinstance(node, dict):
+        return node
+    if len(node) == 1:
+        ((kind, content),) = node.items()
+        if kind == "dict":
+            return {key: decode(part, from_array, arrays) for key, part in content}
+        if kind in ("list", "tuple"):
+            parts = [decode(part, from_array, arrays) for part in content]
+            return tuple(parts) if kind == "tuple" else parts
+        if kind in ("array", "tensor") and isinstance(content, int) and 0 <= content < len(arrays):
+            array = arrays[content]
+            return from_array(array.values, array.dtype) if kind == "tensor" else array.values.copy()
+    raise CheckpointDamaged(f"restore: expected a dict, list, tuple or array node, got {str(node)[:60]!r}; use another file.")

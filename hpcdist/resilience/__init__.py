@@ -1,0 +1,1 @@
+"""Objects to named arrays and back, saved and restored by all ranks together."""
