@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpcdist.checkpoint.folder import latest_checkpoint as latest_checkpoint
     from hpcdist.cluster.mpi import MPIClusterResolver as MPIClusterResolver
     from hpcdist.cluster.slurm import SlurmClusterResolver as SlurmClusterResolver
     from hpcdist.cluster.spec import ClusterSpec as ClusterSpec
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from hpcdist.data.dataset import Dataset as Dataset
     from hpcdist.resilience.checkpoint import Checkpoint as Checkpoint
     from hpcdist.resilience.checkpoint import CheckpointManager as CheckpointManager
-    from hpcdist.checkpoint.folder import latest_checkpoint as latest_checkpoint
     from hpcdist.strategy.base import get_strategy as get_strategy
     from hpcdist.strategy.losses import compute_average_loss as compute_average_loss
     from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
@@ -41,7 +41,7 @@ _MODULES = {
     "latest_checkpoint": "checkpoint.folder",
 }
 
-__all__ = sorted(_MODULES)  # noqa: PLE0605 - one list of names is enough
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -59,7 +59,7 @@ class AbortHooks:
         """Install the hooks. Not collective."""
         sys.excepthook = self._on_exception
         threading.excepthook = self._on_thread_exception
-        sys.exit = self._exit_recorded  # type: ignore[assignment]
+        sys.exit = self._exit_recorded
         atexit.register(self._leave)
 
     def _exit_recorded(self, status: object = None) -> NoReturn:
@@ -69,9 +69,7 @@ class AbortHooks:
         """Take note of the SystemExit that is ending this process."""
         self._exit = leaving
 
-    def _on_exception(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, HpcdistError) and error.is_agreed:
             if self._is_speaker:
                 print(f"hpcdist: {error}", file=sys.stderr, flush=True)

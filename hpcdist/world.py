@@ -56,9 +56,9 @@ class World:
         ConfigurationError: on every rank alike, when roles, launcher and ranks do not add up.
     """
 
-    def __init__(self, resolver: ClusterResolver | None = None, comm: MPI.Intracomm | None = None) -> None:
+    def __init__(self, resolver: ClusterResolver | None = None, comm: MPI.Comm | None = None) -> None:
         given = comm or getattr(resolver, "comm", None) or MPI.COMM_WORLD
-        self.comm: MPI.Intracomm = given.Dup()
+        self.comm: MPI.Comm = given.Dup()
         self.rank, self.size = self.comm.rank, self.comm.size
         self.step: int | None = None
         self._task: Task | None = None
@@ -99,7 +99,7 @@ class World:
         for comm in (self.lane_comm, self.node_comm, self.role_comm, self.comm):
             comm.Free()
 
-    def agree(self, error: HpcdistError | None, comm: MPI.Intracomm | None = None) -> None:
+    def agree(self, error: HpcdistError | None, comm: MPI.Comm | None = None) -> None:
         """Raise the lowest failing rank's error on every rank, or return on every rank.
 
         Collective: `comm`, default all ranks. Waits at most `timeout_s`.
@@ -127,7 +127,7 @@ class World:
         raise agreed from error
 
     @contextmanager
-    def agreed(self, comm: MPI.Intracomm | None = None) -> Iterator[None]:
+    def agreed(self, comm: MPI.Comm | None = None) -> Iterator[None]:
         """Run a block in which this rank may fail; at its end all ranks of `comm` fail alike or none does."""
         error = None
         try:
@@ -136,13 +136,13 @@ class World:
             error = caught
         self.agree(error, comm)
 
-    def all_reduce_int(self, value: int, op: MPI.Op, comm: MPI.Intracomm) -> int:
+    def all_reduce_int(self, value: int, op: MPI.Op, comm: MPI.Comm) -> int:
         """Return `value` reduced over `comm`, an int of at most 63 bits. Collective: `comm`; bounded by `timeout_s`."""
         send, receive = np.array([value], np.int64), np.empty(1, np.int64)
         self.wait(comm.Iallreduce(send, receive, op))
         return int(receive[0])
 
-    def broadcast_text(self, text: str, root: int, comm: MPI.Intracomm) -> str:
+    def broadcast_text(self, text: str, root: int, comm: MPI.Comm) -> str:
         """Return root's text. Collective: `comm`; bounded by `timeout_s`."""
         data = np.frombuffer(text.encode(), np.uint8)
         length = self.all_reduce_int(len(data) if comm.rank == root else 0, MPI.MAX, comm)
@@ -150,7 +150,7 @@ class World:
         self.wait(comm.Ibcast(buffer, root))
         return buffer.tobytes().decode()
 
-    def all_equal(self, text: str, comm: MPI.Intracomm) -> bool:
+    def all_equal(self, text: str, comm: MPI.Comm) -> bool:
         """Return whether all ranks hold the same text. Collective: `comm`; compares 63-bit digests."""
         digest = xxhash.xxh3_64_intdigest(text.encode()) >> 1
         return -self.all_reduce_int(-digest, MPI.MIN, comm) == self.all_reduce_int(digest, MPI.MIN, comm)
@@ -166,8 +166,8 @@ class World:
             waited_s = time.monotonic() - started
             if waited_s > self.timeout_s:
                 raise CollectiveTimeoutError(
-                    f"world: expected every rank within {self.timeout_s:g} s, got no answer from some on {self}; look for "
-                    f"a rank that took another path or stopped (HPCDIST_TIMEOUT_S sets the limit)."
+                    f"world: expected every rank within {self.timeout_s:g} s, got no answer from some on {self}; look "
+                    f"for a rank that took another path or stopped (HPCDIST_TIMEOUT_S sets the limit)."
                 )
             time.sleep(0 if waited_s < 0.001 else min(waited_s / 10, 0.005))
 
@@ -187,7 +187,7 @@ class World:
         return environ
 
     def _agreed_tasks(
-        self, resolver: ClusterResolver | None, environ: Mapping[str, str], node: MPI.Intracomm
+        self, resolver: ClusterResolver | None, environ: Mapping[str, str], node: MPI.Comm
     ) -> tuple[ClusterSpec, list[Task]]:
         spec, declared = ClusterSpec({}), None
         with self.agreed():
@@ -216,12 +216,16 @@ class World:
             )
 
     def _gather_facts(
-        self, entries: list[Task], declared: Task | None, hosts: Mapping[str, Task], node: MPI.Intracomm
+        self, entries: list[Task], declared: Task | None, hosts: Mapping[str, Task], node: MPI.Comm
     ) -> list[RankFacts]:
         host = MPI.Get_processor_name()
         named = hosts.get(host) or hosts.get(host.partition(".")[0])
         lowest = self.all_reduce_int(self.rank, MPI.MIN, node)
-        mine = [entries.index(declared) if declared else NONE, lowest, entries.index(named) if named else NONE]
+        mine = [
+            entries.index(declared) if declared else NONE,
+            lowest,
+            entries.index(named) if named else NONE,
+        ]
         facts = np.empty((self.size, 3), np.int32)
         self.wait(self.comm.Iallgather(np.array(mine, np.int32), facts))
         return [RankFacts(*(int(number) for number in row)) for row in facts]
@@ -234,7 +238,7 @@ class World:
         self.node_comm = self.role_comm.Split_type(MPI.COMM_TYPE_SHARED, self.role_comm.rank)
         self.lane_comm = self.role_comm.Split(self.node_comm.rank, self.role_comm.rank)
 
-    def _unlink_segments(self, node: MPI.Intracomm) -> None:
+    def _unlink_segments(self, node: MPI.Comm) -> None:
         """Take the names of MPICH's shared segments away once every rank of the host has opened them."""
         self.wait(node.Ibarrier())
         if node.rank == 0 and os.path.exists("/proc/self/maps"):
@@ -255,7 +259,7 @@ def mpi_library() -> str:
     return " ".join(MPI.Get_library_version().split()[:4]).rstrip(",")
 
 
-def _cores_per_rank(node: MPI.Intracomm) -> int:
+def _cores_per_rank(node: MPI.Comm) -> int:
     """Return this rank's share of its cores: all of them if bound to cores of its own, else an equal part."""
     cores = os.sched_getaffinity(0)
     sets = node.allgather(frozenset(cores))

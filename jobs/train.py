@@ -66,7 +66,12 @@ def read_idx(folder, name):
 
 def build_mlp(height, width):
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(height * width, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+        nn.Flatten(),
+        nn.Linear(height * width, 256),
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        nn.ReLU(),
+        nn.Linear(256, 10),
     )
 
 
@@ -101,6 +106,7 @@ class Log:
             metrics.write_text("".join(f"{line}\n" for line in lines))
 
     def say(self, text, metrics=None):
+        """Print a line and keep it; `metrics` is kept for machines."""
         if self.is_chief:
             print(text, flush=True)
             append(self.folder / "train.log", text)

@@ -119,8 +119,8 @@ class CheckpointFolder:
                 logger.warning("step %d is skipped: %s", step, error)
         if steps:
             raise CheckpointError(
-                f"restore: expected a checkpoint that verifies in {self.path}, got {len(steps)} damaged; restore one from a "
-                f"backup, or start with a new run folder."
+                f"restore: expected a checkpoint that verifies in {self.path}, got {len(steps)} damaged; restore one "
+                f"from a backup, or start with a new run folder."
             )
         return None
 

@@ -45,7 +45,7 @@ def write_file(path: Path, state: Any, arrays: list[NamedArray]) -> None:
         for (_, dtype, _, offset), array in zip(index, arrays, strict=True):
             if array.values.nbytes:
                 start = offsets[dtype] + offset * array.values.itemsize
-                _write_at(file.fileno(), memoryview(np.ascontiguousarray(array.values)).cast("B"), start)
+                _write_at(file.fileno(), np.ascontiguousarray(array.values).reshape(-1).view(np.uint8).data, start)
 
 
 def _plan(arrays: list[NamedArray]) -> tuple[list[Any], dict[str, int]]:
@@ -134,8 +134,8 @@ def check_format(found: Any, path: Path) -> None:
         raise CheckpointDamaged(f"restore: expected a checkpoint format number in {path}, got {found!r}; use another.")
     if found > FORMAT:
         raise CheckpointError(
-            f"restore: expected checkpoint format up to {FORMAT}, got {found} in {path}; install the hpcdist that wrote it, or "
-            f"move the file away to go on from an older one."
+            f"restore: expected checkpoint format up to {FORMAT}, got {found} in {path}; install the hpcdist that "
+            f"wrote it, or move the file away to go on from an older one."
         )
 
 
@@ -152,10 +152,14 @@ def _safe_datasets(file: h5py.File, path: Path) -> dict[str, npt.NDArray[Any]]:
 def _check_members(group: h5py.Group, expected: set[str] | None, path: Path) -> None:
     names = set(group)
     if expected is not None and names != expected:
-        raise CheckpointDamaged(f"restore: expected {sorted(expected)} in {path}, got {sorted(names)[:8]}; use another file.")
+        raise CheckpointDamaged(
+            f"restore: expected {sorted(expected)} in {path}, got {sorted(names)[:8]}; use another file."
+        )
     for name in names:
         if not isinstance(group.get(name, getlink=True), h5py.HardLink):
-            raise CheckpointDamaged(f"restore: expected plain datasets in {path}, got a link at {name!r}; use another file.")
+            raise CheckpointDamaged(
+                f"restore: expected plain datasets in {path}, got a link at {name!r}; use another file."
+            )
 
 
 def _plain(dataset: Any, path: Path) -> npt.NDArray[Any]:
@@ -181,7 +185,9 @@ def _array_at(row: Any, datasets: dict[str, npt.NDArray[Any]], path: Path) -> Na
         flat = datasets[dtype][offset : offset + n_elements]
         values = flat.reshape(shape)
     except (TypeError, ValueError, KeyError) as error:
-        raise CheckpointDamaged(f"restore: expected index rows that fit {path}, got {_line(error)}; use another.") from None
+        raise CheckpointDamaged(
+            f"restore: expected index rows that fit {path}, got {_line(error)}; use another."
+        ) from None
     return NamedArray(str(name), str(dtype), values.view(np.bool_) if dtype == "bool" else values)
 
 

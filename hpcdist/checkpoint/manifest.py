@@ -44,7 +44,9 @@ class Manifest:
             raise CheckpointDamaged(f"restore: expected {path}, got {error.strerror}; use another.") from None
         if found != (self.nbytes, self.xxh3_128):
             what = f"{found[0]} bytes" if found[0] != self.nbytes else "other bytes"
-            raise CheckpointDamaged(f"restore: expected {self.nbytes} bytes as committed in {path}, got {what}; use another.")
+            raise CheckpointDamaged(
+                f"restore: expected {self.nbytes} bytes as committed in {path}, got {what}; use another."
+            )
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -59,9 +61,13 @@ def read_manifest(path: Path) -> Manifest:
         body, digest = content["manifest"], content["xxh3_128"]
         found_format = body["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointDamaged(f"restore: expected a manifest in {path}, got {type(error).__name__}; use another.") from None
+        raise CheckpointDamaged(
+            f"restore: expected a manifest in {path}, got {type(error).__name__}; use another."
+        ) from None
     if _digest(json.dumps(body, sort_keys=True)) != digest:
-        raise CheckpointDamaged(f"restore: expected the manifest as committed in {path}, got another; use another checkpoint.")
+        raise CheckpointDamaged(
+            f"restore: expected the manifest as committed in {path}, got another; use another checkpoint."
+        )
     check_format(found_format, path)
     return Manifest(**body)
 

@@ -32,9 +32,9 @@ def encode(value: Any, name: str, to_array: Callable[[Any], tuple[Array, str]], 
 
     Args:
         value: nest of dicts (keys text or whole numbers), lists, tuples, numbers, text, None and arrays.
-        name: of the value, for messages and for names of arrays.
-        to_array: returns (array, dtype name) of a tensor, which is a leaf that numpy does not know but has new_tensor().
-        arrays: is appended to.
+        name: of the value, for messages and for the arrays in it.
+        to_array: returns (array, dtype name) of a tensor, which is a leaf with new_tensor().
+        arrays: the list that arrays are appended to.
 
     Raises:
         CheckpointError: for a value of another type.
@@ -53,8 +53,8 @@ def encode(value: Any, name: str, to_array: Callable[[Any], tuple[Array, str]], 
         array, dtype = to_array(value)
         return {"tensor": _append(NamedArray(name, dtype, array), arrays)}
     raise CheckpointError(
-        f"save: expected numbers, text, arrays and nests of them, got {type(value).__name__} in {name!r}; leave it out of "
-        f"state_dict()."
+        f"save: expected numbers, text, arrays and nests of them, got {type(value).__name__} in {name!r}; leave it out "
+        f"of state_dict()."
     )
 
 
@@ -87,4 +87,6 @@ def decode(node: Any, from_array: Callable[[Array, str], Any], arrays: list[Name
         if kind in ("array", "tensor") and isinstance(content, int) and 0 <= content < len(arrays):
             array = arrays[content]
             return from_array(array.values, array.dtype) if kind == "tensor" else array.values.copy()
-    raise CheckpointDamaged(f"restore: expected a dict, list, tuple or array node, got {str(node)[:60]!r}; use another file.")
+    raise CheckpointDamaged(
+        f"restore: expected a dict, list, tuple or array node, got {str(node)[:60]!r}; use another file."
+    )

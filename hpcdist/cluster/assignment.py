@@ -39,7 +39,7 @@ def assign_tasks(spec: ClusterSpec, facts: Sequence[RankFacts]) -> list[Task]:
     if told and len(told) != len(facts):
         untold = next(rank for rank, fact in enumerate(facts) if fact.declared == NONE)
         raise ConfigurationError(
-            f"TF_CONFIG: expected a task on every rank or on none, got one on rank {told[0]} and none on rank {untold}; "
+            f"TF_CONFIG: expected a task on every rank or none, got one on rank {told[0]} and none on rank {untold}; "
             f'set "task" for each rank, or drop it and let the rank decide.'
         )
     if told:
@@ -82,5 +82,5 @@ def _check_owned(spec: ClusterSpec, entries: list[Task], owned: list[int], facts
             limit = "ranks on one host" if entry.is_training else "one rank"
             raise ConfigurationError(
                 f"TF_CONFIG: expected {limit} for {entry}, got ranks {ranks[:8]} on {len(nodes)} hosts; "
-                f"give each rank its own task, or drop \"task\" and let the rank decide."
+                f'give each rank its own task, or drop "task" and let the rank decide.'
             )

@@ -49,9 +49,7 @@ class SimpleClusterResolver(ClusterResolver):
         task_type, task_id: this process's task; None where the rank is to decide.
     """
 
-    def __init__(
-        self, cluster_spec: ClusterSpec, task_type: str | None = None, task_id: int | None = None
-    ) -> None:
+    def __init__(self, cluster_spec: ClusterSpec, task_type: str | None = None, task_id: int | None = None) -> None:
         self._spec = cluster_spec
         self._task = None if task_type is None else Task(task_type, task_id or 0)
         if self._task:

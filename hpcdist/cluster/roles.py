@@ -52,11 +52,7 @@ def tasks_of_roles(counts: Mapping[str, int | None], size: int) -> list[Task]:
         raise ConfigurationError(
             f"roles: expected {wanted} ranks for {text}, got {size}; start that many (mpirun -n) or change the roles."
         )
-    return [
-        Task(type_, index)
-        for type_, count in counts.items()
-        for index in range(rest if count is None else count)
-    ]
+    return [Task(type_, index) for type_, count in counts.items() for index in range(rest if count is None else count)]
 
 
 def spec_of_tasks(tasks: list[Task]) -> ClusterSpec:

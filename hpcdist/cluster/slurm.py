@@ -22,7 +22,9 @@ def parse_hostlist(text: str) -> list[str]:
         ConfigurationError: on brackets that do not match or ranges that run backwards.
     """
     if text.count("[") != text.count("]") or not re.fullmatch(r"[\w.,\-\[\]]+", text):
-        raise ConfigurationError(f"slurm: expected a host list such as n[01-03], got {text!r}; check SLURM_STEP_NODELIST.")
+        raise ConfigurationError(
+            f"slurm: expected a host list such as n[01-03], got {text!r}; check SLURM_STEP_NODELIST."
+        )
     return [host for part in _PART.findall(text) for host in _expand(part)]
 
 

@@ -65,7 +65,7 @@ def _parse_task(task: Any, spec: ClusterSpec) -> Task:
         if type(task.get(key)) is not kind:
             raise ConfigurationError(
                 f"TF_CONFIG.task: expected {key!r} as {'text' if kind is str else 'a whole number'}, "
-                f"got {task.get(key)!r}; write {{\"type\": \"worker\", \"index\": 0}}."
+                f'got {task.get(key)!r}; write {{"type": "worker", "index": 0}}.'
             )
     found = Task(task["type"], task["index"])
     spec.check_task(found)

@@ -13,7 +13,7 @@ from hpcdist.world import make_world
 _OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "product": MPI.PROD}
 
 
-def all_reduce(buffer: Any, op: Any = "sum", comm: MPI.Intracomm | None = None) -> None:
+def all_reduce(buffer: Any, op: Any = "sum", comm: MPI.Comm | None = None) -> None:
     """Replace `buffer` by its reduction over all ranks.
 
     Collective: `comm`. Blocking. Same shape and dtype required on every rank: yes.

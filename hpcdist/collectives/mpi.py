@@ -9,7 +9,7 @@ from mpi4py import MPI
 PIECE_BYTES = 1 << 30
 
 
-def all_reduce(array: npt.NDArray[Any], comm: MPI.Intracomm, op: MPI.Op = MPI.SUM) -> None:
+def all_reduce(array: npt.NDArray[Any], comm: MPI.Comm, op: MPI.Op = MPI.SUM) -> None:
     """Replace `array` by its reduction over all ranks.
 
     Collective: `comm`. Blocking. Same shape and dtype required on every rank: yes.
@@ -27,7 +27,7 @@ def all_reduce(array: npt.NDArray[Any], comm: MPI.Intracomm, op: MPI.Op = MPI.SU
         comm.Allreduce(MPI.IN_PLACE, flat[start : start + n_piece], op)
 
 
-def broadcast(array: npt.NDArray[Any], comm: MPI.Intracomm, root: int = 0) -> None:
+def broadcast(array: npt.NDArray[Any], comm: MPI.Comm, root: int = 0) -> None:
     """Replace `array` by root's.
 
     Collective: `comm`. Blocking. Same number of bytes required on every rank: yes.

@@ -51,7 +51,8 @@ class Dataset:
         map_nest(lambda array: counts.append(_n_rows(array)), tensors)
         if len(set(counts)) != 1:
             raise DataError(
-                f"from_tensor_slices: expected arrays with the same number of rows, got {counts}; check the first dimension."
+                f"from_tensor_slices: expected arrays with the same number of rows, got {counts}; check the first "
+                "dimension."
             )
         return cls(tensors, SampleOrder(counts[0]))
 

@@ -37,7 +37,7 @@ class BucketSet:
         views = [flat[slot.bucket][slot.offset : slot.offset + slot.n_elements] for slot in plan.slots]
         self.counts, self.slots = views[0], views[1:]
 
-    def all_reduce(self, comm: MPI.Intracomm) -> None:
+    def all_reduce(self, comm: MPI.Comm) -> None:
         """Replace every bucket by its sum over all ranks. Collective: `comm`. Blocking."""
         for bucket in self._buckets:
             mpi.all_reduce(bucket, comm)

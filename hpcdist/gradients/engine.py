@@ -153,7 +153,8 @@ class GradientEngine:
         tensors: list[Tensor] = [record.parameter for record in records]
         tensors += [place.tensor for place in plan.averaged]
         self._buckets = BucketSet(tensors, n_counts=len(tensors) + 1)
-        for user, slot in zip([*records, *self._buffers], self._buckets.slots, strict=True):
+        users: list[ParameterRecord | BufferRecord] = [*records, *self._buffers]
+        for user, slot in zip(users, self._buckets.slots, strict=True):
             user.use_slot(slot)
 
     def _hook(self, record: ParameterRecord) -> None:
@@ -166,8 +167,8 @@ class GradientEngine:
         is_equal = self._world.all_equal(digest, self._comm)
         if is_equal and digest and self._comm.rank == 0:
             logger.warning(
-                "strategy: expected each of %d replicas to be fed its own part of the batch, got the same first batch on "
-                "all; use strategy.experimental_distribute_dataset.",
+                "strategy: expected each of %d replicas to be fed its own part of the batch, got the same first batch "
+                "on all; use strategy.experimental_distribute_dataset.",
                 self._comm.size,
             )
 
@@ -198,14 +199,15 @@ class GradientEngine:
     def _begin_backward(self) -> None:
         if torch_hooks.is_nested_backward():
             raise GradientError(
-                "backward: expected one backward at a time, got one inside another, as reentrant activation checkpointing "
-                "does; pass use_reentrant=False to torch.utils.checkpoint."
+                "backward: expected one backward at a time, got one inside another, as reentrant activation "
+                "checkpointing does; pass use_reentrant=False to torch.utils.checkpoint."
             )
         if self.is_mean is None:
             raise GradientError(
-                f"backward: expected to know how the gradients of {self._comm.size} replicas combine, got no gradient_op; "
-                f"scale the loss by hpcdist.compute_average_loss, or make the strategy with gradient_op=ReduceOp.SUM (the "
-                f"loss is divided by the global batch) or ReduceOp.MEAN (the loss is a mean over the local batch)."
+                f"backward: expected to know how the gradients of {self._comm.size} replicas combine, got no "
+                f"gradient_op; scale the loss by hpcdist.compute_average_loss, or make the strategy with "
+                f"gradient_op=ReduceOp.SUM (the loss is divided by the global batch) or ReduceOp.MEAN (the loss is a "
+                "mean over the local batch)."
             )
         if self._backward is not None:
             self._drop_backward()
@@ -268,8 +270,8 @@ class GradientEngine:
             return
         if record is None:
             raise GradientError(
-                f"step: expected parameters made and unfrozen inside strategy.scope() before the first step, got one of shape "
-                f"{tuple(parameter.shape)} whose gradient was not summed; build and unfreeze it in the scope."
+                f"step: expected parameters made and unfrozen inside strategy.scope() before the first step, got one "
+                f"of shape {tuple(parameter.shape)} whose gradient was not summed; build and unfreeze it in the scope."
             )
         if record.is_local or self._backward is not None:
             raise GradientError(
@@ -278,8 +280,8 @@ class GradientEngine:
             )
         if not record.is_trustworthy:
             raise GradientError(
-                f"step: expected the gradient of {record.name!r} as backward left it, got another tensor; change it in place "
-                f"(grad.mul_, grad.copy_) so that every rank changes the same sum."
+                f"step: expected the gradient of {record.name!r} as backward left it, got another tensor; change it in "
+                f"place (grad.mul_, grad.copy_) so that every rank changes the same sum."
             )
 
     def _after_step(self, optimizer: Optimizer) -> None:

@@ -17,6 +17,7 @@ class StepGenerators:
 
     def __init__(self, replica: int) -> None:
         self._replica = replica
+        self._has_cuda = torch.cuda.is_available()
         self.seed: int | None = None
         self.step = 0
 
@@ -40,5 +41,5 @@ class StepGenerators:
     def _set(self) -> None:
         key = xxhash.xxh3_64_intdigest(f"{self.seed} {self.step} {self._replica}".encode()) >> 1
         torch.default_generator.manual_seed(key)
-        if torch.cuda.is_initialized():
+        if self._has_cuda:
             torch.cuda.manual_seed(key)

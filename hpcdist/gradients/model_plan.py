@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from hpcdist.errors import ConfigurationError, DesyncError
 from hpcdist.gradients.bucket_set import SUM_DTYPES
@@ -114,9 +114,10 @@ def plan_model(roots: list[nn.Module]) -> ModelPlan:
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    if isinstance(parameter, UninitializedTensorMixin):
+    if is_lazy(parameter):
         raise ConfigurationError(
-            f"strategy: expected parameters with shapes, got uninitialized {name!r}; build lazy modules with their sizes."
+            f"strategy: expected parameters with shapes, got uninitialized {name!r}; build lazy modules with their "
+            "sizes."
         )
     if parameter.requires_grad and dtype_name(parameter) not in SUM_DTYPES:
         raise ConfigurationError(

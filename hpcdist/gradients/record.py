@@ -66,8 +66,8 @@ class ParameterRecord:
             return kept
         if found is not self._result:
             raise GradientError(
-                f"backward: expected the gradient of {self.name!r} as an earlier backward left it, got one set by hand; "
-                f"call zero_grad() first, or change the gradient in place."
+                f"backward: expected the gradient of {self.name!r} as an earlier backward left it, got one set by "
+                f"hand; call zero_grad() first, or change the gradient in place."
             )
         self._earlier = kept
         return None
@@ -96,7 +96,8 @@ class ParameterRecord:
         assert gradient is not None, "autograd writes the gradient before it calls this"
         if gradient.is_sparse:
             raise GradientError(
-                f"backward: expected a dense gradient, got a sparse one for {self.name!r}; build the layer with sparse=False."
+                f"backward: expected a dense gradient, got a sparse one for {self.name!r}; build the layer with "
+                "sparse=False."
             )
         local = self._sort_found()
         self._view.copy_(gradient)
@@ -183,8 +184,8 @@ class BufferRecord:
         tensor = self._place.tensor
         if tensor.numel() != self._slot.numel():
             raise GradientError(
-                f"backward: expected buffer {self._place.name!r} with {self._slot.numel()} elements as at the first step, "
-                f"got {dtype_name(tensor)} {tuple(tensor.shape)}; keep its shape."
+                f"backward: expected buffer {self._place.name!r} with {self._slot.numel()} elements as at the first "
+                f"step, got {dtype_name(tensor)} {tuple(tensor.shape)}; keep its shape."
             )
         if takes_part:
             self._slot.copy_(tensor.reshape(-1))

@@ -74,7 +74,7 @@ def before_accumulation(parameter: Tensor, see: Callable[[], None]) -> Handle:
     def leaf(gradient: Tensor) -> None:
         see()
 
-    handle: Handle = parameter.register_hook(leaf)
+    handle: Handle = parameter.register_hook(leaf)  # type: ignore[no-untyped-call]
     return handle
 
 
@@ -84,13 +84,13 @@ def after_accumulation(parameter: Tensor, see: Callable[[], None]) -> Handle:
     def accumulated(tensor: Tensor) -> None:
         see()
 
-    handle: Handle = parameter.register_post_accumulate_grad_hook(accumulated)
+    handle: Handle = parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
     return handle
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Call once when the backward that is running now ends. Errors in it are raised by that backward."""
-    Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback(call)
 
 
 def backward_id() -> int:

@@ -29,8 +29,9 @@ class Checkpoint:
     """Named objects whose state is saved and restored together.
 
     Args:
-        objects: each with state_dict() and load_state_dict(), such as modules, optimizers, schedulers, distributed datasets
-            and the strategy (which holds seed and step of the random numbers); or numpy arrays, restored in place.
+        objects: each with state_dict() and load_state_dict(), such as modules, optimizers, schedulers, distributed
+            datasets and the strategy (which holds seed and step of the random numbers); or numpy arrays, restored in
+            place.
 
     Attributes:
         step: of the last save or restore; 0 before.
@@ -41,7 +42,9 @@ class Checkpoint:
 
     def __init__(self, **objects: Any) -> None:
         for name, item in objects.items():
-            if not isinstance(item, np.ndarray) and not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+            if not isinstance(item, np.ndarray) and not (
+                hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
+            ):
                 raise UsageError(
                     f"Checkpoint: expected objects with state_dict and load_state_dict, or numpy arrays, got "
                     f"{type(item).__name__} for {name!r}; wrap it or leave it out."
@@ -59,7 +62,8 @@ class Checkpoint:
         """Load a state into all objects.
 
         Args:
-            state, arrays: as `collect` returned them.
+            state: as `collect` returned it.
+            arrays: as `collect` returned them.
             source: name of the file, for messages.
 
         Raises:
@@ -67,8 +71,8 @@ class Checkpoint:
         """
         if set(state) != set(self._objects):
             raise CheckpointError(
-                f"restore: expected objects {sorted(self._objects)}, got {sorted(state)} in {source}; make Checkpoint(...) with "
-                f"the same names, or start with a new run folder."
+                f"restore: expected objects {sorted(self._objects)}, got {sorted(state)} in {source}; make "
+                f"Checkpoint(...) with the same names, or start with a new run folder."
             )
         loaded = {name: decode(node, from_array, arrays) for name, node in state.items()}
         for name, item in self._objects.items():
@@ -93,7 +97,9 @@ class CheckpointManager:
 
     def __init__(self, checkpoint: Checkpoint, directory: str | os.PathLike[str], max_to_keep: int = 3) -> None:
         if max_to_keep < 1:
-            raise UsageError(f"CheckpointManager: expected max_to_keep of at least 1, got {max_to_keep}; keep one or more.")
+            raise UsageError(
+                f"CheckpointManager: expected max_to_keep of at least 1, got {max_to_keep}; keep one or more."
+            )
         self.checkpoint = checkpoint
         self._folder = CheckpointFolder(directory)
         self._max_to_keep = max_to_keep
@@ -132,7 +138,8 @@ class CheckpointManager:
         Collective: chief and workers. The chief reads and broadcasts: others do not touch the folder.
 
         Raises:
-            CheckpointError: when no checkpoint verifies, or it is of another model or a newer format; on every rank alike.
+            CheckpointError: when no checkpoint verifies, or it is of another model or a newer format; on every rank
+            alike.
         """
         found: tuple[Manifest, Any, list[NamedArray]] | None = None
         with self._world.agreed(self._comm):
@@ -191,8 +198,9 @@ def _check_shapes(name: str, item: Any, loaded: Any, source: str) -> None:
     for key in [*own, *theirs]:
         if own.get(key) != theirs.get(key):
             raise CheckpointError(
-                f"restore: expected {name!r} with {len(own)} arrays, {key!r} {own.get(key, 'absent')}, got {len(theirs)}, {key!r} "
-                f"{theirs.get(key, 'absent')} in {source}; build the same model, or start with a new run folder."
+                f"restore: expected {name!r} with {len(own)} arrays, {key!r} {own.get(key, 'absent')}, got "
+                f"{len(theirs)}, {key!r} {theirs.get(key, 'absent')} in {source}; build the same model, or start with "
+                "a new run folder."
             )
 
 
@@ -212,8 +220,6 @@ def _load(name: str, item: Any, loaded: Any, source: str) -> None:
 
 
 def _warn_of_changes(written: dict[str, Any], now: dict[str, Any]) -> None:
-    changes = [
-        f"{key} {written.get(key)} -> {now[key]}" for key in _BITS_DEPEND_ON if written.get(key) != now[key]
-    ]
+    changes = [f"{key} {written.get(key)} -> {now[key]}" for key in _BITS_DEPEND_ON if written.get(key) != now[key]]
     if changes:
         logger.warning("restore: bits may differ from an unbroken run, as these changed: %s", ", ".join(changes))

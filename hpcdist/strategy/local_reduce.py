@@ -65,7 +65,8 @@ def _axes(axis: Axis, n_dims: int) -> tuple[int, ...]:
     for one in map(operator.index, given):
         if not -n_dims <= one < n_dims:
             raise UsageError(
-                f"reduce: expected an axis from {-n_dims} to {n_dims - 1}, got {one}; the value has {n_dims} dimensions."
+                f"reduce: expected an axis from {-n_dims} to {n_dims - 1}, got {one}; the value has {n_dims} "
+                "dimensions."
             )
     return tuple(sorted({operator.index(one) % n_dims for one in given}))
 
@@ -77,8 +78,8 @@ def _check_shapes(total: Array, all_reduce: Callable[[Array], None]) -> None:
     all_reduce(sums)
     if sums[0] * sums[2] != sums[1] * sums[1]:
         raise UsageError(
-            f"reduce: expected values of the same shape and dtype on every replica, got {total.shape} {total.dtype} here "
-            f"and others elsewhere; pass the axis that differs."
+            f"reduce: expected values of the same shape and dtype on every replica, got {total.shape} {total.dtype} "
+            f"here and others elsewhere; pass the axis that differs."
         )
 
 

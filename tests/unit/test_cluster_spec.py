@@ -1,0 +1,55 @@
+import pytest
+
+from hpcdist.cluster.spec import ClusterSpec, Task
+from hpcdist.errors import ConfigurationError
+
+
+def test_answers_by_type():
+    spec = ClusterSpec({"ps": ["p:1"], "worker": ["a:1", "b:1"], "chief": ["c:1"]})
+    assert spec.jobs == ["chief", "worker", "ps"]
+    assert spec.as_dict() == {"chief": ["c:1"], "worker": ["a:1", "b:1"], "ps": ["p:1"]}
+    assert spec.num_tasks("worker") == 2
+    assert spec.num_tasks("evaluator") == 0
+    assert spec.task_address("worker", 1) == "b:1"
+    assert list(spec.tasks()) == [Task("chief", 0), Task("worker", 0), Task("worker", 1), Task("ps", 0)]
+    assert spec.chief == Task("chief", 0)
+    assert ClusterSpec({"worker": ["a:1"]}).chief == Task("worker", 0)
+
+
+def test_is_frozen_and_equal_by_value():
+    spec = ClusterSpec({"worker": ["a:1"]})
+    assert spec == ClusterSpec({"worker": ["a:1"]})
+    assert hash(spec) == hash(ClusterSpec({"worker": ["a:1"]}))
+    with pytest.raises(AttributeError):
+        spec._jobs = ()
+    spec.as_dict()["worker"].append("b:1")
+    assert spec.num_tasks("worker") == 1
+
+
+@pytest.mark.parametrize(
+    ("jobs", "text"),
+    [
+        ({"master": ["a:1"]}, "got 'master'"),
+        ({"chief": ["a:1", "b:1"]}, "at most one chief, got 2"),
+        ({"worker": ["w:1"], "evaluator": ["a:1", "b:1"]}, "at most one evaluator, got 2"),
+        ({"worker": "a:1"}, "list of addresses"),
+        ({"worker": {"0": "a:1"}}, "list of addresses"),
+        ({"worker": [""]}, "got ''"),
+        ({"worker": [None]}, "got None"),
+        ({"worker": ["a:1", "a:1"]}, "'a:1' 2 times"),
+        ({"worker": ["a:1"], "ps": ["a:1"]}, "'a:1' 2 times"),
+    ],
+)
+def test_refuses(jobs, text):
+    with pytest.raises(ConfigurationError, match="expected") as caught:
+        ClusterSpec(jobs)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_refuses_a_task_it_does_not_have():
+    spec = ClusterSpec({"worker": ["a:1"]})
+    with pytest.raises(ConfigurationError, match="from 0 to 0, got 1"):
+        spec.task_address("worker", 1)
+    with pytest.raises(ConfigurationError, match="got 'ps'"):
+        spec.job_tasks("ps")

@@ -1,0 +1,26 @@
+import pytest
+
+from hpcdist.cluster.environment import Launcher, check_names, launcher_of, timeout_s
+from hpcdist.errors import ConfigurationError
+
+
+def test_launchers():
+    assert launcher_of({}) is None
+    assert launcher_of({"PMI_SIZE": "2", "PMI_RANK": "1"}) == Launcher("an MPICH-like mpirun or srun --mpi=pmi2", 2, 1)
+    both = {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMI_SIZE": "4", "PMI_RANK": "3"}
+    assert launcher_of(both).size == 4
+    assert launcher_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None  # the shell of a batch script
+
+
+def test_unknown_names_are_refused_with_the_nearest():
+    check_names({"HPCDIST_ROLES": "worker:*", "OTHER": "x"})
+    with pytest.raises(ConfigurationError, match="write HPCDIST_ROLES"):
+        check_names({"HPCDIST_ROLE": "worker:*"})
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan"])
+def test_timeout_must_be_seconds(text):
+    assert timeout_s({}) == 600
+    assert timeout_s({"HPCDIST_TIMEOUT_S": "1.5"}) == 1.5
+    with pytest.raises(ConfigurationError, match="HPCDIST_TIMEOUT_S"):
+        timeout_s({"HPCDIST_TIMEOUT_S": text})

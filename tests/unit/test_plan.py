@@ -1,0 +1,92 @@
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from hpcdist.plan.blocks import block_bounds, ceiling_bounds
+from hpcdist.plan.buckets import ALIGNMENT_BYTES, plan_buckets
+from hpcdist.plan.sample_order import SampleOrder, permutation
+
+
+@pytest.mark.parametrize("bounds", [block_bounds, ceiling_bounds])
+def test_blocks_tile_the_whole(bounds):
+    for n_elements, n_parts in itertools.product([0, 1, 2, 7, 8, 9, 100], range(1, 18)):
+        parts = [bounds(n_elements, n_parts, part) for part in range(n_parts)]
+        assert parts[0][0] == 0
+        assert parts[-1][1] == n_elements
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(parts))
+
+
+def test_blocks_differ_by_at_most_one_and_long_ones_come_first():
+    sizes = [stop - start for start, stop in (block_bounds(13, 5, part) for part in range(5))]
+    assert sizes == [3, 3, 3, 2, 2]
+
+
+@pytest.mark.parametrize(("n_rows", "n_parts", "sizes"), [(4, 5, [1, 1, 1, 1, 0]), (4, 3, [2, 2, 0]), (2, 2, [1, 1])])
+def test_ceiling_split_of_tf_distribute(n_rows, n_parts, sizes):
+    bounds = [ceiling_bounds(n_rows, n_parts, part) for part in range(n_parts)]
+    assert [stop - start for start, stop in bounds] == sizes
+
+
+def test_buckets_hold_every_tensor_once_aligned_and_apart():
+    tensors = [(n, dtype) for n in (0, 1, 15, 16, 17, 1000) for dtype in ("float32", "float64")]
+    plan = plan_buckets(tensors, bucket_bytes=2048)
+    taken = {}
+    for (n_elements, dtype), slot in zip(tensors, plan.slots, strict=True):
+        assert slot.n_elements == n_elements
+        assert plan.buckets[slot.bucket][0] == dtype
+        assert slot.offset * int(dtype[-2:]) // 8 % ALIGNMENT_BYTES == 0
+        assert slot.offset + n_elements <= plan.buckets[slot.bucket][1]
+        spots = {(slot.bucket, i) for i in range(slot.offset, slot.offset + n_elements)}
+        assert not spots & taken.keys()
+        taken.update(dict.fromkeys(spots))
+
+
+def test_buckets_start_with_the_last_tensor_and_respect_their_size():
+    plan = plan_buckets([(256, "float32")] * 5, bucket_bytes=2048)
+    assert [slot.bucket for slot in plan.slots] == [2, 1, 1, 0, 0]
+    assert all(n_elements * 4 <= 2048 for _, n_elements in plan.buckets)
+    assert plan_buckets([(10_000, "float32")], bucket_bytes=64).buckets == (("float32", 10_000),)
+    assert plan_buckets([], bucket_bytes=64).buckets == ()
+
+
+def test_permutation_is_the_same_for_ever():
+    assert permutation(1, 0, 8).tolist() == [3, 5, 2, 7, 0, 6, 1, 4]
+    assert permutation(2**63 - 1, 7, 5).tolist() == [2, 3, 1, 4, 0]
+    assert sorted(permutation(5, 3, 1000)) == list(range(1000))
+    assert not np.array_equal(permutation(1, 0, 100), permutation(1, 1, 100))
+    assert not np.array_equal(permutation(1, 0, 100), permutation(2, 0, 100))
+
+
+def batches(order, end=None):
+    position, found = 0, []
+    end = order.n_samples if end is None else end
+    while (batch := order.next_batch(position, end)) is not None:
+        found.append(batch)
+        position = batch[1]
+    return found
+
+
+def test_batches_end_with_the_epoch_or_run_across():
+    assert batches(SampleOrder(5, batch_rows=2)) == [(0, 2), (2, 4), (4, 5)]
+    assert batches(SampleOrder(5, batch_rows=2, drop_remainder=True)) == [(0, 2), (2, 4)]
+    after = SampleOrder(3, batch_rows=2, outer_epochs=2)
+    assert batches(after) == [(0, 2), (2, 3), (3, 5), (5, 6)]
+    before = SampleOrder(3, batch_rows=2, inner_epochs=2)
+    assert batches(before) == [(0, 2), (2, 4), (4, 6)]
+    assert batches(SampleOrder(0, batch_rows=2, outer_epochs=math.inf)) == []
+    assert batches(SampleOrder(3, batch_rows=4, drop_remainder=True, outer_epochs=math.inf), end=9) == []
+
+
+def test_every_epoch_visits_every_row_once():
+    order = SampleOrder(7, seed=3, batch_rows=2, inner_epochs=3)
+    rows = np.concatenate([order.rows(*batch) for batch in batches(order)])
+    for epoch in range(3):
+        assert sorted(rows[7 * epoch : 7 * epoch + 7]) == list(range(7))
+
+
+def test_rows_depend_on_the_position_alone():
+    whole = SampleOrder(7, seed=3, batch_rows=2).rows(0, 21)
+    pieces = [SampleOrder(7, seed=3, batch_rows=5).rows(i, i + 1) for i in range(21)]
+    assert np.concatenate(pieces).tolist() == whole.tolist()

@@ -1,0 +1,46 @@
+import pytest
+
+from hpcdist.cluster.mpi import MPIClusterResolver
+from hpcdist.cluster.roles import parse_roles, spec_of_tasks, tasks_of_roles
+from hpcdist.cluster.spec import Task
+from hpcdist.errors import ConfigurationError
+
+
+def test_map_is_given_to_ranks_in_its_order():
+    tasks = tasks_of_roles(parse_roles("chief:1,ps:2, evaluator:1 ,worker:*"), 7)
+    assert [str(task) for task in tasks] == "chief 0|ps 0|ps 1|evaluator 0|worker 0|worker 1|worker 2".split("|")
+    assert spec_of_tasks(tasks).as_dict()["ps"] == ["rank-1", "rank-2"]
+
+
+def test_star_may_stand_anywhere():
+    assert tasks_of_roles(parse_roles("worker:*,ps:1"), 3) == [Task("worker", 0), Task("worker", 1), Task("ps", 0)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "worker", "boss:1", "worker:0", "worker:-1", "worker:x", "worker:*,ps:*", "chief:2", "chief:*", "ps:1,ps:1"],
+)
+def test_refuses(text):
+    with pytest.raises(ConfigurationError, match="roles: expected"):
+        parse_roles(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "wanted"),
+    [("chief:1,worker:*", 1, "at least 2"), ("worker:2", 3, "exactly 2"), ("chief:1,ps:2", 2, "exactly 3")],
+)
+def test_refuses_another_number_of_ranks(text, size, wanted):
+    with pytest.raises(ConfigurationError, match=f"expected {wanted} ranks .* got {size}"):
+        tasks_of_roles(parse_roles(text), size)
+
+
+def test_resolver_asks_the_launcher_when_it_has_no_communicator():
+    environ = {"PMI_SIZE": "3", "PMI_RANK": "2", "HPCDIST_ROLES": "chief:1,worker:*"}
+    found = MPIClusterResolver(environ=environ)
+    assert (found.task_type, found.task_id) == ("worker", 1)
+    assert found.cluster_spec().num_tasks("worker") == 2
+
+
+def test_resolver_alone_is_one_worker():
+    found = MPIClusterResolver(environ={})
+    assert (found.task_type, found.task_id) == ("worker", 0)

@@ -1,0 +1,73 @@
+import json
+
+import pytest
+
+from hpcdist.cluster.spec import Task
+from hpcdist.cluster.tf_config import TFConfigClusterResolver, parse_tf_config
+from hpcdist.errors import ConfigurationError
+
+CLUSTER = {"chief": ["h0:1"], "worker": ["h1:1", "h2:1"]}
+
+
+def resolver(config, **arguments):
+    return TFConfigClusterResolver(environ={"TF_CONFIG": json.dumps(config)}, **arguments)
+
+
+def test_reads_cluster_and_task():
+    found = resolver({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}})
+    assert found.cluster_spec().as_dict() == CLUSTER
+    assert (found.task_type, found.task_id) == ("worker", 1)
+    assert found.resolve(0, 3) == (found.cluster_spec(), Task("worker", 1))
+
+
+def test_constructor_overrides_the_task():
+    found = resolver({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}}, task_type="chief", task_id=0)
+    assert (found.task_type, found.task_id) == ("chief", 0)
+    with pytest.raises(ConfigurationError, match="from 0 to 1, got 7"):
+        resolver({"cluster": CLUSTER}, task_type="worker", task_id=7)
+
+
+@pytest.mark.parametrize("text", ["", "{}"])
+def test_nothing_means_no_cluster(text):
+    spec, task = parse_tf_config(text)
+    assert not spec
+    assert task is None
+
+
+def test_without_task_the_rank_decides():
+    assert resolver({"cluster": CLUSTER}).task_type is None
+
+
+def test_host_names_that_tell_tasks_apart():
+    assert resolver({"cluster": CLUSTER}).host_names["h2"] == Task("worker", 1)
+    assert resolver({"cluster": {"worker": ["localhost:1", "localhost:2"]}}).host_names == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{", "JSON"),
+        ("[1]", "JSON object"),
+        ("3", "JSON object"),
+        ('{"task": {"type": "worker", "index": 0}}', '"cluster" as an object'),
+        ('{"cluster": {}}', '"cluster" as an object'),
+        ('{"cluster": {"worker": []}}', '"cluster" as an object'),
+        ('{"cluster": ["a:1"]}', '"cluster" as an object'),
+        ('{"clutser": {"worker": ["a:1"]}}', "'clutser'"),
+        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker"}}', "'index' as a whole number"),
+        ('{"cluster": {"worker": ["a:1"]}, "task": {"index": 0}}', "'type' as text"),
+        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": "0"}}', "got '0'"),
+        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": true}}', "got True"),
+        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0, "x": 1}}', "got 'x'"),
+        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}', "from 0 to 0, got 1"),
+        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": -1}}', "got -1"),
+        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "ps", "index": 0}}', "got 'ps'"),
+        ('{"cluster": {"boss": ["a:1"]}}', "got 'boss'"),
+    ],
+)
+def test_refuses(text, expected):
+    with pytest.raises(ConfigurationError) as caught:
+        parse_tf_config(text)
+    assert expected in str(caught.value)
+    assert "expected" in str(caught.value)
+    assert "\n" not in str(caught.value)
