@@ -9,12 +9,12 @@ and train.log; the last checkpoint has the final weights.
 """
 
 import argparse
-import gzip
 import json
 from pathlib import Path
 
 import numpy as np
 import torch
+from images import load_digits, load_mnist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -31,37 +31,6 @@ def parse_args():
     parser.add_argument("--run-dir", type=Path, default=Path("runs/train"))
     parser.add_argument("--save-every", type=int, default=100, metavar="STEPS")
     return parser.parse_args()
-
-
-def load_digits():
-    """Return ((images, labels) to train on, (images, labels) to test on); images are (n, 1, height, width) in 0..1."""
-    from sklearn.datasets import load_digits as bundled
-
-    digits = bundled()
-    order = np.random.RandomState(0).permutation(len(digits.target))
-    images = torch.tensor(digits.images[order] / 16, dtype=torch.float32).unsqueeze(1)
-    labels = torch.tensor(digits.target[order])
-    return (images[:1437], labels[:1437]), (images[1437:], labels[1437:])
-
-
-def load_mnist(folder):
-    """Return the same as load_digits, from MNIST's files."""
-    parts = []
-    for name in ("train", "t10k"):
-        images = read_idx(folder, f"{name}-images-idx3-ubyte")
-        labels = read_idx(folder, f"{name}-labels-idx1-ubyte")
-        parts.append((torch.from_numpy(images).unsqueeze(1) / 255, torch.from_numpy(labels).long()))
-    return parts
-
-
-def read_idx(folder, name):
-    """Return the array in an IDX file: two zero bytes, type 8, dimensions, their sizes, then bytes."""
-    path = next((path for path in (folder / name, folder / f"{name}.gz") if path.exists()), None)
-    if path is None:
-        raise SystemExit(f"train: expected {name} or {name}.gz in {folder}, got neither; give --data the MNIST folder.")
-    data = (gzip.open if path.suffix == ".gz" else open)(path, "rb").read()
-    shape = np.frombuffer(data, ">u4", count=data[3], offset=4)
-    return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape).copy()
 
 
 def build_mlp(height, width):

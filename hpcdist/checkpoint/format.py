@@ -181,6 +181,8 @@ def _plain(dataset: Any, path: Path) -> npt.NDArray[Any]:
 def _array_at(row: Any, datasets: dict[str, npt.NDArray[Any]], path: Path) -> NamedArray:
     try:
         name, dtype, shape, offset = row
+        if not all(isinstance(number, int) and number >= 0 for number in (*shape, offset)):
+            raise ValueError(f"shape {shape!r} at {offset!r}")
         n_elements = math.prod(shape)
         flat = datasets[dtype][offset : offset + n_elements]
         values = flat.reshape(shape)

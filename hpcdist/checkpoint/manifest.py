@@ -31,7 +31,7 @@ class Manifest:
     def to_text(self) -> str:
         """Return the manifest as JSON with a digest of its own."""
         body = json.dumps(asdict(self), sort_keys=True)
-        return json.dumps({"manifest": asdict(self), "xxh3_128": _digest(body)}, sort_keys=True, indent=1) + "\n"
+        return json.dumps({"manifest": asdict(self), "xxh3_128": _digest(body)}, sort_keys=True, indent=1)
 
     def verify(self, path: Path) -> None:
         """Raise CheckpointDamaged unless the file at `path` is, byte for byte, what was committed.

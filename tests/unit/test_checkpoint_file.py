@@ -1,0 +1,235 @@
+"""The file format: what is written comes back; whatever was changed is refused without a crash."""
+
+import json
+import subprocess
+import sys
+
+import h5py
+import numpy as np
+import pytest
+
+from hpcdist.checkpoint.format import FORMAT, digest_file, read_file, write_file
+from hpcdist.checkpoint.manifest import Manifest, read_manifest
+from hpcdist.checkpoint.tree import NamedArray
+from hpcdist.errors import CheckpointDamaged, CheckpointError
+
+STATE = {"dict": [["step", 3]]}
+
+
+def arrays(*dtypes):
+    random = np.random.RandomState(0)
+    made = []
+    for number, dtype in enumerate(dtypes):
+        stored = {"bfloat16": "uint16"}.get(dtype, dtype)
+        values = (random.standard_normal((number, 3)) * 9).astype(stored)
+        made.append(NamedArray(f"array{number}", dtype, values))
+    return made
+
+
+ALL = ("float32", "float64", "float16", "bfloat16", "int64", "int8", "uint8", "bool", "complex64", "float32")
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "file.h5"
+    write_file(path, STATE, arrays(*ALL))
+    return path
+
+
+def test_everything_comes_back(path):
+    state, found = read_file(path)
+    assert state == STATE
+    for mine, theirs in zip(arrays(*ALL), found, strict=True):
+        assert (mine.name, mine.dtype) == (theirs.name, theirs.dtype)
+        assert mine.values.dtype == theirs.values.dtype
+        assert mine.values.shape == theirs.values.shape
+        assert mine.values.tobytes() == theirs.values.tobytes()
+
+
+def test_scalars_and_nothing_at_all(tmp_path):
+    path = tmp_path / "file.h5"
+    write_file(path, None, [NamedArray("x", "float32", np.float32(2.5).reshape(()))])
+    assert read_file(path)[1][0].values == np.float32(2.5)
+    write_file(path, None, [])
+    assert read_file(path) == (None, [])
+
+
+def test_any_hdf5_reader_can_open_it(path):
+    with h5py.File(path) as file:
+        assert set(file) == {"index", "arrays"}
+        assert set(file["arrays"]) == set(ALL)
+        assert all(file["arrays"][dtype].chunks is None for dtype in ALL)
+        index = json.loads(file["index"][()].tobytes())
+        assert index["format"] == FORMAT
+        assert ["array9", "float32", [9, 3], 0] in index["arrays"]
+
+
+def test_every_flipped_bit_and_every_cut_changes_the_digest(path):
+    """The digest covers every byte: metadata, data and padding. Every byte of the file is tried."""
+    data = path.read_bytes()
+    manifest = Manifest(3, *digest_file(path), {})
+    manifest.verify(path)
+    for offset in range(len(data)):
+        path.write_bytes(data[:offset] + bytes([data[offset] ^ (1 << offset % 8)]) + data[offset + 1 :])
+        with pytest.raises(CheckpointDamaged, match="other bytes"):
+            manifest.verify(path)
+    for length in range(0, len(data), 512):
+        path.write_bytes(data[:length])
+        with pytest.raises(CheckpointDamaged, match=f"got {length} bytes"):
+            manifest.verify(path)
+
+
+def link_out(file):
+    file["arrays/evil"] = h5py.ExternalLink("/etc/passwd", "/x")
+
+
+def soft_link(file):
+    file["arrays/evil"] = h5py.SoftLink("/index")
+
+
+def external_storage(file):
+    file.create_dataset("arrays/evil", (8,), "u1", external=[("/etc/hostname", 0, 8)])
+
+
+def virtual(file):
+    layout = h5py.VirtualLayout((4,), "u1")
+    layout[:] = h5py.VirtualSource("/etc/hostname", "x", (4,))
+    file.create_virtual_dataset("arrays/evil", layout)
+
+
+def shape_bomb(file):
+    file.create_dataset("arrays/evil", (1 << 50,), "f8", chunks=(1 << 10,))
+
+
+def late_bomb(file):
+    """A contiguous dataset of a petabyte that was never allocated."""
+    file.create_dataset("arrays/evil", (1 << 47,), "f8")
+
+
+def text(file):
+    file.create_dataset("arrays/evil", data=["some", "text"])
+
+
+def nested(file):
+    file.create_group("arrays/evil/a/b/c")
+
+
+def extra(file):
+    file["other"] = np.zeros(3)
+
+
+def no_index(file):
+    del file["index"]
+
+
+def index_is_a_group(file):
+    del file["index"]
+    file.create_group("index")
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        link_out,
+        soft_link,
+        external_storage,
+        virtual,
+        shape_bomb,
+        late_bomb,
+        text,
+        nested,
+        extra,
+        no_index,
+        index_is_a_group,
+    ],
+)
+def test_refuses_a_file_that_is_more_than_data(path, harm):
+    with h5py.File(path, "r+") as file:
+        harm(file)
+    with pytest.raises(CheckpointDamaged):
+        read_file(path)
+
+
+def rewrite_index(path, change):
+    with h5py.File(path, "r+") as file:
+        index = json.loads(file["index"][()].tobytes())
+        change(index)
+        del file["index"]
+        file["index"] = np.frombuffer(json.dumps(index).encode(), np.uint8)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ["x", "float32", [10**9], 0],
+        ["x", "float32", [3], 10**9],
+        ["x", "float32", [-1], 0],
+        ["x", "float32", "3", 0],
+        ["x", "float99", [1], 0],
+        ["x", "float32", [1]],
+        7,
+    ],
+)
+def test_refuses_an_index_that_does_not_fit(path, row):
+    rewrite_index(path, lambda index: index["arrays"].append(row))
+    with pytest.raises(CheckpointDamaged, match="index rows"):
+        read_file(path)
+
+
+def test_refuses_a_newer_format_and_says_what_to_do(path):
+    rewrite_index(path, lambda index: index.update(format=FORMAT + 1))
+    with pytest.raises(CheckpointError, match="install the hpcdist that wrote it") as caught:
+        read_file(path)
+    assert not isinstance(caught.value, CheckpointDamaged)
+
+
+@pytest.mark.parametrize("found", [None, "1", 0, -1, 1.5])
+def test_refuses_a_format_that_is_no_number(path, found):
+    rewrite_index(path, lambda index: index.update(format=found))
+    with pytest.raises(CheckpointDamaged, match="format number"):
+        read_file(path)
+
+
+def test_damaged_files_do_not_crash_the_process(path):
+    """Files reach libhdf5 only after the digest was checked; even so, no changed byte of its structures kills us."""
+    code = """
+import pathlib, sys
+from hpcdist.checkpoint.format import read_file
+from hpcdist.errors import CheckpointError
+path = pathlib.Path(sys.argv[1])
+data = path.read_bytes()
+refused = 0
+for offset in range(0, 800):
+    path.write_bytes(data[:offset] + bytes([data[offset] ^ 255]) + data[offset + 1:])
+    try:
+        read_file(path)
+    except CheckpointError:
+        refused += 1
+print(refused)
+"""
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) > 100
+
+
+def test_manifest_round_trip_and_damage(tmp_path):
+    path = tmp_path / "manifest.json"
+    manifest = Manifest(7, 100, "ab", {"ranks": 2, "torch": "x"})
+    path.write_text(manifest.to_text())
+    assert read_manifest(path) == manifest
+    content = path.read_text()
+    for offset in range(len(content)):
+        changed = content[:offset] + chr(ord(content[offset]) ^ 1) + content[offset + 1 :]
+        path.write_text(changed)
+        try:
+            found = read_manifest(path)
+        except CheckpointError:
+            continue
+        assert found == manifest, f"offset {offset}"  # only white space was changed
+
+
+def test_manifest_of_a_newer_format(tmp_path):
+    path = tmp_path / "manifest.json"
+    path.write_text(Manifest(7, 100, "ab", {}, format=FORMAT + 1).to_text())
+    with pytest.raises(CheckpointError, match="install the hpcdist that wrote it"):
+        read_manifest(path)

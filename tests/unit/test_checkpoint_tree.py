@@ -1,0 +1,53 @@
+import json
+import math
+
+import numpy as np
+import pytest
+
+from hpcdist.checkpoint.tree import decode, encode
+from hpcdist.errors import CheckpointDamaged, CheckpointError
+
+
+def refuse(value):
+    raise AssertionError("no tensors in these tests")
+
+
+def round_trip(value):
+    arrays = []
+    text = json.dumps(encode(value, "x", refuse, arrays))
+    return decode(json.loads(text), refuse, arrays), arrays
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 3, 2**70, 0.1, -math.inf, "text", [], (), {}, {"a": [1, (2, {"b": None})]}, {0: "zero", "0": "text"}],
+)
+def test_plain_values_come_back_as_they_were(value):
+    found, arrays = round_trip(value)
+    assert found == value
+    assert type(found) is type(value)
+    assert arrays == []
+
+
+def test_arrays_come_back_with_dtype_shape_and_bits():
+    state = {"w": np.float32([[1, np.nan], [-0.0, np.inf]]), "n": np.int64(7), "e": np.zeros((0, 3), bool)}
+    found, arrays = round_trip(state)
+    assert [array.name for array in arrays] == ["x/w", "x/n", "x/e"]
+    for key, value in state.items():
+        assert found[key].dtype == value.dtype
+        assert found[key].shape == value.shape
+        assert found[key].tobytes() == value.tobytes()
+
+
+@pytest.mark.parametrize("value", [object(), {1.5: 0}, {None: 0}, [set()], {"f": print}, np.array(["text"]), b"bytes"])
+def test_refuses_what_is_no_data(value):
+    with pytest.raises(CheckpointError, match="save: expected"):
+        encode(value, "x", refuse, [])
+
+
+@pytest.mark.parametrize(
+    "node", [{}, {"pickle": "x"}, {"array": 0}, {"array": -1}, {"list": [{"array": "x"}]}, {"a": 1, "b": 2}]
+)
+def test_refuses_what_it_did_not_write(node):
+    with pytest.raises(CheckpointDamaged):
+        decode(node, refuse, [])

@@ -1,0 +1,172 @@
+import numpy as np
+import pytest
+
+from hpcdist.data.dataset import Dataset
+from hpcdist.data.distributed import DistributedDataset
+from hpcdist.errors import DataError
+
+ROWS = np.arange(10)
+
+
+def slices(n_rows=10):
+    return Dataset.from_tensor_slices(np.arange(n_rows))
+
+
+def lists(dataset):
+    return [batch.tolist() for batch in dataset]
+
+
+def parts(dataset, n_replicas, steps=None):
+    """Return, step by step, the parts of all replicas."""
+    rows = zip(*(DistributedDataset(dataset, replica, n_replicas) for replica in range(n_replicas)), strict=True)
+    return [[part.tolist() for part in step] for step, _ in zip(rows, range(steps or 10**6), strict=False)]
+
+
+def test_rows_and_batches_in_order():
+    assert [int(row) for row in slices(3)] == [0, 1, 2]
+    assert lists(slices(5).batch(2)) == [[0, 1], [2, 3], [4]]
+    assert lists(slices(5).batch(2, drop_remainder=True)) == [[0, 1], [2, 3]]
+    assert lists(slices(3).batch(2).repeat(2)) == [[0, 1], [2], [0, 1], [2]]
+    assert lists(slices(3).repeat(2).batch(2)) == [[0, 1], [2, 0], [1, 2]]
+
+
+def test_nests_keep_their_form():
+    pair = Dataset.from_tensor_slices({"x": np.zeros((4, 2)), "y": (np.arange(4), [np.arange(4)])}).batch(3)
+    first = next(iter(pair))
+    assert first["x"].shape == (3, 2)
+    assert first["y"][0].tolist() == first["y"][1][0].tolist() == [0, 1, 2]
+
+
+def test_shuffle_visits_every_row_in_a_new_order_each_epoch():
+    first, second = lists(slices().shuffle(seed=1).batch(10).repeat(2))
+    assert sorted(first) == sorted(second) == ROWS.tolist()
+    assert first != second
+    assert lists(slices().shuffle(seed=1).batch(10)) == [first]
+    assert lists(slices().shuffle(100, seed=2).batch(10)) != [first]
+    drawn = slices().shuffle()
+    assert lists(drawn.batch(10)) == lists(drawn.batch(10))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Dataset.from_tensor_slices(()),
+        lambda: Dataset.from_tensor_slices((np.zeros(3), np.zeros(4))),
+        lambda: Dataset.from_tensor_slices(np.float32(1)),
+        lambda: Dataset.from_tensor_slices("text"),
+        lambda: slices().batch(0),
+        lambda: slices().batch(2).batch(2),
+        lambda: slices().batch(2).shuffle(),
+        lambda: slices().repeat(2).shuffle(),
+        lambda: slices().shuffle(buffer_size=0),
+        lambda: slices().repeat(0),
+        lambda: slices().repeat(-2),
+        lambda: DistributedDataset(slices(), 0, 1),
+        lambda: DistributedDataset([1, 2], 0, 1),
+    ],
+)
+def test_refuses(build):
+    with pytest.raises(DataError, match="expected"):
+        build()
+
+
+def test_parts_of_a_global_batch_as_in_tf_distribute():
+    assert parts(slices(6).batch(4), 2) == [[[0, 1], [2, 3]], [[4], [5]]]
+    assert parts(slices(4).batch(4), 3) == [[[0, 1], [2, 3], []]]
+    assert parts(slices(4).batch(4), 5) == [[[0], [1], [2], [3], []]]
+
+
+@pytest.mark.parametrize("n_replicas", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("drop_remainder", [False, True])
+def test_parts_join_to_the_global_batch(n_replicas, drop_remainder):
+    dataset = slices(11).shuffle(seed=4).batch(4, drop_remainder).repeat(2)
+    joined = [sum(step, []) for step in parts(dataset, n_replicas)]
+    assert joined == lists(dataset)
+
+
+def take(distributed, n_batches):
+    return [batch.tolist() for batch, _ in zip(distributed, range(n_batches), strict=False)]
+
+
+def interrupted(dataset, kill_at, batch_after=None):
+    """Return all batches handed out by a run that is stopped after `kill_at` batches and goes on from its cursor."""
+    before = DistributedDataset(dataset, 0, 1)
+    iterator = iter(before)
+    first = [next(iterator).tolist() for _ in range(kill_at)]
+    after = DistributedDataset(dataset, 0, 1)
+    after.load_state_dict(before.state_dict())
+    return first + lists(after)
+
+
+@pytest.mark.parametrize("kill_at", range(9))
+def test_a_pass_goes_on_at_the_exact_sample(kill_at):
+    for dataset in (slices(7).shuffle(seed=1).batch(3).repeat(3), slices(7).shuffle(seed=1).repeat(3).batch(3)):
+        whole = lists(dataset)
+        assert interrupted(dataset, min(kill_at, len(whole))) == whole
+
+
+def test_the_cursor_does_not_depend_on_batch_size_or_replicas():
+    before = DistributedDataset(slices(12).shuffle(seed=1).batch(4), 1, 2)
+    iterator = iter(before)
+    next(iterator)
+    after = [DistributedDataset(slices(12).shuffle(seed=1).batch(2), replica, 3) for replica in range(3)]
+    rows = []
+    for distributed in after:
+        distributed.load_state_dict(before.state_dict())
+    for step in zip(*after, strict=True):
+        rows += sum((part.tolist() for part in step), [])
+    whole = sum(lists(slices(12).shuffle(seed=1).batch(12)), [])
+    assert rows == whole[4:]
+
+
+def test_epochs_are_counted_and_each_pass_is_a_new_one():
+    distributed = DistributedDataset(slices(5).shuffle(seed=1).batch(2), 0, 1)
+    assert distributed.epoch == 0
+    first = lists(distributed)
+    assert (distributed.epoch, distributed.position) == (1, 5)
+    second = lists(distributed)
+    assert (distributed.epoch, distributed.position) == (2, 10)
+    assert [first, second] == [lists(slices(5).shuffle(seed=1).batch(2).repeat(2))[i : i + 3] for i in (0, 3)]
+
+
+def test_after_a_restart_the_epoch_in_progress_is_finished_first():
+    """Saved after the last batch of an epoch, before its end was reached: the loop over epochs sees it again."""
+    before = DistributedDataset(slices(4).batch(2), 0, 1)
+    iterator = iter(before)
+    next(iterator), next(iterator)
+    assert before.epoch == 0
+    after = DistributedDataset(slices(4).batch(2), 0, 1)
+    after.load_state_dict(before.state_dict())
+    assert after.epoch == 0
+    assert lists(after) == []
+    assert after.epoch == 1
+    assert lists(after) == [[0, 1], [2, 3]]
+
+
+def test_a_broken_off_pass_is_not_continued_by_the_next_one():
+    distributed = DistributedDataset(slices(4).batch(2), 0, 1)
+    assert take(distributed, 1) == [[0, 1]]
+    assert lists(distributed) == [[0, 1], [2, 3]]
+    assert distributed.position == 8
+
+
+def test_reports_the_rows_it_hands_out():
+    seen = []
+    list(DistributedDataset(slices(6).batch(4), 1, 2, seen.append))
+    assert seen == [2, 1]
+
+
+def test_refuses_the_cursor_of_other_data():
+    state = DistributedDataset(slices(5).shuffle(seed=1).batch(2), 0, 1).state_dict()
+    for other in (slices(6).shuffle(seed=1), slices(5).shuffle(seed=2), slices(5)):
+        with pytest.raises(DataError, match="as in the checkpoint"):
+            DistributedDataset(other.batch(2), 0, 1).load_state_dict(state)
+
+
+def test_a_drawn_seed_comes_from_the_cursor():
+    before = DistributedDataset(slices(50).shuffle().batch(10), 0, 1)
+    iterator = iter(before)
+    first = [next(iterator).tolist()]
+    after = DistributedDataset(slices(50).shuffle().batch(10), 0, 1)
+    after.load_state_dict(before.state_dict())
+    assert sorted(sum(first + lists(after), [])) == list(range(50))

@@ -1,0 +1,106 @@
+"""Imports go down the layers only; one door per dependency. Read from the source, and held against ARCHITECTURE.md."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "hpcdist"
+LAYERS = {
+    "errors": 0,
+    "cluster": 1,
+    "plan": 1,
+    "checkpoint": 1,
+    "world": 2,
+    "abort": 2,
+    "collectives": 3,
+    "gradients": 4,
+    "data": 4,
+    "strategy": 5,
+    "resilience": 5,
+}
+#: Dependency -> the only modules and folders that may import it.
+DOORS = {
+    "mpi4py": {"world", "abort", "collectives", "gradients.bucket_set"},
+    "h5py": {"checkpoint.format"},
+    "torch": {"gradients", "strategy"},
+    "cupy": set(),
+    "pickle": set(),
+}
+MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+
+
+def imports(path):
+    """Yield the full name of everything that a file imports, but for type checkers only."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+@pytest.mark.parametrize("name", sorted(set(MODULES) - {"__init__"}))
+def test_imports_go_down_only(name):
+    folder = name.split(".")[0]
+    for imported in imports(MODULES[name]):
+        if imported.startswith("hpcdist."):
+            other = imported.split(".")[1]
+            same_place = other == folder or {other, folder} == {"world", "abort"}
+            assert same_place or LAYERS[other] < LAYERS[folder], f"{name} imports {imported}"
+
+
+@pytest.mark.parametrize("dependency", sorted(DOORS))
+def test_one_door_per_dependency(dependency):
+    for name, path in MODULES.items():
+        if any(imported.split(".")[0] == dependency for imported in imports(path)):
+            assert any(name == door or name.startswith(f"{door}.") for door in DOORS[dependency]), name
+
+
+def test_only_one_file_reads_the_environment_and_none_writes_it():
+    readers = {name for name, path in MODULES.items() if re.search(r"os\.(environ|getenv|putenv)", path.read_text())}
+    assert readers == {"cluster.environment"}
+
+
+def test_comm_world_has_one_owner():
+    users = {name for name, path in MODULES.items() if "COMM_WORLD" in path.read_text().replace("of COMM_WORLD", "")}
+    assert users <= {"world", "cluster.environment"}
+
+
+def test_the_table_in_architecture_names_every_folder():
+    text = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
+    rows = dict(re.findall(r"^\| (\d) \| `(\w+)", text, re.MULTILINE) and [])
+    for layer, name in re.findall(r"^\| (\d) \| `([\w./`, ]+)` \|", text, re.MULTILINE):
+        for one in re.findall(r"\w+(?=/|\.py)", name):
+            rows[one] = int(layer)
+    assert rows == LAYERS
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+def test_import_loads_neither_mpi_nor_torch():
+    loaded = run(
+        "import sys, hpcdist; dir(hpcdist); print([m for m in ('mpi4py', 'torch', 'h5py') if m in sys.modules])"
+    )
+    assert loaded.stdout.strip() == "[]", loaded.stderr
+
+
+def test_layers_0_and_1_load_neither_mpi_nor_torch():
+    names = [name for name in MODULES if LAYERS.get(name.split(".")[0], 9) <= 1]
+    code = f"import sys\nfor n in {names}: __import__('hpcdist.' + n)\n"
+    loaded = run(code + "print([m for m in ('mpi4py', 'torch') if m in sys.modules])")
+    assert loaded.stdout.strip() == "[]", loaded.stderr

@@ -1,0 +1,53 @@
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import hpcdist
+from hpcdist.errors import ExitCode, HpcdistError, error_class
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def names_for_type_checkers():
+    tree = ast.parse(Path(hpcdist.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    return {alias.asname: node.module for node in block.body for alias in node.names}
+
+
+def test_what_is_resolved_at_run_time_is_what_type_checkers_see():
+    assert {name: f"hpcdist.{module}" for name, module in hpcdist._MODULES.items()} == names_for_type_checkers()
+    assert hpcdist.__all__ == sorted(hpcdist._MODULES)
+
+
+@pytest.mark.parametrize("name", hpcdist.__all__)
+def test_every_public_name_is_there_and_documented(name):
+    pytest.importorskip("mpi4py.MPI")
+    found = getattr(hpcdist, name)
+    assert found.__module__ == f"hpcdist.{hpcdist._MODULES[name]}"
+    assert found.__doc__
+
+
+def test_unknown_names_are_answered_with_the_valid_ones():
+    with pytest.raises(AttributeError, match="has no attribute 'MirrorStrategy'; it has .*all_reduce"):
+        _ = hpcdist.MirrorStrategy
+
+
+def test_the_tree_in_errors_names_every_class():
+    errors = importlib.import_module("hpcdist.errors")
+    classes = {n for n, c in vars(errors).items() if isinstance(c, type) and issubclass(c, HpcdistError)}
+    drawn = dict(re.findall(r"(\w+)\s+(\d+)  ", errors.__doc__))
+    assert set(drawn) == classes
+    assert {name: int(error_class(name).exit_code) for name in classes} == {n: int(c) for n, c in drawn.items()}
+    assert error_class("os") is HpcdistError
+    assert ExitCode.RUN_AGAIN == 75
+
+
+def test_flags_of_the_job_are_frozen():
+    """A new flag is a decision: users' scripts depend on each of them."""
+    text = (ROOT / "jobs" / "train.py").read_text()
+    flags = re.findall(r'add_argument\("(--[\w-]+)"', text)
+    assert flags == ["--model", "--data", "--epochs", "--batch", "--seed", "--run-dir", "--save-every"]
+    assert text.count("\n") <= 150
