@@ -5,6 +5,7 @@ plan without asking: every replica joins every bucket of every synchronized back
 gradient of zero from no gradient at all.
 """
 
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,9 +21,10 @@ from hpcdist.collectives import mpi
 from hpcdist.errors import GradientError
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.bucket_set import BucketSet
+from hpcdist.gradients.buffers import BufferRecord, average_buffers
 from hpcdist.gradients.generators import StepGenerators
 from hpcdist.gradients.model_plan import ModelPlan, ModuleSet, explain_difference, plan_model
-from hpcdist.gradients.record import BufferRecord, ParameterRecord
+from hpcdist.gradients.record import ParameterRecord
 from hpcdist.gradients.tensors import from_array, to_array
 from hpcdist.world import World
 
@@ -90,7 +92,6 @@ class GradientEngine:
     def _expect_use(self) -> None:
         if self._forward_handle is None:
             self._forward_handle = torch_hooks.before_any_forward(self._before_forward)
-            weakref.finalize(self, self._forward_handle.remove)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if module in self._modules:
@@ -122,6 +123,7 @@ class GradientEngine:
     def _agreed_plan(self) -> ModelPlan:
         plan = ModelPlan((), ())
         with self._world.agreed(self._comm):
+            gc.collect()  # whether a module that nobody uses is still there must not differ between ranks
             plan = plan_model(self._modules.roots())
         own = plan.describe()
         if not self._world.all_equal(own, self._comm):
@@ -145,21 +147,25 @@ class GradientEngine:
 
     def _plan_buckets(self, plan: ModelPlan) -> None:
         for name, parameter in plan.trained:
-            if id(parameter) not in self._parameters:
+            if self._record_of(parameter) is None:
                 record = self._parameters[id(parameter)] = ParameterRecord(name, parameter)
-                self._hook(record)
-        self._buffers = [BufferRecord(place) for place in plan.averaged]
-        records = list(self._parameters.values())
-        tensors: list[Tensor] = [record.parameter for record in records]
-        tensors += [place.tensor for place in plan.averaged]
-        self._buckets = BucketSet(tensors, n_counts=len(tensors) + 1)
-        users: list[ParameterRecord | BufferRecord] = [*records, *self._buffers]
-        for user, slot in zip(users, self._buckets.slots, strict=True):
-            user.use_slot(slot)
+                self._hook(record, parameter)
+        self._buffers = [BufferRecord(place, tensor) for place, tensor in plan.averaged]
+        records = [(record, record.parameter) for record in self._parameters.values()]
+        alive = [(record, owner) for record, owner in records if owner is not None]
+        self._parameters = {id(owner): record for record, owner in alive}
+        n_counts = len(alive) + len(self._buffers) + 1
+        self._buckets = BucketSet([owner for _, owner in alive], n_counts)
+        for (record, owner), slot in zip(alive, self._buckets.slots, strict=True):
+            record.use_slot(slot, owner)
 
-    def _hook(self, record: ParameterRecord) -> None:
-        torch_hooks.before_accumulation(record.parameter, lambda: self._before_accumulation(record))
-        torch_hooks.after_accumulation(record.parameter, lambda: self._after_accumulation(record))
+    def _record_of(self, parameter: nn.Parameter) -> ParameterRecord | None:
+        record = self._parameters.get(id(parameter))
+        return record if record is not None and record.parameter is parameter else None
+
+    def _hook(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
+        torch_hooks.before_accumulation(parameter, lambda: self._before_accumulation(record))
+        torch_hooks.after_accumulation(parameter, lambda owner: self._after_accumulation(record, owner))
 
     def _warn_of_equal_batches(self, batch: Any) -> None:
         """Say so when every replica is fed the same rows: a plain DataLoader does that."""
@@ -187,14 +193,15 @@ class GradientEngine:
     def _before_accumulation(self, record: ParameterRecord) -> None:
         if self._backward != torch_hooks.backward_id():
             self._begin_backward()
-        if self._is_syncing:
-            record.set_aside()
+        parameter = record.parameter
+        if self._is_syncing and parameter is not None:
+            record.set_aside(parameter)
 
     @torch.no_grad()
-    def _after_accumulation(self, record: ParameterRecord) -> None:
+    def _after_accumulation(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
         self._has_accumulated = True
         if self._is_syncing:
-            record.take()
+            record.take(parameter)
 
     def _begin_backward(self) -> None:
         if torch_hooks.is_nested_backward():
@@ -240,19 +247,16 @@ class GradientEngine:
         records = list(self._parameters.values())
         weight = self._weight if self.is_mean else None
         has_rows = self.local_rows != 0
-        changed = [record.is_changed and has_rows for record in self._buffers]
+        changed = [has_rows and buffer.is_changed for buffer in self._buffers]
         for record in records:
             record.complete(weight)
-        for buffer, takes_part in zip(self._buffers, changed, strict=True):
-            buffer.complete(takes_part)
         counts = self._buckets.counts
         counts.copy_(torch.tensor([*(record.is_touched for record in records), *changed, self._weight]))
         self._buckets.all_reduce(self._comm)
         *counted, total = counts.tolist()
         for record, n_touched in zip(records, counted, strict=False):
             record.publish(n_touched, total if self.is_mean else None)
-        for buffer, n_changed in zip(self._buffers, counted[len(records) :], strict=True):
-            buffer.publish(n_changed)
+        average_buffers(self._buffers, changed, counted[len(records) :], self._comm)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -265,7 +269,7 @@ class GradientEngine:
             self._check_gradient(parameter)
 
     def _check_gradient(self, parameter: nn.Parameter) -> None:
-        record = self._parameters.get(id(parameter))
+        record = self._record_of(parameter)
         if parameter.grad is None:
             return
         if record is None:
@@ -278,7 +282,7 @@ class GradientEngine:
                 f"step: expected gradients summed over the replicas, got a local one in {record.name!r}; run the last "
                 f"backward outside no_sync and step after it."
             )
-        if not record.is_trustworthy:
+        if not record.is_trustworthy(parameter):
             raise GradientError(
                 f"step: expected the gradient of {record.name!r} as backward left it, got another tensor; change it in "
                 f"place (grad.mul_, grad.copy_) so that every rank changes the same sum."

@@ -1,12 +1,12 @@
 """Which parameters and buffers a strategy looks after, found by walking the modules made in its scope."""
 
-import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from hpcdist.errors import ConfigurationError, DesyncError
@@ -14,20 +14,20 @@ from hpcdist.gradients.bucket_set import SUM_DTYPES
 from hpcdist.gradients.tensors import dtype_name, layout
 
 
-@dataclass(frozen=True)
 class BufferPlace:
-    """A module's buffer, by place: modules may put a new tensor there."""
+    """A module's buffer, by place: modules may put a new tensor there. The module is held weakly."""
 
-    name: str
-    module: nn.Module
-    key: str
+    def __init__(self, name: str, module: nn.Module, key: str) -> None:
+        self.name = name
+        self.is_normalisation = isinstance(module, _NormBase)
+        self._module = weakref.ref(module)
+        self._key = key
 
     @property
-    def tensor(self) -> Tensor:
-        """The tensor that is there now."""
-        tensor = self.module._buffers[self.key]
-        assert tensor is not None, f"buffer {self.name} was taken out after the first step"
-        return tensor
+    def tensor(self) -> Tensor | None:
+        """The tensor that is there now; None when the module is gone or has taken it out."""
+        module = self._module()
+        return None if module is None else module._buffers.get(self._key)
 
 
 class ModuleSet:
@@ -46,11 +46,7 @@ class ModuleSet:
             self._seen[id(module)] = weakref.ref(module)
 
     def roots(self) -> list[nn.Module]:
-        """Return the modules that are no other one's child.
-
-        Unreachable modules are collected first: whether one is still there must not differ between ranks.
-        """
-        gc.collect()
+        """Return the modules that are alive and no other one's child."""
         alive = [module for known in self._seen.values() if (module := known()) is not None]
         children = {id(child) for module in alive for child in module.modules() if child is not module}
         return [module for module in alive if id(module) not in children]
@@ -74,19 +70,22 @@ class ModelPlan:
         return [(name, parameter) for name, parameter in self.parameters if parameter.requires_grad]
 
     @property
-    def averaged(self) -> list[BufferPlace]:
+    def averaged(self) -> list[tuple[BufferPlace, Tensor]]:
         """Buffers of floats, such as BatchNorm's running statistics."""
-        return [place for place in self.buffers if dtype_name(place.tensor) in SUM_DTYPES]
+        return [(place, tensor) for place, tensor in self._buffer_tensors() if dtype_name(tensor) in SUM_DTYPES]
+
+    def _buffer_tensors(self) -> list[tuple[BufferPlace, Tensor]]:
+        return [(place, tensor) for place in self.buffers if (tensor := place.tensor) is not None]
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor."""
         yield from (parameter for _, parameter in self.parameters)
-        yield from (place.tensor for place in self.buffers)
+        yield from (tensor for _, tensor in self._buffer_tensors())
 
     def describe(self) -> str:
         """Return one line per tensor: name, layout, and whether it needs a gradient."""
         rows = [f"{name} {layout(tensor)} {tensor.requires_grad}" for name, tensor in self.parameters]
-        return "\n".join(rows + [f"{place.name} {layout(place.tensor)} buffer" for place in self.buffers])
+        return "\n".join(rows + [f"{place.name} {layout(tensor)} buffer" for place, tensor in self._buffer_tensors()])
 
 
 def plan_model(roots: list[nn.Module]) -> ModelPlan:

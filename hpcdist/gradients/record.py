@@ -1,19 +1,23 @@
-"""What becomes of one parameter's gradient, and of one buffer, between two backwards.
+"""What becomes of one parameter's gradient between two backwards.
 
 `parameter.grad` is at any time nothing, local (accumulated under no_sync) or summed over all replicas. A record knows
 which, and keeps what a synchronized backward found there apart from what it adds.
 """
 
+import weakref
+
 import torch
 from torch import Tensor, nn
 
 from hpcdist.errors import GradientError
-from hpcdist.gradients.model_plan import BufferPlace
-from hpcdist.gradients.tensors import dtype_name, view_as
+from hpcdist.gradients.tensors import view_as
 
 
 class ParameterRecord:
     """One trained parameter, its slot in a bucket, and the state of its gradient.
+
+    The parameter is held weakly: its hooks keep the engine alive, not the engine the model. A parameter that is gone
+    takes part in every sum as one without a gradient.
 
     Attributes:
         is_touched: the running backward produced a gradient, or one was accumulated under no_sync.
@@ -22,33 +26,39 @@ class ParameterRecord:
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name = name
-        self.parameter = parameter
+        self._parameter = weakref.ref(parameter)
         self.is_touched = False
         self.is_local = False
         self._found: Tensor | None = None  # what the running backward found in parameter.grad
         self._earlier: Tensor | None = None  # a sum of an earlier backward, to be added to this one's sum
         self._result: Tensor | None = None  # what was published last
 
-    def use_slot(self, slot: Tensor) -> None:
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """The parameter, or None when its model is gone."""
+        return self._parameter()
+
+    def use_slot(self, slot: Tensor, parameter: nn.Parameter) -> None:
         """Take a new slot: a flat host tensor of the parameter's number of elements."""
         self._slot = slot
-        self._view = view_as(slot, self.parameter)
-        self._is_direct = self.parameter.device.type == "cpu" and self.parameter.dtype == slot.dtype
+        self._view = view_as(slot, parameter)
+        self._is_direct = parameter.device.type == "cpu" and parameter.dtype == slot.dtype
 
-    @property
-    def is_trustworthy(self) -> bool:
-        """Whether `parameter.grad` is nothing, or what was published last."""
-        return self.parameter.grad is None or self.parameter.grad is self._result
+    def is_trustworthy(self, parameter: nn.Parameter) -> bool:
+        """Return whether `parameter.grad` is what was published last."""
+        return parameter.grad is self._result
 
-    def set_aside(self) -> None:
+    def set_aside(self, parameter: nn.Parameter) -> None:
         """Move what `parameter.grad` holds out of the way of a synchronized backward."""
         if self._found is None:
-            self._found, self.parameter.grad = self.parameter.grad, None
+            self._found, parameter.grad = parameter.grad, None
 
     def put_back(self) -> None:
         """Undo `set_aside`: the backward wrote no gradient, as torch.autograd.grad does not."""
-        if self._found is not None:
-            self.parameter.grad, self._found = self._found, None
+        parameter = self.parameter
+        if self._found is not None and parameter is not None:
+            parameter.grad = self._found
+        self._found = None
 
     def _sort_found(self) -> Tensor | None:
         """Return local gradients to be summed with this backward's; keep an earlier sum to be added afterwards.
@@ -78,7 +88,7 @@ class ParameterRecord:
         Raises:
             GradientError: when it is; on this rank only.
         """
-        found = self.parameter.grad
+        found = None if self.parameter is None else self.parameter.grad
         if found is not None and not self.is_local and bool(found.any()):
             raise GradientError(
                 f"no_sync: expected zeroed or local gradients, got one summed over the replicas in {self.name!r}; "
@@ -86,24 +96,24 @@ class ParameterRecord:
             )
         self.is_local = True
 
-    def take(self) -> None:
+    def take(self, parameter: nn.Parameter) -> None:
         """Copy the gradient that a synchronized backward has just written into the slot.
 
         Raises:
             GradientError: when it is sparse; on this rank only.
         """
-        gradient = self.parameter.grad
+        gradient = parameter.grad
         assert gradient is not None, "autograd writes the gradient before it calls this"
         if gradient.is_sparse:
             raise GradientError(
                 f"backward: expected a dense gradient, got a sparse one for {self.name!r}; build the layer with "
-                "sparse=False."
+                f"sparse=False."
             )
         local = self._sort_found()
         self._view.copy_(gradient)
         self._add(local)
         if self._is_direct:
-            self.parameter.grad = self._view
+            parameter.grad = self._view
 
     def _add(self, local: Tensor | None) -> None:
         if local is not None:
@@ -113,7 +123,9 @@ class ParameterRecord:
     def complete(self, weight: float | None) -> None:
         """Make the slot hold this replica's part of the sum: its gradient times `weight`, or zero."""
         if not self.is_touched:
-            self.set_aside()
+            parameter = self.parameter
+            if parameter is not None:
+                self.set_aside(parameter)
             local = self._sort_found()
             self._slot.zero_()
             if local is not None:
@@ -130,71 +142,26 @@ class ParameterRecord:
             n_touched: replicas that had a gradient; with none, `parameter.grad` stays as it was.
             weight: sum of all replicas' weights, to divide by.
         """
-        result = None
-        if n_touched:
+        result, parameter = self._earlier, self.parameter
+        if n_touched and parameter is not None:
             if weight is not None:
                 self._slot.div_(weight or 1.0)
-            result = self._view if self._is_direct else self._staged()
+            result = self._view if self._is_direct else torch.empty_like(parameter).copy_(self._view)
             if self._earlier is not None:
                 result.add_(self._earlier)
-        elif self._earlier is not None:
-            result = self._earlier
-        self.parameter.grad = self._result = result
-        self._earlier = None
-        self.is_touched = self.is_local = False
-
-    def _staged(self) -> Tensor:
-        return torch.empty_like(self.parameter, requires_grad=False).copy_(self._view)
+        self._end(result)
 
     def drop(self) -> None:
         """Forget a backward that ended in an error: what it wrote is of no replica's sum."""
         self.put_back()
         if self.is_touched:
-            self.parameter.grad = self._result = self._earlier
+            self._end(self._earlier)
         self._earlier = None
         self.is_touched = self.is_local = False
 
-
-class BufferRecord:
-    """One buffer of floats, averaged over the replicas that changed it since the last synchronized backward.
-
-    BatchNorm's running statistics are linear in the batch statistics, so averaging them after each step is what one
-    large replica averaging its own would give.
-    """
-
-    def __init__(self, place: BufferPlace) -> None:
-        self._place = place
-        self._mark()
-
-    def use_slot(self, slot: Tensor) -> None:
-        """Take a new slot: a flat host tensor of the buffer's number of elements."""
-        self._slot = slot
-
-    def _mark(self) -> None:
-        self._tensor = self._place.tensor
-        self._version = self._tensor._version
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether the module has written the buffer since it was averaged last."""
-        return self._place.tensor is not self._tensor or self._tensor._version != self._version
-
-    def complete(self, takes_part: bool) -> None:
-        """Make the slot hold the buffer if this replica takes part in the mean, else zero."""
-        tensor = self._place.tensor
-        if tensor.numel() != self._slot.numel():
-            raise GradientError(
-                f"backward: expected buffer {self._place.name!r} with {self._slot.numel()} elements as at the first "
-                f"step, got {dtype_name(tensor)} {tuple(tensor.shape)}; keep its shape."
-            )
-        if takes_part:
-            self._slot.copy_(tensor.reshape(-1))
-        else:
-            self._slot.zero_()
-
-    def publish(self, n_taking_part: float) -> None:
-        """Write the mean back; with nobody taking part the buffer keeps its bits."""
-        if n_taking_part:
-            tensor = self._place.tensor
-            tensor.copy_((self._slot / n_taking_part).view(tensor.shape))
-        self._mark()
+    def _end(self, result: Tensor | None) -> None:
+        if self.parameter is not None:
+            self.parameter.grad = result
+        self._result = result
+        self._earlier = None
+        self.is_touched = self.is_local = False

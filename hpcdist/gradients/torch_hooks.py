@@ -1,7 +1,7 @@
 """Every torch hook that hpcdist uses, in one place: what torch promises here is what hpcdist stands on.
 
-Functions that register return handles with `remove()`. Process-wide hooks hold what they call weakly, so that a
-strategy nobody uses any more goes away with its hooks.
+A parameter's hooks hold what they call, so that a model keeps summing for as long as it lives. Hooks around steps hold
+it weakly, so that a strategy whose models are gone goes away.
 """
 
 import sys
@@ -61,11 +61,14 @@ def on_module_built(see: Callable[[nn.Module], None]) -> list[Handle]:
 def before_any_forward(see: Callable[[nn.Module, tuple[Any, ...]], None]) -> Handle:
     """Call see(module, args) before the forward of every module. Slows every forward: remove it soon."""
 
-    handle: Handle = module_hooks.register_module_forward_pre_hook(_weakly(see))
+    def forward(module: nn.Module, args: tuple[Any, ...]) -> None:
+        see(module, args)
+
+    handle: Handle = module_hooks.register_module_forward_pre_hook(forward)
     return handle
 
 
-def before_accumulation(parameter: Tensor, see: Callable[[], None]) -> Handle:
+def before_accumulation(parameter: Tensor, see: Callable[[], None]) -> None:
     """Call see() when a backward has this parameter's whole gradient and has not yet touched `parameter.grad`.
 
     It also fires for torch.autograd.grad, which then accumulates nothing.
@@ -74,18 +77,13 @@ def before_accumulation(parameter: Tensor, see: Callable[[], None]) -> Handle:
     def leaf(gradient: Tensor) -> None:
         see()
 
-    handle: Handle = parameter.register_hook(leaf)  # type: ignore[no-untyped-call]
-    return handle
+    parameter.register_hook(leaf)  # type: ignore[no-untyped-call]
 
 
-def after_accumulation(parameter: Tensor, see: Callable[[], None]) -> Handle:
-    """Call see() when a backward has written `parameter.grad`."""
+def after_accumulation(parameter: nn.Parameter, see: Callable[[nn.Parameter], None]) -> None:
+    """Call see(parameter) when a backward has written `parameter.grad`."""
 
-    def accumulated(tensor: Tensor) -> None:
-        see()
-
-    handle: Handle = parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
-    return handle
+    parameter.register_post_accumulate_grad_hook(see)  # type: ignore[no-untyped-call]
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

@@ -101,8 +101,9 @@ class Strategy:
         """Let backwards in the block accumulate without a sum; the next one outside sums everything."""
         return nullcontext()
 
-    def use_sum_of_scaled_losses(self) -> None:
-        """Take note that losses are divided by the global batch, so that gradients are summed."""
+    def use_sum_of_scaled_losses(self) -> bool:
+        """Sum gradients from now on, as losses are divided by the global batch; False if the strategy averages them."""
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs: seed and step. Equal on all ranks."""
@@ -121,16 +122,7 @@ def get_strategy() -> Strategy:
     return entry.strategy if entry else _default
 
 
-def strategy_of_losses() -> Strategy:
-    """Return the strategy that a loss computed here belongs to: the current one, else the only one alive.
-
-    Raises:
-        UsageError: outside every scope when several strategies are alive.
-    """
-    entry, alive = context.current(), context.alive()
-    if entry is None and len(alive) > 1:
-        raise UsageError(
-            f"compute_average_loss: expected one strategy, got {len(alive)} alive and none entered; call it inside "
-            f"strategy.scope() or strategy.run()."
-        )
-    return entry.strategy if entry else alive[0] if alive else _default
+def strategies_of_losses() -> list[Strategy]:
+    """Return the strategies that a loss computed here may belong to: the current one, else all that are alive."""
+    entry = context.current()
+    return [entry.strategy] if entry else context.alive() or [_default]

@@ -3,7 +3,7 @@
 from typing import Any
 
 from hpcdist.errors import UsageError
-from hpcdist.strategy.base import strategy_of_losses
+from hpcdist.strategy.base import Strategy, strategies_of_losses
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:
@@ -24,20 +24,39 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         UsageError: for a loss without rows and no global_batch_size, a negative global_batch_size, or when the strategy
             was made with gradient_op=ReduceOp.MEAN, which would divide twice.
     """
-    strategy = strategy_of_losses()
+    strategies = strategies_of_losses()
     if global_batch_size is None:
-        if per_example_loss.ndim == 0:
-            raise UsageError(
-                "compute_average_loss: expected one loss per example, got a single number; use reduction='none' or "
-                "give global_batch_size."
-            )
-        global_batch_size = per_example_loss.shape[0] * strategy.num_replicas_in_sync
+        global_batch_size = _local_rows(per_example_loss) * _n_replicas(strategies)
     if global_batch_size < 0:
         raise UsageError(
             f"compute_average_loss: expected global_batch_size of at least 0, got {global_batch_size}; give the rows "
-            "of all."
+            f"of all replicas."
         )
-    strategy.use_sum_of_scaled_losses()
+    are_summing = [strategy.use_sum_of_scaled_losses() for strategy in strategies]
+    if not any(are_summing):
+        raise UsageError(
+            "compute_average_loss: expected a strategy that sums gradients, got gradient_op=ReduceOp.MEAN; use the "
+            "mean over the local batch as loss, or gradient_op=ReduceOp.SUM."
+        )
     weighted = per_example_loss if sample_weight is None else per_example_loss * sample_weight
     total = weighted.sum()
     return total / global_batch_size if global_batch_size else total * 0.0
+
+
+def _local_rows(per_example_loss: Any) -> int:
+    if per_example_loss.ndim == 0:
+        raise UsageError(
+            "compute_average_loss: expected one loss per example, got a single number; use reduction='none' or give "
+            "global_batch_size."
+        )
+    return int(per_example_loss.shape[0])
+
+
+def _n_replicas(strategies: list[Strategy]) -> int:
+    counts = sorted({strategy.num_replicas_in_sync for strategy in strategies})
+    if len(counts) > 1:
+        raise UsageError(
+            f"compute_average_loss: expected one number of replicas, got strategies with {counts}; call it inside "
+            f"strategy.scope() or run(), or give global_batch_size."
+        )
+    return counts[0]

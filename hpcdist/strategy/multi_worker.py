@@ -10,7 +10,7 @@ from hpcdist.cluster.resolver import ClusterResolver
 from hpcdist.collectives import mpi
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset
-from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.errors import ConfigurationError
 from hpcdist.gradients.engine import GradientEngine
 from hpcdist.strategy import context
 from hpcdist.strategy.base import Strategy, get_strategy
@@ -105,18 +105,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         """
         return self._engine.no_sync()
 
-    def use_sum_of_scaled_losses(self) -> None:
-        """Sum gradients from now on.
-
-        Raises:
-            UsageError: when the strategy was made to average them.
-        """
-        if self._engine.is_mean:
-            raise UsageError(
-                "compute_average_loss: expected a strategy that sums gradients, got gradient_op=ReduceOp.MEAN; use the "
-                "mean over the local batch as loss, or gradient_op=ReduceOp.SUM."
-            )
-        self._engine.is_mean = False
+    def use_sum_of_scaled_losses(self) -> bool:
+        """Sum gradients from now on; False if the strategy was made to average them."""
+        if self._engine.is_mean is None:
+            self._engine.is_mean = False
+        return not self._engine.is_mean
 
     def state_dict(self) -> dict[str, Any]:
         """Return seed and step of the random numbers. Equal on all ranks."""

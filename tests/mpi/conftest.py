@@ -2,7 +2,9 @@
 
 import faulthandler
 import os
+import shutil
 import sys
+import tempfile
 import threading
 
 import pytest
@@ -15,10 +17,21 @@ def pytest_report_header():
     return f"{MPI.Get_library_version().splitlines()[0].strip()}, rank {_COMM.rank} of {_COMM.size}"
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
+    """Give every rank temporary folders of its own: pytest's shared ones are cleaned by whoever comes first."""
+    config.option.basetemp = config.hpcdist_folder = tempfile.mkdtemp(prefix="hpcdist-tests-")
+
+
+def pytest_sessionstart(session):
+    """Let rank 0 alone report."""
     if _COMM.rank > 0:
-        config.get_terminal_writer()._file = open(os.devnull, "w")
+        session.config.get_terminal_writer()._file = open(os.devnull, "w")
+
+
+def pytest_unconfigure(config):
+    _COMM.Barrier()
+    shutil.rmtree(config.hpcdist_folder)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -57,7 +70,8 @@ def pytest_timeout_set_timer(item, settings):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_timeout_cancel_timer(item):
-    item.hpcdist_timer.cancel()
+    if hasattr(item, "hpcdist_timer"):  # not when collecting fails
+        item.hpcdist_timer.cancel()
     return True
 
 

@@ -24,7 +24,7 @@ LAYERS = {
 }
 #: Dependency -> the only modules and folders that may import it.
 DOORS = {
-    "mpi4py": {"world", "abort", "collectives", "gradients.bucket_set"},
+    "mpi4py": {"world", "abort", "collectives", "gradients.bucket_set", "gradients.buffers"},
     "h5py": {"checkpoint.format"},
     "torch": {"gradients", "strategy"},
     "cupy": set(),

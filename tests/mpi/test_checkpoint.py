@@ -1,0 +1,225 @@
+import json
+import logging
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hpcdist
+from hpcdist.errors import CheckpointError
+
+pytestmark = pytest.mark.mpi
+
+
+class Job:
+    """A small training program: what it holds, and one that starts again."""
+
+    def __init__(self, comm, width=5, dataset_seed=1, **more):
+        self.comm = comm
+        self.strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+        torch.manual_seed(17 + comm.rank)
+        with self.strategy.scope():
+            self.model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Linear(width, 1))
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 4, 0.5)
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(40, 3, generator=generator), torch.randn(40, 1, generator=generator)
+        dataset = hpcdist.Dataset.from_tensor_slices(rows).shuffle(seed=dataset_seed).batch(8)
+        self.batches = self.strategy.experimental_distribute_dataset(dataset)
+        self.history = np.zeros(30)
+        self.checkpoint = hpcdist.Checkpoint(
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            data=self.batches,
+            strategy=self.strategy,
+            history=self.history,
+            **more,
+        )
+
+    def manager(self, folder, **options):
+        return hpcdist.CheckpointManager(self.checkpoint, folder, **options)
+
+    def train(self, until, first=0):
+        step = first
+        while step < until:
+            for x, y in self.batches:
+                self.optimizer.zero_grad()
+                loss = (self.model(x) - y).square().sum() / 8
+                loss.backward()
+                self.optimizer.step()
+                self.scheduler.step()
+                self.history[step] = self.model[0].weight.detach().double().sum()
+                step += 1
+                if step == until:
+                    break
+
+    def bits(self):
+        state = {**self.model.state_dict(), "lr": torch.tensor(self.optimizer.param_groups[0]["lr"])}
+        return [value.numpy().tobytes() for value in state.values()] + [self.history.tobytes()]
+
+
+@pytest.mark.parametrize("stop", [1, 5, 7, 10])
+def test_a_restart_goes_on_bit_for_bit(comm, shared_path, stop):
+    unbroken = Job(comm)
+    unbroken.train(14)
+    first = Job(comm)
+    first.train(stop)
+    path = first.manager(shared_path).save(stop)
+    second = Job(comm)
+    torch.manual_seed(99)
+    manager = second.manager(shared_path)
+    assert manager.restore_or_initialize() == path
+    assert second.checkpoint.step == stop
+    second.train(14, first=stop)
+    assert second.bits() == unbroken.bits()
+    assert len(set(comm.allgather(b"".join(second.bits())))) == 1
+
+
+def test_nothing_to_restore(comm, shared_path):
+    manager = Job(comm).manager(shared_path)
+    assert manager.restore_or_initialize() is None
+    assert hpcdist.latest_checkpoint(manager.directory) is None
+
+
+def test_keeps_the_last_few_and_says_who_wrote_them(comm, shared_path):
+    job = Job(comm)
+    manager = job.manager(shared_path, max_to_keep=2)
+    for step in (1, 2, 3):
+        manager.save(step)
+    comm.Barrier()
+    names = sorted(os.listdir(shared_path))
+    assert names == [f"step-0000000{step}{end}" for step in (2, 3) for end in (".h5", ".json")]
+    written = json.loads((shared_path / names[-1]).read_text())["manifest"]["written"]
+    assert written["ranks"] == comm.size
+    assert written["torch"] == torch.__version__
+    assert {"mpi", "threads", "instruction_set", "host", "time", "numpy"} <= set(written)
+    assert hpcdist.latest_checkpoint(shared_path).endswith("step-00000003.h5")
+
+
+def test_half_precision_comes_back(comm, shared_path):
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = nn.Linear(3, 2).to(torch.bfloat16)
+    saved = model.weight.clone()
+    manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(model=model), shared_path)
+    manager.save(1)
+    nn.init.zeros_(model.weight)
+    manager.restore_or_initialize()
+    assert model.weight.dtype is torch.bfloat16
+    assert len(set(comm.allgather(model.weight.float().detach().numpy().tobytes()))) == 1
+    assert comm.rank > 0 or torch.equal(model.weight, saved)
+
+
+def raised_everywhere(comm, act):
+    with pytest.raises(CheckpointError) as caught:
+        act()
+    texts = comm.allgather(str(caught.value))
+    assert len(set(texts)) == 1, texts
+    assert "\n" not in texts[0]
+    return texts[0]
+
+
+def test_of_another_model(comm, shared_path):
+    Job(comm, width=5).manager(shared_path).save(1)
+    other = Job(comm, width=6)
+    before = other.bits()
+    text = raised_everywhere(comm, other.manager(shared_path).restore_or_initialize)
+    assert "expected 'model' with" in text
+    assert "'0.weight' (6, 3), got" in text
+    assert "(5, 3) in step-00000001.h5; build the same model, or start with a new run folder" in text
+    assert other.bits() == before
+    assert hpcdist.latest_checkpoint(shared_path) is not None
+
+
+def test_of_other_objects(comm, shared_path):
+    Job(comm).manager(shared_path).save(1)
+    text = raised_everywhere(comm, Job(comm, extra=np.zeros(2)).manager(shared_path).restore_or_initialize)
+    assert "'extra'" in text
+
+
+def test_of_other_data(comm, shared_path):
+    Job(comm).manager(shared_path).save(1)
+    text = raised_everywhere(comm, Job(comm, dataset_seed=2).manager(shared_path).restore_or_initialize)
+    assert "seed 1 as in the checkpoint, got 2" in text
+
+
+def test_a_damaged_newest_one_is_stepped_over_and_set_aside(comm, shared_path, caplog):
+    job = Job(comm)
+    job.train(2)
+    manager = job.manager(shared_path)
+    manager.save(1)
+    manager.save(2)
+    comm.Barrier()
+    if comm.rank == 0:
+        path = shared_path / "step-00000002.h5"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 4
+        path.write_bytes(data)
+    comm.Barrier()
+    with caplog.at_level(logging.WARNING, "hpcdist"):
+        restored = Job(comm).manager(shared_path).restore_or_initialize()
+    assert restored.endswith("step-00000001.h5")
+    reports = comm.allgather([r.getMessage() for r in caplog.records if "skipped" in r.getMessage()])
+    assert reports[0][0].startswith("step 2 is skipped: restore: expected")
+    assert reports[1:] == [[]] * (comm.size - 1)
+    comm.Barrier()
+    assert (shared_path / "step-00000002.h5.bad").exists()
+
+
+def test_only_damaged_ones_is_an_error_on_all_ranks(comm, shared_path):
+    manager = Job(comm).manager(shared_path)
+    manager.save(1)
+    comm.Barrier()
+    if comm.rank == 0:
+        (shared_path / "step-00000001.h5").write_bytes(b"")
+    comm.Barrier()
+    assert "got 1 damaged" in raised_everywhere(comm, manager.restore_or_initialize)
+
+
+def test_a_folder_that_cannot_be_made(comm, shared_path):
+    if comm.rank == 0:
+        (shared_path / "file").write_text("")
+    comm.Barrier()
+    text = raised_everywhere(comm, lambda: Job(comm).manager(shared_path / "file" / "folder"))
+    assert "expected a folder that can be written" in text
+
+
+def test_a_save_that_fails_on_the_chief_is_an_error_on_all_ranks(comm, shared_path, monkeypatch):
+    job = Job(comm)
+    manager = job.manager(shared_path)
+    manager.save(1)
+
+    def fail(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        if comm.rank == 0:
+            patch.setattr(os, "pwrite", fail)
+        text = raised_everywhere(comm, lambda: manager.save(2))
+    assert "No space left on device" in text
+    assert manager.restore_or_initialize().endswith("step-00000001.h5")
+
+
+def test_another_thread_count_is_reported(comm, shared_path, caplog):
+    job = Job(comm)
+    manager = job.manager(shared_path)
+    manager.save(1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    with caplog.at_level(logging.WARNING, "hpcdist"):
+        manager.restore_or_initialize()
+    torch.set_num_threads(before)
+    reports = [r.getMessage() for r in caplog.records]
+    assert reports == ([] if comm.rank else [reports[0]])
+    assert comm.rank or f"threads {before} -> {before + 1}" in reports[0]
+
+
+@pytest.mark.parametrize("item", [3, "text", object(), [1]])
+def test_refuses_what_has_no_state(item):
+    with pytest.raises(ValueError, match="expected objects with state_dict"):
+        hpcdist.Checkpoint(item=item)
+    with pytest.raises(ValueError, match="max_to_keep"):
+        hpcdist.CheckpointManager(hpcdist.Checkpoint(), "x", max_to_keep=0)

@@ -1,0 +1,608 @@
+"""`loss.backward(); optimizer.step()` on all ranks: what `.grad` holds, and what is refused."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.checkpoint import checkpoint
+
+import hpcdist
+from hpcdist.errors import DesyncError, GradientError
+
+pytestmark = pytest.mark.mpi
+ROWS = 12
+
+
+def local_rows(comm, n_rows=ROWS):
+    """Return this rank's part of a global batch that all ranks can compute, and the whole."""
+    generator = torch.Generator().manual_seed(7)
+    whole = torch.randn(n_rows, 4, generator=generator), torch.randn(n_rows, 3, generator=generator)
+    size = -(-n_rows // comm.size)
+    part = slice(comm.rank * size, (comm.rank + 1) * size)
+    return (whole[0][part], whole[1][part]), whole
+
+
+def loss_of(model, rows, divisor=ROWS):
+    """Return the sum of squared errors over the rows, divided by the global batch."""
+    return mse_loss(model(rows[0]), rows[1], reduction="sum") / divisor
+
+
+def build():
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+@pytest.fixture
+def strategy():
+    return hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+
+
+@pytest.fixture
+def pair(strategy, comm):
+    """Return a distributed model and a plain copy of it that is fed the whole batch."""
+    torch.manual_seed(comm.rank)  # every rank starts elsewhere: the chief's values win
+    with strategy.scope():
+        model = build()
+    strategy.run(lambda: None)
+    return model, copy.deepcopy(model)
+
+
+def gradients(model):
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def assert_close(found, expected):
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, theirs)
+
+
+def assert_same_on_all_ranks(comm, tensors):
+    bits = b"".join(b"-" if t is None else t.detach().contiguous().numpy().tobytes() for t in tensors)
+    assert len(set(comm.allgather(bits))) == 1
+
+
+def test_models_start_identical_from_the_chief(pair, comm):
+    model, _ = pair
+    assert_same_on_all_ranks(comm, model.parameters())
+    torch.manual_seed(0)
+    assert_close([p.detach() for p in model.parameters()], [p.detach() for p in build().parameters()])
+
+
+def test_grad_is_the_sum_over_replicas_when_backward_returns(pair, comm):
+    model, reference = pair
+    mine, whole = local_rows(comm)
+    loss_of(model, mine).backward()
+    loss_of(reference, whole).backward()
+    assert_close(gradients(model), gradients(reference))
+    assert_same_on_all_ranks(comm, gradients(model))
+
+
+def test_the_sum_is_private_to_the_rank(pair, comm):
+    model, _ = pair
+    loss_of(model, local_rows(comm)[0]).backward()
+    before = gradients(model)
+    comm.Barrier()
+    if comm.rank == 0:
+        for parameter in model.parameters():
+            parameter.grad.mul_(100)
+    comm.Barrier()
+    assert_close(gradients(model), [g * 100 for g in before] if comm.rank == 0 else before)
+
+
+def test_clipping_between_backward_and_step(pair, comm):
+    model, reference = pair
+    mine, whole = local_rows(comm)
+    for one, rows in ((model, mine), (reference, whole)):
+        optimizer = torch.optim.SGD(one.parameters(), lr=1.0)
+        loss_of(one, rows).backward()
+        nn.utils.clip_grad_norm_(one.parameters(), 0.01)
+        optimizer.step()
+    assert_close([p.detach() for p in model.parameters()], [p.detach() for p in reference.parameters()])
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_both_kinds_of_zero_grad(pair, comm, set_to_none):
+    model, reference = pair
+    mine, whole = local_rows(comm)
+    for one, rows in ((model, mine), (reference, whole)):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(4):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss_of(one, rows).backward()
+            optimizer.step()
+    assert_close([p.detach() for p in model.parameters()], [p.detach() for p in reference.parameters()])
+    assert_same_on_all_ranks(comm, model.parameters())
+
+
+def test_a_second_backward_adds_only_its_own_sum(pair, comm):
+    model, reference = pair
+    mine, whole = local_rows(comm)
+    for factor in (1.0, 3.0, -2.0):
+        (factor * loss_of(model, mine)).backward()
+        (factor * loss_of(reference, whole)).backward()
+        assert_close(gradients(model), gradients(reference))
+
+
+def test_a_second_backward_through_other_parameters_keeps_the_first_sum(pair, comm):
+    model, reference = pair
+    mine, whole = local_rows(comm)
+    for one, rows in ((model, mine), (reference, whole)):
+        loss_of(one, rows).backward()
+        one[2](torch.ones(2, 5)).sum().backward() if one is reference else (
+            one[2](torch.ones(2, 5)).sum() / comm.size
+        ).backward()
+    assert_close(gradients(model), gradients(reference))
+
+
+def test_no_sync_defers_the_sum(pair, comm):
+    model, reference = pair
+    mine, whole = local_rows(comm)
+    with model_strategy(pair).no_sync():
+        loss_of(model, mine).backward()
+        local = gradients(model)
+        loss_of(model, mine).backward()
+    assert_close(gradients(model), [2 * g for g in local])
+    loss_of(model, mine).backward()
+    (3 * loss_of(reference, whole)).backward()
+    assert_close(gradients(model), gradients(reference))
+    assert_same_on_all_ranks(comm, gradients(model))
+
+
+def model_strategy(pair):
+    """Return the strategy that made the pair: the only one alive with its scope's models."""
+    from hpcdist.strategy import context
+
+    return next(one for one in context.alive() if pair[0] in one._engine._modules)
+
+
+def test_a_parameter_touched_only_under_no_sync_is_summed_too(pair, comm):
+    model, reference = pair
+    mine, whole = local_rows(comm)
+    with model_strategy(pair).no_sync():
+        loss_of(model, mine).backward()
+    model[2](torch.zeros(1, 5)).sum().backward()
+    loss_of(reference, whole).backward()
+    reference[2](torch.zeros(1, 5)).sum().mul(comm.size).backward()
+    assert_close(gradients(model), gradients(reference))
+
+
+def test_step_on_local_gradients_raises(pair, comm):
+    model, _ = pair
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model_strategy(pair).no_sync():
+        loss_of(model, local_rows(comm)[0]).backward()
+    if comm.size == 1:
+        optimizer.step()
+        return
+    with pytest.raises(
+        GradientError, match="expected gradients summed over the replicas, got a local one in '0.weight'"
+    ):
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, local_rows(comm)[0]).backward()
+    optimizer.step()
+
+
+def test_mixing_summed_and_local_gradients_raises(pair, comm):
+    if comm.size == 1:
+        pytest.skip("one replica has no two kinds")
+    model, _ = pair
+    loss_of(model, local_rows(comm)[0]).backward()
+    with pytest.raises(GradientError, match="call zero_grad"), model_strategy(pair).no_sync():
+        loss_of(model, local_rows(comm)[0]).backward()
+    model.zero_grad(set_to_none=False)
+    with model_strategy(pair).no_sync():
+        loss_of(model, local_rows(comm)[0]).backward()
+
+
+def test_unused_parameters_have_no_gradient_on_any_rank(pair, comm):
+    model, _ = pair
+    used = model[0] if comm.rank == 0 else model[2]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    used(torch.ones(2, used.in_features)).sum().backward()
+    optimizer.step()
+    assert_same_on_all_ranks(comm, gradients(model))
+    assert (model[0].weight.grad is None) == (model[2].weight.grad is None and comm.size > 1)
+    assert_same_on_all_ranks(comm, model.parameters())
+    if comm.size == 1:
+        assert model[2].weight.grad is None
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.out = nn.Linear(4, 6, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.out(self.embed(tokens))
+
+
+def test_tied_weights(strategy, comm):
+    with strategy.scope():
+        model = Tied()
+    tokens = torch.arange(comm.size * 2)[comm.rank * 2 :][:2] % 6
+    loss = cross_entropy(model(tokens), tokens, reduction="sum")
+    reference = copy.deepcopy(model)
+    loss.backward()
+    whole = torch.arange(comm.size * 2) % 6
+    cross_entropy(reference(whole), whole, reduction="sum").backward()
+    assert_close(gradients(model), gradients(reference))
+
+
+def test_deep_copied_layers_are_found(strategy, comm):
+    with strategy.scope():
+        model = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False
+        )
+    x = torch.full((1, 3, 8), float(comm.rank)) + torch.arange(8)
+    model(x).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert_same_on_all_ranks(comm, gradients(model))
+    torch.optim.Adam(model.parameters()).step()
+    assert_same_on_all_ranks(comm, model.parameters())
+
+
+def test_weights_loaded_and_moved_between_scope_and_first_use(strategy, comm):
+    with strategy.scope():
+        model = build()
+    model.double().float()
+    nn.init.constant_(model[0].weight, float(comm.rank + 5))
+    strategy.run(lambda: None)
+    assert (model[0].weight == 5).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_dtypes(strategy, comm, dtype):
+    with strategy.scope():
+        model = nn.Linear(4, 2).to(dtype)
+    x = torch.full((1, 4), comm.rank + 1.0).to(dtype)
+    model(x).sum().backward()
+    assert model.weight.grad.dtype is dtype
+    assert (model.weight.grad == comm.size * (comm.size + 1) / 2).all()
+    assert (model.bias.grad == comm.size).all()
+
+
+def test_channels_last_weights_keep_their_strides(strategy, comm):
+    with strategy.scope():
+        model = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+    model(torch.randn(1, 2, 5, 5, generator=torch.Generator().manual_seed(comm.rank))).sum().backward()
+    assert model.weight.grad.stride() == model.weight.stride()
+    assert_same_on_all_ranks(comm, gradients(model))
+
+
+def test_several_optimizers_and_models(strategy, comm):
+    """A GAN's two optimizers: each backward sums what it touched, and step moves only its own parameters."""
+    with strategy.scope():
+        generator, critic = nn.Linear(2, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.Adam(generator.parameters()), torch.optim.Adam(critic.parameters())]
+    for step in range(3):
+        noise = torch.randn(2, 2)
+        optimizers[1].zero_grad()
+        critic(generator(noise).detach()).sum().backward()
+        assert generator.weight.grad is None or step > 0
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        critic(generator(noise)).sum().backward()
+        optimizers[0].step()
+    assert_same_on_all_ranks(comm, [*generator.parameters(), *critic.parameters()])
+
+
+def test_a_model_built_after_the_first_step_joins(strategy, comm):
+    with strategy.scope():
+        first = nn.Linear(2, 2)
+    first(torch.full((1, 2), float(comm.rank))).sum().backward()
+    torch.manual_seed(comm.rank)
+    with strategy.scope():
+        second = nn.Linear(2, 2)
+    second(first(torch.full((1, 2), float(comm.rank)))).sum().backward()
+    assert_same_on_all_ranks(comm, [*second.parameters(), *gradients(first), *gradients(second)])
+
+
+def test_unfreezing_inside_the_scope(strategy, comm):
+    with strategy.scope():
+        model = build()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, local_rows(comm)[0]).backward()
+    optimizer.step()
+    with strategy.scope():
+        model[0].requires_grad_(True)
+    loss_of(model, local_rows(comm)[0]).backward()
+    optimizer.step()
+    assert_same_on_all_ranks(comm, [*model.parameters(), *gradients(model)])
+
+
+def test_unfreezing_elsewhere_is_refused_at_step(strategy, comm):
+    if comm.size == 1:
+        pytest.skip("one replica cannot differ")
+    with strategy.scope():
+        model = build()
+    model[0].requires_grad_(False)
+    loss_of(model, local_rows(comm)[0]).backward()
+    model[0].requires_grad_(True)
+    loss_of(model, local_rows(comm)[0]).backward()
+    with pytest.raises(GradientError, match="whose gradient was not summed"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_a_parameter_made_outside_the_scope_is_refused_at_step(pair, comm):
+    if comm.size == 1:
+        pytest.skip("one replica cannot differ")
+    model, _ = pair
+    outside = nn.Linear(3, 1)
+    outside(model(local_rows(comm)[0][0])).sum().backward()
+    with pytest.raises(GradientError, match="made and unfrozen inside strategy.scope"):
+        torch.optim.SGD([*model.parameters(), *outside.parameters()], lr=0.1).step()
+
+
+def test_a_model_of_the_users_own_is_left_alone(pair, comm):
+    own = nn.Linear(2, 1)
+    nn.init.constant_(own.weight, 1.0)
+    own(torch.full((1, 2), float(comm.rank))).sum().backward()
+    assert own.weight.grad.tolist() == [[comm.rank] * 2]
+    torch.optim.SGD(own.parameters(), lr=1.0).step()
+    assert own.weight.tolist() == [[1.0 - comm.rank] * 2]
+
+
+def test_a_gradient_set_by_hand_is_refused(pair, comm):
+    if comm.size == 1:
+        pytest.skip("one replica cannot differ")
+    model, _ = pair
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, local_rows(comm)[0]).backward()
+    model[0].weight.grad = model[0].weight.grad * 2
+    with pytest.raises(GradientError, match="as backward left it, got another tensor"):
+        optimizer.step()
+    with pytest.raises(GradientError, match="got one set by hand"):
+        loss_of(model, local_rows(comm)[0]).backward()
+
+
+def test_autograd_grad_leaves_grad_alone(pair, comm):
+    model, reference = pair
+    mine, whole = local_rows(comm)
+    loss_of(model, mine).backward()
+    before = gradients(model)
+    torch.autograd.grad(loss_of(model, mine), list(model.parameters()))
+    assert_close(gradients(model), before)
+    loss_of(model, mine).backward()
+    (2 * loss_of(reference, whole)).backward()
+    assert_close(gradients(model), gradients(reference))
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        raise ZeroDivisionError
+
+
+def test_a_backward_that_raised_and_was_caught_leaves_nothing_behind(pair, comm):
+    model, reference = pair
+    mine, whole = local_rows(comm)
+    with pytest.raises(ZeroDivisionError):
+        model[2](Failing.apply(model[0](mine[0]))).sum().backward()
+    model.zero_grad()
+    loss_of(model, mine).backward()
+    loss_of(reference, whole).backward()
+    assert_close(gradients(model), gradients(reference))
+
+
+def test_checkpointing_without_reentry_works_and_with_it_is_refused(pair, comm):
+    model, reference = pair
+    mine, whole = local_rows(comm)
+    x = mine[0].clone().requires_grad_()
+    mse_loss(checkpoint(model, x, use_reentrant=False), mine[1], reduction="sum").backward()
+    mse_loss(reference(whole[0]), whole[1], reduction="sum").backward()
+    assert_close(gradients(model), gradients(reference))
+    if comm.size > 1:
+        model.zero_grad()
+        with pytest.raises(GradientError, match="use_reentrant=False"):
+            checkpoint(model, x, use_reentrant=True).sum().backward()
+
+
+def test_sparse_gradients_are_refused(strategy, comm):
+    if comm.size == 1:
+        pytest.skip("one replica sums nothing")
+    with strategy.scope():
+        model = nn.Embedding(4, 2, sparse=True)
+    with pytest.raises(GradientError, match="sparse=False"):
+        model(torch.tensor([comm.rank % 4])).sum().backward()
+
+
+def test_nobody_said_how_gradients_combine(comm):
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+    loss = model(torch.ones(1, 2) * comm.rank).mean()
+    if comm.size == 1:
+        loss.backward()
+        return
+    with pytest.raises(GradientError, match=r"compute_average_loss.*ReduceOp.SUM.*ReduceOp.MEAN"):
+        loss.backward()
+    with strategy.scope():
+        hpcdist.compute_average_loss(torch.ones(1))
+    model.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.bias.grad.item() == comm.size
+
+
+def test_mean_weighs_replicas_by_the_rows_they_were_handed(comm):
+    """11 rows over the replicas are 11 on one, 6 + 5 on two, and with 4 replicas 3 + 3 + 3 + 2."""
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = build()
+    _, whole = local_rows(comm, 11)
+    dataset = strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(whole).batch(11))
+    for x, y in dataset:
+        mse_loss(model(x), y).backward()
+    reference = copy.deepcopy(model)
+    reference.zero_grad()
+    mse_loss(reference(whole[0]), whole[1]).backward()
+    assert_close(gradients(model), gradients(reference))
+
+
+def test_mean_of_an_empty_part_adds_zero_not_nan(comm):
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+    rows = torch.ones(1, 2)
+    dataset = strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(rows).batch(4))
+    for x in dataset:
+        model(x).mean().backward()
+    assert model.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+def test_mean_without_a_distributed_dataset_is_the_mean_over_replicas(comm):
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+    model(torch.full((3, 2), float(comm.rank))).mean().backward()
+    assert model.weight.grad.tolist() == [pytest.approx([(comm.size - 1) / 2] * 2)]
+
+
+def test_batch_norm_statistics_are_averaged_and_other_buffers_keep_their_bits(strategy, comm):
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        model.register_buffer("constant", torch.full((3,), 0.1))
+    frozen = model.constant.clone()
+    means = []
+    for step in range(3):
+        x = torch.randn(8, 2, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+        before = model[1].running_mean.clone()
+        hidden = model[0](x)
+        model(x).square().sum().backward()
+        means.append(hidden.detach().mean(0))
+        expected = 0.9 * before + 0.1 * torch.stack(comm.allgather(means[-1])).mean(0)
+        torch.testing.assert_close(model[1].running_mean, expected)
+        torch.optim.SGD(model.parameters(), lr=0.01).step()
+        model.zero_grad()
+    assert_same_on_all_ranks(comm, [model[1].running_mean, model[1].running_var])
+    assert torch.equal(model.constant, frozen)
+
+
+def test_a_model_built_differently_on_one_rank(strategy, comm):
+    if comm.size == 1:
+        pytest.skip("one rank cannot differ")
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(4, 5 if comm.rank < comm.size - 1 else 6), nn.Tanh())
+    with pytest.raises(DesyncError) as caught:
+        model(torch.ones(1, 4))
+    text = str(caught.value)
+    assert "got 2, first difference '0.weight (6, 4)" in text
+    assert f"[rank {comm.size - 1} (worker {comm.size - 1})]" in text
+    assert len(set(comm.allgather(text))) == 1
+
+
+def test_lazy_modules_are_refused(strategy, comm):
+    with strategy.scope():
+        model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match="uninitialized '0.weight'"):
+        model(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_the_same_first_batch_on_every_rank_is_reported_once(strategy, comm, caplog, is_same):
+    with strategy.scope():
+        model = nn.Linear(4, 1)
+    with caplog.at_level(logging.WARNING, "hpcdist"):
+        strategy.run(model, args=(torch.full((2, 4), 1.0 if is_same else float(comm.rank)),))
+        strategy.run(model, args=(torch.ones(2, 4),))
+    reports = comm.allgather([r.getMessage() for r in caplog.records])
+    n_expected = 1 if is_same and comm.size > 1 else 0
+    assert [len(texts) for texts in reports] == [n_expected] + [0] * (comm.size - 1)
+    if n_expected:
+        assert "got the same first batch on all; use strategy.experimental_distribute_dataset" in reports[0][0]
+
+
+def test_dropout_draws_by_seed_step_and_replica(comm):
+    def draws(seed):
+        strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+        torch.manual_seed(seed)
+        with strategy.scope():
+            model = nn.Sequential(nn.Linear(4, 1), nn.Dropout(0.5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        found = []
+        for _ in range(2):
+            model(torch.ones(4, 4)).sum().backward()
+            torch.rand(comm.rank + 1)  # what a step draws besides does not shift the next step
+            optimizer.step()
+            found.append(torch.rand(4).tolist())
+        return found
+
+    first, again, other = draws(1), draws(1), draws(2)
+    assert first == again
+    assert first != other
+    everyone = [tuple(numbers) for rank in comm.allgather(first) for numbers in rank]
+    assert len(set(everyone)) == 2 * comm.size
+
+
+def test_step_is_counted_and_survives_a_state_dict(strategy, comm):
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+    state = strategy.state_dict()
+    assert state["step"] == 3
+    assert strategy.world.describe().endswith("at step 3")
+    other = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    other.load_state_dict(state)
+    first = torch.rand(3)
+    strategy.load_state_dict(state)
+    assert torch.equal(first, torch.rand(3))
+
+
+def test_an_unused_strategy_takes_its_hooks_away(comm):
+    import gc
+
+    from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+    gc.collect()
+    before = len(_global_optimizer_pre_hooks)
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+    model(torch.ones(1, 1) * comm.rank).sum().backward()
+    assert len(_global_optimizer_pre_hooks) == before + 1
+    del strategy, model
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) == before
+
+
+def test_a_model_keeps_summing_when_its_strategy_is_out_of_sight(comm):
+    import gc
+
+    def build_model():
+        strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+        with strategy.scope():
+            return nn.Linear(1, 1)
+
+    model = build_model()
+    gc.collect()
+    model(torch.full((1, 1), float(comm.rank))).sum().backward()
+    gc.collect()
+    model.zero_grad()
+    model(torch.full((1, 1), float(comm.rank))).sum().backward()
+    assert model.weight.grad.item() == comm.size * (comm.size - 1) / 2
+
+
+def test_a_model_that_is_gone_takes_part_as_nothing(strategy, comm):
+    with strategy.scope():
+        first, second = nn.Linear(1, 1), nn.BatchNorm1d(1)
+    first(torch.ones(1, 1)).sum().backward()
+    del second
+    first.zero_grad()
+    first(torch.ones(1, 1)).sum().backward()
+    assert first.weight.grad.item() == comm.size

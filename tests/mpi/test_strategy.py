@@ -1,0 +1,195 @@
+import numpy as np
+import pytest
+import torch
+
+import hpcdist
+from hpcdist.errors import DataError, UsageError
+from hpcdist.strategy.base import Strategy
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def strategy():
+    return hpcdist.MultiWorkerMirroredStrategy()
+
+
+def test_one_replica_per_rank(strategy, comm):
+    assert strategy.num_replicas_in_sync == comm.size
+    assert strategy.is_chief == (comm.rank == 0)
+    assert strategy.cluster_resolver.task_type == "worker"
+
+
+def test_current_strategy(strategy):
+    default = hpcdist.get_strategy()
+    assert type(default) is Strategy
+    assert default.num_replicas_in_sync == 1
+    with strategy.scope() as entered:
+        assert entered is strategy
+        assert hpcdist.get_strategy() is strategy
+        with strategy.scope():
+            assert hpcdist.get_strategy() is strategy
+        with pytest.raises(RuntimeError, match="one strategy at a time"), default.scope():
+            pass
+    assert hpcdist.get_strategy() is default
+    assert strategy.run(hpcdist.get_strategy) is strategy
+
+
+def test_run_gives_the_result_of_the_local_replica(strategy):
+    assert strategy.run(lambda a, b=0: (a, b), args=(1,), kwargs={"b": 2}) == (1, 2)
+    with pytest.raises(ValueError, match="args as a tuple or list"):
+        strategy.run(lambda a: a, args=1)
+    with pytest.raises(ZeroDivisionError):
+        strategy.run(lambda: 1 / 0)
+    assert hpcdist.get_strategy().num_replicas_in_sync == 1
+
+
+@pytest.mark.parametrize("op", ["sum", "SUM", hpcdist.ReduceOp.SUM])
+def test_sum_over_replicas(strategy, comm, op):
+    total = comm.size * (comm.size + 1) / 2
+    own = comm.rank + 1
+    assert strategy.reduce(op, own, axis=None) == total
+    assert strategy.reduce(op, float(own), axis=None) == total
+    assert torch.equal(strategy.reduce(op, torch.full((2, 3), own), axis=None), torch.full((2, 3), int(total)))
+    found = strategy.reduce(op, np.full((2,), own, np.float32), axis=None)
+    assert found.dtype == np.float32
+    assert found.tolist() == [total] * 2
+
+
+def test_the_value_itself_is_left_alone(strategy):
+    value = torch.ones(3)
+    strategy.reduce("sum", value, axis=None)
+    assert value.tolist() == [1, 1, 1]
+
+
+def test_mean_over_an_axis_weighs_by_rows(strategy, comm):
+    rows = comm.rank * 2 + 1  # 1, 3, 5, ... rows of value rank
+    value = torch.full((rows, 2), float(comm.rank))
+    counts = [rank * 2 + 1 for rank in range(comm.size)]
+    mean = sum(rank * n for rank, n in enumerate(counts)) / sum(counts)
+    assert strategy.reduce("mean", value, axis=0).tolist() == pytest.approx([mean] * 2)
+    assert float(strategy.reduce("mean", value, axis=(0, 1))) == pytest.approx(mean)
+    assert float(strategy.reduce("mean", value, axis=[-2, -1])) == pytest.approx(mean)
+    assert float(strategy.reduce("sum", value, axis=(0, 1))) == 2 * sum(r * n for r, n in enumerate(counts))
+
+
+def test_mean_over_replicas_with_some_empty(strategy, comm):
+    assert strategy.reduce("mean", comm.rank, axis=None) == (comm.size - 1) / 2
+    rows = torch.ones(2 if comm.rank == 0 else 0)
+    assert float(strategy.reduce("mean", rows, axis=0)) == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int32, torch.float64])
+def test_the_dtype_is_kept(strategy, comm, dtype):
+    found = strategy.reduce("sum", torch.ones(2, dtype=dtype), axis=None)
+    assert found.dtype is dtype
+    assert found.tolist() == [comm.size] * 2
+
+
+@pytest.mark.parametrize(
+    ("op", "value", "axis", "kind", "text"),
+    [
+        ("max", 1.0, None, ValueError, "ReduceOp.SUM or ReduceOp.MEAN"),
+        ("sum", torch.ones(2), 1, ValueError, "from -1 to 0, got 1"),
+        ("sum", torch.ones(2), -2, ValueError, "from -1 to 0, got -2"),
+        ("sum", torch.ones(2), 0.5, TypeError, "axis as None, an int or ints"),
+        ("sum", torch.ones(2), "0", TypeError, "axis as None, an int or ints"),
+        ("sum", [object()], None, ValueError, "a tensor, an array or a number"),
+    ],
+)
+def test_reduce_refuses(strategy, op, value, axis, kind, text):
+    with pytest.raises(kind, match=text):
+        strategy.reduce(op, value, axis=axis)
+    with pytest.raises(kind, match=text):
+        hpcdist.get_strategy().reduce(op, value, axis=axis)
+
+
+def test_shapes_that_differ_are_an_error_on_all_ranks(strategy, comm):
+    if comm.size == 1:
+        pytest.skip("one rank cannot differ")
+    with pytest.raises(UsageError, match="same shape and dtype on every replica"):
+        strategy.reduce("sum", torch.ones(1 + comm.rank % 2), axis=None)
+
+
+def test_reduce_belongs_outside_run(strategy):
+    with pytest.raises(RuntimeError, match="outside strategy.run"):
+        strategy.run(lambda: strategy.reduce("sum", 1.0, axis=None))
+
+
+def test_default_strategy_reduces_locally():
+    assert hpcdist.get_strategy().reduce("mean", torch.tensor([1.0, 3.0]), axis=0).item() == 2.0
+
+
+def test_average_loss(strategy, comm):
+    losses = torch.arange(4.0)
+    with strategy.scope():
+        assert hpcdist.compute_average_loss(losses).item() == pytest.approx(6 / (4 * comm.size))
+        weighted = hpcdist.compute_average_loss(
+            losses, sample_weight=torch.tensor([0.0, 0, 0, 1]), global_batch_size=12
+        )
+        assert weighted.item() == 3 / 12
+        assert hpcdist.compute_average_loss(losses[:0], global_batch_size=0).item() == 0.0
+        with pytest.raises(ValueError, match="one loss per example"):
+            hpcdist.compute_average_loss(losses.sum())
+        with pytest.raises(ValueError, match="at least 0"):
+            hpcdist.compute_average_loss(losses, global_batch_size=-1)
+
+
+def test_average_loss_outside_the_scope_means_the_strategies_alive(comm):
+    import gc
+
+    gc.collect()
+    all_ranks = hpcdist.MultiWorkerMirroredStrategy()
+    assert hpcdist.compute_average_loss(torch.ones(2)).item() == pytest.approx(1 / comm.size)
+    if comm.size > 2:
+        fewer = hpcdist.MultiWorkerMirroredStrategy(hpcdist.MPIClusterResolver("evaluator:1,worker:*"))
+        with pytest.raises(ValueError, match="expected one number of replicas"):
+            hpcdist.compute_average_loss(torch.ones(2))
+        assert hpcdist.compute_average_loss(torch.ones(2), global_batch_size=4).item() == 0.5
+        assert fewer.num_replicas_in_sync < all_ranks.num_replicas_in_sync
+
+
+def test_average_loss_does_not_go_with_a_mean_of_gradients():
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+    with strategy.scope(), pytest.raises(ValueError, match="gradient_op=ReduceOp.MEAN"):
+        hpcdist.compute_average_loss(torch.ones(2))
+
+
+def test_parts_of_a_distributed_dataset(strategy, comm):
+    rows = torch.arange(11)
+    dataset = hpcdist.Dataset.from_tensor_slices((rows, rows * 2)).shuffle(seed=3).batch(4)
+    whole = [batch[0].tolist() for batch in dataset]
+    mine = [(x.tolist(), y.tolist()) for x, y in strategy.experimental_distribute_dataset(dataset)]
+    assert all([2 * row for row in x] == y for x, y in mine)
+    parts = comm.allgather([x for x, _ in mine])
+    assert [sum(step, []) for step in zip(*parts, strict=True)] == whole
+
+
+def test_a_drawn_seed_is_the_same_on_all_ranks(strategy, comm):
+    dataset = hpcdist.Dataset.from_tensor_slices(torch.arange(100)).shuffle().batch(100)
+    distributed = strategy.experimental_distribute_dataset(dataset)
+    assert len(set(comm.allgather(distributed.state_dict()["seed"]))) == 1
+    parts = comm.allgather([part.tolist() for part in distributed])
+    assert sorted(sum((part[0] for part in parts), [])) == list(range(100))
+
+
+def test_refuses_what_is_no_dataset(strategy):
+    with pytest.raises(DataError, match="expected an hpcdist.Dataset, got list"):
+        strategy.experimental_distribute_dataset([1, 2])
+
+
+def test_ps_tasks_are_for_another_strategy(comm):
+    if comm.size == 1:
+        pytest.skip("a ps and a worker need two ranks")
+    resolver = hpcdist.MPIClusterResolver("ps:1,worker:*")
+    with pytest.raises(ValueError, match="expected chief, worker and evaluator tasks, got worker:.*ps:1"):
+        hpcdist.MultiWorkerMirroredStrategy(resolver)
+
+
+def test_an_evaluator_is_a_cluster_of_one(comm):
+    if comm.size == 1:
+        pytest.skip("an evaluator and a worker need two ranks")
+    strategy = hpcdist.MultiWorkerMirroredStrategy(hpcdist.MPIClusterResolver("evaluator:1,worker:*"))
+    assert strategy.num_replicas_in_sync == (1 if comm.rank == 0 else comm.size - 1)
+    assert strategy.reduce("sum", 1, axis=None) == strategy.num_replicas_in_sync
+    assert comm.allgather(strategy.is_chief) == [False, True] + [False] * (comm.size - 2)

@@ -1,0 +1,162 @@
+import json
+
+import pytest
+from mpi4py import MPI
+
+from hpcdist.cluster.mpi import MPIClusterResolver
+from hpcdist.cluster.spec import Task
+from hpcdist.cluster.tf_config import TFConfigClusterResolver
+from hpcdist.errors import CheckpointError, CollectiveTimeoutError, ConfigurationError, DataError
+from hpcdist.world import World, make_world
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def world():
+    made = []
+
+    def make(resolver=None):
+        made.append(World(resolver))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.free()
+
+
+def tf_config(cluster, task=None):
+    config = {"cluster": cluster} if task is None else {"cluster": cluster, "task": task}
+    return TFConfigClusterResolver(environ={"TF_CONFIG": json.dumps(config)})
+
+
+def test_every_rank_a_worker_by_default(world, comm):
+    made = world()
+    assert (made.rank, made.size) == (comm.rank, comm.size)
+    assert made.task == Task("worker", comm.rank)
+    assert made.is_chief == (comm.rank == 0)
+    assert (made.role_comm.rank, made.role_comm.size) == (comm.rank, comm.size)
+    assert str(made) == f"rank {comm.rank} (worker {comm.rank})"
+    assert made.cluster_resolver.task_id == comm.rank
+
+
+def test_communicators_are_its_own(world):
+    made = world()
+    for one in (made.comm, made.role_comm, made.node_comm, made.lane_comm):
+        assert MPI.Comm.Compare(one, MPI.COMM_WORLD) != MPI.IDENT
+    assert made.node_comm.size * made.lane_comm.size >= made.role_comm.size
+    assert made.lane_comm.size == made.n_hosts == 1
+    assert made.cores_per_rank >= 1
+
+
+@pytest.mark.parametrize("order", ["chief:1,worker:*", "worker:*,chief:1"])
+def test_chief_comes_first_in_the_worker_group(world, comm, order):
+    if comm.size == 1:
+        pytest.skip("a chief and a worker need two ranks")
+    made = world(MPIClusterResolver(order))
+    chief_rank = 0 if order.startswith("chief") else comm.size - 1
+    assert made.is_chief == (comm.rank == chief_rank)
+    assert (made.role_comm.rank == 0) == made.is_chief
+    assert made.role_comm.size == comm.size
+
+
+def test_roles_have_groups_of_their_own(world, comm):
+    if comm.size < 4:
+        pytest.skip("four roles need four ranks")
+    made = world(MPIClusterResolver("chief:1,ps:1,evaluator:1,worker:*"))
+    sizes = {"chief": comm.size - 2, "worker": comm.size - 2, "ps": 1, "evaluator": 1}
+    assert made.role_comm.size == sizes[made.task.type]
+    assert comm.allgather(made.is_chief).count(True) == 1
+
+
+def test_tf_config_with_a_task_per_rank(world, comm):
+    addresses = [f"localhost:{port}" for port in range(comm.size)]
+    made = world(tf_config({"worker": addresses}, {"type": "worker", "index": comm.size - 1 - comm.rank}))
+    assert made.task.index == made.role_comm.rank == comm.size - 1 - comm.rank
+    assert made.is_chief == (comm.rank == comm.size - 1)
+
+
+def test_tf_config_without_task_the_rank_decides(world, comm):
+    made = world(tf_config({"worker": [f"localhost:{port}" for port in range(comm.size)]}))
+    assert made.task == Task("worker", comm.rank)
+
+
+def test_one_tf_config_worker_owns_the_ranks_of_its_host(world, comm):
+    made = world(tf_config({"worker": ["here:1"]}, {"type": "worker", "index": 0}))
+    assert made.task == Task("worker", 0)
+    assert made.role_comm.size == comm.size
+    assert comm.allgather(made.is_chief) == [True] + [False] * (comm.size - 1)
+
+
+def raised_everywhere(comm, act, kind):
+    """Return the text that act() raises on every rank alike."""
+    with pytest.raises(kind) as caught:
+        act()
+    texts = comm.allgather(str(caught.value))
+    assert len(set(texts)) == 1, texts
+    assert "\n" not in texts[0]
+    assert caught.value.is_agreed
+    return texts[0]
+
+
+def test_too_many_entries(comm):
+    resolver = tf_config({"worker": [f"localhost:{port}" for port in range(comm.size + 1)]})
+    text = raised_everywhere(comm, lambda: World(resolver), ConfigurationError)
+    assert f"expected {comm.size + 1} ranks" in text
+
+
+def test_roles_that_need_more_ranks(comm):
+    resolver = MPIClusterResolver("chief:1,ps:9,worker:*")
+    text = raised_everywhere(comm, lambda: World(resolver), ConfigurationError)
+    assert f"at least 11 ranks for chief:1,ps:9,worker:*, got {comm.size}" in text
+
+
+def test_the_same_task_on_every_rank(comm):
+    if comm.size == 1:
+        pytest.skip("one rank cannot repeat a task")
+    resolver = tf_config({"worker": [f"h:{port}" for port in range(comm.size)]}, {"type": "worker", "index": 0})
+    assert 'drop "task"' in raised_everywhere(comm, lambda: World(resolver), ConfigurationError)
+
+
+def test_another_cluster_on_one_rank(comm):
+    if comm.size == 1:
+        pytest.skip("one rank cannot differ")
+    last = comm.rank == comm.size - 1
+    resolver = tf_config({"worker": [f"{'x' if last else 'h'}:{port}" for port in range(comm.size)]})
+    text = raised_everywhere(comm, lambda: World(resolver), ConfigurationError)
+    assert "expected the cluster of rank 0" in text
+    assert f"[rank {comm.size - 1}]" in text
+
+
+def test_agreeing_on_nothing_returns(world):
+    world().agree(None)
+
+
+@pytest.mark.parametrize("kind", [DataError, CheckpointError])
+def test_agreeing_names_the_lowest_failing_rank(world, comm, kind):
+    made = world()
+    failing = comm.rank >= comm.size // 2
+    error = kind(f"x: expected 1, got {comm.rank}; do y.") if failing else None
+    text = raised_everywhere(comm, lambda: made.agree(error), kind)
+    assert f"got {comm.size // 2};" in text
+    n_more = comm.size - comm.size // 2 - 1
+    if comm.size > 1:
+        assert text.endswith(
+            f"[rank {comm.size // 2} (worker {comm.size // 2})" + (f" and {n_more} more]" if n_more else "]")
+        )
+
+
+def test_a_rank_that_does_not_come_is_waited_for_only_so_long(world, comm):
+    made = world()
+    made.timeout_s = 0.2
+    request = made.comm.Ibarrier() if comm.rank == 0 else None
+    if comm.size > 1 and comm.rank == 0:
+        with pytest.raises(CollectiveTimeoutError, match=r"within 0.2 s, .*HPCDIST_TIMEOUT_S"):
+            made.wait(request)
+    comm.Barrier()
+    made.timeout_s = 30
+    made.wait(request or made.comm.Ibarrier())
+
+
+def test_the_process_wide_world_is_made_once():
+    assert make_world() is make_world()
