@@ -16,9 +16,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from mpi4py import MPI
-
-from hpcdist.errors import ExitCode, HpcdistError
+from hpcdist.errors import ExitCode, HpcdistError, report_agreed
+from hpcdist.mpi import MPI
 
 #: How long a failing rank waits for others that leave by themselves, before it ends them.
 LAST_CALL_S = 4.0
@@ -70,12 +69,9 @@ class AbortHooks:
         self._exit = leaving
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, HpcdistError) and error.is_agreed:
-            if self._is_speaker:
-                print(f"hpcdist: {error}", file=sys.stderr, flush=True)
-            self._exit_recorded(int(error.exit_code))
-        if self._comm.size == 1:
-            sys.__excepthook__(kind, error, trace)
+        is_agreed = isinstance(error, HpcdistError) and error.is_agreed
+        if is_agreed or self._comm.size == 1:
+            report_agreed(kind, error, trace, self._is_speaker)
             return
         self._abort("uncaught exception", traceback.format_exception(kind, error, trace), _code_of(error))
 

@@ -13,6 +13,8 @@ HpcdistError                70  an internal fault, and the base of all below
 """
 
 import enum
+import sys
+from types import TracebackType
 
 
 class ExitCode(enum.IntEnum):
@@ -90,3 +92,19 @@ def error_class(name: str) -> type[HpcdistError]:
     """Return the class of this module called `name`; `HpcdistError` when there is none."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, HpcdistError) else HpcdistError
+
+
+def report_agreed(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None, is_speaker: bool
+) -> None:
+    """Handle an uncaught exception: an error that all ranks share is one line on one of them, and their exit code.
+
+    Raises:
+        SystemExit: with the error's exit code.
+    """
+    if not isinstance(error, HpcdistError) or not error.is_agreed:
+        sys.__excepthook__(kind, error, trace)
+        return
+    if is_speaker:
+        print(f"hpcdist: {error}", file=sys.stderr, flush=True)
+    sys.exit(int(error.exit_code))

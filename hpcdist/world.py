@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import numpy as np
 import xxhash
 
+from hpcdist.abort import AbortHooks
 from hpcdist.cluster.assignment import NONE, RankFacts, assign_tasks
 from hpcdist.cluster.environment import check_names, launcher_of, read_environment, timeout_s
 from hpcdist.cluster.mpi import MPIClusterResolver
@@ -20,15 +21,7 @@ from hpcdist.cluster.resolver import ClusterResolver, SimpleClusterResolver
 from hpcdist.cluster.spec import ClusterSpec, Task
 from hpcdist.cluster.tf_config import TFConfigClusterResolver
 from hpcdist.errors import CollectiveTimeoutError, ConfigurationError, HpcdistError, error_class
-
-try:
-    from mpi4py import MPI
-except (ImportError, RuntimeError) as _error:
-    raise ConfigurationError(
-        f"world: expected an MPI library, got none ({_error}); load your site's MPI module or pip install mpich."
-    ) from None
-
-from hpcdist.abort import AbortHooks
+from hpcdist.mpi import MPI, library_name
 
 #: Names under which MPICH shares memory in a node. It leaves them behind when a rank is killed.
 _MPICH_SEGMENT = re.compile(r"/dev/shm/mpich_shm_\S+")
@@ -181,7 +174,7 @@ class World:
             if launcher and launcher.size > 1 and self.size == 1:
                 raise ConfigurationError(
                     f"world: expected {launcher.size} ranks as started by {launcher.name}, got a world of 1 with "
-                    f"{mpi_library()}; start with the mpirun of that same MPI library, or by srun --mpi=pmi2 (MPICH) "
+                    f"{library_name()}; start with the mpirun of that same MPI library, or by srun --mpi=pmi2 (MPICH) "
                     f"or --mpi=pmix (Open MPI)."
                 )
         return environ
@@ -252,11 +245,6 @@ def _default_resolver(environ: Mapping[str, str]) -> ClusterResolver:
     if environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
         return TFConfigClusterResolver(environ=environ)
     return MPIClusterResolver(environ=environ)
-
-
-def mpi_library() -> str:
-    """Return the name and version of the MPI library in use."""
-    return " ".join(MPI.Get_library_version().split()[:4]).rstrip(",")
 
 
 def _cores_per_rank(node: MPI.Comm) -> int:

@@ -3,11 +3,11 @@
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from hpcdist.collectives import mpi
 from hpcdist.collectives.buffers import host_array
 from hpcdist.errors import CollectiveError
+from hpcdist.mpi import MPI
 from hpcdist.world import make_world
 
 _OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "product": MPI.PROD}

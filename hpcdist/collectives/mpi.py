@@ -3,7 +3,8 @@
 from typing import Any
 
 import numpy.typing as npt
-from mpi4py import MPI
+
+from hpcdist.mpi import MPI
 
 #: Larger arrays go in pieces, as MPI 3 counts elements and bytes in 32 bits.
 PIECE_BYTES = 1 << 30

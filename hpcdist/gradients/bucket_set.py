@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from hpcdist.collectives import mpi
 from hpcdist.gradients.tensors import dtype_name
+from hpcdist.mpi import MPI
 from hpcdist.plan.buckets import plan_buckets
 
 #: A bucket is begun anew above this size.

@@ -7,7 +7,6 @@ statistics of all replicas would give. A buffer that nobody changed is not sent 
 from collections.abc import Sequence
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from hpcdist.collectives import mpi
@@ -15,6 +14,7 @@ from hpcdist.errors import GradientError
 from hpcdist.gradients.bucket_set import SUM_DTYPES
 from hpcdist.gradients.model_plan import BufferPlace
 from hpcdist.gradients.tensors import dtype_name
+from hpcdist.mpi import MPI
 
 
 class BufferRecord:

@@ -17,7 +17,8 @@ from hpcdist.collectives import mpi
 from hpcdist.errors import CheckpointError, UsageError
 from hpcdist.gradients.numerics import describe_numerics
 from hpcdist.gradients.tensors import from_array, to_array
-from hpcdist.world import World, make_world, mpi_library
+from hpcdist.mpi import library_name
+from hpcdist.world import World, make_world
 
 logger = logging.getLogger("hpcdist")
 
@@ -175,7 +176,7 @@ class CheckpointManager:
             **{package: version(package) for package in ("hpcdist", "numpy", "h5py", "mpi4py")},
             **describe_numerics(),
             "python": platform.python_version(),
-            "mpi": mpi_library(),
+            "mpi": library_name(),
             "ranks": self._comm.size,
             "hosts": self._world.n_hosts,
             "host": platform.node(),

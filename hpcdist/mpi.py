@@ -1,0 +1,67 @@
+"""The only door to mpi4py: finds the MPI library, refuses a launcher it does not speak to, then starts it.
+
+Everything else imports `MPI` from here. MPI is started when this module is first imported.
+"""
+
+import sys
+from collections.abc import Mapping
+
+from hpcdist.cluster.environment import launcher_of, read_environment
+from hpcdist.errors import ConfigurationError, report_agreed
+
+__all__ = ["MPI", "check_launcher", "library_name", "refuse"]
+
+#: How the MPICH wheel names itself. It cannot be started over PMIx, which is all that Open MPI's mpirun offers.
+_MPICH_WHEEL = "pypi.org/p/mpich"
+
+
+def _load() -> None:
+    """Load the MPI library without starting it."""
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+
+
+def refuse(error: ConfigurationError, environ: Mapping[str, str]) -> None:
+    """Raise an error that every process raises alike, each alone; uncaught, it is printed by the launcher's rank 0."""
+    launcher = launcher_of(environ)
+    is_speaker = launcher is None or launcher.rank == 0
+    sys.excepthook = lambda kind, error, trace: report_agreed(kind, error, trace, is_speaker)
+    error.is_agreed = True
+    raise error
+
+
+def check_launcher(environ: Mapping[str, str], library: str) -> None:
+    """Raise ConfigurationError when `library` (its version text) cannot be started by what started this process."""
+    has_only_pmix = "PMIX_RANK" in environ and "PMI_RANK" not in environ
+    if has_only_pmix and _MPICH_WHEEL in library:
+        raise ConfigurationError(
+            "world: expected a launcher that speaks PMI, got one that speaks PMIx only, for the MPICH wheel; start by "
+            "the mpirun of the environment that mpich is installed in, or by srun --mpi=pmi2."
+        )
+
+
+_load()
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as _error:
+    _text = " ".join(str(_error).split())
+    refuse(
+        ConfigurationError(
+            f"world: expected an MPI library, got none ({_text}); load your site's MPI module or pip install mpich."
+        ),
+        read_environment(),
+    )
+
+if not MPI.Is_initialized():
+    try:
+        check_launcher(read_environment(), MPI.Get_library_version())
+    except ConfigurationError as _error:
+        refuse(_error, read_environment())
+    MPI.Init_thread(MPI.THREAD_MULTIPLE)
+
+
+def library_name() -> str:
+    """Return the name and version of the MPI library in use."""
+    return " ".join(MPI.Get_library_version().split()[:3]).rstrip(",")

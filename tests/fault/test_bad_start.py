@@ -1,0 +1,100 @@
+"""Jobs that cannot start: one line that says what was expected, what came and what to do, and exit code 78."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from conftest import PYTHON
+
+PROGRAM = "import hpcdist; print(f'{hpcdist.MultiWorkerMirroredStrategy().num_replicas_in_sync} replicas\\n', end='')"
+SITE_MPIRUN = Path("/usr/bin/mpirun.openmpi")
+
+
+def refused(outcome, *texts):
+    """Check that a job was refused with one line of ours, and return it."""
+    lines = [line for line in outcome.output.splitlines() if line.startswith("hpcdist:")]
+    assert outcome.code == 78, outcome.output
+    assert len(lines) == 1, outcome.output
+    assert "Traceback" not in outcome.output
+    assert "expected" in lines[0]
+    for text in texts:
+        assert text in lines[0]
+
+
+def cluster(**jobs):
+    return {"cluster": {type_: [f"localhost:{type_}{i}" for i in range(n)] for type_, n in jobs.items()}}
+
+
+@pytest.mark.parametrize(
+    ("config", "texts"),
+    [
+        ("{not json", ["TF_CONFIG: expected a JSON object", "check quotes"]),
+        ({"clusters": {}}, ["'clusters'", "remove it"]),
+        (cluster(worker=2, boss=1), ["'boss'", "chief, worker, ps, evaluator"]),
+        (cluster(worker=1, chief=2), ["at most one chief, got 2"]),
+        (cluster(worker=1, evaluator=2), ["at most one evaluator, got 2"]),
+        ({**cluster(worker=2), "task": {"type": "worker", "index": 2}}, ["from 0 to 1, got 2"]),
+        ({**cluster(worker=2), "task": {"type": "worker", "index": 0}}, ['drop "task"']),
+        ({"cluster": {"worker": ["a:1", ""]}}, ["addresses as text", "got ''"]),
+        ({"cluster": {"worker": ["a:1", "a:1"]}}, ["every address once", "'a:1' 2 times"]),
+        (cluster(worker=3), ["expected 3 ranks", "got 2 ranks on 1 hosts"]),
+    ],
+)
+def test_tf_config(start, config, texts):
+    text = config if isinstance(config, str) else json.dumps(config)
+    refused(start(2, "-c", PROGRAM, environ={"TF_CONFIG": text}).wait(40), *texts)
+
+
+def test_roles_that_need_more_ranks(start):
+    outcome = start(2, "-c", PROGRAM, environ={"HPCDIST_ROLES": "chief:1,ps:2,worker:*"}).wait(40)
+    refused(outcome, "at least 4 ranks for chief:1,ps:2,worker:*, got 2", "mpirun -n")
+
+
+def test_a_misspelt_variable(start):
+    refused(start(2, "-c", PROGRAM, environ={"HPCDIST_ROLE": "worker:*"}).wait(40), "write HPCDIST_ROLES")
+
+
+def test_tf_config_that_is_right(start):
+    outcome = start(2, "-c", PROGRAM, environ={"TF_CONFIG": json.dumps(cluster(chief=1, worker=1))}).wait(40)
+    assert outcome.code == 0
+    assert outcome.output.count("2 replicas") == 2
+
+
+def test_a_launcher_of_another_mpi(start):
+    """Debian's Open MPI starts processes whose MPI library is the MPICH wheel, which cannot be started so."""
+    if not SITE_MPIRUN.exists() and not os.environ.get("CI"):
+        pytest.skip(f"{SITE_MPIRUN} is not installed")
+    options = ["--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    outcome = start(2, command=[SITE_MPIRUN, *options, PYTHON, "-c", PROGRAM]).wait(40)
+    refused(outcome, "expected a launcher that speaks PMI, got one that speaks PMIx only", "mpirun of the environment")
+
+
+def test_slurm_without_an_mpi_plugin(start):
+    """`srun --mpi=none` starts processes that know only Slurm's variables."""
+    step = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
+    refused(start(1, command=[PYTHON, "-c", PROGRAM], environ=step).wait(40), "started by srun", "--mpi=pmi2 (MPICH)")
+
+
+def test_a_model_built_differently_on_two_ranks(start, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+import torch, hpcdist
+strategy = hpcdist.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = torch.nn.Linear(3, 2 + strategy.world.rank)
+model(torch.ones(1, 3))
+"""
+    )
+    outcome = start(2, program).wait(40)
+    assert outcome.code == 76, outcome.output
+    lines = [line for line in outcome.output.splitlines() if line.startswith("hpcdist:")]
+    assert len(lines) == 1
+    assert "build the same model on every rank" in lines[0]
+    assert "[rank 1 (worker 1)]" in lines[0]
+
+
+def test_no_mpi_library(start):
+    outcome = start(1, command=[PYTHON, "-c", PROGRAM], environ={"MPI4PY_LIBMPI": "/nonexistent.so"}).wait(40)
+    refused(outcome, "expected an MPI library, got none", "pip install mpich")

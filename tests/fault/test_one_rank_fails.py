@@ -1,0 +1,140 @@
+"""One rank fails while the others are inside a collective: all ranks end, it is printed once, and nothing stays."""
+
+import re
+
+import pytest
+
+LIMIT_S = 15
+PROGRAM = """
+import os, signal, sys, threading, time
+import numpy as np
+import hpcdist
+
+strategy = hpcdist.MultiWorkerMirroredStrategy()
+rank = strategy.world.rank
+hpcdist.all_reduce(np.ones(1))
+
+def fail():
+    with open(sys.argv[1], "w") as file:
+        file.write(str(time.monotonic()))
+    {how}
+
+if rank == 1:
+    fail()
+    {after}
+while True:
+    hpcdist.all_reduce(np.ones(1000))
+"""
+FAILURES = {
+    "raise": ("raise ValueError('on purpose')", "", "ValueError: on purpose", 1),
+    "sys.exit": ("sys.exit(3)", "", "in fail", 3),
+    "sys.exit text": ("sys.exit('bye')", "", "in fail", 1),
+    "SystemExit": ("raise SystemExit(3)", "", "left with a non-zero exit", 1),
+    "exit": ("exit(3)", "", "left with a non-zero exit", 1),
+    "os._exit": ("os._exit(3)", "", "", None),
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "", "", None),
+    "terminated": ("os.kill(os.getpid(), signal.SIGTERM)", "", "", None),
+    "thread": ("threading.Thread(target=lambda: 1 / 0).start()", "time.sleep(60)", "ZeroDivisionError", 1),
+    "raise beside a thread": (
+        "threading.Thread(target=time.sleep, args=(60,)).start(); raise ValueError('on purpose')",
+        "",
+        "ValueError: on purpose",
+        1,
+    ),
+    "configuration": ("raise hpcdist.compute_average_loss(np.float64(1))", "", "UsageError", 2),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_the_job_ends(name, start, nothing_left, tmp_path):
+    how, after, reason, code = FAILURES[name]
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(how=how, after=after))
+    job = start(3 if name == "raise" else 2, program, tmp_path / "failed_at")
+    outcome = job.wait(40)
+    took_s = outcome.seconds - (float((tmp_path / "failed_at").read_text()) - job.started)
+    assert took_s < LIMIT_S
+    assert outcome.code != 0
+    nothing_left(job)
+    assert reason in outcome.output
+    if code is not None:
+        assert outcome.code == code
+        assert len(re.findall(r"hpcdist: rank 1 \(worker 1\) on ", outcome.output)) == 1
+        assert len(re.findall(r"hpcdist: rank \d", outcome.output)) == 1
+        assert outcome.output.count("Traceback") <= 1
+
+
+def run(start, tmp_path, text, n_ranks=2):
+    program = tmp_path / "program.py"
+    program.write_text("import sys, time\nimport numpy as np\nimport hpcdist\n" + text)
+    job = start(n_ranks, program)
+    return job, job.wait(40)
+
+
+WORLD = "strategy = hpcdist.MultiWorkerMirroredStrategy()\nrank = strategy.world.rank\n"
+
+
+def test_all_ranks_raise_and_it_is_printed_once(start, nothing_left, tmp_path):
+    job, outcome = run(start, tmp_path, WORLD + "raise ValueError('on purpose')")
+    assert outcome.code == 1
+    assert outcome.output.count("ValueError: on purpose") == 1
+    assert "hpcdist: rank 0 (worker 0) on " in outcome.output
+    nothing_left(job)
+
+
+@pytest.mark.parametrize("leave", ["sys.exit(75)", "raise SystemExit(75)"])
+def test_all_ranks_leave_together_with_their_code(start, nothing_left, tmp_path, leave):
+    job, outcome = run(start, tmp_path, WORLD + leave)
+    assert outcome.code == 75
+    assert "hpcdist:" not in outcome.output
+    nothing_left(job)
+
+
+def test_what_is_caught_ends_nothing(start, tmp_path):
+    caught = """
+for act in (lambda: 1 / 0, lambda: sys.exit(3), lambda: exit(4)):
+    try:
+        act()
+    except (ZeroDivisionError, SystemExit) as error:
+        code = getattr(error, "code", None)
+        print("caught", code)
+"""
+    _, outcome = run(start, tmp_path, WORLD + caught)
+    assert outcome.code == 0, outcome.output
+    assert outcome.output.count("caught 3") == 2
+    assert "hpcdist:" not in outcome.output
+
+
+@pytest.mark.parametrize("leave", ["", "sys.exit(0)", "sys.exit()"])
+def test_a_rank_that_is_done_waits_for_one_that_saves(start, tmp_path, leave):
+    """The chief is busy for longer than a failing rank would wait: leaving early with success must not end it."""
+    text = WORLD + f"if rank == 0:\n    time.sleep(6)\n    print('saved')\n{leave}"
+    _, outcome = run(start, tmp_path, text)
+    assert outcome.code == 0, outcome.output
+    assert "saved" in outcome.output
+
+
+def test_a_single_process_fails_as_python_does(start, tmp_path):
+    _, outcome = run(start, tmp_path, WORLD + "raise ValueError('on purpose')", n_ranks=1)
+    assert outcome.code == 1
+    assert outcome.output.count("Traceback") == 1
+    assert "hpcdist:" not in outcome.output
+
+
+def test_the_step_is_named(start, tmp_path):
+    text = (
+        WORLD
+        + """
+import torch
+with strategy.scope():
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    hpcdist.compute_average_loss(model(torch.ones(2, 1))).backward()
+    optimizer.step()
+    if rank == 1 and step == 2:
+        raise ValueError("on purpose")
+"""
+    )
+    _, outcome = run(start, tmp_path, text)
+    assert "hpcdist: rank 1 (worker 1) at step 3 on " in outcome.output
