@@ -1,0 +1,161 @@
+"""The main job is killed with SIGKILL and started again by the same command: it ends with the same bits."""
+
+import json
+import random
+import subprocess
+import time
+
+import h5py
+import numpy as np
+import pytest
+
+SEED = 20261121
+N_KILLS = 20
+#: Every such kill is made at the moment when the chief is writing a file.
+N_KILLS_WHILE_SAVING = 6
+
+
+def command(root, run_dir, *more):
+    return [root / "jobs" / "train.py", "--run-dir", run_dir, "--epochs", "12", "--save-every", "4", *more]
+
+
+def final_state(run_dir):
+    """Return everything that training left: arrays and state of the last checkpoint, and the metrics."""
+    newest = sorted((run_dir / "checkpoints").glob("*.h5"))[-1]
+    with h5py.File(newest) as file:
+        arrays = {name: file["arrays"][name][()].tobytes() for name in file["arrays"]}
+        index = json.loads(file["index"][()].tobytes())
+    return newest.name, arrays, index, (run_dir / "metrics.jsonl").read_text()
+
+
+def finish(start, root, run_dir, n_ranks=2, *more):
+    outcome = start(n_ranks, *command(root, run_dir, *more)).wait(100)
+    assert outcome.code == 0, outcome.output[-3000:]
+    return outcome.output
+
+
+def half_written(run_dir):
+    """Return the names of files that are being written, or were when their writer was killed."""
+    return {path.name for path in (run_dir / "checkpoints").glob("*.tmp-*")}
+
+
+class Kill:
+    """One job that is killed: after a delay or, if asked, at the first file that it is writing after that delay."""
+
+    def __init__(self, job, run_dir, delay_s, while_saving):
+        before = half_written(run_dir)
+        deadline = time.monotonic() + delay_s + 10
+        time.sleep(delay_s)
+        while while_saving and job.process.poll() is None and time.monotonic() < deadline:
+            if half_written(run_dir) - before:
+                break
+            time.sleep(0.0002)
+        self.was_running = job.process.poll() is None
+        job.kill()
+        self.was_training = self.was_running and "replicas;" in job.log.read_text()
+        self.was_saving = self.was_running and bool(half_written(run_dir) - before)
+
+
+@pytest.mark.timeout(600)
+def test_killed_twenty_times_it_ends_with_the_same_bits(start, root, tmp_path):
+    finish(start, root, tmp_path / "unbroken")
+    chance = random.Random(SEED)
+    kills, run_dir = [], tmp_path / "killed"
+    for attempt in range(60):
+        while_saving = sum(kill.was_saving for kill in kills) < N_KILLS_WHILE_SAVING and attempt % 2 == 1
+        kill = Kill(start(2, *command(root, run_dir)), run_dir, chance.uniform(0.5, 4.5), while_saving)
+        if kill.was_running:
+            kills.append(kill)
+        else:  # it had finished: start over, so that the later kills have something to hit
+            assert final_state(run_dir) == final_state(tmp_path / "unbroken")
+            run_dir = tmp_path / f"killed-{len(kills)}"
+        if len(kills) == N_KILLS:
+            break
+    finish(start, root, run_dir)
+    assert final_state(run_dir) == final_state(tmp_path / "unbroken")
+    assert half_written(run_dir) == set()
+    training, saving = (sum(getattr(kill, name) for kill in kills) for name in ("was_training", "was_saving"))
+    print(
+        f"{len(kills)} kills, {training} in training, {saving} while a file was written, {attempt + 1} starts, seed "
+        f"{SEED}"
+    )
+    assert len(kills) == N_KILLS
+    assert training >= N_KILLS // 3
+    assert saving >= N_KILLS_WHILE_SAVING // 2
+
+
+@pytest.mark.timeout(200)
+def test_the_cnn_resumes_on_four_ranks(start, root, tmp_path):
+    options = ("--model", "cnn", "--epochs", "4")
+    finish(start, root, tmp_path / "unbroken", 4, *options)
+    job = start(4, *command(root, tmp_path / "killed", *options))
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "killed").glob("checkpoints/step-00000012.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    job.kill()
+    assert "going on from" in finish(start, root, tmp_path / "killed", 4, *options)
+    assert final_state(tmp_path / "killed") == final_state(tmp_path / "unbroken")
+
+
+@pytest.mark.timeout(200)
+def test_another_number_of_ranks_goes_on_at_the_same_sample(start, root, tmp_path):
+    """Sample-exact, and equal within rounding: sums are taken in another order, and the job says so."""
+    finish(start, root, tmp_path / "unbroken")
+    finish(start, root, tmp_path / "moved", 3, "--epochs", "5")
+    output = finish(start, root, tmp_path / "moved", 1)
+    assert "ranks 3 -> 1" in output
+    names, states = [], []
+    for run in ("unbroken", "moved"):
+        name, arrays, index, _ = final_state(tmp_path / run)
+        names.append((name, index["state"]["data"]))
+        states.append(np.frombuffer(arrays["float32"], np.float32))
+    assert names[0] == names[1]
+    assert np.abs(states[0] - states[1]).max() < 5e-3
+
+
+def test_a_finished_job_only_reports(start, root, tmp_path):
+    options = ("--epochs", "2")
+    first = finish(start, root, tmp_path / "run", 1, *options)
+    again = finish(start, root, tmp_path / "run", 1, *options)
+    assert first.splitlines()[-1] == again.splitlines()[-1]
+    assert "epoch 2/2" not in again
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def mount(folder, *options):
+    folder.mkdir(exist_ok=True)
+    return subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", folder], capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "disk"
+    if not mount(folder, "-o", "size=3500k"):
+        pytest.skip("mounting a small disk takes root")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def ended_with_74(outcome, text):
+    lines = [line for line in outcome.output.splitlines() if line.startswith("hpcdist:")]
+    assert outcome.code == 74, outcome.output
+    assert len(lines) == 1, outcome.output
+    assert text in lines[0]
+    assert "Traceback" not in outcome.output
+
+
+def test_a_full_disk_ends_the_job_and_room_lets_it_go_on(start, root, tmp_path, small_disk):
+    outcome = start(2, *command(root, small_disk / "run")).wait(60)
+    ended_with_74(outcome, "bytes free in")
+    assert list((small_disk / "run" / "checkpoints").glob("*.tmp-*")) == []
+    subprocess.run(["mount", "-o", "remount,size=50m", small_disk], check=True)
+    assert "going on from" in finish(start, root, small_disk / "run")
+    finish(start, root, tmp_path / "unbroken")
+    assert final_state(small_disk / "run") == final_state(tmp_path / "unbroken")
+
+
+def test_a_read_only_disk(start, root, small_disk):
+    finish(start, root, small_disk / "run", 1, "--epochs", "1", "--save-every", "100")
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    ended_with_74(start(2, *command(root, small_disk / "run")).wait(60), "expected a folder that can be written")

@@ -1,0 +1,60 @@
+"""jobs/train.py as a user runs it: its data, its files, its accuracy."""
+
+import gzip
+import json
+import struct
+
+import numpy as np
+import pytest
+
+
+def write_mnist(folder, n_train, n_test, zipped):
+    """Write four IDX files of images whose label is the number of their bright row."""
+    folder.mkdir()
+    for name, n_images in (("train", n_train), ("t10k", n_test)):
+        labels = np.arange(n_images, dtype=np.uint8) % 10
+        images = np.zeros((n_images, 28, 28), np.uint8)
+        images[np.arange(n_images), labels * 2 + 3] = 255
+        contents = {
+            f"{name}-images-idx3-ubyte": struct.pack(">4B3I", 0, 0, 8, 3, n_images, 28, 28) + images.tobytes(),
+            f"{name}-labels-idx1-ubyte": struct.pack(">4BI", 0, 0, 8, 1, n_images) + labels.tobytes(),
+        }
+        for file, data in contents.items():
+            if zipped:
+                (folder / f"{file}.gz").write_bytes(gzip.compress(data))
+            else:
+                (folder / file).write_bytes(data)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_mnist_files(start, root, tmp_path, zipped):
+    write_mnist(tmp_path / "mnist", 600, 100, zipped)
+    options = ["--data", tmp_path / "mnist", "--run-dir", tmp_path / "run", "--epochs", "3", "--model", "cnn"]
+    outcome = start(2, root / "jobs" / "train.py", *options).wait(60)
+    assert outcome.code == 0, outcome.output
+    assert "test accuracy 1.0000" in outcome.output
+
+
+def test_a_folder_without_mnist(start, root, tmp_path):
+    outcome = start(2, root / "jobs" / "train.py", "--data", tmp_path, "--run-dir", tmp_path / "run").wait(60)
+    assert outcome.code == 1
+    assert "expected train-images-idx3-ubyte or train-images-idx3-ubyte.gz" in outcome.output
+    assert "Traceback" not in outcome.output
+
+
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+def test_accuracy_on_digits_and_what_the_run_folder_holds(start, root, tmp_path, model):
+    outcome = start(2, root / "jobs" / "train.py", "--model", model, "--run-dir", tmp_path / "run").wait(60)
+    assert outcome.code == 0, outcome.output
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints", "metrics.jsonl", "train.log"]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows] == list(range(20))
+    assert rows[-1]["test_accuracy"] >= 0.96
+    last = outcome.output.splitlines()[-1]
+    assert last == f"test accuracy {rows[-1]['test_accuracy']:.4f}  checkpoint {newest(tmp_path / 'run')}"
+    assert (tmp_path / "run" / "train.log").read_text() == outcome.output
+    assert outcome.output.count("2 replicas; new run") == 1
+
+
+def newest(run_dir):
+    return sorted((run_dir / "checkpoints").glob("*.h5"))[-1]
