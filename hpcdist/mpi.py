@@ -4,6 +4,7 @@ Everything else imports `MPI` from here. MPI is started when this module is firs
 """
 
 import sys
+import warnings
 from collections.abc import Mapping
 
 from hpcdist.cluster.environment import launcher_of, read_environment
@@ -59,7 +60,10 @@ if not MPI.Is_initialized():
         check_launcher(read_environment(), MPI.Get_library_version())
     except ConfigurationError as _error:
         refuse(_error, read_environment())
-    MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    with warnings.catch_warnings():
+        # mpi4py's own hint at a foreign launcher; world.py refuses it with the cure
+        warnings.filterwarnings("ignore", message="suspicious MPI execution environment")
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
 
 
 def library_name() -> str:

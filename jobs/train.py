@@ -55,13 +55,23 @@ def build_cnn(height, width):
 MODELS = {"mlp": build_mlp, "cnn": build_cnn}
 
 
+def train_step(model, optimizer, images, labels, global_batch):
+    """Take one step and return this rank's part of its loss."""
+    optimizer.zero_grad()
+    losses = cross_entropy(model(images), labels, reduction="none")
+    loss = hpcdist.compute_average_loss(losses, global_batch_size=global_batch)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
 @torch.no_grad()
-def count_right(model, batches):
-    """Return how many of this rank's test images the model gets right."""
+def evaluate(strategy, model, batches, n_images):
+    """Return the part of all test images that the model gets right."""
     model.eval()
     right = sum((model(images).argmax(1) == labels).sum().item() for images, labels in batches)
     model.train()
-    return right
+    return strategy.reduce("sum", right, axis=None) / n_images
 
 
 class Log:
@@ -106,36 +116,28 @@ def main():
         model=model, optimizer=optimizer, data=batches, strategy=strategy, last_loss=last_loss
     )
     manager = hpcdist.CheckpointManager(checkpoint, args.run_dir / "checkpoints")
-    restored = manager.restore_or_initialize()
+    path = manager.restore_or_initialize()
     step = checkpoint.step
     log = Log(args.run_dir, strategy.is_chief, batches.epoch)
-    log.say(f"{strategy.num_replicas_in_sync} replicas; " + (f"going on from {restored}" if restored else "new run"))
-
-    def save():
-        last_loss[0] = strategy.reduce("sum", loss, axis=None).item()
-        manager.save(step)
+    log.say(f"{strategy.num_replicas_in_sync} replicas; " + (f"going on from {path}" if path else "new run"))
 
     for epoch in range(batches.epoch, args.epochs):
         for images, labels in batches:
-            optimizer.zero_grad()
-            losses = cross_entropy(model(images), labels, reduction="none")
-            loss = hpcdist.compute_average_loss(losses, global_batch_size=args.batch)
-            loss.backward()
-            optimizer.step()
-            loss, step = loss.detach(), step + 1
+            loss = train_step(model, optimizer, images, labels, args.batch)
+            step += 1
             if step % args.save_every == 0:
-                save()
-        if step > checkpoint.step:
-            last_loss[0] = strategy.reduce("sum", loss, axis=None).item()
-        accuracy = strategy.reduce("sum", count_right(model, test_batches), axis=None) / len(test[1])
+                last_loss[0] = strategy.reduce("sum", loss, axis=None)
+                path = manager.save(step)
+        if step > checkpoint.step:  # else this epoch's last step was saved, and so was its loss
+            last_loss[0] = strategy.reduce("sum", loss, axis=None)
+        accuracy = evaluate(strategy, model, test_batches, len(test[1]))
         log.say(
             f"epoch {epoch + 1}/{args.epochs}  step {step}  loss {last_loss[0]:.4f}  test accuracy {accuracy:.4f}",
             {"epoch": epoch, "step": step, "loss": last_loss[0], "test_accuracy": accuracy},
         )
     if step > checkpoint.step:
-        save()
-    accuracy = strategy.reduce("sum", count_right(model, test_batches), axis=None) / len(test[1])
-    log.say(f"test accuracy {accuracy:.4f}  checkpoint {hpcdist.latest_checkpoint(manager.directory)}")
+        path = manager.save(step)
+    log.say(f"test accuracy {evaluate(strategy, model, test_batches, len(test[1])):.4f}  checkpoint {path}")
 
 
 if __name__ == "__main__":

@@ -53,6 +53,12 @@ class Checkpoint:
         self._objects = objects
         self.step = 0
 
+    @property
+    def world(self) -> World:
+        """The ranks that save and restore together: those of the strategy among the objects, else the process's own."""
+        worlds = [item.world for item in self._objects.values() if isinstance(getattr(item, "world", None), World)]
+        return worlds[0] if worlds else make_world()
+
     def collect(self) -> tuple[Any, list[NamedArray]]:
         """Return the state of all objects as JSON and named arrays. Not collective; nothing is copied yet."""
         arrays: list[NamedArray] = []
@@ -104,7 +110,7 @@ class CheckpointManager:
         self.checkpoint = checkpoint
         self._folder = CheckpointFolder(directory)
         self._max_to_keep = max_to_keep
-        self._world: World = make_world()
+        self._world = checkpoint.world
         self._comm = self._world.role_comm
         self._is_writer = self._world.is_chief
         with self._world.agreed(self._comm):

@@ -70,6 +70,15 @@ def test_a_launcher_of_another_mpi(start):
     refused(outcome, "expected a launcher that speaks PMI, got one that speaks PMIx only", "mpirun of the environment")
 
 
+def test_mpich_s_launcher_with_a_site_s_open_mpi(start):
+    """The other way round: every process starts, and each is rank 0 of 1."""
+    libraries = sorted(Path("/usr/lib").glob("*/libmpi.so.40"))
+    if not libraries and not os.environ.get("CI"):
+        pytest.skip("Debian's libopenmpi3 is not installed")
+    outcome = start(2, "-c", PROGRAM, environ={"MPI4PY_LIBMPI": str(libraries[0])}).wait(40)
+    refused(outcome, "expected 2 ranks as started by an MPICH-like mpirun", "got a world of 1 with Open MPI")
+
+
 def test_slurm_without_an_mpi_plugin(start):
     """`srun --mpi=none` starts processes that know only Slurm's variables."""
     step = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
