@@ -21,8 +21,8 @@ from hpcdist.mpi import MPI
 
 #: How long a failing rank waits for others that leave by themselves, before it ends them.
 LAST_CALL_S = 4.0
-#: How long a rank that finished waits for the others.
-FINISH_LIMIT_S = 600.0
+#: How long a rank that finished waits for the others: they may be busy with work of their own, such as a last report.
+FINISH_LIMIT_S = 86400.0
 #: Ranks other than 0 hold their report back this long, and a little longer each, so that a failure of all ranks is
 #: printed by the first one only: a launcher takes about half a second to end the others.
 HOLD_BACK_S, MAX_HOLD_BACK_S = 1.5, 3.0

@@ -97,14 +97,16 @@ def error_class(name: str) -> type[HpcdistError]:
 def report_agreed(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None, is_speaker: bool
 ) -> None:
-    """Handle an uncaught exception: an error that all ranks share is one line on one of them, and their exit code.
+    """Handle an uncaught exception: ours ends the process with its exit code; one that all ranks share is one line.
 
     Raises:
         SystemExit: with the error's exit code.
     """
-    if not isinstance(error, HpcdistError) or not error.is_agreed:
+    if not isinstance(error, HpcdistError):
         sys.__excepthook__(kind, error, trace)
         return
-    if is_speaker:
+    if not error.is_agreed:
+        sys.__excepthook__(kind, error, trace)
+    elif is_speaker:
         print(f"hpcdist: {error}", file=sys.stderr, flush=True)
     sys.exit(int(error.exit_code))

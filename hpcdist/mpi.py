@@ -13,7 +13,7 @@ from hpcdist.errors import ConfigurationError, report_agreed
 __all__ = ["MPI", "check_launcher", "library_name", "refuse"]
 
 #: How the MPICH wheel names itself. It cannot be started over PMIx, which is all that Open MPI's mpirun offers.
-_MPICH_WHEEL = "pypi.org/p/mpich"
+_MPICH_WHEEL = "/p/mpich/"
 
 
 def _load() -> None:

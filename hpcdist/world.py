@@ -41,6 +41,7 @@ class World:
         role_comm: ranks of this rank's role: chief and workers together, all ps together, each evaluator alone.
         node_comm: ranks of `role_comm` on this host.
         lane_comm: ranks of `role_comm` with this rank's place in their host.
+        n_hosts: hosts that ranks of `role_comm` are on.
         spec: the cluster. task: this rank's entry in it.
         cores_per_rank: cores that this rank may use without taking another rank's.
         step: the step that this rank is in, for messages; None outside training.
@@ -77,11 +78,6 @@ class World:
     def cluster_resolver(self) -> ClusterResolver:
         """The cluster and this rank's task as they were agreed."""
         return SimpleClusterResolver(self.spec, self.task.type, self.task.index)
-
-    @property
-    def n_hosts(self) -> int:
-        """Hosts that ranks of this role are on, as seen from this rank's lane."""
-        return self.lane_comm.size
 
     def describe(self) -> str:
         """Return who this rank is and, in training, at which step."""
@@ -205,7 +201,7 @@ class World:
         roots = self.broadcast_text(own, 0, self.comm)
         if own != roots:
             raise ConfigurationError(
-                f"TF_CONFIG: expected the cluster of rank 0, {roots}, got {own}; set the same cluster on every rank."
+                f"cluster: expected the cluster of rank 0, {roots}, got {own}; set the same cluster on every rank."
             )
 
     def _gather_facts(
@@ -230,6 +226,7 @@ class World:
         self.role_comm = self.comm.Split(color, order.index(self.task) * self.size + self.rank)
         self.node_comm = self.role_comm.Split_type(MPI.COMM_TYPE_SHARED, self.role_comm.rank)
         self.lane_comm = self.role_comm.Split(self.node_comm.rank, self.role_comm.rank)
+        self.n_hosts = self.all_reduce_int(int(self.node_comm.rank == 0), MPI.SUM, self.role_comm)
 
     def _unlink_segments(self, node: MPI.Comm) -> None:
         """Take the names of MPICH's shared segments away once every rank of the host has opened them."""

@@ -125,12 +125,17 @@ def read_file(path: Path) -> tuple[Any, list[NamedArray]]:
             raise
         raise CheckpointDamaged(f"restore: expected a checkpoint in {path}, got {_line(error)}; use another.") from None
     check_format(index.get("format") if isinstance(index, dict) else None, path)
-    return index["state"], [_array_at(row, datasets, path) for row in index["arrays"]]
+    rows = index.get("arrays")
+    if not isinstance(rows, list) or "state" not in index:
+        raise CheckpointDamaged(
+            f"restore: expected state and arrays in the index of {path}, got {list(index)}; use another."
+        )
+    return index["state"], [_array_at(row, datasets, path) for row in rows]
 
 
 def check_format(found: Any, path: Path) -> None:
     """Raise CheckpointError for a format that this version cannot read."""
-    if not isinstance(found, int) or found < 1:
+    if type(found) is not int or found < 1:
         raise CheckpointDamaged(f"restore: expected a checkpoint format number in {path}, got {found!r}; use another.")
     if found > FORMAT:
         raise CheckpointError(

@@ -1,7 +1,7 @@
 """The manifest beside each checkpoint file: with it, and matching it, the file is committed."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ class Manifest:
 
     Attributes:
         step: optimizer steps taken.
+        file: name of the HDF5 file, in the manifest's folder.
         nbytes, xxh3_128: size and digest of the whole HDF5 file.
         written: who wrote it with what: versions, ranks, threads, time.
         format: of the file.
     """
 
     step: int
+    file: str
     nbytes: int
     xxh3_128: str
     written: dict[str, Any]
@@ -59,7 +61,8 @@ def read_manifest(path: Path) -> Manifest:
     try:
         content = json.loads(path.read_text())
         body, digest = content["manifest"], content["xxh3_128"]
-        found_format = body["format"]
+        check_format(body["format"], path)
+        own = {field.name: body[field.name] for field in fields(Manifest)}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointDamaged(
             f"restore: expected a manifest in {path}, got {type(error).__name__}; use another."
@@ -68,8 +71,7 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointDamaged(
             f"restore: expected the manifest as committed in {path}, got another; use another checkpoint."
         )
-    check_format(found_format, path)
-    return Manifest(**body)
+    return Manifest(**own)
 
 
 def _digest(text: str) -> str:

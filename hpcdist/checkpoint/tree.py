@@ -79,9 +79,9 @@ def decode(node: Any, from_array: Callable[[Array, str], Any], arrays: list[Name
         return node
     if len(node) == 1:
         ((kind, content),) = node.items()
-        if kind == "dict":
+        if kind == "dict" and _is_list_of_pairs(content):
             return {key: decode(part, from_array, arrays) for key, part in content}
-        if kind in ("list", "tuple"):
+        if kind in ("list", "tuple") and isinstance(content, list):
             parts = [decode(part, from_array, arrays) for part in content]
             return tuple(parts) if kind == "tuple" else parts
         if kind in ("array", "tensor") and isinstance(content, int) and 0 <= content < len(arrays):
@@ -89,4 +89,10 @@ def decode(node: Any, from_array: Callable[[Array, str], Any], arrays: list[Name
             return from_array(array.values, array.dtype) if kind == "tensor" else array.values.copy()
     raise CheckpointDamaged(
         f"restore: expected a dict, list, tuple or array node, got {str(node)[:60]!r}; use another file."
+    )
+
+
+def _is_list_of_pairs(content: Any) -> bool:
+    return isinstance(content, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], (str, int)) for pair in content
     )

@@ -39,7 +39,7 @@ def assign_tasks(spec: ClusterSpec, facts: Sequence[RankFacts]) -> list[Task]:
     if told and len(told) != len(facts):
         untold = next(rank for rank, fact in enumerate(facts) if fact.declared == NONE)
         raise ConfigurationError(
-            f"TF_CONFIG: expected a task on every rank or none, got one on rank {told[0]} and none on rank {untold}; "
+            f"cluster: expected a task on every rank or none, got one on rank {told[0]} and none on rank {untold}; "
             f'set "task" for each rank, or drop it and let the rank decide.'
         )
     if told:
@@ -56,7 +56,7 @@ def _entries_by_host(spec: ClusterSpec, entries: list[Task], facts: Sequence[Ran
     nodes = sorted({fact.node for fact in facts})
     if len(nodes) != len(entries) or len(facts) < len(entries):
         raise ConfigurationError(
-            f"TF_CONFIG: expected {len(entries)} ranks, or {len(entries)} hosts, for {spec}, got {len(facts)} ranks on "
+            f"cluster: expected {len(entries)} ranks, or {len(entries)} hosts, for {spec}, got {len(facts)} ranks on "
             f"{len(nodes)} hosts; start one rank per entry or one host per entry."
         )
     if all(fact.named != NONE for fact in facts) and len({fact.named for fact in facts}) == len(nodes):
@@ -67,20 +67,23 @@ def _entries_by_host(spec: ClusterSpec, entries: list[Task], facts: Sequence[Ran
 def _check_owned(spec: ClusterSpec, entries: list[Task], owned: list[int], facts: Sequence[RankFacts]) -> None:
     if len(set(owned)) == 1 and len(entries) > 1:
         raise ConfigurationError(
-            f"TF_CONFIG: expected a task of its own on every rank, got {entries[owned[0]]} on all {len(owned)}; "
+            f"cluster: expected a task of its own on every rank, got {entries[owned[0]]} on all {len(owned)}; "
             f'drop "task" from TF_CONFIG and the rank decides.'
         )
+    ranks_of: dict[int, list[int]] = {}
+    for rank, entry_index in enumerate(owned):
+        ranks_of.setdefault(entry_index, []).append(rank)
     for index, entry in enumerate(entries):
-        ranks = [rank for rank, own in enumerate(owned) if own == index]
+        ranks = ranks_of.get(index, [])
         nodes = {facts[rank].node for rank in ranks}
         if not ranks:
             raise ConfigurationError(
-                f"TF_CONFIG: expected a rank for each entry of {spec}, got none for {entry} among {len(owned)} ranks; "
+                f"cluster: expected a rank for each entry of {spec}, got none for {entry} among {len(owned)} ranks; "
                 f"start more ranks or remove the entry."
             )
         if len(nodes) > 1 or (len(ranks) > 1 and not entry.is_training):
             limit = "ranks on one host" if entry.is_training else "one rank"
             raise ConfigurationError(
-                f"TF_CONFIG: expected {limit} for {entry}, got ranks {ranks[:8]} on {len(nodes)} hosts; "
+                f"cluster: expected {limit} for {entry}, got ranks {ranks[:8]} on {len(nodes)} hosts; "
                 f'give each rank its own task, or drop "task" and let the rank decide.'
             )

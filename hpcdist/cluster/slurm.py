@@ -21,7 +21,7 @@ def parse_hostlist(text: str) -> list[str]:
     Raises:
         ConfigurationError: on brackets that do not match or ranges that run backwards.
     """
-    if text.count("[") != text.count("]") or not re.fullmatch(r"[\w.,\-\[\]]+", text):
+    if not re.fullmatch(r"(?:[\w.,\-]|\[[\d,\-]+\])+", text):
         raise ConfigurationError(
             f"slurm: expected a host list such as n[01-03], got {text!r}; check SLURM_STEP_NODELIST."
         )

@@ -1,5 +1,6 @@
 """ClusterSpec and Task: the frozen description of a job and of one process's place in it."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,10 +16,21 @@ TRAINING_TASK_TYPES = ("chief", "worker")
 
 @dataclass(frozen=True)
 class Task:
-    """One entry of a cluster: its type and its index within the type."""
+    """One entry of a cluster: its type and its index within the type.
+
+    Raises:
+        ConfigurationError: on an unknown type, or an index that is no whole number from 0.
+    """
 
     type: str
     index: int
+
+    def __post_init__(self) -> None:
+        if self.type not in TASK_TYPES or type(self.index) is not int or self.index < 0:
+            raise ConfigurationError(
+                f"task: expected a type of {', '.join(TASK_TYPES)} and an index from 0, got {self.type!r} "
+                f"{self.index!r}; correct the task."
+            )
 
     def __str__(self) -> str:
         return f"{self.type} {self.index}"
@@ -131,9 +143,9 @@ def _check_job(type_: str, addresses: Sequence[str]) -> None:
 
 
 def _check_distinct(addresses: list[str]) -> None:
-    for address in addresses:
-        if addresses.count(address) > 1:
+    for address, times in Counter(addresses).items():
+        if times > 1:
             raise ConfigurationError(
-                f"cluster: expected every address once, got {address!r} {addresses.count(address)} times; "
-                f"give each task its own (host:port)."
+                f"cluster: expected every address once, got {address!r} {times} times; give each task its own "
+                "(host:port)."
             )

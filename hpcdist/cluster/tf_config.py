@@ -39,7 +39,7 @@ def parse_tf_config(text: str) -> tuple[ClusterSpec, Task | None]:
 
 def _parse_object(text: str) -> dict[str, Any]:
     try:
-        config = json.loads(text or "{}")
+        config = json.loads(text or "{}", object_pairs_hook=_object_without_repeats)
     except json.JSONDecodeError as error:
         raise ConfigurationError(
             f"TF_CONFIG: expected a JSON object, got {text[:60]!r} ({error}); check quotes and commas."
@@ -47,6 +47,15 @@ def _parse_object(text: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigurationError(f"TF_CONFIG: expected a JSON object, got {text[:60]!r}; write {{...}}.")
     return config
+
+
+def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ConfigurationError(f"TF_CONFIG: expected every key once, got {repeated!r} twice; keep one.")
+    return found
 
 
 def _check_keys(found: dict[str, Any], valid: tuple[str, ...], where: str) -> None:
@@ -77,6 +86,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     Args:
         task_type, task_id: override the task that TF_CONFIG names.
+        rpc_layer, environment: accepted as in TensorFlow; they say nothing to MPI.
         environ: a mapping to read instead of the process environment.
 
     Raises:
@@ -87,6 +97,8 @@ class TFConfigClusterResolver(ClusterResolver):
         self,
         task_type: str | None = None,
         task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         source = read_environment() if environ is None else environ
@@ -96,7 +108,8 @@ class TFConfigClusterResolver(ClusterResolver):
                 task_type or (task.type if task else "worker"),
                 task_id if task_id is not None else (task.index if task else 0),
             )
-            self._spec.check_task(task)
+            if self._spec:
+                self._spec.check_task(task)
         self._task = task
 
     def resolve(self, rank: int, size: int) -> tuple[ClusterSpec, Task | None]:

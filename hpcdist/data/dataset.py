@@ -66,15 +66,20 @@ class Dataset:
         Raises:
             DataError: after `batch` or `repeat`, or for a buffer_size below 1.
         """
-        self._check(self.order.batch_rows is None and self.order.inner_epochs == 1, "shuffle before batch and repeat")
-        self._check(buffer_size is None or buffer_size >= 1, f"a buffer_size of at least 1, not {buffer_size}")
+        is_first = self.order.batch_rows is None and self.order.inner_epochs == 1
+        _check(is_first, "shuffle", "a call before batch and repeat", "one after them")
+        _check(buffer_size is None or buffer_size >= 1, "shuffle", "a buffer_size of at least 1", buffer_size)
         if seed is not None:
             return self.with_seed(seed)
-        return replace(self.with_seed(secrets.randbits(63)), has_drawn_seed=True)
+        return self.with_drawn_seed(secrets.randbits(63))
 
     def with_seed(self, seed: int) -> "Dataset":
         """Return the dataset with another seed for its order."""
         return self._ordered(seed=seed)
+
+    def with_drawn_seed(self, seed: int) -> "Dataset":
+        """Return the dataset with a seed that a checkpoint may replace by its own."""
+        return replace(self.with_seed(seed), has_drawn_seed=True)
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> "Dataset":
         """Group rows into batches; for a distributed dataset, `batch_size` is the global batch.
@@ -82,8 +87,8 @@ class Dataset:
         Raises:
             DataError: when it is batched already or `batch_size` is below 1.
         """
-        self._check(self.order.batch_rows is None, "one batch")
-        self._check(batch_size >= 1, f"a batch_size of at least 1, not {batch_size}")
+        _check(self.order.batch_rows is None, "batch", "one call of batch", "a second one")
+        _check(batch_size >= 1, "batch", "a batch_size of at least 1", batch_size)
         return self._ordered(batch_rows=batch_size, drop_remainder=drop_remainder)
 
     def repeat(self, count: int | None = None) -> "Dataset":
@@ -93,7 +98,7 @@ class Dataset:
             DataError: for a count of 0 or below -1.
         """
         times = math.inf if count in (None, -1) else float(count or 0)
-        self._check(times >= 1, f"a count of at least 1, or None, not {count}")
+        _check(times >= 1, "repeat", "a count of at least 1, or None", count)
         if self.order.batch_rows is None:
             return self._ordered(inner_epochs=self.order.inner_epochs * times)
         return self._ordered(outer_epochs=self.order.outer_epochs * times)
@@ -113,9 +118,10 @@ class Dataset:
     def _ordered(self, **changes: Any) -> "Dataset":
         return replace(self, order=replace(self.order, **changes))
 
-    def _check(self, is_right: bool, expected: str) -> None:
-        if not is_right:
-            raise DataError(f"dataset: expected {expected}, got {self.order}; reorder or correct the calls.")
+
+def _check(is_right: bool, operation: str, expected: str, got: object) -> None:
+    if not is_right:
+        raise DataError(f"{operation}: expected {expected}, got {got}; correct the calls that build the dataset.")
 
 
 def _n_rows(array: Any) -> int:

@@ -8,6 +8,19 @@ from hpcdist.errors import DataError
 from hpcdist.plan.blocks import ceiling_bounds
 
 
+def check_distributable(dataset: Any) -> None:
+    """Raise DataError unless `dataset` is a Dataset with a batch size."""
+    if not isinstance(dataset, Dataset):
+        raise DataError(
+            f"experimental_distribute_dataset: expected an hpcdist.Dataset, got {type(dataset).__name__}; build one "
+            f"with Dataset.from_tensor_slices(...).batch(global_batch)."
+        )
+    if dataset.order.batch_rows is None:
+        raise DataError(
+            "experimental_distribute_dataset: expected a dataset with batch(global_batch), got one without; add it."
+        )
+
+
 class DistributedDataset:
     """This replica's parts of a dataset's global batches.
 
@@ -26,15 +39,7 @@ class DistributedDataset:
     def __init__(
         self, dataset: Dataset, replica: int, n_replicas: int, on_batch: Callable[[int], None] | None = None
     ) -> None:
-        if not isinstance(dataset, Dataset):
-            raise DataError(
-                f"experimental_distribute_dataset: expected an hpcdist.Dataset, got {type(dataset).__name__}; "
-                f"build one with Dataset.from_tensor_slices(...).batch(global_batch)."
-            )
-        if dataset.order.batch_rows is None:
-            raise DataError(
-                "experimental_distribute_dataset: expected a dataset with batch(global_batch), got one without; add it."
-            )
+        check_distributable(dataset)
         self._dataset = dataset
         self._replica, self._n_replicas = replica, n_replicas
         self._on_batch = on_batch

@@ -174,7 +174,7 @@ class GradientEngine:
         if is_equal and digest and self._comm.rank == 0:
             logger.warning(
                 "strategy: expected each of %d replicas to be fed its own part of the batch, got the same first batch "
-                "on all; use strategy.experimental_distribute_dataset.",
+                "on all; if it comes from a plain DataLoader, use strategy.experimental_distribute_dataset.",
                 self._comm.size,
             )
 

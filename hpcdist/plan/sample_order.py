@@ -60,6 +60,8 @@ class SampleOrder:
         """Return (start, stop) of the batch that begins at or after `position`, or None when `end` is reached."""
         rows = self.batch_rows or 1
         run = self.n_rows * self.inner_epochs
+        if self.drop_remainder and run < rows:
+            return None
         while position < end:
             run_end = end if math.isinf(run) else min(end, (position // run + 1) * run)
             stop = int(min(position + rows, run_end))

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import operator
 import os
 import platform
 import time
@@ -14,7 +15,7 @@ from hpcdist.checkpoint.folder import CheckpointFolder
 from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.checkpoint.tree import NamedArray, decode, encode
 from hpcdist.collectives import mpi
-from hpcdist.errors import CheckpointError, UsageError
+from hpcdist.errors import CheckpointError, DataError, UsageError
 from hpcdist.gradients.numerics import describe_numerics
 from hpcdist.gradients.tensors import from_array, to_array
 from hpcdist.mpi import library_name
@@ -62,8 +63,8 @@ class Checkpoint:
     def collect(self) -> tuple[Any, list[NamedArray]]:
         """Return the state of all objects as JSON and named arrays. Not collective; nothing is copied yet."""
         arrays: list[NamedArray] = []
-        state = {name: encode(_state_of(item), name, to_array, arrays) for name, item in self._objects.items()}
-        return state, arrays
+        nodes = {name: encode(_state_of(item), name, to_array, arrays) for name, item in self._objects.items()}
+        return {"objects": nodes, "kinds": {name: _kind(item) for name, item in self._objects.items()}}, arrays
 
     def apply(self, state: Any, arrays: list[NamedArray], source: str) -> None:
         """Load a state into all objects.
@@ -76,14 +77,15 @@ class Checkpoint:
         Raises:
             CheckpointError: when the objects, or the shapes in a module, are others; nothing is loaded then.
         """
-        if set(state) != set(self._objects):
+        kinds = {name: _kind(item) for name, item in self._objects.items()}
+        if state["kinds"] != kinds:
             raise CheckpointError(
-                f"restore: expected objects {sorted(self._objects)}, got {sorted(state)} in {source}; make "
-                f"Checkpoint(...) with the same names, or start with a new run folder."
+                f"restore: expected objects {kinds}, got {state['kinds']} in {source}; make Checkpoint(...) with the "
+                f"same objects, or start with a new run folder."
             )
-        loaded = {name: decode(node, from_array, arrays) for name, node in state.items()}
+        loaded = {name: decode(node, from_array, arrays) for name, node in state["objects"].items()}
         for name, item in self._objects.items():
-            _check_shapes(name, item, loaded[name], source)
+            _check_layout(name, item, loaded[name], source)
         for name, item in self._objects.items():
             _load(name, item, loaded[name], source)
 
@@ -130,14 +132,21 @@ class CheckpointManager:
         Raises:
             CheckpointError: when it cannot be written, on every rank alike; earlier checkpoints are untouched.
         """
-        path = self._folder.data_path(step)
+        step = operator.index(step)
+        if step < 0:
+            raise UsageError(f"save: expected a step of at least 0, got {step}; count optimizer steps.")
+        name = ""
         with self._world.agreed(self._comm):
             if self._is_writer:
                 state, arrays = self.checkpoint.collect()
-                self._folder.commit(step, state, arrays, self._written())
+                name = self._folder.commit(step, state, arrays, self._written()).name
                 self._folder.prune(self._max_to_keep)
         self.checkpoint.step = step
-        return str(path)
+        return self._path(name)
+
+    def _path(self, name: str) -> str:
+        """Return the path of the chief's file on every rank."""
+        return str(self._folder.path / self._world.broadcast_text(name, 0, self._comm))
 
     def restore_or_initialize(self) -> str | None:
         """Restore the latest checkpoint that verifies; return its path, or None when there is none.
@@ -156,15 +165,15 @@ class CheckpointManager:
         if step < 0:
             return None
         state, arrays = self._broadcast(found)
-        path = self._folder.data_path(step)
+        path = self._path(found[0].file if found else "")
         with self._world.agreed(self._comm):
-            self.checkpoint.apply(state, arrays, path.name)
+            self.checkpoint.apply(state, arrays, os.path.basename(path))
             if self._is_writer:
                 self._folder.set_aside_after(step)
         if found and self._is_writer:
             _warn_of_changes(found[0].written, self._written())
         self.checkpoint.step = step
-        return str(path)
+        return path
 
     def _broadcast(self, found: tuple[Manifest, Any, list[NamedArray]] | None) -> tuple[Any, list[NamedArray]]:
         rows = [[a.name, a.dtype, a.values.dtype.str, a.values.shape] for a in found[2]] if found else []
@@ -194,12 +203,19 @@ def _state_of(item: Any) -> Any:
     return item if isinstance(item, np.ndarray) else item.state_dict()
 
 
-def _check_shapes(name: str, item: Any, loaded: Any, source: str) -> None:
-    """Raise CheckpointError unless `loaded` has exactly the arrays of a module or of a numpy array."""
-    if isinstance(item, np.ndarray):
-        own, theirs = {name: tuple(item.shape)}, {name: tuple(loaded.shape)}
+def _kind(item: Any) -> str:
+    """Return what an object is to a checkpoint: modules are told apart by their arrays, all else by its class."""
+    return "module" if hasattr(item, "named_parameters") else type(item).__name__
+
+
+def _check_layout(name: str, item: Any, loaded: Any, source: str) -> None:
+    """Raise CheckpointError unless `loaded` has the arrays of a module or numpy array, or an optimizer's groups."""
+    if hasattr(item, "param_groups"):
+        own, theirs = _group_sizes(item.state_dict()), _group_sizes(loaded)
+    elif isinstance(item, np.ndarray):
+        own, theirs = _layouts({name: item}), _layouts({name: loaded})
     elif hasattr(item, "named_parameters"):
-        own, theirs = _shapes(item.state_dict()), _shapes(loaded)
+        own, theirs = _layouts(item.state_dict()), _layouts(loaded)
     else:
         return
     for key in [*own, *theirs]:
@@ -211,8 +227,18 @@ def _check_shapes(name: str, item: Any, loaded: Any, source: str) -> None:
             )
 
 
-def _shapes(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value.shape) for key, value in state.items() if hasattr(value, "shape")}
+def _layouts(state: dict[str, Any]) -> dict[str, str]:
+    return {
+        key: f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        for key, value in state.items()
+        if hasattr(value, "shape")
+    }
+
+
+def _group_sizes(state: dict[str, Any]) -> dict[str, str]:
+    return {
+        f"group {number}": f"{len(group['params'])} parameters" for number, group in enumerate(state["param_groups"])
+    }
 
 
 def _load(name: str, item: Any, loaded: Any, source: str) -> None:
@@ -221,9 +247,14 @@ def _load(name: str, item: Any, loaded: Any, source: str) -> None:
             item[...] = loaded
         else:
             item.load_state_dict(loaded)
+    except DataError as error:
+        raise CheckpointError(str(error)) from None
     except (ValueError, RuntimeError, KeyError) as error:
         text = " ".join(str(error).split())
-        raise CheckpointError(f"restore: expected {source} to fit {name!r}, got: {text}") from None
+        raise CheckpointError(
+            f"restore: expected {source} to fit {name!r}, got {type(error).__name__} ({text}); build the same objects, "
+            f"or start with a new run folder."
+        ) from None
 
 
 def _warn_of_changes(written: dict[str, Any], now: dict[str, Any]) -> None:

@@ -72,8 +72,11 @@ def _axes(axis: Axis, n_dims: int) -> tuple[int, ...]:
 
 
 def _check_shapes(total: Array, all_reduce: Callable[[Array], None]) -> None:
-    """Raise on every rank when shapes differ: sums of x and x*x over n ranks tell whether all x are equal."""
-    mark = float(xxhash.xxh3_64_intdigest(f"{total.shape} {total.dtype}".encode()) % 4093)
+    """Raise on every rank when shapes differ: sums of x and x*x over n ranks tell whether all x are equal.
+
+    x is a digest of 20 bits, so that the sums are exact for thousands of ranks.
+    """
+    mark = float(xxhash.xxh3_64_intdigest(f"{total.shape} {total.dtype}".encode()) % (1 << 20))
     sums = np.array([1.0, mark, mark * mark])
     all_reduce(sums)
     if sums[0] * sums[2] != sums[1] * sums[1]:

@@ -9,8 +9,8 @@ from hpcdist.cluster.environment import read_environment
 from hpcdist.cluster.resolver import ClusterResolver
 from hpcdist.collectives import mpi
 from hpcdist.data.dataset import Dataset
-from hpcdist.data.distributed import DistributedDataset
-from hpcdist.errors import ConfigurationError
+from hpcdist.data.distributed import DistributedDataset, check_distributable
+from hpcdist.errors import ConfigurationError, DataError
 from hpcdist.gradients.engine import GradientEngine
 from hpcdist.strategy import context
 from hpcdist.strategy.base import Strategy, get_strategy
@@ -89,10 +89,18 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def experimental_distribute_dataset(self, dataset: Dataset) -> DistributedDataset:
         """Return this replica's parts of a dataset; see `Strategy.experimental_distribute_dataset`."""
-        seed = getattr(getattr(dataset, "order", None), "seed", None)
-        agreed_seed = self.world.broadcast_text(str(seed), 0, self._comm)
-        if seed is not None and agreed_seed != "None":
-            dataset = dataset.with_seed(int(agreed_seed))
+        with self.world.agreed(self._comm):
+            check_distributable(dataset)
+        if dataset.has_drawn_seed:
+            dataset = dataset.with_drawn_seed(int(self.world.broadcast_text(str(dataset.order.seed), 0, self._comm)))
+        own = str(dataset.order)
+        chiefs = self.world.broadcast_text(own, 0, self._comm)
+        with self.world.agreed(self._comm):
+            if own != chiefs:
+                raise DataError(
+                    f"experimental_distribute_dataset: expected the dataset of the chief, {chiefs}, got {own}; give "
+                    f"every rank the same rows, batch and seed."
+                )
         return DistributedDataset(dataset, self._comm.rank, self._comm.size, self._take_note_of_rows)
 
     def _take_note_of_rows(self, n_rows: int) -> None:

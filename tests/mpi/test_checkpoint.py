@@ -90,7 +90,7 @@ def test_keeps_the_last_few_and_says_who_wrote_them(comm, shared_path):
     for step in (1, 2, 3):
         manager.save(step)
     comm.Barrier()
-    names = sorted(os.listdir(shared_path))
+    names = sorted(name for name in os.listdir(shared_path) if name != ".lock")
     assert names == [f"step-0000000{step}{end}" for step in (2, 3) for end in (".h5", ".json")]
     written = json.loads((shared_path / names[-1]).read_text())["manifest"]["written"]
     assert written["ranks"] == comm.size
@@ -128,8 +128,8 @@ def test_of_another_model(comm, shared_path):
     before = other.bits()
     text = raised_everywhere(comm, other.manager(shared_path).restore_or_initialize)
     assert "expected 'model' with" in text
-    assert "'0.weight' (6, 3), got" in text
-    assert "(5, 3) in step-00000001.h5; build the same model, or start with a new run folder" in text
+    assert "'0.weight' (6, 3) float32, got" in text
+    assert "(5, 3) float32 in step-00000001.h5; build the same model, or start with a new run folder" in text
     assert other.bits() == before
     assert hpcdist.latest_checkpoint(shared_path) is not None
 
@@ -138,6 +138,44 @@ def test_of_other_objects(comm, shared_path):
     Job(comm).manager(shared_path).save(1)
     text = raised_everywhere(comm, Job(comm, extra=np.zeros(2)).manager(shared_path).restore_or_initialize)
     assert "'extra'" in text
+
+
+def test_of_another_optimizer_or_precision(comm, shared_path):
+    model = nn.Linear(1, 1)
+    hpcdist.CheckpointManager(
+        hpcdist.Checkpoint(model=model, optimizer=torch.optim.Adam(model.parameters())), shared_path
+    ).save(1)
+    other = hpcdist.Checkpoint(model=model, optimizer=torch.optim.SGD(model.parameters()))
+    text = raised_everywhere(comm, hpcdist.CheckpointManager(other, shared_path).restore_or_initialize)
+    assert "'optimizer': 'SGD'" in text
+    assert "'optimizer': 'Adam'" in text
+    fewer = hpcdist.Checkpoint(model=model, optimizer=torch.optim.Adam([model.weight]))
+    text = raised_everywhere(comm, hpcdist.CheckpointManager(fewer, shared_path).restore_or_initialize)
+    assert "'group 0' 1 parameters, got 1, 'group 0' 2 parameters" in text
+    model.double()
+    same = hpcdist.Checkpoint(model=model, optimizer=torch.optim.Adam(model.parameters()))
+    text = raised_everywhere(comm, hpcdist.CheckpointManager(same, shared_path).restore_or_initialize)
+    assert "'weight' (1, 1) float64, got 2, 'weight' (1, 1) float32" in text
+
+
+def test_steps_are_whole_numbers(comm, shared_path):
+    manager = Job(comm).manager(shared_path)
+    assert manager.save(np.int64(3)).endswith("step-00000003.h5")
+    with pytest.raises(ValueError, match="step of at least 0, got -1"):
+        manager.save(-1)
+    with pytest.raises(TypeError):
+        manager.save(1.5)
+
+
+def test_an_evaluator_does_not_take_part_in_the_workers_saves(comm, shared_path):
+    if comm.size == 1:
+        pytest.skip("an evaluator and a worker need two ranks")
+    strategy = hpcdist.MultiWorkerMirroredStrategy(hpcdist.MPIClusterResolver("worker:*,evaluator:1"))
+    if strategy.cluster_resolver.task_type == "worker":
+        manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(strategy=strategy), shared_path)
+        assert manager.save(1).endswith("step-00000001.h5")
+    comm.Barrier()
+    assert (shared_path / "step-00000001.json").exists()
 
 
 def test_of_other_data(comm, shared_path):

@@ -522,7 +522,7 @@ def test_the_same_first_batch_on_every_rank_is_reported_once(strategy, comm, cap
     n_expected = 1 if is_same and comm.size > 1 else 0
     assert [len(texts) for texts in reports] == [n_expected] + [0] * (comm.size - 1)
     if n_expected:
-        assert "got the same first batch on all; use strategy.experimental_distribute_dataset" in reports[0][0]
+        assert "got the same first batch on all; if it comes from a plain DataLoader, use strategy." in reports[0][0]
 
 
 def test_dropout_draws_by_seed_step_and_replica(comm):

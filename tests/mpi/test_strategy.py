@@ -173,6 +173,14 @@ def test_a_drawn_seed_is_the_same_on_all_ranks(strategy, comm):
     assert sorted(sum((part[0] for part in parts), [])) == list(range(100))
 
 
+def test_another_dataset_on_one_rank_is_an_error_on_all(strategy, comm):
+    if comm.size == 1:
+        pytest.skip("one rank cannot differ")
+    rows = torch.arange(8 if comm.rank == 0 else 16)
+    with pytest.raises(DataError, match=r"expected the dataset of the chief, .*n_rows=8.* got .*n_rows=16"):
+        strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(rows).batch(4))
+
+
 def test_refuses_what_is_no_dataset(strategy):
     with pytest.raises(DataError, match="expected an hpcdist.Dataset, got list"):
         strategy.experimental_distribute_dataset([1, 2])

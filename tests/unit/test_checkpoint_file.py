@@ -67,7 +67,7 @@ def test_any_hdf5_reader_can_open_it(path):
 def test_every_flipped_bit_and_every_cut_changes_the_digest(path):
     """The digest covers every byte: metadata, data and padding. Every byte of the file is tried."""
     data = path.read_bytes()
-    manifest = Manifest(3, *digest_file(path), {})
+    manifest = Manifest(3, path.name, *digest_file(path), {})
     manifest.verify(path)
     for offset in range(len(data)):
         path.write_bytes(data[:offset] + bytes([data[offset] ^ (1 << offset % 8)]) + data[offset + 1 :])
@@ -176,6 +176,13 @@ def test_refuses_an_index_that_does_not_fit(path, row):
         read_file(path)
 
 
+@pytest.mark.parametrize("change", [lambda index: index.pop("state"), lambda index: index.update(arrays=7)])
+def test_refuses_an_index_without_its_parts(path, change):
+    rewrite_index(path, change)
+    with pytest.raises(CheckpointDamaged, match="state and arrays"):
+        read_file(path)
+
+
 def test_refuses_a_newer_format_and_says_what_to_do(path):
     rewrite_index(path, lambda index: index.update(format=FORMAT + 1))
     with pytest.raises(CheckpointError, match="install the hpcdist that wrote it") as caught:
@@ -183,7 +190,7 @@ def test_refuses_a_newer_format_and_says_what_to_do(path):
     assert not isinstance(caught.value, CheckpointDamaged)
 
 
-@pytest.mark.parametrize("found", [None, "1", 0, -1, 1.5])
+@pytest.mark.parametrize("found", [None, "1", 0, -1, 1.5, True])
 def test_refuses_a_format_that_is_no_number(path, found):
     rewrite_index(path, lambda index: index.update(format=found))
     with pytest.raises(CheckpointDamaged, match="format number"):
@@ -214,7 +221,7 @@ print(refused)
 
 def test_manifest_round_trip_and_damage(tmp_path):
     path = tmp_path / "manifest.json"
-    manifest = Manifest(7, 100, "ab", {"ranks": 2, "torch": "x"})
+    manifest = Manifest(7, "step-00000007.h5", 100, "ab", {"ranks": 2, "torch": "x"})
     path.write_text(manifest.to_text())
     assert read_manifest(path) == manifest
     content = path.read_text()
@@ -230,6 +237,6 @@ def test_manifest_round_trip_and_damage(tmp_path):
 
 def test_manifest_of_a_newer_format(tmp_path):
     path = tmp_path / "manifest.json"
-    path.write_text(Manifest(7, 100, "ab", {}, format=FORMAT + 1).to_text())
+    path.write_text(Manifest(7, "step-00000007.h5", 100, "ab", {}, format=FORMAT + 1).to_text())
     with pytest.raises(CheckpointError, match="install the hpcdist that wrote it"):
         read_manifest(path)

@@ -1,5 +1,7 @@
 import errno
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -27,6 +29,11 @@ def latest_value(folder):
     return None if found is None else float(found[2][0].values[0])
 
 
+def names(folder):
+    """Return the files of a folder but for the lock."""
+    return sorted(path.name for path in folder.path.iterdir() if path.name != ".lock")
+
+
 def damage(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -40,7 +47,7 @@ def test_nothing_there(folder, tmp_path):
 
 
 def test_latest_is_the_highest_step(folder):
-    for step in (5, 100000000, 20):
+    for step in (5, 20, 100000000):
         commit(folder, step)
     assert latest_value(folder) == 100000000
     assert latest_checkpoint(folder.path) == str(folder.path / "step-100000000.h5")
@@ -59,7 +66,7 @@ def test_damage_is_stepped_over_and_explained(folder, harm, suffix, caplog):
 
 def test_a_file_without_manifest_is_no_checkpoint(folder):
     commit(folder, 1)
-    folder.data_path(2).write_bytes(b"half")
+    (folder.path / "step-00000002.h5").write_bytes(b"half")
     assert latest_value(folder) == 1
 
 
@@ -72,7 +79,7 @@ def test_only_damaged_ones_is_an_error_not_a_fresh_start(folder):
 def test_a_newer_format_stops_instead_of_going_back(folder):
     commit(folder, 1)
     path = commit(folder, 2)
-    path.with_suffix(".json").write_text(Manifest(2, 1, "x", {}, format=99).to_text())
+    path.with_suffix(".json").write_text(Manifest(2, path.name, 1, "x", {}, format=99).to_text())
     with pytest.raises(CheckpointError, match="format up to 1, got 99"):
         folder.read_latest()
 
@@ -80,7 +87,7 @@ def test_a_newer_format_stops_instead_of_going_back(folder):
 def test_damaged_ones_are_set_aside_once_an_older_one_is_in_use(folder):
     for step in (1, 2, 3):
         commit(folder, step)
-    damage(folder.data_path(3))
+    damage(folder.path / "step-00000003.h5")
     folder.set_aside_after(2)
     assert folder.steps() == [1, 2]
     assert sorted(p.name for p in folder.path.glob("*.bad")) == ["step-00000003.h5.bad", "step-00000003.json.bad"]
@@ -89,9 +96,9 @@ def test_damaged_ones_are_set_aside_once_an_older_one_is_in_use(folder):
 def test_prune_keeps_the_last_and_leaves_no_orphans(folder):
     for step in range(1, 6):
         commit(folder, step)
-    folder.data_path(2).with_suffix(".json").unlink()  # a kill between removing the manifest and the file
+    folder.manifest_path(2).unlink()  # a kill between removing the manifest and the file
     folder.prune(2)
-    assert sorted(path.name for path in folder.path.iterdir()) == [
+    assert names(folder) == [
         "step-00000004.h5",
         "step-00000004.json",
         "step-00000005.h5",
@@ -103,7 +110,7 @@ def test_leftovers_of_killed_writers_are_swept(folder):
     (folder.path / "step-00000001.h5.tmp-123").write_bytes(b"x")
     (folder.path / "notes.txt").write_text("mine")
     folder.create()
-    assert [path.name for path in folder.path.iterdir()] == ["notes.txt"]
+    assert names(folder) == ["notes.txt"]
 
 
 def test_folder_that_cannot_be_made(tmp_path):
@@ -128,7 +135,7 @@ def test_any_failing_operation_leaves_the_previous_one_usable(folder, monkeypatc
         with pytest.raises(CheckpointError, match="Earlier checkpoints are untouched") as caught:
             commit(folder, 2)
     assert os.strerror(code) in str(caught.value)
-    assert str(folder.data_path(2)) in str(caught.value)
+    assert str(folder.path) in str(caught.value)
     assert latest_value(folder) == 1
     assert not list(folder.path.glob("*.tmp-*"))
 
@@ -189,3 +196,69 @@ def test_commit_is_file_then_folder_then_manifest_then_folder(folder, monkeypatc
         ("replace", "step-00000001.json"),
         ("fsync", "checkpoints"),
     ]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+def test_saving_a_step_again_never_loses_the_first_save(folder, monkeypatch, operation, nth):
+    """The nth call fails: in the file's part of the commit, or in the manifest's."""
+    first = commit(folder, 7)
+    real, calls = getattr(os, operation), []
+
+    def fail(*arguments):
+        calls.append(arguments)
+        if len(calls) == nth:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, operation, fail)
+        failed = False
+        try:
+            commit(folder, 7, n_elements=50)
+        except CheckpointError:
+            failed = True
+    assert failed == (len(calls) >= nth)
+    assert latest_value(folder) == 7
+    second = commit(folder, 7)
+    assert folder.latest() == second != first
+    folder.prune(1)
+    assert names(folder) == sorted([second.name, "step-00000007.json"])
+
+
+def test_a_step_before_the_last_is_refused(folder):
+    commit(folder, 300)
+    with pytest.raises(CheckpointError, match="expected a step after 300, .* got 5; restore first"):
+        commit(folder, 5)
+    assert names(folder) == ["step-00000300.h5", "step-00000300.json"]
+
+
+def test_a_renamed_checkpoint_is_not_taken_for_another_step(folder, caplog):
+    commit(folder, 1)
+    path = commit(folder, 2)
+    path.with_suffix(".json").rename(folder.manifest_path(9))
+    assert latest_value(folder) == 1
+    assert "manifest of step 9" in caplog.text
+
+
+def test_what_cannot_be_pruned_stays(folder, monkeypatch, caplog):
+    for step in (1, 2):
+        commit(folder, step)
+
+    def fail(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(durable, "remove", fail)
+    folder.prune(1)
+    assert "old checkpoints stay" in caplog.text
+    assert folder.steps() == [1, 2]
+
+
+def test_another_process_that_writes_there_is_refused(folder):
+    folder.create()  # the same process may
+    code = "import sys; from hpcdist.checkpoint.folder import CheckpointFolder; CheckpointFolder(sys.argv[1]).create()"
+    done = subprocess.run([sys.executable, "-c", code, folder.path], capture_output=True, text=True, timeout=30)
+    assert "got another job that is writing there" in done.stderr
+    (folder.path / "x.tmp-1").write_text("its file is not swept")
+    subprocess.run([sys.executable, "-c", code, folder.path], capture_output=True, timeout=30, check=False)
+    assert (folder.path / "x.tmp-1").exists()

@@ -46,7 +46,19 @@ def test_refuses_what_is_no_data(value):
 
 
 @pytest.mark.parametrize(
-    "node", [{}, {"pickle": "x"}, {"array": 0}, {"array": -1}, {"list": [{"array": "x"}]}, {"a": 1, "b": 2}]
+    "node",
+    [
+        {},
+        {"pickle": "x"},
+        {"array": 0},
+        {"array": -1},
+        {"list": [{"array": "x"}]},
+        {"a": 1, "b": 2},
+        {"dict": 7},
+        {"dict": [[1]]},
+        {"dict": [[[], 1]]},
+        {"list": 7},
+    ],
 )
 def test_refuses_what_it_did_not_write(node):
     with pytest.raises(CheckpointDamaged):

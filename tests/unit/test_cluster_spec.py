@@ -47,6 +47,12 @@ def test_refuses(jobs, text):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("type_", "index"), [("boss", 0), ("worker", -1), ("worker", "0"), ("worker", True)])
+def test_refuses_what_is_no_task(type_, index):
+    with pytest.raises(ConfigurationError, match="task: expected a type of"):
+        Task(type_, index)
+
+
 def test_refuses_a_task_it_does_not_have():
     spec = ClusterSpec({"worker": ["a:1"]})
     with pytest.raises(ConfigurationError, match="from 0 to 0, got 1"):

@@ -76,7 +76,7 @@ def test_batches_end_with_the_epoch_or_run_across():
     before = SampleOrder(3, batch_rows=2, inner_epochs=2)
     assert batches(before) == [(0, 2), (2, 4), (4, 6)]
     assert batches(SampleOrder(0, batch_rows=2, outer_epochs=math.inf)) == []
-    assert batches(SampleOrder(3, batch_rows=4, drop_remainder=True, outer_epochs=math.inf), end=9) == []
+    assert batches(SampleOrder(3, batch_rows=4, drop_remainder=True, outer_epochs=math.inf)) == []
 
 
 def test_every_epoch_visits_every_row_once():

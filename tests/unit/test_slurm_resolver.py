@@ -27,7 +27,7 @@ def test_host_lists(text, hosts):
     assert parse_hostlist(text) == hosts.split()
 
 
-@pytest.mark.parametrize("text", ["", "n[1-2", "n[2-1]", "n[a-b]", "n 1", "n[]"])
+@pytest.mark.parametrize("text", ["", "n[1-2", "n[2-1]", "n[a-b]", "n 1", "n[]", "n]1["])
 def test_refuses_host_lists(text):
     with pytest.raises(ConfigurationError, match="slurm: expected"):
         parse_hostlist(text)

@@ -38,6 +38,10 @@ def test_without_task_the_rank_decides():
     assert resolver({"cluster": CLUSTER}).task_type is None
 
 
+def test_the_arguments_that_tensorflow_s_resolver_takes():
+    assert TFConfigClusterResolver("worker", 1, rpc_layer="grpc", environment="", environ={}).task_id == 1
+
+
 def test_host_names_that_tell_tasks_apart():
     assert resolver({"cluster": CLUSTER}).host_names["h2"] == Task("worker", 1)
     assert resolver({"cluster": {"worker": ["localhost:1", "localhost:2"]}}).host_names == {}
@@ -48,6 +52,7 @@ def test_host_names_that_tell_tasks_apart():
     [
         ("{", "JSON"),
         ("[1]", "JSON object"),
+        ('{"cluster": {"chief": ["a:1"], "chief": ["b:1"]}}', "'chief' twice"),
         ("3", "JSON object"),
         ('{"task": {"type": "worker", "index": 0}}', '"cluster" as an object'),
         ('{"cluster": {}}', '"cluster" as an object'),
@@ -60,7 +65,7 @@ def test_host_names_that_tell_tasks_apart():
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": true}}', "got True"),
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0, "x": 1}}', "got 'x'"),
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}', "from 0 to 0, got 1"),
-        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": -1}}', "got -1"),
+        ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": -1}}', "got 'worker' -1"),
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "ps", "index": 0}}', "got 'ps'"),
         ('{"cluster": {"boss": ["a:1"]}}', "got 'boss'"),
     ],
