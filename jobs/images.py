@@ -32,6 +32,10 @@ def read_idx(folder, name):
     path = next((path for path in (folder / name, folder / f"{name}.gz") if path.exists()), None)
     if path is None:
         raise SystemExit(f"train: expected {name} or {name}.gz in {folder}, got neither; give --data the MNIST folder.")
-    data = (gzip.open if path.suffix == ".gz" else open)(path, "rb").read()
-    shape = np.frombuffer(data, ">u4", count=data[3], offset=4)
-    return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape).copy()
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        data = file.read()
+    n_dims = data[3] if data[:3] == b"\0\0\x08" and len(data) >= 4 + 4 * data[3] else 0
+    shape = np.frombuffer(data[4 : 4 + 4 * n_dims], ">u4")
+    if not n_dims or len(data) != 4 + 4 * n_dims + shape.prod():
+        raise SystemExit(f"train: expected a whole IDX file of bytes, got {len(data)} bytes in {path}; fetch it again.")
+    return np.frombuffer(data, np.uint8, offset=4 + 4 * n_dims).reshape(shape).copy()

@@ -25,12 +25,18 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="mlp")
     parser.add_argument("--data", type=Path, help="folder with MNIST's four IDX files, gzipped or not")
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=64, help="global batch: rows of one step on all ranks together")
+    parser.add_argument("--epochs", type=positive, default=20)
+    parser.add_argument("--batch", type=positive, default=64, help="rows of one step on all ranks together")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/train"))
-    parser.add_argument("--save-every", type=int, default=100, metavar="STEPS")
+    parser.add_argument("--save-every", type=positive, default=100, metavar="STEPS")
     return parser.parse_args()
+
+
+def positive(text):
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+    return int(text)
 
 
 def build_mlp(height, width):
@@ -56,13 +62,12 @@ MODELS = {"mlp": build_mlp, "cnn": build_cnn}
 
 
 def train_step(model, optimizer, images, labels, global_batch):
-    """Take one step and return this rank's part of its loss."""
+    """Take one step; return the losses of this rank's rows."""
     optimizer.zero_grad()
     losses = cross_entropy(model(images), labels, reduction="none")
-    loss = hpcdist.compute_average_loss(losses, global_batch_size=global_batch)
-    loss.backward()
+    hpcdist.compute_average_loss(losses, global_batch_size=global_batch).backward()
     optimizer.step()
-    return loss.detach()
+    return losses.detach()
 
 
 @torch.no_grad()
@@ -74,23 +79,12 @@ def evaluate(strategy, model, batches, n_images):
     return strategy.reduce("sum", right, axis=None) / n_images
 
 
-class Log:
-    """What the chief prints and keeps: train.log, and metrics.jsonl with one line per epoch."""
-
-    def __init__(self, folder, is_chief, first_epoch):
-        self.folder, self.is_chief = folder, is_chief
-        metrics = folder / "metrics.jsonl"
-        if is_chief and metrics.exists():  # drop epochs that are about to run again
-            lines = [line for line in metrics.read_text().splitlines() if json.loads(line)["epoch"] < first_epoch]
-            metrics.write_text("".join(f"{line}\n" for line in lines))
-
-    def say(self, text, metrics=None):
-        """Print a line and keep it; `metrics` is kept for machines."""
-        if self.is_chief:
-            print(text, flush=True)
-            append(self.folder / "train.log", text)
-            if metrics:
-                append(self.folder / "metrics.jsonl", json.dumps(metrics))
+def forget_epochs(metrics, first_epoch):
+    """Drop the lines of epochs that are about to run again, and a last line that was torn."""
+    lines = metrics.read_text().splitlines(True) if metrics.exists() else []
+    kept = [line for line in lines if line.endswith("}\n") and json.loads(line)["epoch"] < first_epoch]
+    metrics.with_suffix(".new").write_text("".join(kept))
+    metrics.with_suffix(".new").replace(metrics)
 
 
 def append(path, line):
@@ -111,33 +105,45 @@ def main():
     batches = strategy.experimental_distribute_dataset(dataset)
     test_batches = strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(test).batch(512))
 
-    last_loss = np.zeros(1)
-    checkpoint = hpcdist.Checkpoint(
-        model=model, optimizer=optimizer, data=batches, strategy=strategy, last_loss=last_loss
-    )
+    progress = np.zeros(2)  # of this epoch, on all ranks: sum of losses, rows
+    recent = np.zeros(2)  # the same on this rank alone, since the last save
+    objects = {"model": model, "optimizer": optimizer, "data": batches, "strategy": strategy, "progress": progress}
+    checkpoint = hpcdist.Checkpoint(**objects)
     manager = hpcdist.CheckpointManager(checkpoint, args.run_dir / "checkpoints")
     path = manager.restore_or_initialize()
     step = checkpoint.step
-    log = Log(args.run_dir, strategy.is_chief, batches.epoch)
-    log.say(f"{strategy.num_replicas_in_sync} replicas; " + (f"going on from {path}" if path else "new run"))
+    if strategy.is_chief:
+        forget_epochs(args.run_dir / "metrics.jsonl", batches.epoch)
+
+    def say(text):
+        if strategy.is_chief:
+            print(text, flush=True)
+            append(args.run_dir / "train.log", text)
+
+    say(f"{strategy.num_replicas_in_sync} replicas; " + (f"going on from {path}" if path else "new run"))
+
+    def collect():
+        progress[:] += strategy.reduce("sum", recent, axis=None)
+        recent[:] = 0
 
     for epoch in range(batches.epoch, args.epochs):
         for images, labels in batches:
-            loss = train_step(model, optimizer, images, labels, args.batch)
+            losses = train_step(model, optimizer, images, labels, args.batch)
+            recent += losses.sum().item(), len(losses)
             step += 1
             if step % args.save_every == 0:
-                last_loss[0] = strategy.reduce("sum", loss, axis=None)
+                collect()
                 path = manager.save(step)
-        if step > checkpoint.step:  # else this epoch's last step was saved, and so was its loss
-            last_loss[0] = strategy.reduce("sum", loss, axis=None)
-        accuracy = evaluate(strategy, model, test_batches, len(test[1]))
-        log.say(
-            f"epoch {epoch + 1}/{args.epochs}  step {step}  loss {last_loss[0]:.4f}  test accuracy {accuracy:.4f}",
-            {"epoch": epoch, "step": step, "loss": last_loss[0], "test_accuracy": accuracy},
-        )
+        collect()
+        loss, accuracy = progress[0] / progress[1], evaluate(strategy, model, test_batches, len(test[1]))
+        say(f"epoch {epoch + 1}/{args.epochs}  step {step}  loss {loss:.4f}  test accuracy {accuracy:.4f}")
+        if strategy.is_chief:
+            metrics = {"epoch": epoch, "step": step, "loss": loss, "test_accuracy": accuracy}
+            append(args.run_dir / "metrics.jsonl", json.dumps(metrics))
+        progress[:] = 0
     if step > checkpoint.step:
         path = manager.save(step)
-    log.say(f"test accuracy {evaluate(strategy, model, test_batches, len(test[1])):.4f}  checkpoint {path}")
+    say(f"test accuracy {evaluate(strategy, model, test_batches, len(test[1])):.4f}  checkpoint {path}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """One rank fails while the others are inside a collective: all ranks end, it is printed once, and nothing stays."""
 
+import os
 import re
+import signal
+import time
 
 import pytest
 
@@ -62,6 +65,36 @@ def test_the_job_ends(name, start, nothing_left, tmp_path):
         assert len(re.findall(r"hpcdist: rank 1 \(worker 1\) on ", outcome.output)) == 1
         assert len(re.findall(r"hpcdist: rank \d", outcome.output)) == 1
         assert outcome.output.count("Traceback") <= 1
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_from_outside_while_it_is_in_a_collective(start, nothing_left, tmp_path, victim):
+    """Both ranks do nothing but reduce 8 MB again and again: the signal finds the victim inside MPI."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+import os, pathlib, sys
+import numpy as np
+import hpcdist
+strategy = hpcdist.MultiWorkerMirroredStrategy()
+pathlib.Path(sys.argv[1], f"pid-{strategy.world.rank}").write_text(str(os.getpid()))
+buffer = np.zeros(1 << 20)
+while True:
+    hpcdist.all_reduce(buffer)
+"""
+    )
+    (tmp_path / "pids").mkdir()
+    job = start(2, program, tmp_path / "pids")
+    deadline = time.monotonic() + 30
+    while len(list((tmp_path / "pids").iterdir())) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.5)
+    killed_at = time.monotonic()
+    os.kill(int((tmp_path / "pids" / f"pid-{victim}").read_text()), signal.SIGKILL)
+    assert job.wait(40).code != 0
+    assert time.monotonic() - killed_at < LIMIT_S
+    nothing_left(job)
 
 
 def run(start, tmp_path, text, n_ranks=2):

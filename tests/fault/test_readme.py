@@ -22,7 +22,9 @@ def commands(root):
 def clone(tmp_path_factory, root):
     """Return a copy of what git tracks, as it is now: no environment, nothing built."""
     folder = tmp_path_factory.mktemp("clone") / "hpcdist"
-    names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=root, capture_output=True, text=True)
+    names = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=root, capture_output=True, text=True, check=True
+    )
     for name in names.stdout.splitlines():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(root / name, folder / name)

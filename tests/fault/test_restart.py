@@ -1,6 +1,7 @@
 """The main job is killed with SIGKILL and started again by the same command: it ends with the same bits."""
 
 import json
+import os
 import random
 import subprocess
 import time
@@ -11,8 +12,6 @@ import pytest
 
 SEED = 20261121
 N_KILLS = 20
-#: Every such kill is made at the moment when the chief is writing a file.
-N_KILLS_WHILE_SAVING = 6
 
 
 def command(root, run_dir, *more):
@@ -40,30 +39,37 @@ def half_written(run_dir):
 
 
 class Kill:
-    """One job that is killed: after a delay or, if asked, at the first file that it is writing after that delay."""
+    """One job that is killed: after a delay or, if asked, at the first file that it is writing after that delay.
 
-    def __init__(self, job, run_dir, delay_s, while_saving):
+    The delay is counted from the job's first line, which it prints when it starts to train, or from its start.
+    """
+
+    def __init__(self, job, run_dir, delay_s, in_training, while_saving):
         before = half_written(run_dir)
-        deadline = time.monotonic() + delay_s + 10
+        self._wait(job, lambda: not in_training or "replicas;" in job.log.read_text(), 30)
         time.sleep(delay_s)
-        while while_saving and job.process.poll() is None and time.monotonic() < deadline:
-            if half_written(run_dir) - before:
-                break
-            time.sleep(0.0002)
+        self._wait(job, lambda: not while_saving or half_written(run_dir) - before, 10)
         self.was_running = job.process.poll() is None
         job.kill()
         self.was_training = self.was_running and "replicas;" in job.log.read_text()
         self.was_saving = self.was_running and bool(half_written(run_dir) - before)
 
+    def _wait(self, job, is_true, limit_s):
+        deadline = time.monotonic() + limit_s
+        while not is_true() and job.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.0002)
+
 
 @pytest.mark.timeout(600)
 def test_killed_twenty_times_it_ends_with_the_same_bits(start, root, tmp_path):
+    """Every fourth kill comes at any time from the start on; the others in training, most while a file is written."""
     finish(start, root, tmp_path / "unbroken")
     chance = random.Random(SEED)
     kills, run_dir = [], tmp_path / "killed"
     for attempt in range(60):
-        while_saving = sum(kill.was_saving for kill in kills) < N_KILLS_WHILE_SAVING and attempt % 2 == 1
-        kill = Kill(start(2, *command(root, run_dir)), run_dir, chance.uniform(0.5, 4.5), while_saving)
+        in_training, while_saving = attempt % 4 != 0, attempt % 4 in (1, 3)
+        delay_s = chance.uniform(0, 1.0) if in_training else chance.uniform(0, 3)
+        kill = Kill(start(2, *command(root, run_dir)), run_dir, delay_s, in_training, while_saving)
         if kill.was_running:
             kills.append(kill)
         else:  # it had finished: start over, so that the later kills have something to hit
@@ -75,13 +81,10 @@ def test_killed_twenty_times_it_ends_with_the_same_bits(start, root, tmp_path):
     assert final_state(run_dir) == final_state(tmp_path / "unbroken")
     assert half_written(run_dir) == set()
     training, saving = (sum(getattr(kill, name) for kill in kills) for name in ("was_training", "was_saving"))
-    print(
-        f"{len(kills)} kills, {training} in training, {saving} while a file was written, {attempt + 1} starts, seed "
-        f"{SEED}"
-    )
+    print(f"{len(kills)} kills, {training} in training, {saving} while a file was written, seed {SEED}")
     assert len(kills) == N_KILLS
-    assert training >= N_KILLS // 3
-    assert saving >= N_KILLS_WHILE_SAVING // 2
+    assert training >= N_KILLS // 2
+    assert saving >= N_KILLS // 5
 
 
 @pytest.mark.timeout(200)
@@ -108,7 +111,7 @@ def test_another_number_of_ranks_goes_on_at_the_same_sample(start, root, tmp_pat
     names, states = [], []
     for run in ("unbroken", "moved"):
         name, arrays, index, _ = final_state(tmp_path / run)
-        names.append((name, index["state"]["data"]))
+        names.append((name, index["state"]["objects"]["data"]))
         states.append(np.frombuffer(arrays["float32"], np.float32))
     assert names[0] == names[1]
     assert np.abs(states[0] - states[1]).max() < 5e-3
@@ -132,7 +135,7 @@ def mount(folder, *options):
 def small_disk(tmp_path):
     folder = tmp_path / "disk"
     if not mount(folder, "-o", "size=3500k"):
-        pytest.skip("mounting a small disk takes root")
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("mounting a small disk takes root")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
 

@@ -56,5 +56,31 @@ def test_accuracy_on_digits_and_what_the_run_folder_holds(start, root, tmp_path,
     assert outcome.output.count("2 replicas; new run") == 1
 
 
+def test_a_cut_file(start, root, tmp_path):
+    write_mnist(tmp_path / "mnist", 20, 20, zipped=False)
+    path = tmp_path / "mnist" / "train-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:-1])
+    outcome = start(1, root / "jobs" / "train.py", "--data", tmp_path / "mnist", "--run-dir", tmp_path / "run").wait(60)
+    assert "expected a whole IDX file" in outcome.output
+    assert "Traceback" not in outcome.output
+
+
+@pytest.mark.parametrize("flag", ["--epochs", "--batch", "--save-every"])
+def test_numbers_below_one(start, root, flag):
+    outcome = start(1, root / "jobs" / "train.py", flag, "0").wait(60)
+    assert outcome.code == 2
+    assert "expected a number above 0, got 0" in outcome.output
+
+
+def test_a_torn_metrics_line_is_dropped(start, root, tmp_path):
+    options = [root / "jobs" / "train.py", "--run-dir", tmp_path / "run", "--epochs"]
+    assert start(1, *options, "1").wait(60).code == 0
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"epoch": 1, "st')
+    assert start(1, *options, "2").wait(60).code == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows] == [0, 1]
+
+
 def newest(run_dir):
     return sorted((run_dir / "checkpoints").glob("*.h5"))[-1]

@@ -44,7 +44,7 @@ def test_two_nodes_and_the_same_command_again(slurm, root, tmp_path):
 
 
 def test_requeued_in_the_middle_it_goes_on(slurm, root, tmp_path):
-    options = ("--epochs", "12", "--save-every", "5")
+    options = ("--epochs", "25", "--save-every", "5")
     job, log = submit(slurm, root, tmp_path, *options)
     slurm.wait_for("a checkpoint", lambda: list((tmp_path / "run").glob("checkpoints/*.json")))
     slurm.client("scontrol", "requeue", job)
@@ -53,4 +53,4 @@ def test_requeued_in_the_middle_it_goes_on(slurm, root, tmp_path):
     text = finish(slurm, job, log)
     assert text.count("4 replicas; new run") == 1
     assert text.count("4 replicas; going on from") == 1
-    assert "epoch 12/12" in text
+    assert "epoch 25/25" in text
