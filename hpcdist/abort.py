@@ -52,6 +52,8 @@ class AbortHooks:
         self._is_speaker = is_speaker
         self._on_leave = on_leave
         self._main_frame = _outermost_frame()
+        self._pid = os.getpid()
+        self._previous_hook = sys.excepthook
         self._exit: _RecordedExit | None = None
 
     def install(self) -> None:
@@ -70,13 +72,16 @@ class AbortHooks:
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         is_agreed = isinstance(error, HpcdistError) and error.is_agreed
-        if is_agreed or self._comm.size == 1:
-            report_agreed(kind, error, trace, self._is_speaker)
+        if not is_agreed and (self._comm.size == 1 or self._is_forked):
+            self._previous_hook(kind, error, trace)
+            if isinstance(error, HpcdistError):
+                self._exit_recorded(int(error.exit_code))
             return
+        report_agreed(error, self._is_speaker)
         self._abort("uncaught exception", traceback.format_exception(kind, error, trace), _code_of(error))
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
-        if self._comm.size == 1 or args.exc_type is SystemExit:
+        if self._comm.size == 1 or self._is_forked or args.exc_type is SystemExit:
             threading.__excepthook__(args)
             return
         report = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
@@ -85,6 +90,10 @@ class AbortHooks:
 
     def _leave(self) -> None:
         """Wait for all ranks to leave; a rank that leaves by a failing exit waits briefly, then ends the others."""
+        if self._is_forked:  # going on would finalize MPI under the rank's feet
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self._leaving_code())
         if MPI.Is_finalized() or self._comm.size == 1:
             return
         code = self._leaving_code()
@@ -96,6 +105,11 @@ class AbortHooks:
                 self._abort("left with a non-zero exit" if code else "finished, but others did not", stack, code or 1)
             time.sleep(0.002)
         self._on_leave()
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this process was forked from the rank: it must not touch MPI, and its end is not the rank's."""
+        return os.getpid() != self._pid
 
     def _leaving_code(self) -> int:
         """Return the exit code of this process as far as it is known; 1 for a SystemExit that sys.exit did not make."""

@@ -14,7 +14,6 @@ HpcdistError                70  an internal fault, and the base of all below
 
 import enum
 import sys
-from types import TracebackType
 
 
 class ExitCode(enum.IntEnum):
@@ -94,19 +93,15 @@ def error_class(name: str) -> type[HpcdistError]:
     return found if isinstance(found, type) and issubclass(found, HpcdistError) else HpcdistError
 
 
-def report_agreed(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None, is_speaker: bool
-) -> None:
-    """Handle an uncaught exception: ours ends the process with its exit code; one that all ranks share is one line.
+def report_agreed(error: BaseException, is_speaker: bool) -> None:
+    """Leave with the exit code of an uncaught error that all ranks share; one of them prints it, as one line.
+
+    Returns for every other error.
 
     Raises:
         SystemExit: with the error's exit code.
     """
-    if not isinstance(error, HpcdistError):
-        sys.__excepthook__(kind, error, trace)
-        return
-    if not error.is_agreed:
-        sys.__excepthook__(kind, error, trace)
-    elif is_speaker:
-        print(f"hpcdist: {error}", file=sys.stderr, flush=True)
-    sys.exit(int(error.exit_code))
+    if isinstance(error, HpcdistError) and error.is_agreed:
+        if is_speaker:
+            print(f"hpcdist: {error}", file=sys.stderr, flush=True)
+        sys.exit(int(error.exit_code))

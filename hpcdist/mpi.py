@@ -6,6 +6,7 @@ Everything else imports `MPI` from here. MPI is started when this module is firs
 import sys
 import warnings
 from collections.abc import Mapping
+from types import TracebackType
 
 from hpcdist.cluster.environment import launcher_of, read_environment
 from hpcdist.errors import ConfigurationError, report_agreed
@@ -28,7 +29,13 @@ def refuse(error: ConfigurationError, environ: Mapping[str, str]) -> None:
     """Raise an error that every process raises alike, each alone; uncaught, it is printed by the launcher's rank 0."""
     launcher = launcher_of(environ)
     is_speaker = launcher is None or launcher.rank == 0
-    sys.excepthook = lambda kind, error, trace: report_agreed(kind, error, trace, is_speaker)
+    previous_hook = sys.excepthook
+
+    def report(kind: type[BaseException], caught: BaseException, trace: TracebackType | None) -> None:
+        report_agreed(caught, is_speaker)
+        previous_hook(kind, caught, trace)
+
+    sys.excepthook = report
     error.is_agreed = True
     raise error
 

@@ -30,14 +30,14 @@ class DistributedDataset:
     Args:
         dataset: with `batch(global_batch)`.
         replica, n_replicas: which part this is, of how many.
-        on_batch: called with the number of rows of every part that is handed out.
+        on_batch: called with the number of rows of every part that is handed out, and with None at the end of a pass.
 
     Raises:
         DataError: when the dataset has no batch size.
     """
 
     def __init__(
-        self, dataset: Dataset, replica: int, n_replicas: int, on_batch: Callable[[int], None] | None = None
+        self, dataset: Dataset, replica: int, n_replicas: int, on_batch: Callable[[int | None], None] | None = None
     ) -> None:
         check_distributable(dataset)
         self._dataset = dataset
@@ -70,6 +70,8 @@ class DistributedDataset:
             self._position = batch[1]
             yield self._part(*batch)
         self._position = self._pass_start = int(end)
+        if self._on_batch:
+            self._on_batch(None)
 
     def _next_pass(self) -> int:
         """Return where the next pass starts: the first epoch of which no sample was handed out."""

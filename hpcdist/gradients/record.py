@@ -42,6 +42,7 @@ class ParameterRecord:
         """Take a new slot: a flat host tensor of the parameter's number of elements."""
         self._slot = slot
         self._view = view_as(slot, parameter)
+        self._planned = parameter.device, parameter.dtype
         self._is_direct = parameter.device.type == "cpu" and parameter.dtype == slot.dtype
 
     def is_trustworthy(self, parameter: nn.Parameter) -> bool:
@@ -100,10 +101,15 @@ class ParameterRecord:
         """Copy the gradient that a synchronized backward has just written into the slot.
 
         Raises:
-            GradientError: when it is sparse; on this rank only.
+            GradientError: when it is sparse, or the parameter was moved or converted; on this rank only.
         """
         gradient = parameter.grad
         assert gradient is not None, "autograd writes the gradient before it calls this"
+        if (parameter.device, parameter.dtype) != self._planned:
+            raise GradientError(
+                f"backward: expected {self.name!r} on {self._planned[0]} as {self._planned[1]}, as at the first step, "
+                f"got {parameter.device} {parameter.dtype}; move and convert the model before its first use."
+            )
         if gradient.is_sparse:
             raise GradientError(
                 f"backward: expected a dense gradient, got a sparse one for {self.name!r}; build the layer with "

@@ -22,7 +22,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training on all chief and worker ranks; each holds one replica of every model.
 
     Inside `scope()` modules start identical everywhere; `loss.backward()` leaves the sum of all replicas' gradients in
-    `parameter.grad`, private to the rank, and `optimizer.step()` is the user's own. An evaluator rank is a cluster of
+    `parameter.grad`, private to the rank (the next backward reuses its memory: clone what you keep), and
+    `optimizer.step()` is the user's own. An evaluator rank is a cluster of
     one.
 
     Collective: all ranks.
@@ -103,7 +104,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                 )
         return DistributedDataset(dataset, self._comm.rank, self._comm.size, self._take_note_of_rows)
 
-    def _take_note_of_rows(self, n_rows: int) -> None:
+    def _take_note_of_rows(self, n_rows: int | None) -> None:
         self._engine.local_rows = n_rows
 
     def no_sync(self) -> AbstractContextManager[None]:

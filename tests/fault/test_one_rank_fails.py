@@ -147,6 +147,35 @@ def test_a_rank_that_is_done_waits_for_one_that_saves(start, tmp_path, leave):
     assert "saved" in outcome.output
 
 
+def test_a_forked_child_is_not_the_rank(start, tmp_path):
+    text = (
+        WORLD
+        + """
+import os
+child = os.fork()
+if child == 0:
+    if rank == 1:
+        raise ValueError("in the child")
+    sys.exit(3)
+print("child left with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+hpcdist.all_reduce(np.ones(1))
+"""
+    )
+    _, outcome = run(start, tmp_path, text)
+    assert outcome.code == 0, outcome.output
+    assert "child left with 3" in outcome.output
+    assert "child left with 1" in outcome.output
+    assert "hpcdist:" not in outcome.output
+
+
+def test_a_single_process_leaves_with_the_code_of_our_error(start, tmp_path):
+    _, outcome = run(start, tmp_path, "hpcdist.Dataset.from_tensor_slices(())", n_ranks=1)
+    assert outcome.code == 1  # nothing was started: Python's own
+    _, outcome = run(start, tmp_path, WORLD + "hpcdist.Dataset.from_tensor_slices(())", n_ranks=1)
+    assert outcome.code == 78
+    assert outcome.output.count("Traceback") == 1
+
+
 def test_a_single_process_fails_as_python_does(start, tmp_path):
     _, outcome = run(start, tmp_path, WORLD + "raise ValueError('on purpose')", n_ranks=1)
     assert outcome.code == 1

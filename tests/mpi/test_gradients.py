@@ -463,6 +463,26 @@ def test_mean_of_an_empty_part_adds_zero_not_nan(comm):
     assert model.weight.grad.tolist() == [[1.0, 1.0]]
 
 
+def test_rows_of_an_evaluation_do_not_weigh_later_gradients(comm):
+    """One row of evaluation leaves all replicas but one without rows; training then uses a loader of its own."""
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+    for x in strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(torch.ones(1, 2)).batch(4)):
+        model(x)
+    model(torch.full((3, 2), float(comm.rank))).mean().backward()
+    assert model.weight.grad.tolist() == [pytest.approx([(comm.size - 1) / 2] * 2)]
+
+
+def test_a_model_converted_after_its_first_use_is_refused(pair, comm):
+    if comm.size == 1:
+        pytest.skip("one replica needs no bucket")
+    model, _ = pair
+    model.double()
+    with pytest.raises(GradientError, match="before its first use"):
+        model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+
+
 def test_mean_without_a_distributed_dataset_is_the_mean_over_replicas(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
     with strategy.scope():

@@ -153,7 +153,7 @@ def test_a_broken_off_pass_is_not_continued_by_the_next_one():
 def test_reports_the_rows_it_hands_out():
     seen = []
     list(DistributedDataset(slices(6).batch(4), 1, 2, seen.append))
-    assert seen == [2, 1]
+    assert seen == [2, 1, None]
 
 
 def test_refuses_the_cursor_of_other_data():
