@@ -5,6 +5,7 @@ uncaught exception or a non-zero exit on one rank ends every rank, and that the 
 """
 
 import atexit
+import builtins
 import dis
 import os
 import signal
@@ -21,6 +22,10 @@ from hpcdist.mpi import MPI
 
 #: How long a failing rank waits for others that leave by themselves, before it ends them.
 LAST_CALL_S = 4.0
+#: The same for a rank that left by a SystemExit of its own making, whose code cannot be seen: it may be 0.
+UNKNOWN_CALL_S = 8.0
+#: How long a rank that finished waits for others without a word.
+SILENCE_S = 60.0
 #: How long a rank that finished waits for the others: they may be busy with work of their own, such as a last report.
 FINISH_LIMIT_S = 86400.0
 #: Ranks other than 0 hold their report back this long, and a little longer each, so that a failure of all ranks is
@@ -61,6 +66,9 @@ class AbortHooks:
         sys.excepthook = self._on_exception
         threading.excepthook = self._on_thread_exception
         sys.exit = self._exit_recorded
+        for name in ("exit", "quit"):  # absent under python -S
+            if hasattr(builtins, name):
+                setattr(builtins, name, self._exit_recorded)
         atexit.register(self._leave)
 
     def _exit_recorded(self, status: object = None) -> NoReturn:
@@ -74,14 +82,15 @@ class AbortHooks:
         is_agreed = isinstance(error, HpcdistError) and error.is_agreed
         if not is_agreed and (self._comm.size == 1 or self._is_forked):
             self._previous_hook(kind, error, trace)
-            if isinstance(error, HpcdistError):
+            is_interactive = bool(sys.flags.interactive) or hasattr(sys, "ps1")
+            if isinstance(error, HpcdistError) and not is_interactive:
                 self._exit_recorded(int(error.exit_code))
             return
         report_agreed(error, self._is_speaker)
         self._abort("uncaught exception", traceback.format_exception(kind, error, trace), _code_of(error))
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
-        if self._comm.size == 1 or self._is_forked or args.exc_type is SystemExit:
+        if self._comm.size == 1 or self._is_forked or issubclass(args.exc_type, SystemExit):
             threading.__excepthook__(args)
             return
         report = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
@@ -98,9 +107,14 @@ class AbortHooks:
             return
         code = self._leaving_code()
         request = self._comm.Ibarrier()
-        deadline = time.monotonic() + (LAST_CALL_S if code else FINISH_LIMIT_S)
+        started, is_told = time.monotonic(), False
+        limit_s = LAST_CALL_S if self._exit else UNKNOWN_CALL_S
         while not request.Test():
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - started
+            if waited_s > SILENCE_S and not is_told:
+                is_told = True
+                print(f"hpcdist: {self._describe()} is done and waits for other ranks", file=sys.stderr, flush=True)
+            if waited_s > (limit_s if code else FINISH_LIMIT_S):
                 stack = self._exit.stack if self._exit else []
                 self._abort("left with a non-zero exit" if code else "finished, but others did not", stack, code or 1)
             time.sleep(0.002)

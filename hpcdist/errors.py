@@ -35,10 +35,12 @@ class HpcdistError(Exception):
     Attributes:
         exit_code: what the process leaves with when nobody catches the error.
         is_agreed: True when every rank raises this same error, so that no rank needs to abort the others.
+        is_speaker: whether this rank prints it; None: rank 0 does.
     """
 
     exit_code = ExitCode.INTERNAL
     is_agreed = False
+    is_speaker: bool | None = None
 
 
 class UsageError(HpcdistError, ValueError):
@@ -102,6 +104,6 @@ def report_agreed(error: BaseException, is_speaker: bool) -> None:
         SystemExit: with the error's exit code.
     """
     if isinstance(error, HpcdistError) and error.is_agreed:
-        if is_speaker:
+        if is_speaker if error.is_speaker is None else error.is_speaker:
             print(f"hpcdist: {error}", file=sys.stderr, flush=True)
         sys.exit(int(error.exit_code))

@@ -1,5 +1,6 @@
 """Distributed datasets: this replica's part of every global batch, and the cursor that a restart goes on from."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,9 +75,10 @@ class DistributedDataset:
             self._on_batch(None)
 
     def _next_pass(self) -> int:
-        """Return where the next pass starts: the first epoch of which no sample was handed out."""
-        n_rows = max(self._dataset.order.n_rows, 1)
-        return -(-self._position // n_rows) * n_rows
+        """Return where the next pass starts: the first run of epochs, between ends of batches, that is untouched."""
+        order = self._dataset.order
+        run = order.n_rows * (1 if math.isinf(order.inner_epochs) else int(order.inner_epochs))
+        return -(-self._position // max(run, 1)) * run
 
     def _part(self, start: int, stop: int) -> Nest:
         low, high = ceiling_bounds(stop - start, self._n_replicas, self._replica)

@@ -18,35 +18,25 @@ from hpcdist.mpi import MPI
 
 
 class BufferRecord:
-    """One buffer, and how to see that its module has written it since it was averaged last.
+    """One buffer, and a copy of it by which one sees that its module has written it since it was averaged last.
 
-    A tensor's version counter tells, but for the normalisation layers: their kernels write without counting, so a copy
-    is kept and compared. A buffer whose module is gone counts as unchanged.
+    Version counters do not tell: normalisation kernels, and writes through `.data`, do not count. A buffer whose module
+    is gone counts as unchanged.
+
+    Cost: one read of the buffer per synchronized backward, and its size in memory.
     """
 
     def __init__(self, place: BufferPlace, tensor: Tensor) -> None:
         self._place = place
         self.shape = tensor.shape
         self.sum_dtype = SUM_DTYPES[dtype_name(tensor)]
-        self.mark()
-
-    def mark(self) -> None:
-        """Take the buffer as it is now for unchanged."""
-        self._tensor = self._place.tensor
-        self._version = -1 if self._tensor is None else self._tensor._version
-        self._kept = None
-        if self._tensor is not None and self._place.is_normalisation:
-            self._kept = self._tensor.clone()
+        self._kept = tensor.clone()
 
     @property
     def is_changed(self) -> bool:
-        """Whether the module has written the buffer since `mark`."""
+        """Whether the buffer differs from what it was when it was averaged last."""
         tensor = self._place.tensor
-        if tensor is None:
-            return False
-        if tensor is not self._tensor or tensor._version != self._version:
-            return True
-        return self._kept is not None and not torch.equal(tensor, self._kept)
+        return tensor is not None and not torch.equal(tensor, self._kept)
 
     def contribution(self, takes_part: bool) -> Tensor:
         """Return what this replica adds to the sum: a flat host tensor, zero when it does not take part.
@@ -65,11 +55,11 @@ class BufferRecord:
         return tensor.reshape(-1).to("cpu", dtype)
 
     def publish(self, mean: Tensor) -> None:
-        """Write the mean over the replicas into the module."""
+        """Write the mean over the replicas into the module, unseen by autograd, which may have saved the buffer."""
         tensor = self._place.tensor
         if tensor is not None:
-            tensor.copy_(mean.view(self.shape))
-        self.mark()
+            tensor.data.copy_(mean.view(self.shape))
+            self._kept = tensor.clone()
 
 
 def average_buffers(

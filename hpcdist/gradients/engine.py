@@ -23,9 +23,10 @@ from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.bucket_set import BucketSet
 from hpcdist.gradients.buffers import BufferRecord, average_buffers
 from hpcdist.gradients.generators import StepGenerators
-from hpcdist.gradients.model_plan import ModelPlan, ModuleSet, explain_difference, plan_model
+from hpcdist.gradients.model_plan import IdentitySet, ModelPlan, ModuleSet, explain_difference, plan_model
 from hpcdist.gradients.record import ParameterRecord
-from hpcdist.gradients.tensors import from_array, to_array
+from hpcdist.gradients.rows import HandedRows
+from hpcdist.gradients.tensors import from_array, layout, to_array
 from hpcdist.world import World
 
 logger = logging.getLogger("hpcdist")
@@ -44,7 +45,7 @@ class GradientEngine:
 
     Attributes:
         generators: random numbers keyed by seed, step and replica.
-        local_rows: rows of the part of the global batch that this replica was handed last; None without one.
+        rows: rows of the parts that this replica was handed, to weigh it by.
     """
 
     def __init__(self, world: World, is_mean: bool | None, is_entered: Callable[[], bool]) -> None:
@@ -52,17 +53,19 @@ class GradientEngine:
         self._comm = world.role_comm
         self._is_entered = is_entered
         self.is_mean = is_mean
-        self.local_rows: int | None = None
+        self.rows = HandedRows()
         self.generators = StepGenerators(self._comm.rank)
         self._modules = ModuleSet()
         self._parameters: dict[int, ParameterRecord] = {}
         self._buffers: list[BufferRecord] = []
-        self._trained_ids: set[int] = set()
+        self._trained: IdentitySet[nn.Parameter] = IdentitySet()
+        self._broadcast_already: IdentitySet[Tensor] = IdentitySet()
+        self._optimizers: IdentitySet[Optimizer] = IdentitySet()
         self._forward_handle: torch_hooks.Handle | None = None
         self._is_syncing = True
         self._backward: int | None = None
         self._has_accumulated = False
-        self._weight = 0.0
+        self._weight: float | None = None
         for handle in torch_hooks.around_any_step(self._before_step, self._after_step):
             weakref.finalize(self, handle.remove)
 
@@ -73,7 +76,8 @@ class GradientEngine:
         """Look after every module that is built in the block."""
         handles = torch_hooks.on_module_built(self._see)
         try:
-            yield
+            with torch_hooks.on_copied_or_optimized(self._see, self._optimizers.add):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -85,8 +89,7 @@ class GradientEngine:
 
     def _look_again(self) -> None:
         """Plan anew at the next use when a parameter that is trained now was not when the plan was made."""
-        trained = (p for root in self._modules.roots() for p in root.parameters() if p.requires_grad)
-        if any(id(parameter) not in self._trained_ids for parameter in trained):
+        if any(p.requires_grad and p not in self._trained for p in self._modules.parameters()):
             self._expect_use()
 
     def _expect_use(self) -> None:
@@ -97,6 +100,7 @@ class GradientEngine:
         if module in self._modules:
             self.prepare(args)
 
+    @torch.inference_mode(False)
     def prepare(self, batch: Any = None) -> None:
         """Make the models of the scope equal on all ranks and plan their buckets, if that is not done yet.
 
@@ -115,7 +119,7 @@ class GradientEngine:
         plan = self._agreed_plan()
         self._broadcast(plan)
         self._start_generators()
-        self._trained_ids = {id(parameter) for _, parameter in plan.trained}
+        self._trained = IdentitySet(parameter for _, parameter in plan.trained)
         if self._comm.size > 1:
             self._plan_buckets(plan)
             self._warn_of_equal_batches(batch)
@@ -125,21 +129,25 @@ class GradientEngine:
         with self._world.agreed(self._comm):
             gc.collect()  # whether a module that nobody uses is still there must not differ between ranks
             plan = plan_model(self._modules.roots())
-        own = plan.describe()
+        self._agree_on(plan.describe())
+        return plan
+
+    def _agree_on(self, own: str) -> None:
+        """Raise DesyncError on all ranks unless all describe their tensors alike, one a line."""
         if not self._world.all_equal(own, self._comm):
             chiefs = self._world.broadcast_text(own, 0, self._comm)
             self._world.agree(None if own == chiefs else explain_difference(own, chiefs), self._comm)
-        return plan
 
     @torch.no_grad()
     def _broadcast(self, plan: ModelPlan) -> None:
         if self._comm.size == 1:
             return
-        for tensor in plan.tensors():
+        for tensor in [tensor for tensor in plan.tensors() if tensor not in self._broadcast_already]:
             array, dtype = to_array(tensor)
             mpi.broadcast(array, self._comm)
-            if self._comm.rank != 0:
-                tensor.copy_(from_array(array, dtype))
+            if self._comm.rank != 0:  # unseen by autograd, as the chief's is: a graph may hold the tensor already
+                tensor.data.copy_(from_array(array, dtype))
+            self._broadcast_already.add(tensor)
 
     def _start_generators(self) -> None:
         seed = self._world.broadcast_text(str(torch.initial_seed()), 0, self._comm)
@@ -153,6 +161,7 @@ class GradientEngine:
         self._buffers = [BufferRecord(place, tensor) for place, tensor in plan.averaged]
         records = [(record, record.parameter) for record in self._parameters.values()]
         alive = [(record, owner) for record, owner in records if owner is not None]
+        self._agree_on("\n".join(f"{record.name} {layout(owner)}" for record, owner in alive))
         self._parameters = {id(owner): record for record, owner in alive}
         n_counts = len(alive) + len(self._buffers) + 1
         self._buckets = BucketSet([owner for _, owner in alive], n_counts)
@@ -194,14 +203,17 @@ class GradientEngine:
         if self._backward != torch_hooks.backward_id():
             self._begin_backward()
         parameter = record.parameter
-        if self._is_syncing and parameter is not None:
+        if parameter is not None:
             record.set_aside(parameter)
 
     @torch.no_grad()
     def _after_accumulation(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
-        self._has_accumulated = True
+        if not self._has_accumulated:
+            self._weigh_backward()
         if self._is_syncing:
             record.take(parameter)
+        else:
+            record.accumulate_locally(parameter)
 
     def _begin_backward(self) -> None:
         if torch_hooks.is_nested_backward():
@@ -209,49 +221,57 @@ class GradientEngine:
                 "backward: expected one backward at a time, got one inside another, as reentrant activation "
                 "checkpointing does; pass use_reentrant=False to torch.utils.checkpoint."
             )
+        if self._backward is not None:
+            self._drop_backward()
+        self._backward = torch_hooks.backward_id()
+        torch_hooks.at_end_of_backward(self._end_backward)
+
+    def _weigh_backward(self) -> None:
+        """Find out how this backward's gradients are weighed, when it turns out that it accumulates some."""
+        self._has_accumulated = True
         if self.is_mean is None:
             raise GradientError(
                 f"backward: expected to know how the gradients of {self._comm.size} replicas combine, got no "
                 f"gradient_op; scale the loss by hpcdist.compute_average_loss, or make the strategy with "
                 f"gradient_op=ReduceOp.SUM (the loss is divided by the global batch) or ReduceOp.MEAN (the loss is a "
-                "mean over the local batch)."
+                f"mean over the local batch)."
             )
-        if self._backward is not None:
-            self._drop_backward()
-        self._backward = torch_hooks.backward_id()
-        self._weight += 1.0 if self.local_rows is None else self.local_rows
-        if not self._is_syncing:
-            for record in self._parameters.values():
-                record.start_local()
-        torch_hooks.at_end_of_backward(self._end_backward)
+        weight = self.rows.weight(is_mean=self.is_mean)
+        if self.is_mean and self._weight not in (None, weight):
+            raise GradientError(
+                f"backward: expected micro-batches of equal rows under no_sync with ReduceOp.MEAN, got "
+                f"{self._weight:g} and {weight:g}; use drop_remainder, or compute_average_loss with ReduceOp.SUM."
+            )
+        self._weight = weight
 
     def _drop_backward(self) -> None:
         """Forget a backward that began and never ended, because something in it raised."""
         for record in self._parameters.values():
             record.drop()
-        self._has_accumulated = False
-        self._weight = 0.0
+        self._backward, self._has_accumulated, self._weight = None, False, None
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        self._backward = None
-        if self._has_accumulated and self._is_syncing:
-            self._sum_over_replicas()
-            self._weight = 0.0
-        elif self._is_syncing:
+        if not self._has_accumulated:
             for record in self._parameters.values():
                 record.put_back()
-        self._has_accumulated = False
+        elif self._is_syncing:
+            try:
+                self._sum_over_replicas()
+            except BaseException:
+                self._drop_backward()
+                raise
+            self._weight = None
+        self._backward, self._has_accumulated = None, False
 
     def _sum_over_replicas(self) -> None:
         records = list(self._parameters.values())
-        weight = self._weight if self.is_mean else None
-        has_rows = self.local_rows != 0
-        changed = [has_rows and buffer.is_changed for buffer in self._buffers]
+        weight = 1.0 if self._weight is None else self._weight
+        changed = [weight > 0 and buffer.is_changed for buffer in self._buffers]
         for record in records:
-            record.complete(weight)
+            record.complete(weight if self.is_mean else None)
         counts = self._buckets.counts
-        counts.copy_(torch.tensor([*(record.is_touched for record in records), *changed, self._weight]))
+        counts.copy_(torch.tensor([*(record.is_touched for record in records), *changed, weight]))
         self._buckets.all_reduce(self._comm)
         *counted, total = counts.tolist()
         for record, n_touched in zip(records, counted, strict=False):
@@ -261,12 +281,21 @@ class GradientEngine:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        is_ours = self._is_entered() or any(id(parameter) in self._trained_ids for parameter in parameters)
-        if self._comm.size == 1 or not is_ours:
+        if self._comm.size == 1:
             return
-        for parameter in parameters:
-            self._check_gradient(parameter)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if self._is_ours(optimizer, parameters):
+            for parameter in parameters:
+                self._check_gradient(parameter)
+
+    def _is_ours(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> bool:
+        """Return whether an optimizer was built or is used in the scope, or steps a parameter of its modules."""
+        if optimizer not in self._optimizers and not self._is_entered():
+            known = self._modules.parameters()
+            if not any(parameter in known for parameter in parameters):
+                return False
+        self._optimizers.add(optimizer)
+        return True
 
     def _check_gradient(self, parameter: nn.Parameter) -> None:
         record = self._record_of(parameter)
@@ -274,8 +303,9 @@ class GradientEngine:
             return
         if record is None:
             raise GradientError(
-                f"step: expected parameters made and unfrozen inside strategy.scope() before the first step, got one "
-                f"of shape {tuple(parameter.shape)} whose gradient was not summed; build and unfreeze it in the scope."
+                f"step: expected parameters made in strategy.scope() and in use since, got one of shape "
+                f"{tuple(parameter.shape)} whose gradient was not summed; build it in the scope, enter the scope again "
+                f"after unfreezing, and call the model itself or strategy.run."
             )
         if record.is_local or self._backward is not None:
             raise GradientError(
@@ -289,14 +319,14 @@ class GradientEngine:
             )
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        if any(id(p) in self._trained_ids for group in optimizer.param_groups for p in group["params"]):
+        if any(p in self._trained for group in optimizer.param_groups for p in group["params"]):
             self.generators.advance()
             self._world.step = self.generators.step
 
 
 def _digest(batch: Any) -> str:
     """Return a digest of the first tensor with rows in `batch`; empty text when there is none."""
-    if isinstance(batch, Tensor) and batch.dim() > 0 and batch.numel() > 0:
+    if isinstance(batch, Tensor) and batch.layout is torch.strided and batch.dim() > 0 and batch.numel() > 0:
         array = to_array(batch)[0].reshape(-1).view("u1")
         return xxhash.xxh3_64_hexdigest(array[:_COMPARED_BYTES].tobytes())
     items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()

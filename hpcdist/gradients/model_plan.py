@@ -1,12 +1,12 @@
 """Which parameters and buffers a strategy looks after, found by walking the modules made in its scope."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Generic, TypeVar
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from hpcdist.errors import ConfigurationError, DesyncError
@@ -19,7 +19,6 @@ class BufferPlace:
 
     def __init__(self, name: str, module: nn.Module, key: str) -> None:
         self.name = name
-        self.is_normalisation = isinstance(module, _NormBase)
         self._module = weakref.ref(module)
         self._key = key
 
@@ -30,24 +29,41 @@ class BufferPlace:
         return None if module is None else module._buffers.get(self._key)
 
 
-class ModuleSet:
-    """The modules made in a scope, held weakly, in the order in which they were first seen."""
+T = TypeVar("T")
 
-    def __init__(self) -> None:
-        self._seen: dict[int, weakref.ref[nn.Module]] = {}
 
-    def __contains__(self, module: nn.Module) -> bool:
-        known = self._seen.get(id(module))
-        return known is not None and known() is module
+class IdentitySet(Generic[T]):
+    """Objects held weakly and told apart by identity, in the order in which they were added."""
 
-    def add(self, module: nn.Module) -> None:
-        """Remember a module."""
-        if module not in self:
-            self._seen[id(module)] = weakref.ref(module)
+    def __init__(self, items: Iterable[T] = ()) -> None:
+        self._known: dict[int, weakref.ref[T]] = {}
+        for item in items:
+            self.add(item)
+
+    def __contains__(self, item: T) -> bool:
+        known = self._known.get(id(item))
+        return known is not None and known() is item
+
+    def __iter__(self) -> Iterator[T]:
+        yield from [item for known in self._known.values() if (item := known()) is not None]
+
+    def add(self, item: T) -> None:
+        """Remember an object, as the last one also where its id was that of one that is gone."""
+        if item not in self:
+            self._known.pop(id(item), None)
+            self._known[id(item)] = weakref.ref(item)
+
+
+class ModuleSet(IdentitySet[nn.Module]):
+    """The modules made in a scope, in the order in which they were first seen."""
+
+    def parameters(self) -> IdentitySet[nn.Parameter]:
+        """Return every parameter that the modules have now, also frozen ones."""
+        return IdentitySet(parameter for module in self for parameter in module.parameters())
 
     def roots(self) -> list[nn.Module]:
         """Return the modules that are alive and no other one's child."""
-        alive = [module for known in self._seen.values() if (module := known()) is not None]
+        alive = list(self)
         children = {id(child) for module in alive for child in module.modules() if child is not module}
         return [module for module in alive if id(module) not in children]
 

@@ -29,8 +29,10 @@ class ParameterRecord:
         self._parameter = weakref.ref(parameter)
         self.is_touched = False
         self.is_local = False
+        self._was_in_slot = False
         self._found: Tensor | None = None  # what the running backward found in parameter.grad
         self._earlier: Tensor | None = None  # a sum of an earlier backward, to be added to this one's sum
+        self._idle: Tensor | None = None  # zeros that stay where they are if no replica has a gradient
         self._result: Tensor | None = None  # what was published last
 
     @property
@@ -41,13 +43,17 @@ class ParameterRecord:
     def use_slot(self, slot: Tensor, parameter: nn.Parameter) -> None:
         """Take a new slot: a flat host tensor of the parameter's number of elements."""
         self._slot = slot
-        self._view = view_as(slot, parameter)
         self._planned = parameter.device, parameter.dtype
         self._is_direct = parameter.device.type == "cpu" and parameter.dtype == slot.dtype
 
     def is_trustworthy(self, parameter: nn.Parameter) -> bool:
-        """Return whether `parameter.grad` is what was published last."""
-        return parameter.grad is self._result
+        """Return whether `parameter.grad` is what was published last, and where it was."""
+        grad = parameter.grad
+        is_ours = grad is not None and grad is self._result
+        return is_ours and (not self._was_in_slot or self._is_in_slot(grad))
+
+    def _is_in_slot(self, grad: Tensor | None) -> bool:
+        return grad is not None and grad.data_ptr() == self._slot.data_ptr()
 
     def set_aside(self, parameter: nn.Parameter) -> None:
         """Move what `parameter.grad` holds out of the way of a synchronized backward."""
@@ -70,7 +76,10 @@ class ParameterRecord:
             GradientError: when the gradient was put there by hand; on this rank only.
         """
         found, self._found = self._found, None
-        if found is None or (not self.is_local and not bool(found.any())):
+        if found is None:
+            return None
+        if not self.is_local and not bool(found.any()):
+            self._idle = found if found is self._result else None
             return None
         kept = found.clone() if self._is_direct else found
         if self.is_local:
@@ -83,25 +92,31 @@ class ParameterRecord:
         self._earlier = kept
         return None
 
-    def start_local(self) -> None:
-        """Check, before a backward under no_sync adds to it, that `parameter.grad` is not a sum over replicas.
+    def accumulate_locally(self, parameter: nn.Parameter) -> None:
+        """Take note that a backward under no_sync has added to `parameter.grad`; `set_aside` was called before it.
 
         Raises:
-            GradientError: when it is; on this rank only.
+            GradientError: when it was a sum over replicas that was added to; on this rank only.
         """
-        found = None if self.parameter is None else self.parameter.grad
-        if found is not None and not self.is_local and bool(found.any()):
+        found, self._found = self._found, None
+        if found is None:
+            self.is_local = True
+            return
+        if not self.is_local and bool(found.any()):
             raise GradientError(
                 f"no_sync: expected zeroed or local gradients, got one summed over the replicas in {self.name!r}; "
                 f"call zero_grad() before accumulating."
             )
+        assert parameter.grad is not None, "autograd writes the gradient before it calls this"
+        parameter.grad = found.add_(parameter.grad) if not self._is_in_slot(found) else found + parameter.grad
         self.is_local = True
 
     def take(self, parameter: nn.Parameter) -> None:
         """Copy the gradient that a synchronized backward has just written into the slot.
 
         Raises:
-            GradientError: when it is sparse, or the parameter was moved or converted; on this rank only.
+            GradientError: when it is sparse or has a graph, or the parameter was moved or converted; on this
+                rank only.
         """
         gradient = parameter.grad
         assert gradient is not None, "autograd writes the gradient before it calls this"
@@ -115,15 +130,21 @@ class ParameterRecord:
                 f"backward: expected a dense gradient, got a sparse one for {self.name!r}; build the layer with "
                 f"sparse=False."
             )
+        if gradient.requires_grad:
+            raise GradientError(
+                f"backward: expected no create_graph=True, got a gradient with a graph for {self.name!r}; use "
+                f"torch.autograd.grad for gradients of gradients."
+            )
         local = self._sort_found()
-        self._view.copy_(gradient)
-        self._add(local)
+        view = view_as(self._slot, parameter)
+        view.copy_(gradient)
+        self._add(local, view)
         if self._is_direct:
-            parameter.grad = self._view
+            parameter.grad = view
 
-    def _add(self, local: Tensor | None) -> None:
+    def _add(self, local: Tensor | None, view: Tensor) -> None:
         if local is not None:
-            self._view.add_(local)
+            view.add_(local)
         self.is_touched = True
 
     def complete(self, weight: float | None) -> None:
@@ -134,8 +155,8 @@ class ParameterRecord:
                 self.set_aside(parameter)
             local = self._sort_found()
             self._slot.zero_()
-            if local is not None:
-                self._add(local)
+            if local is not None and parameter is not None:
+                self._add(local, view_as(self._slot, parameter))
         if weight == 0:
             self._slot.zero_()
         elif weight is not None and self.is_touched:
@@ -148,26 +169,27 @@ class ParameterRecord:
             n_touched: replicas that had a gradient; with none, `parameter.grad` stays as it was.
             weight: sum of all replicas' weights, to divide by.
         """
-        result, parameter = self._earlier, self.parameter
+        parameter = self.parameter
+        result = self._earlier if self._earlier is not None else self._idle
         if n_touched and parameter is not None:
             if weight is not None:
                 self._slot.div_(weight or 1.0)
-            result = self._view if self._is_direct else torch.empty_like(parameter).copy_(self._view)
+            view = view_as(self._slot, parameter)
+            result = view if self._is_direct else torch.empty_like(parameter).copy_(view)
             if self._earlier is not None:
                 result.add_(self._earlier)
         self._end(result)
 
     def drop(self) -> None:
-        """Forget a backward that ended in an error: what it wrote is of no replica's sum."""
-        self.put_back()
-        if self.is_touched:
-            self._end(self._earlier)
-        self._earlier = None
-        self.is_touched = self.is_local = False
+        """Forget a backward that ended in an error, and what it found: nobody can tell its parts from earlier sums."""
+        if self.is_touched or self._found is not None or self._earlier is not None:
+            self._end(None)
+        self._found = None
 
     def _end(self, result: Tensor | None) -> None:
         if self.parameter is not None:
             self.parameter.grad = result
         self._result = result
-        self._earlier = None
+        self._was_in_slot = self._is_in_slot(result)
+        self._earlier = self._idle = None
         self.is_touched = self.is_local = False

@@ -6,7 +6,8 @@ it weakly, so that a strategy whose models are gone goes away.
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -41,28 +42,60 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def on_module_built(see: Callable[[nn.Module], None]) -> list[Handle]:
-    """Call see(module) whenever any module is given a parameter or a child.
+    """Call see(module) whenever any module is given a parameter, a buffer or a child.
 
     Deep-copied children have no parameter registered through the hook: walk from the module that holds them.
     """
 
-    def parameter(module: nn.Module, name: str, value: Any) -> None:
-        see(module)
-
-    def child(module: nn.Module, name: str, value: Any) -> None:
+    def registered(module: nn.Module, name: str, value: Any) -> None:
         see(module)
 
     return [
-        module_hooks.register_module_parameter_registration_hook(parameter),
-        module_hooks.register_module_module_registration_hook(child),
+        module_hooks.register_module_parameter_registration_hook(registered),
+        module_hooks.register_module_buffer_registration_hook(registered),
+        module_hooks.register_module_module_registration_hook(registered),
     ]
 
 
+@contextmanager
+def on_copied_or_optimized(
+    see_module: Callable[[nn.Module], None], see_optimizer: Callable[[Optimizer], None]
+) -> Iterator[None]:
+    """Call see_module for every deep-copied or unpickled module, and see_optimizer for every optimizer, of the block.
+
+    torch has no hook for either: the methods that both pass through are wrapped for the time of the block.
+    """
+    set_state, add_group = nn.Module.__setstate__, Optimizer.add_param_group
+
+    def wrapped_set_state(module: nn.Module, state: Any) -> None:
+        set_state(module, state)  # type: ignore[no-untyped-call]
+        see_module(module)
+
+    def wrapped_add_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+        add_group(optimizer, param_group)
+        see_optimizer(optimizer)
+
+    _replace_methods(wrapped_set_state, wrapped_add_group)
+    try:
+        yield
+    finally:
+        _replace_methods(set_state, add_group)
+
+
+def _replace_methods(set_state: Callable[..., None], add_group: Callable[..., None]) -> None:
+    nn.Module.__setstate__ = set_state  # type: ignore[method-assign]
+    Optimizer.add_param_group = add_group  # type: ignore[method-assign]
+
+
 def before_any_forward(see: Callable[[nn.Module, tuple[Any, ...]], None]) -> Handle:
-    """Call see(module, args) before the forward of every module. Slows every forward: remove it soon."""
+    """Call see(module, args) before the forward of every module that is not being traced by torch.compile.
+
+    Slows every forward: remove it soon.
+    """
 
     def forward(module: nn.Module, args: tuple[Any, ...]) -> None:
-        see(module, args)
+        if not torch.compiler.is_compiling():
+            see(module, args)
 
     handle: Handle = module_hooks.register_module_forward_pre_hook(forward)
     return handle

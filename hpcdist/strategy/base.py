@@ -101,6 +101,11 @@ class Strategy:
         """Let backwards in the block accumulate without a sum; the next one outside sums everything."""
         return nullcontext()
 
+    @property
+    def is_summing(self) -> bool:
+        """Whether it is known that gradients are summed."""
+        return True
+
     def use_sum_of_scaled_losses(self) -> bool:
         """Sum gradients from now on, as losses are divided by the global batch; False if the strategy averages them."""
         return True

@@ -32,8 +32,12 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
             f"compute_average_loss: expected global_batch_size of at least 0, got {global_batch_size}; give the rows "
             f"of all replicas."
         )
-    are_summing = [strategy.use_sum_of_scaled_losses() for strategy in strategies]
-    if not any(are_summing):
+    if len(strategies) > 1 and not all(strategy.is_summing for strategy in strategies):
+        raise UsageError(
+            f"compute_average_loss: expected one strategy, got {len(strategies)} alive and none entered; call it "
+            f"inside strategy.scope() or run(), or give each strategy its gradient_op."
+        )
+    if not strategies[0].use_sum_of_scaled_losses():
         raise UsageError(
             "compute_average_loss: expected a strategy that sums gradients, got gradient_op=ReduceOp.MEAN; use the "
             "mean over the local batch as loss, or gradient_op=ReduceOp.SUM."

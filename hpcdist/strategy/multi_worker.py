@@ -1,5 +1,7 @@
 """MultiWorkerMirroredStrategy: one replica per worker rank, gradients summed over all of them."""
 
+import functools
+import itertools
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -53,6 +55,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._comm = self.world.role_comm
         is_mean = None if op is None else op is ReduceOp.MEAN
         self._engine = GradientEngine(self.world, is_mean, self._is_entered)
+        self._dataset_numbers = itertools.count()
         self._set_threads()
         context.register(self)
 
@@ -92,9 +95,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         """Return this replica's parts of a dataset; see `Strategy.experimental_distribute_dataset`."""
         with self.world.agreed(self._comm):
             check_distributable(dataset)
-        if dataset.has_drawn_seed:
-            dataset = dataset.with_drawn_seed(int(self.world.broadcast_text(str(dataset.order.seed), 0, self._comm)))
-        own = str(dataset.order)
+        chiefs_seed = self.world.broadcast_text(str(dataset.order.seed), 0, self._comm)
+        if dataset.has_drawn_seed and chiefs_seed != "None":
+            dataset = dataset.with_drawn_seed(int(chiefs_seed))
+        own = f"{dataset.order} with a {'drawn' if dataset.has_drawn_seed else 'given'} seed"
         chiefs = self.world.broadcast_text(own, 0, self._comm)
         with self.world.agreed(self._comm):
             if own != chiefs:
@@ -102,10 +106,9 @@ class MultiWorkerMirroredStrategy(Strategy):
                     f"experimental_distribute_dataset: expected the dataset of the chief, {chiefs}, got {own}; give "
                     f"every rank the same rows, batch and seed."
                 )
-        return DistributedDataset(dataset, self._comm.rank, self._comm.size, self._take_note_of_rows)
-
-    def _take_note_of_rows(self, n_rows: int | None) -> None:
-        self._engine.local_rows = n_rows
+        source = next(self._dataset_numbers)
+        hand = functools.partial(self._engine.rows.hand, source)
+        return DistributedDataset(dataset, self._comm.rank, self._comm.size, hand)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backwards in the block accumulate this replica's gradients; the next one outside sums everything.
@@ -113,6 +116,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         `step` on gradients that were not summed raises.
         """
         return self._engine.no_sync()
+
+    @property
+    def is_summing(self) -> bool:
+        """Whether it is known that gradients are summed."""
+        return self._engine.is_mean is False
 
     def use_sum_of_scaled_losses(self) -> bool:
         """Sum gradients from now on; False if the strategy was made to average them."""

@@ -27,7 +27,7 @@ def run(start, root, tmp_path, *options):
     shutil.copy(root / "tests" / "mpi" / "conftest.py", folder)
     (folder / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\nmarkers = mpi\n")
     (folder / "test_suite.py").write_text(TESTS)
-    return start(2, "-m", "pytest", "-q", "--with-mpi", folder, *options).wait(50)
+    return start(2, "-m", "pytest", "-q", "-rN", "--with-mpi", folder, *options).wait(50)
 
 
 def test_a_failure_on_one_rank_is_one_failure_on_all_and_reported_once(start, root, tmp_path):

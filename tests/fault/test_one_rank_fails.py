@@ -33,7 +33,7 @@ FAILURES = {
     "sys.exit": ("sys.exit(3)", "", "in fail", 3),
     "sys.exit text": ("sys.exit('bye')", "", "in fail", 1),
     "SystemExit": ("raise SystemExit(3)", "", "left with a non-zero exit", 1),
-    "exit": ("exit(3)", "", "left with a non-zero exit", 1),
+    "exit": ("exit(3)", "", "in fail", 3),
     "os._exit": ("os._exit(3)", "", "", None),
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "", "", None),
     "terminated": ("os.kill(os.getpid(), signal.SIGTERM)", "", "", None),
@@ -138,13 +138,42 @@ for act in (lambda: 1 / 0, lambda: sys.exit(3), lambda: exit(4)):
     assert "hpcdist:" not in outcome.output
 
 
-@pytest.mark.parametrize("leave", ["", "sys.exit(0)", "sys.exit()"])
+@pytest.mark.parametrize("leave", ["", "sys.exit(0)", "exit()", "raise SystemExit(0)"])
 def test_a_rank_that_is_done_waits_for_one_that_saves(start, tmp_path, leave):
     """The chief is busy for longer than a failing rank would wait: leaving early with success must not end it."""
     text = WORLD + f"if rank == 0:\n    time.sleep(6)\n    print('saved')\n{leave}"
     _, outcome = run(start, tmp_path, text)
     assert outcome.code == 0, outcome.output
     assert "saved" in outcome.output
+
+
+def test_a_thread_that_exits_ends_only_itself(start, tmp_path):
+    text = (
+        "import threading\n"
+        + WORLD
+        + """
+thread = threading.Thread(target=sys.exit, args=(3,))
+thread.start()
+thread.join()
+hpcdist.all_reduce(np.ones(1))
+"""
+    )
+    _, outcome = run(start, tmp_path, text)
+    assert outcome.code == 0, outcome.output
+    assert outcome.output == ""
+
+
+def test_an_error_of_the_workers_is_printed_also_beside_an_evaluator(start, tmp_path):
+    (tmp_path / "file").write_text("")
+    text = f"""
+strategy = hpcdist.MultiWorkerMirroredStrategy(hpcdist.MPIClusterResolver("evaluator:1,worker:*"))
+if strategy.cluster_resolver.task_type == "worker":
+    hpcdist.CheckpointManager(hpcdist.Checkpoint(strategy=strategy), {str(tmp_path / "file" / "below")!r})
+time.sleep(30)
+"""
+    _, outcome = run(start, tmp_path, text, n_ranks=3)
+    assert outcome.code == 74
+    assert outcome.output.count("expected a folder that can be written") == 1
 
 
 def test_a_forked_child_is_not_the_rank(start, tmp_path):

@@ -213,6 +213,22 @@ def test_unused_parameters_have_no_gradient_on_any_rank(pair, comm):
         assert model[2].weight.grad is None
 
 
+def test_unused_parameters_train_as_on_one_rank(pair, comm):
+    """Ranks use the second layer in the first step only; momentum and decay of what is unused follow torch's rules."""
+    model, reference = pair
+    mine, whole = local_rows(comm)
+    for set_to_none in (True, False):
+        for one, rows in ((model, mine), (reference, whole)):
+            optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+            for step in range(4):
+                optimizer.zero_grad(set_to_none=set_to_none)
+                loss = loss_of(one, rows) if step == 0 else one[0](rows[0]).square().sum() / ROWS
+                loss.backward()
+                optimizer.step()
+        assert_close([p.detach() for p in model.parameters()], [p.detach() for p in reference.parameters()])
+        assert_close(gradients(model), gradients(reference))
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -338,7 +354,7 @@ def test_a_parameter_made_outside_the_scope_is_refused_at_step(pair, comm):
     model, _ = pair
     outside = nn.Linear(3, 1)
     outside(model(local_rows(comm)[0][0])).sum().backward()
-    with pytest.raises(GradientError, match="made and unfrozen inside strategy.scope"):
+    with pytest.raises(GradientError, match="whose gradient was not summed"):
         torch.optim.SGD([*model.parameters(), *outside.parameters()], lr=0.1).step()
 
 
@@ -394,6 +410,175 @@ def test_a_backward_that_raised_and_was_caught_leaves_nothing_behind(pair, comm)
     model.zero_grad()
     loss_of(model, mine).backward()
     loss_of(reference, whole).backward()
+    assert_close(gradients(model), gradients(reference))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_failed_backward_after_a_good_one(pair, comm, set_to_none):
+    model, reference = pair
+    mine, whole = local_rows(comm)
+    loss_of(model, mine).backward()
+    with pytest.raises(ZeroDivisionError):
+        model[2](Failing.apply(model[0](mine[0]))).sum().backward()
+    model.zero_grad(set_to_none=set_to_none)
+    loss_of(model, mine).backward()
+    loss_of(reference, whole).backward()
+    assert_close(gradients(model), gradients(reference))
+
+
+def test_a_gradient_whose_data_was_replaced_is_refused(pair, comm):
+    if comm.size == 1:
+        pytest.skip("one replica cannot differ")
+    model, _ = pair
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, local_rows(comm)[0]).backward()
+    model[0].weight.grad.data = model[0].weight.grad.data * 0.5
+    with pytest.raises(GradientError, match="got another tensor"):
+        optimizer.step()
+
+
+def test_strides_changed_after_a_backward(strategy, comm):
+    with strategy.scope():
+        model = nn.Conv2d(2, 3, 3)
+    x = torch.full((1, 2, 3, 3), float(comm.rank + 1))
+    model(x).sum().backward()
+    model.to(memory_format=torch.channels_last)
+    model.zero_grad()
+    model(x).sum().backward()
+    assert (model.weight.grad == comm.size * (comm.size + 1) / 2).all()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")  # torch's own hint; as an error it would hang torch
+def test_a_graph_of_the_gradient_is_refused(pair, comm):
+    if comm.size == 1:
+        pytest.skip("one replica sums nothing")
+    model, _ = pair
+    with pytest.raises(GradientError, match="create_graph"):
+        loss_of(model, local_rows(comm)[0]).backward(create_graph=True)
+
+
+def test_two_forwards_through_batch_norm_then_two_backwards(strategy, comm):
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    first, second = (model(torch.randn(4, 2)).square().sum() for _ in range(2))
+    first.backward()
+    second.backward()
+    assert_same_on_all_ranks(comm, [*gradients(model), model[1].running_mean])
+
+
+def test_a_first_use_in_inference_mode(strategy, comm):
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+    with torch.inference_mode():
+        model(torch.ones(1, 2))
+    model(torch.full((1, 2), float(comm.rank))).sum().backward()
+    assert model.weight.grad.tolist() == [[comm.size * (comm.size - 1) / 2] * 2]
+
+
+def test_layers_keep_their_order_when_others_were_thrown_away(strategy, comm):
+    """Python gives new modules the ids of dead ones, in another order on every rank."""
+    with strategy.scope():
+        for _ in range(50 + 13 * comm.rank):
+            nn.Linear(1, 1)
+        layers = [nn.Linear(1, 1) for _ in range(20)]
+    strategy.run(lambda: None)
+    for number, layer in enumerate(layers):
+        (layer(torch.ones(1, 1)).sum() * number).backward()
+    assert [layer.bias.grad.item() for layer in layers] == [number * comm.size for number in range(20)]
+
+
+def test_a_copy_of_a_whole_model_made_in_the_scope_is_summed(strategy, comm):
+    base = nn.Linear(2, 1)
+    with strategy.scope():
+        model = copy.deepcopy(base)
+    model(torch.full((1, 2), float(comm.rank))).sum().backward()
+    assert model.weight.grad.tolist() == [[comm.size * (comm.size - 1) / 2] * 2]
+    assert_same_on_all_ranks(comm, model.parameters())
+
+
+class WithMethod(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Parameter(torch.ones(2))
+
+    def loss(self, x):
+        return (self.layer * x).sum()
+
+
+def unsummed(strategy, kind, comm):
+    """Return (model, loss, optimizer) of a program whose gradients hpcdist never saw."""
+    if kind == "unfrozen elsewhere":
+        with strategy.scope():
+            model = nn.Linear(2, 1).requires_grad_(False)
+        model(torch.ones(1, 2))
+        model.requires_grad_(True)
+        return model, model(torch.ones(1, 2)).sum(), torch.optim.SGD(model.parameters(), lr=1.0)
+    if kind == "a method":
+        with strategy.scope():
+            model = WithMethod()
+        return model, model.loss(torch.ones(2) * comm.rank), torch.optim.SGD(model.parameters(), lr=1.0)
+    with strategy.scope():
+        parameter = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+    return parameter, (parameter * comm.rank).sum(), optimizer
+
+
+@pytest.mark.parametrize("kind", ["unfrozen elsewhere", "a method", "a bare parameter"])
+def test_what_was_never_summed_is_refused_at_step(strategy, comm, kind):
+    if comm.size == 1:
+        pytest.skip("one replica cannot differ")
+    _model, loss, optimizer = unsummed(strategy, kind, comm)
+    loss.backward()
+    with pytest.raises(GradientError, match="whose gradient was not summed"):
+        optimizer.step()
+
+
+def mean_job(comm, n_rows, batch):
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+    rows = torch.arange(2.0 * n_rows).reshape(n_rows, 2)
+    return (
+        strategy,
+        model,
+        strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(rows).batch(batch)),
+    )
+
+
+def test_mean_refuses_parts_of_unequal_length_between_two_backwards(comm):
+    """A loop that fetches one batch ahead: nobody could tell which part a gradient stands for."""
+    _, model, dataset = mean_job(comm, 3 * comm.size, 2 * comm.size)
+    if comm.size == 1:
+        pytest.skip("one replica weighs nothing")
+    parts = iter(dataset)
+    ahead = [next(parts), next(parts)]
+    with pytest.raises(GradientError, match=r"got parts of \[1, 2\] rows"):
+        model(ahead[0]).mean().backward()
+
+
+def test_mean_under_no_sync_weighs_equal_parts_and_refuses_others(comm):
+    strategy, model, dataset = mean_job(comm, 3 * comm.size, 2 * comm.size)
+    if comm.size == 1:
+        pytest.skip("one replica weighs nothing")
+    parts = iter(dataset)
+    with strategy.no_sync():
+        model(next(parts)).mean().backward()
+    with pytest.raises(GradientError, match="micro-batches of equal rows"):
+        model(next(parts)).mean().backward()
+
+
+def test_mean_weighs_the_second_backward_as_the_first(comm):
+    """Rows 0..4 over the replicas: uneven parts, and two backwards for each."""
+    _, model, dataset = mean_job(comm, 5, 5)
+    reference = copy.deepcopy(model)
+    for x in dataset:
+        model(x).mean().backward() if len(x) else (model(x).sum() * float("nan")).backward()
+        model(x).square().mean().backward() if len(x) else (model(x).sum() * float("nan")).backward()
+    reference.load_state_dict(model.state_dict())
+    whole = torch.arange(10.0).reshape(5, 2)
+    reference(whole).mean().backward()
+    reference(whole).square().mean().backward()
     assert_close(gradients(model), gradients(reference))
 
 

@@ -141,12 +141,17 @@ def test_average_loss_outside_the_scope_means_the_strategies_alive(comm):
     gc.collect()
     all_ranks = hpcdist.MultiWorkerMirroredStrategy()
     assert hpcdist.compute_average_loss(torch.ones(2)).item() == pytest.approx(1 / comm.size)
-    if comm.size > 2:
-        fewer = hpcdist.MultiWorkerMirroredStrategy(hpcdist.MPIClusterResolver("evaluator:1,worker:*"))
-        with pytest.raises(ValueError, match="expected one number of replicas"):
-            hpcdist.compute_average_loss(torch.ones(2))
-        assert hpcdist.compute_average_loss(torch.ones(2), global_batch_size=4).item() == 0.5
-        assert fewer.num_replicas_in_sync < all_ranks.num_replicas_in_sync
+    undecided = hpcdist.MultiWorkerMirroredStrategy()
+    with pytest.raises(ValueError, match="got 2 alive and none entered"):
+        hpcdist.compute_average_loss(torch.ones(2), global_batch_size=4)
+    with undecided.scope():
+        hpcdist.compute_average_loss(torch.ones(2))
+    assert hpcdist.compute_average_loss(torch.ones(2), global_batch_size=4).item() == 0.5
+    assert all_ranks.is_summing
+    averaging = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+    with pytest.raises(ValueError, match="got 3 alive"):
+        hpcdist.compute_average_loss(torch.ones(2), global_batch_size=4)
+    assert not averaging.is_summing
 
 
 def test_average_loss_does_not_go_with_a_mean_of_gradients():
@@ -171,6 +176,16 @@ def test_a_drawn_seed_is_the_same_on_all_ranks(strategy, comm):
     assert len(set(comm.allgather(distributed.state_dict()["seed"]))) == 1
     parts = comm.allgather([part.tolist() for part in distributed])
     assert sorted(sum((part[0] for part in parts), [])) == list(range(100))
+
+
+@pytest.mark.parametrize("drawn_by", [0, 1])
+def test_a_seed_on_one_rank_only_is_an_error_on_all(strategy, comm, drawn_by):
+    if comm.size == 1:
+        pytest.skip("one rank cannot differ")
+    seed = None if min(comm.rank, 1) == drawn_by else 1
+    dataset = hpcdist.Dataset.from_tensor_slices(torch.arange(8)).shuffle(seed=seed).batch(4)
+    with pytest.raises(DataError, match="drawn seed"):
+        strategy.experimental_distribute_dataset(dataset)
 
 
 def test_another_dataset_on_one_rank_is_an_error_on_all(strategy, comm):

@@ -150,6 +150,12 @@ def test_a_broken_off_pass_is_not_continued_by_the_next_one():
     assert distributed.position == 8
 
 
+def test_a_broken_off_pass_over_several_epochs_ends_with_its_run():
+    distributed = DistributedDataset(slices(5).repeat(2).batch(4), 0, 1)
+    assert take(distributed, 1) == [[0, 1, 2, 3]]
+    assert [len(batch) for batch in lists(distributed)] == [4, 4, 2]
+
+
 def test_reports_the_rows_it_hands_out():
     seen = []
     list(DistributedDataset(slices(6).batch(4), 1, 2, seen.append))
