@@ -90,7 +90,9 @@ class AbortHooks:
         self._abort("uncaught exception", traceback.format_exception(kind, error, trace), _code_of(error))
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
-        if self._comm.size == 1 or self._is_forked or issubclass(args.exc_type, SystemExit):
+        if issubclass(args.exc_type, SystemExit):
+            return
+        if self._comm.size == 1 or self._is_forked:
             threading.__excepthook__(args)
             return
         report = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)

@@ -5,6 +5,7 @@ plan without asking: every replica joins every bucket of every synchronized back
 gradient of zero from no gradient at all.
 """
 
+import functools
 import gc
 import logging
 import weakref
@@ -56,6 +57,7 @@ class GradientEngine:
         self.rows = HandedRows()
         self.generators = StepGenerators(self._comm.rank)
         self._modules = ModuleSet()
+        self._keepers: weakref.WeakKeyDictionary[nn.Module, GradientEngine] = weakref.WeakKeyDictionary()
         self._parameters: dict[int, ParameterRecord] = {}
         self._buffers: list[BufferRecord] = []
         self._trained: IdentitySet[nn.Parameter] = IdentitySet()
@@ -85,6 +87,7 @@ class GradientEngine:
 
     def _see(self, module: nn.Module) -> None:
         self._modules.add(module)
+        self._keepers[module] = self
         self._expect_use()
 
     def _look_again(self) -> None:
@@ -93,12 +96,12 @@ class GradientEngine:
             self._expect_use()
 
     def _expect_use(self) -> None:
+        """Prepare at the next forward of a module of ours. Till then modules keep the engine alive, then parameters."""
         if self._forward_handle is None:
-            self._forward_handle = torch_hooks.before_any_forward(self._before_forward)
-
-    def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if module in self._modules:
-            self.prepare(args)
+            for module in self._modules:
+                self._keepers[module] = self
+            self._forward_handle = torch_hooks.before_any_forward(functools.partial(_prepare_keeper, self._keepers))
+            weakref.finalize(self, self._forward_handle.remove)
 
     @torch.inference_mode(False)
     def prepare(self, batch: Any = None) -> None:
@@ -116,6 +119,7 @@ class GradientEngine:
             return
         self._forward_handle.remove()
         self._forward_handle = None
+        self._keepers.clear()
         plan = self._agreed_plan()
         self._broadcast(plan)
         self._start_generators()
@@ -322,6 +326,14 @@ class GradientEngine:
         if any(p in self._trained for group in optimizer.param_groups for p in group["params"]):
             self.generators.advance()
             self._world.step = self.generators.step
+
+
+def _prepare_keeper(
+    keepers: "weakref.WeakKeyDictionary[nn.Module, GradientEngine]", module: nn.Module, args: tuple[Any, ...]
+) -> None:
+    engine = keepers.get(module)
+    if engine is not None:
+        engine.prepare(args)
 
 
 def _digest(batch: Any) -> str:

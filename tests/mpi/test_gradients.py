@@ -772,10 +772,19 @@ def test_step_is_counted_and_survives_a_state_dict(strategy, comm):
 def test_an_unused_strategy_takes_its_hooks_away(comm):
     import gc
 
+    from torch.nn.modules.module import _global_forward_pre_hooks
     from torch.optim.optimizer import _global_optimizer_pre_hooks
 
     gc.collect()
     before = len(_global_optimizer_pre_hooks)
+    n_forward_hooks = len(_global_forward_pre_hooks)
+    unused = hpcdist.MultiWorkerMirroredStrategy()
+    with unused.scope():
+        model = nn.Linear(1, 1)
+    assert len(_global_forward_pre_hooks) == n_forward_hooks + 1
+    del unused, model
+    gc.collect()
+    assert len(_global_forward_pre_hooks) == n_forward_hooks
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
     with strategy.scope():
         model = nn.Linear(1, 1)

@@ -1,9 +1,12 @@
+import weakref
+
 import numpy as np
 import pytest
 import torch
 
 import hpcdist
 from hpcdist.errors import DataError, UsageError
+from hpcdist.strategy import context
 from hpcdist.strategy.base import Strategy
 
 pytestmark = pytest.mark.mpi
@@ -135,10 +138,8 @@ def test_average_loss(strategy, comm):
             hpcdist.compute_average_loss(losses, global_batch_size=-1)
 
 
-def test_average_loss_outside_the_scope_means_the_strategies_alive(comm):
-    import gc
-
-    gc.collect()
+def test_average_loss_outside_the_scope_means_the_strategies_alive(comm, monkeypatch):
+    monkeypatch.setattr(context, "_alive", weakref.WeakSet())  # other tests' strategies are not meant
     all_ranks = hpcdist.MultiWorkerMirroredStrategy()
     assert hpcdist.compute_average_loss(torch.ones(2)).item() == pytest.approx(1 / comm.size)
     undecided = hpcdist.MultiWorkerMirroredStrategy()
