@@ -45,14 +45,17 @@ class SimpleClusterResolver(ClusterResolver):
     """A resolver that is told the answer.
 
     Args:
-        cluster_spec: the cluster.
+        cluster_spec: the cluster; empty where every rank is a worker.
         task_type, task_id: this process's task; None where the rank is to decide.
+
+    Raises:
+        ConfigurationError: when the cluster has no such task.
     """
 
     def __init__(self, cluster_spec: ClusterSpec, task_type: str | None = None, task_id: int | None = None) -> None:
         self._spec = cluster_spec
         self._task = None if task_type is None else Task(task_type, task_id or 0)
-        if self._task:
+        if self._task and cluster_spec:
             cluster_spec.check_task(self._task)
 
     def resolve(self, rank: int, size: int) -> tuple[ClusterSpec, Task | None]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpcdist.cluster.environment import read_environment
-from hpcdist.cluster.resolver import ClusterResolver
+from hpcdist.cluster.resolver import SimpleClusterResolver
 from hpcdist.cluster.spec import ClusterSpec, Task
 from hpcdist.errors import ConfigurationError
 
@@ -81,7 +81,7 @@ def _parse_task(task: Any, spec: ClusterSpec) -> Task:
     return found
 
 
-class TFConfigClusterResolver(ClusterResolver):
+class TFConfigClusterResolver(SimpleClusterResolver):
     """The cluster that TF_CONFIG describes. The environment is read once, when the resolver is made.
 
     Args:
@@ -102,33 +102,12 @@ class TFConfigClusterResolver(ClusterResolver):
         environ: Mapping[str, str] | None = None,
     ) -> None:
         source = read_environment() if environ is None else environ
-        self._spec, task = parse_tf_config(source.get("TF_CONFIG", ""))
-        if task_type is not None or task_id is not None:
-            task = Task(
-                task_type or (task.type if task else "worker"),
-                task_id if task_id is not None else (task.index if task else 0),
-            )
-            if self._spec:
-                self._spec.check_task(task)
-        self._task = task
-
-    def resolve(self, rank: int, size: int) -> tuple[ClusterSpec, Task | None]:
-        """Return what TF_CONFIG says; see `ClusterResolver.resolve`."""
-        return self._spec, self._task
-
-    def cluster_spec(self) -> ClusterSpec:
-        """Return TF_CONFIG's cluster; empty when it is not set."""
-        return self._spec
-
-    @property
-    def task_type(self) -> str | None:
-        """TF_CONFIG's task type, or None."""
-        return self._task.type if self._task else None
-
-    @property
-    def task_id(self) -> int | None:
-        """TF_CONFIG's task index, or None."""
-        return self._task.index if self._task else None
+        spec, task = parse_tf_config(source.get("TF_CONFIG", ""))
+        if task_type is None and task is not None:
+            task_type = task.type
+        if task_id is None and task is not None:
+            task_id = task.index
+        super().__init__(spec, task_type if task_id is None else task_type or "worker", task_id)
 
     @property
     def host_names(self) -> Mapping[str, Task]:
