@@ -112,7 +112,9 @@ class World:
         place = "" if n_failed == comm.size else f" [{self}{others}]"
         name, text = self.broadcast_text(f"{type(error).__name__}\n{error}{place}", lowest, comm).split("\n", 1)
         agreed = error_class(name)(text)
-        agreed.is_agreed, agreed.is_speaker = True, comm.rank == 0
+        agreed.is_agreed = True
+        if self.size > 1:  # in a world of one the launcher says who speaks: there may be many such worlds
+            agreed.is_speaker = comm.rank == 0
         raise agreed from error
 
     @contextmanager
