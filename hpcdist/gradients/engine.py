@@ -160,6 +160,7 @@ class GradientEngine:
     def _plan_buckets(self, plan: ModelPlan) -> None:
         for name, parameter in plan.trained:
             if self._record_of(parameter) is None:
+                self._parameters.pop(id(parameter), None)  # of one that is gone: its place would differ between ranks
                 record = self._parameters[id(parameter)] = ParameterRecord(name, parameter)
                 self._hook(record, parameter)
         self._buffers = [BufferRecord(place, tensor) for place, tensor in plan.averaged]
