@@ -820,3 +820,38 @@ def test_a_model_that_is_gone_takes_part_as_nothing(strategy, comm):
     first.zero_grad()
     first(torch.ones(1, 1)).sum().backward()
     assert first.weight.grad.item() == comm.size
+
+
+def test_a_layer_that_only_some_replicas_use_sums_what_they_have(strategy, comm):
+    """From the second step on rank 0 alone uses the layer: the others add zero, not what their slot held before."""
+    with strategy.scope():
+        layer, always = nn.Linear(1, 1), nn.Linear(1, 1)
+    for step in range(3):
+        layer.zero_grad()
+        loss = always(torch.ones(1, 1)).sum()
+        if step == 0 or comm.rank == 0:
+            loss = loss + layer(torch.full((1, 1), comm.rank + 2.0)).sum()
+        loss.backward()
+        everyone = sum(rank + 2.0 for rank in range(comm.size))
+        assert layer.weight.grad.item() == (everyone if step == 0 else 2.0)
+
+
+def test_a_buffer_that_one_replica_changed_takes_its_value(strategy, comm):
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+        model.register_buffer("seen", torch.zeros(1))
+    model(torch.ones(1, 1)).sum().backward()
+    if comm.rank == comm.size - 1:
+        model.seen.fill_(6.0)
+    model(torch.ones(1, 1)).sum().backward()
+    assert model.seen.item() == 6.0
+
+
+def test_nan_of_an_empty_part_is_not_added(comm):
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+    for x in strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(torch.ones(1, 2)).batch(4)):
+        loss = model(x).mean() if len(x) else model(torch.ones(1, 2)).sum() * float("nan")
+        loss.backward()
+    assert model.weight.grad.tolist() == [[1.0, 1.0]]
