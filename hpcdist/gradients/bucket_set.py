@@ -1,43 +1,95 @@
-"""Flat buckets in memory: the slots that gradients and buffers are copied to, and their sum over the replicas."""
+"""Buckets in memory: small gradients side by side in flat buffers, large ones where torch made them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hpcdist.collectives import mpi
-from hpcdist.gradients.tensors import dtype_name
-from hpcdist.mpi import MPI
-from hpcdist.plan.buckets import plan_buckets
-
-#: A bucket is begun anew above this size.
-BUCKET_BYTES = 16 << 20
-#: The dtype in which a gradient is summed.
-SUM_DTYPES = {"float32": "float32", "float64": "float64", "float16": "float32", "bfloat16": "float32"}
+from hpcdist.collectives.thread import Handle
+from hpcdist.gradients.record import ParameterRecord
+from hpcdist.gradients.reducer import Reducer
+from hpcdist.gradients.tensors import SUM_DTYPES, dtype_name
+from hpcdist.plan.buckets import Entry, plan_buckets
 
 
 class BucketSet:
-    """One flat buffer per bucket, and one slot per tensor, all zero at first.
+    """The buckets of one plan, and how far the running backward has come with each.
+
+    Collective at the first call for several hosts: the reducer's group.
 
     Args:
-        tensors: what needs a slot, in the order of the model. Half precision is summed in float32.
+        records: what needs a place, in the order of the model, with their parameters.
         n_counts: length of `counts`.
+        reducer: sums the buckets.
+        complete: called for each record just before its bucket is summed.
 
     Attributes:
-        slots: flat tensors, one for each of `tensors`.
-        counts: float32 tensor that is summed along with the slots.
+        counts: float32 tensor that is summed along, in the last bucket.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], n_counts: int) -> None:
-        sizes = [(tensor.numel(), SUM_DTYPES[dtype_name(tensor)]) for tensor in tensors]
-        plan = plan_buckets([(n_counts, "float32"), *sizes], BUCKET_BYTES)
-        self._buckets = [np.zeros(n_elements, dtype) for dtype, n_elements in plan.buckets]
-        flat = [torch.from_numpy(bucket) for bucket in self._buckets]
-        views = [flat[slot.bucket][slot.offset : slot.offset + slot.n_elements] for slot in plan.slots]
-        self.counts, self.slots = views[0], views[1:]
+    def __init__(
+        self,
+        records: Sequence[tuple[ParameterRecord, nn.Parameter]],
+        n_counts: int,
+        reducer: Reducer,
+        complete: Callable[[ParameterRecord], None],
+    ) -> None:
+        entries = [Entry(n_counts, "float32"), *(_entry(parameter) for _, parameter in records)]
+        plan = plan_buckets(entries, reducer.limits(sum(entry.nbytes for entry in entries)))
+        self._reducer = reducer
+        self._complete = complete
+        self._flat = [
+            None if shape.is_direct else torch.zeros(shape.n_elements, dtype=getattr(torch, shape.dtype))
+            for shape in plan.buckets
+        ]
+        self._members: list[list[ParameterRecord]] = [[] for _ in plan.buckets]
+        for (record, parameter), slot in zip(records, plan.slots[1:], strict=True):
+            flat = self._flat[slot.bucket]
+            record.place(slot.bucket, None if flat is None else flat[slot.offset :][: slot.n_elements], parameter)
+            self._members[slot.bucket].append(record)
+        counts = plan.slots[0]
+        flat = self._flat[counts.bucket]
+        assert flat is not None, "counts are never alone in a bucket"
+        self.counts = flat[counts.offset :][:n_counts]
+        self._counts_bucket = counts.bucket
+        self._sizes = [len(members) + (bucket == counts.bucket) for bucket, members in enumerate(self._members)]
+        self.reset()
 
-    def all_reduce(self, comm: MPI.Comm) -> None:
-        """Replace every bucket by its sum over all ranks. Collective: `comm`. Blocking."""
-        for bucket in self._buckets:
-            mpi.all_reduce(bucket, comm)
+    def reset(self) -> None:
+        """Expect a new backward; wait for sums that an earlier one began and left."""
+        for handle in getattr(self, "_handles", []):
+            handle.wait()
+        self._missing = list(self._sizes)
+        self._handles: list[Handle] = []
+
+    def arrived(self, record: ParameterRecord) -> None:
+        """Take note that a record's gradient is there; start the buckets that are complete, in their order."""
+        self._missing[record.bucket] -= 1
+        if self._reducer.is_overlapped:
+            while len(self._handles) < len(self._missing) and self._missing[len(self._handles)] == 0:
+                self._start()
+
+    def finish(self) -> None:
+        """Start what has not been started, with zeros for what is missing, and wait for all sums.
+
+        Collective: the reducer's group. `counts` and all records that have none must be set.
+        """
+        while len(self._handles) < len(self._missing):
+            self._start()
+        for handle in self._handles:
+            handle.wait()
+        self._handles = []
+        self.reset()
+
+    def _start(self) -> None:
+        bucket = len(self._handles)
+        for record in self._members[bucket]:
+            self._complete(record)
+        flat = self._flat[bucket]
+        tensor = self._members[bucket][0].part if flat is None else flat
+        self._handles.append(self._reducer.start(tensor.numpy(), None if bucket == self._counts_bucket else bucket))
+
+
+def _entry(parameter: Tensor) -> Entry:
+    dtype = SUM_DTYPES[dtype_name(parameter)]
+    return Entry(parameter.numel(), dtype, parameter.device.type == "cpu" and dtype == dtype_name(parameter))

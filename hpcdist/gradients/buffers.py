@@ -9,12 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hpcdist.collectives import mpi
 from hpcdist.errors import GradientError
-from hpcdist.gradients.bucket_set import SUM_DTYPES
 from hpcdist.gradients.model_plan import BufferPlace
-from hpcdist.gradients.tensors import dtype_name
-from hpcdist.mpi import MPI
+from hpcdist.gradients.reducer import Reducer
+from hpcdist.gradients.tensors import SUM_DTYPES, dtype_name
 
 
 class BufferRecord:
@@ -63,17 +61,17 @@ class BufferRecord:
 
 
 def average_buffers(
-    records: Sequence[BufferRecord], takes_part: Sequence[bool], counts: Sequence[float], comm: MPI.Comm
+    records: Sequence[BufferRecord], takes_part: Sequence[bool], counts: Sequence[float], reducer: Reducer
 ) -> None:
     """Replace every buffer that some replica changed by its mean over the replicas that did.
 
-    Collective where a count is not zero: `comm`. Blocking.
+    Collective where a count is not zero: all replicas. Blocking.
 
     Args:
         records: the same on every rank.
         takes_part: whether this replica changed each buffer.
         counts: how many replicas changed it; equal on every rank.
-        comm: one replica per rank.
+        reducer: sums over the replicas.
 
     Cost: one all-reduce of the changed buffers for each dtype among them.
     """
@@ -81,7 +79,7 @@ def average_buffers(
     for dtype in sorted({record.sum_dtype for record, _, _ in changed}):
         group = [one for one in changed if one[0].sum_dtype == dtype]
         flat = torch.cat([record.contribution(is_mine) for record, is_mine, _ in group])
-        mpi.all_reduce(flat.numpy(), comm)
+        reducer.reduce(flat.numpy())
         for (record, _, count), total in zip(
             group, torch.split(flat, [one[0].shape.numel() for one in group]), strict=True
         ):

@@ -21,12 +21,12 @@ from torch.optim.optimizer import Optimizer
 from hpcdist.collectives import mpi
 from hpcdist.errors import GradientError
 from hpcdist.gradients import torch_hooks
-from hpcdist.gradients.bucket_set import BucketSet
-from hpcdist.gradients.buffers import BufferRecord, average_buffers
+from hpcdist.gradients.backward import BackwardSum
+from hpcdist.gradients.buffers import BufferRecord
 from hpcdist.gradients.generators import StepGenerators
 from hpcdist.gradients.model_plan import IdentitySet, ModelPlan, ModuleSet, explain_difference, plan_model
 from hpcdist.gradients.record import ParameterRecord
-from hpcdist.gradients.rows import HandedRows
+from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.tensors import from_array, layout, to_array
 from hpcdist.world import World
 
@@ -41,33 +41,28 @@ class GradientEngine:
 
     Args:
         world: who is where; `world.role_comm` holds one replica per rank, the chief's first.
+        reducer: sums buckets over the replicas.
         is_mean: whether gradients are averaged by rows instead of summed; None until someone says.
         is_entered: returns whether the caller is inside the strategy's scope or run.
 
     Attributes:
+        backward: sums the gradients.
         generators: random numbers keyed by seed, step and replica.
-        rows: rows of the parts that this replica was handed, to weigh it by.
     """
 
-    def __init__(self, world: World, is_mean: bool | None, is_entered: Callable[[], bool]) -> None:
+    def __init__(self, world: World, reducer: Reducer, is_mean: bool | None, is_entered: Callable[[], bool]) -> None:
         self._world = world
         self._comm = world.role_comm
         self._is_entered = is_entered
-        self.is_mean = is_mean
-        self.rows = HandedRows()
+        self.backward = BackwardSum(reducer, self._comm.size, is_mean)
         self.generators = StepGenerators(self._comm.rank)
         self._modules = ModuleSet()
         self._keepers: weakref.WeakKeyDictionary[nn.Module, GradientEngine] = weakref.WeakKeyDictionary()
         self._parameters: dict[int, ParameterRecord] = {}
-        self._buffers: list[BufferRecord] = []
         self._trained: IdentitySet[nn.Parameter] = IdentitySet()
         self._broadcast_already: IdentitySet[Tensor] = IdentitySet()
         self._optimizers: IdentitySet[Optimizer] = IdentitySet()
         self._forward_handle: torch_hooks.Handle | None = None
-        self._is_syncing = True
-        self._backward: int | None = None
-        self._has_accumulated = False
-        self._weight: float | None = None
         for handle in torch_hooks.around_any_step(self._before_step, self._after_step):
             weakref.finalize(self, handle.remove)
 
@@ -162,24 +157,16 @@ class GradientEngine:
             if self._record_of(parameter) is None:
                 self._parameters.pop(id(parameter), None)  # of one that is gone: its place would differ between ranks
                 record = self._parameters[id(parameter)] = ParameterRecord(name, parameter)
-                self._hook(record, parameter)
-        self._buffers = [BufferRecord(place, tensor) for place, tensor in plan.averaged]
+                self.backward.hook(record, parameter)
         records = [(record, record.parameter) for record in self._parameters.values()]
         alive = [(record, owner) for record, owner in records if owner is not None]
         self._agree_on("\n".join(f"{record.name} {layout(owner)}" for record, owner in alive))
         self._parameters = {id(owner): record for record, owner in alive}
-        n_counts = len(alive) + len(self._buffers) + 1
-        self._buckets = BucketSet([owner for _, owner in alive], n_counts)
-        for (record, owner), slot in zip(alive, self._buckets.slots, strict=True):
-            record.use_slot(slot, owner)
+        self.backward.plan(alive, [BufferRecord(place, tensor) for place, tensor in plan.averaged])
 
     def _record_of(self, parameter: nn.Parameter) -> ParameterRecord | None:
         record = self._parameters.get(id(parameter))
         return record if record is not None and record.parameter is parameter else None
-
-    def _hook(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
-        torch_hooks.before_accumulation(parameter, lambda: self._before_accumulation(record))
-        torch_hooks.after_accumulation(parameter, lambda owner: self._after_accumulation(record, owner))
 
     def _warn_of_equal_batches(self, batch: Any) -> None:
         """Say so when every replica is fed the same rows: a plain DataLoader does that."""
@@ -191,97 +178,6 @@ class GradientEngine:
                 "on all; if it comes from a plain DataLoader, use strategy.experimental_distribute_dataset.",
                 self._comm.size,
             )
-
-    # -- backward -------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let backwards in the block accumulate this replica's gradients without a sum."""
-        before, self._is_syncing = self._is_syncing, False
-        try:
-            yield
-        finally:
-            self._is_syncing = before
-
-    @torch.no_grad()
-    def _before_accumulation(self, record: ParameterRecord) -> None:
-        if self._backward != torch_hooks.backward_id():
-            self._begin_backward()
-        parameter = record.parameter
-        if parameter is not None:
-            record.set_aside(parameter)
-
-    @torch.no_grad()
-    def _after_accumulation(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
-        if not self._has_accumulated:
-            self._weigh_backward()
-        if self._is_syncing:
-            record.take(parameter)
-        else:
-            record.accumulate_locally(parameter)
-
-    def _begin_backward(self) -> None:
-        if torch_hooks.is_nested_backward():
-            raise GradientError(
-                "backward: expected one backward at a time, got one inside another, as reentrant activation "
-                "checkpointing does; pass use_reentrant=False to torch.utils.checkpoint."
-            )
-        if self._backward is not None:
-            self._drop_backward()
-        self._backward = torch_hooks.backward_id()
-        torch_hooks.at_end_of_backward(self._end_backward)
-
-    def _weigh_backward(self) -> None:
-        """Find out how this backward's gradients are weighed, when it turns out that it accumulates some."""
-        self._has_accumulated = True
-        if self.is_mean is None:
-            raise GradientError(
-                f"backward: expected to know how the gradients of {self._comm.size} replicas combine, got no "
-                f"gradient_op; scale the loss by hpcdist.compute_average_loss, or make the strategy with "
-                f"gradient_op=ReduceOp.SUM (the loss is divided by the global batch) or ReduceOp.MEAN (the loss is a "
-                f"mean over the local batch)."
-            )
-        weight = self.rows.weight(is_mean=self.is_mean)
-        if self.is_mean and self._weight not in (None, weight):
-            raise GradientError(
-                f"backward: expected micro-batches of equal rows under no_sync with ReduceOp.MEAN, got "
-                f"{self._weight:g} and {weight:g}; use drop_remainder, or compute_average_loss with ReduceOp.SUM."
-            )
-        self._weight = weight
-
-    def _drop_backward(self) -> None:
-        """Forget a backward that began and never ended, because something in it raised."""
-        for record in self._parameters.values():
-            record.drop()
-        self._backward, self._has_accumulated, self._weight = None, False, None
-
-    @torch.no_grad()
-    def _end_backward(self) -> None:
-        if not self._has_accumulated:
-            for record in self._parameters.values():
-                record.put_back()
-        elif self._is_syncing:
-            try:
-                self._sum_over_replicas()
-            except BaseException:
-                self._drop_backward()
-                raise
-            self._weight = None
-        self._backward, self._has_accumulated = None, False
-
-    def _sum_over_replicas(self) -> None:
-        records = list(self._parameters.values())
-        weight = 1.0 if self._weight is None else self._weight
-        changed = [weight > 0 and buffer.is_changed for buffer in self._buffers]
-        for record in records:
-            record.complete(weight if self.is_mean else None)
-        counts = self._buckets.counts
-        counts.copy_(torch.tensor([*(record.is_touched for record in records), *changed, weight]))
-        self._buckets.all_reduce(self._comm)
-        *counted, total = counts.tolist()
-        for record, n_touched in zip(records, counted, strict=False):
-            record.publish(n_touched, total if self.is_mean else None)
-        average_buffers(self._buffers, changed, counted[len(records) :], self._comm)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -312,7 +208,7 @@ class GradientEngine:
                 f"{tuple(parameter.shape)} whose gradient was not summed; build it in the scope, enter the scope again "
                 f"after unfreezing, and call the model itself or strategy.run."
             )
-        if record.is_local or self._backward is not None:
+        if record.is_local or self.backward.is_running:
             raise GradientError(
                 f"step: expected gradients summed over the replicas, got a local one in {record.name!r}; run the last "
                 f"backward outside no_sync and step after it."

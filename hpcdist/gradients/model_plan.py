@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hpcdist.errors import ConfigurationError, DesyncError
-from hpcdist.gradients.bucket_set import SUM_DTYPES
-from hpcdist.gradients.tensors import dtype_name, layout
+from hpcdist.gradients.tensors import SUM_DTYPES, dtype_name, layout
 
 
 class BufferPlace:

@@ -8,13 +8,14 @@ import weakref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from hpcdist.errors import GradientError
-from hpcdist.gradients.tensors import view_as
+from hpcdist.gradients.tensors import is_dense, view_as
 
 
 class ParameterRecord:
-    """One trained parameter, its slot in a bucket, and the state of its gradient.
+    """One trained parameter, its place in a bucket, and the state of its gradient.
 
     The parameter is held weakly: its hooks keep the engine alive, not the engine the model. A parameter that is gone
     takes part in every sum as one without a gradient.
@@ -22,6 +23,7 @@ class ParameterRecord:
     Attributes:
         is_touched: the running backward produced a gradient, or one was accumulated under no_sync.
         is_local: `parameter.grad` holds this replica's own sum.
+        bucket: number of the bucket that it is summed in.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
@@ -29,31 +31,45 @@ class ParameterRecord:
         self._parameter = weakref.ref(parameter)
         self.is_touched = False
         self.is_local = False
-        self._was_in_slot = False
+        self.bucket = -1
+        self._address: int | None = None  # of the result, where it is the memory that was summed
         self._found: Tensor | None = None  # what the running backward found in parameter.grad
         self._earlier: Tensor | None = None  # a sum of an earlier backward, to be added to this one's sum
         self._idle: Tensor | None = None  # zeros that stay where they are if no replica has a gradient
-        self._result: Tensor | None = None  # what was published last
+        self._published: TensorWeakRef | None = None  # held weakly: zero_grad() frees a large gradient
 
     @property
     def parameter(self) -> nn.Parameter | None:
         """The parameter, or None when its model is gone."""
         return self._parameter()
 
-    def use_slot(self, slot: Tensor, parameter: nn.Parameter) -> None:
-        """Take a new slot: a flat host tensor of the parameter's number of elements."""
+    def place(self, bucket: int, slot: Tensor | None, parameter: nn.Parameter) -> None:
+        """Take a new place: a slot, a flat host tensor of as many elements; None to be summed where torch made it."""
+        self.bucket = bucket
         self._slot = slot
         self._planned = parameter.device, parameter.dtype
-        self._is_direct = parameter.device.type == "cpu" and parameter.dtype == slot.dtype
+        self._n_elements = parameter.numel()
+        self._is_view = slot is None or (parameter.device.type == "cpu" and parameter.dtype == slot.dtype)
+        self._part: Tensor | None = slot
+
+    @property
+    def part(self) -> Tensor:
+        """What is summed for this parameter: flat, on the host."""
+        assert self._part is not None, "complete() comes before the sum"
+        return self._part
+
+    @property
+    def _result(self) -> Tensor | None:
+        """What was published last, if it is still there."""
+        return None if self._published is None else self._published()
 
     def is_trustworthy(self, parameter: nn.Parameter) -> bool:
         """Return whether `parameter.grad` is what was published last, and where it was."""
         grad = parameter.grad
-        is_ours = grad is not None and grad is self._result
-        return is_ours and (not self._was_in_slot or self._is_in_slot(grad))
+        return grad is not None and grad is self._result and self._address in (None, grad.data_ptr())
 
     def _is_in_slot(self, grad: Tensor | None) -> bool:
-        return grad is not None and grad.data_ptr() == self._slot.data_ptr()
+        return grad is not None and self._slot is not None and grad.data_ptr() == self._slot.data_ptr()
 
     def set_aside(self, parameter: nn.Parameter) -> None:
         """Move what `parameter.grad` holds out of the way of a synchronized backward."""
@@ -70,7 +86,7 @@ class ParameterRecord:
     def _sort_found(self) -> Tensor | None:
         """Return local gradients to be summed with this backward's; keep an earlier sum to be added afterwards.
 
-        The slot is about to be overwritten, and what was found may live there: it is copied.
+        A slot is about to be overwritten, and what was found may live there: it is copied.
 
         Raises:
             GradientError: when the gradient was put there by hand; on this rank only.
@@ -81,7 +97,7 @@ class ParameterRecord:
         if not self.is_local and not bool(found.any()):
             self._idle = found if found is self._result else None
             return None
-        kept = found.clone() if self._is_direct else found
+        kept = found.clone() if self._slot is not None and self._is_view else found
         if self.is_local:
             return kept
         if found is not self._result:
@@ -112,7 +128,7 @@ class ParameterRecord:
         self.is_local = True
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Copy the gradient that a synchronized backward has just written into the slot.
+        """Take the gradient that a synchronized backward has just written: copy it into the slot, if there is one.
 
         Raises:
             GradientError: when it is sparse or has a graph, or the parameter was moved or converted; on this
@@ -136,31 +152,37 @@ class ParameterRecord:
                 f"torch.autograd.grad for gradients of gradients."
             )
         local = self._sort_found()
-        view = view_as(self._slot, parameter)
-        view.copy_(gradient)
-        self._add(local, view)
-        if self._is_direct:
-            parameter.grad = view
-
-    def _add(self, local: Tensor | None, view: Tensor) -> None:
+        if self._slot is None:
+            self._part = _flat_of(gradient, parameter)
+        view = view_as(self.part, parameter)
+        if self._slot is not None:
+            view.copy_(gradient)
         if local is not None:
             view.add_(local)
+        if self._is_view:
+            parameter.grad = view
         self.is_touched = True
 
-    def complete(self, weight: float | None) -> None:
-        """Make the slot hold this replica's part of the sum: its gradient times `weight`, or zero."""
-        if not self.is_touched:
-            parameter = self.parameter
-            if parameter is not None:
-                self.set_aside(parameter)
-            local = self._sort_found()
+    def stand_in(self) -> None:
+        """Make `part` what a backward without a gradient adds: zeros, or what was accumulated under no_sync before."""
+        parameter = self.parameter
+        if parameter is not None:
+            self.set_aside(parameter)
+        local = self._sort_found()
+        if self._slot is None:
+            self._part = torch.zeros(self._n_elements, dtype=self._planned[1])
+        else:
             self._slot.zero_()
-            if local is not None and parameter is not None:
-                self._add(local, view_as(self._slot, parameter))
+        if local is not None and parameter is not None:
+            view_as(self.part, parameter).add_(local)
+            self.is_touched = True
+
+    def weigh(self, weight: float) -> None:
+        """Multiply this replica's part of the sum by its weight."""
         if weight == 0:
-            self._slot.zero_()
-        elif weight is not None and self.is_touched:
-            self._slot.mul_(weight)
+            self.part.zero_()
+        elif self.is_touched:
+            self.part.mul_(weight)
 
     def publish(self, n_touched: float, weight: float | None) -> None:
         """Make `parameter.grad` the sum over all replicas, plus what earlier backwards left.
@@ -173,9 +195,9 @@ class ParameterRecord:
         result = self._earlier if self._earlier is not None else self._idle
         if n_touched and parameter is not None:
             if weight is not None:
-                self._slot.div_(weight or 1.0)
-            view = view_as(self._slot, parameter)
-            result = view if self._is_direct else torch.empty_like(parameter).copy_(view)
+                self.part.div_(weight or 1.0)
+            view = view_as(self.part, parameter)
+            result = view if self._is_view else torch.empty_like(parameter).copy_(view)
             if self._earlier is not None:
                 result.add_(self._earlier)
         self._end(result)
@@ -189,7 +211,18 @@ class ParameterRecord:
     def _end(self, result: Tensor | None) -> None:
         if self.parameter is not None:
             self.parameter.grad = result
-        self._result = result
-        self._was_in_slot = self._is_in_slot(result)
+        self._published = None if result is None else TensorWeakRef(result)
+        is_summed = result is not None and self._part is not None and result.data_ptr() == self._part.data_ptr()
+        self._address = result.data_ptr() if result is not None and is_summed else None
+        self._part = self._slot  # a gradient that was summed where it lies belongs to the parameter again
         self._earlier = self._idle = None
         self.is_touched = self.is_local = False
+
+
+def _flat_of(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return a gradient's memory as a flat tensor, in the parameter's order; copied if it is laid out otherwise."""
+    if not is_dense(parameter):
+        return gradient.contiguous().view(-1)
+    if gradient.stride() != parameter.stride():
+        gradient = torch.empty_like(parameter).copy_(gradient)
+    return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())

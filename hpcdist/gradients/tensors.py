@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 Array = npt.NDArray[Any]
+#: The dtype in which a tensor is summed.
+SUM_DTYPES = {"float32": "float32", "float64": "float64", "float16": "float32", "bfloat16": "float32"}
 
 
 def dtype_name(tensor: Tensor) -> str:

@@ -1,11 +1,47 @@
-"""Bucket plans: which tensor lives where in which flat buffer."""
+"""Bucket plans: which tensor lives where in which flat buffer, and how large buffers should be."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: Slots start at multiples of this, so that every slot starts on a cache line whatever its neighbours' sizes are.
 ALIGNMENT_BYTES = 64
 _ITEM_BYTES = {"float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to be placed.
+
+    Attributes:
+        n_elements: of the tensor. dtype: "float32" or "float64", in which it is summed.
+        is_direct: whether it is summed where it lies if it is large, without a copy.
+    """
+
+    n_elements: int
+    dtype: str
+    is_direct: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.n_elements * _ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes in bytes.
+
+    Attributes:
+        bucket_bytes: size above which a new bucket is begun.
+        direct_bytes: size from which a tensor that may be is summed where it lies.
+        last_bytes: the first tensors, up to this size, are kept apart from the others, so that little is left to do
+            when the last gradient is there; 0: they are not.
+    """
+
+    bucket_bytes: int
+    direct_bytes: int
+    last_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -18,43 +54,84 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class BucketShape:
+    """A bucket: a flat buffer, or one tensor where it lies (`is_direct`)."""
+
+    dtype: str
+    n_elements: int
+    is_direct: bool = False
+
+
+@dataclass(frozen=True)
 class BucketPlan:
-    """Sizes of all buckets and the slot of every tensor.
+    """All buckets and the slot of every tensor.
 
     Attributes:
-        buckets: (dtype, n_elements) of each bucket, in the order in which they are reduced.
+        buckets: in the order in which they are reduced.
         slots: one for each tensor, in the order of the tensors.
     """
 
-    buckets: tuple[tuple[str, int], ...]
+    buckets: tuple[BucketShape, ...]
     slots: tuple[Slot, ...]
 
 
-def plan_buckets(tensors: Sequence[tuple[int, str]], bucket_bytes: int) -> BucketPlan:
-    """Return a plan that fills buckets of at most `bucket_bytes` from the last tensor to the first.
+def plan_buckets(entries: Sequence[Entry], limits: Limits) -> BucketPlan:
+    """Return a plan that fills buckets from the last tensor to the first.
 
-    Gradients appear in reverse order of use, so the first bucket is the first to be complete. A bucket holds one dtype;
-    a tensor larger than `bucket_bytes` has a bucket of its own.
-
-    Args:
-        tensors: (n_elements, dtype) of each tensor; dtype float32 or float64.
-        bucket_bytes: size above which a new bucket is begun.
+    Gradients appear in reverse order of use, so the first bucket is the first to be complete. A bucket holds one dtype.
     """
-    buckets: list[tuple[str, int]] = []
-    open_buckets: dict[str, int] = {}
-    slots: list[Slot] = []
-    for n_elements, dtype in reversed(tensors):
-        padded = _padded(n_elements, dtype)
-        bucket = open_buckets.get(dtype)
-        if bucket is None or (buckets[bucket][1] + padded) * _ITEM_BYTES[dtype] > bucket_bytes:
-            bucket = open_buckets[dtype] = len(buckets)
-            buckets.append((dtype, 0))
-        offset = buckets[bucket][1]
-        buckets[bucket] = (dtype, offset + padded)
-        slots.append(Slot(bucket, offset, n_elements))
+    n_last = _n_within(entries, limits.last_bytes)
+    buckets: list[BucketShape] = []
+    slots = [
+        slot for part in (entries[n_last:], entries[:n_last]) for slot in _fill(list(reversed(part)), limits, buckets)
+    ]
     return BucketPlan(tuple(buckets), tuple(reversed(slots)))
 
 
-def _padded(n_elements: int, dtype: str) -> int:
-    unit = ALIGNMENT_BYTES // _ITEM_BYTES[dtype]
-    return -(-n_elements // unit) * unit
+def _n_within(entries: Sequence[Entry], limit_bytes: int) -> int:
+    """Return how many tensors at the start are kept apart: what fits, at least one, or none without a limit."""
+    if limit_bytes == 0:
+        return 0
+    total_bytes, number = 0, 0
+    for number, entry in enumerate(entries):
+        total_bytes += entry.nbytes
+        if total_bytes > limit_bytes:
+            return max(1, number)
+    return number + 1
+
+
+def _fill(entries: Sequence[Entry], limits: Limits, buckets: list[BucketShape]) -> list[Slot]:
+    """Append buckets for these tensors, in their order; return their slots."""
+    open_buckets: dict[str, int] = {}
+    slots = []
+    for entry in entries:
+        if entry.is_direct and entry.nbytes >= limits.direct_bytes:
+            slots.append(Slot(len(buckets), 0, entry.n_elements))
+            buckets.append(BucketShape(entry.dtype, entry.n_elements, is_direct=True))
+            continue
+        padded, item_bytes = _padded(entry), _ITEM_BYTES[entry.dtype]
+        bucket = open_buckets.get(entry.dtype)
+        if bucket is None or (buckets[bucket].n_elements + padded) * item_bytes > limits.bucket_bytes:
+            bucket = open_buckets[entry.dtype] = len(buckets)
+            buckets.append(BucketShape(entry.dtype, 0))
+        slots.append(Slot(bucket, buckets[bucket].n_elements, entry.n_elements))
+        buckets[bucket] = BucketShape(entry.dtype, buckets[bucket].n_elements + padded)
+    return slots
+
+
+def _padded(entry: Entry) -> int:
+    unit = ALIGNMENT_BYTES // _ITEM_BYTES[entry.dtype]
+    return -(-entry.n_elements // unit) * unit
+
+
+def best_bucket_bytes(total_bytes: int, latency_s: float, seconds_per_byte: float) -> int:
+    """Return the bucket size that leaves the least communication after the last gradient.
+
+    With k buckets, each call costs its latency a, and what is left when backward ends is one bucket's transfer: in all
+    k a + n b / k, which is least for k = sqrt(n b / a).
+
+    >>> best_bucket_bytes(100_000_000, 1e-3, 8e-9)
+    3571428
+    """
+    n_buckets = max(1, int(math.sqrt(total_bytes * seconds_per_byte / latency_s)))
+    return -(-total_bytes // n_buckets)

@@ -10,10 +10,14 @@ import torch
 from hpcdist.cluster.environment import read_environment
 from hpcdist.cluster.resolver import ClusterResolver
 from hpcdist.collectives import mpi
+from hpcdist.collectives.cross_device_ops import CrossDeviceOps
+from hpcdist.collectives.group import group_of
+from hpcdist.collectives.options import CommunicationOptions
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset, check_distributable
 from hpcdist.errors import ConfigurationError, DataError
 from hpcdist.gradients.engine import GradientEngine
+from hpcdist.gradients.reducer import Reducer
 from hpcdist.strategy import context
 from hpcdist.strategy.base import Strategy, get_strategy
 from hpcdist.strategy.reduce_op import ReduceOp
@@ -32,16 +36,23 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Args:
         cluster_resolver: says which tasks there are; default: TF_CONFIG, else HPCDIST_ROLES, else every rank a worker.
+        communication_options: algorithm, bucket size, order and wire of the all-reduce; default: all chosen.
         gradient_op: SUM (losses are divided by the global batch) or MEAN (losses are means over the local batch;
             replicas weigh by their rows). Default: SUM once `compute_average_loss` was called, else the first backward
             of more than one replica raises.
+        cross_device_ops: what sums gradients, instead of what the options choose.
 
     Raises:
         ConfigurationError: on every rank alike, when the cluster does not add up or has ps tasks.
     """
 
     def __init__(
-        self, cluster_resolver: ClusterResolver | None = None, gradient_op: ReduceOp | str | None = None
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        gradient_op: ReduceOp | str | None = None,
+        *,
+        cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
         op = None if gradient_op is None else ReduceOp.parse(gradient_op)
         self.world: World = make_world(cluster_resolver)
@@ -54,7 +65,9 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         self._comm = self.world.role_comm
         is_mean = None if op is None else op is ReduceOp.MEAN
-        self._engine = GradientEngine(self.world, is_mean, self._is_entered)
+        self._group = group_of(self._comm)
+        reducer = Reducer(self._group, communication_options or CommunicationOptions(), cross_device_ops)
+        self._engine = GradientEngine(self.world, reducer, is_mean, self._is_entered)
         self._dataset_numbers = itertools.count()
         self._set_threads()
         context.register(self)
@@ -89,7 +102,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._engine.prepare(args)
 
     def _sum_over_replicas(self, array: Any) -> None:
-        mpi.all_reduce(array, self._comm)
+        mpi.all_reduce(array, self._group)
 
     def experimental_distribute_dataset(self, dataset: Dataset) -> DistributedDataset:
         """Return this replica's parts of a dataset; see `Strategy.experimental_distribute_dataset`."""
@@ -107,7 +120,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                     f"every rank the same rows, batch and seed."
                 )
         source = next(self._dataset_numbers)
-        hand = functools.partial(self._engine.rows.hand, source)
+        hand = functools.partial(self._engine.backward.rows.hand, source)
         return DistributedDataset(dataset, self._comm.rank, self._comm.size, hand)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -115,18 +128,18 @@ class MultiWorkerMirroredStrategy(Strategy):
 
         `step` on gradients that were not summed raises.
         """
-        return self._engine.no_sync()
+        return self._engine.backward.no_sync()
 
     @property
     def is_summing(self) -> bool:
         """Whether it is known that gradients are summed."""
-        return self._engine.is_mean is False
+        return self._engine.backward.is_mean is False
 
     def use_sum_of_scaled_losses(self) -> bool:
         """Sum gradients from now on; False if the strategy was made to average them."""
-        if self._engine.is_mean is None:
-            self._engine.is_mean = False
-        return not self._engine.is_mean
+        if self._engine.backward.is_mean is None:
+            self._engine.backward.is_mean = False
+        return not self._engine.backward.is_mean
 
     def state_dict(self) -> dict[str, Any]:
         """Return seed and step of the random numbers. Equal on all ranks."""

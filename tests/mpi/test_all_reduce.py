@@ -4,6 +4,7 @@ import torch
 
 import hpcdist
 from hpcdist.collectives import mpi
+from hpcdist.collectives.group import group_of
 from hpcdist.errors import CollectiveError
 
 pytestmark = pytest.mark.mpi
@@ -118,7 +119,7 @@ def test_refuses_before_anything_is_sent(buffer, op, text):
 def test_large_arrays_go_in_pieces(comm, monkeypatch):
     monkeypatch.setattr(mpi, "PIECE_BYTES", 64)
     buffer = np.arange(1001, dtype=np.float64).reshape(7, 143)
-    mpi.all_reduce(buffer, comm)
+    mpi.all_reduce(buffer, group_of(comm))
     assert np.array_equal(buffer.reshape(-1), np.arange(1001) * comm.size)
     buffer[:] = comm.rank
     mpi.broadcast(buffer, comm, comm.size - 1)

@@ -1,0 +1,30 @@
+"""All-reduce by recursive halving and doubling."""
+
+from typing import Any
+
+import numpy.typing as npt
+
+from hpcdist.collectives.group import Group
+from hpcdist.collectives.ops import SUM, Op
+from hpcdist.collectives.rounds import run_schedule
+from hpcdist.plan.halving import plan_halving
+
+
+def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM) -> None:
+    """Replace `array` by its reduction over all ranks.
+
+    Collective: `group.comm`. Blocking. Same shape and dtype required on every rank: yes.
+
+    Args:
+        array: C-contiguous, of numbers, on the host; overwritten.
+        group: any size >= 1.
+        op: the reduction. With a power of two of ranks it is combined in the binary tree over the ranks, else ranks
+            are folded to a power of two before.
+
+    Cost: 2 log2 P rounds and 2(P-1)/P * n elements sent per rank for P a power of two; one more round and n more
+        elements each way for ranks that are folded.
+
+    Source: Rabenseifner, ICCS 2004, doi 10.1007/978-3-540-24685-5_1; nearest ranks first.
+    """
+    flat = array.reshape(-1)
+    run_schedule(plan_halving(group.size, group.rank, flat.size), flat, group, op)

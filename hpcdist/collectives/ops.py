@@ -1,0 +1,54 @@
+"""The reductions: what each is called, in MPI and in numpy."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpcdist.errors import CollectiveError
+from hpcdist.mpi import MPI
+
+
+@dataclass(frozen=True)
+class Op:
+    """A reduction.
+
+    Attributes:
+        name: as users write it.
+        code: a small number, equal on all ranks.
+        mpi_op: MPI's name for it.
+        ufunc: numpy's function of two arrays and out.
+    """
+
+    name: str
+    code: int
+    mpi_op: MPI.Op
+    ufunc: Any
+
+
+SUM = Op("sum", 0, MPI.SUM, np.add)
+MEAN = Op("mean", 1, MPI.SUM, np.add)
+OPS = {
+    op.name: op
+    for op in (
+        SUM,
+        MEAN,
+        Op("min", 2, MPI.MIN, np.minimum),
+        Op("max", 3, MPI.MAX, np.maximum),
+        Op("product", 4, MPI.PROD, np.multiply),
+    )
+}
+
+
+def parse_op(op: Any) -> Op:
+    """Return the reduction called `op`: its name in any case, or a ReduceOp.
+
+    Raises:
+        CollectiveError: for an unknown one.
+    """
+    found = OPS.get(op) if isinstance(op, str) else None
+    if found is None:
+        found = OPS.get(str(getattr(op, "value", op)).lower())
+    if found is None:
+        raise CollectiveError(f"all_reduce: expected an op of {', '.join(OPS)}, got {op!r}; name one of them.")
+    return found

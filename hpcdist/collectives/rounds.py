@@ -1,0 +1,62 @@
+"""Carries out a schedule of `plan/` on a buffer: the one loop behind the ring and recursive halving."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hpcdist.collectives.group import Group
+from hpcdist.collectives.ops import Op
+from hpcdist.mpi import MPI
+from hpcdist.plan.schedule import Message, Schedule
+
+Array = npt.NDArray[Any]
+#: Messages are cut into segments of this size, so that one is added while the next is on its way.
+SEGMENT_BYTES = 1 << 20
+
+
+def run_schedule(schedule: Schedule, array: Array, group: Group, op: Op) -> None:
+    """Carry out this rank's rounds on a flat buffer.
+
+    Collective: `group.comm`. Blocking, bounded.
+
+    Args:
+        schedule: of this rank, with at most one receive in a round.
+        array: (n_elements,), overwritten.
+        group: whose communicator carries the messages.
+        op: the reduction.
+
+    Cost: as planned; scratch of the longest message.
+    """
+    scratch = np.empty(max((_length(one) for turn in schedule for one in turn.receives), default=0), array.dtype)
+    for turn in schedule:
+        sends = [
+            group.comm.Isend(array[start:stop].view("u1"), message.peer)
+            for message in turn.sends
+            for start, stop in _segments(message, array.itemsize)
+        ]
+        for message in turn.receives:
+            _receive(message, array, scratch, group, op if turn.is_sum else None)
+        group.wait(sends)
+
+
+def _receive(message: Message, array: Array, scratch: Array, group: Group, op: Op | None) -> None:
+    """Receive a message segment by segment; combine each with the buffer when it is there, if an op is given."""
+    segments = [slice(start, stop) for start, stop in _segments(message, array.itemsize)]
+    target, shift = (scratch, message.start) if op else (array, 0)
+    buffers = [target[one.start - shift : one.stop - shift] for one in segments]
+    requests: list[MPI.Request] = [group.comm.Irecv(buffer.view("u1"), message.peer) for buffer in buffers]
+    for segment, buffer, request in zip(segments, buffers, requests, strict=True):
+        group.wait([request])
+        if op:
+            op.ufunc(array[segment], buffer, out=array[segment])
+
+
+def _segments(message: Message, itemsize: int) -> list[tuple[int, int]]:
+    n_segment = max(1, SEGMENT_BYTES // itemsize)
+    starts = range(message.start, message.stop, n_segment)
+    return [(start, min(start + n_segment, message.stop)) for start in starts]
+
+
+def _length(message: Message) -> int:
+    return message.stop - message.start

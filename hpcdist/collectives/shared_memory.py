@@ -1,0 +1,84 @@
+"""All-reduce inside one node through shared memory: every rank sums its slice of all ranks' buffers."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hpcdist.collectives.group import Group
+from hpcdist.collectives.ops import OPS, SUM, Op
+from hpcdist.collectives.staging import Stage, add_rows
+from hpcdist.errors import CollectiveError, ConfigurationError
+from hpcdist.plan.tree import plan_row_additions
+
+#: Bytes of a chunk on one rank. Small enough that the chunks of all ranks stay in the last cache, large enough that the
+#: two barriers of a chunk do not show.
+CHUNK_BYTES = 1 << 20
+
+
+def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM) -> None:
+    """Replace `array` by its reduction over all ranks, which share one node.
+
+    Collective: `group.comm`. Blocking. Same shape and dtype required on every rank: yes; compared.
+
+    Args:
+        array: C-contiguous, of numbers, on the host, private to the rank; overwritten.
+        group: all on one host.
+        op: the reduction. Ranks are combined in a binary tree over their numbers: same bits on all and in every run.
+
+    Raises:
+        ConfigurationError: when the group is on several hosts; on every rank.
+        CollectiveError: when ranks differ in op, dtype or count, or memory cannot be shared; on every rank.
+
+    Cost: two barriers per MiB and rank; main memory sees 2n bytes per rank, with n = array.nbytes, the caches about 4n.
+        No copy of the array is made.
+
+    Source: the slices of Bayatpour et al., DPML (SC17, doi 10.1145/3126908.3126954); ours leaves the owner's slice
+        where it is, and keeps the shared memory smaller than the cache.
+    """
+    if len(group.placement.hosts) > 1:
+        raise ConfigurationError(
+            f"all_reduce: expected all ranks on one host for SHARED_MEMORY, got {len(group.placement.hosts)} hosts; "
+            f"ask for HIERARCHICAL or AUTO."
+        )
+    if group.size == 1:
+        return
+    flat, barrier = array.reshape(-1), group.barrier
+    stage = group.keep("stage", lambda: Stage(group, 2, CHUNK_BYTES, group.size))
+    additions = group.keep("additions", lambda: plan_row_additions(group.size))
+    n_chunk = stage.chunk_bytes // flat.itemsize
+    for start in range(0, max(1, flat.size), n_chunk):
+        chunk = flat[start : start + n_chunk]
+        slots = stage.next_slots(flat.dtype)
+        rows = stage.put(chunk, slots)
+        if start == 0:
+            compare(barrier.wait_with(mark_of(flat, op)), group)
+        else:
+            barrier.wait()
+        add_rows(rows, additions, op.ufunc)
+        stage.publish(chunk, slots)
+        barrier.wait()
+        stage.take(chunk, slots)
+
+
+def mark_of(array: npt.NDArray[Any], op: Op) -> int:
+    """Return a number of 63 bits that tells op, dtype and number of elements."""
+    return (array.size << 16 | array.dtype.num << 8 | op.code) & (2**63 - 1)
+
+
+def compare(marks: list[int] | None, group: Group) -> None:
+    """Raise CollectiveError on every rank of a node when marks differ."""
+    if marks is None:
+        return
+    names = {op.code: op.name for op in OPS.values()}
+    dtypes: dict[int, str] = {
+        np.dtype(code).num: np.dtype(code).name for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
+    }
+    said = [
+        f"{names.get(mark & 0xFF, 'unknown')} of {mark >> 16} {dtypes.get(mark >> 8 & 0xFF, 'unknown')} on "
+        f"{group.describe(place)}"
+        for place, mark in enumerate(marks)
+    ]
+    error = CollectiveError(f"all_reduce: expected the same call on every rank, got {', '.join(said)}; call it alike.")
+    error.is_agreed = len(group.placement.hosts) == 1
+    raise error

@@ -1,0 +1,38 @@
+"""How elements are written on the slow hop between hosts. Inside a host and in sums they keep their dtype."""
+
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+class Wire(Protocol):
+    """What turns elements into what travels, and back."""
+
+    def encode(self, values: Array, key: tuple[int, ...]) -> Array:
+        """Return what is sent for `values`, a contiguous array; `key` names their place, the same at every step."""
+
+    def empty(self, like: Array) -> Array:
+        """Return where the encoding of as many elements as `like` has is received; `like` itself if it may be."""
+
+    def decode(self, received: Array, values: Array) -> None:
+        """Write what was received into `values`, if it is not there already."""
+
+
+class PlainWire:
+    """Elements travel as they are."""
+
+    def encode(self, values: Array, key: tuple[int, ...]) -> Array:
+        """Return `values`."""
+        return values
+
+    def empty(self, like: Array) -> Array:
+        """Return `like`."""
+        return like
+
+    def decode(self, received: Array, values: Array) -> None:
+        """Do nothing: what was received is `values`."""
+
+
+PLAIN = PlainWire()

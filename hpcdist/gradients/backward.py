@@ -1,0 +1,162 @@
+"""From the first gradient of a backward to its end: gradients are taken, buckets summed, sums published.
+
+`parameter.grad` is found, set aside, replaced: `record.py` knows what it holds. Buckets know when they are complete:
+`bucket_set.py`. This file knows about the backward as a whole.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from hpcdist.errors import GradientError
+from hpcdist.gradients import torch_hooks
+from hpcdist.gradients.bucket_set import BucketSet
+from hpcdist.gradients.buffers import BufferRecord, average_buffers
+from hpcdist.gradients.record import ParameterRecord
+from hpcdist.gradients.reducer import Reducer
+from hpcdist.gradients.rows import HandedRows
+
+
+class BackwardSum:
+    """Sums the gradients of every synchronized backward over the replicas.
+
+    Args:
+        reducer: sums buckets. n_replicas: for messages.
+        is_mean: whether gradients are averaged by rows instead of summed; None until someone says.
+
+    Attributes:
+        is_mean: see above.
+        rows: rows of the parts that this replica was handed, to weigh it by.
+        is_running: whether a backward is under way, or one ended in an error.
+    """
+
+    def __init__(self, reducer: Reducer, n_replicas: int, is_mean: bool | None) -> None:
+        self._reducer = reducer
+        self._n_replicas = n_replicas
+        self.is_mean = is_mean
+        self.rows = HandedRows()
+        self._records: list[ParameterRecord] = []
+        self._buffers: list[BufferRecord] = []
+        self._is_syncing = True
+        self._backward: int | None = None
+        self._has_accumulated = False
+        self._weight: float | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a backward is under way, or one ended in an error."""
+        return self._backward is not None
+
+    def plan(self, records: Sequence[tuple[ParameterRecord, nn.Parameter]], buffers: list[BufferRecord]) -> None:
+        """Sum these from now on. Collective on several hosts: all replicas."""
+        self._records = [record for record, _ in records]
+        self._buffers = buffers
+        n_counts = len(records) + len(buffers) + 1
+        self._buckets = BucketSet(records, n_counts, self._reducer, self._complete)
+
+    def hook(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
+        """Take part in every backward that reaches a parameter."""
+        torch_hooks.before_accumulation(parameter, lambda: self._before_accumulation(record))
+        torch_hooks.after_accumulation(parameter, lambda owner: self._after_accumulation(record, owner))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backwards in the block accumulate this replica's gradients without a sum."""
+        before, self._is_syncing = self._is_syncing, False
+        try:
+            yield
+        finally:
+            self._is_syncing = before
+
+    @torch.no_grad()
+    def _before_accumulation(self, record: ParameterRecord) -> None:
+        if self._backward != torch_hooks.backward_id():
+            self._begin()
+        parameter = record.parameter
+        if parameter is not None:
+            record.set_aside(parameter)
+
+    @torch.no_grad()
+    def _after_accumulation(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
+        if not self._has_accumulated:
+            self._weigh()
+        if self._is_syncing:
+            record.take(parameter)
+            self._buckets.arrived(record)
+        else:
+            record.accumulate_locally(parameter)
+
+    def _begin(self) -> None:
+        if torch_hooks.is_nested_backward():
+            raise GradientError(
+                "backward: expected one backward at a time, got one inside another, as reentrant activation "
+                "checkpointing does; pass use_reentrant=False to torch.utils.checkpoint."
+            )
+        if self._backward is not None:
+            self._drop()
+        self._backward = torch_hooks.backward_id()
+        torch_hooks.at_end_of_backward(self._end)
+
+    def _weigh(self) -> None:
+        """Find out how this backward's gradients are weighed, when it turns out that it accumulates some."""
+        self._has_accumulated = True
+        if self.is_mean is None:
+            raise GradientError(
+                f"backward: expected to know how the gradients of {self._n_replicas} replicas combine, got no "
+                f"gradient_op; scale the loss by hpcdist.compute_average_loss, or make the strategy with "
+                f"gradient_op=ReduceOp.SUM (the loss is divided by the global batch) or ReduceOp.MEAN (the loss is a "
+                f"mean over the local batch)."
+            )
+        weight = self.rows.weight(is_mean=self.is_mean)
+        if self.is_mean and self._weight not in (None, weight):
+            raise GradientError(
+                f"backward: expected micro-batches of equal rows under no_sync with ReduceOp.MEAN, got "
+                f"{self._weight:g} and {weight:g}; use drop_remainder, or compute_average_loss with ReduceOp.SUM."
+            )
+        self._weight = weight
+
+    def _drop(self) -> None:
+        """Forget a backward that began and never ended, because something in it raised."""
+        self._buckets.reset()
+        for record in self._records:
+            record.drop()
+        self._backward, self._has_accumulated, self._weight = None, False, None
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        if not self._has_accumulated:
+            for record in self._records:
+                record.put_back()
+        elif self._is_syncing:
+            try:
+                self._sum()
+            except BaseException:
+                self._drop()
+                raise
+            self._weight = None
+        self._backward, self._has_accumulated = None, False
+
+    @property
+    def _own_weight(self) -> float:
+        return 1.0 if self._weight is None else self._weight
+
+    @torch.no_grad()
+    def _complete(self, record: ParameterRecord) -> None:
+        if self.is_mean:
+            record.weigh(self._own_weight)
+
+    def _sum(self) -> None:
+        weight = self._own_weight
+        changed = [weight > 0 and buffer.is_changed for buffer in self._buffers]
+        for record in self._records:
+            if not record.is_touched:
+                record.stand_in()
+        counts = self._buckets.counts
+        counts.copy_(torch.tensor([*(record.is_touched for record in self._records), *changed, weight]))
+        self._buckets.finish()
+        *counted, total = counts.tolist()
+        for record, n_touched in zip(self._records, counted, strict=False):
+            record.publish(n_touched, total if self.is_mean else None)
+        average_buffers(self._buffers, changed, counted[len(self._records) :], self._reducer)

@@ -1,0 +1,116 @@
+"""How the buckets of a strategy are reduced: by which algorithm, in which thread, in which sizes."""
+
+import functools
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hpcdist.collectives import hierarchical, selection
+from hpcdist.collectives.cross_device_ops import CrossDeviceOps
+from hpcdist.collectives.group import Group
+from hpcdist.collectives.ops import SUM
+from hpcdist.collectives.options import CommunicationImplementation as Implementation
+from hpcdist.collectives.options import CommunicationOptions
+from hpcdist.collectives.thread import Handle, thread_of
+from hpcdist.collectives.wire import PLAIN, Wire
+from hpcdist.gradients.wire import HalfWire
+from hpcdist.mpi import MPI
+from hpcdist.plan.buckets import Limits, best_bucket_bytes
+
+Array = npt.NDArray[Any]
+#: From this size on a gradient is summed where torch made it: a copy would cost more than a call of its own.
+DIRECT_BYTES = 1 << 20
+#: Buckets on one host, where only the number of calls counts.
+LOCAL_BUCKET_BYTES = 64 << 20
+#: Bounds for buckets that travel between hosts.
+MIN_BUCKET_BYTES, MAX_BUCKET_BYTES = 128 << 10, 32 << 20
+#: Bytes whose all-reduce is timed to learn latency and bandwidth.
+_PROBE_BYTES = (4 << 10, 1 << 20)
+
+
+class Reducer:
+    """Sums buckets over the ranks of a group.
+
+    Args:
+        group: one replica per rank.
+        options: which algorithm, pack size and wire.
+        cross_device_ops: the user's own way of summing, instead.
+
+    Attributes:
+        is_overlapped: whether buckets are reduced while backward goes on: between hosts. In one host the cores are busy
+            with backward, and what sums shares them.
+    """
+
+    def __init__(
+        self, group: Group, options: CommunicationOptions, cross_device_ops: CrossDeviceOps | None = None
+    ) -> None:
+        self._group = group
+        self._options = options
+        self._cross_device_ops = cross_device_ops
+        self._implementation = selection.for_gradients(group, Implementation.parse(options.implementation))
+        self._wire: Wire = PLAIN if options.wire_dtype is None else HalfWire(options.wire_dtype)
+        self.is_overlapped = len(group.placement.hosts) > 1
+
+    def start(self, array: Array, bucket: int | None) -> Handle:
+        """Begin to sum a flat host array over all ranks; it is ready when the handle's `wait` returns.
+
+        Collective: the group, in the order of calls.
+
+        Args:
+            array: overwritten.
+            bucket: names the array to a wire that rounds; None: the array must not be rounded.
+        """
+        if self.is_overlapped:
+            thread = thread_of(self._group)
+            return thread.submit(functools.partial(self._reduce, array, bucket, thread.group))
+        handle = Handle(functools.partial(self._reduce, array, bucket, self._group))
+        handle.run()
+        return handle
+
+    def reduce(self, array: Array) -> None:
+        """Sum a flat host array over all ranks. Collective: the group. Blocking."""
+        self.start(array, None).wait()
+
+    def _reduce(self, array: Array, bucket: int | None, group: Group) -> None:
+        if self._cross_device_ops is not None:
+            self._cross_device_ops.all_reduce(array, group)
+        elif self._implementation is Implementation.HIERARCHICAL:
+            wire = PLAIN if bucket is None else self._wire
+            hierarchical.all_reduce(array, group, SUM, self._options.is_ordered, wire, bucket or 0)
+        else:
+            selection.ALGORITHMS[self._implementation](array, group, SUM)
+
+    def limits(self, total_bytes: int) -> Limits:
+        """Return the bucket sizes for gradients of some size in all.
+
+        Collective at the first call: the group, on several hosts.
+        """
+        if self._options.bytes_per_pack:
+            return Limits(self._options.bytes_per_pack, DIRECT_BYTES, self._options.bytes_per_pack // 4)
+        if not self.is_overlapped:
+            return Limits(LOCAL_BUCKET_BYTES, DIRECT_BYTES)
+        best = best_bucket_bytes(total_bytes, *self._group.keep("link", self._measure_link))
+        bucket_bytes = min(max(best, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
+        return Limits(bucket_bytes, DIRECT_BYTES, bucket_bytes // 4)
+
+    def _measure_link(self) -> tuple[float, float]:
+        """Return the latency in seconds, and the seconds per byte, of an all-reduce; the chief's times on all ranks."""
+        small_s, large_s = (self._probe(nbytes) for nbytes in _PROBE_BYTES)
+        per_byte_s = max(large_s - small_s, 1e-9) / (_PROBE_BYTES[1] - _PROBE_BYTES[0])
+        nanoseconds = [int(1e9 * small_s), int(1e15 * per_byte_s)]
+        chiefs = [
+            self._group.world.all_reduce_int(value if self._group.rank == 0 else 0, MPI.MAX, self._group.comm)
+            for value in nanoseconds
+        ]
+        return max(chiefs[0], 1000) / 1e9, max(chiefs[1], 1) / 1e15
+
+    def _probe(self, nbytes: int) -> float:
+        array = np.zeros(nbytes // 4, np.float32)
+        times = []
+        for _ in range(3):
+            started = time.perf_counter()
+            self.reduce(array)
+            times.append(time.perf_counter() - started)
+        return min(times)
