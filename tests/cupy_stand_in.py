@@ -7,6 +7,7 @@ refuses them. The communicator does its arithmetic by MPI over the ranks that pr
 
 import ctypes
 import sys
+import threading
 import types
 import zlib
 
@@ -25,6 +26,12 @@ class CUDARuntimeError(RuntimeError):
 
 class NcclError(RuntimeError):
     pass
+
+
+class CurrentDevice(threading.local):
+    """As CUDA's: each thread has its own."""
+
+    device = 0
 
 
 class Stream:
@@ -68,19 +75,19 @@ class Event:
 class Array:
     """Device memory: reached by pointer, by get and set, and by other arrays of this kind."""
 
-    def __init__(self, cupy, host):
+    def __init__(self, cupy, host, device=None):
         self.cupy, self.host = cupy, host
         self.dtype, self.size, self.itemsize, self.shape = host.dtype, host.size, host.itemsize, host.shape
         self.nbytes, self.flags = host.nbytes, host.flags
-        self.device = types.SimpleNamespace(id=cupy.current)
+        self.device = types.SimpleNamespace(id=cupy.local.device if device is None else device)
         self.data = types.SimpleNamespace(ptr=host.ctypes.data)
         self.__cuda_array_interface__ = {"shape": host.shape, "version": 3}
 
     def reshape(self, *shape):
-        return Array(self.cupy, self.host.reshape(*shape))
+        return Array(self.cupy, self.host.reshape(*shape), self.device.id)
 
     def __getitem__(self, part):
-        return Array(self.cupy, self.host[part])
+        return Array(self.cupy, self.host[part], self.device.id)
 
     def __setitem__(self, part, value):
         target, source = self.host, value.host
@@ -146,7 +153,7 @@ def make_cupy(devices=("gpu-0",), *, mpi=None, has_nccl=True, id_form=bytes):
     cupy, cuda, nccl, cupyx = (types.ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl", "cupyx"))
     cupy.__path__ = cuda.__path__ = []
     cupy.cuda, cuda.nccl = cuda, nccl
-    cupy.current, cupy.stream, cupy.seen_dlpack, cupy.made = 0, Stream(), [], []
+    cupy.local, cupy.stream, cupy.seen_dlpack, cupy.made = CurrentDevice(), Stream(), [], []
 
     class Device:
         def __init__(self, index):
@@ -159,7 +166,13 @@ def make_cupy(devices=("gpu-0",), *, mpi=None, has_nccl=True, id_form=bytes):
         def use(self):
             if self.index >= len(devices):
                 raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
-            cupy.current = self.index
+            cupy.local.device = self.index
+
+        def __enter__(self):
+            self.previous, cupy.local.device = cupy.local.device, self.index
+
+        def __exit__(self, *error):
+            cupy.local.device = self.previous
 
     def count():
         if devices is None:
@@ -198,7 +211,7 @@ def _fill_nccl(cupy, nccl, mpi, id_form):
         def __init__(self, size, unique_id, rank):
             assert type(unique_id) is id_form
             assert len(unique_id) == 128
-            cupy.made.append((size, unique_id, rank, cupy.current))
+            cupy.made.append((size, unique_id, rank, cupy.local.device))
             super().__init__(cupy, mpi, unique_id)
             assert (self.comm.size, self.comm.rank) == (size, rank), "ranks with one unique id"
 
@@ -209,7 +222,7 @@ class _Communicator:
     """NCCL's arithmetic by MPI. Ranks of the world that present one unique id form one communicator."""
 
     def __init__(self, cupy, mpi, unique_id):
-        self.cupy, self.mpi, self.log = cupy, mpi, []
+        self.cupy, self.mpi, self.log, self.device = cupy, mpi, [], cupy.local.device
         digest = zlib.crc32(repr(unique_id).encode()) & 0x7FFFFFFF
         self.comm = mpi.COMM_WORLD.Split(digest, mpi.COMM_WORLD.rank)
 
@@ -237,6 +250,7 @@ class _Communicator:
         self.comm.Free()
 
     def _queue(self, name, work):
+        assert self.cupy.local.device == self.device, "the stream of another device"
         self.log.append(name)
         self.cupy.stream.queue.append(work)
 

@@ -5,7 +5,8 @@ imported here.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +130,13 @@ def use_device(index: int) -> None:
         raise ConfigurationError(
             f"nccl: expected device {index} to be usable, got {error}; look at its state in nvidia-smi."
         ) from error
+
+
+@contextmanager
+def on_device(index: int) -> Iterator[None]:
+    """Run a block with a device as the current one: streams and NCCL's calls belong to the current device."""
+    with load_cupy().cuda.Device(index):
+        yield
 
 
 def is_device_buffer(buffer: Any) -> bool:

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from hpcdist.collectives import mpi, nccl
-from hpcdist.collectives.cuda import HostArray, device_array, padded, staged_all_reduce
-from hpcdist.collectives.nccl import Group, check, communicator_of
+from hpcdist.collectives.cuda import DeviceArray, HostArray, device_array, on_device, padded, staged_all_reduce
+from hpcdist.collectives.nccl import Group, NcclCommunicator, check, communicator_of
 from hpcdist.errors import CollectiveError
 from hpcdist.mpi import MPI
 from hpcdist.plan.devices import equal_part
@@ -45,13 +45,19 @@ def all_reduce(buffer: Any, group: Group, lane_all_reduce: Callable[[HostArray],
         nccl.all_reduce(buffer, group)
         return
     group.keep(("nccl", "even hosts"), lambda: _check_even_hosts(group), lambda kept: None)
+    lane = lane_all_reduce or (lambda host: mpi.all_reduce(host, group.lane_comm))
     node = communicator_of(group, group.node_comm, array.device)
+    with on_device(array.device):
+        _reduce_in_steps(array, node, lane)
+
+
+def _reduce_in_steps(array: DeviceArray, node: NcclCommunicator, lane: Callable[[HostArray], None]) -> None:
     part = equal_part(array.size, node.size, max(1, _ALIGNMENT_BYTES // array.array.itemsize))
     whole = padded(array, part * node.size)
     own = whole[node.rank * part : (node.rank + 1) * part]
     node.reduce_scatter(whole, own)
     node.wait()
-    staged_all_reduce(own, lane_all_reduce or (lambda host: mpi.all_reduce(host, group.lane_comm)))
+    staged_all_reduce(own, lane)
     node.all_gather(own, whole)
     if whole is not array:
         array.array[...] = whole.array[: array.size]

@@ -12,7 +12,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from hpcdist.cluster.environment import nccl_may_share_devices, read_environment, timeout_s
-from hpcdist.collectives.cuda import DeviceArray, device_array, load_cupy, load_nccl, use_device, visible_devices
+from hpcdist.collectives.cuda import (
+    DeviceArray,
+    device_array,
+    load_cupy,
+    load_nccl,
+    on_device,
+    use_device,
+    visible_devices,
+)
 from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError, HpcdistError
 from hpcdist.mpi import MPI
 from hpcdist.plan.devices import plan_devices, shared_devices
@@ -84,8 +92,9 @@ def all_reduce(buffer: Any, group: Group, op: str = "sum") -> None:
     check(array, op)
     if array.size:
         communicator = communicator_of(group, group.comm, array.device)
-        communicator.all_reduce(array, op)
-        communicator.wait()
+        with on_device(array.device):
+            communicator.all_reduce(array, op)
+            communicator.wait()
 
 
 def check(array: DeviceArray, op: str) -> None:
@@ -138,7 +147,8 @@ def communicator_of(group: Group, comm: MPI.Comm, device: int) -> "NcclCommunica
 class NcclCommunicator:
     """An NCCL communicator over the ranks of `comm`, on one device per rank.
 
-    Calls are queued on cupy's current stream; `wait` waits for them. Made by `communicator_of`.
+    Calls are queued on cupy's current stream, while `device` is the current device; `wait` waits for them. Made by
+    `communicator_of`.
 
     Args:
         comm: the ranks.
@@ -248,7 +258,6 @@ def _make(group: Group, comm: MPI.Comm, device: int) -> NcclCommunicator:
         limit_s = timeout_s(read_environment())
         load_nccl()
         identity = visible_devices()[device]
-        use_device(device)
     except ConfigurationError as caught:
         error = caught
     group.agree(error, group.comm)

@@ -109,12 +109,11 @@ def test_the_communicator_is_made_at_first_use_on_the_buffers_device_and_freed_w
     cupy = install(monkeypatch, comm, devices=(f"gpu-{comm.rank}-a", f"gpu-{comm.rank}-b"))
     group = Group(comm, comm.size)
     assert cupy.made == []
-    cupy.current = 1
+    cupy.local.device = 1
     array = cupy.array(np.ones(3))
-    cupy.current = 0
+    cupy.local.device = 0
     nccl.all_reduce(array, group)
-    assert cupy.made[0][3] == 1
-    cupy.current = 0
+    assert (cupy.made[0][3], cupy.local.device) == (1, 0)
     with pytest.raises(CollectiveError, match=f"expected a buffer on device 1.*device 0 on rank {comm.rank}"):
         nccl.all_reduce(cupy.array(np.ones(3)), group)
     communicator = group.kept["nccl", "all"][0]
