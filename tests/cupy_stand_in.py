@@ -72,6 +72,14 @@ class Event:
             self.stream.queue.pop(0)()
 
 
+class Pointer:
+    def __init__(self, host):
+        self.host, self.ptr = host, host.ctypes.data
+
+    def copy_from_device_async(self, source, n_bytes, stream):
+        stream.queue.append(lambda: ctypes.memmove(self.ptr, source.ptr, n_bytes))
+
+
 class Array:
     """Device memory: reached by pointer, by get and set, and by other arrays of this kind."""
 
@@ -80,7 +88,7 @@ class Array:
         self.dtype, self.size, self.itemsize, self.shape = host.dtype, host.size, host.itemsize, host.shape
         self.nbytes, self.flags = host.nbytes, host.flags
         self.device = types.SimpleNamespace(id=cupy.local.device if device is None else device)
-        self.data = types.SimpleNamespace(ptr=host.ctypes.data)
+        self.data = Pointer(host)
         self.__cuda_array_interface__ = {"shape": host.shape, "version": 3}
 
     def reshape(self, *shape):
@@ -88,10 +96,6 @@ class Array:
 
     def __getitem__(self, part):
         return Array(self.cupy, self.host[part], self.device.id)
-
-    def __setitem__(self, part, value):
-        target, source = self.host, value.host
-        self.cupy.stream.queue.append(lambda: target.__setitem__(part, source))
 
     def get(self, stream=None, out=None, blocking=True):
         stream = stream or self.cupy.stream

@@ -188,9 +188,18 @@ def padded(buffer: DeviceArray, n_elements: int) -> DeviceArray:
     """Return `buffer` itself if it has `n_elements`, else a copy with zeros behind it."""
     if buffer.size == n_elements:
         return buffer
-    copy = load_cupy().zeros(n_elements, buffer.array.dtype)
-    copy[: buffer.size] = buffer.array
-    return DeviceArray(copy, buffer.dtype)
+    copy = DeviceArray(load_cupy().zeros(n_elements, buffer.array.dtype), buffer.dtype)
+    copy_into(copy[: buffer.size], buffer)
+    return copy
+
+
+def copy_into(target: DeviceArray, source: DeviceArray) -> None:
+    """Copy `source` over `target`, of the same size and dtype. Queued on cupy's current stream, not waited for.
+
+    By the copy engine: an assignment would have cupy compile a kernel, which takes a CUDA compiler on the node.
+    """
+    stream = load_cupy().cuda.get_current_stream()
+    target.array.data.copy_from_device_async(source.array.data, source.array.nbytes, stream)
 
 
 def staged_all_reduce(buffer: DeviceArray, host_all_reduce: Callable[[HostArray], None]) -> None:

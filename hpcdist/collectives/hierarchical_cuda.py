@@ -6,7 +6,15 @@ from typing import Any
 import numpy as np
 
 from hpcdist.collectives import mpi, nccl
-from hpcdist.collectives.cuda import DeviceArray, HostArray, device_array, on_device, padded, staged_all_reduce
+from hpcdist.collectives.cuda import (
+    DeviceArray,
+    HostArray,
+    copy_into,
+    device_array,
+    on_device,
+    padded,
+    staged_all_reduce,
+)
 from hpcdist.collectives.nccl import Group, NcclCommunicator, check, communicator_of
 from hpcdist.errors import CollectiveError
 from hpcdist.mpi import MPI
@@ -60,7 +68,7 @@ def _reduce_in_steps(array: DeviceArray, node: NcclCommunicator, lane: Callable[
     staged_all_reduce(own, lane)
     node.all_gather(own, whole)
     if whole is not array:
-        array.array[...] = whole.array[: array.size]
+        copy_into(array, whole[: array.size])
     node.wait()
 
 

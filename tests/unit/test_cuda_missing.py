@@ -10,7 +10,7 @@ import torch
 
 from hpcdist.cluster.environment import nccl_may_share_devices
 from hpcdist.collectives import cuda
-from hpcdist.collectives.cuda import DeviceArray, device_array, is_device_buffer, padded, staged_all_reduce
+from hpcdist.collectives.cuda import DeviceArray, copy_into, device_array, is_device_buffer, padded, staged_all_reduce
 from hpcdist.errors import CollectiveError, ConfigurationError
 
 
@@ -124,7 +124,7 @@ def test_staged_copies_bring_every_piece_back(cupy, monkeypatch, n_elements):
 
 def test_staged_copies_wait_for_what_is_queued(cupy):
     array = cupy.array(np.zeros(3))
-    array[...] = cupy.array(np.ones(3))
+    copy_into(device_array(array), device_array(cupy.array(np.ones(3))))
     staged_all_reduce(device_array(array), lambda host: np.add(host, 1, out=host))
     assert array.host.tolist() == [2, 2, 2]
 
