@@ -215,6 +215,7 @@ def _fill_nccl(cupy, nccl, mpi, id_form):
         def __init__(self, size, unique_id, rank):
             assert type(unique_id) is id_form
             assert len(unique_id) == 128
+            assert id_form is bytes or min(unique_id) < 0 <= max(unique_id) < 128  # C's signed characters
             cupy.made.append((size, unique_id, rank, cupy.local.device))
             super().__init__(cupy, mpi, unique_id)
             assert (self.comm.size, self.comm.rank) == (size, rank), "ranks with one unique id"

@@ -64,7 +64,7 @@ def _reduce_in_steps(array: DeviceArray, node: NcclCommunicator, lane: Callable[
     whole = padded(array, part * node.size)
     own = whole[node.rank * part : (node.rank + 1) * part]
     node.reduce_scatter(whole, own)
-    node.wait()
+    node.wait()  # bounded, and tells of a peer that failed; the copies below would wait without a word
     staged_all_reduce(own, lane)
     node.all_gather(own, whole)
     if whole is not array:

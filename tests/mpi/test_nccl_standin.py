@@ -151,10 +151,34 @@ def test_the_lane_gets_host_memory_and_this_ranks_part_only(comm, cupy, make_gro
         seen.append((type(host), host.size))
         group.lane_comm.Allreduce(MPI.IN_PLACE, host)
 
-    array = cupy.array(values(comm.rank, 100).astype(np.float32))
+    array = cupy.array(values(comm.rank, 101).astype(np.float32))
     hierarchical_cuda.all_reduce(array, group, lane)
-    assert array.host.tolist() == expected("sum", comm.size, 100).tolist()
-    assert seen == ([(np.ndarray, 100)] if comm.size > 1 else [])
+    assert array.host.tolist() == expected("sum", comm.size, 101).tolist()
+    assert seen == ([(np.ndarray, 104)] if comm.size > 1 else [])  # parts of 16 bytes
+
+
+def test_one_group_has_a_communicator_for_all_and_one_for_the_host(comm, cupy, make_group):
+    group = make_group(1)
+    for all_reduce in (nccl.all_reduce, hierarchical_cuda.all_reduce) * 2:
+        array = cupy.array(values(comm.rank, 10).astype(np.float32))
+        all_reduce(array, group)
+        assert array.host.tolist() == expected("sum", comm.size, 10).tolist()
+    assert [made[0] for made in cupy.made] == ([comm.size, 1] if comm.size > 1 else [1])
+
+
+def test_a_peer_that_fails_in_the_host_is_reported_before_the_lanes_turn(comm, cupy, monkeypatch, make_group):
+    group = make_group(1)
+    hierarchical_cuda.all_reduce(cupy.array(np.ones(4)), group)
+    (inner,) = [kept._inner for kept, _ in group.kept.values() if isinstance(kept, nccl.NcclCommunicator)]
+
+    def failed():
+        raise cupy_stand_in.NcclError("NCCL_ERROR_REMOTE: peer left")
+
+    monkeypatch.setattr(inner, "check_async_error", failed)
+    monkeypatch.setattr(inner, "abort", lambda: None, raising=False)
+    endless(cupy, monkeypatch)
+    with pytest.raises(CollectiveError, match="NCCL_ERROR_REMOTE: peer left"):
+        hierarchical_cuda.all_reduce(cupy.array(np.ones(4)), group)
 
 
 def test_uneven_hosts_are_refused_on_all_ranks(comm, cupy):

@@ -146,7 +146,8 @@ def test_half_precision_is_reduced_in_float32(cupy, dtype):
 
 def test_bfloat16_is_rounded_as_torch_does(cupy):
     values = np.concatenate([np.random.default_rng(1).normal(size=1000), [1e-40, 3.4e38, -0.0, np.nan, np.inf]])
-    values = values.astype(np.float32)
+    ties = np.array([0x3F808000, 0x3F818000, 0xBF808000, 0xBF818000, 0x3F808001], np.uint32).view(np.float32)
+    values = np.concatenate([values.astype(np.float32), ties])
     array = cupy.array(np.zeros(values.size, np.int16))
     staged_all_reduce(DeviceArray(array, "bfloat16"), lambda host: np.copyto(host, values))
     wanted = torch.from_numpy(values).bfloat16().float().numpy()
