@@ -95,6 +95,7 @@ def on_gpu(cupy):
     def copy(host):
         array = cupy.empty(host.shape, host.dtype)
         array.set(np.ascontiguousarray(host))
+        cupy.cuda.get_current_stream().synchronize()  # other streams do not wait for this one
         return array
 
     return copy
