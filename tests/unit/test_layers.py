@@ -28,7 +28,8 @@ DOORS = {
     "mpi4py": {"mpi"},
     "h5py": {"checkpoint.format"},
     "torch": {"gradients", "strategy"},
-    "cupy": set(),
+    "cupy": {"collectives.cuda"},
+    "cupyx": {"collectives.cuda"},
     "pickle": set(),
 }
 MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}

@@ -1,0 +1,87 @@
+"""All-reduce of GPUs on several hosts: NCCL inside the host, MPI between hosts from pinned host memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hpcdist.collectives import mpi, nccl
+from hpcdist.collectives.cuda import (
+    DeviceArray,
+    HostArray,
+    copy_into,
+    device_array,
+    on_device,
+    padded,
+    staged_all_reduce,
+)
+from hpcdist.collectives.nccl import Group, NcclCommunicator, check, communicator_of
+from hpcdist.errors import CollectiveError
+from hpcdist.mpi import MPI
+from hpcdist.plan.devices import equal_part
+
+#: NCCL is fastest on parts that start at a multiple of 16 bytes.
+_ALIGNMENT_BYTES = 16
+
+
+def all_reduce(buffer: Any, group: Group, lane_all_reduce: Callable[[HostArray], None] | None = None) -> None:
+    """Replace `buffer` by its sum over the group.
+
+    Collective: group.comm. Blocking. Same shape and dtype required on every rank: yes.
+
+    NCCL reduce-scatter in the host, all-reduce of each part in its lane, NCCL all-gather in the host. NCCL is waited
+    for before the lane's turn, so it is never under way together with MPI. On one host this is `nccl.all_reduce`.
+
+    Args:
+        buffer: as `nccl.all_reduce`; overwritten.
+        group: any size >= 1, with the same number of ranks on every host.
+        lane_all_reduce: sums a (n_piece,) numpy array over group.lane_comm in place; default: MPI's own.
+
+    Raises:
+        CollectiveError: for a buffer that NCCL cannot carry; on this rank only. For hosts with different numbers of
+            ranks; on every rank alike.
+        ConfigurationError: as `nccl.communicator_of`; on every rank alike.
+
+    Cost: with p ranks on each of m hosts: 2(p-1)/p * n elements sent per rank inside the host, 2(m-1)/m * n/p between
+        hosts, n/p to host memory and back; n of scratch when n is no multiple of p times 16 bytes.
+    """
+    array = device_array(buffer)
+    check(array, "sum")
+    if not array.size:
+        return
+    if group.node_comm.size == group.comm.size:
+        nccl.all_reduce(buffer, group)
+        return
+    group.keep(("nccl", "even hosts"), lambda: _check_even_hosts(group), lambda kept: None)
+    lane = lane_all_reduce or (lambda host: mpi.all_reduce(host, group.lane_comm))
+    node = communicator_of(group, group.node_comm, array.device)
+    with on_device(array.device):
+        _reduce_in_steps(array, node, lane)
+
+
+def _reduce_in_steps(array: DeviceArray, node: NcclCommunicator, lane: Callable[[HostArray], None]) -> None:
+    part = equal_part(array.size, node.size, max(1, _ALIGNMENT_BYTES // array.array.itemsize))
+    whole = padded(array, part * node.size)
+    own = whole[node.rank * part : (node.rank + 1) * part]
+    node.reduce_scatter(whole, own)
+    node.wait()  # bounded, and tells of a peer that failed; the copies below would wait without a word
+    staged_all_reduce(own, lane)
+    node.all_gather(own, whole)
+    if whole is not array:
+        copy_into(array, whole[: array.size])
+    node.wait()
+
+
+def _check_even_hosts(group: Group) -> bool:
+    """Raise on all ranks when hosts hold different numbers of ranks: their parts would not match."""
+    sizes = np.array([group.node_comm.size, -group.node_comm.size], np.int64)
+    group.comm.Allreduce(MPI.IN_PLACE, sizes, MPI.MIN)
+    fewest, most = int(sizes[0]), -int(sizes[1])
+    error = None
+    if fewest != most:
+        error = CollectiveError(
+            f"hierarchical: expected the same number of ranks on every host, got {fewest} to {most}; start as many on "
+            f"each, or choose NCCL."
+        )
+    group.agree(error, group.comm)
+    return True

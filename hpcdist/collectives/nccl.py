@@ -1,0 +1,361 @@
+"""All-reduce by NCCL, through cupy. The unique id travels by MPI; the communicator is made at first use.
+
+NCCL binds a communicator to the device that is current when it is made: so it is made when the first buffer shows which
+device that is. Device memory never goes to MPI here: NCCL and CUDA-aware MPI may wait for each other for ever.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from hpcdist.cluster.environment import nccl_may_share_devices, read_environment, timeout_s
+from hpcdist.collectives.cuda import (
+    DeviceArray,
+    device_array,
+    load_cupy,
+    load_nccl,
+    on_device,
+    use_device,
+    visible_devices,
+)
+from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError, HpcdistError
+from hpcdist.mpi import MPI
+from hpcdist.plan.devices import plan_devices, shared_devices
+
+#: dtype -> name of NCCL's constant.
+DTYPES = {
+    "float16": "NCCL_FLOAT16",
+    "bfloat16": "NCCL_BFLOAT16",
+    "float32": "NCCL_FLOAT32",
+    "float64": "NCCL_FLOAT64",
+    "int8": "NCCL_INT8",
+    "uint8": "NCCL_UINT8",
+    "int32": "NCCL_INT32",
+    "uint32": "NCCL_UINT32",
+    "int64": "NCCL_INT64",
+    "uint64": "NCCL_UINT64",
+}
+#: op -> name of NCCL's constant.
+OPS = {"sum": "NCCL_SUM", "min": "NCCL_MIN", "max": "NCCL_MAX", "product": "NCCL_PROD"}
+#: Message tag by which a rank that cannot join tells those that wait for it inside NCCL.
+_FAILED_TAG = 901
+#: How often NCCL is asked, while the host waits, whether a peer has failed.
+_CHECK_S = 0.1
+
+
+class Group(Protocol):
+    """What is asked of a group of ranks."""
+
+    @property
+    def comm(self) -> MPI.Comm:
+        """All ranks of the group."""
+
+    @property
+    def node_comm(self) -> MPI.Comm:
+        """The ranks of the group on this host."""
+
+    @property
+    def lane_comm(self) -> MPI.Comm:
+        """The ranks of the group with this rank's place in their host."""
+
+    def keep(self, key: Any, make: Callable[[], Any], free: Callable[[Any], None]) -> Any:
+        """Return what is kept under `key`, making it at first use; `free` is called on it when the group is freed."""
+
+    def agree(self, error: HpcdistError | None, comm: MPI.Comm | None = None) -> None:
+        """As `World.agree`: raise on every rank of `comm` (default: the group's) what failed on one."""
+
+
+def all_reduce(buffer: Any, group: Group, op: str = "sum") -> None:
+    """Replace `buffer` by its reduction over the group.
+
+    Collective: group.comm. Blocking. Same shape and dtype required on every rank: yes.
+
+    Waits for what is queued on the producer's stream (`cuda.device_array`) and returns when the result is there.
+
+    Args:
+        buffer: cupy array or torch CUDA tensor of one of `DTYPES`, contiguous; overwritten.
+        group: any size >= 1; the first call makes the communicator, on the device of `buffer`.
+        op: "sum", "min", "max" or "product".
+
+    Raises:
+        CollectiveError: for a buffer or op that NCCL cannot carry; on this rank only. When a peer fails: on every rank
+            that NCCL tells.
+        CollectiveTimeoutError: when a rank does not arrive; on those that did.
+        ConfigurationError: as `communicator_of`; on every rank alike.
+
+    Cost: chosen by NCCL; 2(P-1)/P * n elements sent per rank, or less where switches add. One wait of the host.
+    """
+    array = device_array(buffer)
+    check(array, op)
+    if array.size:
+        communicator = communicator_of(group, group.comm, array.device)
+        with on_device(array.device):
+            communicator.all_reduce(array, op)
+            communicator.wait()
+
+
+def check(array: DeviceArray, op: str) -> None:
+    """Raise CollectiveError for a dtype or op that NCCL does not have; on this rank only, before anything is sent."""
+    if array.dtype not in DTYPES:
+        raise CollectiveError(f"nccl: expected a dtype of {', '.join(DTYPES)}, got {array.dtype}; convert it first.")
+    if op not in OPS:
+        raise CollectiveError(f"nccl: expected an op of {', '.join(OPS)}, got {op!r}; name one of them.")
+
+
+def choose_device(group: Group) -> int:
+    """Return the index of this rank's device, by its place on the host, and make it the current one.
+
+    Collective: group.comm. Where each rank sees one device only (as `srun --gpus-per-task=1` sees to), that one.
+
+    Raises:
+        ConfigurationError: without cupy, driver or GPU; on every rank alike.
+    """
+    index, error = 0, None
+    try:
+        index = plan_devices(group.node_comm.size, visible_devices())[group.node_comm.rank]
+        use_device(index)
+    except ConfigurationError as caught:
+        error = caught
+    group.agree(error, group.comm)
+    return index
+
+
+def communicator_of(group: Group, comm: MPI.Comm, device: int) -> "NcclCommunicator":
+    """Return the NCCL communicator over `comm`, making it at first use; it lives as long as the group.
+
+    Collective where it is made: group.comm.
+
+    Args:
+        group: keeps the communicator.
+        comm: group.comm or group.node_comm.
+        device: index of the device that this rank's buffers are on.
+
+    Raises:
+        ConfigurationError: without cupy, NCCL or GPU, and for two ranks on one GPU; on every rank alike.
+        CollectiveError: when NCCL fails on a rank; on every rank alike.
+
+    Cost: to make: O(log P) messages, and NCCL's own.
+    """
+    key = ("nccl", "node" if comm == group.node_comm else "all")
+    communicator: NcclCommunicator = group.keep(key, lambda: _make(group, comm, device), NcclCommunicator.free)
+    return communicator
+
+
+class NcclCommunicator:
+    """An NCCL communicator over the ranks of `comm`, on one device per rank.
+
+    Calls are queued on cupy's current stream, while `device` is the current device; `wait` waits for them. Made by
+    `communicator_of`.
+
+    Args:
+        comm: the ranks.
+        device: index of this rank's device.
+        inner: cupy's communicator.
+        limit_s: longest wait for the other ranks, in seconds.
+    """
+
+    def __init__(self, comm: MPI.Comm, device: int, inner: Any, limit_s: float) -> None:
+        self.rank, self.size, self.device = comm.rank, comm.size, device
+        self._inner, self._limit_s = inner, limit_s
+        self._nccl = load_nccl()
+
+    def all_reduce(self, array: DeviceArray, op: str = "sum") -> None:
+        """Replace `array` by its reduction. Collective: its ranks. Queued, not waited for."""
+        dtype = self._prepare(array, op)
+        self._inner.allReduce(array.address, array.address, array.size, dtype, self._op(op), _stream())
+
+    def reduce_scatter(self, source: DeviceArray, target: DeviceArray, op: str = "sum") -> None:
+        """Put this rank's part of the reduction into `target`. Collective: its ranks. Queued, not waited for.
+
+        Args:
+            source: (size * n,) on every rank; part r is what rank r gets.
+            target: (n,) of the same dtype; may be this rank's part of `source`.
+            op: as `all_reduce`.
+        """
+        dtype = self._prepare(source, op)
+        self._check_parts(source, target)
+        self._inner.reduceScatter(source.address, target.address, target.size, dtype, self._op(op), _stream())
+
+    def all_gather(self, source: DeviceArray, target: DeviceArray) -> None:
+        """Put the `source` of all ranks into `target`, in order. Collective: its ranks. Queued, not waited for.
+
+        Args:
+            source: (n,); may be this rank's part of `target`.
+            target: (size * n,) of the same dtype.
+        """
+        dtype = self._prepare(source, "sum")
+        self._check_parts(target, source)
+        self._inner.allGather(source.address, target.address, source.size, dtype, _stream())
+
+    def wait(self) -> None:
+        """Wait until what is queued on cupy's current stream is done.
+
+        Raises:
+            CollectiveError: when NCCL reports that a peer failed; the communicator is then of no more use.
+            CollectiveTimeoutError: when the others do not arrive within the limit.
+        """
+        stream = load_cupy().cuda.get_current_stream()
+        started = time.monotonic()
+        next_check = started + _CHECK_S
+        while not stream.done:
+            now = time.monotonic()
+            if now > next_check:
+                self._check_peers(now - started)
+                next_check = now + _CHECK_S
+            time.sleep(0)
+
+    def free(self) -> None:
+        """Free the communicator. Collective: its ranks."""
+        self._inner.destroy()
+
+    def _check_peers(self, waited_s: float) -> None:
+        try:
+            self._inner.check_async_error()
+        except self._nccl.NcclError as error:
+            self._inner.abort()
+            raise CollectiveError(
+                f"nccl: expected all {self.size} ranks, got {error} on rank {self.rank}; look for the rank that "
+                f"failed first (NCCL_DEBUG=INFO tells more)."
+            ) from error
+        if waited_s > self._limit_s:
+            self._inner.abort()
+            raise CollectiveTimeoutError(
+                f"nccl: expected all {self.size} ranks within {self._limit_s:g} s, got no answer from some on rank "
+                f"{self.rank}; look for a rank that took another path or stopped (HPCDIST_TIMEOUT_S sets the limit)."
+            )
+
+    def _prepare(self, array: DeviceArray, op: str) -> int:
+        check(array, op)
+        if array.device != self.device:
+            raise CollectiveError(
+                f"nccl: expected a buffer on device {self.device}, as at the first call, got one on device "
+                f"{array.device} on rank {self.rank}; keep one device per rank."
+            )
+        return int(getattr(self._nccl, DTYPES[array.dtype]))
+
+    def _op(self, op: str) -> int:
+        return int(getattr(self._nccl, OPS[op]))
+
+    def _check_parts(self, whole: DeviceArray, part: DeviceArray) -> None:
+        if whole.size != part.size * self.size or whole.dtype != part.dtype:
+            raise CollectiveError(
+                f"nccl: expected {self.size} parts of {part.size} {part.dtype}, got {whole.size} {whole.dtype} on rank "
+                f"{self.rank}; pad the buffer."
+            )
+
+
+def _stream() -> int:
+    return int(load_cupy().cuda.get_current_stream().ptr)
+
+
+def _make(group: Group, comm: MPI.Comm, device: int) -> NcclCommunicator:
+    """Make the communicator in steps, each agreed on before ranks wait for each other in the next one."""
+    limit_s, identity, error = 600.0, "", None
+    try:
+        limit_s = timeout_s(read_environment())
+        load_nccl()
+        identity = visible_devices()[device]
+    except ConfigurationError as caught:
+        error = caught
+    group.agree(error, group.comm)
+    group.agree(_two_ranks_on_one(group, identity), group.comm)
+    unique_id = _broadcast_unique_id(group, comm)
+    inner = _join(group, comm, device, unique_id, limit_s)
+    return NcclCommunicator(comm, device, inner, limit_s)
+
+
+def _two_ranks_on_one(group: Group, identity: str) -> ConfigurationError | None:
+    """Return the error of two ranks on one GPU, which NCCL refuses or waits in for ever; None when all is well."""
+    on_host = group.node_comm.allgather((group.comm.rank, identity))
+    shared = shared_devices([identity for _, identity in on_host])
+    if not shared or nccl_may_share_devices(read_environment()):
+        return None
+    device, places = next(iter(shared.items()))
+    ranks = " and ".join(str(on_host[place][0]) for place in places)
+    return ConfigurationError(
+        f"nccl: expected one rank per GPU, got ranks {ranks} on GPU {device}; start as many ranks per node as it has "
+        f"GPUs and give each its own (srun --gpus-per-task=1, or torch.cuda.set_device(local rank)). NCCL 2.30 and "
+        f"later may share one, for tests, with NCCL_MULTI_RANK_GPU_ENABLE=1."
+    )
+
+
+def _broadcast_unique_id(group: Group, comm: MPI.Comm) -> Any:
+    """Return root's unique id, in the form that cupy made it."""
+    packed, error = np.zeros(129, np.uint8), None
+    if comm.rank == 0:
+        try:
+            packed[:] = pack_unique_id(load_nccl().get_unique_id())
+        except RuntimeError as caught:
+            error = _failure(comm, caught)
+    group.agree(error, group.comm)
+    comm.Bcast(packed, 0)
+    return unpack_unique_id(packed)
+
+
+def pack_unique_id(unique_id: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return a unique id as (129,) uint8: its form, then its bytes. cupy 14 gives bytes, older ones signed numbers."""
+    return np.array([isinstance(unique_id, bytes), *(number & 0xFF for number in unique_id)], np.uint8)
+
+
+def unpack_unique_id(packed: np.ndarray[Any, np.dtype[np.uint8]]) -> Any:
+    """Return the unique id that `pack_unique_id` was given."""
+    return packed[1:].tobytes() if packed[0] else tuple(packed[1:].view(np.int8).tolist())
+
+
+def _failure(comm: MPI.Comm, error: Exception) -> CollectiveError:
+    return CollectiveError(
+        f"nccl: expected a communicator of {comm.size} ranks, got {error} on rank {comm.rank}; run again with "
+        f"NCCL_DEBUG=INFO, which tells which call failed."
+    )
+
+
+def _join(group: Group, comm: MPI.Comm, device: int, unique_id: Any, limit_s: float) -> Any:
+    """Return cupy's communicator. NCCL makes it when all ranks have arrived, so it waits in a thread of its own."""
+    joining = _Joining(comm, device, unique_id)
+    error = joining.wait(limit_s)
+    if error is not None and joining.error is not None:
+        joining.tell_others()
+    group.agree(error, group.comm)
+    return joining.inner
+
+
+class _Joining:
+    """A call of NCCL that returns when all ranks have made it; meanwhile another rank's failure is listened for."""
+
+    def __init__(self, comm: MPI.Comm, device: int, unique_id: Any) -> None:
+        self.inner: Any = None
+        self.error: Exception | None = None
+        self._comm, self._device, self._unique_id = comm, device, unique_id
+        self._thread = threading.Thread(target=self._run, name="hpcdist-nccl", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            use_device(self._device)  # the current device is the thread's
+            self.inner = load_nccl().NcclCommunicator(self._comm.size, self._unique_id, self._comm.rank)
+        except Exception as error:  # noqa: BLE001 - handed to the thread that waits, which raises it on all ranks
+            self.error = error
+
+    def wait(self, limit_s: float) -> HpcdistError | None:
+        """Wait for NCCL, for another rank's failure, or for the limit; return what this rank has to tell."""
+        started = time.monotonic()
+        while self._thread.is_alive():
+            self._thread.join(0.005)
+            if self._comm.Iprobe(MPI.ANY_SOURCE, _FAILED_TAG):
+                self._comm.Recv(bytearray(0), MPI.ANY_SOURCE, _FAILED_TAG)
+                return None
+            if time.monotonic() - started > limit_s:
+                return CollectiveTimeoutError(
+                    f"nccl: expected all {self._comm.size} ranks within {limit_s:g} s, got no answer from some on rank "
+                    f"{self._comm.rank}; look for a firewall between the nodes (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)."
+                )
+        return _failure(self._comm, self.error) if self.error else None
+
+    def tell_others(self) -> None:
+        """Free the ranks that wait inside NCCL for this one."""
+        for rank in range(self._comm.size):
+            if rank != self._comm.rank:
+                self._comm.Isend(bytearray(0), rank, _FAILED_TAG).Free()

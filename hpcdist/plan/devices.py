@@ -1,0 +1,54 @@
+"""Which rank uses which GPU, and how a device buffer is cut. Pure arithmetic: nothing here looks at a device."""
+
+from collections.abc import Sequence
+
+
+def plan_devices(n_local: int, visible_devices: Sequence[str]) -> list[int]:
+    """Return the device index of each of `n_local` ranks of a host: one after another, round again when there are more.
+
+    Args:
+        n_local: ranks on the host, >= 0.
+        visible_devices: what identifies each device that the ranks see, in the order of their indices; not empty.
+
+    Raises:
+        ValueError: without devices.
+
+    >>> plan_devices(3, ["a", "b"])
+    [0, 1, 0]
+    """
+    if not visible_devices:
+        raise ValueError("plan_devices: expected at least one device, got none.")
+    return [rank % len(visible_devices) for rank in range(n_local)]
+
+
+def shared_devices(devices_of_ranks: Sequence[str]) -> dict[str, list[int]]:
+    """Return the devices that more than one rank uses, each with the places of these ranks.
+
+    >>> shared_devices(["a", "b", "a"])
+    {'a': [0, 2]}
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, device in enumerate(devices_of_ranks):
+        ranks.setdefault(device, []).append(rank)
+    return {device: users for device, users in ranks.items() if len(users) > 1}
+
+
+def equal_part(n_elements: int, n_parts: int, multiple: int = 1) -> int:
+    """Return the elements per part when all parts are equal, a multiple of `multiple`, and hold `n_elements` together.
+
+    NCCL's reduce-scatter and all-gather take one count for all ranks. What is beyond `n_elements` is padding.
+
+    >>> equal_part(13, 4), equal_part(13, 4, multiple=4), equal_part(0, 4)
+    (4, 4, 0)
+    """
+    part = -(-n_elements // n_parts)
+    return -(-part // multiple) * multiple
+
+
+def piece_bounds(n_elements: int, n_piece: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of pieces of at most `n_piece` elements, in order.
+
+    >>> piece_bounds(5, 2)
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    return [(start, min(start + n_piece, n_elements)) for start in range(0, n_elements, n_piece)]

@@ -1,0 +1,287 @@
+"""A stand-in for cupy on machines without a GPU: the calls that hpcdist makes, with host memory for the device's.
+
+Real: the plan, the order of calls, the messages, MPI. Not real: CUDA, NCCL, speed. What is queued on a stream runs only
+when somebody waits for it, so that a forgotten wait gives wrong numbers. Arrays have no buffer protocol, so that MPI
+refuses them. The communicator does its arithmetic by MPI over the ranks that present the same unique id.
+"""
+
+import ctypes
+import sys
+import threading
+import types
+import zlib
+
+import numpy as np
+
+FLOATS = {"NCCL_FLOAT16": np.float16, "NCCL_FLOAT32": np.float32, "NCCL_FLOAT64": np.float64, "NCCL_BFLOAT16": None}
+INTEGERS = {f"NCCL_{kind.upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 32, 64)}
+INTEGERS = {name: np.dtype(dtype) for name, dtype in INTEGERS.items() if name not in ("NCCL_INT16", "NCCL_UINT16")}
+DTYPE_CODES = {name: code for code, name in enumerate([*FLOATS, *INTEGERS])}
+OP_CODES = {"NCCL_SUM": 10, "NCCL_PROD": 11, "NCCL_MAX": 12, "NCCL_MIN": 13}
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+class NcclError(RuntimeError):
+    pass
+
+
+class CurrentDevice(threading.local):
+    """As CUDA's: each thread has its own."""
+
+    device = 0
+
+
+class Stream:
+    """Work that runs when it is waited for."""
+
+    ptr = 0
+
+    def __init__(self, non_blocking=False):
+        self.queue = []
+
+    def run(self, n_left=0):
+        while len(self.queue) > n_left:
+            self.queue.pop(0)()
+
+    def record(self):
+        event, queued = Event(self), []
+        self.queue.append(lambda: queued.append(True))
+        event.reached = lambda: bool(queued)
+        return event
+
+    def wait_event(self, event):
+        self.queue.append(event.synchronize)
+
+    synchronize = run
+
+    @property
+    def done(self):
+        self.run()
+        return True
+
+
+class Event:
+    def __init__(self, stream):
+        self.stream = stream
+
+    def synchronize(self):
+        while not self.reached():
+            self.stream.queue.pop(0)()
+
+
+class Pointer:
+    def __init__(self, host):
+        self.host, self.ptr = host, host.ctypes.data
+
+    def copy_from_device_async(self, source, n_bytes, stream):
+        stream.queue.append(lambda: ctypes.memmove(self.ptr, source.ptr, n_bytes))
+
+
+class Array:
+    """Device memory: reached by pointer, by get and set, and by other arrays of this kind."""
+
+    def __init__(self, cupy, host, device=None):
+        self.cupy, self.host = cupy, host
+        self.dtype, self.size, self.itemsize, self.shape = host.dtype, host.size, host.itemsize, host.shape
+        self.nbytes, self.flags = host.nbytes, host.flags
+        self.device = types.SimpleNamespace(id=cupy.local.device if device is None else device)
+        self.data = Pointer(host)
+        self.__cuda_array_interface__ = {"shape": host.shape, "version": 3}
+
+    def reshape(self, *shape):
+        return Array(self.cupy, self.host.reshape(*shape), self.device.id)
+
+    def __getitem__(self, part):
+        return Array(self.cupy, self.host[part], self.device.id)
+
+    def get(self, stream=None, out=None, blocking=True):
+        stream = stream or self.cupy.stream
+        out = np.empty_like(self.host) if out is None else out
+        stream.queue.append(lambda: np.copyto(out, self.host))
+        if blocking:
+            stream.synchronize()
+        return out
+
+    def set(self, host, stream=None):
+        assert host.dtype == self.dtype
+        assert host.size == self.size
+        (stream or self.cupy.stream).queue.append(lambda: np.copyto(self.host, host.reshape(self.host.shape)))
+
+
+class CudaTensor:
+    """Stands for a torch tensor on a GPU: what hpcdist asks of one."""
+
+    def __init__(self, values, dtype, device="cuda"):
+        self.values, self.dtype, self.device = values, f"torch.{dtype}", types.SimpleNamespace(type=device)
+        self.new_tensor = None
+
+    @property
+    def __cuda_array_interface__(self):
+        raise RuntimeError("a tensor that wants a gradient has none")
+
+    def detach(self):
+        return self
+
+    def new_empty(self, n):
+        return self
+
+    def short(self):
+        return CudaTensor(self.values.view(np.int16), "int16")
+
+    def view(self, dtype):
+        assert dtype == "torch.int16"
+        return self.short()
+
+
+def bfloat16(values):
+    """Return numbers that bfloat16 holds exactly, as its bits."""
+    return (np.asarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.int16)
+
+
+def from_bfloat16(bits):
+    return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def make_cupy(devices=("gpu-0",), *, mpi=None, has_nccl=True, id_form=bytes):
+    """Return a stand-in for cupy.
+
+    Args:
+        devices: bus ids of what this rank sees; None: no driver.
+        mpi: mpi4py's module, for a working communicator.
+        has_nccl: whether libnccl is found.
+        id_form: bytes, as cupy 14 makes unique ids, or tuple of signed numbers, as older ones.
+    """
+    cupy, cuda, nccl, cupyx = (types.ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl", "cupyx"))
+    cupy.__path__ = cuda.__path__ = []
+    cupy.cuda, cuda.nccl = cuda, nccl
+    cupy.local, cupy.stream, cupy.seen_dlpack, cupy.made = CurrentDevice(), Stream(), [], []
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        @property
+        def pci_bus_id(self):
+            return devices[self.index]
+
+        def use(self):
+            if self.index >= len(devices):
+                raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
+            cupy.local.device = self.index
+
+        def __enter__(self):
+            self.previous, cupy.local.device = cupy.local.device, self.index
+
+        def __exit__(self, *error):
+            cupy.local.device = self.previous
+
+    def count():
+        if devices is None:
+            raise CUDARuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient")
+        return len(devices)
+
+    def from_dlpack(tensor):
+        cupy.seen_dlpack.append(tensor.dtype)
+        return Array(cupy, tensor.values)
+
+    cuda.runtime = types.SimpleNamespace(
+        getDeviceCount=count,
+        getDeviceProperties=lambda index: {"uuid": devices[index].encode()},
+        CUDARuntimeError=CUDARuntimeError,
+    )
+    cuda.Device, cuda.Stream, cuda.get_current_stream = Device, Stream, lambda: cupy.stream
+    cupy.ndarray, cupy.from_dlpack, cupy.asarray = Array, from_dlpack, lambda array: array
+    cupy.array = lambda host: Array(cupy, np.array(host))
+    cupy.zeros = lambda n, dtype: Array(cupy, np.zeros(n, dtype))
+    cupyx.empty_pinned = lambda n, dtype: np.full(n, 77).astype(dtype)
+    _fill_nccl(cupy, nccl, mpi, id_form)
+    nccl.available = has_nccl
+    return {"cupy": cupy, "cupy.cuda": cuda, "cupy.cuda.nccl": nccl, "cupyx": cupyx}
+
+
+def _fill_nccl(cupy, nccl, mpi, id_form):
+    for name, code in {**DTYPE_CODES, **OP_CODES}.items():
+        setattr(nccl, name, code)
+    nccl.NcclError = NcclError
+
+    def get_unique_id():
+        raw = np.random.default_rng().integers(0, 256, 128, np.uint8)
+        return raw.tobytes() if id_form is bytes else tuple(raw.view(np.int8).tolist())
+
+    class NcclCommunicator(_Communicator):
+        def __init__(self, size, unique_id, rank):
+            assert type(unique_id) is id_form
+            assert len(unique_id) == 128
+            assert id_form is bytes or min(unique_id) < 0 <= max(unique_id) < 128  # C's signed characters
+            cupy.made.append((size, unique_id, rank, cupy.local.device))
+            super().__init__(cupy, mpi, unique_id)
+            assert (self.comm.size, self.comm.rank) == (size, rank), "ranks with one unique id"
+
+    nccl.get_unique_id, nccl.NcclCommunicator = get_unique_id, NcclCommunicator
+
+
+class _Communicator:
+    """NCCL's arithmetic by MPI. Ranks of the world that present one unique id form one communicator."""
+
+    def __init__(self, cupy, mpi, unique_id):
+        self.cupy, self.mpi, self.log, self.device = cupy, mpi, [], cupy.local.device
+        digest = zlib.crc32(repr(unique_id).encode()) & 0x7FFFFFFF
+        self.comm = mpi.COMM_WORLD.Split(digest, mpi.COMM_WORLD.rank)
+
+    def allReduce(self, send, receive, count, dtype, op, stream):
+        self._queue("allReduce", lambda: self._store(receive, dtype, self._reduce(send, count, dtype, op)))
+
+    def reduceScatter(self, send, receive, count, dtype, op, stream):
+        def work():
+            total = self._reduce(send, count * self.comm.size, dtype, op)
+            self._store(receive, dtype, total[self.comm.rank * count : (self.comm.rank + 1) * count])
+
+        self._queue("reduceScatter", work)
+
+    def allGather(self, send, receive, count, dtype, stream):
+        def work():
+            self._store(receive, dtype, np.concatenate(self.comm.allgather(_load(send, count, dtype))))
+
+        self._queue("allGather", work)
+
+    def check_async_error(self):
+        pass
+
+    def destroy(self):
+        self.log.append("destroy")
+        self.comm.Free()
+
+    def _queue(self, name, work):
+        assert self.cupy.local.device == self.device, "the stream of another device"
+        self.log.append(name)
+        self.cupy.stream.queue.append(work)
+
+    def _reduce(self, address, count, dtype, op):
+        functions = {"NCCL_SUM": np.add, "NCCL_PROD": np.multiply, "NCCL_MAX": np.maximum, "NCCL_MIN": np.minimum}
+        name = next(name for name, code in OP_CODES.items() if code == op)
+        return functions[name].reduce(np.array(self.comm.allgather(_load(address, count, dtype))), dtype=None)
+
+    def _store(self, address, dtype, values):
+        values = bfloat16(values) if dtype == DTYPE_CODES["NCCL_BFLOAT16"] else values.astype(_numpy_dtype(dtype))
+        ctypes.memmove(address, np.ascontiguousarray(values).ctypes.data, values.nbytes)
+
+
+def _numpy_dtype(code):
+    name = next(name for name, known in DTYPE_CODES.items() if known == code)
+    return np.dtype({**FLOATS, **INTEGERS}[name] or np.int16)
+
+
+def _load(address, count, dtype):
+    size = _numpy_dtype(dtype).itemsize * count
+    raw = np.frombuffer(bytes((ctypes.c_char * size).from_address(address)), _numpy_dtype(dtype))
+    return from_bfloat16(raw) if dtype == DTYPE_CODES["NCCL_BFLOAT16"] else raw.copy()
+
+
+def install(monkeypatch, modules):
+    """Put the stand-in where `import cupy` finds it; return it."""
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return modules["cupy"]

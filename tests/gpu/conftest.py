@@ -1,0 +1,101 @@
+"""Checks on real GPUs, run as the tests under mpirun are; skipped, with the reason, where there is no GPU."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdist.cluster.environment import nccl_may_share_devices, read_environment
+from hpcdist.collectives import cuda
+from hpcdist.errors import ConfigurationError
+from hpcdist.plan.devices import plan_devices
+from hpcdist.world import make_world
+
+_spec = importlib.util.spec_from_file_location("mpi_conftest", Path(__file__).parent.parent / "mpi" / "conftest.py")
+_mpi = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_mpi)
+# one outcome on all ranks, one report, a time limit that ends the run: as in tests/mpi
+globals().update({name: value for name, value in vars(_mpi).items() if name.startswith("pytest_") or name == "comm"})
+
+
+@pytest.fixture(scope="session")
+def what_is_missing(comm):
+    """Return why this machine cannot run the checks, "" when it can; the same on all ranks."""
+    try:
+        cuda.visible_devices()
+        cuda.load_nccl()
+        found = ""
+    except ConfigurationError as error:
+        found = str(error)
+    return next((text for text in comm.allgather(found) if text), "")
+
+
+@pytest.fixture
+def cupy(comm, what_is_missing):
+    """Return cupy, with this rank's device as the current one."""
+    if what_is_missing:
+        pytest.skip(what_is_missing)
+    cuda.use_device(plan_devices(comm.size, cuda.visible_devices())[comm.rank])
+    return cuda.load_cupy()
+
+
+@pytest.fixture(scope="session")
+def has_gpu_each(comm, what_is_missing):
+    """Return whether every rank has a GPU of its own."""
+    return not what_is_missing and len(cuda.visible_devices()) >= comm.size
+
+
+@pytest.fixture
+def nccl_ranks(cupy, has_gpu_each):
+    """Leave out what takes NCCL between ranks where it refuses to share the GPU."""
+    if not has_gpu_each and not nccl_may_share_devices(read_environment()):
+        pytest.skip("fewer GPUs than ranks, and NCCL_MULTI_RANK_GPU_ENABLE is not 1")
+
+
+class Group:
+    """The least that a group of ranks is; hosts are made up, of `ranks_per_host` ranks each."""
+
+    def __init__(self, comm, ranks_per_host):
+        self.comm = comm.Dup()
+        self.node_comm = comm.Split(comm.rank // ranks_per_host, comm.rank)
+        self.lane_comm = comm.Split(comm.rank % ranks_per_host, comm.rank)
+        self.agree = make_world().agree
+        self._kept = {}
+
+    def keep(self, key, make, free):
+        if key not in self._kept:
+            self._kept[key] = (make(), free)
+        return self._kept[key][0]
+
+    def free(self):
+        for kept, free in self._kept.values():
+            free(kept)
+        for comm in (self.lane_comm, self.node_comm, self.comm):
+            comm.Free()
+
+
+@pytest.fixture
+def make_group(comm):
+    groups = []
+
+    def make(ranks_per_host=None):
+        groups.append(Group(comm, ranks_per_host or comm.size))
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        group.free()
+
+
+@pytest.fixture
+def on_gpu(cupy):
+    """Return a function that copies a numpy array to the GPU; no kernel is compiled for it."""
+
+    def copy(host):
+        array = cupy.empty(host.shape, host.dtype)
+        array.set(np.ascontiguousarray(host))
+        cupy.cuda.get_current_stream().synchronize()  # other streams do not wait for this one
+        return array
+
+    return copy

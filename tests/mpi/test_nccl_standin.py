@@ -1,0 +1,314 @@
+"""NCCL's path with a stand-in for cupy: plan, order of calls, unique id, agreement. No GPU and no NCCL take part."""
+
+import threading
+import types
+
+import cupy_stand_in
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from hpcdist.collectives import cuda, hierarchical_cuda, nccl
+from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError
+from hpcdist.world import make_world
+
+pytestmark = pytest.mark.mpi
+
+
+class Group:
+    """The least that a group of ranks is: its communicators, what it keeps, how it agrees."""
+
+    def __init__(self, comm, ranks_per_host):
+        self.comm = comm.Dup()
+        self.node_comm = comm.Split(comm.rank // ranks_per_host, comm.rank)
+        self.lane_comm = comm.Split(comm.rank % ranks_per_host, comm.rank)
+        self.agree = make_world().agree
+        self.kept = {}
+
+    def keep(self, key, make, free):
+        if key not in self.kept:
+            self.kept[key] = (make(), free)
+        return self.kept[key][0]
+
+    def free(self):
+        for kept, free in self.kept.values():
+            free(kept)
+        for comm in (self.lane_comm, self.node_comm, self.comm):
+            comm.Free()
+
+
+@pytest.fixture
+def make_group(comm):
+    groups = []
+
+    def make(ranks_per_host=None):
+        groups.append(Group(comm, ranks_per_host or comm.size))
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        group.free()
+
+
+@pytest.fixture
+def cupy(comm, monkeypatch):
+    return install(monkeypatch, comm)
+
+
+def install(monkeypatch, comm, **options):
+    modules = cupy_stand_in.make_cupy(**{"devices": (f"gpu-{comm.rank}",), "mpi": MPI, **options})
+    return cupy_stand_in.install(monkeypatch, modules)
+
+
+def values(rank, count):
+    return np.arange(count) % 5 + rank + 1
+
+
+def expected(op, size, count):
+    rows = np.array([values(rank, count) for rank in range(size)])
+    return {"sum": rows.sum, "min": rows.min, "max": rows.max, "product": rows.prod}[op](axis=0)
+
+
+@pytest.mark.parametrize("op", nccl.OPS)
+@pytest.mark.parametrize("dtype", [dtype for dtype in nccl.DTYPES if dtype != "bfloat16"])
+def test_all_reduce(comm, cupy, make_group, dtype, op):
+    group = make_group()
+    for count in (0, 1, comm.size + 1, 1000):
+        array = cupy.array(values(comm.rank, count).astype(dtype))
+        nccl.all_reduce(array, group, op)
+        assert array.host.tolist() == expected(op, comm.size, count).astype(dtype).tolist()
+
+
+def test_any_shape(comm, cupy, make_group):
+    group = make_group()
+    for shape in ((), (3, 4)):
+        array = cupy.array(np.full(shape, comm.rank + 1.0))
+        nccl.all_reduce(array, group)
+        assert (array.host == comm.size * (comm.size + 1) / 2).all()
+
+
+def test_bfloat16_tensors(comm, cupy, make_group):
+    bits = cupy_stand_in.bfloat16(values(comm.rank, 10))
+    nccl.all_reduce(cupy_stand_in.CudaTensor(bits, "bfloat16"), make_group())
+    assert cupy_stand_in.from_bfloat16(bits).tolist() == expected("sum", comm.size, 10).tolist()
+
+
+@pytest.mark.parametrize("id_form", [bytes, tuple])
+def test_one_communicator_and_one_unique_id(comm, monkeypatch, make_group, id_form):
+    cupy = install(monkeypatch, comm, id_form=id_form)
+    group = make_group()
+    for _ in range(3):
+        nccl.all_reduce(cupy.array(np.ones(3)), group)
+    assert len(cupy.made) == 1
+    size, unique_id, rank, device = cupy.made[0]
+    assert (size, rank, device) == (comm.size, comm.rank, 0)
+    assert set(comm.allgather(unique_id)) == {unique_id}
+
+
+def test_the_communicator_is_made_at_first_use_on_the_buffers_device_and_freed_with_the_group(comm, monkeypatch):
+    cupy = install(monkeypatch, comm, devices=(f"gpu-{comm.rank}-a", f"gpu-{comm.rank}-b"))
+    group = Group(comm, comm.size)
+    assert cupy.made == []
+    cupy.local.device = 1
+    array = cupy.array(np.ones(3))
+    cupy.local.device = 0
+    nccl.all_reduce(array, group)
+    assert (cupy.made[0][3], cupy.local.device) == (1, 0)
+    with pytest.raises(CollectiveError, match=f"expected a buffer on device 1.*device 0 on rank {comm.rank}"):
+        nccl.all_reduce(cupy.array(np.ones(3)), group)
+    communicator = group.kept["nccl", "all"][0]
+    group.free()
+    assert communicator._inner.log == ["allReduce", "destroy"]
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int64"])
+def test_hierarchical(comm, cupy, make_group, monkeypatch, dtype, ranks_per_host):
+    if comm.size % ranks_per_host:
+        ranks_per_host = comm.size
+    monkeypatch.setattr(cuda, "PIECE_BYTES", 64)
+    group = make_group(ranks_per_host)
+    for count in (0, 1, comm.size - 1, comm.size + 1, 1000):
+        array = cupy.array(values(comm.rank, count).astype(dtype))
+        hierarchical_cuda.all_reduce(array, group)
+        assert array.host.tolist() == expected("sum", comm.size, count).astype(dtype).tolist()
+    is_one_host = ranks_per_host == comm.size
+    calls = ["allReduce"] if is_one_host else ["reduceScatter", "allGather"]
+    (log,) = [kept._inner.log for kept, _ in group.kept.values() if isinstance(kept, nccl.NcclCommunicator)]
+    assert log == calls * (4 - (comm.size == 1))
+
+
+def test_hierarchical_bfloat16(comm, cupy, make_group):
+    bits = cupy_stand_in.bfloat16(values(comm.rank, 10))
+    hierarchical_cuda.all_reduce(cupy_stand_in.CudaTensor(bits, "bfloat16"), make_group(1))
+    assert cupy_stand_in.from_bfloat16(bits).tolist() == expected("sum", comm.size, 10).tolist()
+
+
+def test_the_lane_gets_host_memory_and_this_ranks_part_only(comm, cupy, make_group):
+    group, seen = make_group(1), []
+
+    def lane(host):
+        seen.append((type(host), host.size))
+        group.lane_comm.Allreduce(MPI.IN_PLACE, host)
+
+    array = cupy.array(values(comm.rank, 101).astype(np.float32))
+    hierarchical_cuda.all_reduce(array, group, lane)
+    assert array.host.tolist() == expected("sum", comm.size, 101).tolist()
+    assert seen == ([(np.ndarray, 104)] if comm.size > 1 else [])  # parts of 16 bytes
+
+
+def test_one_group_has_a_communicator_for_all_and_one_for_the_host(comm, cupy, make_group):
+    group = make_group(1)
+    for all_reduce in (nccl.all_reduce, hierarchical_cuda.all_reduce) * 2:
+        array = cupy.array(values(comm.rank, 10).astype(np.float32))
+        all_reduce(array, group)
+        assert array.host.tolist() == expected("sum", comm.size, 10).tolist()
+    assert [made[0] for made in cupy.made] == ([comm.size, 1] if comm.size > 1 else [1])
+
+
+def test_a_peer_that_fails_in_the_host_is_reported_before_the_lanes_turn(comm, cupy, monkeypatch, make_group):
+    group = make_group(1)
+    hierarchical_cuda.all_reduce(cupy.array(np.ones(4)), group)
+    (inner,) = [kept._inner for kept, _ in group.kept.values() if isinstance(kept, nccl.NcclCommunicator)]
+
+    def failed():
+        raise cupy_stand_in.NcclError("NCCL_ERROR_REMOTE: peer left")
+
+    monkeypatch.setattr(inner, "check_async_error", failed)
+    monkeypatch.setattr(inner, "abort", lambda: None, raising=False)
+    endless(cupy, monkeypatch)
+    with pytest.raises(CollectiveError, match="NCCL_ERROR_REMOTE: peer left"):
+        hierarchical_cuda.all_reduce(cupy.array(np.ones(4)), group)
+
+
+def test_uneven_hosts_are_refused_on_all_ranks(comm, cupy):
+    if comm.size < 3:
+        pytest.skip("two hosts with different numbers of ranks take 3 ranks")
+    group = Group(comm, comm.size - 1)
+    with pytest.raises(CollectiveError, match=f"same number of ranks on every host, got 1 to {comm.size - 1}"):
+        hierarchical_cuda.all_reduce(cupy.array(np.ones(3)), group)
+    group.free()
+
+
+def test_two_ranks_on_one_gpu(comm, monkeypatch, make_group):
+    """Rank 1 is put on rank 0's GPU: refused everywhere, unless NCCL was told."""
+    cupy = install(monkeypatch, comm, devices=(f"gpu-{max(0, comm.rank - 1)}",))
+    group = make_group()
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    if comm.size > 1:
+        with pytest.raises(ConfigurationError, match="got ranks 0 and 1 on GPU gpu-0 .UUID 6770752d30") as caught:
+            nccl.all_reduce(cupy.array(np.ones(3)), group)
+        assert len(set(comm.allgather(str(caught.value)))) == 1
+        assert cupy.made == []
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    array = cupy.array(np.ones(3))
+    nccl.all_reduce(array, group)
+    assert array.host.tolist() == [comm.size] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"has_nccl": False}, "does not find libnccl"),
+        ({"devices": ()}, "expected a GPU, got none"),
+    ],
+)
+def test_what_one_rank_lacks_is_said_by_all(comm, monkeypatch, make_group, options, text):
+    cupy = install(monkeypatch, comm, **(options if comm.rank == comm.size - 1 else {}))
+    with pytest.raises(ConfigurationError, match=text):
+        nccl.all_reduce(cupy.array(np.ones(3)), make_group())
+
+
+def test_devices_are_chosen_by_the_place_on_the_host(comm, monkeypatch, make_group):
+    group = make_group()
+    install(monkeypatch, comm, devices=[f"gpu-{index}" for index in range(comm.size)])
+    assert nccl.choose_device(group) == comm.rank
+    install(monkeypatch, comm, devices=(f"gpu-{comm.rank}",))
+    assert nccl.choose_device(group) == 0
+    install(monkeypatch, comm, devices=None if comm.rank == comm.size - 1 else ("gpu",))
+    with pytest.raises(ConfigurationError, match="a GPU and its driver"):
+        nccl.choose_device(group)
+
+
+def test_a_rank_that_nccl_fails_on_frees_those_that_wait_for_it(comm, cupy, monkeypatch, make_group):
+    released = threading.Event()
+
+    def join(size, unique_id, rank):
+        if rank == size - 1:
+            raise cupy_stand_in.NcclError("NCCL_ERROR_SYSTEM_ERROR: no room")
+        released.wait(30)
+
+    monkeypatch.setattr(cupy.cuda.nccl, "NcclCommunicator", join)
+    with pytest.raises(CollectiveError, match=f"got NCCL_ERROR_SYSTEM_ERROR: no room on rank {comm.size - 1}"):
+        nccl.all_reduce(cupy.array(np.ones(3)), make_group())
+    assert not released.is_set()
+    released.set()
+
+
+def test_a_rank_that_never_arrives_is_named_within_the_limit(comm, cupy, monkeypatch, make_group):
+    released = threading.Event()
+    monkeypatch.setattr(cupy.cuda.nccl, "NcclCommunicator", lambda *arguments: released.wait(30))
+    monkeypatch.setenv("HPCDIST_TIMEOUT_S", "0.2")
+    with pytest.raises(CollectiveTimeoutError, match=r"ranks within 0.2 s"):
+        nccl.all_reduce(cupy.array(np.ones(3)), make_group())
+    released.set()
+
+
+def test_a_unique_id_that_cannot_be_made_is_said_by_all(comm, cupy, monkeypatch, make_group):
+    def fail():
+        raise cupy_stand_in.NcclError("NCCL_ERROR_SYSTEM_ERROR: no interface")
+
+    monkeypatch.setattr(cupy.cuda.nccl, "get_unique_id", fail)
+    with pytest.raises(CollectiveError, match="no interface on rank 0"):
+        nccl.all_reduce(cupy.array(np.ones(3)), make_group())
+
+
+def endless(cupy, monkeypatch):
+    """Make a stream that never gets done, as when a peer has gone."""
+    monkeypatch.setattr(cupy, "stream", types.SimpleNamespace(done=False, ptr=0, queue=[]))
+
+
+def test_a_peer_that_fails_is_reported(comm, cupy, monkeypatch, make_group):
+    group = make_group()
+    communicator = nccl.communicator_of(group, group.comm, 0)
+    inner, aborted = communicator._inner, []
+
+    def failed():
+        raise cupy_stand_in.NcclError("NCCL_ERROR_REMOTE: peer left")
+
+    monkeypatch.setattr(inner, "check_async_error", failed)
+    monkeypatch.setattr(inner, "abort", lambda: aborted.append(True), raising=False)
+    endless(cupy, monkeypatch)
+    with pytest.raises(CollectiveError, match=f"got NCCL_ERROR_REMOTE: peer left on rank {comm.rank}"):
+        communicator.wait()
+    assert aborted == [True]
+
+
+def test_waiting_for_nccl_is_bounded(comm, cupy, monkeypatch, make_group):
+    monkeypatch.setenv("HPCDIST_TIMEOUT_S", "0.2")
+    group = make_group()
+    communicator = nccl.communicator_of(group, group.comm, 0)
+    monkeypatch.setattr(communicator._inner, "abort", lambda: None, raising=False)
+    endless(cupy, monkeypatch)
+    with pytest.raises(CollectiveTimeoutError, match=f"within 0.2 s.*rank {comm.rank}"):
+        communicator.wait()
+
+
+def test_parts_must_add_up(comm, cupy, make_group):
+    group = make_group()
+    communicator = nccl.communicator_of(group, group.comm, 0)
+    whole, part = (cuda.device_array(cupy.array(np.ones(n))) for n in (2 * comm.size, 3))
+    with pytest.raises(CollectiveError, match=f"expected {comm.size} parts of 3"):
+        communicator.reduce_scatter(whole, part)
+    with pytest.raises(CollectiveError, match=f"expected {comm.size} parts of 3"):
+        communicator.all_gather(part, whole)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "text"),
+    [("float32", "mean", "expected an op of sum"), ("bool", "sum", "got bool"), ("complex64", "sum", "got complex64")],
+)
+def test_what_nccl_cannot_carry_is_refused_before_anything_is_sent(comm, cupy, make_group, dtype, op, text):
+    with pytest.raises(CollectiveError, match=text):
+        nccl.all_reduce(cupy.array(np.ones(3, dtype)), make_group(), op)
+    assert cupy.made == []
