@@ -8,6 +8,7 @@ import numpy as np
 
 from hpcdist.collectives.waiting import CELLS, SPINS, Backoff, NodeBarrier, wait_all
 from hpcdist.collectives.window import NodeWindow
+from hpcdist.errors import HpcdistError
 from hpcdist.mpi import MPI
 from hpcdist.plan.lanes import LanePlan, plan_lanes
 from hpcdist.plan.placement import plan_placement
@@ -37,7 +38,7 @@ class Group:
         self.world = world
         self.comm: MPI.Comm = comm.Dup()
         self.rank, self.size = self.comm.rank, self.comm.size
-        self.node_comm = self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+        self.node_comm = self._split_node()
         lowest = world.all_reduce_int(self.rank, MPI.MIN, self.node_comm)
         all_lowest = np.empty(self.size, np.int64)
         world.wait(self.comm.Iallgather(np.array([lowest], np.int64), all_lowest))
@@ -51,6 +52,10 @@ class Group:
         self._kept: dict[Any, Any] = {}
         self._frees: list[Callable[[], None]] = []
 
+    def _split_node(self) -> MPI.Comm:
+        """Return the ranks of this host. Tests make hosts up here."""
+        return self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+
     def keep(self, key: Any, make: Callable[[], T], free: Callable[[T], None] | None = None) -> T:
         """Return what `make` made at the first call with this key; it lives as long as the group.
 
@@ -62,6 +67,10 @@ class Group:
                 self._frees.append(lambda: free(made))
         kept: T = self._kept[key]
         return kept
+
+    def agree(self, error: HpcdistError | None, comm: MPI.Comm | None = None) -> None:
+        """Raise on every rank of `comm`, default all of the group, what failed on one; see `World.agree`."""
+        self.world.agree(error, comm or self.comm)
 
     def free(self) -> None:
         """Free the communicators and what was kept. Collective: all ranks of the group."""

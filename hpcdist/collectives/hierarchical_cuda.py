@@ -1,11 +1,12 @@
 """All-reduce of GPUs on several hosts: NCCL inside the host, MPI between hosts from pinned host memory."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from hpcdist.collectives import mpi, nccl
+from hpcdist.collectives import nccl
 from hpcdist.collectives.cuda import (
     DeviceArray,
     HostArray,
@@ -15,7 +16,8 @@ from hpcdist.collectives.cuda import (
     padded,
     staged_all_reduce,
 )
-from hpcdist.collectives.nccl import Group, NcclCommunicator, check, communicator_of
+from hpcdist.collectives.group import Group
+from hpcdist.collectives.nccl import NcclCommunicator, check, communicator_of
 from hpcdist.errors import CollectiveError
 from hpcdist.mpi import MPI
 from hpcdist.plan.devices import equal_part
@@ -53,7 +55,7 @@ def all_reduce(buffer: Any, group: Group, lane_all_reduce: Callable[[HostArray],
         nccl.all_reduce(buffer, group)
         return
     group.keep(("nccl", "even hosts"), lambda: _check_even_hosts(group), lambda kept: None)
-    lane = lane_all_reduce or (lambda host: mpi.all_reduce(host, group.lane_comm))
+    lane = lane_all_reduce or functools.partial(_sum_over_lane, group)
     node = communicator_of(group, group.node_comm, array.device)
     with on_device(array.device):
         _reduce_in_steps(array, node, lane)
@@ -70,6 +72,11 @@ def _reduce_in_steps(array: DeviceArray, node: NcclCommunicator, lane: Callable[
     if whole is not array:
         copy_into(array, whole[: array.size])
     node.wait()
+
+
+def _sum_over_lane(group: Group, host: HostArray) -> None:
+    assert group.lane_comm is not None, "hosts with as many ranks each have a lane for every rank"
+    group.lane_comm.Allreduce(MPI.IN_PLACE, host, MPI.SUM)
 
 
 def _check_even_hosts(group: Group) -> bool:

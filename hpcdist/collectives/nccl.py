@@ -6,8 +6,7 @@ device that is. Device memory never goes to MPI here: NCCL and CUDA-aware MPI ma
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +20,8 @@ from hpcdist.collectives.cuda import (
     use_device,
     visible_devices,
 )
+from hpcdist.collectives.group import Group
+from hpcdist.collectives.ops import SUM, Op
 from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError, HpcdistError
 from hpcdist.mpi import MPI
 from hpcdist.plan.devices import plan_devices, shared_devices
@@ -46,29 +47,7 @@ _FAILED_TAG = 901
 _CHECK_S = 0.1
 
 
-class Group(Protocol):
-    """What is asked of a group of ranks."""
-
-    @property
-    def comm(self) -> MPI.Comm:
-        """All ranks of the group."""
-
-    @property
-    def node_comm(self) -> MPI.Comm:
-        """The ranks of the group on this host."""
-
-    @property
-    def lane_comm(self) -> MPI.Comm:
-        """The ranks of the group with this rank's place in their host."""
-
-    def keep(self, key: Any, make: Callable[[], Any], free: Callable[[Any], None]) -> Any:
-        """Return what is kept under `key`, making it at first use; `free` is called on it when the group is freed."""
-
-    def agree(self, error: HpcdistError | None, comm: MPI.Comm | None = None) -> None:
-        """As `World.agree`: raise on every rank of `comm` (default: the group's) what failed on one."""
-
-
-def all_reduce(buffer: Any, group: Group, op: str = "sum") -> None:
+def all_reduce(buffer: Any, group: Group, op: Op = SUM) -> None:
     """Replace `buffer` by its reduction over the group.
 
     Collective: group.comm. Blocking. Same shape and dtype required on every rank: yes.
@@ -78,7 +57,7 @@ def all_reduce(buffer: Any, group: Group, op: str = "sum") -> None:
     Args:
         buffer: cupy array or torch CUDA tensor of one of `DTYPES`, contiguous; overwritten.
         group: any size >= 1; the first call makes the communicator, on the device of `buffer`.
-        op: "sum", "min", "max" or "product".
+        op: sum, min, max or product.
 
     Raises:
         CollectiveError: for a buffer or op that NCCL cannot carry; on this rank only. When a peer fails: on every rank
@@ -89,11 +68,11 @@ def all_reduce(buffer: Any, group: Group, op: str = "sum") -> None:
     Cost: chosen by NCCL; 2(P-1)/P * n elements sent per rank, or less where switches add. One wait of the host.
     """
     array = device_array(buffer)
-    check(array, op)
+    check(array, op.name)
     if array.size:
         communicator = communicator_of(group, group.comm, array.device)
         with on_device(array.device):
-            communicator.all_reduce(array, op)
+            communicator.all_reduce(array, op.name)
             communicator.wait()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpcdist.collectives import halving, hierarchical, mpi, ring, shared_memory
+from hpcdist.collectives import halving, hierarchical, mpi, nccl, ring, shared_memory
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import SUM, Op
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
@@ -21,6 +21,7 @@ ALGORITHMS: Mapping[Implementation, AllReduce] = {
     Implementation.HIERARCHICAL: hierarchical.all_reduce,
     Implementation.RING: ring.all_reduce,
     Implementation.HALVING: halving.all_reduce,
+    Implementation.NCCL: nccl.all_reduce,
 }
 #: Below this size the library's own call is taken without asking: nothing of ours is faster.
 SMALLEST_BYTES = 4096

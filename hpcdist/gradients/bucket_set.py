@@ -1,6 +1,7 @@
 """Buckets in memory: small gradients side by side in flat buffers, large ones where torch made them."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +35,13 @@ class BucketSet:
         reducer: Reducer,
         complete: Callable[[ParameterRecord], None],
     ) -> None:
-        entries = [Entry(n_counts, "float32"), *(_entry(parameter) for _, parameter in records)]
+        entries = [Entry(n_counts, "float32"), *(_entry(parameter, reducer.is_on_device) for _, parameter in records)]
         plan = plan_buckets(entries, reducer.limits(sum(entry.nbytes for entry in entries)))
         self._reducer = reducer
         self._complete = complete
+        device = records[0][1].device if records and reducer.is_on_device else torch.device("cpu")
         self._flat = [
-            None if shape.is_direct else torch.zeros(shape.n_elements, dtype=getattr(torch, shape.dtype))
+            None if shape.is_direct else torch.zeros(shape.n_elements, dtype=getattr(torch, shape.dtype), device=device)
             for shape in plan.buckets
         ]
         self._members: list[list[ParameterRecord]] = [[] for _ in plan.buckets]
@@ -87,9 +89,16 @@ class BucketSet:
             self._complete(record)
         flat = self._flat[bucket]
         tensor = self._members[bucket][0].part if flat is None else flat
-        self._handles.append(self._reducer.start(tensor.numpy(), None if bucket == self._counts_bucket else bucket))
+        self._handles.append(self._reducer.start(_array(tensor), None if bucket == self._counts_bucket else bucket))
 
 
-def _entry(parameter: Tensor) -> Entry:
+def _entry(parameter: Tensor, is_on_device: bool) -> Entry:
     dtype = SUM_DTYPES[dtype_name(parameter)]
-    return Entry(parameter.numel(), dtype, parameter.device.type == "cpu" and dtype == dtype_name(parameter))
+    return Entry(
+        parameter.numel(), dtype, (parameter.device.type != "cpu") == is_on_device and dtype == dtype_name(parameter)
+    )
+
+
+def _array(tensor: Tensor) -> Any:
+    """Return what an algorithm takes: a numpy array of host memory, a device tensor as it is."""
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor

@@ -49,7 +49,7 @@ class ParameterRecord:
         self._slot = slot
         self._planned = parameter.device, parameter.dtype
         self._n_elements = parameter.numel()
-        self._is_view = slot is None or (parameter.device.type == "cpu" and parameter.dtype == slot.dtype)
+        self._is_view = slot is None or (parameter.device, parameter.dtype) == (slot.device, slot.dtype)
         self._part: Tensor | None = slot
 
     @property
@@ -170,7 +170,7 @@ class ParameterRecord:
             self.set_aside(parameter)
         local = self._sort_found()
         if self._slot is None:
-            self._part = torch.zeros(self._n_elements, dtype=self._planned[1])
+            self._part = torch.zeros(self._n_elements, dtype=self._planned[1], device=self._planned[0])
         else:
             self._slot.zero_()
         if local is not None and parameter is not None:

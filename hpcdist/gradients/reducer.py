@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpcdist.collectives import hierarchical, selection
+from hpcdist.collectives import hierarchical, mpi, nccl, selection
 from hpcdist.collectives.cross_device_ops import CrossDeviceOps
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import SUM
@@ -38,7 +38,11 @@ class Reducer:
         options: which algorithm, pack size and wire.
         cross_device_ops: the user's own way of summing, instead.
 
+    Raises:
+        ConfigurationError: when NCCL is asked for and a rank cannot have it; on every rank alike.
+
     Attributes:
+        is_on_device: whether buckets are on the parameters' device, where NCCL sums them; else on the host.
         is_overlapped: whether buckets are reduced while backward goes on: between hosts. In one host the cores are busy
             with backward, and what sums shares them.
     """
@@ -52,14 +56,17 @@ class Reducer:
         self._implementation = selection.for_gradients(group, Implementation.parse(options.implementation))
         self._wire: Wire = PLAIN if options.wire_dtype is None else HalfWire(options.wire_dtype)
         self.is_overlapped = len(group.placement.hosts) > 1
+        self.is_on_device = self._implementation is Implementation.NCCL
+        if self.is_on_device:
+            nccl.choose_device(group)
 
-    def start(self, array: Array, bucket: int | None) -> Handle:
-        """Begin to sum a flat host array over all ranks; it is ready when the handle's `wait` returns.
+    def start(self, array: Any, bucket: int | None) -> Handle:
+        """Begin to sum a flat array over all ranks; it is ready when the handle's `wait` returns.
 
         Collective: the group, in the order of calls.
 
         Args:
-            array: overwritten.
+            array: on the host, or for NCCL on the device; overwritten.
             bucket: names the array to a wire that rounds; None: the array must not be rounded.
         """
         if self.is_overlapped:
@@ -71,9 +78,12 @@ class Reducer:
 
     def reduce(self, array: Array) -> None:
         """Sum a flat host array over all ranks. Collective: the group. Blocking."""
-        self.start(array, None).wait()
+        if self.is_on_device:
+            mpi.all_reduce(array, self._group)
+        else:
+            self.start(array, None).wait()
 
-    def _reduce(self, array: Array, bucket: int | None, group: Group) -> None:
+    def _reduce(self, array: Any, bucket: int | None, group: Group) -> None:
         if self._cross_device_ops is not None:
             self._cross_device_ops.all_reduce(array, group)
         elif self._implementation is Implementation.HIERARCHICAL:

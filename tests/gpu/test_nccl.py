@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 from hpcdist.cluster.environment import nccl_may_share_devices, read_environment
 from hpcdist.collectives import cuda, hierarchical_cuda, mpi, nccl
+from hpcdist.collectives.group import group_of
+from hpcdist.collectives.ops import OPS
 from hpcdist.errors import ConfigurationError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
@@ -32,9 +33,8 @@ def test_nccl_all_reduce(comm, nccl_ranks, on_gpu, make_group, dtype):
 def test_nccl_ops_equal_mpis(comm, nccl_ranks, on_gpu, make_group, op):
     host = values(comm.rank, 1000).astype(np.float64)
     array = on_gpu(host)
-    nccl.all_reduce(array, make_group(), op)
-    oracle = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "product": MPI.PROD}
-    mpi.all_reduce(host, comm, oracle[op])
+    nccl.all_reduce(array, make_group(), OPS[op])
+    mpi.all_reduce(host, group_of(comm), OPS[op])
     assert array.get().tolist() == host.tolist()
 
 
@@ -76,7 +76,7 @@ def test_staged_copies(comm, cupy, on_gpu, n_bytes):
 
     def host_all_reduce(piece):
         pieces.append(piece.nbytes)
-        mpi.all_reduce(piece, comm)
+        mpi.all_reduce(piece, group_of(comm))
 
     cuda.staged_all_reduce(cuda.device_array(array), host_all_reduce)
     assert np.array_equal(array.get(), total(comm.size, n_bytes // 8))
@@ -89,7 +89,7 @@ def test_staged_copies_wait_for_the_current_stream(comm, cupy, on_gpu):
     with cupy.cuda.Stream(non_blocking=True):
         for _ in range(50):
             cuda.copy_into(array, source)
-        cuda.staged_all_reduce(array, lambda piece: mpi.all_reduce(piece, comm))
+        cuda.staged_all_reduce(array, lambda piece: mpi.all_reduce(piece, group_of(comm)))
     assert (array.array.get() == comm.size).all()
 
 

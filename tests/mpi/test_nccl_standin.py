@@ -9,6 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from hpcdist.collectives import cuda, hierarchical_cuda, nccl
+from hpcdist.collectives.ops import OPS
 from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError
 from hpcdist.world import make_world
 
@@ -75,7 +76,7 @@ def test_all_reduce(comm, cupy, make_group, dtype, op):
     group = make_group()
     for count in (0, 1, comm.size + 1, 1000):
         array = cupy.array(values(comm.rank, count).astype(dtype))
-        nccl.all_reduce(array, group, op)
+        nccl.all_reduce(array, group, OPS[op])
         assert array.host.tolist() == expected(op, comm.size, count).astype(dtype).tolist()
 
 
@@ -310,5 +311,5 @@ def test_parts_must_add_up(comm, cupy, make_group):
 )
 def test_what_nccl_cannot_carry_is_refused_before_anything_is_sent(comm, cupy, make_group, dtype, op, text):
     with pytest.raises(CollectiveError, match=text):
-        nccl.all_reduce(cupy.array(np.ones(3, dtype)), make_group(), op)
+        nccl.all_reduce(cupy.array(np.ones(3, dtype)), make_group(), OPS[op])
     assert cupy.made == []

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from hpcdist.plan.blocks import block_bounds, ceiling_bounds
-from hpcdist.plan.buckets import ALIGNMENT_BYTES, plan_buckets
 from hpcdist.plan.sample_order import SampleOrder, permutation
 
 
@@ -27,28 +26,6 @@ def test_blocks_differ_by_at_most_one_and_long_ones_come_first():
 def test_ceiling_split_of_tf_distribute(n_rows, n_parts, sizes):
     bounds = [ceiling_bounds(n_rows, n_parts, part) for part in range(n_parts)]
     assert [stop - start for start, stop in bounds] == sizes
-
-
-def test_buckets_hold_every_tensor_once_aligned_and_apart():
-    tensors = [(n, dtype) for n in (0, 1, 15, 16, 17, 1000) for dtype in ("float32", "float64")]
-    plan = plan_buckets(tensors, bucket_bytes=2048)
-    taken = {}
-    for (n_elements, dtype), slot in zip(tensors, plan.slots, strict=True):
-        assert slot.n_elements == n_elements
-        assert plan.buckets[slot.bucket][0] == dtype
-        assert slot.offset * int(dtype[-2:]) // 8 % ALIGNMENT_BYTES == 0
-        assert slot.offset + n_elements <= plan.buckets[slot.bucket][1]
-        spots = {(slot.bucket, i) for i in range(slot.offset, slot.offset + n_elements)}
-        assert not spots & taken.keys()
-        taken.update(dict.fromkeys(spots))
-
-
-def test_buckets_start_with_the_last_tensor_and_respect_their_size():
-    plan = plan_buckets([(256, "float32")] * 5, bucket_bytes=2048)
-    assert [slot.bucket for slot in plan.slots] == [2, 1, 1, 0, 0]
-    assert all(n_elements * 4 <= 2048 for _, n_elements in plan.buckets)
-    assert plan_buckets([(10_000, "float32")], bucket_bytes=64).buckets == (("float32", 10_000),)
-    assert plan_buckets([], bucket_bytes=64).buckets == ()
 
 
 def test_permutation_is_the_same_for_ever():

@@ -1,0 +1,109 @@
+"""Two levels: whatever the placement, the lanes' sum is the tree over the replicas when it is ordered."""
+
+import itertools
+
+import pytest
+
+from hpcdist.plan.lanes import plan_lanes
+from hpcdist.plan.placement import Placement, lane_elements_sent, plan_placement
+from hpcdist.plan.tree import plan_partials, plan_row_additions
+
+PLACEMENTS = {
+    "1": [0],
+    "4 on one": [0, 0, 0, 0],
+    "1 + 1": [0, 1],
+    "2 x 2": [0, 0, 2, 2],
+    "3 x 2": [0, 0, 2, 2, 4, 4],
+    "3 x 3": [0, 0, 0, 3, 3, 3, 6, 6, 6],
+    "4 x 3": [0] * 3 + [3] * 3 + [6] * 3 + [9] * 3,
+    "3 + 1": [0, 0, 0, 3],
+    "1 + 4 + 2": [0, 1, 1, 1, 1, 5, 5],
+    "dealt": [0, 1, 0, 1, 0, 1],
+    "crossed": [0, 1, 1, 0],
+}
+
+
+def text(left, right):
+    return "(" + "+".join(sorted((left, right))) + ")"
+
+
+def tree(rows):
+    rows = list(rows)
+    for into, row in plan_row_additions(len(rows)):
+        rows[into] = text(rows[into], rows[row])
+    return rows[0]
+
+
+def lanes_sum(placement, is_ordered):
+    """Carry out the plans of all hosts; return what the owner of a part on each host computes."""
+    plans = [plan_lanes(placement, host, is_ordered) for host in range(len(placement.hosts))]
+    sent = []
+    for plan, ranks in zip(plans, placement.hosts, strict=True):
+        rows = [chr(97 + rank) for rank in ranks]
+        for into, row in plan.local_additions:
+            rows[into] = text(rows[into], rows[row])
+        sent.append([rows[place] for place in plan.kept])
+    results = []
+    for plan in plans:
+        assert plan.arriving == tuple(len(rows) for rows in sent)
+        rows = [row for host in sent for row in host]
+        for into, row in plan.additions:
+            rows[into] = text(rows[into], rows[row])
+        results.append(rows[plan.root])
+    return results
+
+
+@pytest.mark.parametrize("lowest", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_an_ordered_sum_is_the_tree_over_the_replicas_on_any_placement(lowest):
+    placement = plan_placement(lowest)
+    expected = tree(chr(97 + rank) for rank in range(len(lowest)))
+    assert lanes_sum(placement, is_ordered=True) == [expected] * len(placement.hosts)
+
+
+@pytest.mark.parametrize("lowest", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_an_unordered_sum_has_every_replica_once_and_is_the_same_on_all_hosts(lowest):
+    placement = plan_placement(lowest)
+    results = lanes_sum(placement, is_ordered=False)
+    assert len(set(results)) == 1
+    assert sorted(filter(str.isalpha, results[0])) == [chr(97 + rank) for rank in range(len(lowest))]
+
+
+def test_random_placements():
+    for lowest in itertools.product(range(3), repeat=5):
+        first = {host: lowest.index(host) for host in lowest}
+        placement = plan_placement([first[host] for host in lowest])
+        assert set(lanes_sum(placement, is_ordered=True)) == {tree("abcde")}
+
+
+@pytest.mark.parametrize(
+    ("lowest", "is_aligned"),
+    [("4 on one", True), ("1 + 1", True), ("2 x 2", True), ("3 x 2", True), ("3 x 3", False), ("dealt", False)],
+)
+def test_aligned_placements_send_one_row_per_host(lowest, is_aligned):
+    placement = plan_placement(PLACEMENTS[lowest])
+    assert placement.is_aligned is is_aligned
+    assert all((len(plan_lanes(placement, host, True).kept) == 1) for host in range(len(placement.hosts))) is is_aligned
+
+
+def test_the_result_is_left_in_the_row_of_the_first_local_rank():
+    for lowest in PLACEMENTS.values():
+        placement = plan_placement(lowest)
+        for host, is_ordered in itertools.product(range(len(placement.hosts)), (True, False)):
+            assert plan_lanes(placement, host, is_ordered).kept[0] == 0
+
+
+def test_placement():
+    placement = plan_placement([0, 1, 1, 0, 4])
+    assert placement == Placement(((0, 3), (1, 2), (4,)))
+    assert (placement.size, placement.n_lanes, placement.host_of(2)) == (5, 1, 1)
+
+
+def test_bytes_of_a_lane():
+    assert 4 * lane_elements_sent(1000, 250, 4) == 2 * 3 * 1000  # 2(m-1)/m * n
+    assert lane_elements_sent(900, 300, 3, n_partials=2) == 2 * 600 + 600
+
+
+def test_partials_are_the_fewest():
+    assert plan_partials(range(8), 8) == [(0, 8)]
+    assert plan_partials([1, 2, 3, 4], 8) == [(1, 2), (2, 4), (4, 5)]
+    assert plan_partials([0, 2, 4], 5) == [(0, 1), (2, 3), (4, 5)]

@@ -1,0 +1,149 @@
+"""Every schedule, carried out by ranks that take turns in one process: right sums, in the promised order and cost."""
+
+import math
+
+import numpy as np
+import pytest
+
+from hpcdist.plan.blocks import block_bounds
+from hpcdist.plan.direct import plan_direct
+from hpcdist.plan.halving import plan_halving
+from hpcdist.plan.ring import plan_ring
+from hpcdist.plan.schedule import n_elements_sent
+from hpcdist.plan.tree import plan_additions, plan_row_additions
+
+SIZES = range(1, 18)
+PLANS = {"ring": plan_ring, "halving": plan_halving, "direct": plan_direct}
+
+
+def counts(size):
+    return sorted({0, 1, size - 1, size + 1, 37, 64})
+
+
+class Symbolic:
+    """A sum that remembers its brackets."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def __add__(self, other):
+        return Symbolic("(" + "+".join(sorted((self.text, other.text))) + ")")
+
+
+def by_tree(rows):
+    rows = list(rows)
+    for into, row in plan_row_additions(len(rows)):
+        rows[into] = rows[into] + rows[row]
+    return rows[0]
+
+
+def carry_out(schedules, buffers):
+    """Run all ranks until none can go on; a rank sends when its round begins. Return what is left in the boxes."""
+    boxes, turns, has_sent = {}, [0] * len(buffers), [False] * len(buffers)
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for rank, (schedule, buffer) in enumerate(zip(schedules, buffers, strict=True)):
+            while turns[rank] < len(schedule):
+                turn = schedule[turns[rank]]
+                if not has_sent[rank]:
+                    for one in turn.sends:
+                        boxes.setdefault((rank, one.peer), []).append((one, list(buffer[one.start : one.stop])))
+                    has_sent[rank] = is_moving = True
+                if not all(boxes.get((one.peer, rank)) for one in turn.receives):
+                    break
+                arrived = {one.peer: boxes[one.peer, rank].pop(0) for one in turn.receives}
+                for one in turn.receives:
+                    sent, _ = arrived[one.peer]
+                    assert (sent.start, sent.stop) == (one.start, one.stop)
+                take(turn, rank, buffer, arrived)
+                turns[rank], has_sent[rank], is_moving = turns[rank] + 1, False, True
+    assert turns == [len(schedule) for schedule in schedules]
+    return [message for box in boxes.values() for message in box]
+
+
+def take(turn, rank, buffer, arrived):
+    if not turn.is_sum:
+        for one in turn.receives:
+            buffer[one.start : one.stop] = arrived[one.peer][1]
+    elif turn.receives:
+        one = turn.receives[0]
+        rows = {rank: buffer[one.start : one.stop], **{peer: values for peer, (_, values) in arrived.items()}}
+        buffer[one.start : one.stop] = [
+            by_tree(column) for column in zip(*(rows[r] for r in sorted(rows)), strict=True)
+        ]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_every_rank_ends_with_the_sum(plan, size):
+    for n_elements in counts(size):
+        buffers = [[(rank + 1) * (place + 1) for place in range(n_elements)] for rank in range(size)]
+        left = carry_out([plan(size, rank, n_elements) for rank in range(size)], buffers)
+        assert left == []
+        expected = [size * (size + 1) // 2 * (place + 1) for place in range(n_elements)]
+        assert all(buffer == expected for buffer in buffers)
+
+
+@pytest.mark.parametrize(("name", "size"), [("direct", n) for n in SIZES] + [("halving", n) for n in (1, 2, 4, 8, 16)])
+def test_the_order_of_a_sum_is_the_tree_over_ranks(name, size):
+    buffers = [[Symbolic(chr(97 + rank))] * (size + 1) for rank in range(size)]
+    carry_out([PLANS[name](size, rank, size + 1) for rank in range(size)], buffers)
+    expected = by_tree([Symbolic(chr(97 + rank)) for rank in range(size)]).text
+    assert {value.text for buffer in buffers for value in buffer} == {expected}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_ring_has_the_same_bits_on_all_ranks(size):
+    buffers = [[Symbolic(chr(97 + rank))] * (2 * size) for rank in range(size)]
+    carry_out([plan_ring(size, rank, 2 * size) for rank in range(size)], buffers)
+    assert len({tuple(value.text for value in buffer) for buffer in buffers}) == 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_costs_are_the_closed_formulas(size):
+    n_elements = 64 * 3 * size
+    for rank in range(size):
+        ring, direct = plan_ring(size, rank, n_elements), plan_direct(size, rank, n_elements)
+        for schedule in (ring, direct):
+            assert n_elements_sent(schedule) == 2 * (size - 1) * n_elements // size
+            assert sum(len(turn.sends) for turn in schedule) == 2 * (size - 1)
+        assert len(ring) == 2 * (size - 1)
+        assert len(direct) == 2
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_costs_of_halving(size):
+    power = 1 << (size.bit_length() - 1)
+    n_folded, n_elements = size - power, 64 * power
+    for rank in range(size):
+        schedule = plan_halving(size, rank, n_elements)
+        is_folded = rank < 2 * n_folded and rank % 2 == 1
+        keeps = rank < 2 * n_folded and not is_folded
+        exchanged = 2 * (power - 1) * n_elements // power
+        assert n_elements_sent(schedule) == (n_elements if is_folded else exchanged + keeps * n_elements)
+        assert len(schedule) == (2 if is_folded else 2 * int(math.log2(power)) + 2 * keeps)
+
+
+def test_bytes_of_a_ring_that_does_not_divide_evenly():
+    for size in SIZES:
+        for n_elements in counts(size):
+            chunks = [stop - start for start, stop in (block_bounds(n_elements, size, part) for part in range(size))]
+            for rank in range(size):
+                left_out = chunks[(rank + 1) % size] + chunks[(rank + 2) % size] if size > 1 else 2 * n_elements
+                assert n_elements_sent(plan_ring(size, rank, n_elements)) == 2 * n_elements - left_out
+
+
+@pytest.mark.parametrize("n_rows", [0, 1, 2, 3, 5, 6, 7, 8, 17])
+def test_rows_are_added_once_each(n_rows):
+    pairs = plan_row_additions(n_rows)
+    assert sorted(row for _, row in pairs) == list(range(1, n_rows))
+    rows = np.arange(n_rows)
+    for into, row in pairs:
+        rows[into] += rows[row]
+    assert n_rows == 0 or rows[0] == n_rows * (n_rows - 1) // 2
+
+
+def test_the_tree_by_hand():
+    assert by_tree([Symbolic(letter) for letter in "abcde"]).text == "(((a+b)+(c+d))+e)"
+    assert plan_additions([(4, 6), (0, 4)]) == [(1, 0)]
