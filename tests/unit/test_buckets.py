@@ -55,7 +55,7 @@ def test_the_first_tensors_are_kept_apart_as_they_are_ready_last(last_bytes, buc
 
 
 @pytest.mark.parametrize("total_bytes", [1e5, 1e7, 1e9])
-@pytest.mark.parametrize(("latency_s", "per_byte_s"), itertools.product([1e-5, 1e-3], [1e-10, 1e-8]))
+@pytest.mark.parametrize(("latency_s", "per_byte_s"), list(itertools.product([1e-5, 1e-3], [1e-10, 1e-8])))
 def test_bucket_size_is_the_best_of_all_numbers_of_buckets(total_bytes, latency_s, per_byte_s):
     def cost(n_buckets):
         return n_buckets * latency_s + total_bytes * per_byte_s / n_buckets
