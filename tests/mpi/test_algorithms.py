@@ -1,0 +1,225 @@
+"""Every algorithm against the closed formula, on real and made-up hosts; and whose bits depend on what."""
+
+import numpy as np
+import pytest
+
+import hpcdist
+from hpcdist.collectives import hierarchical, lane_exchange, rounds, shared_memory, staging
+from hpcdist.collectives.group import Group, group_of
+from hpcdist.collectives.ops import OPS, SUM
+from hpcdist.collectives.options import CommunicationImplementation as Implementation
+from hpcdist.collectives.selection import ALGORITHMS
+from hpcdist.errors import CollectiveError, ConfigurationError
+from hpcdist.plan.tree import plan_row_additions
+from hpcdist.world import make_world
+
+pytestmark = pytest.mark.mpi
+ON_HOST = [name for name in ALGORITHMS if name is not Implementation.NCCL]
+COUNTS = [0, 1, -1, +1, 1000, 4099]  # -1 and +1: the number of ranks less and more one
+#: Ranks per host of made-up placements; "dealt": ranks take turns.
+HOSTS = {"1 each": [1] * 9, "2 each": [2] * 9, "3 and rest": [3, 9], "1 and rest": [1, 9], "dealt": None}
+
+
+class MadeUpHosts(Group):
+    """A group that believes its ranks to be on several hosts."""
+
+    host_of_rank = ()
+
+    def _split_node(self):
+        return self.comm.Split(self.host_of_rank[self.rank], self.rank)
+
+
+def host_numbers(sizes, size):
+    if sizes is None:
+        return [rank % 2 for rank in range(size)]
+    return [host for host, n_ranks in enumerate(sizes) for _ in range(n_ranks)][:size]
+
+
+@pytest.fixture
+def make_group(comm):
+    groups = []
+
+    def make(hosts):
+        kind = type("Made", (MadeUpHosts,), {"host_of_rank": host_numbers(HOSTS[hosts], comm.size)})
+        groups.append(kind(comm, make_world()))
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        group.free()
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Shrink chunks and segments, so that small buffers take many."""
+    monkeypatch.setattr(shared_memory, "CHUNK_BYTES", 512)
+    monkeypatch.setattr(hierarchical, "CHUNK_BYTES", 512)
+    monkeypatch.setattr(rounds, "SEGMENT_BYTES", 64)
+
+
+def elements(comm, count):
+    return comm.size + count if count in (-1, 1) else count
+
+
+def values(rank, n_elements):
+    return np.arange(n_elements) % 7 + rank + 1
+
+
+def expected(op, size, n_elements):
+    rows = np.array([values(rank, n_elements) for rank in range(size)])
+    return {"sum": rows.sum, "min": rows.min, "max": rows.max, "product": rows.prod}[op](axis=0)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("op", ["sum", "min", "max", "product"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "int16", "complex64"])
+@pytest.mark.parametrize("name", ON_HOST, ids=lambda name: name.value.lower())
+def test_on_this_host(comm, tiny, name, dtype, op, count):
+    if dtype == "complex64" and op in ("min", "max"):
+        op = "sum"  # complex numbers have no order
+    group = group_of(comm)
+    buffer = values(comm.rank, elements(comm, count)).astype(dtype)
+    ALGORITHMS[name](buffer, group, OPS[op])
+    assert np.array_equal(buffer, expected(op, comm.size, len(buffer)).astype(dtype))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("is_ordered", [True, False, None])
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_hierarchical_on_made_up_hosts(comm, tiny, make_group, hosts, is_ordered, count):
+    group = make_group(hosts)
+    for _ in range(3):
+        buffer = values(comm.rank, elements(comm, count)).astype(np.float32)
+        hierarchical.all_reduce(buffer, group, SUM, is_ordered)
+        assert np.array_equal(buffer, expected("sum", comm.size, len(buffer)))
+
+
+def tree_sum(rows):
+    rows = [row.copy() for row in rows]
+    for into, row in plan_row_additions(len(rows)):
+        rows[into] += rows[row]
+    return rows[0]
+
+
+def random_rows(comm, n_elements, seed=0):
+    return [
+        np.random.default_rng([seed, rank]).standard_normal(n_elements).astype(np.float32) for rank in range(comm.size)
+    ]
+
+
+def test_shared_memory_sums_in_the_tree_over_ranks(comm, tiny):
+    rows = random_rows(comm, 3001)
+    buffer = rows[comm.rank].copy()
+    shared_memory.all_reduce(buffer, group_of(comm))
+    assert buffer.tobytes() == tree_sum(rows).tobytes()
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_ordered_sums_have_the_same_bits_on_any_placement(comm, tiny, make_group, hosts):
+    rows = random_rows(comm, 3001, seed=1)
+    buffer = rows[comm.rank].copy()
+    hierarchical.all_reduce(buffer, make_group(hosts), SUM, True)
+    assert buffer.tobytes() == tree_sum(rows).tobytes()
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_unordered_sums_have_the_same_bits_on_all_ranks_and_in_all_runs(comm, tiny, make_group, hosts):
+    group, seen = make_group(hosts), []
+    for _ in range(2):
+        buffer = random_rows(comm, 3001, seed=2)[comm.rank]
+        hierarchical.all_reduce(buffer, group, SUM, False)
+        seen.append(buffer.tobytes())
+    assert len(set(comm.allgather(seen[0]))) == 1
+    assert seen[0] == seen[1]
+
+
+def test_calls_in_a_row_do_not_meet(comm, tiny):
+    """Chunks of one call may still be read when the next begins."""
+    group = group_of(comm)
+    for number in range(300):
+        buffer = np.full(number % 5 * 100 + 1, comm.rank + number, np.float32)
+        shared_memory.all_reduce(buffer, group)
+        assert set(buffer.tolist()) == {sum(range(comm.size)) + number * comm.size}
+
+
+@pytest.mark.parametrize("hosts", ["2 each", "1 and rest"])
+def test_bytes_that_leave_a_host_are_the_formula(comm, tiny, make_group, monkeypatch, hosts):
+    group, sent = make_group(hosts), []
+    send = lane_exchange.LaneExchange._send
+
+    def counted(self, array, peer):
+        sent.append(array.nbytes)
+        send(self, array, peer)
+
+    monkeypatch.setattr(lane_exchange.LaneExchange, "_send", counted)
+    n_elements = 128 * 12
+    hierarchical.all_reduce(np.ones(n_elements, np.float32), group, SUM, False)
+    of_host = group.node_comm.allreduce(sum(sent))
+    n_hosts = len(group.placement.hosts)
+    assert of_host == 2 * (n_hosts - 1) * 4 * n_elements // n_hosts
+
+
+def test_differing_calls_in_one_node_are_told_on_all_ranks(comm):
+    if comm.size == 1:
+        return
+    group = group_of(comm)
+    with pytest.raises(CollectiveError, match=r"sum of 5 float32 on rank 0, sum of 6 float32 on rank 1"):
+        shared_memory.all_reduce(np.ones(5 + comm.rank, np.float32), group)
+    with pytest.raises(CollectiveError, match=r"sum of 5 float32 on rank 0, max of 5 float64 on rank 1"):
+        shared_memory.all_reduce(np.ones(5, f"float{32 << min(comm.rank, 1)}"), group, OPS["max"] if comm.rank else SUM)
+    buffer = np.ones(5, np.float32)
+    shared_memory.all_reduce(buffer, group)
+    assert buffer[0] == comm.size
+
+
+def test_shared_memory_takes_one_host(comm, make_group):
+    group = make_group("1 each")
+    if comm.size > 1:
+        with pytest.raises(ConfigurationError, match="expected all ranks on one host for SHARED_MEMORY"):
+            shared_memory.all_reduce(np.ones(3), group)
+
+
+@pytest.mark.parametrize("name", [name.value for name in ON_HOST] + ["auto", "Shared_Memory", Implementation.RING])
+def test_by_name(comm, name):
+    buffer = np.full(5000, comm.rank, np.float32)
+    hpcdist.all_reduce(buffer, implementation=name)
+    assert set(buffer.tolist()) == {sum(range(comm.size))}
+
+
+def test_an_unknown_implementation_is_answered_with_the_valid_ones():
+    with pytest.raises(ConfigurationError, match="AUTO, RING, NCCL, MPI, SHARED_MEMORY, HIERARCHICAL.* got 'gloo'"):
+        hpcdist.all_reduce(np.ones(3), implementation="gloo")
+
+
+def test_nccl_without_a_gpu_says_what_is_missing():
+    with pytest.raises(ConfigurationError, match="cupy|GPU|driver"):
+        hpcdist.all_reduce(np.ones(3), implementation="NCCL")
+
+
+def test_auto_is_the_same_table_on_all_ranks_measured_once(comm):
+    own = comm.Dup()
+    group = group_of(own)
+    hpcdist.all_reduce(np.ones(5000), comm=own)
+    tables = comm.allgather(group._kept.get("table"))
+    assert all(table == tables[0] for table in tables)
+    if comm.size > 1:
+        assert [least for least, _ in tables[0]] == sorted({least for least, _ in tables[0]})
+    own.Free()
+
+
+@pytest.mark.parametrize("shift", [0, 1, 3])
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "float32", "float64", "complex128"])
+def test_copy_copies_bits(dtype, shift):
+    source = np.frombuffer(np.random.default_rng(0).bytes(16 * 1000), dtype)[shift:]
+    target = np.zeros_like(source)
+    staging.copy(target, source)
+    assert target.tobytes() == source.tobytes()
+
+
+def test_a_group_is_freed_with_its_communicator(comm):
+    own = comm.Dup()
+    group = group_of(own)
+    assert group_of(own) is group
+    shared_memory.all_reduce(np.ones(3), group)
+    own.Free()
+    assert not group._kept
