@@ -1,0 +1,151 @@
+"""Time whole training steps: hpcdist beside torch DDP and beside no synchronization, in one launch, block by block.
+
+mpirun -n 2 python benchmarks/step.py --model mlp --out out/step
+python benchmarks/step.py --single --model mlp --out out/single     (what wrapping a single rank costs)
+python benchmarks/step.py --merge out/step/step-mlp.json out/peers/*.json --out out/all
+
+Before any timing, the contenders train side by side for some steps and must agree with DDP. After every block the
+replicas of a contender must be equal, bit for bit.
+"""
+
+import argparse
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from gloo import start_gloo
+from harness import AGAIN, run_rounds
+from measure import Environment, timed_block
+from models import MODELS, N_BATCHES, adam, batches, build, train_step
+from report import case, merge, publish
+from step_contenders import BASELINES, CEILING, CONTENDERS, HPCDIST, without_step_hooks
+
+from hpcdist.mpi import MPI
+from hpcdist.world import make_world
+
+#: Steps before any timing, after which contenders must agree with DDP; and how closely.
+N_CHECKED_STEPS = 10
+LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 1e-3
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for step-MODEL.json and step-MODEL.png")
+    parser.add_argument("--model", choices=MODELS, default="mlp")
+    parser.add_argument("--batch", type=int, default=64, help="rows of one step on all ranks together")
+    parser.add_argument("--rounds", type=int, default=10, help="pairs of blocks of every contender")
+    parser.add_argument("--steps", type=int, default=100, help="steps of a block")
+    parser.add_argument("--single", action="store_true", help="one rank: hpcdist against bare torch")
+    parser.add_argument("--label", default="", help="what this launch is called when several are merged")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="JSON", help="time nothing, merge these reports")
+    return parser.parse_args()
+
+
+class Trainer:
+    """One contender: its model, its optimizer, and where it is in the data."""
+
+    def __init__(self, name, args, comm, data):
+        self.name, self._comm, self._data, self._n_taken = name, comm, data, 0
+        self.model, self._optimizer = CONTENDERS[name](args.model, comm)
+        self._guard = nullcontext if name == HPCDIST else without_step_hooks
+
+    def train(self, n_steps):
+        """Take steps; return the last loss."""
+        with self._guard():
+            for _ in range(n_steps):
+                loss = train_step(self.model, self._optimizer, self._data[self._n_taken % N_BATCHES])
+                self._n_taken += 1
+        return loss
+
+    def weights(self):
+        """Return all weights in one array."""
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self.model.parameters()]).numpy()
+
+    def block(self, n_steps):
+        """Return wall and CPU-seconds per step of a block, and check its outcome."""
+        times = timed_block(self._comm, lambda: self.train(n_steps), n_steps)
+        self.check_equal_replicas()
+        return times
+
+    def check_equal_replicas(self):
+        """Raise AssertionError unless all ranks hold the same finite weights. Collective."""
+        weights = self.weights()
+        chiefs = self._comm.bcast(weights)
+        if not np.isfinite(weights).all() or (self.name != CEILING and not np.array_equal(weights, chiefs)):
+            raise AssertionError(f"step: expected equal finite replicas of {self.name!r}, got others; see its sums.")
+
+
+def check_against(reference, trainer, n_steps):
+    """Raise AssertionError unless a contender's loss and weights agree with those of the reference."""
+    loss, weights = trainer.train(n_steps).item(), trainer.weights()
+    trainer.check_equal_replicas()
+    loss_error = abs(loss - reference[0])
+    weight_error = float(np.abs(weights - reference[1]).max())
+    if not (loss_error <= LOSS_TOLERANCE and weight_error <= WEIGHT_TOLERANCE):
+        raise AssertionError(
+            f"step: expected {trainer.name!r} to train as the reference does within {LOSS_TOLERANCE:g} of the loss and "
+            f"{WEIGHT_TOLERANCE:g} of the weights, got {loss_error:g} and {weight_error:g}; do not use its timings."
+        )
+
+
+def reference_training(args, comm, n_steps):
+    """Return loss on this rank's rows, and weights, after steps on whole global batches in plain torch."""
+    model, rows = build(args.model), batches(args.batch, 0, 1)
+    optimizer, mine = adam(model), batches(args.batch, comm.rank, comm.size)
+    with without_step_hooks():
+        for number in range(n_steps):
+            with torch.no_grad():
+                loss = torch.nn.functional.cross_entropy(model(mine[number][0]), mine[number][1])
+            train_step(model, optimizer, rows[number])
+    return loss.item(), torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).numpy()
+
+
+def time_contenders(names, baselines, args, comm):
+    """Return the case of one model. Collective: `comm`."""
+    data = batches(args.batch, comm.rank, comm.size)
+    trainers = {name: Trainer(name, args, comm, data) for name in names}
+    reference = reference_training(args, comm, N_CHECKED_STEPS)
+    for trainer in trainers.values():
+        if trainer.name == CEILING and comm.size > 1:
+            trainer.train(N_CHECKED_STEPS)
+        else:
+            check_against(reference, trainer, N_CHECKED_STEPS)
+        trainer.train(args.steps)
+    blocks = {name: lambda trainer=trainer: trainer.block(args.steps) for name, trainer in trainers.items()}
+    blocks[baselines[0] + AGAIN] = blocks[baselines[0]]
+    wall, cpu = run_rounds(blocks, args.rounds)
+    name = f"{args.model}, one rank" if args.single else args.model
+    return case(name, wall, cpu, baselines)
+
+
+def time_all(args):
+    comm = make_world().role_comm  # with it, a rank that fails ends all
+    if args.single and comm.size > 1:
+        raise SystemExit(f"step: expected one rank with --single, got {comm.size}; start without mpirun.")
+    torch.set_num_threads(1)
+    environment = Environment(comm)
+    if args.single:
+        cases = [time_contenders([CEILING, HPCDIST], [CEILING], args, comm)]
+    else:
+        with start_gloo(comm):
+            cases = [time_contenders(list(CONTENDERS), BASELINES, args, comm)]
+    record = environment.record()
+    if comm.rank == 0:
+        label = args.label or record["mpi"]
+        publish({"label": label, "environment": record, "cases": cases}, args.out, f"step-{args.model}")
+
+
+def main():
+    args = parse_args()
+    if args.merge:
+        reports = [json.loads(path.read_text()) for path in args.merge]
+        merged = {"label": "merged", "environment": [report["environment"] for report in reports]}
+        publish({**merged, "cases": merge(reports)}, args.out, "step")
+    else:
+        time_all(args)
+
+
+if __name__ == "__main__":
+    main()
