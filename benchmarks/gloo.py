@@ -1,6 +1,8 @@
 """torch.distributed over gloo among the ranks that mpirun started."""
 
 import os
+import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +13,8 @@ import torch.distributed as dist
 
 from hpcdist.mpi import MPI
 
+_TIMEOUT = timedelta(seconds=60)
+
 
 @contextmanager
 def start_gloo(comm: MPI.Comm) -> Iterator[None]:
@@ -19,16 +23,13 @@ def start_gloo(comm: MPI.Comm) -> Iterator[None]:
     Collective: `comm`.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    folder = comm.bcast(tempfile.mkdtemp(prefix="hpcdist-gloo-") if comm.rank == 0 else None)
-    meeting = Path(folder) / "meeting"
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=comm.rank, world_size=comm.size, timeout=timedelta(seconds=60)
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        comm.Barrier()
-        if comm.rank == 0:
-            meeting.unlink(missing_ok=True)
-            Path(folder).rmdir()
+    folder = Path(comm.bcast(tempfile.mkdtemp(prefix="hpcdist-gloo-") if comm.rank == 0 else None))
+    meeting = f"file://{folder / 'meeting'}"
+    report = sys.excepthook
+    dist.init_process_group("gloo", init_method=meeting, rank=comm.rank, world_size=comm.size, timeout=_TIMEOUT)
+    sys.excepthook = report  # torch's holds back what is printed until the hook returns; a hook that aborts never does
+    comm.Barrier()
+    if comm.rank == 0:
+        shutil.rmtree(folder)
+    yield
+    dist.destroy_process_group()  # not after an error: other ranks would not be there

@@ -9,13 +9,13 @@ N_BATCHES = 32
 
 
 class SmallTransformer(nn.Module):
-    """Two encoder layers over rows of 28 pixels, about 0.8 M parameters, no dropout."""
+    """Two encoder layers over rows of 28 pixels, about 0.4 M parameters, no dropout."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(28, 128)
         layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(128, 10)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
