@@ -77,10 +77,10 @@ def private_sets(n_elements, n_sets):
 
 def slot_sets(comm, n_elements, n_sets):
     """Return sets in this rank's part of the memory that the ranks of a node share, and how one is summed."""
+    from hpcdist.collectives import group as groups
     from hpcdist.collectives import shared_memory
-    from hpcdist.collectives.group import group_of
 
-    group = group_of(comm)
+    group = groups.group_of(comm)
     sets = carve(group.allocate(n_elements * n_sets, "float32"), n_elements, n_sets)
     return sets, lambda array: shared_memory.all_reduce(array, group)
 

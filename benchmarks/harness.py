@@ -57,9 +57,7 @@ def per_round(samples: Sequence[tuple[float, float]]) -> np.ndarray:
     return np.asarray(samples, dtype=np.float64).mean(axis=1)
 
 
-def paired_ratios(
-    reference: Sequence[tuple[float, float]], contender: Sequence[tuple[float, float]]
-) -> np.ndarray:
+def paired_ratios(reference: Sequence[tuple[float, float]], contender: Sequence[tuple[float, float]]) -> np.ndarray:
     """Return, round by round, how many times faster `contender` is than `reference`."""
     if len(reference) != len(contender):
         raise ValueError(f"paired_ratios: expected equally many rounds, got {len(reference)} and {len(contender)}.")
@@ -77,11 +75,10 @@ def bootstrap_interval(values: np.ndarray, n_draws: int = 4000, seed: int = 0) -
 
 
 def gate_ratio(samples: Samples) -> float | None:
-    """Return the median ratio of the contender that ran under two names; None when none did."""
-    for name in samples:
-        if name + AGAIN in samples:
-            return float(np.median(paired_ratios(samples[name], samples[name + AGAIN])))
-    return None
+    """Return the median ratio of what ran under two names, the one farthest from 1 if several did; None if none did."""
+    pairs = [name for name in samples if name + AGAIN in samples]
+    ratios = [float(np.median(paired_ratios(samples[name], samples[name + AGAIN]))) for name in pairs]
+    return max(ratios, key=lambda ratio: abs(np.log(ratio)), default=None)
 
 
 def passes_gate(ratio: float | None) -> bool:
@@ -91,4 +88,6 @@ def passes_gate(ratio: float | None) -> bool:
 
 def strongest(samples: Samples, baselines: Sequence[str]) -> str:
     """Return the baseline with the lowest median time."""
-    return min((name for name in baselines if name in samples), key=lambda name: float(np.median(per_round(samples[name]))))
+    return min(
+        (name for name in baselines if name in samples), key=lambda name: float(np.median(per_round(samples[name])))
+    )

@@ -56,7 +56,9 @@ def _row(name: str, one: dict[str, Any], first: str, is_quotable: bool) -> str:
     found = bootstrap_interval(paired_ratios(samples[first], samples[name]))
     difference = float(np.median(per_round(samples[name]) - per_round(samples[first])))
     bounds = f"{found.low:.2f} .. {found.high:.2f}"
-    return f"{row}  {found.median:6.2f} {bounds:14s} {('+' if difference > 0 else '-') + duration(abs(difference)):>10s}"
+    return (
+        f"{row}  {found.median:6.2f} {bounds:14s} {('+' if difference > 0 else '-') + duration(abs(difference)):>10s}"
+    )
 
 
 def duration(seconds: float) -> str:

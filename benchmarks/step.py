@@ -22,7 +22,6 @@ from models import MODELS, N_BATCHES, adam, batches, build, train_step
 from report import case, merge, publish
 from step_contenders import BASELINES, CEILING, CONTENDERS, HPCDIST, without_step_hooks
 
-from hpcdist.mpi import MPI
 from hpcdist.world import make_world
 
 #: Steps before any timing, after which contenders must agree with DDP; and how closely.

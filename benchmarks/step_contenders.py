@@ -73,7 +73,7 @@ BASELINES = [DDP, "DDP gloo, static graph, bucket views", "DDP, hook: MPI_Allred
 
 @contextmanager
 def without_step_hooks() -> Iterator[None]:
-    """Take away what other contenders do around the step of every optimizer of the process, for the time of the block."""
+    """Take away, for a block, what other contenders do around the step of every optimizer of the process."""
     kept = [(hooks, dict(hooks)) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
     try:
         for hooks, _ in kept:

@@ -1,32 +1,28 @@
 """Time training steps of TensorFlow's MultiWorkerMirroredStrategy with its RING, one process per worker on this host.
 
-python benchmarks/peers/tensorflow_ring.py --layers 784,256,256,10 --case mlp --out out/peers
+python benchmarks/peers/tensorflow_ring.py --model mlp --out out/peers/tensorflow.json
 """
 
-import argparse
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
-import time
-from pathlib import Path
+
+from clock import parser, time_rounds, write
 
 N_BATCHES = 32
 LIMIT_S = 300
 
 
+#: What `models.py` builds in torch, as layer widths.
+LAYERS = {"mlp": [784, 256, 256, 10], "wide": [784, 2048, 2048, 10]}
+
+
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for tensorflow-CASE.json")
-    parser.add_argument("--layers", default="784,256,256,10")
-    parser.add_argument("--case", default="mlp", help="what the model is called")
-    parser.add_argument("--batch", type=int, default=64, help="rows of one step on all workers together")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=100, help="steps of a block; two blocks a round")
-    return parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--workers", type=int, default=2)
+    return options.parse_args()
 
 
 def launch(args):
@@ -56,7 +52,7 @@ def free_ports(n_ports):
     return ports
 
 
-def make_step(args):
+def make_train(args):
     """Return a function that takes a number of steps with all workers and returns the last loss."""
     import tensorflow as tf
 
@@ -65,7 +61,7 @@ def make_step(args):
         implementation=tf.distribute.experimental.CommunicationImplementation.RING
     )
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=ring)
-    sizes = [int(size) for size in args.layers.split(",")]
+    sizes = LAYERS[args.model]
     tf.keras.utils.set_random_seed(1)
     with strategy.scope():
         hidden = [tf.keras.layers.Dense(size, activation="relu") for size in sizes[1:-1]]
@@ -86,7 +82,7 @@ def make_step(args):
         return strategy.run(replica_step, args=(images, labels))
 
     rows = args.batch // args.workers
-    tf.random.set_seed(2 + int(json.loads(os.environ["TF_CONFIG"])["task"]["index"]))
+    tf.random.set_seed(2 + task_index())
     data = [
         (tf.random.normal((rows, sizes[0])), tf.random.uniform((rows,), 0, sizes[-1], tf.int32))
         for _ in range(N_BATCHES)
@@ -100,40 +96,22 @@ def make_step(args):
     return train
 
 
-def cpu_s():
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 def work(args):
-    """Time this worker's steps; worker 0 writes them, with its CPU-seconds times the number of workers."""
-    train = make_step(args)
-    first = train(1)
-
-    def block():
-        started, cpu_before = time.perf_counter(), cpu_s()
-        loss = train(args.steps)
-        assert loss < first, f"tensorflow_ring: expected a loss below the first, {first}, got {loss}"
-        return (time.perf_counter() - started) / args.steps, (cpu_s() - cpu_before) / args.steps * args.workers
-
-    train(args.steps)
-    rounds = [(block(), block()) for _ in range(args.rounds)]
-    if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0:
-        write(args, rounds)
-
-
-def write(args, rounds):
+    """Time this worker's steps; worker 0 writes them."""
     import tensorflow as tf
 
-    name = "TensorFlow MWMS RING"
-    one = {"case": args.case, "bytes": None, "baselines": [name]}
-    one["samples"] = {name: [(first[0], second[0]) for first, second in rounds]}
-    one["cpu"] = {name: [(first[1], second[1]) for first, second in rounds]}
-    environment = {"tensorflow": tf.__version__, "workers": args.workers}
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"tensorflow-{args.case}.json"
-    path.write_text(json.dumps({"label": "tensorflow", "environment": environment, "cases": [one]}, indent=1))
+    rounds = time_rounds(make_train(args), args, args.workers)
+    if task_index() == 0:
+        environment = {"tensorflow": tf.__version__, "workers": args.workers}
+        write("TensorFlow MWMS RING", rounds, args, environment, is_baseline=True)
+
+
+def task_index():
+    return int(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
 
 
 if __name__ == "__main__":
-    work(parse_args()) if "TF_CONFIG" in os.environ else launch(parse_args())
+    if "TF_CONFIG" in os.environ:
+        work(parse_args())
+    else:
+        launch(parse_args())
