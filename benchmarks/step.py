@@ -4,8 +4,8 @@ mpirun -n 2 python benchmarks/step.py --model mlp --out out/step
 python benchmarks/step.py --single --model mlp --out out/single     (what wrapping a single rank costs)
 python benchmarks/step.py --merge out/step/step-mlp.json out/peers/*.json --out out/all
 
-Before any timing, the contenders train side by side for some steps and must agree with DDP. After every block the
-replicas of a contender must be equal, bit for bit.
+Before any timing, the contenders train side by side for some steps and must agree with plain torch. After every block
+the replicas of a contender must be equal, bit for bit.
 """
 
 import argparse
@@ -20,13 +20,15 @@ from harness import AGAIN, run_rounds
 from measure import Environment, timed_block
 from models import MODELS, N_BATCHES, adam, batches, build, train_step
 from report import case, merge, publish
-from step_contenders import BASELINES, CEILING, CONTENDERS, HPCDIST, without_step_hooks
+from step_contenders import BARE, BASELINES, CEILING, CONTENDERS, HPCDIST, SINGLE, without_step_hooks
 
 from hpcdist.world import make_world
 
-#: Steps before any timing, after which contenders must agree with DDP; and how closely.
+#: Steps before any timing, after which contenders must agree with plain torch on whole batches; and how closely.
 N_CHECKED_STEPS = 10
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 1e-3
+#: Of the largest gradient.
+GRADIENT_TOLERANCE = 0.02
 
 
 def parse_args():
@@ -47,7 +49,7 @@ class Trainer:
 
     def __init__(self, name, args, comm, data):
         self.name, self._comm, self._data, self._n_taken = name, comm, data, 0
-        self.model, self._optimizer = CONTENDERS[name](args.model, comm)
+        self.model, self._optimizer = {**CONTENDERS, **SINGLE}[name](args.model, comm)
         self._guard = nullcontext if name == HPCDIST else without_step_hooks
 
     def train(self, n_steps):
@@ -58,10 +60,6 @@ class Trainer:
                 self._n_taken += 1
         return loss
 
-    def weights(self):
-        """Return all weights in one array."""
-        return torch.cat([parameter.detach().reshape(-1) for parameter in self.model.parameters()]).numpy()
-
     def block(self, n_steps):
         """Return wall and CPU-seconds per step of a block, and check its outcome."""
         times = timed_block(self._comm, lambda: self.train(n_steps), n_steps)
@@ -70,27 +68,37 @@ class Trainer:
 
     def check_equal_replicas(self):
         """Raise AssertionError unless all ranks hold the same finite weights. Collective."""
-        weights = self.weights()
+        weights, _ = flat(self.model)
         chiefs = self._comm.bcast(weights)
         if not np.isfinite(weights).all() or (self.name != CEILING and not np.array_equal(weights, chiefs)):
             raise AssertionError(f"step: expected equal finite replicas of {self.name!r}, got others; see its sums.")
 
 
-def check_against(reference, trainer, n_steps):
-    """Raise AssertionError unless a contender's loss and weights agree with those of the reference."""
-    loss, weights = trainer.train(n_steps).item(), trainer.weights()
+def check_against(reference, trainer, loss):
+    """Raise AssertionError unless a contender's loss, weights and gradients agree with those of the reference.
+
+    Gradients too, as Adam takes the same step for twice the gradient.
+    """
     trainer.check_equal_replicas()
-    loss_error = abs(loss - reference[0])
-    weight_error = float(np.abs(weights - reference[1]).max())
-    if not (loss_error <= LOSS_TOLERANCE and weight_error <= WEIGHT_TOLERANCE):
+    errors = [abs(loss - reference[0])]
+    errors += [float(np.abs(got - due).max()) for got, due in zip(flat(trainer.model), reference[1:], strict=True)]
+    limits = [LOSS_TOLERANCE, WEIGHT_TOLERANCE, GRADIENT_TOLERANCE * float(np.abs(reference[2]).max())]
+    if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):
         raise AssertionError(
-            f"step: expected {trainer.name!r} to train as the reference does within {LOSS_TOLERANCE:g} of the loss and "
-            f"{WEIGHT_TOLERANCE:g} of the weights, got {loss_error:g} and {weight_error:g}; do not use its timings."
+            f"step: expected loss, weights and gradients of {trainer.name!r} within {limits} of plain torch, got "
+            f"{errors}; do not use its timings."
         )
 
 
+def flat(model):
+    """Return all weights in one array, and all gradients."""
+    parameters = list(model.parameters())
+    kinds = ([p.detach() for p in parameters], [p.grad for p in parameters])
+    return [torch.cat([tensor.reshape(-1) for tensor in tensors]).numpy() for tensors in kinds]
+
+
 def reference_training(args, comm, n_steps):
-    """Return loss on this rank's rows, and weights, after steps on whole global batches in plain torch."""
+    """Return loss on this rank's rows, weights and gradients, after steps on whole global batches in plain torch."""
     model, rows = build(args.model), batches(args.batch, 0, 1)
     optimizer, mine = adam(model), batches(args.batch, comm.rank, comm.size)
     with without_step_hooks():
@@ -98,7 +106,7 @@ def reference_training(args, comm, n_steps):
             with torch.no_grad():
                 loss = torch.nn.functional.cross_entropy(model(mine[number][0]), mine[number][1])
             train_step(model, optimizer, rows[number])
-    return loss.item(), torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).numpy()
+    return loss.item(), *flat(model)
 
 
 def time_contenders(names, baselines, args, comm):
@@ -107,10 +115,9 @@ def time_contenders(names, baselines, args, comm):
     trainers = {name: Trainer(name, args, comm, data) for name in names}
     reference = reference_training(args, comm, N_CHECKED_STEPS)
     for trainer in trainers.values():
-        if trainer.name == CEILING and comm.size > 1:
-            trainer.train(N_CHECKED_STEPS)
-        else:
-            check_against(reference, trainer, N_CHECKED_STEPS)
+        loss = trainer.train(N_CHECKED_STEPS).item()
+        if trainer.name != CEILING:
+            check_against(reference, trainer, loss)
         trainer.train(args.steps)
     blocks = {name: lambda trainer=trainer: trainer.block(args.steps) for name, trainer in trainers.items()}
     blocks[baselines[0] + AGAIN] = blocks[baselines[0]]
@@ -126,7 +133,7 @@ def time_all(args):
     torch.set_num_threads(1)
     environment = Environment(comm)
     if args.single:
-        cases = [time_contenders([CEILING, HPCDIST], [CEILING], args, comm)]
+        cases = [time_contenders(list(SINGLE), [BARE], args, comm)]
     else:
         with start_gloo(comm):
             cases = [time_contenders(list(CONTENDERS), BASELINES, args, comm)]

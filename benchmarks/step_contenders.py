@@ -16,6 +16,8 @@ from hpcdist.mpi import MPI
 HPCDIST = "hpcdist"
 #: No synchronization at all: what no contender can be faster than.
 CEILING = "no synchronization (the ceiling)"
+#: The same where there is one rank.
+BARE = "torch alone"
 DDP = "DDP gloo"
 
 
@@ -68,6 +70,8 @@ CONTENDERS: dict[str, Callable[[str, MPI.Comm], tuple[nn.Module, Optimizer]]] = 
     HPCDIST: replicated,
     CEILING: alone,
 }
+#: What is compared on one rank.
+SINGLE = {BARE: alone, HPCDIST: replicated}
 BASELINES = [DDP, "DDP gloo, static graph, bucket views", "DDP, hook: MPI_Allreduce in place"]
 
 
