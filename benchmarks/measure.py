@@ -1,0 +1,100 @@
+"""Timing of blocks on all ranks together, and what is to be known of the machine and the libraries meanwhile."""
+
+import os
+import platform
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcdist.mpi import MPI
+
+#: Beginnings of environment variables that change what is measured.
+_TELLING = ("OMP_", "MKL_", "OMPI_MCA_", "PRTE_MCA_", "UCX_", "FI_", "MPIR_CVAR_", "GLOO_", "HPCDIST_", "MPI4PY_")
+
+
+def timed_block(comm: MPI.Comm, run: Callable[[], None], n_calls: int) -> tuple[float, float]:
+    """Return wall seconds (of the slowest rank) and CPU-seconds (of all ranks and their threads) per call.
+
+    Collective: `comm`. `run` makes `n_calls` calls; all ranks enter it together.
+    """
+    comm.Barrier()
+    cpu_before, started = cpu_s(), time.perf_counter()
+    run()
+    wall, cpu = time.perf_counter() - started, cpu_s() - cpu_before
+    slowest, total = np.array([wall]), np.array([cpu])
+    comm.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
+    comm.Allreduce(MPI.IN_PLACE, total, MPI.SUM)
+    return float(slowest[0]) / n_calls, float(total[0]) / n_calls
+
+
+def cpu_s() -> float:
+    """Return the CPU-seconds of this process and its threads, in user and kernel mode."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def last_cache_bytes() -> int:
+    """Return the size of the last level cache; 32 MiB where Linux does not tell."""
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    factors = {"K": 1 << 10, "M": 1 << 20}
+    return max((int(size[:-1]) * factors[size[-1]] for size in sizes), default=32 << 20)
+
+
+class Environment:
+    """What a figure depends on besides the code: recorded at the start, completed at the end.
+
+    Collective: `comm`, at both.
+    """
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm = comm
+        self._before = _counters()
+
+    def record(self) -> dict[str, Any]:
+        """Return the record; counters are sums over the ranks, those of the machine are of rank 0."""
+        after = _counters()
+        switches = self._comm.allreduce(after["switches"] - self._before["switches"])
+        return {
+            "mpi": MPI.Get_library_version().strip(" \n\0").splitlines()[0],
+            "mpi_standard": list(MPI.Get_version()),
+            "thread_level": MPI.Query_thread(),
+            "ranks": self._comm.size,
+            "hosts": sorted(set(self._comm.allgather(MPI.Get_processor_name()))),
+            "cores": self._comm.allgather(sorted(os.sched_getaffinity(0))),
+            "last_cache_bytes": last_cache_bytes(),
+            "cpu": _cpu_name(),
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "torch": _torch_version(),
+            "variables": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_TELLING)},
+            "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "load_before": self._before["load"],
+            "load_after": after["load"],
+            "steal_s": after["steal_s"] - self._before["steal_s"],
+            "involuntary_switches": switches,
+        }
+
+
+def _counters() -> dict[str, Any]:
+    stat = Path("/proc/stat").read_text().splitlines()[0].split()
+    return {
+        "switches": resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw,
+        "steal_s": int(stat[8]) / os.sysconf("SC_CLK_TCK"),
+        "load": os.getloadavg()[0],
+    }
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _torch_version() -> str:
+    import torch
+
+    return f"{torch.__version__}, {torch.get_num_threads()} threads per rank"

@@ -1,0 +1,63 @@
+"""What every peer does alike: options, timing of blocks, and a report that `step.py --merge` understands."""
+
+import argparse
+import json
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+#: A round has two blocks, as in the launches it is compared with.
+Rounds = list[list[tuple[float, float]]]
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """Return the options that all peers have."""
+    options = argparse.ArgumentParser(description=doc.splitlines()[0])
+    options.add_argument("--out", type=Path, required=True, help="file for the report, a JSON")
+    options.add_argument("--model", default="mlp")
+    options.add_argument("--batch", type=int, default=64, help="rows of one step on all ranks together")
+    options.add_argument("--rounds", type=int, default=10, help="pairs of blocks")
+    options.add_argument("--steps", type=int, default=100, help="steps of a block")
+    return options
+
+
+def time_rounds(train: Callable[[int], float], args: argparse.Namespace, n_processes: int = 1) -> Rounds:
+    """Return, per round, wall and CPU-seconds per step of two blocks.
+
+    The CPU-seconds are this process's, times the number of processes. The last block's loss must be below the first.
+
+    Args:
+        train: takes so many steps and returns the last loss.
+        args: `rounds` and `steps`, as `parser` reads them.
+        n_processes: that train together.
+    """
+    first = train(1)
+
+    def block() -> tuple[float, float]:
+        started, cpu_before = time.perf_counter(), _cpu_s()
+        block.loss = train(args.steps)
+        wall, cpu = time.perf_counter() - started, _cpu_s() - cpu_before
+        return wall / args.steps, cpu / args.steps * n_processes
+
+    block()
+    rounds = [[block(), block()] for _ in range(args.rounds)]
+    if not block.loss < first:
+        raise AssertionError(f"peer: expected a loss below the first, {first}, got {block.loss}; do not use its times.")
+    return rounds
+
+
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def write(name: str, rounds: Rounds, args: argparse.Namespace, environment: dict[str, Any], is_baseline: bool) -> None:
+    """Write the report of one contender."""
+    samples = {name: [[wall for wall, _ in pair] for pair in rounds]}
+    cpu = {name: [[cpu for _, cpu in pair] for pair in rounds]}
+    baselines = [name] if is_baseline else []
+    one = {"case": args.model, "bytes": None, "baselines": baselines, "samples": samples, "cpu": cpu}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps({"label": name, "environment": environment, "cases": [one]}, indent=1))

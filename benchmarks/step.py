@@ -1,0 +1,157 @@
+"""Time whole training steps: hpcdist beside torch DDP and beside no synchronization, in one launch, block by block.
+
+mpirun -n 2 python benchmarks/step.py --model mlp --out out/step
+python benchmarks/step.py --single --model mlp --out out/single     (what wrapping a single rank costs)
+python benchmarks/step.py --merge out/step/step-mlp.json out/peers/*.json --out out/all
+
+Before any timing, the contenders train side by side for some steps and must agree with plain torch. After every block
+the replicas of a contender must be equal, bit for bit.
+"""
+
+import argparse
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from gloo import start_gloo
+from harness import AGAIN, run_rounds
+from measure import Environment, timed_block
+from models import MODELS, N_BATCHES, adam, batches, build, train_step
+from report import case, merge, publish
+from step_contenders import BARE, BASELINES, CEILING, CONTENDERS, HPCDIST, SINGLE, without_step_hooks
+
+from hpcdist.world import make_world
+
+#: Steps before any timing, after which contenders must agree with plain torch on whole batches; and how closely.
+N_CHECKED_STEPS = 10
+LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 1e-3
+#: Of the largest gradient.
+GRADIENT_TOLERANCE = 0.02
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for step-MODEL.json and step-MODEL.png")
+    parser.add_argument("--model", choices=MODELS, default="mlp")
+    parser.add_argument("--batch", type=int, default=64, help="rows of one step on all ranks together")
+    parser.add_argument("--rounds", type=int, default=10, help="pairs of blocks of every contender")
+    parser.add_argument("--steps", type=int, default=100, help="steps of a block")
+    parser.add_argument("--single", action="store_true", help="one rank: hpcdist against bare torch")
+    parser.add_argument("--label", default="", help="what this launch is called when several are merged")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="JSON", help="time nothing, merge these reports")
+    return parser.parse_args()
+
+
+class Trainer:
+    """One contender: its model, its optimizer, and where it is in the data."""
+
+    def __init__(self, name, args, comm, data):
+        self.name, self._comm, self._data, self._n_taken = name, comm, data, 0
+        self.model, self._optimizer = {**CONTENDERS, **SINGLE}[name](args.model, comm)
+        self._guard = nullcontext if name == HPCDIST else without_step_hooks
+
+    def train(self, n_steps):
+        """Take steps; return the last loss."""
+        with self._guard():
+            for _ in range(n_steps):
+                loss = train_step(self.model, self._optimizer, self._data[self._n_taken % N_BATCHES])
+                self._n_taken += 1
+        return loss
+
+    def block(self, n_steps):
+        """Return wall and CPU-seconds per step of a block, and check its outcome."""
+        times = timed_block(self._comm, lambda: self.train(n_steps), n_steps)
+        self.check_equal_replicas()
+        return times
+
+    def check_equal_replicas(self):
+        """Raise AssertionError unless all ranks hold the same finite weights. Collective."""
+        weights, _ = flat(self.model)
+        chiefs = self._comm.bcast(weights)
+        if not np.isfinite(weights).all() or (self.name != CEILING and not np.array_equal(weights, chiefs)):
+            raise AssertionError(f"step: expected equal finite replicas of {self.name!r}, got others; see its sums.")
+
+
+def check_against(reference, trainer, loss):
+    """Raise AssertionError unless a contender's loss, weights and gradients agree with those of the reference.
+
+    Gradients too, as Adam takes the same step for twice the gradient.
+    """
+    trainer.check_equal_replicas()
+    errors = [abs(loss - reference[0])]
+    errors += [float(np.abs(got - due).max()) for got, due in zip(flat(trainer.model), reference[1:], strict=True)]
+    limits = [LOSS_TOLERANCE, WEIGHT_TOLERANCE, GRADIENT_TOLERANCE * float(np.abs(reference[2]).max())]
+    if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):
+        raise AssertionError(
+            f"step: expected loss, weights and gradients of {trainer.name!r} within {limits} of plain torch, got "
+            f"{errors}; do not use its timings."
+        )
+
+
+def flat(model):
+    """Return all weights in one array, and all gradients."""
+    parameters = list(model.parameters())
+    kinds = ([p.detach() for p in parameters], [p.grad for p in parameters])
+    return [torch.cat([tensor.reshape(-1) for tensor in tensors]).numpy() for tensors in kinds]
+
+
+def reference_training(args, comm, n_steps):
+    """Return loss on this rank's rows, weights and gradients, after steps on whole global batches in plain torch."""
+    model, rows = build(args.model), batches(args.batch, 0, 1)
+    optimizer, mine = adam(model), batches(args.batch, comm.rank, comm.size)
+    with without_step_hooks():
+        for number in range(n_steps):
+            with torch.no_grad():
+                loss = torch.nn.functional.cross_entropy(model(mine[number][0]), mine[number][1])
+            train_step(model, optimizer, rows[number])
+    return loss.item(), *flat(model)
+
+
+def time_contenders(names, baselines, args, comm):
+    """Return the case of one model. Collective: `comm`."""
+    data = batches(args.batch, comm.rank, comm.size)
+    trainers = {name: Trainer(name, args, comm, data) for name in names}
+    reference = reference_training(args, comm, N_CHECKED_STEPS)
+    for trainer in trainers.values():
+        loss = trainer.train(N_CHECKED_STEPS).item()
+        if trainer.name != CEILING:
+            check_against(reference, trainer, loss)
+        trainer.train(args.steps)
+    blocks = {name: lambda trainer=trainer: trainer.block(args.steps) for name, trainer in trainers.items()}
+    blocks[baselines[0] + AGAIN] = blocks[baselines[0]]
+    wall, cpu = run_rounds(blocks, args.rounds)
+    name = f"{args.model}, one rank" if args.single else args.model
+    return case(name, wall, cpu, baselines)
+
+
+def time_all(args):
+    comm = make_world().role_comm  # with it, a rank that fails ends all
+    if args.single and comm.size > 1:
+        raise SystemExit(f"step: expected one rank with --single, got {comm.size}; start without mpirun.")
+    torch.set_num_threads(1)
+    environment = Environment(comm)
+    if args.single:
+        cases = [time_contenders(list(SINGLE), [BARE], args, comm)]
+    else:
+        with start_gloo(comm):
+            cases = [time_contenders(list(CONTENDERS), BASELINES, args, comm)]
+    record = environment.record()
+    if comm.rank == 0:
+        label = args.label or record["mpi"]
+        publish({"label": label, "environment": record, "cases": cases}, args.out, f"step-{args.model}")
+
+
+def main():
+    args = parse_args()
+    if args.merge:
+        reports = [json.loads(path.read_text()) for path in args.merge]
+        merged = {"label": "merged", "environment": [report["environment"] for report in reports]}
+        publish({**merged, "cases": merge(reports)}, args.out, "step")
+    else:
+        time_all(args)
+
+
+if __name__ == "__main__":
+    main()

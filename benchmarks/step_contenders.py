@@ -1,0 +1,88 @@
+"""Ways to keep replicas equal: each gives a model with its optimizer; the training step is the same for all."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from models import adam, build
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+import hpcdist
+from hpcdist.mpi import MPI
+
+HPCDIST = "hpcdist"
+#: No synchronization at all: what no contender can be faster than.
+CEILING = "no synchronization (the ceiling)"
+#: The same where there is one rank.
+BARE = "torch alone"
+DDP = "DDP gloo"
+
+
+def replicated(name: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+    """Return the model of a strategy of ours; losses are means over the local batch, as with DDP."""
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op=hpcdist.ReduceOp.MEAN)
+    with strategy.scope():
+        model = build(name)
+        return model, adam(model)
+
+
+def alone(name: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+    """Return a model that knows of no other."""
+    model = build(name)
+    return model, adam(model)
+
+
+def ddp(name: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+    """Return torch's own as it comes."""
+    model = DistributedDataParallel(build(name))
+    return model, adam(model)
+
+
+def ddp_static(name: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+    """Return torch's own with the options that make it fastest."""
+    model = DistributedDataParallel(build(name), static_graph=True, gradient_as_bucket_view=True)
+    return model, adam(model)
+
+
+def ddp_mpi(name: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+    """Return torch's own with its buckets summed by MPI_Allreduce, in place."""
+    model = DistributedDataParallel(build(name), gradient_as_bucket_view=True)
+    model.register_comm_hook(comm, _sum_by_mpi)
+    return model, adam(model)
+
+
+def _sum_by_mpi(comm: MPI.Comm, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    flat = bucket.buffer().div_(comm.size)
+    comm.Allreduce(MPI.IN_PLACE, flat.numpy())
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(flat)
+    return done
+
+
+#: Name -> what makes it.
+CONTENDERS: dict[str, Callable[[str, MPI.Comm], tuple[nn.Module, Optimizer]]] = {
+    DDP: ddp,
+    "DDP gloo, static graph, bucket views": ddp_static,
+    "DDP, hook: MPI_Allreduce in place": ddp_mpi,
+    HPCDIST: replicated,
+    CEILING: alone,
+}
+#: What is compared on one rank.
+SINGLE = {BARE: alone, HPCDIST: replicated}
+BASELINES = [DDP, "DDP gloo, static graph, bucket views", "DDP, hook: MPI_Allreduce in place"]
+
+
+@contextmanager
+def without_step_hooks() -> Iterator[None]:
+    """Take away, for a block, what other contenders do around the step of every optimizer of the process."""
+    kept = [(hooks, dict(hooks)) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
+    try:
+        for hooks, _ in kept:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.update(before)
