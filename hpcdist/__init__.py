@@ -13,12 +13,25 @@ if TYPE_CHECKING:
     from hpcdist.cluster.spec import ClusterSpec as ClusterSpec
     from hpcdist.cluster.spec import Task as Task
     from hpcdist.cluster.tf_config import TFConfigClusterResolver as TFConfigClusterResolver
+    from hpcdist.collectives.all_gather import all_gather as all_gather
+    from hpcdist.collectives.all_gather import gather_objects as gather_objects
     from hpcdist.collectives.all_reduce import all_reduce as all_reduce
+    from hpcdist.collectives.all_reduce import all_reduce_async as all_reduce_async
+    from hpcdist.collectives.broadcast import broadcast as broadcast
+    from hpcdist.collectives.cross_device_ops import CrossDeviceOps as CrossDeviceOps
+    from hpcdist.collectives.cross_device_ops import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
+    from hpcdist.collectives.cross_device_ops import NcclAllReduce as NcclAllReduce
+    from hpcdist.collectives.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
+    from hpcdist.collectives.options import CollectiveCommunication as CollectiveCommunication
+    from hpcdist.collectives.options import CommunicationImplementation as CommunicationImplementation
+    from hpcdist.collectives.options import CommunicationOptions as CommunicationOptions
+    from hpcdist.collectives.reduce_scatter import reduce_scatter as reduce_scatter
     from hpcdist.data.dataset import Dataset as Dataset
     from hpcdist.resilience.checkpoint import Checkpoint as Checkpoint
     from hpcdist.resilience.checkpoint import CheckpointManager as CheckpointManager
     from hpcdist.strategy.base import get_strategy as get_strategy
     from hpcdist.strategy.losses import compute_average_loss as compute_average_loss
+    from hpcdist.strategy.mirrored import MirroredStrategy as MirroredStrategy
     from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from hpcdist.strategy.reduce_op import ReduceOp as ReduceOp
 
@@ -28,17 +41,30 @@ _MODULES = {
     "Checkpoint": "resilience.checkpoint",
     "CheckpointManager": "resilience.checkpoint",
     "ClusterSpec": "cluster.spec",
+    "CollectiveCommunication": "collectives.options",
+    "CommunicationImplementation": "collectives.options",
+    "CommunicationOptions": "collectives.options",
+    "CrossDeviceOps": "collectives.cross_device_ops",
     "Dataset": "data.dataset",
+    "HierarchicalCopyAllReduce": "collectives.cross_device_ops",
     "MPIClusterResolver": "cluster.mpi",
+    "MirroredStrategy": "strategy.mirrored",
     "MultiWorkerMirroredStrategy": "strategy.multi_worker",
+    "NcclAllReduce": "collectives.cross_device_ops",
     "ReduceOp": "strategy.reduce_op",
+    "ReductionToOneDevice": "collectives.cross_device_ops",
     "SlurmClusterResolver": "cluster.slurm",
     "TFConfigClusterResolver": "cluster.tf_config",
     "Task": "cluster.spec",
+    "all_gather": "collectives.all_gather",
     "all_reduce": "collectives.all_reduce",
+    "all_reduce_async": "collectives.all_reduce",
+    "broadcast": "collectives.broadcast",
     "compute_average_loss": "strategy.losses",
+    "gather_objects": "collectives.all_gather",
     "get_strategy": "strategy.base",
     "latest_checkpoint": "checkpoint.folder",
+    "reduce_scatter": "collectives.reduce_scatter",
 }
 
 __all__ = sorted(_MODULES)

@@ -95,6 +95,12 @@ def error_class(name: str) -> type[HpcdistError]:
     return found if isinstance(found, type) and issubclass(found, HpcdistError) else HpcdistError
 
 
+def agreed(error: HpcdistError) -> HpcdistError:
+    """Return an error that every rank raises alike, as it follows from what all ranks know, marked as such."""
+    error.is_agreed = True
+    return error
+
+
 def report_agreed(error: BaseException, is_speaker: bool) -> None:
     """Leave with the exit code of an uncaught error that all ranks share; one of them prints it, as one line.
 

@@ -1,14 +1,15 @@
-"""`hpcdist.all_reduce`: the plain function."""
+"""`hpcdist.all_reduce` and `hpcdist.all_reduce_async`: the plain function, at once or in a thread."""
 
 from typing import Any
 
 import numpy as np
 
-from hpcdist.collectives import mpi, selection
+from hpcdist.collectives import selection
 from hpcdist.collectives.buffers import host_array
 from hpcdist.collectives.group import Group, group_of
 from hpcdist.collectives.ops import MEAN, Op, parse_op
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
+from hpcdist.collectives.thread import Handle, thread_of
 from hpcdist.errors import CollectiveError
 from hpcdist.mpi import MPI
 
@@ -38,25 +39,55 @@ def all_reduce(
 
     Cost: see the algorithms; one staged copy each way for half precision and device arrays.
     """
-    reduction, group = parse_op(op), group_of(comm)
-    chosen = Implementation.parse(implementation)
+    _reduce_buffer(buffer, parse_op(op), Implementation.parse(implementation), group_of(comm))
+
+
+def all_reduce_async(
+    buffer: Any,
+    op: Any = "sum",
+    implementation: Implementation | str | None = None,
+    comm: MPI.Comm | None = None,
+) -> Handle:
+    """Begin to replace `buffer` by its reduction over all ranks, in a thread, and return at once.
+
+    Collective: `comm`. All ranks begin the same reductions in the same order.
+
+    Args:
+        buffer: as `all_reduce`; not to be read or written before `wait` has returned.
+        op: as `all_reduce`.
+        implementation: as `all_reduce`.
+        comm: as `all_reduce`.
+
+    Returns:
+        A handle: `wait(timeout_s=None)` returns when the result is there and raises what went wrong; `is_done`.
+
+    Raises:
+        CollectiveError, ConfigurationError: for an unknown op or implementation; on every rank alike.
+
+    Cost: as `all_reduce`, in a thread that sleeps while it waits.
+    """
+    reduction, chosen = parse_op(op), Implementation.parse(implementation)
+    thread = thread_of(group_of(comm))
+    return thread.submit(lambda: _reduce_buffer(buffer, reduction, chosen, thread.group))
+
+
+def _reduce_buffer(buffer: Any, op: Op, chosen: Implementation, group: Group) -> None:
     if chosen is Implementation.NCCL:
-        selection.ALGORITHMS[chosen](buffer, group, reduction)
+        with group.recorded(f"all_reduce {op.name}", buffer):
+            selection.ALGORITHMS[chosen](buffer, group, op)
         return
     with host_array(buffer) as array:
-        _check_mean(array, reduction)
-        _reduce(array, group, reduction, chosen)
-        if reduction is MEAN:
+        _check_mean(array, op)
+        with group.recorded(f"all_reduce {op.name}", array):
+            _reduce(array, group, op, chosen)
+        if op is MEAN:
             np.divide(array, group.size, out=array)
 
 
 def _reduce(array: Any, group: Group, op: Op, chosen: Implementation) -> None:
     if chosen is Implementation.AUTO:
         chosen = selection.choose(group, array.nbytes)
-    if chosen is Implementation.MPI or group.size == 1:
-        mpi.all_reduce(array, group, op)
-    else:
-        selection.ALGORITHMS[chosen](array, group, op)
+    selection.ALGORITHMS[chosen](array, group, op)
 
 
 def _check_mean(array: Any, op: Op) -> None:

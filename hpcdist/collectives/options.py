@@ -76,5 +76,9 @@ class CommunicationOptions:
             _refuse(f"wire_dtype of {', '.join(WIRE_DTYPES)} or None", self.wire_dtype, "name one of them")
 
 
+#: The name that tf.distribute had before.
+CollectiveCommunication = CommunicationImplementation
+
+
 def _refuse(expected: str, got: object, advice: str) -> None:
     raise ConfigurationError(f"CommunicationOptions: expected {expected}, got {got!r}; {advice}.")

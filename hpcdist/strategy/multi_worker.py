@@ -15,7 +15,7 @@ from hpcdist.collectives.group import group_of
 from hpcdist.collectives.options import CommunicationOptions
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset, check_distributable
-from hpcdist.errors import ConfigurationError, DataError
+from hpcdist.errors import ConfigurationError, DataError, agreed
 from hpcdist.gradients.engine import GradientEngine
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.strategy import context
@@ -57,7 +57,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         op = None if gradient_op is None else ReduceOp.parse(gradient_op)
         self.world: World = make_world(cluster_resolver)
         if self.world.spec.num_tasks("ps"):
-            raise _agreed(
+            raise agreed(
                 ConfigurationError(
                     f"MultiWorkerMirroredStrategy: expected chief, worker and evaluator tasks, got {self.world.spec}; "
                     f"remove the ps tasks."
@@ -149,8 +149,3 @@ class MultiWorkerMirroredStrategy(Strategy):
         """Go on with the random numbers of a checkpoint."""
         self._engine.generators.restore(state["seed"], state["step"])
         self.world.step = state["step"]
-
-
-def _agreed(error: ConfigurationError) -> ConfigurationError:
-    error.is_agreed = True
-    return error
