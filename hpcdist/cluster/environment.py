@@ -10,9 +10,13 @@ from hpcdist.errors import ConfigurationError
 
 #: Every variable that hpcdist itself defines, with its meaning.
 HPCDIST_VARIABLES = {
+    "HPCDIST_DEBUG": "what to check at run time: collectives (all ranks call the same ones), or nothing (default)",
     "HPCDIST_ROLES": "role map given to ranks in order, such as chief:1,ps:2,worker:*",
     "HPCDIST_TIMEOUT_S": "longest wait, in seconds, for ranks to agree on set-up, saves and restores (default 600)",
 }
+
+#: What HPCDIST_DEBUG may name, with commas between.
+DEBUG_NAMES = ("collectives",)
 
 #: Launcher variables: (size, rank, launcher). The first pair that is set and larger than one wins.
 LAUNCHER_VARIABLES = (
@@ -75,3 +79,19 @@ def timeout_s(environ: Mapping[str, str]) -> float:
             f"environment: expected HPCDIST_TIMEOUT_S as seconds above 0, got {text!r}; write a number such as 600."
         )
     return value
+
+
+def debug_names(environ: Mapping[str, str]) -> frozenset[str]:
+    """Return what HPCDIST_DEBUG names, such as {"collectives"}.
+
+    Raises:
+        ConfigurationError: when it names something else.
+    """
+    text = environ.get("HPCDIST_DEBUG", "")
+    names = frozenset(name.strip() for name in text.split(",")) - {""}
+    if names - set(DEBUG_NAMES):
+        raise ConfigurationError(
+            f"environment: expected HPCDIST_DEBUG to name some of {', '.join(DEBUG_NAMES)}, got {text!r}; unset it or "
+            f"write {DEBUG_NAMES[0]}."
+        )
+    return names
