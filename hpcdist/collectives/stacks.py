@@ -73,7 +73,7 @@ def state_of(peer: Peer) -> str | None:
 def stacks_of(peer: Peer) -> str | None:
     """Return the stacks of another rank of this node, or why there are none; None when another rank has asked already.
 
-    Not collective. Takes up to `ANSWER_S`.
+    Not collective. Takes up to `ANSWER_S`. For a process that is about to end: what it opens stays open.
     """
     state = state_of(peer)
     if state:
@@ -81,14 +81,13 @@ def stacks_of(peer: Peer) -> str | None:
     path = _answers_of(peer.pid)
     if path is None or not _is_caught(peer.pid):
         return f"{peer.name}, process {peer.pid}, cannot be asked for its stacks; try py-spy dump --pid {peer.pid}"
-    with open(path, "rb") as answers:
-        try:
-            fcntl.flock(answers, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return None
-        os.kill(peer.pid, SIGNAL)
-        text = _read_when_written(answers.fileno())
-        time.sleep(ANSWER_S)  # others of the node who come to ask find the lock taken
+    answers = os.open(path, os.O_RDONLY)  # stays open, and so locked, until this process ends
+    try:
+        fcntl.flock(answers, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    os.kill(peer.pid, SIGNAL)
+    text = _read_when_written(answers)
     return f"{peer.name}, process {peer.pid}, is here:\n{text or 'it did not answer'}"
 
 

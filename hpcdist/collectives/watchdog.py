@@ -137,10 +137,11 @@ class Watchdog:
 
     def _give_up(self, watched: _Watched, journal: Journal, entry: Entry) -> None:
         """Report, then end the job; a process that is still there after that kills itself."""
+        behind = journal.behind()  # asking a rank may wake it up
         time.sleep(min(STAGGER_S * journal.place, MAX_STAGGER_S))
         what = f"collective {entry.number}, {entry}, has taken {_age_s(entry):.3g} s, the limit; ending the job"
         self._report(journal, what)
-        self._report_peers(watched, journal)
+        self._report_peers(watched.peers, journal.place, behind)
         time.sleep(GRACE_S)
         killer = threading.Timer(KILL_S, os.kill, (os.getpid(), signal.SIGKILL))
         killer.daemon = True
@@ -154,11 +155,10 @@ class Watchdog:
             f"process {os.getpid()}:\n{own_stacks()}\n"
         )
 
-    def _report_peers(self, watched: _Watched, journal: Journal) -> None:
+    def _report_peers(self, peers: Sequence[Peer], own_place: int, behind: list[int]) -> None:
         """Report the ranks of this node that cannot speak for themselves: those behind, and those that are stopped."""
-        behind = journal.behind()
-        for place, peer in enumerate(watched.peers):
-            if place == journal.place or not (place in behind or state_of(peer)):
+        for place, peer in enumerate(peers):
+            if place == own_place or not (place in behind or state_of(peer)):
                 continue
             stacks = stacks_of(peer)
             if stacks is not None:

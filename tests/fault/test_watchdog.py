@@ -9,7 +9,7 @@ import pytest
 
 WARN_S, LIMIT_S = 0.4, 1.5
 PROGRAM = """
-import ctypes, mmap, os, pathlib, signal, sys, threading, time
+import itertools, mmap, os, pathlib, signal, sys, threading, time
 import numpy as np
 import hpcdist
 from hpcdist.collectives.journal import Journal
@@ -56,7 +56,7 @@ while True:
     time.sleep(0.001)
 """
 SLEEPS = "time.sleep(1000)"
-HOLDS_THE_INTERPRETER = "ctypes.PyDLL(None).sleep(1000)"
+HOLDS_THE_INTERPRETER = "max(itertools.repeat(0))"
 STOPS = "os.kill(os.getpid(), signal.SIGSTOP)"
 
 
@@ -80,7 +80,7 @@ def check_end(job, tmp_path):
 
 
 def check_reports(output, ranks):
-    """Each waiting rank reported its own collectives and stack, the first 7 of 71 being forgotten."""
+    """Each waiting rank reported its last 64 of 71 collectives and its stack."""
     for rank in ranks:
         head = (
             rf"hpcdist: rank {rank} \(worker {rank}\): collective 71, all_reduce float64 x 1000, has taken [\d.]+ s, "
@@ -89,8 +89,8 @@ def check_reports(output, ranks):
         assert len(re.findall(head + "(not entered|entered by every|of other ranks)", output)) == 1
     assert len(re.findall(r"^ +70  all_reduce float64 x 69  [\d.]+ ms$", output, re.MULTILINE)) >= len(ranks)
     assert len(re.findall(r"^ +71  all_reduce float64 x 1000  under way for ", output, re.MULTILINE)) == len(ranks)
-    assert " 8  all_reduce float64 x 7 " in output
-    assert " 7  all_reduce float64 x 6 " not in output
+    assert output.count(" 8  all_reduce float64 x 7 ") >= len(ranks)
+    assert output.count(" 7  all_reduce float64 x 6 ") <= output.count("no collective for")
     assert len(re.findall(r"program\.py:\d+ in reduce", output)) >= len(ranks)
 
 
