@@ -7,6 +7,7 @@ uncaught exception or a non-zero exit on one rank ends every rank, and that the 
 import atexit
 import builtins
 import dis
+import faulthandler
 import os
 import signal
 import sys
@@ -140,11 +141,21 @@ class AbortHooks:
         where = f"hpcdist: {self._describe()} on {MPI.Get_processor_name()}: {what}; ending the job with code {code}\n"
         sys.stderr.write(where + "".join(report))
         sys.stderr.flush()
-        killer = threading.Timer(ABORT_LIMIT_S, os.kill, (os.getpid(), signal.SIGKILL))
-        killer.daemon = True
-        killer.start()
-        self._comm.Abort(code)
-        raise SystemExit(code)  # not reached: Abort does not return
+        end_job(self._comm, "", code)
+
+
+def end_job(comm: MPI.Comm, report: str, code: int) -> NoReturn:
+    """Write `report` to standard error and end all ranks of the job with `code`, from any thread, at once.
+
+    Not collective. Takes no lock that a hanging thread may hold; MPI's Abort is its only call of MPI. A process that
+    Abort leaves alive ends itself after `ABORT_LIMIT_S`.
+    """
+    if report:
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, report.encode())
+    # mpi4py keeps the interpreter lock in Abort: only a thread that does without can end a process that is stuck there
+    faulthandler.dump_traceback_later(ABORT_LIMIT_S, exit=True, file=2)
+    comm.Abort(code)
+    raise SystemExit(code)  # not reached: Abort does not return
 
 
 class _RecordedExit(SystemExit):

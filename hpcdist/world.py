@@ -9,13 +9,22 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import NoReturn
 
 import numpy as np
 import xxhash
 
+from hpcdist import abort
 from hpcdist.abort import AbortHooks
 from hpcdist.cluster.assignment import NONE, RankFacts, assign_tasks
-from hpcdist.cluster.environment import check_names, launcher_of, read_environment, timeout_s
+from hpcdist.cluster.environment import (
+    DEBUG_NAMES,
+    check_names,
+    debug_names,
+    launcher_of,
+    read_environment,
+    timeout_s,
+)
 from hpcdist.cluster.mpi import MPIClusterResolver
 from hpcdist.cluster.resolver import ClusterResolver, SimpleClusterResolver
 from hpcdist.cluster.spec import ClusterSpec, Task
@@ -44,6 +53,7 @@ class World:
         n_hosts: hosts that ranks of `role_comm` are on.
         spec: the cluster. task: this rank's entry in it.
         cores_per_rank: cores that this rank may use without taking another rank's.
+        debug: what HPCDIST_DEBUG names, on any rank.
         step: the step that this rank is in, for messages; None outside training.
 
     Raises:
@@ -57,6 +67,7 @@ class World:
         self.step: int | None = None
         self._task: Task | None = None
         self.timeout_s = 600.0
+        self.debug: frozenset[str] = frozenset()
         environ = self._agreed_environment()
         node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
         self._unlink_segments(node)
@@ -168,6 +179,7 @@ class World:
             environ = read_environment()
             check_names(environ)
             self.timeout_s = timeout_s(environ)
+            self.debug = debug_names(environ)
             launcher = launcher_of(environ)
             if launcher and launcher.size > 1 and self.size == 1:
                 raise ConfigurationError(
@@ -175,7 +187,12 @@ class World:
                     f"{library_name()}; start with the mpirun of that same MPI library, or by srun --mpi=pmi2 (MPICH) "
                     f"or --mpi=pmix (Open MPI)."
                 )
+        self.debug = frozenset(name for name in DEBUG_NAMES if self._is_on_any_rank(name in self.debug))
         return environ
+
+    def _is_on_any_rank(self, is_on: bool) -> bool:
+        """Return whether any rank says yes: what one rank checks with the others, all of them must check."""
+        return self.all_reduce_int(int(is_on), MPI.MAX, self.comm) > 0
 
     def _agreed_tasks(
         self, resolver: ClusterResolver | None, environ: Mapping[str, str], node: MPI.Comm
@@ -272,6 +289,11 @@ def make_world(resolver: ClusterResolver | None = None) -> World:
         _process_world = World(resolver)
         return _process_world
     return _process_world if resolver is None else World(resolver)
+
+
+def end_job(report: str, code: int) -> NoReturn:
+    """Write `report` to standard error and end every rank of the job with `code`. Not collective; from any thread."""
+    abort.end_job(MPI.COMM_WORLD, report, code)
 
 
 def _install_hooks() -> None:

@@ -10,9 +10,13 @@ from hpcdist.errors import ConfigurationError
 
 #: Every variable that hpcdist itself defines, with its meaning.
 HPCDIST_VARIABLES = {
+    "HPCDIST_DEBUG": "what to check at run time: collectives (all ranks call the same ones), or nothing (default)",
     "HPCDIST_ROLES": "role map given to ranks in order, such as chief:1,ps:2,worker:*",
     "HPCDIST_TIMEOUT_S": "longest wait, in seconds, for ranks to agree on set-up, saves and restores (default 600)",
 }
+
+#: What HPCDIST_DEBUG may name, with commas between.
+DEBUG_NAMES = ("collectives",)
 
 #: Launcher variables: (size, rank, launcher). The first pair that is set and larger than one wins.
 LAUNCHER_VARIABLES = (
@@ -80,3 +84,19 @@ def timeout_s(environ: Mapping[str, str]) -> float:
 def nccl_may_share_devices(environ: Mapping[str, str]) -> bool:
     """Return whether NCCL was told that several ranks may use one GPU (experimental, NCCL 2.30 and later)."""
     return environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0").strip() == "1"
+
+
+def debug_names(environ: Mapping[str, str]) -> frozenset[str]:
+    """Return what HPCDIST_DEBUG names, such as {"collectives"}.
+
+    Raises:
+        ConfigurationError: when it names something else.
+    """
+    text = environ.get("HPCDIST_DEBUG", "")
+    names = frozenset(name.strip() for name in text.split(",")) - {""}
+    if names - set(DEBUG_NAMES):
+        raise ConfigurationError(
+            f"environment: expected HPCDIST_DEBUG to name some of {', '.join(DEBUG_NAMES)}, got {text!r}; unset it or "
+            f"write {DEBUG_NAMES[0]}."
+        )
+    return names

@@ -1,20 +1,29 @@
 """A group: ranks that reduce together, and everything that lasts between their collectives."""
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from hpcdist.collectives.fingerprint import Fingerprints
+from hpcdist.collectives.journal import Journal
+from hpcdist.collectives.stacks import Peer
 from hpcdist.collectives.waiting import CELLS, SPINS, Backoff, NodeBarrier, wait_all
+from hpcdist.collectives.watchdog import WARN_S, Watchdog
 from hpcdist.collectives.window import NodeWindow
-from hpcdist.errors import HpcdistError
+from hpcdist.errors import CollectiveError, ExitCode, HpcdistError
 from hpcdist.mpi import MPI
 from hpcdist.plan.lanes import LanePlan, plan_lanes
 from hpcdist.plan.placement import plan_placement
-from hpcdist.world import World, make_world
+from hpcdist.world import World, end_job, make_world
 
 T = TypeVar("T")
+#: Cell of a rank's cells on the board in which it counts its collectives; the barrier uses the first three.
+JOURNAL_CELL = 4
+#: A wait of ours gives up this much later than the watchdog ends the job, which has more to say.
+LATE_S = 30.0
 
 
 class Group:
@@ -26,15 +35,26 @@ class Group:
         comm: the ranks; cloned.
         world: bounds waits and agrees on errors.
         is_background: whether a thread of its own runs the collectives: it sleeps while it waits.
+        timeout_s: longest time for one collective; default: the world's. When it is over the job ends.
+        watchdog: sees to that; default: one of the group's own.
 
     Attributes:
         comm: clone of `comm`. node_comm: its ranks on this host. lane_comm: those with this rank's place on their
             hosts; None on a host that has more ranks than the smallest one.
         placement: which ranks share a host.
         host: number of this rank's host.
+        is_crowded: whether this host has more ranks than cores.
+        journal: the last collectives, which the watchdog looks at.
     """
 
-    def __init__(self, comm: MPI.Comm, world: World, is_background: bool = False) -> None:
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        world: World,
+        is_background: bool = False,
+        timeout_s: float | None = None,
+        watchdog: Watchdog | None = None,
+    ) -> None:
         self.world = world
         self.comm: MPI.Comm = comm.Dup()
         self.rank, self.size = self.comm.rank, self.comm.size
@@ -51,6 +71,10 @@ class Group:
         self._is_background = is_background
         self._kept: dict[Any, Any] = {}
         self._frees: list[Callable[[], None]] = []
+        self.timeout_s = timeout_s or world.timeout_s
+        self._board, self._no_board = self._share_board()
+        self._watch(watchdog)
+        self._fingerprints = Fingerprints(self.comm, world) if "collectives" in world.debug else None
 
     def _split_node(self) -> MPI.Comm:
         """Return the ranks of this host. Tests make hosts up here."""
@@ -74,27 +98,79 @@ class Group:
 
     def free(self) -> None:
         """Free the communicators and what was kept. Collective: all ranks of the group."""
+        self.watchdog.stop()
         for free in reversed(self._frees):
             free()
+        if self._fingerprints is not None:
+            self._fingerprints.free()
         self._kept.clear()
         self._frees.clear()
         for comm in (self.lane_comm, self.node_comm, self.comm):
             if comm is not None:
                 comm.Free()
 
+    def _share_board(self) -> tuple[memoryview | None, CollectiveError | None]:
+        """Return cells that the ranks of this host share, or why they cannot share memory."""
+        if self.node_comm.size == 1:
+            return None, None
+        try:
+            window = NodeWindow(self.node_comm, self.node_comm.size * CELLS * 8, self.world)
+        except CollectiveError as error:
+            return None, error
+        return window.pieces[0].cast("q"), None
+
+    def _watch(self, watchdog: Watchdog | None) -> None:
+        """Let the watchdog look at this group's collectives, and at what other ranks of the host say of theirs."""
+        peers = [Peer(*one) for one in self.node_comm.allgather((str(self.world), os.getpid()))]
+        board = None if self._board is None else self._board[JOURNAL_CELL::CELLS]
+        self.journal = Journal(board, self.node_comm.rank)
+        warn_s = min(WARN_S, self.timeout_s / 2)
+        self.watchdog = watchdog or Watchdog(
+            self.world.describe, functools.partial(end_job, "", ExitCode.INTERNAL), warn_s, self.timeout_s
+        )
+        if self.size > 1:
+            self.watchdog.watch(self.journal, peers)
+
     @property
     def barrier(self) -> NodeBarrier:
-        """The barrier among the ranks of this host. Collective at first use: `node_comm`."""
+        """The barrier among the ranks of this host.
+
+        Raises:
+            CollectiveError: when they cannot share memory; on each of them.
+        """
+        if self._no_board is not None:
+            raise self._no_board
         return self.keep("barrier", self._make_barrier)
 
     def _make_barrier(self) -> NodeBarrier:
-        window = NodeWindow(self.node_comm, self.node_comm.size * CELLS * 8, self.world)
-        return NodeBarrier(window.pieces[0].cast("q"), self.node_comm.rank, self.node_comm.size, self.backoff)
+        board = memoryview(bytearray(CELLS * 8)).cast("q") if self._board is None else self._board
+        return NodeBarrier(board, self.node_comm.rank, self.node_comm.size, self.backoff)
+
+    def recorded(self, op: str, buffer: Any) -> "_Recorded":
+        """Note that a collective begins; use as a context manager, whose end notes that it has ended.
+
+        Collective with HPCDIST_DEBUG=collectives, when all ranks are compared: `comm`.
+
+        Args:
+            op: such as "all_reduce sum".
+            buffer: the same shape and dtype on every rank; None where they may differ.
+
+        Raises:
+            DesyncError: with HPCDIST_DEBUG=collectives, when a rank is about to do something else; on every rank.
+
+        Cost: about a microsecond.
+        """
+        dtype, n_elements = getattr(buffer, "dtype", "any"), getattr(buffer, "size", 0)
+        n_elements = n_elements if isinstance(n_elements, int) else buffer.numel()
+        if self._fingerprints is not None:
+            self._fingerprints.check(op, str(dtype), n_elements)
+        self.journal.enter(op, dtype, n_elements)
+        return _Recorded(self.journal)
 
     def backoff(self, explain: Callable[[], str]) -> Backoff:
         """Return what to call while waiting for what `explain` says."""
         spins = 0 if self.is_crowded else SPINS
-        return Backoff(self.world.timeout_s, lambda: self._late(explain()), self._is_background, spins)
+        return Backoff(self.timeout_s + LATE_S, lambda: self._late(explain()), self._is_background, spins)
 
     def wait(self, requests: Sequence[MPI.Request]) -> None:
         """Wait for messages of this group, bounded.
@@ -106,7 +182,7 @@ class Group:
 
     def _late(self, what: str) -> str:
         return (
-            f"all_reduce: expected every rank within {self.world.timeout_s:g} s, got no answer from {what} on "
+            f"all_reduce: expected every rank within {self.timeout_s:g} s, got no answer from {what} on "
             f"{self.world}; look for a rank that took another path or stopped (HPCDIST_TIMEOUT_S sets the limit)."
         )
 
@@ -119,6 +195,21 @@ class Group:
         return f"rank {self.placement.hosts[self.host][place]}"
 
 
+class _Recorded:
+    """A collective that has begun."""
+
+    __slots__ = ("_journal",)
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def __enter__(self) -> None:
+        """Do nothing: it has begun."""
+
+    def __exit__(self, *error: object) -> None:
+        self._journal.leave()
+
+
 def _is_crowded(node_comm: MPI.Comm, world: World) -> bool:
     """Return whether this host has more ranks than cores."""
     cores = os.sched_getaffinity(0)
@@ -126,24 +217,28 @@ def _is_crowded(node_comm: MPI.Comm, world: World) -> bool:
     return any(sum(1 for other in sets if other & own) > len(own) for own in sets)
 
 
-def group_of(comm: MPI.Comm | None = None) -> Group:
+def group_of(comm: MPI.Comm | None = None, timeout_s: float | None = None) -> Group:
     """Return the group of a communicator, made at the first call and freed with the communicator.
+
+    Groups with other time limits are others.
 
     Collective at the first call: `comm`, default all ranks of this rank's role.
     """
     world = make_world()
     comm = world.role_comm if comm is None else comm
-    group: Any = comm.Get_attr(_GROUP)
-    if group is None:
-        group = Group(comm, world)
-        comm.Set_attr(_GROUP, group)
-    return cast(Group, group)
+    groups: Any = comm.Get_attr(_GROUPS)
+    if groups is None:
+        groups = {}
+        comm.Set_attr(_GROUPS, groups)
+    if timeout_s not in groups:
+        groups[timeout_s] = Group(comm, world, timeout_s=timeout_s)
+    return cast(Group, groups[timeout_s])
 
 
-def _free_group(comm: MPI.Comm, key: int, group: Group) -> None:
-    if not MPI.Is_finalized():
+def _free_groups(comm: MPI.Comm, key: int, groups: dict[float | None, Group]) -> None:
+    for group in groups.values():
         group.free()
 
 
 #: MPI's own place for what belongs to a communicator.
-_GROUP = MPI.Comm.Create_keyval(delete_fn=_free_group, nopython=False)
+_GROUPS = MPI.Comm.Create_keyval(delete_fn=_free_groups, nopython=False)

@@ -63,7 +63,7 @@ class CommunicationThread:
     """
 
     def __init__(self, group: Group) -> None:
-        self.group: Group = type(group)(group.comm, group.world, is_background=True)
+        self.group: Group = type(group)(group.comm, group.world, True, group.timeout_s, group.watchdog)
         self._queue: queue.SimpleQueue[Handle | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_serve, args=(self._queue,), name="hpcdist-communication", daemon=True)
         self._thread.start()

@@ -84,6 +84,10 @@ class Reducer:
             self.start(array, None).wait()
 
     def _reduce(self, array: Any, bucket: int | None, group: Group) -> None:
+        with group.recorded("gradients", array):
+            self._carry_out(array, bucket, group)
+
+    def _carry_out(self, array: Any, bucket: int | None, group: Group) -> None:
         if self._cross_device_ops is not None:
             self._cross_device_ops.all_reduce(array, group)
         elif self._implementation is Implementation.HIERARCHICAL:

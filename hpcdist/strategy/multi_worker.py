@@ -65,8 +65,9 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         self._comm = self.world.role_comm
         is_mean = None if op is None else op is ReduceOp.MEAN
-        self._group = group_of(self._comm)
-        reducer = Reducer(self._group, communication_options or CommunicationOptions(), cross_device_ops)
+        options = communication_options or CommunicationOptions()
+        self._group = group_of(self._comm, options.timeout_seconds)
+        reducer = Reducer(self._group, options, cross_device_ops)
         self._engine = GradientEngine(self.world, reducer, is_mean, self._is_entered)
         self._dataset_numbers = itertools.count()
         self._set_threads()
@@ -102,7 +103,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._engine.prepare(args)
 
     def _sum_over_replicas(self, array: Any) -> None:
-        mpi.all_reduce(array, self._group)
+        with self._group.recorded("reduce", array):
+            mpi.all_reduce(array, self._group)
 
     def experimental_distribute_dataset(self, dataset: Dataset) -> DistributedDataset:
         """Return this replica's parts of a dataset; see `Strategy.experimental_distribute_dataset`."""

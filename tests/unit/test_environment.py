@@ -1,6 +1,6 @@
 import pytest
 
-from hpcdist.cluster.environment import Launcher, check_names, launcher_of, timeout_s
+from hpcdist.cluster.environment import Launcher, check_names, debug_names, launcher_of, timeout_s
 from hpcdist.errors import ConfigurationError
 
 
@@ -24,3 +24,20 @@ def test_timeout_must_be_seconds(text):
     assert timeout_s({"HPCDIST_TIMEOUT_S": "1.5"}) == 1.5
     with pytest.raises(ConfigurationError, match="HPCDIST_TIMEOUT_S"):
         timeout_s({"HPCDIST_TIMEOUT_S": text})
+
+
+@pytest.mark.parametrize("text", ["", " ", ","])
+def test_debug_names_nothing_by_default(text):
+    assert debug_names({}) == debug_names({"HPCDIST_DEBUG": text}) == frozenset()
+
+
+@pytest.mark.parametrize("text", ["collectives", " collectives ,", "collectives,collectives"])
+def test_debug_names(text):
+    check_names({"HPCDIST_DEBUG": text})
+    assert debug_names({"HPCDIST_DEBUG": text}) == {"collectives"}
+
+
+@pytest.mark.parametrize("text", ["1", "collective", "collectives,all", "Collectives"])
+def test_unknown_debug_names_are_refused_with_the_valid_ones(text):
+    with pytest.raises(ConfigurationError, match="expected HPCDIST_DEBUG to name some of collectives, got"):
+        debug_names({"HPCDIST_DEBUG": text})

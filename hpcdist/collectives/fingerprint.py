@@ -1,0 +1,191 @@
+"""Are all ranks in the same collective? Checked before each one, for HPCDIST_DEBUG=collectives.
+
+Every rank tells the first one what it is about to do, by a small message of its own rather than by a collective of
+MPI's: so the first one knows who came, and can name those that did not.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from hpcdist.errors import CollectiveTimeoutError, DesyncError, HpcdistError
+from hpcdist.mpi import MPI
+from hpcdist.world import World
+
+Bytes = npt.NDArray[np.uint8]
+#: Bytes of one rank's message, and of a rank's name.
+CALL_BYTES, NAME_BYTES = 512, 64
+#: Characters of a file name with a line, from its end. Names of ranks in one message.
+SITE_LENGTH, MAX_NAMES = 100, 8
+#: What the first rank answers.
+_SAME, _DIFFERENT, _MISSING = 0, 1, 2
+#: The first rank answers this much later, at most, than it gave up waiting.
+ANSWER_S = 5.0
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_CALLS, _ANSWER = 1, 2
+
+
+class Fingerprints:
+    """Compares what the ranks of a communicator are about to do, for one thread.
+
+    Collective: `comm`.
+
+    Args:
+        comm: the ranks; cloned.
+        world: bounds waits, and names this rank.
+    """
+
+    def __init__(self, comm: MPI.Comm, world: World) -> None:
+        self._comm: MPI.Comm = comm.Dup()
+        self._world = world
+        self._n_checked = 0
+        self._dropped: list[MPI.Request] = []
+        names = np.zeros((self._comm.size, NAME_BYTES), np.uint8)
+        world.wait(self._comm.Iallgather(_padded(str(world), NAME_BYTES), names))
+        self._names = [_text(row) for row in names]
+
+    def check(
+        self, op: str, dtype: str, n_elements: int, shape: Sequence[int] | None = None, site: str | None = None
+    ) -> None:
+        """Return when all ranks are about to do the same, else raise on all of them.
+
+        Collective: the communicator. Blocking, bounded by HPCDIST_TIMEOUT_S.
+
+        Args:
+            op: such as "all_reduce sum".
+            dtype: of the elements.
+            n_elements: in this rank's buffer.
+            shape: of this rank's buffer, if it has to be the same.
+            site: where the user's program asks for it; default: the innermost caller outside hpcdist.
+
+        Raises:
+            DesyncError: when a rank is about to do something else; on every rank, with one text that names it.
+            CollectiveTimeoutError: when a rank does not come; on those that came, with one text that names it.
+
+        Cost: two small messages per rank; P of them one after the other on the first rank.
+        """
+        if self._comm.size == 1:
+            return
+        self._n_checked += 1
+        size = f"x {n_elements}" if shape is None else f"x {n_elements} {tuple(shape)}"
+        call = _padded(f"{op} {dtype} {size} at {(site or call_site())[-SITE_LENGTH:]}", CALL_BYTES)
+        verdict, text = self._judge(call) if self._comm.rank == 0 else self._ask(call)
+        if verdict != _SAME:
+            error: HpcdistError = DesyncError(text) if verdict == _DIFFERENT else CollectiveTimeoutError(text)
+            error.is_agreed = verdict == _DIFFERENT  # else the ranks that did not come have to be ended
+            if self._world.size > 1:
+                error.is_speaker = self._comm.rank == 0
+            raise error
+
+    def free(self) -> None:
+        """Free the communicator. Collective: all ranks."""
+        self._comm.Free()
+
+    def _judge(self, own: Bytes) -> tuple[int, str]:
+        """Collect all calls, compare them, and answer those who came."""
+        calls = np.zeros((self._comm.size, CALL_BYTES), np.uint8)
+        calls[0] = own
+        requests = {rank: self._comm.Irecv(calls[rank], rank, _CALLS) for rank in range(1, self._comm.size)}
+        missing = self._missing(requests, self._world.timeout_s)
+        came = [rank for rank in range(self._comm.size) if rank not in missing]
+        texts = {rank: _text(calls[rank]) for rank in came}
+        verdict = _MISSING if missing else _SAME if len(set(texts.values())) == 1 else _DIFFERENT
+        text = ""
+        if verdict == _DIFFERENT:
+            text = f"collective {self._n_checked}: {odd_ones(texts, self._names)}"
+        elif verdict == _MISSING:
+            text = self._late(texts[0], missing)
+        self._answer([rank for rank in came if rank > 0], verdict, text)
+        return verdict, text
+
+    def _answer(self, ranks: list[int], verdict: int, text: str) -> None:
+        data = np.frombuffer(text.encode(), np.uint8)
+        head = np.array([verdict, len(data)], np.int64)
+        requests = [self._comm.Isend(head, rank, _ANSWER) for rank in ranks]
+        requests += [self._comm.Isend(data, rank, _ANSWER) for rank in ranks if len(data)]
+        self._missing(dict(enumerate(requests)), ANSWER_S)
+
+    def _ask(self, call: Bytes) -> tuple[int, str]:
+        """Tell the first rank what this one is about to do, and return its verdict."""
+        head = np.zeros(2, np.int64)
+        requests = {0: self._comm.Irecv(head, 0, _ANSWER), 1: self._comm.Isend(call, 0, _CALLS)}
+        if self._missing(requests, self._world.timeout_s + ANSWER_S):
+            return _MISSING, self._late(_text(call), [0])
+        verdict, length = (int(number) for number in head)
+        data = np.empty(length, np.uint8)
+        if length:
+            self._world.wait(self._comm.Irecv(data, 0, _ANSWER))
+        return verdict, data.tobytes().decode()
+
+    def _missing(self, requests: Mapping[int, MPI.Request], limit_s: float) -> list[int]:
+        """Wait for requests, at most `limit_s`, and return the keys of those that are not complete."""
+        started = time.monotonic()
+        waiting = dict(requests)
+        while True:
+            waiting = {key: request for key, request in waiting.items() if not request.Test()}
+            waited_s = time.monotonic() - started
+            if not waiting or waited_s > limit_s:
+                for request in waiting.values():
+                    self._drop(request)
+                return list(waiting)
+            time.sleep(0 if waited_s < 0.001 else min(waited_s / 10, 0.005))
+
+    def _drop(self, request: MPI.Request) -> None:
+        """Let go of a message that nobody waits for any more; its buffer stays, as a late one may still use it."""
+        self._dropped.append(request)
+        request.Cancel()
+
+    def _late(self, call: str, missing: list[int]) -> str:
+        names = _names([self._names[rank] for rank in missing])
+        return (
+            f"collective {self._n_checked}: expected every rank within {self._world.timeout_s:g} s for {call}, got no "
+            f"answer from {names}; look whether it took another path or stopped (HPCDIST_TIMEOUT_S sets the limit)."
+        )
+
+
+def odd_ones(calls: Mapping[int, str], names: Sequence[str]) -> str:
+    """Return who calls something else than most ranks do, as an error message; of equals, the lowest rank is right.
+
+    Args:
+        calls: what each rank calls.
+        names: of the ranks.
+    """
+    by_call: dict[str, list[int]] = {}
+    for rank, call in sorted(calls.items()):
+        by_call.setdefault(call, []).append(rank)
+    usual = max(by_call, key=lambda call: len(by_call[call]))  # the first of equals, which holds the lowest rank
+    odd = [(call, [names[rank] for rank in ranks]) for call, ranks in by_call.items() if call != usual]
+    others = ", ".join(f"{call} on {_names(ranks)}" for call, ranks in odd[:MAX_NAMES])
+    n_usual = len(by_call[usual])
+    where = names[by_call[usual][0]] if n_usual == 1 else f"{n_usual} of {len(calls)} ranks"
+    return f"expected {usual} as on {where}, got {others}; let all ranks call the same collectives in the same order."
+
+
+def call_site() -> str:
+    """Return file:line of the innermost caller outside hpcdist."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _names(names: Sequence[str]) -> str:
+    """Return the names; of many, the first ones."""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
+
+
+def _padded(text: str, n_bytes: int) -> Bytes:
+    """Return the text as a fixed number of bytes."""
+    padded: Bytes = np.zeros(n_bytes, np.uint8)
+    data = np.frombuffer(text.encode()[:n_bytes], np.uint8)
+    padded[: len(data)] = data
+    return padded
+
+
+def _text(row: Bytes) -> str:
+    return row.tobytes().rstrip(b"\0").decode(errors="replace")

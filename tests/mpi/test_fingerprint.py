@@ -1,0 +1,157 @@
+"""Every way in which one rank can be in another collective than the others."""
+
+import re
+import time
+
+import pytest
+
+from hpcdist.collectives.fingerprint import MAX_NAMES, Fingerprints, call_site, odd_ones
+from hpcdist.errors import CollectiveTimeoutError, DesyncError
+from hpcdist.world import World
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def world():
+    made = World()
+    yield made
+    made.free()
+
+
+@pytest.fixture
+def fingerprints(world):
+    made = Fingerprints(world.comm, world)
+    yield made
+    made.free()
+
+
+@pytest.fixture
+def odd(comm):
+    """Return whether this is the odd rank: the last one."""
+    if comm.size == 1:
+        pytest.skip("one rank cannot differ")
+    return comm.rank == comm.size - 1
+
+
+def text_everywhere(comm, fingerprints, *call, **more):
+    with pytest.raises(DesyncError) as caught:
+        fingerprints.check(*call, **more)
+    assert caught.value.is_agreed
+    texts = comm.allgather(str(caught.value))
+    assert len(set(texts)) == 1
+    assert "\n" not in texts[0]
+    return texts[0]
+
+
+def usual(comm):
+    """Return how a message names those that are right."""
+    return "rank 0 (worker 0)" if comm.size == 2 else f"{comm.size - 1} of {comm.size} ranks"
+
+
+def last(comm):
+    return f"on rank {comm.size - 1} (worker {comm.size - 1}); let all ranks call the same collectives"
+
+
+def test_the_same_on_all_ranks(fingerprints):
+    for n_elements in range(20):
+        fingerprints.check("all_reduce sum", "float32", n_elements)
+        fingerprints.check("all_reduce sum", "float32", 6, shape=(2, 3))
+
+
+CALLS = {
+    "op": ("all_reduce max", "float32", 6, (2, 3)),
+    "dtype": ("all_reduce sum", "float64", 6, (2, 3)),
+    "count": ("all_reduce sum", "float32", 7, (2, 3)),
+    "shape": ("all_reduce sum", "float32", 6, (3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_another_call_on_one_rank(comm, fingerprints, odd, name):
+    right = ("all_reduce sum", "float32", 6, (2, 3))
+    text = text_everywhere(comm, fingerprints, *(CALLS[name] if odd else right), site="train.py:5")
+    assert text.startswith(
+        f"collective 1: expected all_reduce sum float32 x 6 (2, 3) at train.py:5 as on {usual(comm)}, got "
+    )
+    op, dtype, n_elements, shape = CALLS[name]
+    assert f"got {op} {dtype} x {n_elements} {shape} at train.py:5 {last(comm)}" in text
+
+
+def test_another_order_on_one_rank(comm, fingerprints, odd):
+    fingerprints.check("all_reduce sum", "float32", 1)
+    first, second = ("a", 1), ("b", 2)
+    op, n_elements = second if odd else first
+    text = text_everywhere(comm, fingerprints, op, "float32", n_elements, site="train.py:5")
+    assert text.startswith("collective 2: expected a float32 x 1 at train.py:5 as on ")
+    assert f"got b float32 x 2 at train.py:5 {last(comm)}" in text
+
+
+def test_another_place_in_the_program_on_one_rank(comm, fingerprints, odd):
+    def check():
+        fingerprints.check("all_reduce sum", "float32", 1)
+
+    def check_elsewhere():
+        fingerprints.check("all_reduce sum", "float32", 1)
+
+    with pytest.raises(DesyncError) as caught:
+        (check_elsewhere if odd else check)()
+    lines = re.findall(r"all_reduce sum float32 x 1 at \S*test_fingerprint.py:(\d+)", str(caught.value))
+    assert int(lines[1]) == int(lines[0]) + 3
+
+
+def test_it_goes_on_after_an_error_that_was_caught(comm, fingerprints, odd):
+    for _ in range(3):
+        text_everywhere(comm, fingerprints, "all_reduce sum", "float32", int(odd))
+        fingerprints.check("all_reduce sum", "float32", 1)
+
+
+def test_long_names_leave_op_and_count_to_be_compared(comm, fingerprints, odd):
+    site = "x" * 5000 + "/train.py:5"
+    text = text_everywhere(comm, fingerprints, "all_reduce sum", "float32", int(odd), site=site)
+    assert text.count("x/train.py:5") == 2
+    fingerprints.check("all_reduce sum", "float32", 1, site="ä" * 300)
+
+
+@pytest.mark.parametrize("absent", ["first", "last"])
+def test_a_rank_that_does_not_come_is_named(comm, world, fingerprints, odd, monkeypatch, absent):
+    monkeypatch.setattr("hpcdist.collectives.fingerprint.ANSWER_S", 0.5)
+    world.timeout_s = 0.3
+    missing = 0 if absent == "first" else comm.size - 1
+    started = time.monotonic()
+    if comm.rank != missing:
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            fingerprints.check("all_reduce sum", "float32", 1, site="train.py:5")
+        assert not caught.value.is_agreed
+        assert (
+            f"for all_reduce sum float32 x 1 at train.py:5, got no answer from rank {missing} (worker {missing});"
+            in str(caught.value)
+        )
+    assert time.monotonic() - started < 5
+    comm.Barrier()
+
+
+def test_debug_of_one_rank_holds_for_all(comm, monkeypatch):
+    for value, is_on in (("collectives", True), ("", False)):
+        if comm.rank == comm.size - 1:
+            monkeypatch.setenv("HPCDIST_DEBUG", value)
+        made = World()
+        assert made.debug == (frozenset({"collectives"}) if is_on else frozenset())
+        made.free()
+
+
+def test_odd_ones():
+    names = [f"rank {rank}" for rank in range(12)]
+    text = odd_ones({0: "b", 1: "a", 2: "a", 3: "c"}, names)
+    assert text.startswith("expected a as on 2 of 4 ranks, got b on rank 0, c on rank 3; let ")
+    assert odd_ones({0: "b", 1: "a"}, names).startswith("expected b as on rank 0, got a on rank 1; ")
+    many = odd_ones({0: "a", 1: "a"} | dict.fromkeys(range(2, 12), "b"), names)
+    assert many.startswith("expected b as on 10 of 12 ranks, got a on rank 0, rank 1; ")
+    text = odd_ones(dict.fromkeys(range(10), "a") | {0: "b"}, names)
+    assert text.startswith("expected a as on 9 of 10 ranks, got b on rank 0;")
+    text = odd_ones(dict.fromkeys(range(10), "a") | dict.fromkeys(range(10, 30), "b"), [*names, *"x" * 20])
+    assert f"got a on {', '.join(names[:MAX_NAMES])} and 2 more; " in text
+
+
+def test_the_call_site_is_outside_the_package():
+    assert "test_fingerprint.py:" in call_site()

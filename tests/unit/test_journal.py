@@ -1,0 +1,80 @@
+import time
+from array import array
+
+import pytest
+
+from hpcdist.collectives.journal import N_REMEMBERED, Journal
+
+
+def run(journal, n_collectives, op="all_reduce"):
+    for number in range(n_collectives):
+        journal.enter(op, "float32", number)
+        journal.leave()
+
+
+def test_current_is_the_one_that_is_under_way():
+    journal = Journal()
+    assert journal.current is None
+    assert journal.describe() == ""
+    journal.enter("all_reduce", "float32", 1024)
+    assert journal.current[:4] == (1, "all_reduce", "float32", 1024)
+    assert str(journal.current) == "all_reduce float32 x 1024"
+    journal.leave()
+    assert journal.current is None
+    journal.leave()
+    assert len(journal.entries) == 1
+
+
+def test_the_last_64_are_remembered():
+    journal = Journal()
+    run(journal, 100)
+    assert [entry.number for entry in journal.entries] == list(range(101 - N_REMEMBERED, 101))
+    assert [entry.n_elements for entry in journal.entries][-1] == 99
+    journal.enter("broadcast", "int64", 5)
+    assert len(journal.entries) == N_REMEMBERED
+    assert journal.entries[-1].op == "broadcast"
+
+
+def test_the_unfinished_are_marked():
+    journal = Journal()
+    run(journal, 1)
+    journal.enter("all_reduce", "float64", 7)  # raised: never left
+    journal.enter("broadcast", "int64", 3)
+    first, second, third = journal.describe().splitlines()
+    assert first.split() == ["1", "all_reduce", "float32", "x", "0", first.split()[-2], "ms"]
+    assert second.split(maxsplit=5) == ["2", "all_reduce", "float64", "x", "7", "left by an error"]
+    assert third.split(maxsplit=5)[5].startswith("under way for 0.")
+    journal.leave()
+    assert journal.describe().splitlines()[2].endswith(" ms")
+
+
+@pytest.mark.parametrize("stride", [1, 8])
+def test_the_board_tells_who_is_behind(stride):
+    cells = array("q", [0] * 3 * stride)
+    journals = [Journal(memoryview(cells)[::stride], place) for place in range(3)]
+    for journal, n_collectives in zip(journals, (2, 1, 2), strict=True):
+        run(journal, n_collectives)
+    assert cells[::stride].tolist() == [2, 1, 2]
+    assert [journal.behind() for journal in journals] == [[1], [], [1]]
+
+
+def test_without_a_board_nobody_is_behind():
+    journal = Journal(place=2)
+    run(journal, 3)
+    assert journal.board.tolist() == [3]
+    assert journal.behind() == []
+
+
+def test_it_costs_below_a_microsecond():
+    """The best of many short rounds: the machine may be busy."""
+    journal = Journal()
+    best_s = min(_seconds(journal) for _ in range(50))
+    assert best_s < 1e-6, f"{1e9 * best_s:.0f} ns"
+
+
+def _seconds(journal, n_rounds=1000):
+    started = time.perf_counter()
+    for _ in range(n_rounds):
+        journal.enter("all_reduce", "float32", 1024)
+        journal.leave()
+    return (time.perf_counter() - started) / n_rounds
