@@ -143,3 +143,81 @@ def test_a_job_that_was_stopped_and_goes_on_is_not_late(start, tmp_path):
         time.sleep(2 * LIMIT_S if sign == signal.SIGSTOP else LIMIT_S)
     assert job.process.poll() is None, job.log.read_text()
     assert "ending the job" not in job.log.read_text()
+
+
+CHECKED = """
+import sys
+import numpy as np
+import hpcdist
+from hpcdist.collectives.fingerprint import Fingerprints
+from hpcdist.world import make_world
+
+world = make_world()
+checks = Fingerprints(world.comm, world) if "collectives" in world.debug else None
+
+def reduce(op, n_elements, dtype="float64"):
+    if checks is not None:
+        checks.check(f"all_reduce {op}", dtype, n_elements, site=f"{__file__}:{sys._getframe(1).f_lineno}")
+    hpcdist.all_reduce(np.ones(n_elements, dtype), op)
+
+for number in range(5):
+    reduce("sum", 8)
+if world.rank == 1:
+    ODD
+else:
+    reduce("sum", 8); reduce("max", 8)
+reduce("sum", 8)
+"""
+ODD = {
+    "count": ('reduce("sum", 9); reduce("max", 8)', 6, "all_reduce sum float64 x 9"),
+    "dtype": ('reduce("sum", 8, "float32"); reduce("max", 8)', 6, "all_reduce sum float32 x 8"),
+    "order": ('reduce("max", 8); reduce("sum", 8)', 6, "all_reduce max float64 x 8"),
+    "number": ("pass", 6, "all_reduce sum float64 x 8"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_the_odd_rank_is_named_under_debug(start, nothing_left, tmp_path, name):
+    odd, number, call = ODD[name]
+    program = tmp_path / "program.py"
+    program.write_text(CHECKED.replace("ODD", odd))
+    job = start(3, program, environ={"HPCDIST_DEBUG": "collectives"})
+    outcome = job.wait(40)
+    assert outcome.code == 76, outcome.output
+    expected = (
+        rf"hpcdist: collective {number}: expected all_reduce sum float64 x 8 at \S*program\.py:\d+ as on 2 of 3 ranks, "
+    )
+    got = rf"got {call} at \S*program\.py:\d+ on rank 1 \(worker 1\); "
+    assert len(re.findall(expected + got, outcome.output)) == 1, outcome.output
+    assert "Traceback" not in outcome.output
+    nothing_left(job)
+
+
+def test_the_rank_that_left_early_is_named_under_debug(start, nothing_left, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(CHECKED.replace("ODD", "sys.exit(0)"))
+    job = start(3, program, environ={"HPCDIST_DEBUG": "collectives", "HPCDIST_TIMEOUT_S": "1"})
+    outcome = job.wait(40)
+    assert outcome.code != 0
+    assert "collective 6: expected every rank within 1 s for all_reduce sum float64 x 8 at " in outcome.output
+    assert "got no answer from rank 1 (worker 1); look whether" in outcome.output
+    nothing_left(job)
+
+
+STUCK_IN_ABORT = """
+import itertools
+from types import SimpleNamespace
+from hpcdist import abort
+abort.ABORT_LIMIT_S = 0.5
+abort.end_job(SimpleNamespace(Abort=lambda code: max(itertools.repeat(0))), "the report\\n", 70)
+"""
+
+
+def test_a_process_that_is_stuck_in_abort_ends_itself(start, tmp_path):
+    """Stuck with the interpreter lock in its hands, as mpi4py does not give it back for Abort."""
+    program = tmp_path / "program.py"
+    program.write_text(STUCK_IN_ABORT)
+    outcome = start(1, program).wait(20)
+    assert outcome.code != 0
+    assert outcome.output.startswith("the report\n")
+    assert "line 6 in <lambda>" in outcome.output
