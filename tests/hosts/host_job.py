@@ -43,24 +43,25 @@ class Job:
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], hosts: "RunsJobs") -> None:
         self._hosts = hosts
         self._before, self.started = hosts.bytes_sent(), time.monotonic()
-        self._stdout, self._stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self._files = (tempfile.TemporaryFile(), tempfile.TemporaryFile())
+        self._last_printed: tuple[str, str] | None = None
         self.process = subprocess.Popen(
             command,
             env=dict(environ),
             stdin=subprocess.DEVNULL,
-            stdout=self._stdout,
-            stderr=self._stderr,
+            stdout=self._files[0],
+            stderr=self._files[1],
             start_new_session=True,
         )
 
     def printed(self) -> tuple[str, str]:
         """Return what the job has printed so far: stdout, stderr."""
-        texts = []
-        for file in (self._stdout, self._stderr):
-            size = os.fstat(file.fileno()).st_size
-            # not seek and read: the job writes where this file's one position is
-            texts.append(os.pread(file.fileno(), size, 0).decode(errors="replace"))
-        return texts[0], texts[1]
+        return self._last_printed or (self._read(0), self._read(1))
+
+    def _read(self, number: int) -> str:
+        """Return a file's text by pread: the job writes where the file's one position is."""
+        descriptor = self._files[number].fileno()
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
     def wait(self, timeout_s: float) -> Outcome:
         """Return the outcome.
@@ -73,6 +74,7 @@ class Job:
         except subprocess.TimeoutExpired:
             self.kill()
             raise TimeoutError(f"the job did not end within {timeout_s} s:\n{''.join(self.printed())}") from None
+        self._close()
         sent = [now - before for now, before in zip(self._hosts.bytes_sent(), self._before, strict=True)]
         return Outcome(code, *self.printed(), time.monotonic() - self.started, sent)
 
@@ -82,3 +84,9 @@ class Job:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(10)
+        self._close()
+
+    def _close(self) -> None:
+        self._last_printed = self.printed()
+        for file in self._files:
+            file.close()

@@ -8,7 +8,7 @@ for pair in $VIRTUAL_HOSTS; do
   if [ "${pair%=*}" = "$host" ]; then
     # shellcheck disable=SC2016  # the inner shell expands these
     exec nsenter --target "${pair#*=}" --net --uts --ipc --mount --pid \
-      sh -c 'cd "$1" && eval "$2"' in_host "$PWD" "$*"
+      sh -c 'cd "$1" && export TMPDIR=/run/tmp && eval "$2"' in_host "$PWD" "$*"
   fi
 done
 echo "in_host.sh: expected one of $VIRTUAL_HOSTS, got '$host'" >&2

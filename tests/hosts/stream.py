@@ -1,4 +1,4 @@
-"""A plain TCP stream between two hosts: `receive ADDRESS SECONDS` prints its port, then bytes/s; `send ADDRESS PORT`."""
+"""A plain TCP stream: `receive ADDRESS SECONDS` prints its port, then bytes/s of payload; `send ADDRESS PORT`."""
 
 import socket
 import sys

@@ -12,19 +12,24 @@ PROGRAMS = ("ip", "tc", "unshare", "nsenter", "mount", "hostname")
 _SETUP_LIMIT_S = 20
 _UNSHARE = ("unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 #: What the first process of a host does. Ignored SIGCHLD: the kernel then reaps what is orphaned in the host. IPv6
-#: would send its own packets over the links. UCX looks for network devices in /sys.
+#: would send its own packets over the links. UCX looks for network devices in /sys. Open MPI's daemons name folders in
+#: TMPDIR by their process numbers, which hosts have in common: /run/tmp is a host's own.
 _FIRST_PROCESS = """set -e
 hostname "$0"
 mount -t sysfs sysfs /sys
 mount -t tmpfs -o size=2g tmpfs /dev/shm
+mount -t tmpfs tmpfs /run
+mkdir /run/tmp
 if [ -e /proc/sys/net/ipv6 ]; then echo 1 > /proc/sys/net/ipv6/conf/default/disable_ipv6; fi
 ip link set lo up
 trap '' CHLD
 echo ready
 exec cat
 """
-_PROBE = """ip link add veth1 type veth peer name veth2 && ip link add br0 type bridge && mount -t tmpfs tmpfs /dev/shm &&
-tc qdisc add dev veth1 root tbf rate 1gbit burst 32kb latency 10ms"""
+_PROBE = """ip link add veth1 type veth peer name veth2 && ip link add br0 type bridge &&
+mount -t tmpfs tmpfs /dev/shm && tc qdisc add dev veth1 root tbf rate 1gbit burst 32kb latency 10ms"""
+
+
 def path_with_sbin(environ: Mapping[str, str]) -> str:
     """Return PATH with the folders that hold `ip` and `tc`, which a user's PATH may lack."""
     return f"{environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -109,5 +114,3 @@ class Host:
             self._keeper.wait(5)
         self._keeper.stdout.close()
         self._keeper.stderr.close()
-
-

@@ -163,7 +163,7 @@ class VirtualHosts:
         environ: Mapping[str, str] | None = None,
         mpirun: Path | None = None,
     ) -> Job:
-        """Start an MPI job.
+        """Start an MPI job. One at a time: ending it ends all that runs in the hosts.
 
         Args:
             command: what each rank runs.
@@ -184,9 +184,9 @@ class VirtualHosts:
         self._jobs.append(job)
         return job
 
-    def processes(self) -> list[int]:
-        """Return the pids of everything that runs in the hosts and beside the switch, but their first processes."""
-        namespaces = {host.namespace for host in self._all()}
+    def processes(self, *hosts: Host) -> list[int]:
+        """Return the pids of what runs in `hosts` (default: all, and the switch), but for what keeps them alive."""
+        namespaces = {host.namespace for host in hosts or self._all()}
         keepers = {pid for host in self._all() for pid in host.keepers}
         found = []
         for entry in Path("/proc").iterdir():

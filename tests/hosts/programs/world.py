@@ -1,21 +1,20 @@
-"""Print what the ranks see of their hosts."""
+"""Report what each rank sees of its host."""
 
-import json
 import os
 
-import hpcdist
-from hpcdist.mpi import MPI
+from report import print_result
 
-world = hpcdist.MultiWorkerMirroredStrategy().world
+from hpcdist.mpi import MPI, library_name
+from hpcdist.world import make_world
+
+world = make_world()
 facts = {
     "rank": world.rank,
     "host": MPI.Get_processor_name(),
-    "node_size": world.node_comm.size,
-    "lane_size": world.lane_comm.size,
     "n_hosts": world.n_hosts,
-    "shared_memory": os.stat("/dev/shm").st_dev,
-    "pid": os.getpid(),
+    "n_ranks_of_host": world.node_comm.size,
+    "n_ranks_of_lane": world.lane_comm.size,
+    "shared_memory_device": os.stat("/dev/shm").st_dev,
+    "namespaces": [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "uts", "ipc", "mnt", "pid")],
 }
-everyone = world.comm.gather(facts)
-if world.rank == 0:
-    print(json.dumps({"library": MPI.Get_library_version(), "ranks": everyone}), flush=True)
+print_result(world.comm, library=library_name(), ranks=world.comm.gather(facts))
