@@ -14,12 +14,12 @@ SITE_PACKAGES = import sysconfig; print(sysconfig.get_path('purelib'))
 OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_osc=^ucx \
 	OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 
-.PHONY: train test lint unit mpi openmpi system-mpi fault slurm gpu bench-quick clean
+.PHONY: train test lint unit mpi openmpi system-mpi fault slurm hosts gpu bench-quick clean
 
 train: .venv/train.installed
 	$(BIN)/mpirun -n 2 $(BIN)/python jobs/train.py --run-dir $(RUN_DIR)
 
-test: lint unit mpi openmpi system-mpi fault slurm
+test: lint unit mpi openmpi system-mpi fault slurm hosts
 	@echo "make test: all parts passed"
 
 .venv/train.installed: pyproject.toml constraints.txt
@@ -43,8 +43,8 @@ lint: .venv/test.installed
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy
-	@if command -v shellcheck > /dev/null; then shellcheck slurm/*.sbatch .ci/run; \
-	else echo "shellcheck is not installed: slurm/ is not checked"; test -z "$$CI"; fi
+	@if command -v shellcheck > /dev/null; then shellcheck slurm/*.sbatch tests/hosts/*.sh .ci/run; \
+	else echo "shellcheck is not installed: slurm/ and tests/hosts/ are not checked"; test -z "$$CI"; fi
 
 unit: .venv/test.installed
 	$(BIN)/python -m pytest --quiet tests/unit
@@ -70,6 +70,10 @@ fault: .venv/test.installed
 # Skipped, with the reason, where Debian's Slurm packages or root are missing; in CI that is a failure.
 slurm: .venv/test.installed
 	$(BIN)/python -m pytest --quiet tests/slurm
+
+# Skipped, with the reason, where root, namespaces or tc are missing; in CI that is a failure.
+hosts: .venv-openmpi/test.installed
+	$(BIN)/python -m pytest --quiet tests/hosts
 
 # Not a part of `make test`: takes a GPU, and cupy and NCCL in .venv (pip install 'hpcdist[cuda]' nvidia-nccl-cu12). Without them
 # everything is skipped with the reason, in CI too, as it has no GPU.
