@@ -87,11 +87,12 @@ class _Chunk:
             self._stage = group.keep(
                 "stage of lanes", lambda: Stage(group, DEPTH, CHUNK_BYTES, group.placement.n_lanes)
             )
-            self._slots = self._stage.next_slots(self._elements.dtype)
-            rows = self._stage.put(self._elements, self._slots)
-            start += self._stage.bounds(self._elements)[0]
+            self._views = self._stage.next_views(self._elements.dtype, self._elements.size)
+            rows = self._stage.put(self._elements, self._views)
+            start += self._views.own.start
             group.barrier.wait()
             add_rows(rows, plan.local_additions, op.ufunc)
+        self._rows = rows
         if self._group.lane_comm is not None:
             self._exchange = LaneExchange(self._group, plan, op, wire, rows, (key, start))
             self._exchange.begin()
@@ -106,6 +107,6 @@ class _Chunk:
         if self._exchange is not None:
             self._exchange.finish()
         if not self._is_alone:
-            self._stage.publish(self._elements, self._slots)
+            self._stage.publish(self._rows, self._views)
             self._group.barrier.wait()
-            self._stage.take(self._elements, self._slots)
+            self._stage.take(self._elements, self._views)

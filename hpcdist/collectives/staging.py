@@ -4,6 +4,7 @@ Every local rank owns a slice of each chunk. It puts all slices but its own into
 So main memory sees one read and one write of the buffer, and the shared memory hardly at all.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,29 @@ from hpcdist.collectives.window import NodeWindow
 from hpcdist.plan.blocks import block_bounds
 
 Array = npt.NDArray[Any]
+#: Bytes of all rows together that are combined at a time: half of a core's second-level cache, as most have 1 MiB.
+BLOCK_BYTES = 512 << 10
+#: Sizes of a chunk whose views are kept; a training step has few.
+_MAX_KEPT = 64
+_UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+
+
+@dataclass(frozen=True)
+class Views:
+    """The slots of one chunk, cut for chunks of one size and dtype; arrays of bits where they are copied only.
+
+    Attributes:
+        own: (start, stop) of this rank's slice. rows: that slice in every local rank's slot.
+        puts: (part of the chunk, the same part of this rank's slot): all but its slice.
+        takes: (part of the chunk, the same part of the first local rank's slot): all but this rank's slice.
+        result: this rank's slice in the first local rank's slot.
+    """
+
+    own: slice
+    rows: list[Array]
+    puts: list[tuple[slice, Array]]
+    takes: list[tuple[slice, Array]]
+    result: Array
 
 
 class Stage:
@@ -35,79 +59,92 @@ class Stage:
         self.chunk_bytes = chunk_bytes
         self._n_slices = n_slices
         self._place = group.node_comm.rank
-        self._window = NodeWindow(group.node_comm, depth * chunk_bytes, group.world)
         self._depth = depth
         self._number = 0
-        self._slots: dict[np.dtype[Any], list[list[Array]]] = {}
+        self._pieces = NodeWindow(group.node_comm, depth * chunk_bytes, group.world).pieces
+        self._views: dict[tuple[np.dtype[Any], int, int], Views] = {}
 
-    def next_slots(self, dtype: np.dtype[Any]) -> list[Array]:
-        """Return the slot of each local rank for the next chunk: (chunk_bytes / itemsize,) arrays.
+    def next_views(self, dtype: np.dtype[Any], n_elements: int) -> Views:
+        """Return the slots for the next chunk.
 
         Chunks are counted over all calls: the slots of a call's last chunk may still be read when the next one begins.
         """
         self._number += 1
-        if dtype not in self._slots:
-            pieces = [np.frombuffer(piece[: self._depth * self.chunk_bytes], dtype) for piece in self._window.pieces]
-            shaped = [piece.reshape(self._depth, -1) for piece in pieces]
-            self._slots[dtype] = [[piece[index] for piece in shaped] for index in range(self._depth)]
-        return self._slots[dtype][self._number % self._depth]
+        key = (dtype, n_elements, self._number % self._depth)
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= _MAX_KEPT:
+                self._views.clear()
+            views = self._views[key] = self._cut(*key)
+        return views
 
-    def bounds(self, chunk: Array) -> tuple[int, int]:
+    def bounds(self, n_elements: int) -> tuple[int, int]:
         """Return (start, stop) of this rank's slice of a chunk; empty for a rank that owns none."""
         if self._place >= self._n_slices:
-            return chunk.size, chunk.size
-        return block_bounds(chunk.size, self._n_slices, self._place)
+            return n_elements, n_elements
+        return block_bounds(n_elements, self._n_slices, self._place)
 
-    def put(self, chunk: Array, slots: list[Array]) -> list[Array]:
+    def _cut(self, dtype: np.dtype[Any], n_elements: int, index: int) -> Views:
+        first = index * self.chunk_bytes
+        slots = [np.frombuffer(piece[first : first + self.chunk_bytes], dtype)[:n_elements] for piece in self._pieces]
+        start, stop = self.bounds(n_elements)
+        parts = [part for part in (slice(0, start), slice(stop, n_elements)) if part.start < part.stop]
+        mine, first_slot = bits_of(slots[self._place]), bits_of(slots[0])
+        scale = len(first_slot) // max(1, n_elements)
+        cuts = [slice(scale * part.start, scale * part.stop) for part in parts]
+        return Views(
+            own=slice(start, stop),
+            rows=[slot[start:stop] for slot in slots],
+            puts=[(cut, mine[cut]) for cut in cuts],
+            takes=[(cut, first_slot[cut]) for cut in cuts],
+            result=slots[0][start:stop],
+        )
+
+    def put(self, chunk: Array, views: Views) -> list[Array]:
         """Put all but this rank's slice into its slot; return that slice of every local rank, its own where it is."""
-        start, stop = self.bounds(chunk)
-        own = slots[self._place]
-        copy(own[:start], chunk[:start])
-        copy(own[stop : chunk.size], chunk[stop:])
-        rows = [slot[start:stop] for slot in slots]
-        rows[self._place] = chunk[start:stop]
+        bits = bits_of(chunk)
+        for part, slot in views.puts:
+            copy(slot, bits[part])
+        rows = views.rows.copy()
+        rows[self._place] = chunk[views.own]
         return rows
 
-    def publish(self, chunk: Array, slots: list[Array]) -> None:
+    def publish(self, rows: list[Array], views: Views) -> None:
         """Take this rank's slice of the result, which is in the first of the rows that `put` returned, and show it.
 
         The others read it in the slot of the first local rank.
         """
-        start, stop = self.bounds(chunk)
         if self._place == 0:
-            copy(slots[0][start:stop], chunk[start:stop])
+            copy(bits_of(views.result), bits_of(rows[0]))
         else:
-            copy(chunk[start:stop], slots[0][start:stop])
+            copy(bits_of(rows[self._place]), bits_of(views.result))
 
-    def take(self, chunk: Array, slots: list[Array]) -> None:
+    def take(self, chunk: Array, views: Views) -> None:
         """Read all but this rank's slice of the result."""
-        start, stop = self.bounds(chunk)
-        copy(chunk[:start], slots[0][:start])
-        copy(chunk[stop:], slots[0][stop : chunk.size])
+        bits = bits_of(chunk)
+        for part, slot in views.takes:
+            copy(bits[part], slot)
 
 
-_UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
-_NOTHING = {dtype: np.zeros(1, dtype) for dtype in _UNSIGNED.values()}
+def bits_of(array: Array) -> Array:
+    """Return a flat array as unsigned integers of at most 8 bytes."""
+    return array.view(_UNSIGNED[min(8, array.itemsize)])
 
 
 def copy(target: Array, source: Array) -> None:
-    """Copy the bits of a flat array.
+    """Copy a flat array of unsigned integers.
 
     By an integer operation, as memcpy, which numpy's assignment uses, was measured ten times slower for some alignments
     (glibc 2.36 on AMD Zen, 64 to 384 KiB, the target 16 bytes beyond the source modulo 4 KiB).
     """
-    bits = _UNSIGNED[min(8, target.itemsize)]
-    np.bitwise_or(source.view(bits), _NOTHING[bits], out=target.view(bits))
+    np.bitwise_or(source, source, target)
 
 
 def add_rows(rows: list[Array], additions: "tuple[tuple[int, int], ...] | list[tuple[int, int]]", ufunc: Any) -> None:
     """Combine rows in place: rows[into] = ufunc(rows[into], rows[row]) for each pair, block by block in the cache."""
+    n_elements = rows[0].size
     n_block = max(4096, BLOCK_BYTES // max(1, len(rows)) // max(1, rows[0].itemsize))
-    for start in range(0, rows[0].size, n_block):
-        block = [row[start : start + n_block] for row in rows]
+    for start in range(0, n_elements, n_block):
+        block = rows if n_elements <= n_block else [row[start : start + n_block] for row in rows]
         for into, row in additions:
             ufunc(block[into], block[row], out=block[into])
-
-
-#: Bytes of all rows together that are combined at a time: half of a core's second-level cache, as most have 1 MiB.
-BLOCK_BYTES = 512 << 10

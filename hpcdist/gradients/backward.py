@@ -70,7 +70,6 @@ class BackwardSum:
         finally:
             self._is_syncing = before
 
-    @torch.no_grad()
     def _before_accumulation(self, record: ParameterRecord) -> None:
         if self._backward != torch_hooks.backward_id():
             self._begin()
@@ -78,8 +77,12 @@ class BackwardSum:
         if parameter is not None:
             record.set_aside(parameter)
 
-    @torch.no_grad()
     def _after_accumulation(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
+        if torch.is_grad_enabled():
+            raise GradientError(
+                f"backward: expected no create_graph=True, got a gradient with a graph for {record.name!r}; use "
+                f"torch.autograd.grad for gradients of gradients."
+            )
         if not self._has_accumulated:
             self._weigh()
         if self._is_syncing:
@@ -142,10 +145,10 @@ class BackwardSum:
     def _own_weight(self) -> float:
         return 1.0 if self._weight is None else self._weight
 
-    @torch.no_grad()
-    def _complete(self, record: ParameterRecord) -> None:
+    def _complete(self, records: list[ParameterRecord]) -> None:
         if self.is_mean:
-            record.weigh(self._own_weight)
+            for record in records:
+                record.weigh(self._own_weight)
 
     def _sum(self) -> None:
         weight = self._own_weight
@@ -153,10 +156,8 @@ class BackwardSum:
         for record in self._records:
             if not record.is_touched:
                 record.stand_in()
-        counts = self._buckets.counts
-        counts.copy_(torch.tensor([*(record.is_touched for record in self._records), *changed, weight]))
-        self._buckets.finish()
-        *counted, total = counts.tolist()
+        *counted, total = self._buckets.finish([*(record.is_touched for record in self._records), *changed, weight])
         for record, n_touched in zip(self._records, counted, strict=False):
             record.publish(n_touched, total if self.is_mean else None)
-        average_buffers(self._buffers, changed, counted[len(self._records) :], self._reducer)
+        if self._buffers:
+            average_buffers(self._buffers, changed, counted[len(self._records) :], self._reducer)

@@ -20,12 +20,9 @@ class BucketSet:
 
     Args:
         records: what needs a place, in the order of the model, with their parameters.
-        n_counts: length of `counts`.
+        n_counts: float32 numbers that are summed along, in the last bucket.
         reducer: sums the buckets.
-        complete: called for each record just before its bucket is summed.
-
-    Attributes:
-        counts: float32 tensor that is summed along, in the last bucket.
+        complete: called with the records of each bucket just before it is summed.
     """
 
     def __init__(
@@ -33,7 +30,7 @@ class BucketSet:
         records: Sequence[tuple[ParameterRecord, nn.Parameter]],
         n_counts: int,
         reducer: Reducer,
-        complete: Callable[[ParameterRecord], None],
+        complete: Callable[[list[ParameterRecord]], None],
     ) -> None:
         entries = [Entry(n_counts, "float32"), *(_entry(parameter, reducer.is_on_device) for _, parameter in records)]
         plan = plan_buckets(entries, reducer.limits(sum(entry.nbytes for entry in entries)))
@@ -52,44 +49,54 @@ class BucketSet:
         counts = plan.slots[0]
         flat = self._flat[counts.bucket]
         assert flat is not None, "counts are never alone in a bucket"
-        self.counts = flat[counts.offset :][:n_counts]
+        self._counts = flat[counts.offset :][:n_counts]
+        self._counts_array = self._counts.numpy() if self._counts.device.type == "cpu" else None
         self._counts_bucket = counts.bucket
+        self._arrays = [None if flat is None else _array(flat) for flat in self._flat]
+        self._handles: list[Handle] = []
         self._sizes = [len(members) + (bucket == counts.bucket) for bucket, members in enumerate(self._members)]
         self.reset()
 
     def reset(self) -> None:
         """Expect a new backward; wait for sums that an earlier one began and left."""
-        for handle in getattr(self, "_handles", []):
+        for handle in self._handles:
             handle.wait()
-        self._missing = list(self._sizes)
-        self._handles: list[Handle] = []
+        self._handles.clear()
+        self._n_started = 0
+        self._missing = self._sizes.copy()
 
     def arrived(self, record: ParameterRecord) -> None:
         """Take note that a record's gradient is there; start the buckets that are complete, in their order."""
-        self._missing[record.bucket] -= 1
         if self._reducer.is_overlapped:
-            while len(self._handles) < len(self._missing) and self._missing[len(self._handles)] == 0:
+            self._missing[record.bucket] -= 1
+            while self._n_started < len(self._missing) and self._missing[self._n_started] == 0:
                 self._start()
 
-    def finish(self) -> None:
-        """Start what has not been started, with zeros for what is missing, and wait for all sums.
+    def finish(self, counts: list[float]) -> list[float]:
+        """Start what has not been started, wait for all sums, and return the sums of `counts`.
 
-        Collective: the reducer's group. `counts` and all records that have none must be set.
+        Collective: the reducer's group. All records that have no gradient must stand in.
         """
-        while len(self._handles) < len(self._missing):
+        if self._counts_array is None:
+            self._counts.copy_(torch.tensor(counts))
+        else:
+            self._counts_array[:] = counts
+        while self._n_started < len(self._missing):
             self._start()
-        for handle in self._handles:
-            handle.wait()
-        self._handles = []
         self.reset()
+        totals: list[float] = self._counts.tolist()
+        return totals
 
     def _start(self) -> None:
-        bucket = len(self._handles)
-        for record in self._members[bucket]:
-            self._complete(record)
-        flat = self._flat[bucket]
-        tensor = self._members[bucket][0].part if flat is None else flat
-        self._handles.append(self._reducer.start(_array(tensor), None if bucket == self._counts_bucket else bucket))
+        bucket = self._n_started
+        self._complete(self._members[bucket])
+        array = self._arrays[bucket]
+        if array is None:
+            array = _array(self._members[bucket][0].part)
+        handle = self._reducer.start(array, None if bucket == self._counts_bucket else bucket)
+        if handle is not None:
+            self._handles.append(handle)
+        self._n_started += 1
 
 
 def _entry(parameter: Tensor, is_on_device: bool) -> Entry:

@@ -5,13 +5,14 @@ which, and keeps what a synchronized backward found there apart from what it add
 """
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from hpcdist.errors import GradientError
-from hpcdist.gradients.tensors import is_dense, view_as
+from hpcdist.gradients.tensors import is_dense
 
 
 class ParameterRecord:
@@ -32,11 +33,12 @@ class ParameterRecord:
         self.is_touched = False
         self.is_local = False
         self.bucket = -1
+        self._view: Tensor | None = None  # `part` in the parameter's shape, while a backward runs
         self._address: int | None = None  # of the result, where it is the memory that was summed
         self._found: Tensor | None = None  # what the running backward found in parameter.grad
         self._earlier: Tensor | None = None  # a sum of an earlier backward, to be added to this one's sum
         self._idle: Tensor | None = None  # zeros that stay where they are if no replica has a gradient
-        self._published: TensorWeakRef | None = None  # held weakly: zero_grad() frees a large gradient
+        self._published: Callable[[], Tensor | None] | None = None
 
     @property
     def parameter(self) -> nn.Parameter | None:
@@ -49,6 +51,9 @@ class ParameterRecord:
         self._slot = slot
         self._planned = parameter.device, parameter.dtype
         self._n_elements = parameter.numel()
+        self._shape = parameter.shape
+        self._stride = parameter.stride() if is_dense(parameter) else None
+        self._slot_address = None if slot is None else slot.data_ptr()
         self._is_view = slot is None or (parameter.device, parameter.dtype) == (slot.device, slot.dtype)
         self._part: Tensor | None = slot
 
@@ -69,12 +74,28 @@ class ParameterRecord:
         return grad is not None and grad is self._result and self._address in (None, grad.data_ptr())
 
     def _is_in_slot(self, grad: Tensor | None) -> bool:
-        return grad is not None and self._slot is not None and grad.data_ptr() == self._slot.data_ptr()
+        return grad is not None and self._slot is not None and grad.data_ptr() == self._slot_address
+
+    def _shaped(self, flat: Tensor) -> Tensor:
+        """Return a new view of a flat tensor with the shape, and if it was dense the strides, of the parameter."""
+        if self._stride is None:
+            return flat.view(self._shape)
+        return flat.as_strided(self._shape, self._stride, flat.storage_offset())
+
+    def _flat_of(self, gradient: Tensor) -> Tensor:
+        """Return a gradient's memory as a flat tensor in the parameter's order; copied if it is laid out otherwise."""
+        if self._stride is None:
+            return gradient.contiguous().view(-1)
+        if gradient.stride() != self._stride:
+            copied = gradient.new_empty(self._n_elements)
+            self._shaped(copied).copy_(gradient)
+            return copied
+        return gradient.as_strided((self._n_elements,), (1,), gradient.storage_offset())
 
     def set_aside(self, parameter: nn.Parameter) -> None:
         """Move what `parameter.grad` holds out of the way of a synchronized backward."""
-        if self._found is None:
-            self._found, parameter.grad = parameter.grad, None
+        if self._found is None and (grad := parameter.grad) is not None:
+            self._found, parameter.grad = grad, None
 
     def put_back(self) -> None:
         """Undo `set_aside`: the backward wrote no gradient, as torch.autograd.grad does not."""
@@ -131,8 +152,7 @@ class ParameterRecord:
         """Take the gradient that a synchronized backward has just written: copy it into the slot, if there is one.
 
         Raises:
-            GradientError: when it is sparse or has a graph, or the parameter was moved or converted; on this
-                rank only.
+            GradientError: when it is sparse, or the parameter was moved or converted; on this rank only.
         """
         gradient = parameter.grad
         assert gradient is not None, "autograd writes the gradient before it calls this"
@@ -146,21 +166,17 @@ class ParameterRecord:
                 f"backward: expected a dense gradient, got a sparse one for {self.name!r}; build the layer with "
                 f"sparse=False."
             )
-        if gradient.requires_grad:
-            raise GradientError(
-                f"backward: expected no create_graph=True, got a gradient with a graph for {self.name!r}; use "
-                f"torch.autograd.grad for gradients of gradients."
-            )
         local = self._sort_found()
         if self._slot is None:
-            self._part = _flat_of(gradient, parameter)
-        view = view_as(self.part, parameter)
-        if self._slot is not None:
-            view.copy_(gradient)
+            self._part = self._flat_of(gradient)
+            self._view = self._shaped(self._part)
+        else:
+            self._view = self._shaped(self._slot)
+            self._view.copy_(gradient)
         if local is not None:
-            view.add_(local)
+            self._view.add_(local)
         if self._is_view:
-            parameter.grad = view
+            parameter.grad = self._view
         self.is_touched = True
 
     def stand_in(self) -> None:
@@ -173,8 +189,8 @@ class ParameterRecord:
             self._part = torch.zeros(self._n_elements, dtype=self._planned[1], device=self._planned[0])
         else:
             self._slot.zero_()
-        if local is not None and parameter is not None:
-            view_as(self.part, parameter).add_(local)
+        if local is not None:
+            self._shaped(self.part).add_(local)
             self.is_touched = True
 
     def weigh(self, weight: float) -> None:
@@ -196,7 +212,7 @@ class ParameterRecord:
         if n_touched and parameter is not None:
             if weight is not None:
                 self.part.div_(weight or 1.0)
-            view = view_as(self.part, parameter)
+            view = self._shaped(self.part) if self._view is None else self._view
             result = view if self._is_view else torch.empty_like(parameter).copy_(view)
             if self._earlier is not None:
                 result.add_(self._earlier)
@@ -209,20 +225,17 @@ class ParameterRecord:
         self._found = None
 
     def _end(self, result: Tensor | None) -> None:
-        if self.parameter is not None:
-            self.parameter.grad = result
-        self._published = None if result is None else TensorWeakRef(result)
-        is_summed = result is not None and self._part is not None and result.data_ptr() == self._part.data_ptr()
-        self._address = result.data_ptr() if result is not None and is_summed else None
+        parameter = self.parameter
+        if parameter is not None and parameter.grad is not result:
+            parameter.grad = result
+        self._published = None if result is None else self._reference(result)
+        address = None if result is None else result.data_ptr()
+        is_summed = self._part is not None and address == self._part.data_ptr()
+        self._address = address if is_summed else None
         self._part = self._slot  # a gradient that was summed where it lies belongs to the parameter again
-        self._earlier = self._idle = None
+        self._earlier = self._idle = self._view = None
         self.is_touched = self.is_local = False
 
-
-def _flat_of(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return a gradient's memory as a flat tensor, in the parameter's order; copied if it is laid out otherwise."""
-    if not is_dense(parameter):
-        return gradient.contiguous().view(-1)
-    if gradient.stride() != parameter.stride():
-        gradient = torch.empty_like(parameter).copy_(gradient)
-    return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
+    def _reference(self, result: Tensor) -> Callable[[], Tensor | None]:
+        """Return what answers with the result: a large gradient is held weakly, so that zero_grad() frees it."""
+        return TensorWeakRef(result) if self._slot is None else lambda: result

@@ -60,8 +60,8 @@ class Reducer:
         if self.is_on_device:
             nccl.choose_device(group)
 
-    def start(self, array: Any, bucket: int | None) -> Handle:
-        """Begin to sum a flat array over all ranks; it is ready when the handle's `wait` returns.
+    def start(self, array: Any, bucket: int | None) -> Handle | None:
+        """Begin to sum a flat array over all ranks; it is ready when the handle's `wait` returns, or now without one.
 
         Collective: the group, in the order of calls.
 
@@ -72,16 +72,15 @@ class Reducer:
         if self.is_overlapped:
             thread = thread_of(self._group)
             return thread.submit(functools.partial(self._reduce, array, bucket, thread.group))
-        handle = Handle(functools.partial(self._reduce, array, bucket, self._group))
-        handle.run()
-        return handle
+        self._reduce(array, bucket, self._group)
+        return None
 
     def reduce(self, array: Array) -> None:
         """Sum a flat host array over all ranks. Collective: the group. Blocking."""
         if self.is_on_device:
             mpi.all_reduce(array, self._group)
-        else:
-            self.start(array, None).wait()
+        elif (handle := self.start(array, None)) is not None:
+            handle.wait()
 
     def _reduce(self, array: Any, bucket: int | None, group: Group) -> None:
         with group.recorded("gradients", array):

@@ -47,10 +47,3 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size if size > 1 else 1
     return True
-
-
-def view_as(flat: Tensor, like: Tensor) -> Tensor:
-    """Return a view of `flat` with the shape of `like`, and its strides where they fill memory."""
-    if is_dense(like):
-        return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
-    return flat.view(like.shape)

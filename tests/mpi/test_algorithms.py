@@ -212,7 +212,7 @@ def test_auto_is_the_same_table_on_all_ranks_measured_once(comm):
 def test_copy_copies_bits(dtype, shift):
     source = np.frombuffer(np.random.default_rng(0).bytes(16 * 1000), dtype)[shift:]
     target = np.zeros_like(source)
-    staging.copy(target, source)
+    staging.copy(staging.bits_of(target), staging.bits_of(source))
     assert target.tobytes() == source.tobytes()
 
 
