@@ -173,12 +173,14 @@ class Group:
         return Backoff(self.timeout_s + LATE_S, lambda: self._late(explain()), self._is_background, spins)
 
     def wait(self, requests: Sequence[MPI.Request]) -> None:
-        """Wait for messages of this group, bounded.
+        """Wait for messages of this group, bounded: they take long enough to sleep meanwhile.
 
         Raises:
             CollectiveTimeoutError: on this rank.
         """
-        wait_all(requests, self.backoff(lambda: f"{len(requests)} messages"))
+        if not MPI.Request.Testall(requests):
+            late = functools.partial(self._late, f"{len(requests)} messages")
+            wait_all(requests, Backoff(self.timeout_s + LATE_S, late, is_patient=True))
 
     def _late(self, what: str) -> str:
         return (

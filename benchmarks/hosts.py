@@ -1,0 +1,65 @@
+"""Time all-reduce between virtual hosts with rate-limited links, as a multiple of what the links allow.
+
+python benchmarks/hosts.py --out out/hosts                        four hosts of 2 ranks, 1 Gbit/s
+python benchmarks/hosts.py --out out/hosts-3x3 --hosts 3 --ranks 3 --sizes 16M
+
+Takes root, namespaces and tc. The bound is 2(m-1)/m * n bytes per host over the rate that a plain TCP stream reached in the
+same run; the bytes are those that the kernel counted on the links.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "hosts"))
+
+from virtual_hosts import VirtualHosts  # noqa: E402  found by the line above
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for hosts.json")
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=2, help="of each host")
+    parser.add_argument("--rate", type=float, default=1e9, help="bits per second of each link")
+    parser.add_argument("--sizes", default="4M,16M,64M", help="bytes per rank")
+    parser.add_argument("--burst", type=int, default=256 << 10, help="bytes a link may send at once")
+    parser.add_argument("--repeats", type=int, default=5)
+    return parser.parse_args()
+
+
+def show(row, usable, n_hosts):
+    bound_s = 2 * (n_hosts - 1) / n_hosts * row["nbytes"] / usable
+    bound_bytes = 2 * (n_hosts - 1) / n_hosts * row["nbytes"]
+    times = sorted(row["seconds"])
+    row["times_bound"] = times[len(times) // 2] / bound_s
+    row["times_bytes"] = max(row["sent"]) / bound_bytes
+    print(
+        f"{row['nbytes'] >> 20:5} MiB  {row['name']:24} {1000 * times[len(times) // 2]:8.1f} ms  {row['times_bound']:.3f} of "
+        f"the bound ({times[0] / bound_s:.3f} .. {times[-1] / bound_s:.3f})  bytes {row['times_bytes']:.3f}"
+    )
+
+
+def main():
+    args = parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    sizes = [int(text[:-1]) << {"K": 10, "M": 20}[text[-1]] for text in args.sizes.split(",")]
+    command = [sys.executable, ROOT / "benchmarks" / "hosts_job.py", args.repeats, *sizes]
+    with VirtualHosts(args.hosts, args.rate, burst_bytes=args.burst) as hosts:
+        before = hosts.calibrate()
+        outcome = hosts.run(command, args.ranks, environ={"OMP_NUM_THREADS": "1", "SLP": "0.003"}, timeout_s=1800)
+        after = hosts.calibrate()
+    usable = max(before, after)
+    print(
+        f"{args.hosts} hosts x {args.ranks} ranks, usable rate {before / 1e6:.1f} and {after / 1e6:.1f} MB/s before and after"
+    )
+    for row in outcome.result["rows"]:
+        show(row, usable, args.hosts)
+    report = {"usable_bytes_per_s": [before, after], **outcome.result}
+    (args.out / "hosts.json").write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
