@@ -3,8 +3,8 @@
 python benchmarks/hosts.py --out out/hosts                        four hosts of 2 ranks, 1 Gbit/s
 python benchmarks/hosts.py --out out/hosts-3x3 --hosts 3 --ranks 3 --sizes 16M
 
-Takes root, namespaces and tc. The bound is 2(m-1)/m * n bytes per host over the rate that a plain TCP stream reached in the
-same run; the bytes are those that the kernel counted on the links.
+Takes root, namespaces and tc. The bound is 2(m-1)/m * n bytes per host over the rate that a plain TCP stream reached in
+the same run; the bytes are those that the kernel counted on the links.
 """
 
 import argparse
@@ -36,10 +36,9 @@ def show(row, usable, n_hosts):
     times = sorted(row["seconds"])
     row["times_bound"] = times[len(times) // 2] / bound_s
     row["times_bytes"] = max(row["sent"]) / bound_bytes
-    print(
-        f"{row['nbytes'] >> 20:5} MiB  {row['name']:24} {1000 * times[len(times) // 2]:8.1f} ms  {row['times_bound']:.3f} of "
-        f"the bound ({times[0] / bound_s:.3f} .. {times[-1] / bound_s:.3f})  bytes {row['times_bytes']:.3f}"
-    )
+    spread = f"({times[0] / bound_s:.3f} .. {times[-1] / bound_s:.3f})"
+    taken = f"{1000 * times[len(times) // 2]:8.1f} ms  {row['times_bound']:.3f} of the bound {spread}"
+    print(f"{row['nbytes'] >> 20:5} MiB  {row['name']:24} {taken}  bytes {row['times_bytes']:.3f}")
 
 
 def main():

@@ -12,8 +12,8 @@ from hpcdist.errors import CollectiveError, ConfigurationError
 from hpcdist.plan.tree import plan_row_additions
 
 #: Most bytes of a chunk on one rank; chunks of an array are equally long. Small enough that the chunks of all ranks
-#: stay in the last cache, large enough that the two barriers of a chunk do not show: 1 to 2 MiB were measured best for 2
-#: and 4 ranks on 2 cores and 16 to 64 MiB, among 256 KiB to 8 MiB.
+#: stay in the last cache, large enough that the two barriers of a chunk do not show: among 256 KiB to 8 MiB, 1 to 2 MiB
+#: were measured best for 2 and 4 ranks on 2 cores and arrays of 16 and 64 MiB.
 CHUNK_BYTES = 3 << 19
 
 
