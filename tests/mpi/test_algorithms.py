@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+from made_up_hosts import HOSTS, kind_of_group
 
 import hpcdist
 from hpcdist.collectives import hierarchical, lane_exchange, rounds, shared_memory, staging
-from hpcdist.collectives.group import Group, group_of
+from hpcdist.collectives.group import group_of
 from hpcdist.collectives.ops import OPS, SUM
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.collectives.selection import ALGORITHMS
@@ -16,23 +17,6 @@ from hpcdist.world import make_world
 pytestmark = pytest.mark.mpi
 ON_HOST = [name for name in ALGORITHMS if name is not Implementation.NCCL]
 COUNTS = [0, 1, -1, +1, 1000, 4099]  # -1 and +1: the number of ranks less and more one
-#: Ranks per host of made-up placements; "dealt": ranks take turns.
-HOSTS = {"1 each": [1] * 9, "2 each": [2] * 9, "3 and rest": [3, 9], "1 and rest": [1, 9], "dealt": None}
-
-
-class MadeUpHosts(Group):
-    """A group that believes its ranks to be on several hosts."""
-
-    host_of_rank = ()
-
-    def _split_node(self):
-        return self.comm.Split(self.host_of_rank[self.rank], self.rank)
-
-
-def host_numbers(sizes, size):
-    if sizes is None:
-        return [rank % 2 for rank in range(size)]
-    return [host for host, n_ranks in enumerate(sizes) for _ in range(n_ranks)][:size]
 
 
 @pytest.fixture
@@ -40,8 +24,7 @@ def make_group(comm):
     groups = []
 
     def make(hosts):
-        kind = type("Made", (MadeUpHosts,), {"host_of_rank": host_numbers(HOSTS[hosts], comm.size)})
-        groups.append(kind(comm, make_world()))
+        groups.append(kind_of_group(hosts, comm.size)(comm, make_world()))
         return groups[-1]
 
     yield make

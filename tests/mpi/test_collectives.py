@@ -1,0 +1,219 @@
+"""The public functions beside all_reduce, handles, large and odd buffers."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import hpcdist
+from hpcdist.collectives import fingerprint, group, mpi, shared_memory
+from hpcdist.collectives.group import Group, group_of
+from hpcdist.collectives.options import CommunicationImplementation as Implementation
+from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError
+from hpcdist.world import make_world
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.parametrize("root", [0, -1])
+def test_broadcast(comm, root):
+    root %= comm.size
+    array, tensor = np.full((2, 3), comm.rank), torch.full((3,), float(comm.rank), dtype=torch.bfloat16)
+    hpcdist.broadcast(array, root)
+    hpcdist.broadcast(tensor, root)
+    assert set(array.reshape(-1).tolist()) == {root}
+    assert tensor.tolist() == [root] * 3
+
+
+def test_all_gather_of_unequal_rows(comm):
+    own = np.full((comm.rank, 2), comm.rank, np.int32)
+    joined = hpcdist.all_gather(own)
+    assert joined.dtype == np.int32
+    assert joined.tolist() == [[rank] * 2 for rank in range(comm.size) for _ in range(rank)]
+    assert hpcdist.all_gather(np.empty((0, 3))).shape == (0, 3)
+
+
+def test_all_gather_takes_rows_that_fit(comm):
+    with pytest.raises(CollectiveError, match="expected rows, got a single number"):
+        hpcdist.all_gather(np.float32(1))
+    if comm.size > 1:
+        with pytest.raises(CollectiveError, match=r"expected float64 of shape \(\*, 2\) as on rank 0"):
+            hpcdist.all_gather(np.zeros((1, 2 + comm.rank)))
+
+
+@pytest.mark.parametrize("n_rows", [0, 1, 7])
+def test_reduce_scatter(comm, n_rows):
+    array = np.arange(3.0 * n_rows).reshape(n_rows, 3) + comm.rank
+    before = array.copy()
+    whole = np.arange(3.0 * n_rows).reshape(n_rows, 3) * comm.size + sum(range(comm.size))
+    parts = comm.allgather(hpcdist.reduce_scatter(array))
+    assert np.array_equal(np.concatenate(parts), whole)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert np.array_equal(array, before)
+    assert np.allclose(np.concatenate(comm.allgather(hpcdist.reduce_scatter(array, "mean"))), whole / comm.size)
+    with pytest.raises(CollectiveError, match="expected rows"):
+        hpcdist.reduce_scatter(np.array(1.0))
+
+
+def test_gather_objects(comm):
+    found = hpcdist.gather_objects({"rank": comm.rank}, root=comm.size - 1)
+    assert found == ([{"rank": rank} for rank in range(comm.size)] if comm.rank == comm.size - 1 else None)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "mpi", "shared_memory", "ring"])
+def test_async_handles_end_in_any_order_of_waits(comm, implementation):
+    buffers = [np.full(10_000 + number, comm.rank + number, np.float32) for number in range(5)]
+    handles = [hpcdist.all_reduce_async(buffer, implementation=implementation) for buffer in buffers]
+    hpcdist.all_reduce(np.ones(5000))  # of the main thread, meanwhile
+    for number in (4, 0, 2, 1, 3):
+        handles[number].wait()
+        assert handles[number].is_done
+        assert set(buffers[number].tolist()) == {sum(range(comm.size)) + number * comm.size}
+
+
+def test_async_mean_and_error(comm):
+    buffer = np.full(3, comm.rank, np.float64)
+    hpcdist.all_reduce_async(buffer, "mean").wait()
+    assert buffer.tolist() == [(comm.size - 1) / 2] * 3
+    with pytest.raises(CollectiveError, match="floats for a mean"):
+        hpcdist.all_reduce_async(np.ones(3, int), "mean").wait()
+    with pytest.raises(CollectiveError, match="expected an op of"):
+        hpcdist.all_reduce_async(np.ones(3), "xor")
+
+
+def test_a_wait_for_a_handle_can_be_bounded(comm):
+    if comm.size == 1:
+        return
+    if comm.rank == 0:
+        handle = hpcdist.all_reduce_async(buffer := np.ones(3))
+        with pytest.raises(CollectiveTimeoutError, match=r"end within 0.1 s"):
+            handle.wait(0.1)
+    comm.Barrier()
+    if comm.rank > 0:
+        handle = hpcdist.all_reduce_async(buffer := np.ones(3))
+    handle.wait()
+    assert buffer.tolist() == [comm.size] * 3
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["mpi", "shared_memory", "hierarchical", "ring", "halving"])
+def test_more_than_2_gib(comm, name):
+    if comm.size != 2:
+        pytest.skip("with two ranks only, for the memory it takes")
+    n_bytes = (2 << 30) + 5
+    buffer = np.zeros(n_bytes, np.uint8)
+    places = [0, 1, (1 << 30) - 1, 1 << 30, (2 << 30) - 1, 2 << 30, n_bytes - 1]
+    buffer[places] = comm.rank + 1
+    hpcdist.all_reduce(buffer, implementation=name)
+    assert buffer[places].tolist() == [3] * len(places)
+    assert int(buffer.sum(dtype=np.int64)) == 3 * len(places)
+
+
+def test_non_contiguous_zero_length_and_scalar_buffers(comm):
+    for name in ("shared_memory", "hierarchical", "ring"):
+        with pytest.raises(CollectiveError, match="not contiguous"):
+            hpcdist.all_reduce(np.ones((4, 4)).T[:2], implementation=name)
+        hpcdist.all_reduce(np.empty(0, np.float32), implementation=name)
+        one = np.array(comm.rank + 1.0)
+        hpcdist.all_reduce(one, implementation=name)
+        assert one == comm.size * (comm.size + 1) / 2
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64", "bool"])
+@pytest.mark.parametrize("name", ["shared_memory", "hierarchical", "ring", "halving"])
+def test_torch_dtypes(comm, name, dtype):
+    tensor = torch.ones(3000).to(getattr(torch, dtype))
+    if dtype == "bool":
+        with pytest.raises(CollectiveError, match="expected numbers"):
+            hpcdist.all_reduce(tensor.numpy(), implementation=name)
+        return
+    hpcdist.all_reduce(tensor, implementation=name)
+    assert set(tensor.tolist()) == {comm.size}
+
+
+def test_options_that_cannot_be_are_refused():
+    for wrong, text in [
+        ({"bytes_per_pack": -1}, "bytes_per_pack of 0 or more, got -1"),
+        ({"timeout_seconds": 0}, "timeout_seconds above 0"),
+        ({"wire_dtype": "int8"}, "wire_dtype of bfloat16, float16 or None, got 'int8'"),
+        ({"implementation": "gloo"}, "AUTO, RING, NCCL"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            hpcdist.CommunicationOptions(**wrong)
+    assert hpcdist.CommunicationOptions(implementation="ring").implementation is Implementation.RING
+    assert hpcdist.CollectiveCommunication is hpcdist.CommunicationImplementation
+
+
+def test_a_time_limit_is_the_groups_own(comm):
+    strategy = hpcdist.MultiWorkerMirroredStrategy(
+        communication_options=hpcdist.CommunicationOptions(timeout_seconds=33.0)
+    )
+    assert strategy._group.timeout_s == 33.0
+    assert group_of(strategy.world.role_comm).timeout_s == make_world().timeout_s
+
+
+def test_waits_for_ranks_of_the_node_are_bounded(comm, monkeypatch):
+    """One rank stays away from a barrier of the node; the others give up in time and say for whom they waited."""
+    monkeypatch.setattr(group, "LATE_S", 0.0)
+    own = Group(comm, make_world(), timeout_s=0.3)
+    own.watchdog.stop()  # which would end the job
+    barrier = own.barrier
+    comm.Barrier()
+    if comm.rank > 0:
+        with pytest.raises(CollectiveTimeoutError, match=r"within 0.3 s, got no answer from .*places? 0"):
+            barrier.wait()
+    comm.Barrier()
+    if comm.rank == 0:
+        barrier.wait()
+    own.free()
+
+
+def test_without_shared_memory_the_others_still_work(comm, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.memfd_create", refuse)
+    own = Group(comm, make_world())
+    buffer = np.ones(10)
+    mpi.all_reduce(buffer, own)
+    assert buffer[0] == comm.size
+    if comm.size > 1:
+        with pytest.raises(CollectiveError, match="expected memory that the ranks of a node can share"):
+            shared_memory.all_reduce(buffer, own)
+    own.free()
+
+
+def test_journals_hold_what_was_called(comm):
+    own = comm.Dup()
+    hpcdist.all_reduce(np.ones(7, np.float32), "max", comm=own)
+    with pytest.raises(ConfigurationError):
+        hpcdist.all_reduce(np.ones(7), implementation="NCCL", comm=own)
+    entries = group_of(own).journal.entries
+    assert str(entries[0]) == "all_reduce max float32 x 7"
+    assert all(entry.ended_s is not None for entry in entries)
+    own.Free()
+
+
+def test_debug_names_the_rank_that_calls_something_else(comm, monkeypatch):
+    world = make_world()
+    monkeypatch.setattr(world, "debug", frozenset(["collectives"]))
+    own = comm.Dup()
+    hpcdist.all_reduce(np.ones(3), comm=own)
+    if comm.size > 1:
+        with pytest.raises(fingerprint.DesyncError, match=rf"x {comm.size + 2}.*rank|rank.*x {comm.size + 2}"):
+            hpcdist.all_reduce(np.ones(3 + (comm.size - 1) * (comm.rank == comm.size - 1)), comm=own)
+    own.Free()
+
+
+def test_threads_end_with_their_group(comm):
+    own = comm.Dup()
+    before = threading.active_count()
+    hpcdist.all_reduce_async(np.ones(3), comm=own).wait()
+    assert threading.active_count() > before
+    own.Free()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threading.active_count() <= before

@@ -1,0 +1,282 @@
+"""Training over made-up hosts: buckets that start while backward runs give the bits of a sum after it."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from made_up_hosts import HOSTS, kind_of_group
+from torch import nn
+
+import hpcdist
+from hpcdist.collectives import hierarchical, shared_memory
+from hpcdist.collectives.group import group_of
+from hpcdist.gradients import torch_hooks
+from hpcdist.gradients.reducer import Reducer
+from hpcdist.gradients.wire import HalfWire
+from hpcdist.plan.buckets import Limits
+from hpcdist.strategy import multi_worker
+from hpcdist.world import make_world
+
+pytestmark = pytest.mark.mpi
+
+
+class Odd(nn.Module):
+    """A layer that not every rank uses, one used twice, BatchNorm, a large and a frozen one, and tied weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.twice = nn.Linear(16, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.large = nn.Linear(16, 20_000)
+        self.back = nn.Linear(20_000, 16)
+        self.sometimes = nn.Linear(16, 16)
+        self.never = nn.Linear(16, 16)
+        self.tied = nn.Linear(16, 16)
+        self.tied.weight = self.twice.weight
+        self.frozen = nn.Linear(16, 4).requires_grad_(False)
+
+    def forward(self, x, uses_sometimes):
+        x = torch.tanh(self.norm(self.twice(torch.tanh(self.twice(self.first(x))))))
+        x = x + self.back(self.large(x)) / 100 + self.tied(x)
+        if uses_sometimes:
+            x = x + self.sometimes(x)
+        return self.frozen(x).square().mean(1)
+
+
+@pytest.fixture
+def over_hosts(comm, monkeypatch):
+    """Return over(hosts): strategies made from then on believe to be on these hosts; None: on the real one."""
+    groups = []
+
+    def over(hosts):
+        def make(role_comm, timeout_s=None):
+            groups.append(kind_of_group(hosts, comm.size)(role_comm, make_world(), timeout_s=timeout_s))
+            return groups[-1]
+
+        monkeypatch.setattr(multi_worker, "group_of", group_of if hosts is None else make)
+
+    yield over
+    for group in groups:
+        group.free()
+
+
+def train(comm, n_steps=4, gradient_op="sum", n_micro=1, **options):
+    """Return the weights and statistics after some steps, as bytes, and the strategy."""
+    torch.manual_seed(3)
+    strategy = hpcdist.MultiWorkerMirroredStrategy(
+        communication_options=hpcdist.CommunicationOptions(**options), gradient_op=gradient_op
+    )
+    with strategy.scope():
+        model = Odd()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    rows = torch.Generator().manual_seed(comm.rank)
+    for step in range(n_steps):
+        optimizer.zero_grad()
+        for micro in range(n_micro):
+            x = torch.randn(4, 8, generator=rows)
+            loss = model(x, uses_sometimes=comm.rank == step % 2).mean()
+            if micro < n_micro - 1:
+                with strategy.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return b"".join(value.numpy().tobytes() for value in model.state_dict().values()), strategy
+
+
+@pytest.mark.parametrize("n_micro", [1, 2])
+@pytest.mark.parametrize("gradient_op", ["sum", "mean"])
+@pytest.mark.parametrize("hosts", ["1 each", "2 each", "3 and rest"])
+def test_bits_are_those_of_one_host(comm, over_hosts, hosts, gradient_op, n_micro):
+    over_hosts(None)
+    expected, _ = train(comm, gradient_op=gradient_op, n_micro=n_micro)
+    over_hosts(hosts)
+    found, _ = train(comm, gradient_op=gradient_op, n_micro=n_micro, is_ordered=True, bytes_per_pack=4096)
+    assert found == expected
+    assert len(set(comm.allgather(found))) == 1
+
+
+@pytest.mark.parametrize("implementation", ["mpi", "ring", "halving", "hierarchical"])
+def test_every_algorithm_trains_to_the_same_weights_on_all_ranks(comm, over_hosts, implementation):
+    over_hosts(None)
+    expected, _ = train(comm)
+    over_hosts("1 each")
+    found, _ = train(comm, implementation=implementation)
+    assert len(set(comm.allgather(found))) == 1
+    as_numbers = functools.partial(np.frombuffer, dtype=np.float32, count=1000)
+    assert np.allclose(as_numbers(found), as_numbers(expected), atol=1e-3)
+
+
+def test_buckets_start_while_backward_runs_in_one_order(comm, over_hosts, monkeypatch):
+    """The order of events: a bucket is started when its last gradient is there, also while others are missing."""
+    events = []
+    start, after = Reducer.start, torch_hooks.after_accumulation
+
+    def noted(self, array, bucket):
+        events.append(bucket)
+        return start(self, array, bucket)
+
+    def counted(parameter, see):
+        def call(owner):
+            events.append("gradient")
+            see(owner)
+
+        after(parameter, call)
+
+    over_hosts("1 each")
+    options = hpcdist.CommunicationOptions(bytes_per_pack=4096)
+    strategy = hpcdist.MultiWorkerMirroredStrategy(communication_options=options, gradient_op="sum")
+    with strategy.scope():
+        model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
+    monkeypatch.setattr(torch_hooks, "after_accumulation", counted)
+    strategy.run(lambda: None)
+    monkeypatch.setattr(Reducer, "start", noted)
+    model(torch.ones(1, 32)).sum().backward()
+    if comm.size > 1:
+        assert events == ["gradient", 0, "gradient", 1, "gradient", 2, "gradient", 3, None]
+
+
+def test_bucket_sizes_follow_the_measured_link(comm, over_hosts):
+    over_hosts("1 each")
+    _, strategy = train(comm, n_steps=1)
+    limits = strategy._engine.backward._reducer.limits(100_000_000)
+    assert len(set(comm.allgather(limits))) == 1
+    if comm.size > 1:
+        assert (128 << 10) <= limits.bucket_bytes <= (32 << 20)
+        assert 0 < limits.last_bytes < limits.bucket_bytes
+    given = Reducer(strategy._group, hpcdist.CommunicationOptions(bytes_per_pack=1000))
+    assert given.limits(1) == Limits(1000, 1 << 20, 250)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_a_half_wire_rounds_away_comes_later(comm, over_hosts, dtype):
+    """The mean of many sums comes near the exact one; a single rounded sum does not."""
+    over_hosts("1 each")
+    group = multi_worker.group_of(make_world().role_comm)
+    values = np.linspace(1, 2, 1001, dtype=np.float32) * (1 + comm.rank)
+    exact = sum(np.linspace(1, 2, 1001) * (1 + rank) for rank in range(comm.size))
+    kept, n_sums = HalfWire(dtype), 50
+    total = np.zeros(1001)
+    for _ in range(n_sums):
+        buffer = values.copy()
+        hierarchical.all_reduce(buffer, group, wire=kept)
+        assert len(set(comm.allgather(buffer.tobytes()))) == 1
+        total += buffer
+    once = values.copy()
+    hierarchical.all_reduce(once, group, wire=HalfWire(dtype))
+    if comm.size > 1:
+        assert np.abs(once - exact).max() > 5 * np.abs(total / n_sums - exact).max()
+
+
+def test_a_half_wire_halves_the_bytes_and_leaves_other_dtypes_alone(comm):
+    wire = HalfWire("bfloat16")
+    assert wire.encode(np.ones(8, np.float32), ()).nbytes == 16
+    assert wire.empty(np.ones(8, np.float32)).nbytes == 16
+    doubles = np.ones(8)
+    assert wire.encode(doubles, ()) is doubles
+    overflowing = wire.encode(np.full(2, np.inf, np.float32), (1,))
+    values = np.empty(2, np.float32)
+    wire.decode(overflowing, values)
+    assert np.isinf(values).all()
+    wire.decode(wire.encode(np.ones(2, np.float32), (1,)), values)
+    assert values.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("wire_dtype", [None, "bfloat16", "float16"])
+def test_digits_are_learned_over_a_half_wire(comm, over_hosts, wire_dtype):
+    sklearn_datasets = pytest.importorskip("sklearn.datasets")
+    digits = sklearn_datasets.load_digits()
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    x = torch.tensor(digits.data / 16, dtype=torch.float32)[order]
+    y = torch.tensor(digits.target)[order]
+    over_hosts("1 each")
+    torch.manual_seed(0)
+    strategy = hpcdist.MultiWorkerMirroredStrategy(
+        communication_options=hpcdist.CommunicationOptions(wire_dtype=wire_dtype)
+    )
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    dataset = hpcdist.Dataset.from_tensor_slices((x[:1440], y[:1440])).shuffle(seed=1).batch(48).repeat(12)
+    for rows, labels in strategy.experimental_distribute_dataset(dataset):
+        optimizer.zero_grad()
+        losses = nn.functional.cross_entropy(model(rows), labels, reduction="none")
+        hpcdist.compute_average_loss(losses, global_batch_size=48).backward()
+        optimizer.step()
+    accuracy = float((model(x[1440:]).argmax(1) == y[1440:]).float().mean())
+    assert accuracy > 0.95
+
+
+class Doubling(hpcdist.CrossDeviceOps):
+    """Sums, twice over."""
+
+    def all_reduce(self, array, group):
+        shared_memory.all_reduce(array, group)
+        array *= 2
+
+
+def gradient_of(strategy):
+    with strategy.scope():
+        model = nn.Linear(3, 1, bias=False)
+    model(torch.ones(2, 3)).sum().backward()
+    return model.weight.grad.reshape(-1).tolist()
+
+
+def test_cross_device_ops(comm):
+    made = {
+        "own": (Doubling(), 4.0 if comm.size > 1 else 2.0),
+        "one device": (hpcdist.ReductionToOneDevice(), 2.0),
+        "other device": (hpcdist.ReductionToOneDevice(comm.size - 1, sum), 2.0),
+        "hierarchical": (hpcdist.HierarchicalCopyAllReduce(num_packs=2), 2.0),
+    }
+    for name, (ops, each) in made.items():
+        strategy = hpcdist.MirroredStrategy(cross_device_ops=ops, gradient_op="sum")
+        assert gradient_of(strategy) == [each * comm.size] * 3, name
+
+
+def test_mirrored_strategy_is_for_one_machine(comm, monkeypatch):
+    assert hpcdist.MirroredStrategy([f"cpu:{rank}" for rank in range(comm.size)]).num_replicas_in_sync == comm.size
+    with pytest.raises(ValueError, match=f"one rank for each of {comm.size + 1} devices"):
+        hpcdist.MirroredStrategy(["cpu"] * (comm.size + 1))
+    monkeypatch.setattr(make_world(), "n_hosts", 2)
+    with pytest.raises(ValueError, match="expected all ranks on one host, got 2"):
+        hpcdist.MirroredStrategy()
+
+
+def test_two_models_in_turn_as_a_gan(comm, over_hosts):
+    """A backward through both models syncs both; each optimizer steps its own."""
+    results = []
+    for hosts in (None, "1 each" if "1 each" in HOSTS else None):
+        over_hosts(hosts)
+        torch.manual_seed(1)
+        strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+        with strategy.scope():
+            maker, judge = nn.Linear(4, 4), nn.Linear(4, 1)
+            optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (maker, judge)]
+        rows = torch.Generator().manual_seed(comm.rank)
+        for _ in range(3):
+            for own, model in zip(optimizers, (maker, judge), strict=True):
+                model.zero_grad()
+                other = judge if model is maker else maker
+                judge(maker(torch.randn(3, 4, generator=rows))).mean().backward()
+                own.step()
+                other.zero_grad()
+        results.append(b"".join(p.detach().numpy().tobytes() for m in (maker, judge) for p in m.parameters()))
+    assert results[0] == results[1]
+    assert len(set(comm.allgather(results[0]))) == 1
+
+
+def test_a_gradient_that_is_summed_where_it_lies_is_private(comm):
+    """What the user keeps of an earlier step is not overwritten by the next."""
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    with strategy.scope():
+        model = nn.Linear(600, 600, bias=False)
+    model(torch.ones(1, 600)).sum().backward()
+    kept = model.weight.grad
+    model.zero_grad()
+    (model(torch.ones(1, 600)) * 3).sum().backward()
+    assert kept.unique().tolist() == [comm.size]
+    assert model.weight.grad.unique().tolist() == [3 * comm.size]
