@@ -35,6 +35,9 @@ from hpcdist.mpi import MPI, library_name
 #: Names under which MPICH shares memory in a node. It leaves them behind when a rank is killed.
 _MPICH_SEGMENT = re.compile(r"/dev/shm/mpich_shm_\S+")
 
+#: A longer pause between two looks at a request counts as this: the job was suspended.
+AWAKE_S = 1.0
+
 
 class World:
     """All ranks of a job, their roles, and this rank's place among them.
@@ -163,15 +166,17 @@ class World:
         Raises:
             CollectiveTimeoutError: on this rank; it ends the job, as others may be anywhere.
         """
-        started = time.monotonic()
+        started = last = time.monotonic()
+        waited_s = 0.0
         while not request.Test():
-            waited_s = time.monotonic() - started
+            now = time.monotonic()
+            waited_s, last = waited_s + min(now - last, AWAKE_S), now
             if waited_s > self.timeout_s:
                 raise CollectiveTimeoutError(
                     f"world: expected every rank within {self.timeout_s:g} s, got no answer from some on {self}; look "
                     f"for a rank that took another path or stopped (HPCDIST_TIMEOUT_S sets the limit)."
                 )
-            time.sleep(0 if waited_s < 0.001 else min(waited_s / 10, 0.005))
+            time.sleep(0 if now - started < 0.001 else min(waited_s / 10, 0.005))
 
     def _agreed_environment(self) -> Mapping[str, str]:
         environ: Mapping[str, str] = {}

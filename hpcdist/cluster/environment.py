@@ -12,7 +12,7 @@ from hpcdist.errors import ConfigurationError
 HPCDIST_VARIABLES = {
     "HPCDIST_DEBUG": "what to check at run time: collectives (all ranks call the same ones), or nothing (default)",
     "HPCDIST_ROLES": "role map given to ranks in order, such as chief:1,ps:2,worker:*",
-    "HPCDIST_TIMEOUT_S": "longest wait, in seconds, for ranks to agree on set-up, saves and restores (default 600)",
+    "HPCDIST_TIMEOUT_S": "longest time, in seconds, for a collective or an agreement; then the job ends (default 600)",
 }
 
 #: What HPCDIST_DEBUG may name, with commas between.

@@ -28,9 +28,9 @@ def all_gather(array: npt.NDArray[Any], comm: MPI.Comm | None = None) -> npt.NDA
 
     Cost: every rank receives all other ranks' bytes; a broadcast for each rank.
     """
-    group = group_of(comm)
+    group, array = group_of(comm), np.asarray(array)
     with group.recorded("all_gather", None):
-        rows = _rows_of(np.ascontiguousarray(array) if np.ndim(array) else np.asarray(array), group)
+        rows = _rows_of(array, group)
         ends = np.cumsum(rows)
         joined = np.empty((int(ends[-1]), *array.shape[1:]), array.dtype)
         for rank, (stop, n_rows) in enumerate(zip(ends.tolist(), rows.tolist(), strict=True)):

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from hpcdist.collectives import selection
-from hpcdist.collectives.buffers import host_array
+from hpcdist.collectives.buffers import host_array, is_plain
 from hpcdist.collectives.group import Group, group_of
 from hpcdist.collectives.ops import MEAN, Op, parse_op
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
@@ -73,15 +73,23 @@ def all_reduce_async(
 
 def _reduce_buffer(buffer: Any, op: Op, chosen: Implementation, group: Group) -> None:
     if chosen is Implementation.NCCL:
-        with group.recorded(f"all_reduce {op.name}", buffer):
+        with group.recorded(op.title, buffer):
             selection.ALGORITHMS[chosen](buffer, group, op)
         return
+    if is_plain(buffer):
+        _reduce_array(buffer, op, chosen, group)
+        return
     with host_array(buffer) as array:
-        _check_mean(array, op)
-        with group.recorded(f"all_reduce {op.name}", array):
-            _reduce(array, group, op, chosen)
-        if op is MEAN:
-            np.divide(array, group.size, out=array)
+        _reduce_array(array, op, chosen, group)
+
+
+def _reduce_array(array: Any, op: Op, chosen: Implementation, group: Group) -> None:
+    if op is MEAN:
+        _check_mean(array)
+    with group.recorded(op.title, array):
+        _reduce(array, group, op, chosen)
+    if op is MEAN:
+        np.divide(array, group.size, out=array)
 
 
 def _reduce(array: Any, group: Group, op: Op, chosen: Implementation) -> None:
@@ -90,6 +98,6 @@ def _reduce(array: Any, group: Group, op: Op, chosen: Implementation) -> None:
     selection.ALGORITHMS[chosen](array, group, op)
 
 
-def _check_mean(array: Any, op: Op) -> None:
-    if op is MEAN and array.dtype.kind not in "fc":
+def _check_mean(array: Any) -> None:
+    if array.dtype.kind not in "fc":
         raise CollectiveError(f"all_reduce: expected floats for a mean, got {array.dtype}; convert or use a sum.")

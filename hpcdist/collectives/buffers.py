@@ -17,6 +17,14 @@ Array = npt.NDArray[Any]
 _STAGED_AS_FLOAT32 = ("float16", "bfloat16")
 
 
+def is_plain(buffer: Any) -> bool:
+    """Return whether a buffer is a numpy array that algorithms take as it is. Cheap: small ones take microseconds."""
+    if type(buffer) is not np.ndarray:
+        return False
+    dtype, flags = buffer.dtype, buffer.flags
+    return flags.c_contiguous and flags.writeable and dtype.kind in "iufc" and dtype.char != "e"
+
+
 @contextmanager
 def host_array(buffer: Any) -> Iterator[Array]:
     """Yield `buffer` as a C-contiguous host array; what is written to it is in `buffer` when the block ends.

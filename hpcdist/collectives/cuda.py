@@ -161,7 +161,6 @@ def device_array(buffer: Any) -> DeviceArray:
         CollectiveError: for a buffer on the host, or one that is not contiguous; on this rank only.
     """
     if not is_device_buffer(buffer):
-        visible_devices()  # what is missing on this machine comes first
         raise CollectiveError(
             f"nccl: expected a buffer on a GPU, got {type(buffer).__name__} on the host; move it to the GPU or choose "
             f"another implementation."

@@ -26,6 +26,8 @@ _SAME, _DIFFERENT, _MISSING = 0, 1, 2
 #: The first rank answers this much later, at most, than it gave up waiting.
 ANSWER_S = 5.0
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+#: Where a caller is not the user's program: here, and beside here, where packages are installed, in torch.
+_INNER = (_PACKAGE, os.path.dirname(np.__path__[0]) + os.sep + "torch" + os.sep)
 _CALLS, _ANSWER = 1, 2
 
 
@@ -166,11 +168,11 @@ def odd_ones(calls: Mapping[int, str], names: Sequence[str]) -> str:
 
 
 def call_site() -> str:
-    """Return file:line of the innermost caller outside hpcdist."""
+    """Return file:line of the innermost caller outside hpcdist and torch; of a thread of ours, where it was started."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INNER):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _names(names: Sequence[str]) -> str:

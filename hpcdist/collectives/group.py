@@ -44,6 +44,7 @@ class Group:
         placement: which ranks share a host.
         host: number of this rank's host.
         is_crowded: whether this host has more ranks than cores.
+        can_share_memory: whether the ranks of every host can share memory.
         journal: the last collectives, which the watchdog looks at.
     """
 
@@ -73,6 +74,7 @@ class Group:
         self._frees: list[Callable[[], None]] = []
         self.timeout_s = timeout_s or world.timeout_s
         self._board, self._no_board = self._share_board()
+        self.can_share_memory = bool(world.all_reduce_int(int(self._no_board is None), MPI.MIN, self.comm))
         self._watch(watchdog)
         self._fingerprints = Fingerprints(self.comm, world) if "collectives" in world.debug else None
 
@@ -91,6 +93,14 @@ class Group:
                 self._frees.append(lambda: free(made))
         kept: T = self._kept[key]
         return kept
+
+    def kept(self, key: Any) -> Any:
+        """Return what is kept under a key, None if nothing is."""
+        return self._kept.get(key)
+
+    def put(self, key: Any, value: Any) -> None:
+        """Keep a value that needs no freeing, instead of what is kept."""
+        self._kept[key] = value
 
     def agree(self, error: HpcdistError | None, comm: MPI.Comm | None = None) -> None:
         """Raise on every rank of `comm`, default all of the group, what failed on one; see `World.agree`."""
@@ -129,7 +139,7 @@ class Group:
             self.world.describe, functools.partial(end_job, "", ExitCode.INTERNAL), warn_s, self.timeout_s
         )
         if self.size > 1:
-            self.watchdog.watch(self.journal, peers)
+            self.watchdog.watch(self.journal, () if board is None else peers)
 
     @property
     def barrier(self) -> NodeBarrier:
@@ -162,9 +172,11 @@ class Group:
         """
         dtype, n_elements = getattr(buffer, "dtype", "any"), getattr(buffer, "size", 0)
         n_elements = n_elements if isinstance(n_elements, int) else buffer.numel()
-        if self._fingerprints is not None:
-            self._fingerprints.check(op, str(dtype), n_elements)
         self.journal.enter(op, dtype, n_elements)
+        if self._fingerprints is not None:
+            with _Recorded(self.journal):
+                self._fingerprints.check(op, str(dtype), n_elements)
+            self.journal.enter(op, dtype, n_elements)
         return _Recorded(self.journal)
 
     def backoff(self, explain: Callable[[], str]) -> Backoff:

@@ -48,7 +48,7 @@ def all_reduce(
         arXiv 1910.13373); ours sums in an order that is fixed by rank numbers.
     """
     flat = array.reshape(-1)
-    ordered = group.placement.is_aligned if is_ordered is None else is_ordered
+    ordered = group.keep("aligned", lambda: group.placement.is_aligned) if is_ordered is None else is_ordered
     if group.node_comm.size > 1:
         compare(group.barrier.wait_with(mark_of(flat, op)), group)
     n_chunk = CHUNK_BYTES // flat.itemsize

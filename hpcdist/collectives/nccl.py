@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.cluster.environment import nccl_may_share_devices, read_environment, timeout_s
+from hpcdist.cluster.environment import nccl_may_share_devices, read_environment
 from hpcdist.collectives.cuda import (
     DeviceArray,
     device_array,
+    is_device_buffer,
     load_cupy,
     load_nccl,
     on_device,
@@ -45,6 +46,8 @@ OPS = {"sum": "NCCL_SUM", "min": "NCCL_MIN", "max": "NCCL_MAX", "product": "NCCL
 _FAILED_TAG = 901
 #: How often NCCL is asked, while the host waits, whether a peer has failed.
 _CHECK_S = 0.1
+#: How long the host spins for a result before it sleeps, and how long it sleeps.
+_SPIN_S, _SLEEP_S = 1e-3, 5e-5
 
 
 def all_reduce(buffer: Any, group: Group, op: Op = SUM) -> None:
@@ -67,6 +70,8 @@ def all_reduce(buffer: Any, group: Group, op: Op = SUM) -> None:
 
     Cost: chosen by NCCL; 2(P-1)/P * n elements sent per rank, or less where switches add. One wait of the host.
     """
+    if not is_device_buffer(buffer):
+        visible_devices()  # what is missing on this machine comes first
     array = device_array(buffer)
     check(array, op.name)
     if array.size:
@@ -184,7 +189,7 @@ class NcclCommunicator:
             if now > next_check:
                 self._check_peers(now - started)
                 next_check = now + _CHECK_S
-            time.sleep(0)
+            time.sleep(0 if now - started < _SPIN_S else _SLEEP_S)
 
     def free(self) -> None:
         """Free the communicator. Collective: its ranks."""
@@ -232,9 +237,8 @@ def _stream() -> int:
 
 def _make(group: Group, comm: MPI.Comm, device: int) -> NcclCommunicator:
     """Make the communicator in steps, each agreed on before ranks wait for each other in the next one."""
-    limit_s, identity, error = 600.0, "", None
+    limit_s, identity, error = group.timeout_s, "", None
     try:
-        limit_s = timeout_s(read_environment())
         load_nccl()
         identity = visible_devices()[device]
     except ConfigurationError as caught:

@@ -1,6 +1,6 @@
 """The reductions: what each is called, in MPI and in numpy."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,17 @@ class Op:
         code: a small number, equal on all ranks.
         mpi_op: MPI's name for it.
         ufunc: numpy's function of two arrays and out.
+        title: what its all-reduce is called in journals.
     """
 
     name: str
     code: int
     mpi_op: MPI.Op
     ufunc: Any
+    title: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "title", f"all_reduce {self.name}")
 
 
 SUM = Op("sum", 0, MPI.SUM, np.add)

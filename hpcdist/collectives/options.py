@@ -43,6 +43,10 @@ class CommunicationImplementation(enum.Enum):
         return cls[text]
 
 
+#: The name that tf.distribute had before, and a short one.
+CollectiveCommunication = Implementation = CommunicationImplementation
+
+
 @dataclass(frozen=True)
 class CommunicationOptions:
     """Choices for the all-reduce of gradients, as `tf.distribute.experimental.CommunicationOptions` and two of ours.
@@ -53,8 +57,9 @@ class CommunicationOptions:
         implementation: see `CommunicationImplementation`; a name in any case will do.
         is_ordered: sum in an order fixed by replica numbers on any placement. None: where it costs no more bytes: on
             one host, and on hosts that hold aligned powers of two of replicas.
-        wire_dtype: "bfloat16" or "float16" halves what gradients cost between hosts; sums stay float32, and what
-            rounding takes away is added at the next step. None: gradients travel as they are.
+        wire_dtype: "bfloat16" or "float16" halves what gradients cost between hosts, but for the bucket that is
+            complete last, which holds exact counts; sums stay float32. What rounding takes away is added at the next
+            step, and forgotten by a restart. None: gradients travel as they are.
 
     Raises:
         ConfigurationError: a ValueError, for options that cannot be.
@@ -72,12 +77,11 @@ class CommunicationOptions:
             _refuse("bytes_per_pack of 0 or more", self.bytes_per_pack, "leave it out to have it chosen")
         if self.timeout_seconds is not None and not 0 < self.timeout_seconds < float("inf"):
             _refuse("timeout_seconds above 0", self.timeout_seconds, "leave it out for HPCDIST_TIMEOUT_S")
+        is_by_lanes = self.implementation in (Implementation.AUTO, Implementation.HIERARCHICAL)
+        if not is_by_lanes and (self.wire_dtype is not None or self.is_ordered is not None):
+            _refuse("AUTO or HIERARCHICAL with wire_dtype or is_ordered", self.implementation, "drop one")
         if self.wire_dtype not in (None, *WIRE_DTYPES):
             _refuse(f"wire_dtype of {', '.join(WIRE_DTYPES)} or None", self.wire_dtype, "name one of them")
-
-
-#: The name that tf.distribute had before.
-CollectiveCommunication = CommunicationImplementation
 
 
 def _refuse(expected: str, got: object, advice: str) -> None:

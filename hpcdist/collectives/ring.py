@@ -18,8 +18,8 @@ def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM) -> None:
     Args:
         array: C-contiguous, of numbers, on the host; overwritten.
         group: any size >= 1.
-        op: the reduction. A chunk's sum starts at another rank for each chunk: same bits on all ranks and in every run
-            with as many ranks, other bits with another number of ranks.
+        op: the reduction. A chunk's sum starts at another rank for each chunk: same bits on all ranks, and in every
+            run with as many ranks for arrays of the same length.
 
     Cost: 2(P-1) rounds; 2(P-1)/P * n elements sent per rank; scratch of n/P elements.
 

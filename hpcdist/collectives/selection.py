@@ -41,10 +41,21 @@ def choose(group: Group, nbytes: int) -> Implementation:
     Collective at the first call that is asked about at least SMALLEST_BYTES: `group.comm`, in which it takes below a
     second.
     """
-    if nbytes < SMALLEST_BYTES or group.size == 1:
+    if nbytes < SMALLEST_BYTES or group.size == 1 or not group.can_share_memory:
         return Implementation.MPI
     table = group.keep("table", lambda: measure(group))
     return Implementation(next((name for least, name in reversed(table) if nbytes >= least), "MPI"))
+
+
+def table_of(group: Group) -> list[tuple[int, str]] | None:
+    """Return the table that was measured or restored; None when none was needed yet. Equal on all ranks."""
+    table: list[tuple[int, str]] | None = group.kept("table")
+    return table
+
+
+def restore_table(group: Group, table: list[tuple[int, str]]) -> None:
+    """Choose as a checkpoint's table says, so that a restart sums in the order of the run that it goes on with."""
+    group.put("table", [(least, name) for least, name in table])
 
 
 def measure(group: Group) -> list[tuple[int, str]]:
@@ -84,4 +95,6 @@ def for_gradients(group: Group, implementation: Implementation) -> Implementatio
     """Return what AUTO is for gradients: the algorithm that sums in the order of replicas, whatever the size."""
     if implementation is not Implementation.AUTO:
         return implementation
+    if not group.can_share_memory:
+        return Implementation.MPI
     return Implementation.SHARED_MEMORY if len(group.placement.hosts) == 1 else Implementation.HIERARCHICAL

@@ -19,6 +19,8 @@ SPINS = 300
 YIELDS = 2000
 #: First and longest sleep. At 1 Gbit/s half a millisecond is 64 KiB, which sockets hold.
 SLEEP_S, MAX_SLEEP_S = 20e-6, 5e-4
+#: A longer pause between two looks counts as this: the job was suspended.
+AWAKE_S = 1.0
 #: int64 cells of one rank on a board: a cache line of its own, so that ranks do not slow each other's writes.
 CELLS = 8
 _IS_ORDERED_BY_HARDWARE = platform.machine() in ("x86_64", "AMD64")
@@ -40,7 +42,8 @@ class Backoff:
         self._spins = 0 if is_patient else spins
         self._yields = 0 if is_patient else YIELDS
         self._sleep_s = SLEEP_S
-        self._started: float | None = None
+        self._waited_s = 0.0
+        self._last: float | None = None
 
     def __call__(self) -> None:
         """Let some time pass. Raises CollectiveTimeoutError when there is none left."""
@@ -54,8 +57,9 @@ class Backoff:
 
     def _sleep(self) -> None:
         now = time.monotonic()
-        self._started = self._started or now
-        if now - self._started > self._timeout_s:
+        self._waited_s += 0.0 if self._last is None else min(now - self._last, AWAKE_S)
+        self._last = now
+        if self._waited_s > self._timeout_s:
             raise CollectiveTimeoutError(self._explain())
         time.sleep(self._sleep_s)
         self._sleep_s = min(2 * self._sleep_s, MAX_SLEEP_S)
@@ -131,4 +135,4 @@ def fence() -> None:
 def wait_all(requests: Sequence[MPI.Request], backoff: Backoff) -> None:
     """Wait for messages, at most as long as `backoff` allows."""
     while not MPI.Request.Testall(requests):
-        time.sleep(float(os.environ.get("SLP", "0.0005")))
+        backoff()

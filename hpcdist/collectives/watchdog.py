@@ -3,6 +3,7 @@
 It makes no MPI call of its own and takes no lock that a hanging thread could hold.
 """
 
+import contextlib
 import os
 import signal
 import threading
@@ -20,8 +21,8 @@ WARN_S, LIMIT_S = 60.0, 600.0
 GRACE_S = 2.0
 #: Ranks of a node report this long after each other, so that their reports do not mix; at most `MAX_STAGGER_S`.
 STAGGER_S, MAX_STAGGER_S = 0.05, 1.0
-#: A process that `end` leaves alive is killed after this.
-KILL_S = 10.0
+#: A process that is still alive so long after it gave up is killed: its report cannot be written, or `end` hangs.
+KILL_S = 20.0
 #: Looks per `warn_s`, and the longest time between two looks.
 LOOKS, MAX_INTERVAL_S = 5, 1.0
 
@@ -101,7 +102,7 @@ class Watchdog:
             watched.state, watched.since_s, watched.is_warned = state, self._awake_s, False
         lasted_s = self._awake_s - watched.since_s
         if entry is None:
-            self._look_at_idle(watched, journal, lasted_s)
+            self._look_at_idle(watched, journal)
         elif lasted_s >= self._limit_s:
             self._give_up(watched, journal, entry)
         elif lasted_s >= self._warn_s and not watched.is_warned:
@@ -122,30 +123,29 @@ class Watchdog:
             missing = f"of other ranks nothing is known{advice}; look for a rank that took another path or stopped"
         return f"collective {entry.number}, {entry}, has taken {_age_s(entry):.3g} s, {missing}."
 
-    def _look_at_idle(self, watched: _Watched, journal: Journal, lasted_s: float) -> None:
+    def _look_at_idle(self, watched: _Watched, journal: Journal) -> None:
         """Report a rank that nobody on its node can complain about, when others may be about to end the job for it.
 
         It left its last collective before any rank entered the one that hangs: its time is up first. One per node.
         """
         is_first = journal.place == 0 and max(journal.board.tolist()) == journal.n_entered > 0
-        others = (other.journal() for other in self._watched)
-        is_idle = all(other.current is None for other in others if other is not None)
-        if lasted_s >= self._limit_s and is_first and is_idle and not watched.is_warned:
+        lasted_s = min(self._awake_s - other.since_s for other in self._watched)  # of all that this process does
+        if lasted_s >= self._limit_s and is_first and not watched.is_warned:
             watched.is_warned = True
             what = f"no collective for {self._limit_s:g} s; if others wait for this rank, here is where it is"
             self._report(journal, what)
 
     def _give_up(self, watched: _Watched, journal: Journal, entry: Entry) -> None:
         """Report, then end the job; a process that is still there after that kills itself."""
+        killer = threading.Timer(KILL_S, os.kill, (os.getpid(), signal.SIGKILL))
+        killer.daemon = True
+        killer.start()
         behind = journal.behind()  # asking a rank may wake it up
         time.sleep(min(STAGGER_S * journal.place, MAX_STAGGER_S))
         what = f"collective {entry.number}, {entry}, has taken {_age_s(entry):.3g} s, the limit; ending the job"
         self._report(journal, what)
         self._report_peers(watched.peers, journal.place, behind)
         time.sleep(GRACE_S)
-        killer = threading.Timer(KILL_S, os.kill, (os.getpid(), signal.SIGKILL))
-        killer.daemon = True
-        killer.start()
         self._stopped.set()
         self._end()
 
@@ -172,5 +172,6 @@ def _age_s(entry: Entry) -> float:
 def _write(text: str) -> None:
     """Write to standard error in as few pieces as it takes; sys.stderr may be locked by a thread that hangs."""
     data = text.encode(errors="replace")
-    while data:
-        data = data[os.write(2, data) :]
+    with contextlib.suppress(OSError):  # nobody reads it: the job ends all the same
+        while data:
+            data = data[os.write(2, data) :]

@@ -35,9 +35,13 @@ class NodeWindow:
         with world.agreed(node_comm):
             fd = self._create(node_comm.size) if node_comm.rank == 0 else -1
         path = world.broadcast_text(f"/proc/{os.getpid()}/fd/{fd}", 0, node_comm)
-        with world.agreed(node_comm):
-            fd = self._map(path, fd, node_comm)
-        os.close(fd)
+        try:
+            with world.agreed(node_comm):
+                fd = _open(path) if fd < 0 else fd
+                self._map(fd, node_comm)
+        finally:
+            if fd >= 0:
+                os.close(fd)
 
     def _create(self, n_pieces: int) -> int:
         try:
@@ -47,16 +51,24 @@ class NodeWindow:
             raise _refused(error) from error
         return fd
 
-    def _map(self, path: str, fd: int, node_comm: MPI.Comm) -> int:
+    def _map(self, fd: int, node_comm: MPI.Comm) -> None:
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if fd < 0 else fd
             os.posix_fallocate(fd, node_comm.rank * self._nbytes, self._nbytes)
             memory = memoryview(mmap.mmap(fd, node_comm.size * self._nbytes))
         except OSError as error:
             raise _refused(error) from error
         starts = range(0, node_comm.size * self._nbytes, self._nbytes)
         self.pieces = [memory[start : start + self._nbytes] for start in starts]
-        return fd
+
+
+def _open(path: str) -> int:
+    """Open the first rank's memory, unless its process number is another one's here, as in containers of their own."""
+    try:
+        if not os.readlink(path).startswith("/memfd:hpcdist"):
+            raise FileNotFoundError(f"{path} is not the memory of a rank")
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise _refused(error) from error
 
 
 def _refused(error: OSError) -> CollectiveError:

@@ -18,6 +18,9 @@ from hpcdist.gradients.record import ParameterRecord
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.rows import HandedRows
 
+#: Backwards are numbered modulo this, so that sums of squares over thousands of replicas are exact in float32.
+_NUMBERS = 31
+
 
 class BackwardSum:
     """Sums the gradients of every synchronized backward over the replicas.
@@ -43,6 +46,8 @@ class BackwardSum:
         self._backward: int | None = None
         self._has_accumulated = False
         self._weight: float | None = None
+        self._is_broken = False
+        self._n_sums = 0
 
     @property
     def is_running(self) -> bool:
@@ -53,7 +58,7 @@ class BackwardSum:
         """Sum these from now on. Collective on several hosts: all replicas."""
         self._records = [record for record, _ in records]
         self._buffers = buffers
-        n_counts = len(records) + len(buffers) + 1
+        n_counts = len(records) + len(buffers) + 3
         self._buckets = BucketSet(records, n_counts, self._reducer, self._complete)
 
     def hook(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
@@ -99,6 +104,11 @@ class BackwardSum:
             )
         if self._backward is not None:
             self._drop()
+        if self._is_broken:
+            raise GradientError(
+                "backward: expected earlier backwards to end, got one that failed when sums had begun on others; "
+                "let the error end the job, and start it again."
+            )
         self._backward = torch_hooks.backward_id()
         torch_hooks.at_end_of_backward(self._end)
 
@@ -113,6 +123,8 @@ class BackwardSum:
                 f"mean over the local batch)."
             )
         weight = self.rows.weight(is_mean=self.is_mean)
+        if self._weight is not None and not any(record.is_local for record in self._records):
+            self._weight = None  # what was accumulated under no_sync was thrown away
         if self.is_mean and self._weight not in (None, weight):
             raise GradientError(
                 f"backward: expected micro-batches of equal rows under no_sync with ReduceOp.MEAN, got "
@@ -122,6 +134,7 @@ class BackwardSum:
 
     def _drop(self) -> None:
         """Forget a backward that began and never ended, because something in it raised."""
+        self._is_broken = self._is_broken or self._buckets.is_under_way
         self._buckets.reset()
         for record in self._records:
             record.drop()
@@ -156,7 +169,16 @@ class BackwardSum:
         for record in self._records:
             if not record.is_touched:
                 record.stand_in()
-        *counted, total = self._buckets.finish([*(record.is_touched for record in self._records), *changed, weight])
+        self._n_sums += 1
+        number = self._n_sums % _NUMBERS
+        touched = [record.is_touched for record in self._records]
+        *counted, total, numbers, squares = self._buckets.finish([*touched, *changed, weight, number, number * number])
+        if self._n_replicas * squares != numbers * numbers:
+            self._is_broken = True
+            raise GradientError(
+                f"backward: expected every replica at the same backward, got number {self._n_sums} here and others "
+                f"elsewhere; let all ranks run the same steps, also those without rows."
+            )
         for record, n_touched in zip(self._records, counted, strict=False):
             record.publish(n_touched, total if self.is_mean else None)
         if self._buffers:

@@ -33,7 +33,7 @@ class BucketSet:
         complete: Callable[[list[ParameterRecord]], None],
     ) -> None:
         entries = [Entry(n_counts, "float32"), *(_entry(parameter, reducer.is_on_device) for _, parameter in records)]
-        plan = plan_buckets(entries, reducer.limits(sum(entry.nbytes for entry in entries)))
+        plan = plan_buckets(entries, reducer.plan(sum(entry.nbytes for entry in entries)))
         self._reducer = reducer
         self._complete = complete
         device = records[0][1].device if records and reducer.is_on_device else torch.device("cpu")
@@ -48,7 +48,7 @@ class BucketSet:
             self._members[slot.bucket].append(record)
         counts = plan.slots[0]
         flat = self._flat[counts.bucket]
-        assert flat is not None, "counts are never alone in a bucket"
+        assert flat is not None, "counts are never direct"
         self._counts = flat[counts.offset :][:n_counts]
         self._counts_array = self._counts.numpy() if self._counts.device.type == "cpu" else None
         self._counts_bucket = counts.bucket
@@ -57,10 +57,13 @@ class BucketSet:
         self._sizes = [len(members) + (bucket == counts.bucket) for bucket, members in enumerate(self._members)]
         self.reset()
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a backward has started buckets and not finished them."""
+        return self._n_started > 0
+
     def reset(self) -> None:
-        """Expect a new backward; wait for sums that an earlier one began and left."""
-        for handle in self._handles:
-            handle.wait()
+        """Expect a new backward."""
         self._handles.clear()
         self._n_started = 0
         self._missing = self._sizes.copy()
@@ -83,6 +86,8 @@ class BucketSet:
             self._counts_array[:] = counts
         while self._n_started < len(self._missing):
             self._start()
+        for handle in self._handles:
+            handle.wait()
         self.reset()
         totals: list[float] = self._counts.tolist()
         return totals
@@ -93,7 +98,7 @@ class BucketSet:
         array = self._arrays[bucket]
         if array is None:
             array = _array(self._members[bucket][0].part)
-        handle = self._reducer.start(array, None if bucket == self._counts_bucket else bucket)
+        handle = self._reducer.start(array, bucket, is_exact=bucket == self._counts_bucket)
         if handle is not None:
             self._handles.append(handle)
         self._n_started += 1

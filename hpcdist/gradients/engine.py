@@ -110,7 +110,7 @@ class GradientEngine:
         Raises:
             DesyncError, ConfigurationError: on every rank alike, when the models differ or cannot be summed.
         """
-        if self._forward_handle is None:
+        if self._forward_handle is None or torch_hooks.backward_id() != -1:  # a checkpoint runs its part again: not now
             return
         self._forward_handle.remove()
         self._forward_handle = None

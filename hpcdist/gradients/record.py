@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from hpcdist.errors import GradientError
-from hpcdist.gradients.tensors import is_dense
+from hpcdist.gradients.tensors import is_dense, is_only_holder
 
 
 class ParameterRecord:
@@ -83,10 +83,14 @@ class ParameterRecord:
         return flat.as_strided(self._shape, self._stride, flat.storage_offset())
 
     def _flat_of(self, gradient: Tensor) -> Tensor:
-        """Return a gradient's memory as a flat tensor in the parameter's order; copied if it is laid out otherwise."""
+        """Return a gradient's memory as a flat tensor in the parameter's order.
+
+        It is copied if it is laid out otherwise, or shared: autograd hands out views of one tensor to several leaves,
+        and users' own tensors.
+        """
         if self._stride is None:
-            return gradient.contiguous().view(-1)
-        if gradient.stride() != self._stride:
+            return gradient.clone(memory_format=torch.contiguous_format).view(-1)
+        if gradient.stride() != self._stride or not is_only_holder(gradient):
             copied = gradient.new_empty(self._n_elements)
             self._shaped(copied).copy_(gradient)
             return copied

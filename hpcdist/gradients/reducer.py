@@ -2,19 +2,21 @@
 
 import functools
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hpcdist.collectives import hierarchical, mpi, nccl, selection
-from hpcdist.collectives.cross_device_ops import CrossDeviceOps
+from hpcdist.collectives.cross_device_ops import CrossDeviceOps, NcclAllReduce
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import SUM
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.collectives.options import CommunicationOptions
 from hpcdist.collectives.thread import Handle, thread_of
 from hpcdist.collectives.wire import PLAIN, Wire
+from hpcdist.errors import ConfigurationError, agreed
 from hpcdist.gradients.wire import HalfWire
 from hpcdist.mpi import MPI
 from hpcdist.plan.buckets import Limits, best_bucket_bytes
@@ -51,55 +53,59 @@ class Reducer:
         self, group: Group, options: CommunicationOptions, cross_device_ops: CrossDeviceOps | None = None
     ) -> None:
         self._group = group
+        self._cross_device_ops = _check(cross_device_ops, options)
+        if isinstance(cross_device_ops, NcclAllReduce):  # takes buckets on the device
+            options, self._cross_device_ops = replace(options, implementation=Implementation.NCCL), None
         self._options = options
-        self._cross_device_ops = cross_device_ops
         self._implementation = selection.for_gradients(group, Implementation.parse(options.implementation))
-        self._wire: Wire = PLAIN if options.wire_dtype is None else HalfWire(options.wire_dtype)
+        self._wire: Wire = PLAIN
         self.is_overlapped = len(group.placement.hosts) > 1
         self.is_on_device = self._implementation is Implementation.NCCL
         if self.is_on_device:
             nccl.choose_device(group)
 
-    def start(self, array: Any, bucket: int | None) -> Handle | None:
+    def start(self, array: Any, bucket: int, is_exact: bool = False) -> Handle | None:
         """Begin to sum a flat array over all ranks; it is ready when the handle's `wait` returns, or now without one.
 
         Collective: the group, in the order of calls.
 
         Args:
             array: on the host, or for NCCL on the device; overwritten.
-            bucket: names the array to a wire that rounds; None: the array must not be rounded.
+            bucket: names the array to a wire that rounds.
+            is_exact: the array must not be rounded.
         """
+        wire = PLAIN if is_exact else self._wire
         if self.is_overlapped:
             thread = thread_of(self._group)
-            return thread.submit(functools.partial(self._reduce, array, bucket, thread.group))
-        self._reduce(array, bucket, self._group)
+            return thread.submit(functools.partial(self._reduce, array, bucket, wire, thread.group))
+        self._reduce(array, bucket, wire, self._group)
         return None
 
     def reduce(self, array: Array) -> None:
         """Sum a flat host array over all ranks. Collective: the group. Blocking."""
         if self.is_on_device:
             mpi.all_reduce(array, self._group)
-        elif (handle := self.start(array, None)) is not None:
+        elif (handle := self.start(array, 0, is_exact=True)) is not None:
             handle.wait()
 
-    def _reduce(self, array: Any, bucket: int | None, group: Group) -> None:
+    def _reduce(self, array: Any, bucket: int, wire: Wire, group: Group) -> None:
         with group.recorded("gradients", array):
-            self._carry_out(array, bucket, group)
+            self._carry_out(array, bucket, wire, group)
 
-    def _carry_out(self, array: Any, bucket: int | None, group: Group) -> None:
+    def _carry_out(self, array: Any, bucket: int, wire: Wire, group: Group) -> None:
         if self._cross_device_ops is not None:
             self._cross_device_ops.all_reduce(array, group)
         elif self._implementation is Implementation.HIERARCHICAL:
-            wire = PLAIN if bucket is None else self._wire
-            hierarchical.all_reduce(array, group, SUM, self._options.is_ordered, wire, bucket or 0)
+            hierarchical.all_reduce(array, group, SUM, self._options.is_ordered, wire, bucket)
         else:
             selection.ALGORITHMS[self._implementation](array, group, SUM)
 
-    def limits(self, total_bytes: int) -> Limits:
-        """Return the bucket sizes for gradients of some size in all.
+    def plan(self, total_bytes: int) -> Limits:
+        """Begin to sum other buckets; return how large they should be for gradients of some size in all.
 
         Collective at the first call: the group, on several hosts.
         """
+        self._wire = PLAIN if self._options.wire_dtype is None else HalfWire(self._options.wire_dtype)
         if self._options.bytes_per_pack:
             return Limits(self._options.bytes_per_pack, DIRECT_BYTES, self._options.bytes_per_pack // 4)
         if not self.is_overlapped:
@@ -127,3 +133,19 @@ class Reducer:
             self.reduce(array)
             times.append(time.perf_counter() - started)
         return min(times)
+
+
+def _check(ops: CrossDeviceOps | None, options: CommunicationOptions) -> CrossDeviceOps | None:
+    """Return the user's way of summing, unless it is no such thing or options say otherwise."""
+    if ops is not None and not isinstance(ops, CrossDeviceOps):
+        raise agreed(
+            ConfigurationError(
+                f"strategy: expected cross_device_ops as a CrossDeviceOps object, got {ops!r}; make one."
+            )
+        )
+    chosen = Implementation.parse(options.implementation) is not Implementation.AUTO
+    if ops is not None and (chosen or options.wire_dtype is not None or options.is_ordered is not None):
+        raise agreed(
+            ConfigurationError(f"strategy: expected cross_device_ops or {options}, got both; drop one of them.")
+        )
+    return ops

@@ -47,3 +47,11 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size if size > 1 else 1
     return True
+
+
+def is_only_holder(tensor: Tensor) -> bool:
+    """Return whether no other tensor shares this one's memory, so that it may be overwritten unseen.
+
+    Two holders are counted: the tensor, and the storage object that is asked.
+    """
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) == 2

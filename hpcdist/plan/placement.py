@@ -50,15 +50,3 @@ def plan_placement(lowest: Sequence[int]) -> Placement:
     for rank, host in enumerate(lowest):
         hosts.setdefault(host, []).append(rank)
     return Placement(tuple(tuple(hosts[host]) for host in sorted(hosts)))
-
-
-def lane_elements_sent(n_elements: int, n_own: int, n_hosts: int, n_partials: int = 1) -> int:
-    """Return the elements that a rank sends in its lane by direct exchange.
-
-    Args:
-        n_elements: of the lane's slice.
-        n_own: of the part that the rank owns.
-        n_hosts: ranks of the lane.
-        n_partials: rows that its host sends; 1 for the unordered sum and for aligned hosts.
-    """
-    return n_partials * (n_elements - n_own) + (n_hosts - 1) * n_own

@@ -20,8 +20,7 @@ class Round:
     Attributes:
         sends: messages to other ranks, of the buffer as it is when the round begins.
         receives: messages from other ranks.
-        is_sum: whether received elements are added to the buffer's, in the tree order of the ranks that they come
-            from and this one; else they replace them. All receives of such a round cover the same elements.
+        is_sum: whether received elements are added to the buffer's; else they replace them.
     """
 
     sends: tuple[Message, ...] = ()

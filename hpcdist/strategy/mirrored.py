@@ -6,6 +6,7 @@ from hpcdist.collectives.cross_device_ops import CrossDeviceOps
 from hpcdist.errors import ConfigurationError, agreed
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 from hpcdist.strategy.reduce_op import ReduceOp
+from hpcdist.world import make_world
 
 
 class MirroredStrategy(MultiWorkerMirroredStrategy):
@@ -14,13 +15,13 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
     Collective: all ranks.
 
     Args:
-        devices: at most one device a rank, for tf.distribute's sake: start as many ranks as there are devices.
+        devices: one name for each rank, for tf.distribute's sake: start as many ranks as there are devices.
         cross_device_ops: what sums gradients: `HierarchicalCopyAllReduce` (default), `NcclAllReduce`,
             `ReductionToOneDevice`, or a `CrossDeviceOps` of your own.
         gradient_op: as `MultiWorkerMirroredStrategy`.
 
     Raises:
-        ConfigurationError: on every rank alike, when ranks are on several hosts or there are more devices than ranks.
+        ConfigurationError: on every rank alike, when ranks are on several hosts, or not as many as devices.
     """
 
     def __init__(
@@ -30,18 +31,20 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
         *,
         gradient_op: ReduceOp | str | None = None,
     ) -> None:
-        super().__init__(gradient_op=gradient_op, cross_device_ops=cross_device_ops)
-        if self.world.n_hosts > 1:
+        world = make_world()
+        if world.n_hosts > 1:
             raise agreed(
                 ConfigurationError(
-                    f"MirroredStrategy: expected all ranks on one host, got {self.world.n_hosts}; use "
+                    f"MirroredStrategy: expected all ranks on one host, got {world.n_hosts}; use "
                     f"MultiWorkerMirroredStrategy."
                 )
             )
-        if devices is not None and len(devices) != self.num_replicas_in_sync:
+        n_ranks = world.role_comm.size
+        if devices is not None and len(devices) != n_ranks:
             raise agreed(
                 ConfigurationError(
-                    f"MirroredStrategy: expected one rank for each of {len(devices)} devices, got "
-                    f"{self.num_replicas_in_sync} ranks; start by mpirun -n {len(devices)}, or leave devices out."
+                    f"MirroredStrategy: expected one rank for each of {len(devices)} devices, got {n_ranks} ranks; "
+                    f"start by mpirun -n {len(devices)}, or leave devices out."
                 )
             )
+        super().__init__(gradient_op=gradient_op, cross_device_ops=cross_device_ops)

@@ -9,7 +9,7 @@ import torch
 
 from hpcdist.cluster.environment import read_environment
 from hpcdist.cluster.resolver import ClusterResolver
-from hpcdist.collectives import mpi
+from hpcdist.collectives import mpi, selection
 from hpcdist.collectives.cross_device_ops import CrossDeviceOps
 from hpcdist.collectives.group import group_of
 from hpcdist.collectives.options import CommunicationOptions
@@ -66,6 +66,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._comm = self.world.role_comm
         is_mean = None if op is None else op is ReduceOp.MEAN
         options = communication_options or CommunicationOptions()
+        if options.wire_dtype == "float16" and op is ReduceOp.MEAN:
+            raise agreed(
+                ConfigurationError(
+                    "MultiWorkerMirroredStrategy: expected wire_dtype bfloat16 with ReduceOp.MEAN, whose gradients "
+                    "travel multiplied by rows, got float16, which they overflow; use bfloat16, or SUM."
+                )
+            )
         self._group = group_of(self._comm, options.timeout_seconds)
         reducer = Reducer(self._group, options, cross_device_ops)
         self._engine = GradientEngine(self.world, reducer, is_mean, self._is_entered)
@@ -144,10 +151,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         return not self._engine.backward.is_mean
 
     def state_dict(self) -> dict[str, Any]:
-        """Return seed and step of the random numbers. Equal on all ranks."""
-        return {"seed": self._engine.generators.seed, "step": self._engine.generators.step}
+        """Return seed and step of the random numbers, and which algorithms AUTO chose. Equal on all ranks."""
+        generators, table = self._engine.generators, selection.table_of(group_of(self._comm))
+        return {"seed": generators.seed, "step": generators.step, "algorithms": table}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the random numbers of a checkpoint."""
         self._engine.generators.restore(state["seed"], state["step"])
+        if state.get("algorithms"):
+            selection.restore_table(group_of(self._comm), state["algorithms"])
         self.world.step = state["step"]

@@ -61,6 +61,7 @@ class Group:
         self.node_comm = comm.Split(comm.rank // ranks_per_host, comm.rank)
         self.lane_comm = comm.Split(comm.rank % ranks_per_host, comm.rank)
         self.agree = make_world().agree
+        self.timeout_s = 600.0
         self._kept = {}
 
     def keep(self, key, make, free):

@@ -26,12 +26,15 @@ def pytest_configure(config):
 def pytest_sessionstart(session):
     """Let rank 0 alone report."""
     if _COMM.rank > 0:
-        session.config.get_terminal_writer()._file = open(os.devnull, "w")
+        session.config.hpcdist_silence = open(os.devnull, "w")
+        session.config.get_terminal_writer()._file = session.config.hpcdist_silence
 
 
 def pytest_unconfigure(config):
     _COMM.Barrier()
     shutil.rmtree(config.hpcdist_folder)
+    if _COMM.rank > 0:
+        config.hpcdist_silence.close()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -24,6 +24,7 @@ class Group:
         self.node_comm = comm.Split(comm.rank // ranks_per_host, comm.rank)
         self.lane_comm = comm.Split(comm.rank % ranks_per_host, comm.rank)
         self.agree = make_world().agree
+        self.timeout_s = 600.0
         self.kept = {}
 
     def keep(self, key, make, free):
@@ -249,9 +250,10 @@ def test_a_rank_that_nccl_fails_on_frees_those_that_wait_for_it(comm, cupy, monk
 def test_a_rank_that_never_arrives_is_named_within_the_limit(comm, cupy, monkeypatch, make_group):
     released = threading.Event()
     monkeypatch.setattr(cupy.cuda.nccl, "NcclCommunicator", lambda *arguments: released.wait(30))
-    monkeypatch.setenv("HPCDIST_TIMEOUT_S", "0.2")
+    group = make_group()
+    group.timeout_s = 0.2
     with pytest.raises(CollectiveTimeoutError, match=r"ranks within 0.2 s"):
-        nccl.all_reduce(cupy.array(np.ones(3)), make_group())
+        nccl.all_reduce(cupy.array(np.ones(3)), group)
     released.set()
 
 
@@ -286,8 +288,8 @@ def test_a_peer_that_fails_is_reported(comm, cupy, monkeypatch, make_group):
 
 
 def test_waiting_for_nccl_is_bounded(comm, cupy, monkeypatch, make_group):
-    monkeypatch.setenv("HPCDIST_TIMEOUT_S", "0.2")
     group = make_group()
+    group.timeout_s = 0.2
     communicator = nccl.communicator_of(group, group.comm, 0)
     monkeypatch.setattr(communicator._inner, "abort", lambda: None, raising=False)
     endless(cupy, monkeypatch)

@@ -9,7 +9,7 @@ from made_up_hosts import HOSTS, kind_of_group
 from torch import nn
 
 import hpcdist
-from hpcdist.collectives import hierarchical, shared_memory
+from hpcdist.collectives import hierarchical
 from hpcdist.collectives.group import group_of
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.reducer import Reducer
@@ -115,9 +115,9 @@ def test_buckets_start_while_backward_runs_in_one_order(comm, over_hosts, monkey
     events = []
     start, after = Reducer.start, torch_hooks.after_accumulation
 
-    def noted(self, array, bucket):
-        events.append(bucket)
-        return start(self, array, bucket)
+    def noted(self, array, bucket, is_exact):
+        events.append("counts" if is_exact else bucket)
+        return start(self, array, bucket, is_exact)
 
     def counted(parameter, see):
         def call(owner):
@@ -136,19 +136,19 @@ def test_buckets_start_while_backward_runs_in_one_order(comm, over_hosts, monkey
     monkeypatch.setattr(Reducer, "start", noted)
     model(torch.ones(1, 32)).sum().backward()
     if comm.size > 1:
-        assert events == ["gradient", 0, "gradient", 1, "gradient", 2, "gradient", 3, None]
+        assert events == ["gradient", 0, "gradient", 1, "gradient", 2, "gradient", 3, "counts"]
 
 
 def test_bucket_sizes_follow_the_measured_link(comm, over_hosts):
     over_hosts("1 each")
     _, strategy = train(comm, n_steps=1)
-    limits = strategy._engine.backward._reducer.limits(100_000_000)
+    limits = strategy._engine.backward._reducer.plan(100_000_000)
     assert len(set(comm.allgather(limits))) == 1
     if comm.size > 1:
         assert (128 << 10) <= limits.bucket_bytes <= (32 << 20)
         assert 0 < limits.last_bytes < limits.bucket_bytes
     given = Reducer(strategy._group, hpcdist.CommunicationOptions(bytes_per_pack=1000))
-    assert given.limits(1) == Limits(1000, 1 << 20, 250)
+    assert given.plan(1) == Limits(1000, 1 << 20, 250)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -210,12 +210,14 @@ def test_digits_are_learned_over_a_half_wire(comm, over_hosts, wire_dtype):
     assert accuracy > 0.95
 
 
-class Doubling(hpcdist.CrossDeviceOps):
-    """Sums, twice over."""
+class Counting(hpcdist.CrossDeviceOps):
+    """Sums by objects, and counts how often."""
+
+    n_calls = 0
 
     def all_reduce(self, array, group):
-        shared_memory.all_reduce(array, group)
-        array *= 2
+        self.n_calls += 1
+        array[:] = sum(group.comm.allgather(array))
 
 
 def gradient_of(strategy):
@@ -227,14 +229,15 @@ def gradient_of(strategy):
 
 def test_cross_device_ops(comm):
     made = {
-        "own": (Doubling(), 4.0 if comm.size > 1 else 2.0),
-        "one device": (hpcdist.ReductionToOneDevice(), 2.0),
-        "other device": (hpcdist.ReductionToOneDevice(comm.size - 1, sum), 2.0),
-        "hierarchical": (hpcdist.HierarchicalCopyAllReduce(num_packs=2), 2.0),
+        "own": Counting(),
+        "one device": hpcdist.ReductionToOneDevice(),
+        "other device": hpcdist.ReductionToOneDevice(comm.size - 1, sum),
+        "hierarchical": hpcdist.HierarchicalCopyAllReduce(num_packs=2),
     }
-    for name, (ops, each) in made.items():
+    for name, ops in made.items():
         strategy = hpcdist.MirroredStrategy(cross_device_ops=ops, gradient_op="sum")
-        assert gradient_of(strategy) == [each * comm.size] * 3, name
+        assert gradient_of(strategy) == [2.0 * comm.size] * 3, name
+    assert comm.size == 1 or made["own"].n_calls > 0
 
 
 def test_mirrored_strategy_is_for_one_machine(comm, monkeypatch):
@@ -280,3 +283,116 @@ def test_a_gradient_that_is_summed_where_it_lies_is_private(comm):
     (model(torch.ones(1, 600)) * 3).sum().backward()
     assert kept.unique().tolist() == [comm.size]
     assert model.weight.grad.unique().tolist() == [3 * comm.size]
+
+
+class Shared(nn.Module):
+    """Two large parameters to which autograd hands views of one gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(700, 600))
+        self.b = nn.Parameter(torch.zeros(700, 600))
+
+    def forward(self, x):
+        return (self.a.view(-1) + self.b.view(-1)) * x
+
+
+@pytest.mark.parametrize("hosts", [None, "1 each"])
+def test_gradients_that_share_memory_are_summed_once(comm, over_hosts, hosts):
+    over_hosts(hosts)
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    with strategy.scope():
+        model = Shared()
+    x = torch.full((420_000,), comm.rank + 1.0)
+    model(x).sum().backward()
+    wanted = comm.size * (comm.size + 1) / 2
+    assert model.a.grad.unique().tolist() == model.b.grad.unique().tolist() == [wanted]
+
+
+def test_a_users_tensor_that_is_the_gradient_stays_as_it_is(comm):
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    with strategy.scope():
+        model = Shared()
+    strategy.run(lambda: None)
+    given = torch.ones(420_000)
+    model.a.view(-1).backward(given)
+    assert given.unique().tolist() == [1]
+    assert model.a.grad.unique().tolist() == [comm.size]
+
+
+@pytest.mark.parametrize("hosts", [None, "1 each"])
+def test_replicas_at_different_backwards_are_told(comm, over_hosts, hosts):
+    """A rank that skipped a step would else be given sums of other steps, without a word."""
+    if comm.size == 1:
+        return
+    over_hosts(hosts)
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+    model(torch.ones(1, 2)).sum().backward()
+    strategy._engine.backward._n_sums += comm.rank == 0  # as if this rank had skipped one
+    with pytest.raises(hpcdist.errors.GradientError, match="expected every replica at the same backward"):
+        model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(hpcdist.errors.GradientError, match="expected earlier backwards to end"):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_module_built_between_forward_and_a_checkpointed_backward(comm):
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+    loss = torch.utils.checkpoint.checkpoint(model, torch.ones(1, 2), use_reentrant=False).sum()
+    with strategy.scope():
+        later = nn.Linear(2, 1)
+    loss.backward()
+    assert model.bias.grad.tolist() == [comm.size]
+    later(torch.ones(1, 2)).sum().backward()
+    assert later.bias.grad.tolist() == [comm.size]
+
+
+def test_a_new_plan_owes_nothing_to_the_old_one(comm, over_hosts):
+    """What a half wire rounded away from the gradients of one model is not added to another's."""
+    over_hosts("1 each")
+    options = hpcdist.CommunicationOptions(wire_dtype="bfloat16", bytes_per_pack=64)
+    strategy = hpcdist.MultiWorkerMirroredStrategy(communication_options=options, gradient_op="sum")
+    found = []
+    for value in (1.0e4 + 1, 2.0**-9):
+        with strategy.scope():
+            model = nn.Linear(64, 1, bias=False)
+        (model(torch.full((1, 64), value))).sum().backward()
+        found.append(model.weight.grad.mean().item())
+    assert abs(found[1] - comm.size * 2.0**-9) < 1e-4
+
+
+def test_options_that_contradict_each_other_are_refused():
+    for wrong in ({"wire_dtype": "bfloat16"}, {"is_ordered": True}):
+        with pytest.raises(ValueError, match="AUTO or HIERARCHICAL with wire_dtype or is_ordered"):
+            hpcdist.CommunicationOptions(implementation="RING", **wrong)
+    with pytest.raises(ValueError, match="expected cross_device_ops or .*RING.*, got both"):
+        hpcdist.MultiWorkerMirroredStrategy(
+            communication_options=hpcdist.CommunicationOptions(implementation="RING"),
+            cross_device_ops=hpcdist.HierarchicalCopyAllReduce(),
+        )
+    with pytest.raises(ValueError, match="as a CrossDeviceOps object"):
+        hpcdist.MirroredStrategy(cross_device_ops=hpcdist.ReductionToOneDevice)
+    with pytest.raises(ValueError, match="bfloat16 with ReduceOp.MEAN"):
+        hpcdist.MultiWorkerMirroredStrategy(
+            communication_options=hpcdist.CommunicationOptions(wire_dtype="float16"), gradient_op="mean"
+        )
+
+
+def test_nccl_without_a_gpu_is_refused_when_the_strategy_is_made():
+    with pytest.raises(ValueError, match="cupy|GPU|driver"):
+        hpcdist.MirroredStrategy(cross_device_ops=hpcdist.NcclAllReduce())
+    with pytest.raises(ValueError, match="cupy|GPU|driver"):
+        hpcdist.MultiWorkerMirroredStrategy(communication_options=hpcdist.CommunicationOptions(implementation="NCCL"))
+
+
+def test_a_restart_chooses_as_the_run_before(comm):
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    hpcdist.all_reduce(np.ones(5000))
+    state = strategy.state_dict()
+    strategy.load_state_dict({**state, "algorithms": [[4096, "RING"]]})
+    assert strategy.state_dict()["algorithms"] == [(4096, "RING")]
+    strategy.load_state_dict(state)
+    assert comm.size == 1 or strategy.state_dict()["algorithms"] == state["algorithms"]

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from hpcdist.plan.lanes import plan_lanes
-from hpcdist.plan.placement import Placement, lane_elements_sent, plan_placement
+from hpcdist.plan.placement import Placement, plan_placement
 from hpcdist.plan.tree import plan_partials, plan_row_additions
 
 PLACEMENTS = {
@@ -96,11 +96,6 @@ def test_placement():
     placement = plan_placement([0, 1, 1, 0, 4])
     assert placement == Placement(((0, 3), (1, 2), (4,)))
     assert (placement.size, placement.n_lanes, placement.host_of(2)) == (5, 1, 1)
-
-
-def test_bytes_of_a_lane():
-    assert 4 * lane_elements_sent(1000, 250, 4) == 2 * 3 * 1000  # 2(m-1)/m * n
-    assert lane_elements_sent(900, 300, 3, n_partials=2) == 2 * 600 + 600
 
 
 def test_partials_are_the_fewest():

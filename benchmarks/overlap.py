@@ -1,0 +1,42 @@
+"""How much communication shows when a model computes as long as it communicates, between virtual hosts.
+
+python benchmarks/overlap.py --out out/overlap            four hosts of one rank, 200 Mbit/s
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "hosts"))
+
+from virtual_hosts import VirtualHosts  # noqa: E402  found by the line above
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for overlap.json")
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--rate", type=float, default=2e8, help="bits per second of each link")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--features", type=int, default=362, help="of each layer: 16 of 362 are 8.4 MB")
+    parser.add_argument("--forward", type=float, default=1 / 3, help="share of the computing that is before backward")
+    parser.add_argument("--repeats", type=int, default=7)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    job = ROOT / "benchmarks" / "overlap_job.py"
+    command = [sys.executable, job, args.layers, args.features, args.repeats, args.forward]
+    with VirtualHosts(args.hosts, args.rate) as hosts:
+        found = hosts.run(command, 1, environ={"OMP_NUM_THREADS": "1"}, timeout_s=1200).result
+    middle = {name: sorted(found[name])[args.repeats // 2] for name in ("bare", "serial", "overlapped")}
+    exposed = (middle["overlapped"] - middle["bare"]) / middle["serial"]
+    times = ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in middle.items())
+    print(
+        f"{args.hosts} hosts, {found['nbytes'] / 1e6:.1f} MB: {times}; exposed {100 * exposed:.1f} % of the serial time"
+    )
+    (args.out / "overlap.json").write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The ranks of `overlap.py`: a step without a sum, with the sum after backward, and with the sum during backward.
+
+Four hosts share the cores of one machine, so layers sleep instead of computing, as they would wait for a device.
+"""
+
+import json
+import sys
+import time
+
+import torch
+from torch import nn
+
+import hpcdist
+from hpcdist.mpi import MPI
+
+
+class Working(torch.autograd.Function):
+    """The identity, which takes its time."""
+
+    @staticmethod
+    def forward(context, x, forward_s, backward_s):
+        """Return x, later."""
+        context.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        """Return the gradient, later."""
+        time.sleep(context.backward_s)
+        return gradient, None, None
+
+
+class Layer(nn.Module):
+    """A linear layer that works before it."""
+
+    def __init__(self, n_features):
+        super().__init__()
+        self.linear = nn.Linear(n_features, n_features)
+        self.seconds = 0.0, 0.0
+
+    def forward(self, x):
+        """Return what the linear layer returns, later."""
+        return self.linear(Working.apply(x, *self.seconds))
+
+
+def make(n_layers, n_features, **options):
+    strategy = hpcdist.MultiWorkerMirroredStrategy(
+        communication_options=hpcdist.CommunicationOptions(**options), gradient_op="sum"
+    )
+    with strategy.scope():
+        model = nn.Sequential(*(Layer(n_features) for _ in range(n_layers)))
+    return strategy, model
+
+
+def step_s(strategy, model, comm, syncs=True):
+    """Return the seconds of one forward and backward on the slowest rank."""
+    model.zero_grad()
+    x = torch.randn(1, model[0].linear.in_features)
+    comm.Barrier()
+    started = time.perf_counter()
+    if syncs:
+        model(x).sum().backward()
+    else:
+        with strategy.no_sync():
+            model(x).sum().backward()
+    return comm.allreduce(time.perf_counter() - started, MPI.MAX)
+
+
+def median(values):
+    return sorted(values)[len(values) // 2]
+
+
+def main():
+    n_layers, n_features, repeats = (int(text) for text in sys.argv[1:4])
+    share = float(sys.argv[4])
+    strategy, model = make(n_layers, n_features)
+    comm = strategy.world.comm
+    n_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+    serial, whole = make(n_layers, n_features, bytes_per_pack=4 * n_bytes)  # one bucket: nothing to overlap
+    for _ in range(2):
+        step_s(strategy, model, comm)
+        step_s(serial, whole, comm)
+    communication_s = median([step_s(serial, whole, comm) for _ in range(repeats)])
+    for layer in [*model, *whole]:
+        layer.seconds = share * communication_s / n_layers, (1 - share) * communication_s / n_layers
+    found = {"bare": [], "serial": [], "overlapped": []}
+    for _ in range(repeats):
+        found["bare"].append(step_s(strategy, model, comm, syncs=False))
+        found["serial"].append(step_s(serial, whole, comm))
+        found["overlapped"].append(step_s(strategy, model, comm))
+    if comm.rank == 0:
+        print(json.dumps({"nbytes": n_bytes, "communication_s": communication_s, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
