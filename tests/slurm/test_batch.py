@@ -1,6 +1,7 @@
 """The batch script that README names, under a real Slurm: two nodes, two ranks each."""
 
 import json
+import time
 
 import pytest
 
@@ -49,6 +50,7 @@ def test_requeued_in_the_middle_it_goes_on(slurm, root, tmp_path):
     slurm.wait_for("a checkpoint", lambda: list((tmp_path / "run").glob("checkpoints/*.json")))
     slurm.client("scontrol", "requeue", job)
     slurm.wait_for("the requeue", lambda: slurm.state(job) == "PENDING")
+    time.sleep(5)  # Slurm takes word of the first script's end for that of the second, if that one runs by then
     slurm.client("scontrol", "update", f"JobId={job}", "StartTime=now")
     text = finish(slurm, job, log)
     assert text.count("4 replicas; new run") == 1
