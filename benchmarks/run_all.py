@@ -110,10 +110,10 @@ def run_steps(args, model):
     def run_peers(number):
         for name, command in found.items():
             path = args.out / f"step-{number}" / f"{name}-{model}.json"
-            threads = {"OMP_NUM_THREADS": str(args.ranks)} if name == "threads" else {}
-            launch([*command, "--out", path], threads, args.limit)
+            launch([*command, "--out", path], environs.get(name, {}), args.limit)
             reports.append(path)
 
+    environs = {"threads": {"OMP_NUM_THREADS": str(args.ranks)}, "horovod": {"HOROVOD_CYCLE_TIME": "0.1"}}
     found = peers(args, model)
     for number, run in enumerate([run_ours, run_peers, run_peers, run_ours]):
         run(number)

@@ -1,8 +1,9 @@
 """Time training steps of Horovod with torch, over MPI. Needs a Horovod that was built with torch and MPI.
 
-mpirun -n 2 python benchmarks/peers/horovod_step.py --model mlp --out out/peers/horovod.json
+HOROVOD_CYCLE_TIME=0.1 mpirun -n 2 python benchmarks/peers/horovod_step.py --model mlp --out out/peers/horovod.json
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -29,8 +30,15 @@ def main():
         return loss.item()
 
     rounds = time_rounds(train, args, hvd.size())
+    cycle_time = os.environ.get("HOROVOD_CYCLE_TIME", "its default")
     if hvd.rank() == 0:
-        write("Horovod", rounds, args, {"horovod": horovod.__version__, "ranks": hvd.size()}, is_baseline=True)
+        write(
+            "Horovod",
+            rounds,
+            args,
+            {"horovod": horovod.__version__, "ranks": hvd.size(), "cycle_time": cycle_time},
+            is_baseline=True,
+        )
 
 
 if __name__ == "__main__":
