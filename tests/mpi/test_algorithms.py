@@ -1,12 +1,14 @@
 """Every algorithm against the closed formula, on real and made-up hosts; and whose bits depend on what."""
 
+import time
+
 import numpy as np
 import pytest
 from made_up_hosts import HOSTS, kind_of_group
 
 import hpcdist
 from hpcdist.collectives import hierarchical, lane_exchange, rounds, shared_memory, staging
-from hpcdist.collectives.group import group_of
+from hpcdist.collectives.group import Group, group_of
 from hpcdist.collectives.ops import OPS, SUM
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.collectives.selection import ALGORITHMS
@@ -123,6 +125,27 @@ def test_calls_in_a_row_do_not_meet(comm, tiny):
         buffer = np.full(number % 5 * 100 + 1, comm.rank + number, np.float32)
         shared_memory.all_reduce(buffer, group)
         assert set(buffer.tolist()) == {sum(range(comm.size)) + number * comm.size}
+
+
+@pytest.mark.parametrize("name", ["shared_memory", "hierarchical"])
+def test_slots_are_not_used_again_before_all_have_read_them(comm, tiny, make_group, monkeypatch, name):
+    """All ranks but the first are late in reading each chunk; the first one runs ahead as far as barriers let it."""
+    take = staging.Stage.take
+
+    def late(self, chunk, views):
+        if comm.rank > 0:
+            time.sleep(0.002)
+        take(self, chunk, views)
+
+    monkeypatch.setattr(staging.Stage, "take", late)
+    group = Group(comm, make_world()) if name == "shared_memory" else make_group("2 each")
+    for number in range(3):
+        buffer = np.arange(128 * 20, dtype=np.float32) * (comm.rank + 1) + number
+        ALGORITHMS[Implementation.parse(name)](buffer, group, SUM)
+        factor = comm.size * (comm.size + 1) // 2
+        assert np.array_equal(buffer, np.arange(128 * 20) * factor + number * comm.size)
+    if name == "shared_memory":
+        group.free()
 
 
 @pytest.mark.parametrize("hosts", ["2 each", "1 and rest"])
