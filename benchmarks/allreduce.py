@@ -81,14 +81,14 @@ def make_contenders(comm, nbytes, n_sets):
     parameter = torch.nn.Parameter(torch.zeros(n_elements))
 
     def sum_gradient(number):
-        hpcdist.all_reduce(sets[number], implementation="SHARED_MEMORY", comm=comm)
+        hpcdist.all_reduce(sets[number], implementation="SHARED_MEMORY")
         parameter.grad = tensors[number]
 
     return {
         MPI_IN_PLACE: Contender(lambda number: comm.Allreduce(MPI.IN_PLACE, sets[number]), sets, sets),
         "MPI_Allreduce": Contender(lambda number: comm.Allreduce(sets[number], received[number]), sets, received),
         "torch gloo": Contender(lambda number: torch.distributed.all_reduce(tensors[number]), sets, sets),
-        "hpcdist AUTO": Contender(lambda number: hpcdist.all_reduce(sets[number], comm=comm), sets, sets),
+        "hpcdist AUTO": Contender(lambda number: hpcdist.all_reduce(sets[number]), sets, sets),
         "hpcdist gradient to p.grad": Contender(sum_gradient, sets, sets),
     }
 

@@ -73,7 +73,8 @@ __all__ = sorted(_MODULES)
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'hpcdist' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"hpcdist.{_MODULES[name]}"), name)
+    found = globals()[name] = getattr(import_module(f"hpcdist.{_MODULES[name]}"), name)
+    return found
 
 
 def __dir__() -> list[str]:

@@ -26,7 +26,8 @@ class Entry(NamedTuple):
 class Journal:
     """The last collectives of one thread of one group. Written by that thread, read by any.
 
-    Not collective. Plain tuples and one deque, as it is on the way of every collective; readers get `Entry`.
+    Not collective. As a context manager it notes at the end of the block that the collective entered last has ended.
+    Plain tuples and one deque, as it is on the way of every collective; readers get `Entry`.
 
     Args:
         board: one int64 per rank of the node, shared by them and zero at first; a slice with a step will do. Each rank
@@ -62,6 +63,12 @@ class Journal:
         if self._open is not None:
             self._ended.append((self._open, self._now()))
             self._open = None
+
+    def __enter__(self) -> None:
+        """Do nothing: the collective has begun."""
+
+    def __exit__(self, *error: object) -> None:
+        self.leave()
 
     @property
     def current(self) -> Entry | None:

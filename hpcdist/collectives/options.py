@@ -34,7 +34,7 @@ class CommunicationImplementation(enum.Enum):
             ConfigurationError: for anything else.
         """
         if name is None:
-            return cls.AUTO
+            return _AUTO
         text = str(name.value if isinstance(name, enum.Enum) else name).upper()
         if text not in cls.__members__:
             raise ConfigurationError(
@@ -43,6 +43,7 @@ class CommunicationImplementation(enum.Enum):
         return cls[text]
 
 
+_AUTO = CommunicationImplementation.AUTO
 #: The name that tf.distribute had before, and a short one.
 CollectiveCommunication = Implementation = CommunicationImplementation
 

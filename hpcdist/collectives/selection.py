@@ -1,7 +1,7 @@
 """AUTO: which algorithm an all-reduce of some size gets, from times measured once and the same on every rank."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,10 +29,12 @@ SMALLEST_BYTES = 4096
 MEASURED_BYTES = tuple(SMALLEST_BYTES << shift for shift in range(0, 14, 2))
 #: Time after which no larger size is measured. What is not measured goes by ours, which moves the fewest bytes.
 LIMIT_S = 0.4
-#: Ours must be this much faster than the library's to be taken: measured once, on buffers that are in the cache.
-MARGIN = 1.25
+#: Ours must be this much faster than the library's to be taken, as times measured once are noisy.
+MARGIN = 1.1
+#: Buffers rotate through this much memory so that they are not in the cache, as in real use.
+ROTATED_BYTES = 64 << 20
 #: Rounds of small and of large sizes.
-_ROUNDS, _LARGE_ROUNDS, _LARGE_BYTES = 5, 2, 1 << 18
+_ROUNDS, _LARGE_ROUNDS, _LARGE_BYTES = 20, 5, 1 << 20
 
 
 def choose(group: Group, nbytes: int) -> Implementation:
@@ -41,9 +43,15 @@ def choose(group: Group, nbytes: int) -> Implementation:
     Collective at the first call that is asked about at least SMALLEST_BYTES: `group.comm`, in which it takes below a
     second.
     """
-    if nbytes < SMALLEST_BYTES or group.size == 1 or not group.can_share_memory:
+    if group.size == 1 or not group.can_share_memory:
+        group.library_bytes = mpi.PIECE_BYTES
         return Implementation.MPI
-    table = group.keep("table", lambda: measure(group))
+    if nbytes < SMALLEST_BYTES:
+        group.library_bytes = max(group.library_bytes, SMALLEST_BYTES)
+        return Implementation.MPI
+    table = table_of(group)
+    if table is None:
+        restore_table(group, table := measure(group))
     return Implementation(next((name for least, name in reversed(table) if nbytes >= least), "MPI"))
 
 
@@ -54,8 +62,11 @@ def table_of(group: Group) -> list[tuple[int, str]] | None:
 
 
 def restore_table(group: Group, table: list[tuple[int, str]]) -> None:
-    """Choose as a checkpoint's table says, so that a restart sums in the order of the run that it goes on with."""
-    group.put("table", [(least, name) for least, name in table])
+    """Choose as a table says: one that was just measured, or a checkpoint's, so that a restart sums alike."""
+    rows = [(least, name) for least, name in table]
+    group.put("table", rows)
+    others = [least for least, name in rows if name != Implementation.MPI.value]
+    group.library_bytes = min([mpi.PIECE_BYTES, *others])
 
 
 def measure(group: Group) -> list[tuple[int, str]]:
@@ -66,8 +77,11 @@ def measure(group: Group) -> list[tuple[int, str]]:
     rows: list[tuple[int, str]] = []
     started = time.perf_counter()
     other = Implementation.SHARED_MEMORY if len(group.placement.hosts) == 1 else Implementation.HIERARCHICAL
+    arena = np.empty(ROTATED_BYTES // 4, np.float32)
+    arena.fill(0)  # now, not page by page in what is timed; sums of zeros never overflow
     for nbytes in MEASURED_BYTES:
-        times = _times(group, nbytes, (Implementation.MPI, other))
+        n_rounds = _ROUNDS if nbytes < _LARGE_BYTES else _LARGE_ROUNDS
+        times = _times(group, _rotate(arena, nbytes), (Implementation.MPI, other), n_rounds)
         is_better = times[Implementation.MPI] > MARGIN * times[other]
         chosen = group.world.all_reduce_int(int(is_better and group.rank == 0), MPI.MAX, group.comm)
         rows.append((nbytes, (other if chosen else Implementation.MPI).value))
@@ -77,18 +91,28 @@ def measure(group: Group) -> list[tuple[int, str]]:
     return rows
 
 
-def _times(group: Group, nbytes: int, candidates: tuple[Implementation, ...]) -> dict[Implementation, float]:
+def _times(
+    group: Group, buffers: Iterator[npt.NDArray[Any]], candidates: tuple[Implementation, ...], n_rounds: int
+) -> dict[Implementation, float]:
     """Return this rank's best time of each candidate, taken in turn."""
-    array = np.ones(nbytes // 4, np.float32)
     best = dict.fromkeys(candidates, float("inf"))
-    for _ in range(_ROUNDS if nbytes < _LARGE_BYTES else _LARGE_ROUNDS):
+    for _ in range(n_rounds):
         for candidate in candidates:
-            array[:] = 1  # sums of sums would overflow, and infinities may be slow
+            array = next(buffers)
             group.wait([group.comm.Ibarrier()])
+            group.comm.Barrier()  # awake: the wait above sleeps, and who wakes late would be measured
             started = time.perf_counter()
             ALGORITHMS[candidate](array, group, SUM)
             best[candidate] = min(best[candidate], time.perf_counter() - started)
     return best
+
+
+def _rotate(arena: npt.NDArray[Any], nbytes: int) -> Iterator[npt.NDArray[Any]]:
+    """Yield parts of `nbytes` of the arena in turn, for ever."""
+    n_elements = nbytes // arena.itemsize
+    while True:
+        for start in range(0, arena.size - n_elements + 1, n_elements):
+            yield arena[start : start + n_elements]
 
 
 def for_gradients(group: Group, implementation: Implementation) -> Implementation:

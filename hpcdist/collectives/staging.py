@@ -27,12 +27,14 @@ class Views:
     """The slots of one chunk, cut for chunks of one size and dtype; arrays of bits where they are copied only.
 
     Attributes:
+        slots: every local rank's, whole.
         own: (start, stop) of this rank's slice. rows: that slice in every local rank's slot.
         puts: (part of the chunk, the same part of this rank's slot): all but its slice.
         takes: (part of the chunk, the same part of the first local rank's slot): all but this rank's slice.
         result: this rank's slice in the first local rank's slot.
     """
 
+    slots: list[Array]
     own: slice
     rows: list[Array]
     puts: list[tuple[slice, Array]]
@@ -93,6 +95,7 @@ class Stage:
         scale = len(first_slot) // max(1, n_elements)
         cuts = [slice(scale * part.start, scale * part.stop) for part in parts]
         return Views(
+            slots=slots,
             own=slice(start, stop),
             rows=[slot[start:stop] for slot in slots],
             puts=[(cut, mine[cut]) for cut in cuts],

@@ -14,7 +14,7 @@ from hpcdist.errors import CollectiveTimeoutError
 from hpcdist.mpi import MPI
 
 #: Looks at a flag before the core is offered to others, about 20 microseconds. With more ranks than cores: none.
-SPINS = 300
+SPINS = 600
 #: Offers of the core before sleeping begins.
 YIELDS = 2000
 #: First and longest sleep. At 1 Gbit/s half a millisecond is 64 KiB, which sockets hold.
@@ -33,13 +33,11 @@ class Backoff:
         timeout_s: longest wait.
         explain: returns what was waited for, when it took too long.
         is_patient: sleep from the start, as a background thread does, which would otherwise keep the interpreter lock.
-        spins: looks before the core is offered.
     """
 
-    def __init__(self, timeout_s: float, explain: Callable[[], str], is_patient: bool = False, spins: int = 0) -> None:
+    def __init__(self, timeout_s: float, explain: Callable[[], str], is_patient: bool = False) -> None:
         self._timeout_s = timeout_s
         self._explain = explain
-        self._spins = 0 if is_patient else spins
         self._yields = 0 if is_patient else YIELDS
         self._sleep_s = SLEEP_S
         self._waited_s = 0.0
@@ -47,9 +45,7 @@ class Backoff:
 
     def __call__(self) -> None:
         """Let some time pass. Raises CollectiveTimeoutError when there is none left."""
-        if self._spins > 0:
-            self._spins -= 1
-        elif self._yields > 0:
+        if self._yields > 0:
             self._yields -= 1
             os.sched_yield()
         else:
@@ -73,15 +69,17 @@ class NodeBarrier:
         place: this rank's place in the node.
         size: ranks in the node.
         make_backoff: returns what to call while waiting, given a function that explains the wait.
+        spins: looks at a rank's cell before that is called.
     """
 
     def __init__(
-        self, board: memoryview, place: int, size: int, make_backoff: Callable[[Callable[[], str]], Backoff]
+        self, board: memoryview, place: int, size: int, make_backoff: Callable[[Callable[[], str]], Backoff], spins: int
     ) -> None:
         self._board = board
         self._own = place * CELLS
         self._cells = [peer * CELLS for peer in range(size) if peer != place]
         self._make_backoff = make_backoff
+        self._spins = range(spins)
         self._sequence = 0
 
     def wait(self) -> None:
@@ -109,8 +107,12 @@ class NodeBarrier:
         return [board[place * CELLS + cell] for place in range(len(self._cells) + 1)]
 
     def _wait_for(self, cell: int, sequence: int) -> None:
+        board = self._board
+        for _ in self._spins:
+            if board[cell] >= sequence:
+                return
         backoff = self._make_backoff(self._explain)
-        while self._board[cell] < sequence:
+        while board[cell] < sequence:
             backoff()
 
     def _explain(self) -> str:
