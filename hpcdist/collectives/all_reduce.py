@@ -6,6 +6,7 @@ import numpy as np
 
 from hpcdist.collectives import selection
 from hpcdist.collectives.buffers import host_array, is_plain
+from hpcdist.collectives.cuda import is_device_buffer
 from hpcdist.collectives.group import Group, group_of
 from hpcdist.collectives.ops import MEAN, Op, parse_op
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
@@ -28,7 +29,7 @@ def all_reduce(
 
     Args:
         buffer: numpy, torch or cupy array, any shape, contiguous; overwritten. float16 and bfloat16 are reduced in
-            float32; device arrays travel through the host, except with NCCL.
+            float32. Device arrays go by NCCL where every rank has it, else through the host.
         op: "sum", "mean", "min", "max" or "product", in any case, or a ReduceOp.
         implementation: a `CommunicationImplementation` or its name; default AUTO, the fastest as measured at the first
             call of 4 KiB or more, in less than a second.
@@ -45,7 +46,7 @@ def all_reduce(
     if implementation is None and is_plain(buffer) and buffer.nbytes < group.library_bytes and not group.is_checked:
         _reduce_by_library(buffer, reduction, group)
         return
-    _reduce_buffer(buffer, reduction, Implementation.parse(implementation), group)
+    reduce_buffer(buffer, reduction, Implementation.parse(implementation), group)
 
 
 def all_reduce_async(
@@ -74,7 +75,7 @@ def all_reduce_async(
     """
     reduction, chosen = parse_op(op), Implementation.parse(implementation)
     thread = thread_of(group_of(comm))
-    return thread.submit(lambda: _reduce_buffer(buffer, reduction, chosen, thread.group))
+    return thread.submit(lambda: reduce_buffer(buffer, reduction, chosen, thread.group))
 
 
 def _reduce_by_library(array: Any, op: Op, group: Group) -> None:
@@ -91,11 +92,14 @@ def _reduce_by_library(array: Any, op: Op, group: Group) -> None:
         np.divide(array, group.size, out=array)
 
 
-def _reduce_buffer(buffer: Any, op: Op, chosen: Implementation, group: Group) -> None:
-    if chosen is Implementation.NCCL:
-        with group.recorded(op.title, buffer):
-            selection.ALGORITHMS[chosen](buffer, group, op)
-        return
+def reduce_buffer(buffer: Any, op: Op, chosen: Implementation, group: Group) -> None:
+    """Do what `all_reduce` does, in a given group. Collective: `group.comm`."""
+    if is_device_buffer(buffer) or chosen is Implementation.NCCL:
+        algorithm = selection.on_device(group, op, chosen)
+        if algorithm is not None:
+            with group.recorded(op.title, buffer):
+                algorithm(buffer, group, op)
+            return
     if is_plain(buffer):
         _reduce_array(buffer, op, chosen, group)
         return

@@ -239,15 +239,16 @@ def _find_group(comm: MPI.Comm | None, timeout_s: float | None) -> Group:
     global _group_of_role
     of_role = make_world().role_comm
     comm = of_role if comm is None else comm
-    groups: dict[float | None, Group] | None = comm.Get_attr(_GROUPS)
+    groups: Any = comm.Get_attr(_GROUPS)
     if groups is None:
         groups = {}
         comm.Set_attr(_GROUPS, groups)
     if timeout_s not in groups:
         groups[timeout_s] = Group(comm, make_world(), timeout_s=timeout_s)
+    group: Group = groups[timeout_s]
     if comm is of_role and timeout_s is None:
-        _group_of_role = groups[None]
-    return groups[timeout_s]
+        _group_of_role = group
+    return group
 
 
 def _free_groups(comm: MPI.Comm, key: int, groups: dict[float | None, Group]) -> None:

@@ -4,8 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from hpcdist.collectives import nccl
 from hpcdist.collectives.cuda import (
     DeviceArray,
@@ -18,6 +16,7 @@ from hpcdist.collectives.cuda import (
 )
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.nccl import NcclCommunicator, check, communicator_of
+from hpcdist.collectives.ops import SUM, Op
 from hpcdist.errors import CollectiveError
 from hpcdist.mpi import MPI
 from hpcdist.plan.devices import equal_part
@@ -26,7 +25,9 @@ from hpcdist.plan.devices import equal_part
 _ALIGNMENT_BYTES = 16
 
 
-def all_reduce(buffer: Any, group: Group, lane_all_reduce: Callable[[HostArray], None] | None = None) -> None:
+def all_reduce(
+    buffer: Any, group: Group, op: Op = SUM, lane_all_reduce: Callable[[HostArray], None] | None = None
+) -> None:
     """Replace `buffer` by its sum over the group.
 
     Collective: group.comm. Blocking. Same shape and dtype required on every rank: yes.
@@ -36,6 +37,7 @@ def all_reduce(buffer: Any, group: Group, lane_all_reduce: Callable[[HostArray],
 
     Args:
         buffer: as `nccl.all_reduce`; overwritten.
+        op: the sum; nothing else goes by lanes.
         group: any size >= 1, with the same number of ranks on every host.
         lane_all_reduce: sums a (n_piece,) numpy array over group.lane_comm in place; default: MPI's own.
 
@@ -48,13 +50,16 @@ def all_reduce(buffer: Any, group: Group, lane_all_reduce: Callable[[HostArray],
         hosts, n/p to host memory and back; n of scratch when n is no multiple of p times 16 bytes.
     """
     array = device_array(buffer)
-    check(array, "sum")
+    if op is not SUM:
+        raise CollectiveError(f"hierarchical: expected a sum of GPU buffers, got {op.name}; choose NCCL for it.")
+    check(array, op.name)
     if not array.size:
         return
     if group.node_comm.size == group.comm.size:
         nccl.all_reduce(buffer, group)
         return
-    group.keep(("nccl", "even hosts"), lambda: _check_even_hosts(group), lambda kept: None)
+    if not group.placement.is_even:
+        raise _uneven(group)
     lane = lane_all_reduce or functools.partial(_sum_over_lane, group)
     node = communicator_of(group, group.node_comm, array.device)
     with on_device(array.device):
@@ -79,16 +84,12 @@ def _sum_over_lane(group: Group, host: HostArray) -> None:
     group.lane_comm.Allreduce(MPI.IN_PLACE, host, MPI.SUM)
 
 
-def _check_even_hosts(group: Group) -> bool:
-    """Raise on all ranks when hosts hold different numbers of ranks: their parts would not match."""
-    sizes = np.array([group.node_comm.size, -group.node_comm.size], np.int64)
-    group.comm.Allreduce(MPI.IN_PLACE, sizes, MPI.MIN)
-    fewest, most = int(sizes[0]), -int(sizes[1])
-    error = None
-    if fewest != most:
-        error = CollectiveError(
-            f"hierarchical: expected the same number of ranks on every host, got {fewest} to {most}; start as many on "
-            f"each, or choose NCCL."
-        )
-    group.agree(error, group.comm)
-    return True
+def _uneven(group: Group) -> CollectiveError:
+    """Return the error of hosts with different numbers of ranks: their parts would not match. All ranks know."""
+    sizes = [len(ranks) for ranks in group.placement.hosts]
+    error = CollectiveError(
+        f"hierarchical: expected the same number of ranks on every host, got {min(sizes)} to {max(sizes)}; start as "
+        f"many on each, or choose NCCL."
+    )
+    error.is_agreed = True
+    return error

@@ -107,6 +107,23 @@ def choose_device(group: Group) -> int:
     return index
 
 
+def is_available(group: Group) -> bool:
+    """Return whether every rank can have NCCL on a GPU of its own. Collective at the first call: group.comm."""
+    available: bool = group.keep(("nccl", "available"), lambda: _find_out(group))
+    return available
+
+
+def _find_out(group: Group) -> bool:
+    try:
+        load_nccl()
+        identity = visible_devices()[plan_devices(group.node_comm.size, visible_devices())[group.node_comm.rank]]
+    except ConfigurationError:
+        identity = ""
+    names = group.node_comm.allgather(identity)
+    is_possible = all(names) and (not shared_devices(names) or nccl_may_share_devices(read_environment()))
+    return bool(group.world.all_reduce_int(int(is_possible), MPI.MIN, group.comm))
+
+
 def communicator_of(group: Group, comm: MPI.Comm, device: int) -> "NcclCommunicator":
     """Return the NCCL communicator over `comm`, making it at first use; it lives as long as the group.
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpcdist.collectives import halving, hierarchical, mpi, nccl, ring, shared_memory
+from hpcdist.collectives import halving, hierarchical, hierarchical_cuda, mpi, nccl, ring, shared_memory
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import SUM, Op
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
@@ -113,6 +113,22 @@ def _rotate(arena: npt.NDArray[Any], nbytes: int) -> Iterator[npt.NDArray[Any]]:
     while True:
         for start in range(0, arena.size - n_elements + 1, n_elements):
             yield arena[start : start + n_elements]
+
+
+def on_device(group: Group, op: Op, implementation: Implementation) -> AllReduce | None:
+    """Return the algorithm for a buffer on a GPU, None when it is to travel through the host.
+
+    Collective at the first call with AUTO or HIERARCHICAL: `group.comm`, which finds out whether all ranks have NCCL.
+
+    NCCL knows the links between GPUs and between hosts, so AUTO is NCCL where it can be had.
+    """
+    if implementation is Implementation.NCCL:
+        return nccl.all_reduce
+    is_asked = implementation in (Implementation.AUTO, Implementation.HIERARCHICAL)
+    if not is_asked or op.name not in nccl.OPS or not nccl.is_available(group):
+        return None
+    is_by_lanes = implementation is Implementation.HIERARCHICAL and op is SUM and group.placement.is_even
+    return hierarchical_cuda.all_reduce if is_by_lanes else nccl.all_reduce
 
 
 def for_gradients(group: Group, implementation: Implementation) -> Implementation:

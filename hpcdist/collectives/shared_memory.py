@@ -48,7 +48,7 @@ def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM) -> None:
         return
     flat, barrier = array.reshape(-1), group.barrier
     stage, additions = group.keep("stage", lambda: _prepare(group))
-    if group.size * flat.nbytes <= WHOLE_BYTES:
+    if group.size * flat.nbytes <= min(WHOLE_BYTES, group.size * stage.chunk_bytes):
         _reduce_whole(flat, group, op)
         return
     n_chunks = -(-flat.nbytes // stage.chunk_bytes)

@@ -59,7 +59,7 @@ class BackwardSum:
         self._records = [record for record, _ in records]
         self._buffers = buffers
         n_counts = len(records) + len(buffers) + 3
-        self._buckets = BucketSet(records, n_counts, self._reducer, self._complete)
+        self._buckets = BucketSet(records, n_counts, self._reducer)
 
     def hook(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
         """Take part in every backward that reaches a parameter."""
@@ -91,7 +91,7 @@ class BackwardSum:
         if not self._has_accumulated:
             self._weigh()
         if self._is_syncing:
-            record.take(parameter)
+            record.take(parameter, self._scale)
             self._buckets.arrived(record)
         else:
             record.accumulate_locally(parameter)
@@ -158,17 +158,17 @@ class BackwardSum:
     def _own_weight(self) -> float:
         return 1.0 if self._weight is None else self._weight
 
-    def _complete(self, records: list[ParameterRecord]) -> None:
-        if self.is_mean:
-            for record in records:
-                record.weigh(self._own_weight)
+    @property
+    def _scale(self) -> float:
+        """What this replica's gradients are multiplied by."""
+        return self._own_weight if self.is_mean else 1.0
 
     def _sum(self) -> None:
         weight = self._own_weight
         changed = [weight > 0 and buffer.is_changed for buffer in self._buffers]
         for record in self._records:
             if not record.is_touched:
-                record.stand_in()
+                record.stand_in(self._scale)
         self._n_sums += 1
         number = self._n_sums % _NUMBERS
         touched = [record.is_touched for record in self._records]
@@ -179,7 +179,9 @@ class BackwardSum:
                 f"backward: expected every replica at the same backward, got number {self._n_sums} here and others "
                 f"elsewhere; let all ranks run the same steps, also those without rows."
             )
+        if self.is_mean and total not in (0, 1):
+            self._buckets.divide(total)
         for record, n_touched in zip(self._records, counted, strict=False):
-            record.publish(n_touched, total if self.is_mean else None)
+            record.publish(n_touched)
         if self._buffers:
             average_buffers(self._buffers, changed, counted[len(self._records) :], self._reducer)

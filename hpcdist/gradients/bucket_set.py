@@ -1,6 +1,6 @@
 """Buckets in memory: small gradients side by side in flat buffers, large ones where torch made them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ class BucketSet:
         records: what needs a place, in the order of the model, with their parameters.
         n_counts: float32 numbers that are summed along, in the last bucket.
         reducer: sums the buckets.
-        complete: called with the records of each bucket just before it is summed.
     """
 
     def __init__(
@@ -30,12 +29,10 @@ class BucketSet:
         records: Sequence[tuple[ParameterRecord, nn.Parameter]],
         n_counts: int,
         reducer: Reducer,
-        complete: Callable[[list[ParameterRecord]], None],
     ) -> None:
         entries = [Entry(n_counts, "float32"), *(_entry(parameter, reducer.is_on_device) for _, parameter in records)]
         plan = plan_buckets(entries, reducer.plan(sum(entry.nbytes for entry in entries)))
         self._reducer = reducer
-        self._complete = complete
         device = records[0][1].device if records and reducer.is_on_device else torch.device("cpu")
         self._flat = [
             None if shape.is_direct else torch.zeros(shape.n_elements, dtype=getattr(torch, shape.dtype), device=device)
@@ -92,9 +89,13 @@ class BucketSet:
         totals: list[float] = self._counts.tolist()
         return totals
 
+    def divide(self, total: float) -> None:
+        """Divide all sums, in one go for each bucket."""
+        for flat, members in zip(self._flat, self._members, strict=True):
+            (members[0].part if flat is None else flat).div_(total)
+
     def _start(self) -> None:
         bucket = self._n_started
-        self._complete(self._members[bucket])
         array = self._arrays[bucket]
         if array is None:
             array = _array(self._members[bucket][0].part)

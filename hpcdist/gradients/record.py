@@ -152,38 +152,48 @@ class ParameterRecord:
         parameter.grad = found.add_(parameter.grad) if not self._is_in_slot(found) else found + parameter.grad
         self.is_local = True
 
-    def take(self, parameter: nn.Parameter) -> None:
+    def take(self, parameter: nn.Parameter, weight: float) -> None:
         """Take the gradient that a synchronized backward has just written: copy it into the slot, if there is one.
+
+        Args:
+            parameter: the record's.
+            weight: of this replica in the sum.
 
         Raises:
             GradientError: when it is sparse, or the parameter was moved or converted; on this rank only.
         """
         gradient = parameter.grad
         assert gradient is not None, "autograd writes the gradient before it calls this"
-        if (parameter.device, parameter.dtype) != self._planned:
+        self._check(gradient)
+        local = self._sort_found()
+        if self._slot is None:
+            self._part = self._flat_of(gradient)
+            self._view = self._shaped(self._part)
+            self._weigh(local, weight)
+        else:
+            self._view = self._shaped(self._slot)
+            if local is None and weight not in (0, 1) and self._is_view:
+                torch.mul(gradient, weight, out=self._view)
+            else:
+                self._view.copy_(gradient)
+                self._weigh(local, weight)
+        if self._is_view:
+            parameter.grad = self._view
+        self.is_touched = True
+
+    def _check(self, gradient: Tensor) -> None:
+        if (gradient.device, gradient.dtype) != self._planned:
             raise GradientError(
                 f"backward: expected {self.name!r} on {self._planned[0]} as {self._planned[1]}, as at the first step, "
-                f"got {parameter.device} {parameter.dtype}; move and convert the model before its first use."
+                f"got {gradient.device} {gradient.dtype}; move and convert the model before its first use."
             )
         if gradient.is_sparse:
             raise GradientError(
                 f"backward: expected a dense gradient, got a sparse one for {self.name!r}; build the layer with "
                 f"sparse=False."
             )
-        local = self._sort_found()
-        if self._slot is None:
-            self._part = self._flat_of(gradient)
-            self._view = self._shaped(self._part)
-        else:
-            self._view = self._shaped(self._slot)
-            self._view.copy_(gradient)
-        if local is not None:
-            self._view.add_(local)
-        if self._is_view:
-            parameter.grad = self._view
-        self.is_touched = True
 
-    def stand_in(self) -> None:
+    def stand_in(self, weight: float) -> None:
         """Make `part` what a backward without a gradient adds: zeros, or what was accumulated under no_sync before."""
         parameter = self.parameter
         if parameter is not None:
@@ -193,29 +203,28 @@ class ParameterRecord:
             self._part = torch.zeros(self._n_elements, dtype=self._planned[1], device=self._planned[0])
         else:
             self._slot.zero_()
+        self.is_touched = local is not None
+        self._weigh(local, weight)
+
+    def _weigh(self, local: Tensor | None, weight: float) -> None:
+        """Add what was accumulated under no_sync to `part`, and multiply it by this replica's weight."""
+        if weight == 0:
+            self.part.zero_()  # not multiplied: there may be a NaN
+            return
         if local is not None:
             self._shaped(self.part).add_(local)
-            self.is_touched = True
-
-    def weigh(self, weight: float) -> None:
-        """Multiply this replica's part of the sum by its weight."""
-        if weight == 0:
-            self.part.zero_()
-        elif self.is_touched:
+        if weight != 1:
             self.part.mul_(weight)
 
-    def publish(self, n_touched: float, weight: float | None) -> None:
-        """Make `parameter.grad` the sum over all replicas, plus what earlier backwards left.
+    def publish(self, n_touched: float) -> None:
+        """Make `parameter.grad` what was summed over all replicas, plus what earlier backwards left.
 
         Args:
             n_touched: replicas that had a gradient; with none, `parameter.grad` stays as it was.
-            weight: sum of all replicas' weights, to divide by.
         """
         parameter = self.parameter
         result = self._earlier if self._earlier is not None else self._idle
         if n_touched and parameter is not None:
-            if weight is not None:
-                self.part.div_(weight or 1.0)
             view = self._shaped(self.part) if self._view is None else self._view
             result = view if self._is_view else torch.empty_like(parameter).copy_(view)
             if self._earlier is not None:

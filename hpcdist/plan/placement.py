@@ -26,6 +26,11 @@ class Placement:
         """Ranks of each host that carry a slice across hosts: as many as the smallest host has."""
         return min(len(ranks) for ranks in self.hosts)
 
+    @property
+    def is_even(self) -> bool:
+        """Whether every host has as many ranks, so that every rank has a lane."""
+        return self.n_lanes * len(self.hosts) == self.size
+
     def host_of(self, rank: int) -> int:
         """Return the number of the host that a rank is on."""
         return next(number for number, ranks in enumerate(self.hosts) if rank in ranks)

@@ -10,13 +10,13 @@ from hpcdist.cluster.environment import nccl_may_share_devices, read_environment
 from hpcdist.collectives import cuda
 from hpcdist.errors import ConfigurationError
 from hpcdist.plan.devices import plan_devices
-from hpcdist.world import make_world
 
 _spec = importlib.util.spec_from_file_location("mpi_conftest", Path(__file__).parent.parent / "mpi" / "conftest.py")
 _mpi = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_mpi)
 # one outcome on all ranks, one report, a time limit that ends the run: as in tests/mpi
-globals().update({name: value for name, value in vars(_mpi).items() if name.startswith("pytest_") or name == "comm"})
+_SHARED = ("comm", "make_group")
+globals().update({name: value for name, value in vars(_mpi).items() if name.startswith("pytest_") or name in _SHARED})
 
 
 @pytest.fixture(scope="session")
@@ -51,42 +51,6 @@ def nccl_ranks(cupy, has_gpu_each):
     """Leave out what takes NCCL between ranks where it refuses to share the GPU."""
     if not has_gpu_each and not nccl_may_share_devices(read_environment()):
         pytest.skip("fewer GPUs than ranks, and NCCL_MULTI_RANK_GPU_ENABLE is not 1")
-
-
-class Group:
-    """The least that a group of ranks is; hosts are made up, of `ranks_per_host` ranks each."""
-
-    def __init__(self, comm, ranks_per_host):
-        self.comm = comm.Dup()
-        self.node_comm = comm.Split(comm.rank // ranks_per_host, comm.rank)
-        self.lane_comm = comm.Split(comm.rank % ranks_per_host, comm.rank)
-        self.agree = make_world().agree
-        self.timeout_s = 600.0
-        self._kept = {}
-
-    def keep(self, key, make, free):
-        if key not in self._kept:
-            self._kept[key] = (make(), free)
-        return self._kept[key][0]
-
-    def free(self):
-        for kept, free in self._kept.values():
-            free(kept)
-        for comm in (self.lane_comm, self.node_comm, self.comm):
-            comm.Free()
-
-
-@pytest.fixture
-def make_group(comm):
-    groups = []
-
-    def make(ranks_per_host=None):
-        groups.append(Group(comm, ranks_per_host or comm.size))
-        return groups[-1]
-
-    yield make
-    for group in groups:
-        group.free()
 
 
 @pytest.fixture

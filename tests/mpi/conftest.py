@@ -8,7 +8,10 @@ import tempfile
 import threading
 
 import pytest
+from made_up_hosts import kind_of_group
 from mpi4py import MPI
+
+from hpcdist.world import make_world
 
 _COMM = MPI.COMM_WORLD.Dup()
 
@@ -88,3 +91,17 @@ def comm():
 def shared_path(comm, tmp_path):
     """Return rank 0's temporary folder on every rank."""
     return comm.bcast(tmp_path, 0)
+
+
+@pytest.fixture
+def make_group(comm):
+    """Return what makes groups on made-up hosts: of a name in HOSTS, of so many ranks each, or, by default, on one."""
+    groups = []
+
+    def make(hosts=None):
+        groups.append(kind_of_group(hosts or comm.size, comm.size)(comm, make_world()))
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        group.free()

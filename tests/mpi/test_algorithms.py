@@ -4,40 +4,31 @@ import time
 
 import numpy as np
 import pytest
-from made_up_hosts import HOSTS, kind_of_group
+from made_up_hosts import HOSTS
 
 import hpcdist
 from hpcdist.collectives import hierarchical, lane_exchange, rounds, shared_memory, staging
-from hpcdist.collectives.group import Group, group_of
+from hpcdist.collectives.group import group_of
 from hpcdist.collectives.ops import OPS, SUM
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.collectives.selection import ALGORITHMS
 from hpcdist.errors import CollectiveError, ConfigurationError
 from hpcdist.plan.tree import plan_row_additions
-from hpcdist.world import make_world
 
 pytestmark = pytest.mark.mpi
 ON_HOST = [name for name in ALGORITHMS if name is not Implementation.NCCL]
 COUNTS = [0, 1, -1, +1, 1000, 4099]  # -1 and +1: the number of ranks less and more one
-
-
-@pytest.fixture
-def make_group(comm):
-    groups = []
-
-    def make(hosts):
-        groups.append(kind_of_group(hosts, comm.size)(comm, make_world()))
-        return groups[-1]
-
-    yield make
-    for group in groups:
-        group.free()
+DTYPES_AND_OPS = [
+    *[("float32", op) for op in ("sum", "min", "max", "product")],
+    *[("float64", "sum"), ("int64", "max"), ("int16", "product"), ("complex64", "sum")],
+]
 
 
 @pytest.fixture
 def tiny(monkeypatch):
     """Shrink chunks and segments, so that small buffers take many."""
     monkeypatch.setattr(shared_memory, "CHUNK_BYTES", 512)
+    monkeypatch.setattr(shared_memory, "WHOLE_BYTES", 256)
     monkeypatch.setattr(hierarchical, "CHUNK_BYTES", 512)
     monkeypatch.setattr(rounds, "SEGMENT_BYTES", 64)
 
@@ -56,12 +47,9 @@ def expected(op, size, n_elements):
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("op", ["sum", "min", "max", "product"])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "int16", "complex64"])
+@pytest.mark.parametrize(("dtype", "op"), DTYPES_AND_OPS)
 @pytest.mark.parametrize("name", ON_HOST, ids=lambda name: name.value.lower())
 def test_on_this_host(comm, tiny, name, dtype, op, count):
-    if dtype == "complex64" and op in ("min", "max"):
-        op = "sum"  # complex numbers have no order
     group = group_of(comm)
     buffer = values(comm.rank, elements(comm, count)).astype(dtype)
     ALGORITHMS[name](buffer, group, OPS[op])
@@ -97,6 +85,15 @@ def test_shared_memory_sums_in_the_tree_over_ranks(comm, tiny):
     buffer = rows[comm.rank].copy()
     shared_memory.all_reduce(buffer, group_of(comm))
     assert buffer.tobytes() == tree_sum(rows).tobytes()
+
+
+def test_small_arrays_are_summed_in_the_same_tree(comm, make_group):
+    group = make_group()
+    for number in range(5):
+        rows = random_rows(comm, 501, seed=number)
+        buffer = rows[comm.rank].copy()
+        shared_memory.all_reduce(buffer, group)
+        assert buffer.tobytes() == tree_sum(rows).tobytes()
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
@@ -138,14 +135,12 @@ def test_slots_are_not_used_again_before_all_have_read_them(comm, tiny, make_gro
         take(self, chunk, views)
 
     monkeypatch.setattr(staging.Stage, "take", late)
-    group = Group(comm, make_world()) if name == "shared_memory" else make_group("2 each")
+    group = make_group(None if name == "shared_memory" else "2 each")
     for number in range(3):
         buffer = np.arange(128 * 20, dtype=np.float32) * (comm.rank + 1) + number
         ALGORITHMS[Implementation.parse(name)](buffer, group, SUM)
         factor = comm.size * (comm.size + 1) // 2
         assert np.array_equal(buffer, np.arange(128 * 20) * factor + number * comm.size)
-    if name == "shared_memory":
-        group.free()
 
 
 @pytest.mark.parametrize("hosts", ["2 each", "1 and rest"])

@@ -6,50 +6,16 @@ import types
 import cupy_stand_in
 import numpy as np
 import pytest
+from made_up_hosts import kind_of_group
 from mpi4py import MPI
 
-from hpcdist.collectives import cuda, hierarchical_cuda, nccl
-from hpcdist.collectives.ops import OPS
+from hpcdist.collectives import all_reduce, cuda, hierarchical_cuda, nccl
+from hpcdist.collectives.ops import OPS, SUM
+from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError
 from hpcdist.world import make_world
 
 pytestmark = pytest.mark.mpi
-
-
-class Group:
-    """The least that a group of ranks is: its communicators, what it keeps, how it agrees."""
-
-    def __init__(self, comm, ranks_per_host):
-        self.comm = comm.Dup()
-        self.node_comm = comm.Split(comm.rank // ranks_per_host, comm.rank)
-        self.lane_comm = comm.Split(comm.rank % ranks_per_host, comm.rank)
-        self.agree = make_world().agree
-        self.timeout_s = 600.0
-        self.kept = {}
-
-    def keep(self, key, make, free):
-        if key not in self.kept:
-            self.kept[key] = (make(), free)
-        return self.kept[key][0]
-
-    def free(self):
-        for kept, free in self.kept.values():
-            free(kept)
-        for comm in (self.lane_comm, self.node_comm, self.comm):
-            comm.Free()
-
-
-@pytest.fixture
-def make_group(comm):
-    groups = []
-
-    def make(ranks_per_host=None):
-        groups.append(Group(comm, ranks_per_host or comm.size))
-        return groups[-1]
-
-    yield make
-    for group in groups:
-        group.free()
 
 
 @pytest.fixture
@@ -109,7 +75,7 @@ def test_one_communicator_and_one_unique_id(comm, monkeypatch, make_group, id_fo
 
 def test_the_communicator_is_made_at_first_use_on_the_buffers_device_and_freed_with_the_group(comm, monkeypatch):
     cupy = install(monkeypatch, comm, devices=(f"gpu-{comm.rank}-a", f"gpu-{comm.rank}-b"))
-    group = Group(comm, comm.size)
+    group = kind_of_group(comm.size, comm.size)(comm, make_world())
     assert cupy.made == []
     cupy.local.device = 1
     array = cupy.array(np.ones(3))
@@ -118,7 +84,7 @@ def test_the_communicator_is_made_at_first_use_on_the_buffers_device_and_freed_w
     assert (cupy.made[0][3], cupy.local.device) == (1, 0)
     with pytest.raises(CollectiveError, match=f"expected a buffer on device 1.*device 0 on rank {comm.rank}"):
         nccl.all_reduce(cupy.array(np.ones(3)), group)
-    communicator = group.kept["nccl", "all"][0]
+    communicator = group.kept(("nccl", "all"))
     group.free()
     assert communicator._inner.log == ["allReduce", "destroy"]
 
@@ -136,7 +102,7 @@ def test_hierarchical(comm, cupy, make_group, monkeypatch, dtype, ranks_per_host
         assert array.host.tolist() == expected("sum", comm.size, count).astype(dtype).tolist()
     is_one_host = ranks_per_host == comm.size
     calls = ["allReduce"] if is_one_host else ["reduceScatter", "allGather"]
-    (log,) = [kept._inner.log for kept, _ in group.kept.values() if isinstance(kept, nccl.NcclCommunicator)]
+    log = group.kept(("nccl", "all" if is_one_host else "node"))._inner.log
     assert log == calls * (4 - (comm.size == 1))
 
 
@@ -154,16 +120,16 @@ def test_the_lane_gets_host_memory_and_this_ranks_part_only(comm, cupy, make_gro
         group.lane_comm.Allreduce(MPI.IN_PLACE, host)
 
     array = cupy.array(values(comm.rank, 101).astype(np.float32))
-    hierarchical_cuda.all_reduce(array, group, lane)
+    hierarchical_cuda.all_reduce(array, group, SUM, lane)
     assert array.host.tolist() == expected("sum", comm.size, 101).tolist()
     assert seen == ([(np.ndarray, 104)] if comm.size > 1 else [])  # parts of 16 bytes
 
 
 def test_one_group_has_a_communicator_for_all_and_one_for_the_host(comm, cupy, make_group):
     group = make_group(1)
-    for all_reduce in (nccl.all_reduce, hierarchical_cuda.all_reduce) * 2:
+    for algorithm in (nccl.all_reduce, hierarchical_cuda.all_reduce) * 2:
         array = cupy.array(values(comm.rank, 10).astype(np.float32))
-        all_reduce(array, group)
+        algorithm(array, group)
         assert array.host.tolist() == expected("sum", comm.size, 10).tolist()
     assert [made[0] for made in cupy.made] == ([comm.size, 1] if comm.size > 1 else [1])
 
@@ -171,7 +137,7 @@ def test_one_group_has_a_communicator_for_all_and_one_for_the_host(comm, cupy, m
 def test_a_peer_that_fails_in_the_host_is_reported_before_the_lanes_turn(comm, cupy, monkeypatch, make_group):
     group = make_group(1)
     hierarchical_cuda.all_reduce(cupy.array(np.ones(4)), group)
-    (inner,) = [kept._inner for kept, _ in group.kept.values() if isinstance(kept, nccl.NcclCommunicator)]
+    inner = group.kept(("nccl", "all" if comm.size == 1 else "node"))._inner
 
     def failed():
         raise cupy_stand_in.NcclError("NCCL_ERROR_REMOTE: peer left")
@@ -183,13 +149,42 @@ def test_a_peer_that_fails_in_the_host_is_reported_before_the_lanes_turn(comm, c
         hierarchical_cuda.all_reduce(cupy.array(np.ones(4)), group)
 
 
-def test_uneven_hosts_are_refused_on_all_ranks(comm, cupy):
+def test_uneven_hosts_are_refused_on_all_ranks(comm, cupy, make_group):
     if comm.size < 3:
         pytest.skip("two hosts with different numbers of ranks take 3 ranks")
-    group = Group(comm, comm.size - 1)
+    group = make_group(comm.size - 1)
     with pytest.raises(CollectiveError, match=f"same number of ranks on every host, got 1 to {comm.size - 1}"):
         hierarchical_cuda.all_reduce(cupy.array(np.ones(3)), group)
-    group.free()
+
+
+@pytest.mark.parametrize(
+    ("implementation", "ranks_per_host", "calls"),
+    [
+        (None, None, {"allReduce"}),
+        ("HIERARCHICAL", 1, {"reduceScatter", "allGather"}),
+        ("MPI", None, set()),
+    ],
+)
+def test_who_sums_device_buffers(comm, monkeypatch, make_group, implementation, ranks_per_host, calls):
+    """AUTO is NCCL where all have it; other algorithms get a copy on the host."""
+    cupy, group = install(monkeypatch, comm), make_group(ranks_per_host)
+    array = cupy.array(values(comm.rank, 10).astype(np.float32))
+    all_reduce.reduce_buffer(array, SUM, Implementation.parse(implementation), group)
+    assert array.get().tolist() == expected("sum", comm.size, 10).tolist()
+    if comm.size > 1:
+        logs = [group.kept(("nccl", which)) for which in ("all", "node")]
+        assert {call for kept in logs if kept for call in kept._inner.log} == calls
+
+
+def test_without_a_gpu_each_auto_goes_through_the_host(comm, monkeypatch, make_group):
+    if comm.size == 1:
+        pytest.skip("one rank shares with nobody")
+    cupy, group = install(monkeypatch, comm, devices=(f"gpu-{max(0, comm.rank - 1)}",)), make_group()
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    array = cupy.array(values(comm.rank, 10).astype(np.float32))
+    all_reduce.reduce_buffer(array, SUM, Implementation.AUTO, group)
+    assert array.get().tolist() == expected("sum", comm.size, 10).tolist()
+    assert cupy.made == []
 
 
 def test_two_ranks_on_one_gpu(comm, monkeypatch, make_group):

@@ -7,11 +7,12 @@ HOSTS = {"1 each": [1] * 9, "2 each": [2] * 9, "3 and rest": [3, 9], "1 and rest
 
 
 def kind_of_group(hosts, size):
-    """Return a class of groups of `size` ranks on made-up hosts."""
+    """Return a class of groups of `size` ranks on made-up hosts: a name of HOSTS, or how many ranks each one has."""
+    sizes = HOSTS[hosts] if isinstance(hosts, str) else [hosts] * size
 
     class MadeUpHosts(Group):
         def _split_node(self):
-            return self.comm.Split(host_numbers(HOSTS[hosts], size)[self.rank], self.rank)
+            return self.comm.Split(host_numbers(sizes, size)[self.rank], self.rank)
 
     return MadeUpHosts
 
