@@ -1,15 +1,20 @@
-"""MultiWorkerMirroredStrategy: one replica per worker rank, gradients summed over all of them."""
+"""MultiWorkerMirroredStrategy: replicas on all worker ranks, gradients summed over all of them."""
 
 import functools
 import itertools
+import operator
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpcdist.cluster.environment import read_environment
 from hpcdist.cluster.resolver import ClusterResolver
 from hpcdist.collectives import mpi, selection
+from hpcdist.collectives.all_gather import all_gather
 from hpcdist.collectives.cross_device_ops import CrossDeviceOps
 from hpcdist.collectives.group import group_of
 from hpcdist.collectives.options import CommunicationOptions
@@ -18,9 +23,12 @@ from hpcdist.data.distributed import DistributedDataset, check_distributable
 from hpcdist.errors import ConfigurationError, DataError, agreed
 from hpcdist.gradients.engine import GradientEngine
 from hpcdist.gradients.reducer import Reducer
+from hpcdist.gradients.turns import Turns
+from hpcdist.plan.replicas import ReplicaPlan
 from hpcdist.strategy import context
 from hpcdist.strategy.base import Strategy, get_strategy
 from hpcdist.strategy.reduce_op import ReduceOp
+from hpcdist.strategy.values import regroup
 from hpcdist.world import World, make_world
 
 
@@ -37,6 +45,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     Args:
         cluster_resolver: says which tasks there are; default: TF_CONFIG, else HPCDIST_ROLES, else every rank a worker.
         communication_options: algorithm, bucket size, order and wire of the all-reduce; default: all chosen.
+        num_replicas: replicas of the job, however many ranks it has; at least as many. Weights, losses and metrics then
+            have the same bits on any number of ranks, and steps go through `run`. Default: one per rank.
         gradient_op: SUM (losses are divided by the global batch) or MEAN (losses are means over the local batch;
             replicas weigh by their rows). Default: SUM once `compute_average_loss` was called, else the first backward
             of more than one replica raises.
@@ -50,6 +60,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self,
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
+        num_replicas: int | None = None,
         gradient_op: ReduceOp | str | None = None,
         *,
         cross_device_ops: CrossDeviceOps | None = None,
@@ -74,11 +85,26 @@ class MultiWorkerMirroredStrategy(Strategy):
                 )
             )
         self._group = group_of(self._comm, options.timeout_seconds)
-        reducer = Reducer(self._group, options, cross_device_ops)
-        self._engine = GradientEngine(self.world, reducer, is_mean, self._is_entered)
+        self._is_counted = num_replicas is not None
+        if self._is_counted and options.is_ordered is None and options.may_be_ordered:
+            options = replace(options, is_ordered=True)
+        self._reducer = Reducer(self._group, options, cross_device_ops, self._plan_replicas(num_replicas))
+        self._engine = GradientEngine(self.world, self._reducer, is_mean, self._is_entered, self._is_counted)
         self._dataset_numbers = itertools.count()
         self._set_threads()
         context.register(self)
+
+    def _plan_replicas(self, num_replicas: int | None) -> ReplicaPlan:
+        n_ranks = self._comm.size
+        n_replicas = n_ranks if num_replicas is None else operator.index(num_replicas)
+        if n_replicas < n_ranks:
+            raise agreed(
+                ConfigurationError(
+                    f"{type(self).__name__}: expected num_replicas of at least the {n_ranks} ranks, got {n_replicas}; "
+                    f"start fewer ranks, or more replicas."
+                )
+            )
+        return ReplicaPlan(n_replicas, n_ranks)
 
     def _is_entered(self) -> bool:
         return get_strategy() is self
@@ -90,8 +116,19 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """One per chief or worker rank."""
-        return self._comm.size
+        """Replicas of the job: as given, or one per chief or worker rank."""
+        return self._reducer.replicas.n_replicas
+
+    @property
+    def _own_replicas(self) -> range:
+        return self._reducer.own_replicas
+
+    @property
+    def _turns(self) -> Turns:
+        return self._engine.turns
+
+    def _regroup(self, results: Sequence[Any]) -> Any:
+        return regroup(results, is_single_kept=True) if self._is_counted else super()._regroup(results)
 
     @property
     def is_chief(self) -> bool:
@@ -109,9 +146,16 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _prepare(self, args: Any) -> None:
         self._engine.prepare(args)
 
-    def _sum_over_replicas(self, array: Any) -> None:
-        with self._group.recorded("reduce", array):
-            mpi.all_reduce(array, self._group)
+    def _sum_over_replicas(self, rows: list[Any]) -> Any:
+        with self._group.recorded("reduce", rows[0]):
+            if self._is_counted:
+                return self._reducer.sum_rows(rows)
+            mpi.all_reduce(rows[0], self._group)
+            return rows[0]
+
+    def _gather_over_ranks(self, rows: Any) -> tuple[Any, int]:
+        counts = all_gather(np.array([len(rows)]), self._comm)
+        return all_gather(rows, self._comm), int(counts[: self._comm.rank].sum())
 
     def experimental_distribute_dataset(self, dataset: Dataset) -> DistributedDataset:
         """Return this replica's parts of a dataset; see `Strategy.experimental_distribute_dataset`."""
@@ -129,7 +173,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                     f"every rank the same rows, batch and seed."
                 )
         source = next(self._dataset_numbers)
-        hand = functools.partial(self._engine.backward.rows.hand, source)
+        hand = functools.partial(self._engine.backward.handed[0].hand, source)
         return DistributedDataset(dataset, self._comm.rank, self._comm.size, hand)
 
     def no_sync(self) -> AbstractContextManager[None]:
