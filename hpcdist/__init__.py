@@ -29,14 +29,18 @@ if TYPE_CHECKING:
     from hpcdist.data.dataset import Dataset as Dataset
     from hpcdist.resilience.checkpoint import Checkpoint as Checkpoint
     from hpcdist.resilience.checkpoint import CheckpointManager as CheckpointManager
+    from hpcdist.strategy.base import Strategy as Strategy
     from hpcdist.strategy.base import ValueContext as ValueContext
+    from hpcdist.strategy.base import experimental_set_strategy as experimental_set_strategy
     from hpcdist.strategy.base import get_replica_context as get_replica_context
     from hpcdist.strategy.base import get_strategy as get_strategy
     from hpcdist.strategy.base import has_strategy as has_strategy
     from hpcdist.strategy.base import in_cross_replica_context as in_cross_replica_context
+    from hpcdist.strategy.extended import StrategyExtended as StrategyExtended
     from hpcdist.strategy.losses import compute_average_loss as compute_average_loss
     from hpcdist.strategy.mirrored import MirroredStrategy as MirroredStrategy
     from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+    from hpcdist.strategy.one_device import OneDeviceStrategy as OneDeviceStrategy
     from hpcdist.strategy.reduce_op import ReduceOp as ReduceOp
     from hpcdist.strategy.replica_context import ReplicaContext as ReplicaContext
     from hpcdist.strategy.values import DistributedValues as DistributedValues
@@ -61,12 +65,15 @@ _MODULES = {
     "MirroredStrategy": "strategy.mirrored",
     "MultiWorkerMirroredStrategy": "strategy.multi_worker",
     "NcclAllReduce": "collectives.cross_device_ops",
+    "OneDeviceStrategy": "strategy.one_device",
     "PerReplica": "strategy.values",
     "ReduceOp": "strategy.reduce_op",
     "ReductionToOneDevice": "collectives.cross_device_ops",
     "ReplicaContext": "strategy.replica_context",
     "SlurmClusterResolver": "cluster.slurm",
     "TFConfigClusterResolver": "cluster.tf_config",
+    "Strategy": "strategy.base",
+    "StrategyExtended": "strategy.extended",
     "Task": "cluster.spec",
     "ValueContext": "strategy.base",
     "all_gather": "collectives.all_gather",
@@ -74,6 +81,7 @@ _MODULES = {
     "all_reduce_async": "collectives.all_reduce",
     "broadcast": "collectives.broadcast",
     "compute_average_loss": "strategy.losses",
+    "experimental_set_strategy": "strategy.base",
     "gather_objects": "collectives.all_gather",
     "get_replica_context": "strategy.base",
     "get_strategy": "strategy.base",

@@ -106,6 +106,10 @@ class GradientEngine:
         self._keepers[module] = self
         self._expect_use()
 
+    def has_made(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a parameter or buffer of a module built in the scope."""
+        return self._modules.holds(tensor)
+
     def _look_again(self) -> None:
         """Plan anew at the next use when a parameter that is trained now was not when the plan was made."""
         if any(p.requires_grad and p not in self._trained for p in self._modules.parameters()):

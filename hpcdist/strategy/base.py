@@ -6,11 +6,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset
 from hpcdist.errors import UsageError
 from hpcdist.gradients.turns import Turns
 from hpcdist.strategy import context
+from hpcdist.strategy.extended import StrategyExtended
 from hpcdist.strategy.local_reduce import Axis, check_axis, copy_of, gather_rows, reduce_rows
 from hpcdist.strategy.reduce_op import ReduceOp
 from hpcdist.strategy.replica_context import ReplicaContext
@@ -41,19 +45,50 @@ class Strategy:
         """Whether this process prints, logs and saves for the job."""
         return True
 
+    @property
+    def extended(self) -> StrategyExtended:
+        """What code that does the strategy's work itself needs, such as an optimizer of its own."""
+        return StrategyExtended(self)
+
     @contextmanager
     def scope(self) -> Iterator["Strategy"]:
         """Make this the current strategy; modules built in the block are kept equal on all replicas.
 
-        Not collective: models are made equal at their first use.
+        Not collective: models are made equal at their first use. A scope may be entered again inside itself.
+
+        Raises:
+            RuntimeError: inside `run`, or inside another strategy.
         """
+        self._require_cross_replica("scope", "enter it before run")
         with context.entered(self), self._watching():
             yield self
 
     def _watching(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    @property
+    def _device(self) -> torch.device:
+        """Where this process computes."""
+        return torch.get_default_device()
+
+    @property
+    def _parameter_device(self) -> torch.device:
+        """Where the variables are."""
+        return self._device
+
+    def _has_made(self, variable: Tensor) -> bool:
+        return not any(strategy._has_made(variable) for strategy in context.alive())
+
+    def _broadcast(self, value: Tensor) -> Tensor:
+        """Return the chief's value."""
+        return value
+
+    def _update_copies(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        return [call() for call in calls]
+
+    def run(
+        self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None, options: Any = None
+    ) -> Any:
         """Call fn(*args, **kwargs) for each replica of this process, and return what they return.
 
         Several replicas run one after another, and meet at the end of a backward, at an optimizer's step (made once, by
@@ -66,6 +101,7 @@ class Strategy:
             fn: the same calls in the same order on every replica.
             args: tuple or list; a DistributedValues in it becomes the replica's own value.
             kwargs: the same, by name.
+            options: taken for tf.distribute's sake.
 
         Returns:
             What `fn` returns, with PerReplica values for leaves; plain values where one replica per rank is the default
@@ -195,8 +231,9 @@ class Strategy:
 
     def _require_cross_replica(self, call: str, advice: str) -> None:
         entry = context.current()
-        if entry is not None and entry.replica is not None:
-            raise RuntimeError(f"{call}: expected a call outside strategy.run, got one inside; {advice}.")
+        if entry is not None and (entry.replica is not None or entry.updated is not None):
+            found = "update context, inside extended.update" if entry.replica is None else "replica context, inside it"
+            raise RuntimeError(f"{call}: expected cross-replica context, outside strategy.run, got {found}; {advice}.")
 
     def _sum_over_replicas(self, rows: list[Any]) -> Any:
         """Return the sum of flat host arrays, one of each local replica, over all replicas. May overwrite them."""
@@ -241,10 +278,37 @@ _alone = Turns(range(1), [])
 _default = Strategy()
 
 
+class _OnlyReplica(ReplicaContext):
+    """The replica that code outside all strategies is in: its calls enter the pass-through strategy first."""
+
+    def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return self._inside(lambda replica: replica.merge_call(merge_fn, args, kwargs))
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
+        return self._inside(lambda replica: replica.all_reduce(reduce_op, value, options))
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        return self._inside(lambda replica: replica.all_gather(value, axis, options))
+
+    def _inside(self, call: Callable[[ReplicaContext], Any]) -> Any:
+        if context.current() is not None:
+            self._require("ReplicaContext")
+        return self.strategy.run(lambda: call(_current_replica()))
+
+
+_only_replica = _OnlyReplica(_default, 0, 0)
+
+
+def _current_replica() -> ReplicaContext:
+    replica = get_replica_context()
+    assert replica is not None, "asked inside run"
+    return replica
+
+
 def get_replica_context() -> ReplicaContext | None:
     """Return the replica that the caller is in; outside all strategies the only one; None in a scope or merge_call."""
     entry = context.current()
-    return ReplicaContext(_default, 0, 0) if entry is None else entry.replica
+    return _only_replica if entry is None else entry.replica
 
 
 def in_cross_replica_context() -> bool:
@@ -262,6 +326,23 @@ def get_strategy() -> Strategy:
     """Return the strategy whose scope or run the caller is in; outside all, the pass-through strategy."""
     entry = context.current()
     return entry.strategy if entry else _default
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Enter a strategy's scope for all code that follows, in every thread; None leaves it again.
+
+    Raises:
+        RuntimeError: inside a strategy's scope or run.
+    """
+    if context.is_inside():
+        raise RuntimeError(
+            f"experimental_set_strategy: expected a call outside every strategy's scope and run, must not be called "
+            f"inside one, got the scope of {type(get_strategy()).__name__}; leave it first."
+        )
+    is_entered = strategy is not None and strategy is not _default
+    context.enter_everywhere(
+        strategy if is_entered else None, strategy._watching() if strategy and is_entered else nullcontext()
+    )
 
 
 def strategies_of_losses() -> list[Strategy]:
