@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from hpcdist.resilience.checkpoint import CheckpointManager as CheckpointManager
     from hpcdist.strategy.base import Strategy as Strategy
     from hpcdist.strategy.base import ValueContext as ValueContext
-    from hpcdist.strategy.base import experimental_set_strategy as experimental_set_strategy
     from hpcdist.strategy.base import get_replica_context as get_replica_context
     from hpcdist.strategy.base import get_strategy as get_strategy
     from hpcdist.strategy.base import has_strategy as has_strategy
     from hpcdist.strategy.base import in_cross_replica_context as in_cross_replica_context
+    from hpcdist.strategy.central_storage import CentralStorageStrategy as CentralStorageStrategy
     from hpcdist.strategy.extended import StrategyExtended as StrategyExtended
     from hpcdist.strategy.losses import compute_average_loss as compute_average_loss
     from hpcdist.strategy.mirrored import MirroredStrategy as MirroredStrategy
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from hpcdist.strategy.one_device import OneDeviceStrategy as OneDeviceStrategy
     from hpcdist.strategy.reduce_op import ReduceOp as ReduceOp
     from hpcdist.strategy.replica_context import ReplicaContext as ReplicaContext
+    from hpcdist.strategy.set_strategy import experimental_set_strategy as experimental_set_strategy
     from hpcdist.strategy.values import DistributedValues as DistributedValues
     from hpcdist.strategy.values import Mirrored as Mirrored
     from hpcdist.strategy.values import PerReplica as PerReplica
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "CentralStorageStrategy": "strategy.central_storage",
     "Checkpoint": "resilience.checkpoint",
     "CheckpointManager": "resilience.checkpoint",
     "ClusterSpec": "cluster.spec",
@@ -81,7 +83,7 @@ _MODULES = {
     "all_reduce_async": "collectives.all_reduce",
     "broadcast": "collectives.broadcast",
     "compute_average_loss": "strategy.losses",
-    "experimental_set_strategy": "strategy.base",
+    "experimental_set_strategy": "strategy.set_strategy",
     "gather_objects": "collectives.all_gather",
     "get_replica_context": "strategy.base",
     "get_strategy": "strategy.base",

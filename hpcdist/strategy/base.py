@@ -17,7 +17,7 @@ from hpcdist.strategy import context
 from hpcdist.strategy.extended import StrategyExtended
 from hpcdist.strategy.local_reduce import Axis, check_axis, copy_of, gather_rows, reduce_rows
 from hpcdist.strategy.reduce_op import ReduceOp
-from hpcdist.strategy.replica_context import ReplicaContext
+from hpcdist.strategy.replica_context import OnlyReplica, ReplicaContext
 from hpcdist.strategy.values import PerReplica, local_values, regroup, select
 
 
@@ -83,7 +83,7 @@ class Strategy:
         """Return the chief's value."""
         return value
 
-    def _update_copies(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    def _update_copies(self, var: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         return [call() for call in calls]
 
     def run(
@@ -276,33 +276,7 @@ class Strategy:
 
 _alone = Turns(range(1), [])
 _default = Strategy()
-
-
-class _OnlyReplica(ReplicaContext):
-    """The replica that code outside all strategies is in: its calls enter the pass-through strategy first."""
-
-    def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        return self._inside(lambda replica: replica.merge_call(merge_fn, args, kwargs))
-
-    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
-        return self._inside(lambda replica: replica.all_reduce(reduce_op, value, options))
-
-    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        return self._inside(lambda replica: replica.all_gather(value, axis, options))
-
-    def _inside(self, call: Callable[[ReplicaContext], Any]) -> Any:
-        if context.current() is not None:
-            self._require("ReplicaContext")
-        return self.strategy.run(lambda: call(_current_replica()))
-
-
-_only_replica = _OnlyReplica(_default, 0, 0)
-
-
-def _current_replica() -> ReplicaContext:
-    replica = get_replica_context()
-    assert replica is not None, "asked inside run"
-    return replica
+_only_replica = OnlyReplica(_default, 0, 0)
 
 
 def get_replica_context() -> ReplicaContext | None:
@@ -326,23 +300,6 @@ def get_strategy() -> Strategy:
     """Return the strategy whose scope or run the caller is in; outside all, the pass-through strategy."""
     entry = context.current()
     return entry.strategy if entry else _default
-
-
-def experimental_set_strategy(strategy: Strategy | None) -> None:
-    """Enter a strategy's scope for all code that follows, in every thread; None leaves it again.
-
-    Raises:
-        RuntimeError: inside a strategy's scope or run.
-    """
-    if context.is_inside():
-        raise RuntimeError(
-            f"experimental_set_strategy: expected a call outside every strategy's scope and run, must not be called "
-            f"inside one, got the scope of {type(get_strategy()).__name__}; leave it first."
-        )
-    is_entered = strategy is not None and strategy is not _default
-    context.enter_everywhere(
-        strategy if is_entered else None, strategy._watching() if strategy and is_entered else nullcontext()
-    )
 
 
 def strategies_of_losses() -> list[Strategy]:

@@ -73,7 +73,7 @@ class StrategyExtended:
             functools.partial(self._update_copy, place, copy, fn, args, kwargs or {})
             for place, copy in enumerate(local_values(var))
         ]
-        results = self._strategy._update_copies(calls)
+        results = self._strategy._update_copies(var, calls)
         return regroup(results) if group else tuple(results)
 
     def _update_copy(self, place: int, copy: Any, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
