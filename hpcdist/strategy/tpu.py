@@ -41,7 +41,9 @@ def load_xla(caller: str) -> Any:
 class TPUStrategy(MultiWorkerMirroredStrategy):
     """Synchronous training on XLA devices: one for each rank. Modules and tensors of the scope and of `run` are there.
 
-    Gradients pass through host memory and MPI. Each optimizer's step ends XLA's graph.
+    Gradients pass through host memory and MPI. Each optimizer's step ends XLA's graph, and XLA's random numbers are
+    keyed by step as torch's are. Make the strategy before the first backward of the process, which is when torch looks
+    which devices there are. Tried with PJRT_DEVICE=CPU, not on a TPU.
 
     Collective: all ranks.
 
@@ -65,6 +67,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         with world.agreed(world.role_comm):
             self._xla = load_xla("TPUStrategy")
         super().__init__(tpu_cluster_resolver, num_replicas=num_replicas, gradient_op=gradient_op)
+        self._seed: int | None = None
         for handle in torch_hooks.around_any_step(self._before_step, self._after_step):
             weakref.finalize(self, handle.remove)
 
@@ -79,6 +82,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
             yield
 
     def _call(self, replica: ReplicaContext, fn: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self._key_random_numbers()
         with self._device:
             return super()._call(replica, fn, args, kwargs)
 
@@ -87,6 +91,14 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._xla.sync()
+        self._key_random_numbers()
+
+    def _key_random_numbers(self) -> None:
+        """Give XLA the seed that torch's generator was set to, once for each time that it was set."""
+        seed = torch.default_generator.initial_seed()
+        if seed != self._seed:
+            self._seed = seed
+            self._xla.manual_seed(seed)
 
 
 def experimental_connect_to_cluster(cluster_spec_or_resolver: Any, *args: Any, **kwargs: Any) -> None:
