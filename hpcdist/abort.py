@@ -6,8 +6,10 @@ uncaught exception or a non-zero exit on one rank ends every rank, and that the 
 
 import atexit
 import builtins
+import contextlib
 import dis
 import faulthandler
+import io
 import os
 import signal
 import sys
@@ -16,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from hpcdist.errors import ExitCode, HpcdistError, report_agreed
 from hpcdist.mpi import MPI
@@ -80,6 +82,10 @@ class AbortHooks:
         self._exit = leaving
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        with contextlib.redirect_stderr(_lasting_stderr()):
+            self._end_for(kind, error, trace)
+
+    def _end_for(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         is_agreed = isinstance(error, HpcdistError) and error.is_agreed
         if not is_agreed and (self._comm.size == 1 or self._is_forked):
             self._previous_hook(kind, error, trace)
@@ -184,6 +190,15 @@ class _RecordedExit(SystemExit):
         if sys._getframe().f_back is None:
             self._hooks.record_exit(self)
         return self._given
+
+
+def _lasting_stderr() -> TextIO | None:
+    """Return the standard error whose content outlasts this process: a buffer in memory is passed by.
+
+    torch.distributed's exception hook calls the one before it with such a buffer, and would print it afterwards: too
+    late, as our hook does not return.
+    """
+    return sys.__stderr__ if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ else sys.stderr
 
 
 def _code_of(error: BaseException | None) -> int:
