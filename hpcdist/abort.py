@@ -46,6 +46,9 @@ class AbortHooks:
         describe: returns who this rank is, such as "rank 3 (worker 3)".
         is_speaker: whether this process prints an error that all ranks share.
         on_leave: called when all ranks have reached their exit; may communicate.
+
+    Attributes:
+        is_leaving: whether this rank has left its program, and waits for others to leave theirs.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class AbortHooks:
         self._pid = os.getpid()
         self._previous_hook = sys.excepthook
         self._exit: _RecordedExit | None = None
+        self.is_leaving = False
 
     def install(self) -> None:
         """Install the hooks. Not collective."""
@@ -114,6 +118,7 @@ class AbortHooks:
             os._exit(self._leaving_code())
         if MPI.Is_finalized() or self._comm.size == 1:
             return
+        self.is_leaving = True
         code = self._leaving_code()
         request = self._comm.Ibarrier()
         started, is_told = time.monotonic(), False
