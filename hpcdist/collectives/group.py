@@ -82,7 +82,7 @@ class Group:
         self.library_bytes = 0
         self._watch(watchdog)
         self.is_checked = "collectives" in world.debug
-        self._fingerprints = Fingerprints(self.comm, world) if self.is_checked else None
+        self._fingerprints = Fingerprints(self.comm, world, self.timeout_s) if self.is_checked else None
 
     def _split_node(self) -> MPI.Comm:
         """Return the ranks of this host. Tests make hosts up here."""
@@ -208,7 +208,8 @@ class Group:
     def _late(self, what: str) -> str:
         return (
             f"all_reduce: expected every rank within {self.timeout_s:g} s, got no answer from {what} on "
-            f"{self.world}; look for a rank that took another path or stopped (HPCDIST_TIMEOUT_S sets the limit)."
+            f"{self.world}; look for a rank that took another path or stopped (HPCDIST_TIMEOUT_S or timeout_seconds "
+            f"sets the limit)."
         )
 
     def lane_plan(self, is_ordered: bool) -> LanePlan:
