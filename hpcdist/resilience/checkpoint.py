@@ -24,7 +24,7 @@ from hpcdist.world import World, make_world
 logger = logging.getLogger("hpcdist")
 
 #: Facts that the bits of further training depend on; a restore under others warns.
-_BITS_DEPEND_ON = ("ranks", "hosts", "threads", "instruction_set", "torch", "mpi")
+_BITS_DEPEND_ON = ("ranks", "hosts", "threads", "instruction_set", "torch", "mpi", "all_reduce", "wire")
 
 
 class Checkpoint:
@@ -59,6 +59,11 @@ class Checkpoint:
         """The ranks that save and restore together: those of the strategy among the objects, else the process's own."""
         worlds = [item.world for item in self._objects.values() if isinstance(getattr(item, "world", None), World)]
         return worlds[0] if worlds else make_world()
+
+    def describe_sums(self) -> dict[str, Any]:
+        """Return how the strategy among the objects sums gradients; nothing without one."""
+        describes = [getattr(item, "describe_sums", None) for item in self._objects.values()]
+        return next((describe() for describe in describes if describe is not None), {})
 
     def collect(self) -> tuple[Any, list[NamedArray]]:
         """Return the state of all objects as JSON and named arrays. Not collective; nothing is copied yet."""
@@ -190,6 +195,7 @@ class CheckpointManager:
         return {
             **{package: version(package) for package in ("hpcdist", "numpy", "h5py", "mpi4py")},
             **describe_numerics(),
+            **self.checkpoint.describe_sums(),
             "python": platform.python_version(),
             "mpi": library_name(),
             "ranks": self._comm.size,
@@ -258,6 +264,7 @@ def _load(name: str, item: Any, loaded: Any, source: str) -> None:
 
 
 def _warn_of_changes(written: dict[str, Any], now: dict[str, Any]) -> None:
-    changes = [f"{key} {written.get(key)} -> {now[key]}" for key in _BITS_DEPEND_ON if written.get(key) != now[key]]
+    known = [key for key in _BITS_DEPEND_ON if key in written and key in now]  # an older file may not tell
+    changes = [f"{key} {written[key]} -> {now[key]}" for key in known if written[key] != now[key]]
     if changes:
         logger.warning("restore: bits may differ from an unbroken run, as these changed: %s", ", ".join(changes))

@@ -74,7 +74,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                 )
             )
         self._group = group_of(self._comm, options.timeout_seconds)
-        reducer = Reducer(self._group, options, cross_device_ops)
+        self._reducer = reducer = Reducer(self._group, options, cross_device_ops)
         self._engine = GradientEngine(self.world, reducer, is_mean, self._is_entered)
         self._dataset_numbers = itertools.count()
         self._set_threads()
@@ -154,6 +154,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         """Return seed and step of the random numbers, and which algorithms AUTO chose. Equal on all ranks."""
         generators, table = self._engine.generators, selection.table_of(group_of(self._comm))
         return {"seed": generators.seed, "step": generators.step, "algorithms": table}
+
+    def describe_sums(self) -> dict[str, str | None]:
+        """Return what the bits of summed gradients depend on."""
+        return self._reducer.describe()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the random numbers of a checkpoint."""
