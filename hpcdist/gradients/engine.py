@@ -18,7 +18,6 @@ import xxhash
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from hpcdist.collectives import mpi
 from hpcdist.errors import GradientError
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.backward import BackwardSum
@@ -41,7 +40,7 @@ class GradientEngine:
 
     Args:
         world: who is where; `world.role_comm` holds one replica per rank, the chief's first.
-        reducer: sums buckets over the replicas.
+        reducer: sums buckets over the replicas, and broadcasts the chief's values.
         is_mean: whether gradients are averaged by rows instead of summed; None until someone says.
         is_entered: returns whether the caller is inside the strategy's scope or run.
 
@@ -54,6 +53,7 @@ class GradientEngine:
         self._world = world
         self._comm = world.role_comm
         self._is_entered = is_entered
+        self._reducer = reducer
         self.backward = BackwardSum(reducer, self._comm.size, is_mean)
         self.generators = StepGenerators(self._comm.rank)
         self._modules = ModuleSet()
@@ -143,7 +143,7 @@ class GradientEngine:
             return
         for tensor in [tensor for tensor in plan.tensors() if tensor not in self._broadcast_already]:
             array, dtype = to_array(tensor)
-            mpi.broadcast(array, self._comm)
+            self._reducer.broadcast(array)
             if self._comm.rank != 0:  # unseen by autograd, as the chief's is: a graph may hold the tensor already
                 tensor.data.copy_(from_array(array, dtype))
             self._broadcast_already.add(tensor)

@@ -86,9 +86,15 @@ class Reducer:
     def reduce(self, array: Array) -> None:
         """Sum a flat host array over all ranks. Collective: the group. Blocking."""
         if self.is_on_device:
-            mpi.all_reduce(array, self._group)
+            with self._group.recorded("buffers", array):
+                mpi.all_reduce(array, self._group)
         elif (handle := self.start(array, 0, is_exact=True)) is not None:
             handle.wait()
+
+    def broadcast(self, array: Array) -> None:
+        """Replace a host array, of any dtype, by the first replica's. Collective: the group. Blocking."""
+        with self._group.recorded("broadcast", array):
+            mpi.broadcast(array, self._group.comm)
 
     def _reduce(self, array: Any, bucket: int, wire: Wire, group: Group) -> None:
         with group.recorded("gradients", array):

@@ -15,6 +15,7 @@ from hpcdist.checkpoint.folder import CheckpointFolder
 from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.checkpoint.tree import NamedArray, decode, encode
 from hpcdist.collectives import mpi
+from hpcdist.collectives.group import group_of
 from hpcdist.errors import CheckpointError, DataError, UsageError
 from hpcdist.gradients.numerics import describe_numerics
 from hpcdist.gradients.tensors import from_array, to_array
@@ -184,10 +185,11 @@ class CheckpointManager:
         rows = [[a.name, a.dtype, a.values.dtype.str, a.values.shape] for a in found[2]] if found else []
         text = json.dumps([found[1], rows]) if found else ""
         state, rows = json.loads(self._world.broadcast_text(text, 0, self._comm))
-        arrays = []
+        group, arrays = group_of(self._comm), []
         for number, (name, dtype, stored, shape) in enumerate(rows):
             values = np.ascontiguousarray(found[2][number].values) if found else np.empty(shape, np.dtype(stored))
-            mpi.broadcast(values, self._comm)
+            with group.recorded("broadcast", values):
+                mpi.broadcast(values, group.comm)
             arrays.append(NamedArray(name, dtype, values.reshape(shape)))
         return state, arrays
 

@@ -187,6 +187,29 @@ hpcdist.all_reduce(np.ones(7))
 """
 
 
+BROADCAST = """
+import time
+import torch
+import hpcdist
+from hpcdist.collectives import mpi
+strategy = hpcdist.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = torch.nn.Linear(3, 2)
+if strategy.is_chief:
+    mpi.broadcast = lambda *arguments: time.sleep(1000)
+model(torch.ones(1, 3))
+"""
+
+
+def test_a_chief_that_hangs_while_a_model_is_made_equal_is_seen(start, nothing_left, root, tmp_path):
+    job = begin(start, root, tmp_path, BROADCAST)
+    outcome = job.wait(40)
+    assert outcome.code != 0
+    for rank in range(3):
+        report_of(outcome.output, rank, rf"collective 1, broadcast float32 x 6, has taken [\d.]+ s[,;] {ENDS}")
+    nothing_left(job)
+
+
 def test_the_collectives_of_all_threads_are_reported(start, root, tmp_path):
     outcome = begin(start, root, tmp_path, THREADS).wait(40)
     assert outcome.code != 0

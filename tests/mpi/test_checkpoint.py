@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import hpcdist
+from hpcdist.collectives.group import group_of
 from hpcdist.errors import CheckpointError
 from hpcdist.mpi import MPI
 
@@ -112,6 +113,17 @@ def test_half_precision_comes_back(comm, shared_path):
     assert model.weight.dtype is torch.bfloat16
     assert len(set(comm.allgather(model.weight.float().detach().numpy().tobytes()))) == 1
     assert comm.rank > 0 or torch.equal(model.weight, saved)
+
+
+def test_the_arrays_of_a_restore_are_in_the_journal(comm, shared_path):
+    """So that a rank which hangs in one of them is seen."""
+    values = np.arange(1234.0)
+    manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(values=values), shared_path)
+    manager.save(1)
+    manager.restore_or_initialize()
+    last = group_of(manager.checkpoint.world.role_comm).journal.entries[-1]
+    assert str(last) == "broadcast float64 x 1234"
+    assert last.ended_s is not None
 
 
 def raised_everywhere(comm, act):
