@@ -253,6 +253,12 @@ class GradientEngine:
                 f"place (grad.mul_, grad.copy_) so that every rank changes the same sum."
             )
 
+    def stop_replicas(self) -> None:
+        """Forget what several local replicas had begun that an error has stopped."""
+        self._stepped.clear()
+        if isinstance(self.backward, ReplicaBackwardSum):
+            self.backward.stop()
+
     def _after_step(self, optimizer: Optimizer) -> None:
         replica = self.turns.replica
         if replica in self._stepped:

@@ -152,5 +152,5 @@ class ReplicaBackwardSum(BackwardSum):
     def stop(self) -> None:
         """Forget what replicas did that an error has stopped."""
         self._passes = {replica: _Pass() for replica in self._turns.replicas}
-        self._contributions = []
+        self._contributions, self._earlier = [], {}
         self._drop()

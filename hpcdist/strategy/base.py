@@ -86,7 +86,11 @@ class Strategy:
             functools.partial(self._call, ReplicaContext(self, replica, place), fn, args, kwargs or {})
             for place, replica in enumerate(self._own_replicas)
         ]
-        return self._regroup(self._turns.run(calls))
+        try:
+            return self._regroup(self._turns.run(calls))
+        except BaseException:
+            self._stop_replicas()
+            raise
 
     def _call(self, replica: ReplicaContext, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         with context.entered(self, replica):
@@ -94,6 +98,9 @@ class Strategy:
 
     def _regroup(self, results: Sequence[Any]) -> Any:
         return regroup(results)
+
+    def _stop_replicas(self) -> None:
+        """Forget what replicas had begun that an error has stopped."""
 
     @property
     def _own_replicas(self) -> range:

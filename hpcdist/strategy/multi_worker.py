@@ -130,6 +130,9 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _regroup(self, results: Sequence[Any]) -> Any:
         return regroup(results, is_single_kept=True) if self._is_counted else super()._regroup(results)
 
+    def _stop_replicas(self) -> None:
+        self._engine.stop_replicas()
+
     @property
     def is_chief(self) -> bool:
         """Whether this rank prints, logs and saves for the job."""
