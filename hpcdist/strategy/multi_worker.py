@@ -15,9 +15,12 @@ from hpcdist.collectives.group import group_of
 from hpcdist.collectives.options import CommunicationOptions
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset, check_distributable
+from hpcdist.data.from_function import DatasetFunction, DistributedFromFunction, contexts_of, datasets_of
+from hpcdist.data.options import InputOptions
 from hpcdist.errors import ConfigurationError, DataError, agreed
 from hpcdist.gradients.engine import GradientEngine
 from hpcdist.gradients.reducer import Reducer
+from hpcdist.mpi import MPI
 from hpcdist.strategy import context
 from hpcdist.strategy.base import Strategy, get_strategy
 from hpcdist.strategy.reduce_op import ReduceOp
@@ -113,14 +116,16 @@ class MultiWorkerMirroredStrategy(Strategy):
         with self._group.recorded("reduce", array):
             mpi.all_reduce(array, self._group)
 
-    def experimental_distribute_dataset(self, dataset: Dataset) -> DistributedDataset:
+    def experimental_distribute_dataset(
+        self, dataset: Dataset, options: InputOptions | None = None
+    ) -> DistributedDataset:
         """Return this replica's parts of a dataset; see `Strategy.experimental_distribute_dataset`."""
         with self.world.agreed(self._comm):
-            check_distributable(dataset)
+            check_distributable(dataset, self._comm.size)
         chiefs_seed = self.world.broadcast_text(str(dataset.order.seed), 0, self._comm)
         if dataset.has_drawn_seed and chiefs_seed != "None":
             dataset = dataset.with_drawn_seed(int(chiefs_seed))
-        own = f"{dataset.order} with a {'drawn' if dataset.has_drawn_seed else 'given'} seed"
+        own = f"{dataset.order} with a {'drawn' if dataset.has_drawn_seed else 'given'} seed and {dataset.policy}"
         chiefs = self.world.broadcast_text(own, 0, self._comm)
         with self.world.agreed(self._comm):
             if own != chiefs:
@@ -128,9 +133,46 @@ class MultiWorkerMirroredStrategy(Strategy):
                     f"experimental_distribute_dataset: expected the dataset of the chief, {chiefs}, got {own}; give "
                     f"every rank the same rows, batch and seed."
                 )
-        source = next(self._dataset_numbers)
-        hand = functools.partial(self._engine.backward.rows.hand, source)
-        return DistributedDataset(dataset, self._comm.rank, self._comm.size, hand)
+        hand = functools.partial(self._hand_rows, next(self._dataset_numbers))
+        return DistributedDataset(
+            dataset, self._local_replicas, self._comm.size, hand, options=options, agree_rows=self._agree_rows
+        )
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: DatasetFunction, options: InputOptions | None = None
+    ) -> DistributedFromFunction:
+        """Return batches of this rank's own dataset; see `Strategy.distribute_datasets_from_function`."""
+        replicas, comm = self._local_replicas, self._comm
+        with self.world.agreed(comm):
+            made = datasets_of(dataset_fn, contexts_of(options, replicas, (comm.rank, comm.size), comm.size))
+        hand = functools.partial(self._hand_rows, next(self._dataset_numbers))
+        return DistributedFromFunction(made, replicas, comm.size, hand, options=options, agree_end=self._agree_end)
+
+    @property
+    def _local_replicas(self) -> range:
+        """The replicas of this rank."""
+        return range(self._comm.rank, self._comm.rank + 1)
+
+    def _hand_rows(self, source: int, rows: list[int] | None) -> None:
+        """Tell the engine how many rows the parts have that are handed out, or that a pass is over."""
+        self._engine.backward.rows.hand(source, None if rows is None else sum(rows))
+
+    def _agree_end(self, is_out: bool) -> bool:
+        """Return whether all ranks are out of data. Collective: all ranks; bounded."""
+        return self.world.all_reduce_int(int(is_out), MPI.MIN, self._comm) == 1
+
+    def _agree_rows(self, n_rows: int) -> None:
+        """Raise on all ranks unless their streams gave batches of the same length. Collective: all ranks; bounded."""
+        least = self.world.all_reduce_int(n_rows, MPI.MIN, self._comm)
+        most = self.world.all_reduce_int(n_rows, MPI.MAX, self._comm)
+        if least != most:
+            raise agreed(
+                DataError(
+                    f"experimental_distribute_dataset: expected the same rows on every rank, got global batches of "
+                    f"{least} to {most} rows at one step; let generators yield the same everywhere, or use "
+                    f"distribute_datasets_from_function."
+                )
+            )
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backwards in the block accumulate this replica's gradients; the next one outside sums everything.
