@@ -65,6 +65,10 @@ class _NamelessFile:
         self._end = 0
         self._lock = threading.Lock()
 
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
     def write(self, value: Any) -> _Place:
         array = np.ascontiguousarray(value)
         with self._lock:

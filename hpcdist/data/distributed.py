@@ -1,5 +1,6 @@
 """Distributed datasets: this rank's parts of every global batch, and the cursor that a restart goes on from."""
 
+import math
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from typing import Any
@@ -129,9 +130,10 @@ class DistributedDataset:
             self._agree_rows(n_rows)
 
     def _end_of_pass(self) -> Cursor:
-        cursor = self._cursor
-        if not self._dataset.is_stream:
-            cursor = Cursor(int(cursor.pass_start + self._dataset.order.n_samples))
+        cursor, n_samples = self._cursor, self._dataset.order.n_samples
+        # an endless pass ends where not even one batch can be filled: nothing was handed out
+        if not self._dataset.is_stream and not math.isinf(n_samples):
+            cursor = Cursor(int(cursor.pass_start + n_samples))
         return next_pass(self._dataset, cursor)
 
     def state_dict(self) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class DistributedFromFunction:
     """Batches of this rank's own datasets, one for each of its replicas at every step.
 
     Every `iter()` is one pass, except the first after `load_state_dict`. A pass ends on all ranks at the same step,
-    when all are out of data; a replica that is out before gets parts with 0 rows, of the shapes and dtypes of the others.
+    when all are out of data; a replica that is out before gets parts with 0 rows, of its other parts' shapes and dtypes.
 
     The cursor counts steps, as what the ranks hold is theirs to know: it goes on with the same number of input
     pipelines and batches. Cost: nothing for rows with random access; of streams, the batches that were used are drawn

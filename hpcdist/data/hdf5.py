@@ -100,7 +100,7 @@ class Hdf5Source(RowSource):
                 f"from_hdf5: expected datasets with the same number of rows in {path!r}, got {counts}; check the first "
                 f"dimension."
             )
-        return next(iter(counts.values())), {name: (one.shape[1:], one.dtype) for name, one in datasets.items()}
+        return next(iter(counts.values())), {name: (one.shape[1:], str(one.dtype)) for name, one in datasets.items()}
 
     def _datasets(self, path: str) -> Any:
         """Return (file, datasets) of a path; a few files are kept open."""
