@@ -1,6 +1,7 @@
 """Batches of datasets that a function made, one per input pipeline: nothing is divided here, ends are agreed on."""
 
 import itertools
+import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -52,7 +53,7 @@ class DistributedFromFunction:
     """Batches of this rank's own datasets, one for each of its replicas at every step.
 
     Every `iter()` is one pass, except the first after `load_state_dict`. A pass ends on all ranks at the same step,
-    when all are out of data; a replica that is out before gets parts with 0 rows, of its other parts' shapes and dtypes.
+    when all are out of data; a replica that is out before gets parts with 0 rows, shaped as its others.
 
     The cursor counts steps, as what the ranks hold is theirs to know: it goes on with the same number of input
     pipelines and batches. Cost: nothing for rows with random access; of streams, the batches that were used are drawn
@@ -80,10 +81,22 @@ class DistributedFromFunction:
         self._datasets = [
             replace(one, prefetch_batches=self._hand_out.n_ahead(one.prefetch_batches)) for one in datasets
         ]
-        self._n_local, self._n_replicas = len(replicas), n_replicas
+        self._n_local, self._n_replicas, self._first = len(replicas), n_replicas, replicas.start
+        self.set_seed(secrets.randbits(62))
         self._agree_end = agree_end or bool
         self._n_passes = self._n_steps = 0
         self._goes_on = False
+
+    def set_seed(self, seed: int) -> None:
+        """Give every order that has a drawn seed one that follows from `seed`, so that a checkpoint stores one seed.
+
+        Args:
+            seed: equal on all ranks. The datasets of the job get different ones from it.
+        """
+        self._seed = seed
+        for number, dataset in enumerate(self._datasets):
+            if dataset.has_drawn_seed:
+                self._datasets[number] = dataset.with_drawn_seed(seed + self._first + number)
 
     @property
     def element_spec(self) -> Nest:
@@ -123,8 +136,13 @@ class DistributedFromFunction:
         return self._datasets[number % len(self._datasets)].part_without_rows()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cursor: passes, steps of this one, and the number of replicas. Equal on all ranks."""
-        return {"passes": self._n_passes, "steps": self._n_steps, "n_replicas": self._n_replicas}
+        """Return the cursor: passes, steps of this one, the number of replicas and the seed. Equal on all ranks."""
+        return {
+            "passes": self._n_passes,
+            "steps": self._n_steps,
+            "n_replicas": self._n_replicas,
+            "seed": self._seed,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a cursor.
@@ -137,5 +155,6 @@ class DistributedFromFunction:
                 f"restore: expected {state['n_replicas']} replicas as in the checkpoint, got {self._n_replicas}; only "
                 f"experimental_distribute_dataset goes on with another number."
             )
+        self.set_seed(state["seed"])
         self._n_passes, self._n_steps = state["passes"], state["steps"]
         self._goes_on = True

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import secrets
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -145,8 +146,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         replicas, comm = self._local_replicas, self._comm
         with self.world.agreed(comm):
             made = datasets_of(dataset_fn, contexts_of(options, replicas, (comm.rank, comm.size), comm.size))
+        seed = int(self.world.broadcast_text(str(secrets.randbits(62)), 0, comm))
         hand = functools.partial(self._hand_rows, next(self._dataset_numbers))
-        return DistributedFromFunction(made, replicas, comm.size, hand, options=options, agree_end=self._agree_end)
+        distributed = DistributedFromFunction(
+            made, replicas, comm.size, hand, options=options, agree_end=self._agree_end
+        )
+        distributed.set_seed(seed)
+        return distributed
 
     @property
     def _local_replicas(self) -> range:

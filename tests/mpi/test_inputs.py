@@ -123,6 +123,13 @@ def test_ranks_out_of_data_take_part_in_the_mean_with_weight_zero(comm):
         torch.testing.assert_close(model.weight.grad, torch.full((1, 3), mean))
 
 
+def test_the_seed_of_a_function_is_the_chiefs(strategy, comm):
+    rows = hpcdist.Dataset.from_tensor_slices(np.arange(30))
+    distributed = strategy.distribute_datasets_from_function(lambda context: rows.shuffle().batch(30))
+    assert len(set(comm.allgather(distributed.state_dict()["seed"]))) == 1
+    assert len({tuple(part) for part in comm.allgather(next(iter(distributed)).tolist())}) == comm.size
+
+
 def test_a_function_that_fails_on_one_rank_fails_on_all(strategy, comm, tmp_path):
     def dataset_fn(context):
         if comm.rank == comm.size - 1:

@@ -321,6 +321,20 @@ def test_the_steps_of_a_function_go_on(is_stream):
         )
 
 
+def test_drawn_seeds_follow_from_one_that_is_in_the_cursor():
+    def make(replica):
+        rows = Dataset.from_tensor_slices(np.arange(30)).shuffle().batch(30)
+        return DistributedFromFunction([rows], range(replica, replica + 1), 2)
+
+    first, second, again = make(0), make(1), make(1)
+    first.set_seed(5), second.set_seed(5)
+    again.load_state_dict(first.state_dict())
+    (one,), (two,), (three,) = first, second, again
+    assert one.tolist() != two.tolist() == three.tolist()
+    given = Dataset.from_tensor_slices(np.arange(30)).shuffle(seed=3).batch(30)
+    assert next(iter(DistributedFromFunction([given], range(1), 1))).tolist() == next(iter(given)).tolist()
+
+
 def test_a_function_must_return_a_batched_dataset():
     for wrong in (lambda context: [1], lambda context: Dataset.from_tensor_slices(np.arange(3))):
         with pytest.raises(DataError, match=r"batch\(per_replica_batch\)"):

@@ -216,7 +216,7 @@ def test_worker_processes_read_ahead_and_keep_the_order():
     loader = torch.utils.data.DataLoader(Squares(5), 2, num_workers=1, multiprocessing_context="forkserver")
     dataset = Dataset.from_torch(loader)
     assert [y.tolist() for _, y in dataset] == [[0, 1], [2, 3], [4]]
-    part = DistributedDataset(dataset, range(1, 2), 2)
+    part = DistributedDataset(dataset.prefetch(1), range(1, 2), 2)
     assert [y.tolist() for _, y in part] == [[1], [3], []]
 
 
