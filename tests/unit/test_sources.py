@@ -14,6 +14,7 @@ import torch
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset
 from hpcdist.errors import DataError
+from hpcdist.plan.sample_order import SampleOrder
 
 
 def lists(dataset):
@@ -216,8 +217,8 @@ def test_worker_processes_read_ahead_and_keep_the_order():
     loader = torch.utils.data.DataLoader(Squares(5), 2, num_workers=1, multiprocessing_context="forkserver")
     dataset = Dataset.from_torch(loader)
     assert [y.tolist() for _, y in dataset] == [[0, 1], [2, 3], [4]]
-    part = DistributedDataset(dataset.prefetch(1), range(1, 2), 2)
-    assert [y.tolist() for _, y in part] == [[1], [3], []]
+    part = DistributedDataset(dataset.repeat(2).prefetch(1), range(1, 2), 2)
+    assert [y.tolist() for _, y in part] == [[1], [3], []] * 2
 
 
 def test_generators():
@@ -304,6 +305,14 @@ def test_map_before_and_after_batch(make):
         lists(make(4).map(lambda x: np.zeros(int(x))).batch(2))
 
 
+def test_a_row_is_mapped_once_to_see_what_an_empty_part_looks_like():
+    calls = []
+    dataset = slices(4).map(lambda x: calls.append(int(x)) or [x, x]).batch(3).repeat(2)
+    part = DistributedDataset(dataset, range(1, 2), 2)
+    assert [batch[0].tolist() for batch in part] == [[2], [], [2], []]
+    assert calls == [2, 0, 2]
+
+
 @pytest.mark.parametrize("make", [slices, drawn])
 def test_take(make):
     assert lists(make(5).take(3).batch(2)) == [[0, 1], [2]]
@@ -329,6 +338,15 @@ def test_take_after_batch_and_repeat():
     assert lists(slices(3).repeat().batch(2).repeat().take(2)) == [[0, 1], [2, 0]]
     with pytest.raises(DataError, match="take: expected a call before repeat"):
         drawn(5).batch(2).repeat(2).take(1)
+
+
+def test_every_epoch_of_every_run_has_an_order_of_its_own():
+    plain = SampleOrder(7, seed=1)
+    runs = SampleOrder(7, seed=1, inner_epochs=2, outer_epochs=2)
+    assert runs.rows(0, 28).tolist() == plain.rows(0, 28).tolist()
+    taken = SampleOrder(7, seed=1, inner_epochs=2, outer_epochs=2, run_limit=10)
+    assert taken.rows(0, 20).tolist() == [*plain.rows(0, 10).tolist(), *plain.rows(14, 24).tolist()]
+    assert [taken.epoch_of(position) for position in (0, 7, 9, 10, 17)] == [0, 1, 1, 2, 3]
 
 
 def test_from_tensors():
