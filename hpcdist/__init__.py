@@ -34,11 +34,19 @@ if TYPE_CHECKING:
     from hpcdist.data.options import Options as Options
     from hpcdist.resilience.checkpoint import Checkpoint as Checkpoint
     from hpcdist.resilience.checkpoint import CheckpointManager as CheckpointManager
+    from hpcdist.strategy.base import ValueContext as ValueContext
+    from hpcdist.strategy.base import get_replica_context as get_replica_context
     from hpcdist.strategy.base import get_strategy as get_strategy
+    from hpcdist.strategy.base import has_strategy as has_strategy
+    from hpcdist.strategy.base import in_cross_replica_context as in_cross_replica_context
     from hpcdist.strategy.losses import compute_average_loss as compute_average_loss
     from hpcdist.strategy.mirrored import MirroredStrategy as MirroredStrategy
     from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from hpcdist.strategy.reduce_op import ReduceOp as ReduceOp
+    from hpcdist.strategy.replica_context import ReplicaContext as ReplicaContext
+    from hpcdist.strategy.values import DistributedValues as DistributedValues
+    from hpcdist.strategy.values import Mirrored as Mirrored
+    from hpcdist.strategy.values import PerReplica as PerReplica
 
 __version__ = "0.1.0"
 
@@ -52,27 +60,35 @@ _MODULES = {
     "CommunicationOptions": "collectives.options",
     "CrossDeviceOps": "collectives.cross_device_ops",
     "Dataset": "data.dataset",
+    "DistributedValues": "strategy.values",
     "HierarchicalCopyAllReduce": "collectives.cross_device_ops",
     "InputContext": "data.options",
     "InputOptions": "data.options",
     "InputReplicationMode": "data.options",
     "MPIClusterResolver": "cluster.mpi",
+    "Mirrored": "strategy.values",
     "MirroredStrategy": "strategy.mirrored",
     "MultiWorkerMirroredStrategy": "strategy.multi_worker",
     "NcclAllReduce": "collectives.cross_device_ops",
     "Options": "data.options",
+    "PerReplica": "strategy.values",
     "ReduceOp": "strategy.reduce_op",
     "ReductionToOneDevice": "collectives.cross_device_ops",
+    "ReplicaContext": "strategy.replica_context",
     "SlurmClusterResolver": "cluster.slurm",
     "TFConfigClusterResolver": "cluster.tf_config",
     "Task": "cluster.spec",
+    "ValueContext": "strategy.base",
     "all_gather": "collectives.all_gather",
     "all_reduce": "collectives.all_reduce",
     "all_reduce_async": "collectives.all_reduce",
     "broadcast": "collectives.broadcast",
     "compute_average_loss": "strategy.losses",
     "gather_objects": "collectives.all_gather",
+    "get_replica_context": "strategy.base",
     "get_strategy": "strategy.base",
+    "has_strategy": "strategy.base",
+    "in_cross_replica_context": "strategy.base",
     "latest_checkpoint": "checkpoint.folder",
     "reduce_scatter": "collectives.reduce_scatter",
 }

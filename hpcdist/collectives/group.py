@@ -223,31 +223,35 @@ def _is_crowded(node_comm: MPI.Comm, world: World) -> bool:
     return any(sum(1 for other in sets if other & own) > len(own) for own in sets)
 
 
-def group_of(comm: MPI.Comm | None = None, timeout_s: float | None = None) -> Group:
+def group_of(comm: MPI.Comm | None = None, timeout_s: float | None = None, world: World | None = None) -> Group:
     """Return the group of a communicator, made at the first call and freed with the communicator.
 
     Groups with other time limits are others.
 
     Collective at the first call: `comm`, default all ranks of this rank's role.
+
+    Args:
+        comm: the ranks.
+        timeout_s: longest time for one collective; default: the world's.
+        world: that of `comm`; default: the process's.
     """
-    if comm is None and timeout_s is None and _group_of_role is not None:
-        return _group_of_role
-    return _find_group(comm, timeout_s)
-
-
-def _find_group(comm: MPI.Comm | None, timeout_s: float | None) -> Group:
     global _group_of_role
-    of_role = make_world().role_comm
-    comm = of_role if comm is None else comm
+    if comm is not None or timeout_s is not None or world is not None:
+        return _find_group(comm, timeout_s, world or make_world())
+    if _group_of_role is None:
+        _group_of_role = _find_group(None, None, make_world())
+    return _group_of_role
+
+
+def _find_group(comm: MPI.Comm | None, timeout_s: float | None, world: World) -> Group:
+    comm = world.role_comm if comm is None else comm
     groups: Any = comm.Get_attr(_GROUPS)
     if groups is None:
         groups = {}
         comm.Set_attr(_GROUPS, groups)
     if timeout_s not in groups:
-        groups[timeout_s] = Group(comm, make_world(), timeout_s=timeout_s)
+        groups[timeout_s] = Group(comm, world, timeout_s=timeout_s)
     group: Group = groups[timeout_s]
-    if comm is of_role and timeout_s is None:
-        _group_of_role = group
     return group
 
 

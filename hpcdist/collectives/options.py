@@ -78,11 +78,15 @@ class CommunicationOptions:
             _refuse("bytes_per_pack of 0 or more", self.bytes_per_pack, "leave it out to have it chosen")
         if self.timeout_seconds is not None and not 0 < self.timeout_seconds < float("inf"):
             _refuse("timeout_seconds above 0", self.timeout_seconds, "leave it out for HPCDIST_TIMEOUT_S")
-        is_by_lanes = self.implementation in (Implementation.AUTO, Implementation.HIERARCHICAL)
-        if not is_by_lanes and (self.wire_dtype is not None or self.is_ordered is not None):
+        if not self.may_be_ordered and (self.wire_dtype is not None or self.is_ordered is not None):
             _refuse("AUTO or HIERARCHICAL with wire_dtype or is_ordered", self.implementation, "drop one")
         if self.wire_dtype not in (None, *WIRE_DTYPES):
             _refuse(f"wire_dtype of {', '.join(WIRE_DTYPES)} or None", self.wire_dtype, "name one of them")
+
+    @property
+    def may_be_ordered(self) -> bool:
+        """Whether the algorithm lets the order of sums be chosen."""
+        return self.implementation in (Implementation.AUTO, Implementation.HIERARCHICAL)
 
 
 def _refuse(expected: str, got: object, advice: str) -> None:

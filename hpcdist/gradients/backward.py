@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hpcdist.errors import GradientError
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.bucket_set import BucketSet
-from hpcdist.gradients.buffers import BufferRecord, average_buffers
+from hpcdist.gradients.buffers import BufferRecord, average_buffers, gather_changed
 from hpcdist.gradients.record import ParameterRecord
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.rows import HandedRows
@@ -26,20 +26,20 @@ class BackwardSum:
     """Sums the gradients of every synchronized backward over the replicas.
 
     Args:
-        reducer: sums buckets. n_replicas: for messages.
+        reducer: sums buckets, and knows which replicas there are.
         is_mean: whether gradients are averaged by rows instead of summed; None until someone says.
 
     Attributes:
         is_mean: see above.
-        rows: rows of the parts that this replica was handed, to weigh it by.
+        handed: rows of the parts that each local replica was handed, to weigh it by.
         is_running: whether a backward is under way, or one ended in an error.
     """
 
-    def __init__(self, reducer: Reducer, n_replicas: int, is_mean: bool | None) -> None:
+    def __init__(self, reducer: Reducer, is_mean: bool | None) -> None:
         self._reducer = reducer
-        self._n_replicas = n_replicas
+        self._n_replicas = reducer.replicas.n_replicas
         self.is_mean = is_mean
-        self.rows = HandedRows()
+        self.handed = [HandedRows() for _ in reducer.own_replicas]
         self._records: list[ParameterRecord] = []
         self._buffers: list[BufferRecord] = []
         self._is_syncing = True
@@ -83,11 +83,7 @@ class BackwardSum:
             record.set_aside(parameter)
 
     def _after_accumulation(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
-        if torch.is_grad_enabled():
-            raise GradientError(
-                f"backward: expected no create_graph=True, got a gradient with a graph for {record.name!r}; use "
-                f"torch.autograd.grad for gradients of gradients."
-            )
+        refuse_graph(record)
         if not self._has_accumulated:
             self._weigh()
         if self._is_syncing:
@@ -97,11 +93,7 @@ class BackwardSum:
             record.accumulate_locally(parameter)
 
     def _begin(self) -> None:
-        if torch_hooks.is_nested_backward():
-            raise GradientError(
-                "backward: expected one backward at a time, got one inside another, as reentrant activation "
-                "checkpointing does; pass use_reentrant=False to torch.utils.checkpoint."
-            )
+        refuse_nested()
         if self._backward is not None:
             self._drop()
         if self._is_broken:
@@ -115,14 +107,8 @@ class BackwardSum:
     def _weigh(self) -> None:
         """Find out how this backward's gradients are weighed, when it turns out that it accumulates some."""
         self._has_accumulated = True
-        if self.is_mean is None:
-            raise GradientError(
-                f"backward: expected to know how the gradients of {self._n_replicas} replicas combine, got no "
-                f"gradient_op; scale the loss by hpcdist.compute_average_loss, or make the strategy with "
-                f"gradient_op=ReduceOp.SUM (the loss is divided by the global batch) or ReduceOp.MEAN (the loss is a "
-                f"mean over the local batch)."
-            )
-        weight = self.rows.weight(is_mean=self.is_mean)
+        self._require_op()
+        weight = self.handed[0].weight(is_mean=bool(self.is_mean))
         if self._weight is not None and not any(record.is_local for record in self._records):
             self._weight = None  # what was accumulated under no_sync was thrown away
         if self.is_mean and self._weight not in (None, weight):
@@ -131,6 +117,15 @@ class BackwardSum:
                 f"{self._weight:g} and {weight:g}; use drop_remainder, or compute_average_loss with ReduceOp.SUM."
             )
         self._weight = weight
+
+    def _require_op(self) -> None:
+        if self.is_mean is None:
+            raise GradientError(
+                f"backward: expected to know how the gradients of {self._n_replicas} replicas combine, got no "
+                f"gradient_op; scale the loss by hpcdist.compute_average_loss, or make the strategy with "
+                f"gradient_op=ReduceOp.SUM (the loss is divided by the global batch) or ReduceOp.MEAN (the loss is a "
+                f"mean over the local batch)."
+            )
 
     def _drop(self) -> None:
         """Forget a backward that began and never ended, because something in it raised."""
@@ -170,9 +165,17 @@ class BackwardSum:
             if not record.is_touched:
                 record.stand_in(self._scale)
         self._n_sums += 1
+        totals = self._buckets.finish(self._counts(changed, weight))
+        self._publish(totals, [gather_changed(self._buffers, changed)])
+
+    def _counts(self, changed: list[bool], weight: float) -> list[float]:
+        """Return what is summed along: who has which gradient and buffer, the weight, which backward this is."""
         number = self._n_sums % _NUMBERS
-        touched = [record.is_touched for record in self._records]
-        *counted, total, numbers, squares = self._buckets.finish([*touched, *changed, weight, number, number * number])
+        return [*(record.is_touched for record in self._records), *changed, weight, number, number * number]
+
+    def _publish(self, totals: list[float], contributions: list[list[Tensor | None]]) -> None:
+        """Make sums and averages what parameters and buffers hold. Collective where buffers changed: all ranks."""
+        *counted, total, numbers, squares = totals
         if self._n_replicas * squares != numbers * numbers:
             self._is_broken = True
             raise GradientError(
@@ -184,4 +187,22 @@ class BackwardSum:
         for record, n_touched in zip(self._records, counted, strict=False):
             record.publish(n_touched)
         if self._buffers:
-            average_buffers(self._buffers, changed, counted[len(self._records) :], self._reducer)
+            average_buffers(self._buffers, contributions, counted[len(self._records) :], self._reducer)
+
+
+def refuse_graph(record: ParameterRecord) -> None:
+    """Raise GradientError where a gradient has a graph of its own; on this rank only."""
+    if torch.is_grad_enabled():
+        raise GradientError(
+            f"backward: expected no create_graph=True, got a gradient with a graph for {record.name!r}; use "
+            f"torch.autograd.grad for gradients of gradients."
+        )
+
+
+def refuse_nested() -> None:
+    """Raise GradientError for a backward inside another one; on this rank only."""
+    if torch_hooks.is_nested_backward():
+        raise GradientError(
+            "backward: expected one backward at a time, got one inside another, as reentrant activation "
+            "checkpointing does; pass use_reentrant=False to torch.utils.checkpoint."
+        )

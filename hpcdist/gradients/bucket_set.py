@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcdist.collectives.thread import Handle
+from hpcdist.gradients.partial_sums import PartialSums
 from hpcdist.gradients.record import ParameterRecord
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.tensors import SUM_DTYPES, dtype_name
@@ -50,6 +51,7 @@ class BucketSet:
         self._counts_array = self._counts.numpy() if self._counts.device.type == "cpu" else None
         self._counts_bucket = counts.bucket
         self._arrays = [None if flat is None else _array(flat) for flat in self._flat]
+        self._partials = [PartialSums(reducer.replicas.n_replicas) for _ in plan.buckets]
         self._handles: list[Handle] = []
         self._sizes = [len(members) + (bucket == counts.bucket) for bucket, members in enumerate(self._members)]
         self.reset()
@@ -72,17 +74,48 @@ class BucketSet:
             while self._n_started < len(self._missing) and self._missing[self._n_started] == 0:
                 self._start()
 
+    def push(self, replica: int, counts: list[float]) -> None:
+        """Add the gradients of one of several local replicas, which are in the records' places; not yet summed.
+
+        All records that have no gradient must stand in.
+        """
+        self._set_counts(counts)
+        for bucket, sums in enumerate(self._partials):
+            flat = self._flat[bucket]
+            sums.push(replica, self._part(bucket), is_ours=flat is None)
+
+    def finish_pushed(self) -> list[float]:
+        """Sum what all local replicas have pushed over all ranks; return the sums of the counts.
+
+        Collective: the reducer's group. The sums are where the last replica's gradients were.
+        """
+        for bucket, sums in enumerate(self._partials):
+            own, result = [_array(tensor) for tensor in sums.take()], _array(self._part(bucket))
+            self._n_started += 1
+            self._keep(self._reducer.start_partials(own, result, bucket, is_exact=bucket == self._counts_bucket))
+        return self._wait()
+
+    def _part(self, bucket: int) -> Tensor:
+        flat = self._flat[bucket]
+        return self._members[bucket][0].part if flat is None else flat
+
+    def _set_counts(self, counts: list[float]) -> None:
+        if self._counts_array is None:
+            self._counts.copy_(torch.tensor(counts))
+        else:
+            self._counts_array[:] = counts
+
     def finish(self, counts: list[float]) -> list[float]:
         """Start what has not been started, wait for all sums, and return the sums of `counts`.
 
         Collective: the reducer's group. All records that have no gradient must stand in.
         """
-        if self._counts_array is None:
-            self._counts.copy_(torch.tensor(counts))
-        else:
-            self._counts_array[:] = counts
+        self._set_counts(counts)
         while self._n_started < len(self._missing):
             self._start()
+        return self._wait()
+
+    def _wait(self) -> list[float]:
         for handle in self._handles:
             handle.wait()
         self.reset()
@@ -91,18 +124,20 @@ class BucketSet:
 
     def divide(self, total: float) -> None:
         """Divide all sums, in one go for each bucket."""
-        for flat, members in zip(self._flat, self._members, strict=True):
-            (members[0].part if flat is None else flat).div_(total)
+        for bucket in range(len(self._flat)):
+            self._part(bucket).div_(total)
 
     def _start(self) -> None:
         bucket = self._n_started
         array = self._arrays[bucket]
         if array is None:
             array = _array(self._members[bucket][0].part)
-        handle = self._reducer.start(array, bucket, is_exact=bucket == self._counts_bucket)
+        self._n_started += 1
+        self._keep(self._reducer.start(array, bucket, is_exact=bucket == self._counts_bucket))
+
+    def _keep(self, handle: Handle | None) -> None:
         if handle is not None:
             self._handles.append(handle)
-        self._n_started += 1
 
 
 def _entry(parameter: Tensor, is_on_device: bool) -> Entry:

@@ -25,7 +25,7 @@ class BufferRecord:
     """
 
     def __init__(self, place: BufferPlace, tensor: Tensor) -> None:
-        self._place = place
+        self.place = place
         self.shape = tensor.shape
         self.sum_dtype = SUM_DTYPES[dtype_name(tensor)]
         self._kept = tensor.clone()
@@ -33,7 +33,7 @@ class BufferRecord:
     @property
     def is_changed(self) -> bool:
         """Whether the buffer differs from what it was when it was averaged last."""
-        tensor = self._place.tensor
+        tensor = self.place.tensor
         return tensor is not None and not torch.equal(tensor, self._kept)
 
     def contribution(self, takes_part: bool) -> Tensor:
@@ -42,45 +42,64 @@ class BufferRecord:
         Raises:
             GradientError: when the module has given the buffer another shape; on this rank only.
         """
-        dtype, tensor = getattr(torch, self.sum_dtype), self._place.tensor
+        dtype, tensor = getattr(torch, self.sum_dtype), self.place.tensor
         if not takes_part or tensor is None:
             return torch.zeros(self.shape.numel(), dtype=dtype)
         if tensor.shape != self.shape:
             raise GradientError(
-                f"backward: expected buffer {self._place.name!r} of shape {tuple(self.shape)} as at the first step, "
+                f"backward: expected buffer {self.place.name!r} of shape {tuple(self.shape)} as at the first step, "
                 f"got {tuple(tensor.shape)}; keep its shape."
             )
         return tensor.reshape(-1).to("cpu", dtype)
 
     def publish(self, mean: Tensor) -> None:
         """Write the mean over the replicas into the module, unseen by autograd, which may have saved the buffer."""
-        tensor = self._place.tensor
+        tensor = self.place.tensor
         if tensor is not None:
             tensor.data.copy_(mean.view(self.shape))
             self._kept = tensor.clone()
 
 
+def gather_changed(records: Sequence[BufferRecord], takes_part: Sequence[bool]) -> list[Tensor | None]:
+    """Return what this replica adds for each buffer that it changed; copied, as another replica may run next."""
+    return [
+        record.contribution(takes_part=True).clone() if is_changed else None
+        for record, is_changed in zip(records, takes_part, strict=True)
+    ]
+
+
 def average_buffers(
-    records: Sequence[BufferRecord], takes_part: Sequence[bool], counts: Sequence[float], reducer: Reducer
+    records: Sequence[BufferRecord],
+    contributions: Sequence[Sequence[Tensor | None]],
+    counts: Sequence[float],
+    reducer: Reducer,
 ) -> None:
     """Replace every buffer that some replica changed by its mean over the replicas that did.
 
-    Collective where a count is not zero: all replicas. Blocking.
+    Collective where a count is not zero: all ranks. Blocking.
 
     Args:
         records: the same on every rank.
-        takes_part: whether this replica changed each buffer.
-        counts: how many replicas changed it; equal on every rank.
+        contributions: of each local replica, as `gather_changed` returns them.
+        counts: how many replicas changed each buffer; equal on every rank.
         reducer: sums over the replicas.
 
     Cost: one all-reduce of the changed buffers for each dtype among them.
     """
-    changed = [one for one in zip(records, takes_part, counts, strict=True) if one[2]]
-    for dtype in sorted({record.sum_dtype for record, _, _ in changed}):
-        group = [one for one in changed if one[0].sum_dtype == dtype]
-        flat = torch.cat([record.contribution(is_mine) for record, is_mine, _ in group])
-        reducer.reduce(flat.numpy())
-        for (record, _, count), total in zip(
-            group, torch.split(flat, [one[0].shape.numel() for one in group]), strict=True
-        ):
-            record.publish(total / count)
+    changed = [number for number, count in enumerate(counts) if count]
+    for dtype in sorted({records[number].sum_dtype for number in changed}):
+        numbers = [number for number in changed if records[number].sum_dtype == dtype]
+        total = torch.from_numpy(reducer.sum_rows([_flat(records, numbers, own).numpy() for own in contributions]))
+        sizes = [records[number].shape.numel() for number in numbers]
+        for number, part in zip(numbers, torch.split(total, sizes), strict=True):
+            records[number].publish(part / counts[number])
+
+
+def _flat(records: Sequence[BufferRecord], numbers: Sequence[int], own: Sequence[Tensor | None]) -> Tensor:
+    parts = [own[number] for number in numbers]
+    return torch.cat(
+        [
+            records[number].contribution(takes_part=False) if part is None else part
+            for number, part in zip(numbers, parts, strict=True)
+        ]
+    )

@@ -27,7 +27,10 @@ from hpcdist.gradients.generators import StepGenerators
 from hpcdist.gradients.model_plan import IdentitySet, ModelPlan, ModuleSet, explain_difference, plan_model
 from hpcdist.gradients.record import ParameterRecord
 from hpcdist.gradients.reducer import Reducer
+from hpcdist.gradients.replica_backward import ReplicaBackwardSum
+from hpcdist.gradients.replica_state import ReplicaState
 from hpcdist.gradients.tensors import from_array, layout, to_array
+from hpcdist.gradients.turns import Turns
 from hpcdist.world import World
 
 logger = logging.getLogger("hpcdist")
@@ -40,22 +43,40 @@ class GradientEngine:
     """Keeps the replicas of one strategy equal.
 
     Args:
-        world: who is where; `world.role_comm` holds one replica per rank, the chief's first.
+        world: who is where; the ranks of `world.role_comm` hold the replicas, the chief's first.
         reducer: sums buckets over the replicas.
         is_mean: whether gradients are averaged by rows instead of summed; None until someone says.
         is_entered: returns whether the caller is inside the strategy's scope or run.
+        is_counted: whether the number of replicas was given: random numbers then do not depend on ranks.
 
     Attributes:
         backward: sums the gradients.
+        turns: lets this rank's replicas run.
         generators: random numbers keyed by seed, step and replica.
     """
 
-    def __init__(self, world: World, reducer: Reducer, is_mean: bool | None, is_entered: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        world: World,
+        reducer: Reducer,
+        is_mean: bool | None,
+        is_entered: Callable[[], bool],
+        is_counted: bool = False,
+    ) -> None:
         self._world = world
         self._comm = world.role_comm
         self._is_entered = is_entered
-        self.backward = BackwardSum(reducer, self._comm.size, is_mean)
-        self.generators = StepGenerators(self._comm.rank)
+        own, self._n_replicas = reducer.own_replicas, reducer.replicas.n_replicas
+        self.generators = StepGenerators(None if is_counted else self._comm.rank)
+        self._state = ReplicaState()
+        switched = [self._state] if len(own) > 1 else []
+        self.turns = Turns(own, [*switched, self.generators] if is_counted else switched)
+        self.backward: BackwardSum = (
+            BackwardSum(reducer, is_mean)
+            if len(own) == 1
+            else ReplicaBackwardSum(reducer, is_mean, self.turns, self._state)
+        )
+        self._stepped: dict[int, list[Tensor | None]] = {}
         self._modules = ModuleSet()
         self._keepers: weakref.WeakKeyDictionary[nn.Module, GradientEngine] = weakref.WeakKeyDictionary()
         self._parameters: dict[int, ParameterRecord] = {}
@@ -119,7 +140,7 @@ class GradientEngine:
         self._broadcast(plan)
         self._start_generators()
         self._trained = IdentitySet(parameter for _, parameter in plan.trained)
-        if self._comm.size > 1:
+        if self._n_replicas > 1:
             self._plan_buckets(plan)
             self._warn_of_equal_batches(batch)
 
@@ -163,6 +184,7 @@ class GradientEngine:
         self._agree_on("\n".join(f"{record.name} {layout(owner)}" for record, owner in alive))
         self._parameters = {id(owner): record for record, owner in alive}
         self.backward.plan(alive, [BufferRecord(place, tensor) for place, tensor in plan.averaged])
+        self._state.watch([record for record, _ in alive], plan.buffers)
 
     def _record_of(self, parameter: nn.Parameter) -> ParameterRecord | None:
         record = self._parameters.get(id(parameter))
@@ -182,12 +204,24 @@ class GradientEngine:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        if self._comm.size == 1:
+        if self._n_replicas == 1:
             return
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if self._is_ours(optimizer, parameters):
-            for parameter in parameters:
-                self._check_gradient(parameter)
+        parameters = _parameters_of(optimizer)
+        if not self._is_ours(optimizer, parameters):
+            return
+        if len(self.turns.replicas) > 1 and self.turns.replica is not None:
+            self.turns.meet("an optimizer's step")
+            if not self.turns.is_last:
+                self._take_gradients(self.turns.replica, parameters)
+                return
+        for parameter in parameters:
+            self._check_gradient(parameter)
+
+    def _take_gradients(self, replica: int, parameters: list[nn.Parameter]) -> None:
+        """Leave the optimizer nothing to do: the last replica has made the step."""
+        self._stepped[replica] = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
 
     def _is_ours(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> bool:
         """Return whether an optimizer was built or is used in the scope, or steps a parameter of its modules."""
@@ -220,9 +254,20 @@ class GradientEngine:
             )
 
     def _after_step(self, optimizer: Optimizer) -> None:
+        replica = self.turns.replica
+        if replica in self._stepped:
+            for parameter, gradient in zip(_parameters_of(optimizer), self._stepped.pop(replica), strict=True):
+                parameter.grad = gradient
+            return
         if any(p in self._trained for group in optimizer.param_groups for p in group["params"]):
             self.generators.advance()
             self._world.step = self.generators.step
+        if replica is not None and self._n_replicas > 1 and self._is_ours(optimizer, _parameters_of(optimizer)):
+            self.turns.part()
+
+
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _prepare_keeper(

@@ -101,6 +101,29 @@ class ParameterRecord:
         if self._found is None and (grad := parameter.grad) is not None:
             self._found, parameter.grad = grad, None
 
+    def bring(self, parameter: nn.Parameter, gradient: Tensor | None, earlier: Tensor | None) -> None:
+        """Make as if a backward had just written `gradient`: one of several replicas' did, some time ago.
+
+        Args:
+            parameter: the record's.
+            gradient: what was written; None for nothing.
+            earlier: a sum of an earlier backward, to be added to this one's sum.
+        """
+        parameter.grad, self._found = gradient, None
+        if earlier is not None and bool(earlier.any()):
+            self._earlier = earlier
+        else:
+            self._idle = earlier
+
+    def forget(self) -> None:
+        """Forget a backward whose gradient was pushed: the sum will be the last replica's."""
+        parameter = self.parameter
+        if parameter is not None:
+            parameter.grad = None
+        self._part = self._slot
+        self._found = self._earlier = self._idle = self._view = None
+        self.is_touched = False
+
     def put_back(self) -> None:
         """Undo `set_aside`: the backward wrote no gradient, as torch.autograd.grad does not."""
         parameter = self.parameter

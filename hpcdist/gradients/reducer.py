@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from hpcdist.collectives import hierarchical, mpi, nccl, selection
+from hpcdist.collectives import hierarchical, mpi, nccl, partials, selection
 from hpcdist.collectives.cross_device_ops import CrossDeviceOps, NcclAllReduce
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import SUM
@@ -17,9 +18,11 @@ from hpcdist.collectives.options import CommunicationOptions
 from hpcdist.collectives.thread import Handle, thread_of
 from hpcdist.collectives.wire import PLAIN, Wire
 from hpcdist.errors import ConfigurationError, agreed
+from hpcdist.gradients.partial_sums import PartialSums
 from hpcdist.gradients.wire import HalfWire
 from hpcdist.mpi import MPI
 from hpcdist.plan.buckets import Limits, best_bucket_bytes
+from hpcdist.plan.replicas import ReplicaPlan
 
 Array = npt.NDArray[Any]
 #: From this size on a gradient is summed where torch made it: a copy would cost more than a call of its own.
@@ -36,23 +39,30 @@ class Reducer:
     """Sums buckets over the ranks of a group.
 
     Args:
-        group: one replica per rank.
+        group: the ranks.
         options: which algorithm, pack size and wire.
         cross_device_ops: the user's own way of summing, instead.
+        replicas: which rank holds which; default: one each.
 
     Raises:
         ConfigurationError: when NCCL is asked for and a rank cannot have it; on every rank alike.
 
     Attributes:
+        replicas: see above.
         is_on_device: whether buckets are on the parameters' device, where NCCL sums them; else on the host.
         is_overlapped: whether buckets are reduced while backward goes on: between hosts. In one host the cores are busy
             with backward, and what sums shares them.
     """
 
     def __init__(
-        self, group: Group, options: CommunicationOptions, cross_device_ops: CrossDeviceOps | None = None
+        self,
+        group: Group,
+        options: CommunicationOptions,
+        cross_device_ops: CrossDeviceOps | None = None,
+        replicas: ReplicaPlan | None = None,
     ) -> None:
         self._group = group
+        self.replicas = replicas or ReplicaPlan(group.size, group.size)
         self._cross_device_ops = _check(cross_device_ops, options)
         if isinstance(cross_device_ops, NcclAllReduce):  # takes buckets on the device
             options, self._cross_device_ops = replace(options, implementation=Implementation.NCCL), None
@@ -80,6 +90,67 @@ class Reducer:
             return thread.submit(functools.partial(self._reduce, array, bucket, wire, thread.group))
         self._reduce(array, bucket, wire, self._group)
         return None
+
+    def start_partials(self, sums: list[Any], result: Any, bucket: int, is_exact: bool = False) -> Handle | None:
+        """Begin to put the sum of all replicas into `result`, given this rank's sums of the subtrees that it holds.
+
+        Collective: as `start`.
+
+        Args:
+            sums: as `replicas.partials` says; overwritten.
+            result: flat, of their size; may be one of them.
+            bucket: as `start`.
+            is_exact: as `start`.
+        """
+        if self.replicas.is_plain or not self._is_by_replica:
+            for other in sums[1:]:
+                np.add(sums[0], other, out=sums[0])
+            if result is not sums[0]:
+                np.copyto(result, sums[0])
+            return self.start(result, bucket, is_exact)
+        if self.is_overlapped:
+            thread = thread_of(self._group)
+            return thread.submit(functools.partial(self._reduce_partials, sums, result, thread.group))
+        self._reduce_partials(sums, result, self._group)
+        return None
+
+    @property
+    def _is_by_replica(self) -> bool:
+        """Whether sums are in the order of replicas: not by algorithms asked for by name, or on a wire that rounds."""
+        chosen = Implementation.parse(self._options.implementation)
+        is_chosen = self._cross_device_ops is not None or chosen is not Implementation.AUTO
+        return not is_chosen and self._options.wire_dtype is None and self._options.is_ordered is not False
+
+    def _reduce_partials(self, sums: list[Array], result: Array, group: Group) -> None:
+        with group.recorded("gradients", result):
+            partials.all_reduce(sums, result, group, self.replicas)
+
+    @property
+    def own_replicas(self) -> range:
+        """The replicas of this rank."""
+        return self.replicas.of_rank(self._group.rank)
+
+    def sum_rows(self, rows: list[Array]) -> Array:
+        """Return the sum of one flat host array of each local replica over all replicas. Collective: the group.
+
+        In the order of replicas where gradients are. The rows are overwritten.
+        """
+        sums = PartialSums(self.replicas.n_replicas)
+        for replica, row in zip(self.own_replicas, rows, strict=True):
+            sums.push(replica, torch.from_numpy(row), is_ours=True)
+        parts = [part.numpy() for part in sums.take()]
+        self.reduce_partials(parts, rows[-1])
+        return rows[-1]
+
+    def reduce_partials(self, sums: list[Array], result: Array) -> None:
+        """Put the sum of all replicas into `result`; see `start_partials`. Collective: the group. Blocking."""
+        if self.is_on_device:
+            for other in sums[1:]:
+                np.add(sums[0], other, out=sums[0])
+            np.copyto(result, sums[0])
+            mpi.all_reduce(result, self._group)
+        elif (handle := self.start_partials(sums, result, 0, is_exact=True)) is not None:
+            handle.wait()
 
     def reduce(self, array: Array) -> None:
         """Sum a flat host array over all ranks. Collective: the group. Blocking."""

@@ -1,7 +1,9 @@
 """The interface of every strategy, and what a strategy does with one replica in this process."""
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from hpcdist.data.dataset import Dataset
@@ -11,9 +13,20 @@ from hpcdist.data.nest import Nest
 from hpcdist.data.options import InputContext, InputOptions
 from hpcdist.data.reading import explaining_empty_parts
 from hpcdist.errors import UsageError
+from hpcdist.gradients.turns import Turns
 from hpcdist.strategy import context
-from hpcdist.strategy.local_reduce import Axis, check_axis, reduce_rows
+from hpcdist.strategy.local_reduce import Axis, check_axis, copy_of, gather_rows, reduce_rows
 from hpcdist.strategy.reduce_op import ReduceOp
+from hpcdist.strategy.replica_context import ReplicaContext
+from hpcdist.strategy.values import PerReplica, local_values, regroup, select
+
+
+@dataclass(frozen=True)
+class ValueContext:
+    """Which replica a value is made for."""
+
+    replica_id_in_sync_group: int
+    num_replicas_in_sync: int
 
 
 class Strategy:
@@ -38,25 +51,91 @@ class Strategy:
 
         Not collective: models are made equal at their first use.
         """
-        with context.entered(self, is_replica=False), self._watching():
+        with context.entered(self), self._watching():
             yield self
 
     def _watching(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Return fn(*args, **kwargs), called once for this process's replica.
+        """Call fn(*args, **kwargs) for each replica of this process, and return what they return.
+
+        Several replicas run one after another, and meet at the end of a backward, at an optimizer's step (made once, by
+        the last one), at `all_reduce`, `all_gather` and `merge_call`. They share the modules' parameters; each has
+        gradients, buffers and random numbers of its own. An error in one stops the others.
 
         Collective at the first use of a model made in the scope, and where `fn` reduces.
 
+        Args:
+            fn: the same calls in the same order on every replica.
+            args: tuple or list; a DistributedValues in it becomes the replica's own value.
+            kwargs: the same, by name.
+
+        Returns:
+            What `fn` returns, with PerReplica values for leaves; plain values where one replica per rank is the default
+            (no num_replicas), or all replicas return the same object.
+
         Raises:
-            UsageError: when args is no list or tuple.
+            UsageError: when args is no list or tuple, or replicas return different structures.
+            RuntimeError: inside `run`.
+            DesyncError: when the replicas of this process do not make the same calls.
         """
         if not isinstance(args, (list, tuple)):
             raise UsageError(f"run: expected args as a tuple or list, got {type(args).__name__}; write args=(x,).")
+        entry = context.current()
+        if entry is not None and entry.replica is not None and len(self._own_replicas) > 1:
+            raise RuntimeError("run: expected a call outside strategy.run, got one inside; call the function itself.")
         self._prepare(args)
-        with context.entered(self, is_replica=True), explaining_empty_parts((args, kwargs)):
-            return fn(*args, **(kwargs or {}))
+        calls = [
+            functools.partial(self._call, ReplicaContext(self, replica, place), fn, args, kwargs or {})
+            for place, replica in enumerate(self._own_replicas)
+        ]
+        return self._regroup(self._turns.run(calls))
+
+    def _call(self, replica: ReplicaContext, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        args, kwargs = select(replica.place, args), select(replica.place, kwargs)
+        with context.entered(self, replica), explaining_empty_parts((args, kwargs)):
+            return fn(*args, **kwargs)
+
+    def _regroup(self, results: Sequence[Any]) -> Any:
+        return regroup(results)
+
+    @property
+    def _own_replicas(self) -> range:
+        """The replicas of this process."""
+        return range(1)
+
+    @property
+    def _turns(self) -> Turns:
+        return _alone
+
+    def _merge_call(
+        self, replica: ReplicaContext, merge_fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        def combine(brought: list[Any]) -> list[Any]:
+            all_args, all_kwargs = regroup(brought)
+            with context.entered(self):
+                result = merge_fn(self, *all_args, **all_kwargs)
+            return [select(place, result) for place in range(len(brought))]
+
+        return self._turns.merge("a merge_call", (tuple(args), kwargs), combine)
+
+    def _reduce_in_replica(self, replica: ReplicaContext, op: ReduceOp, leaf: Any) -> Any:
+        def combine(brought: list[Any]) -> list[Any]:
+            reduced = reduce_rows(op, brought, None, self._sum_over_replicas)
+            return [copy_of(reduced) for _ in brought]
+
+        return self._turns.merge("an all_reduce", leaf, combine)
+
+    def _gather_in_replica(self, replica: ReplicaContext, leaf: Any, axis: int) -> tuple[Any, int]:
+        """Return what is joined, and where this replica's part begins."""
+
+        def combine(brought: list[Any]) -> list[Any]:
+            joined, starts = gather_rows(brought, axis, self._gather_over_ranks)
+            return [(copy_of(joined), start) for start in starts]
+
+        joined, start = self._turns.merge("an all_gather", leaf, combine)
+        return joined, start
 
     def _prepare(self, args: Any) -> None:
         """Make models equal before their first use."""
@@ -64,12 +143,12 @@ class Strategy:
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Axis) -> Any:
         """Return `value` reduced over all replicas and, first, over `axis` inside each.
 
-        Collective: all replicas. Same dtype required on every rank: yes; same shape: yes, but for reduced axes.
+        Collective: all ranks. Same dtype required on every replica: yes; same shape: yes, but for reduced axes.
 
         Args:
             reduce_op: SUM or MEAN. MEAN over an axis divides the global sum by the global number of elements, so parts
                 of different length weigh by their length.
-            value: this replica's: torch tensor, numpy array or number.
+            value: PerReplica, or, with one replica in this process, its value: torch tensor, numpy array or number.
             axis: None (over replicas only), an int, or a tuple or list of ints; negative ones count from the end.
 
         Returns:
@@ -79,17 +158,58 @@ class Strategy:
             ValueError: for an axis out of range, values of different shape or an unknown op.
             TypeError: for an axis of another type. RuntimeError: inside `run`.
         """
-        entry = context.current()
-        if entry is not None and entry.is_replica:
-            raise RuntimeError(
-                "reduce: expected a call outside strategy.run, got one inside; return the value from run and reduce it."
-            )
+        self._require_cross_replica("reduce", "return the value from run and reduce it")
         op = ReduceOp.parse(reduce_op)
         check_axis(axis)
-        return reduce_rows(op, value, axis, self._sum_over_replicas)
+        return reduce_rows(op, self._local_values("reduce", value), axis, self._sum_over_replicas)
 
-    def _sum_over_replicas(self, array: Any) -> None:
-        """Replace a host array by its sum over all replicas."""
+    def gather(self, value: Any, axis: int) -> Any:
+        """Return the values of all replicas joined along `axis`, in the order of replicas, on every rank.
+
+        Collective: all ranks. Same dtype and dimensions required on every replica: yes, but for `axis`.
+
+        Args:
+            value: PerReplica, or, with one replica in this process, its value: torch tensor or numpy array.
+            axis: negative ones count from the end.
+
+        Raises:
+            ValueError: for numbers, an axis out of range, or shapes that do not fit.
+            RuntimeError: inside `run`, where ReplicaContext.all_gather is meant.
+        """
+        self._require_cross_replica("gather", "use get_replica_context().all_gather there")
+        return gather_rows(self._local_values("gather", value), axis, self._gather_over_ranks)[0]
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return the values of this process's replicas as a tuple; of a plain value, itself alone."""
+        return local_values(value)
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[["ValueContext"], Any]) -> Any:
+        """Return value_fn(ValueContext) of each local replica as a PerReplica value; not collective."""
+        self._require_cross_replica("experimental_distribute_values_from_function", "call it before run")
+        values = [value_fn(ValueContext(replica, self.num_replicas_in_sync)) for replica in self._own_replicas]
+        return PerReplica(values)
+
+    def _local_values(self, call: str, value: Any) -> list[Any]:
+        values, n_local = local_values(value), len(self._own_replicas)
+        if len(values) != n_local:
+            raise UsageError(
+                f"{call}: expected a PerReplica value of this rank's {n_local} replicas, got {len(values)} "
+                f"({type(value).__name__}); pass what strategy.run returned."
+            )
+        return list(values)
+
+    def _require_cross_replica(self, call: str, advice: str) -> None:
+        entry = context.current()
+        if entry is not None and entry.replica is not None:
+            raise RuntimeError(f"{call}: expected a call outside strategy.run, got one inside; {advice}.")
+
+    def _sum_over_replicas(self, rows: list[Any]) -> Any:
+        """Return the sum of flat host arrays, one of each local replica, over all replicas. May overwrite them."""
+        return rows[0]
+
+    def _gather_over_ranks(self, rows: Any) -> tuple[Any, int]:
+        """Return the (rows, ...) host arrays of all ranks joined, and where this rank's begins."""
+        return rows, 0
 
     def experimental_distribute_dataset(
         self, dataset: Dataset, options: InputOptions | None = None
@@ -151,7 +271,25 @@ class Strategy:
         """Go on from a state."""
 
 
+_alone = Turns(range(1), [])
 _default = Strategy()
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """Return the replica that the caller is in; outside all strategies the only one; None in a scope or merge_call."""
+    entry = context.current()
+    return ReplicaContext(_default, 0, 0) if entry is None else entry.replica
+
+
+def in_cross_replica_context() -> bool:
+    """Return whether the caller is in a scope, but in no replica."""
+    entry = context.current()
+    return entry is not None and entry.replica is None
+
+
+def has_strategy() -> bool:
+    """Return whether the caller is inside a strategy other than the pass-through one."""
+    return get_strategy() is not _default
 
 
 def get_strategy() -> Strategy:

@@ -9,14 +9,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hpcdist.strategy.base import Strategy
+    from hpcdist.strategy.replica_context import ReplicaContext
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One scope() or run() that the caller is inside of."""
+    """One scope(), run() or merge_call() that the caller is inside of.
+
+    Attributes:
+        strategy: whose.
+        replica: the replica that the caller is in; None outside run, and in a merge_call.
+    """
 
     strategy: "Strategy"
-    is_replica: bool
+    replica: "ReplicaContext | None"
 
 
 _entries: contextvars.ContextVar[tuple[Entry, ...]] = contextvars.ContextVar("hpcdist_entries", default=())
@@ -31,7 +37,7 @@ def current() -> Entry | None:
 
 
 @contextmanager
-def entered(strategy: "Strategy", is_replica: bool) -> Iterator[None]:
+def entered(strategy: "Strategy", replica: "ReplicaContext | None" = None) -> Iterator[None]:
     """Make `strategy` the current one in the block.
 
     Raises:
@@ -43,7 +49,7 @@ def entered(strategy: "Strategy", is_replica: bool) -> Iterator[None]:
             f"strategy: expected one strategy at a time, got {type(strategy).__name__} inside the scope of another "
             f"{type(inside.strategy).__name__}; leave that scope first."
         )
-    token = _entries.set((*_entries.get(), Entry(strategy, is_replica)))
+    token = _entries.set((*_entries.get(), Entry(strategy, replica)))
     try:
         yield
     finally:

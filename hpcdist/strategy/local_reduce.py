@@ -1,4 +1,4 @@
-"""`strategy.reduce` on one rank: the axis inside a replica, sums and element counts over all of them."""
+"""`reduce` and `gather` on one rank: the axis inside a replica; sums, element counts and rows over all of them."""
 
 import math
 import operator
@@ -16,6 +16,7 @@ from hpcdist.strategy.reduce_op import ReduceOp
 
 Axis = int | tuple[int, ...] | list[int] | None
 Array = npt.NDArray[Any]
+SumRows = Callable[[list[Array]], Array]
 _HALF = ("float16", "bfloat16")
 
 
@@ -26,26 +27,58 @@ def check_axis(axis: Axis) -> None:
             raise TypeError(f"reduce: expected axis as None, an int or ints, got {axis!r}; pass axis=None or axis=0.")
 
 
-def reduce_rows(op: ReduceOp, value: Any, axis: Axis, all_reduce: Callable[[Array], None]) -> Any:
-    """Return `value` reduced over `axis` and over all replicas; see `Strategy.reduce`.
+def reduce_rows(op: ReduceOp, values: list[Any], axis: Axis, sum_rows: SumRows) -> Any:
+    """Return values reduced over `axis` and over all replicas; see `Strategy.reduce`.
 
     Args:
         op: SUM or MEAN.
-        value: torch tensor, numpy array or number.
+        values: of this rank's replicas: torch tensors, numpy arrays or numbers.
         axis: checked by `check_axis`.
-        all_reduce: replaces a host array by its sum over the replicas.
+        sum_rows: returns the sum over all replicas of flat host arrays, one of each local replica.
     """
-    array = _as_array(value)
-    axes = _axes(axis, array.ndim)
-    total = np.array(array.sum(axis=axes, dtype=array.dtype) if axes else array, order="C")
-    _check_shapes(total, all_reduce)
-    count = np.array([math.prod(array.shape[one] for one in axes)], np.float64)
-    all_reduce(total.reshape(-1))
+    arrays = [_as_array(value) for value in values]
+    axes = [_axes(axis, array.ndim) for array in arrays]
+    totals = [_total(array, own) for array, own in zip(arrays, axes, strict=True)]
+    _check_shapes(totals, sum_rows)
+    dtype = arrays[0].dtype
+    total = sum_rows([one.reshape(-1) for one in totals]).reshape(totals[0].shape)
     if op is ReduceOp.MEAN:
-        all_reduce(count)
-        total = total / (count[0] or 1.0)
-        total = total.astype(array.dtype) if array.dtype.kind in "fc" else total
-    return _like(value, total)
+        counts = [
+            np.array([math.prod(array.shape[one] for one in own)], np.float64)
+            for array, own in zip(arrays, axes, strict=True)
+        ]
+        total = total / (sum_rows(counts)[0] or 1.0)
+        total = total.astype(dtype) if dtype.kind in "fc" else total
+    return _like(values[0], total)
+
+
+def _total(array: Array, axes: tuple[int, ...]) -> Array:
+    return np.array(array.sum(axis=axes, dtype=array.dtype) if axes else array, order="C")
+
+
+def gather_rows(values: list[Any], axis: int, gather: Callable[[Array], tuple[Array, int]]) -> tuple[Any, list[int]]:
+    """Return all replicas' values joined along `axis`, and where each local one begins; see `Strategy.gather`.
+
+    Args:
+        values: of this rank's replicas: torch tensors or numpy arrays.
+        axis: negative ones count from the end.
+        gather: returns the (rows, ...) arrays of all ranks joined, and where this rank's begins.
+    """
+    if isinstance(axis, bool) or not hasattr(axis, "__index__"):
+        raise TypeError(f"gather: expected axis as an int, got {axis!r}; pass axis=0.")
+    arrays = [_as_array(value) for value in values]
+    if any(array.ndim == 0 for array in arrays):
+        raise UsageError("gather: expected values with at least one dimension, got a number; pass value[None].")
+    (place,) = _axes(axis, arrays[0].ndim)
+    rows = [np.ascontiguousarray(np.moveaxis(array, place, 0)) for array in arrays]
+    if len({(row.shape[1:], row.dtype) for row in rows}) > 1:
+        raise UsageError(
+            f"gather: expected values that differ along axis {axis} only, got {[array.shape for array in arrays]}; "
+            f"pass the axis that differs."
+        )
+    joined, start = gather(np.concatenate(rows))
+    starts = np.cumsum([start, *(len(row) for row in rows[:-1])]).tolist()
+    return _like(values[0], np.ascontiguousarray(np.moveaxis(joined, 0, place))), starts
 
 
 def _as_array(value: Any) -> Array:
@@ -71,18 +104,18 @@ def _axes(axis: Axis, n_dims: int) -> tuple[int, ...]:
     return tuple(sorted({operator.index(one) % n_dims for one in given}))
 
 
-def _check_shapes(total: Array, all_reduce: Callable[[Array], None]) -> None:
-    """Raise on every rank when shapes differ: sums of x and x*x over n ranks tell whether all x are equal.
+def _check_shapes(totals: list[Array], sum_rows: SumRows) -> None:
+    """Raise on every rank when shapes differ: sums of x and x*x over n replicas tell whether all x are equal.
 
-    x is a digest of 20 bits, so that the sums are exact for thousands of ranks.
+    x is a digest of 20 bits, so that the sums are exact for thousands of replicas.
     """
-    mark = float(xxhash.xxh3_64_intdigest(f"{total.shape} {total.dtype}".encode()) % (1 << 20))
-    sums = np.array([1.0, mark, mark * mark])
-    all_reduce(sums)
+    marks = [float(xxhash.xxh3_64_intdigest(f"{one.shape} {one.dtype}".encode()) % (1 << 20)) for one in totals]
+    sums = sum_rows([np.array([1.0, mark, mark * mark]) for mark in marks])
     if sums[0] * sums[2] != sums[1] * sums[1]:
+        found = ", ".join(f"{one.shape} {one.dtype}" for one in totals)
         raise UsageError(
-            f"reduce: expected values of the same shape and dtype on every replica, got {total.shape} {total.dtype} "
-            f"here and others elsewhere; pass the axis that differs."
+            f"reduce: expected values of the same shape and dtype on every replica, got {found} here and others "
+            f"elsewhere; pass the axis that differs."
         )
 
 
@@ -91,3 +124,10 @@ def _like(value: Any, total: Array) -> Any:
         result = from_array(total, str(total.dtype))
         return result.to(value.dtype) if value.dtype.is_floating_point else result
     return total.item() if isinstance(value, (int, float, complex)) else total
+
+
+def copy_of(value: Any) -> Any:
+    """Return a copy of a tensor or array, so that a replica may write into what all of them were given."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return value.copy() if isinstance(value, np.ndarray) else value

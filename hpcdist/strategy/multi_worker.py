@@ -1,16 +1,21 @@
-"""MultiWorkerMirroredStrategy: one replica per worker rank, gradients summed over all of them."""
+"""MultiWorkerMirroredStrategy: replicas on all worker ranks, gradients summed over all of them."""
 
 import functools
 import itertools
+import operator
 import secrets
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpcdist.cluster.environment import read_environment
 from hpcdist.cluster.resolver import ClusterResolver
 from hpcdist.collectives import mpi, selection
+from hpcdist.collectives.all_gather import gather_rows
 from hpcdist.collectives.cross_device_ops import CrossDeviceOps
 from hpcdist.collectives.group import group_of
 from hpcdist.collectives.options import CommunicationOptions
@@ -21,10 +26,13 @@ from hpcdist.data.options import InputOptions
 from hpcdist.errors import ConfigurationError, DataError, agreed
 from hpcdist.gradients.engine import GradientEngine
 from hpcdist.gradients.reducer import Reducer
+from hpcdist.gradients.turns import Turns
 from hpcdist.mpi import MPI
+from hpcdist.plan.replicas import ReplicaPlan
 from hpcdist.strategy import context
 from hpcdist.strategy.base import Strategy, get_strategy
 from hpcdist.strategy.reduce_op import ReduceOp
+from hpcdist.strategy.values import regroup
 from hpcdist.world import World, make_world
 
 
@@ -41,6 +49,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     Args:
         cluster_resolver: says which tasks there are; default: TF_CONFIG, else HPCDIST_ROLES, else every rank a worker.
         communication_options: algorithm, bucket size, order and wire of the all-reduce; default: all chosen.
+        num_replicas: replicas of the job, however many ranks it has; at least as many. Weights, losses and metrics then
+            have the same bits on any number of ranks, and steps go through `run`. Default: one per rank.
         gradient_op: SUM (losses are divided by the global batch) or MEAN (losses are means over the local batch;
             replicas weigh by their rows). Default: SUM once `compute_average_loss` was called, else the first backward
             of more than one replica raises.
@@ -54,6 +64,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self,
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
+        num_replicas: int | None = None,
         gradient_op: ReduceOp | str | None = None,
         *,
         cross_device_ops: CrossDeviceOps | None = None,
@@ -77,12 +88,27 @@ class MultiWorkerMirroredStrategy(Strategy):
                     "travel multiplied by rows, got float16, which they overflow; use bfloat16, or SUM."
                 )
             )
-        self._group = group_of(self._comm, options.timeout_seconds)
-        reducer = Reducer(self._group, options, cross_device_ops)
-        self._engine = GradientEngine(self.world, reducer, is_mean, self._is_entered)
+        self._group = group_of(self._comm, options.timeout_seconds, self.world)
+        self._is_counted = num_replicas is not None
+        if self._is_counted and options.is_ordered is None and options.may_be_ordered:
+            options = replace(options, is_ordered=True)
+        self._reducer = Reducer(self._group, options, cross_device_ops, self._plan_replicas(num_replicas))
+        self._engine = GradientEngine(self.world, self._reducer, is_mean, self._is_entered, self._is_counted)
         self._dataset_numbers = itertools.count()
         self._set_threads()
         context.register(self)
+
+    def _plan_replicas(self, num_replicas: int | None) -> ReplicaPlan:
+        n_ranks = self._comm.size
+        n_replicas = n_ranks if num_replicas is None else operator.index(num_replicas)
+        if n_replicas < n_ranks:
+            raise agreed(
+                ConfigurationError(
+                    f"{type(self).__name__}: expected num_replicas of at least the {n_ranks} ranks, got {n_replicas}; "
+                    f"start fewer ranks, or more replicas."
+                )
+            )
+        return ReplicaPlan(n_replicas, n_ranks)
 
     def _is_entered(self) -> bool:
         return get_strategy() is self
@@ -94,8 +120,19 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """One per chief or worker rank."""
-        return self._comm.size
+        """Replicas of the job: as given, or one per chief or worker rank."""
+        return self._reducer.replicas.n_replicas
+
+    @property
+    def _own_replicas(self) -> range:
+        return self._reducer.own_replicas
+
+    @property
+    def _turns(self) -> Turns:
+        return self._engine.turns
+
+    def _regroup(self, results: Sequence[Any]) -> Any:
+        return regroup(results, is_single_kept=True) if self._is_counted else super()._regroup(results)
 
     @property
     def is_chief(self) -> bool:
@@ -113,16 +150,23 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _prepare(self, args: Any) -> None:
         self._engine.prepare(args)
 
-    def _sum_over_replicas(self, array: Any) -> None:
-        with self._group.recorded("reduce", array):
-            mpi.all_reduce(array, self._group)
+    def _sum_over_replicas(self, rows: list[Any]) -> Any:
+        with self._group.recorded("reduce", rows[0]):
+            if self._is_counted:
+                return self._reducer.sum_rows(rows)
+            mpi.all_reduce(rows[0], self._group)
+            return rows[0]
+
+    def _gather_over_ranks(self, rows: Any) -> tuple[Any, int]:
+        counts = gather_rows(np.array([len(rows)]), self._group)
+        return gather_rows(rows, self._group), int(counts[: self._comm.rank].sum())
 
     def experimental_distribute_dataset(
         self, dataset: Dataset, options: InputOptions | None = None
     ) -> DistributedDataset:
         """Return this replica's parts of a dataset; see `Strategy.experimental_distribute_dataset`."""
         with self.world.agreed(self._comm):
-            check_distributable(dataset, self._comm.size)
+            check_distributable(dataset, self.num_replicas_in_sync)
         chiefs_seed = self.world.broadcast_text(str(dataset.order.seed), 0, self._comm)
         if dataset.has_drawn_seed and chiefs_seed != "None":
             dataset = dataset.with_drawn_seed(int(chiefs_seed))
@@ -136,32 +180,31 @@ class MultiWorkerMirroredStrategy(Strategy):
                 )
         hand = functools.partial(self._hand_rows, next(self._dataset_numbers))
         return DistributedDataset(
-            dataset, self._local_replicas, self._comm.size, hand, options=options, agree_rows=self._agree_rows
+            dataset, self._own_replicas, self.num_replicas_in_sync, hand, self._wrap, options, self._agree_rows
         )
 
     def distribute_datasets_from_function(
         self, dataset_fn: DatasetFunction, options: InputOptions | None = None
     ) -> DistributedFromFunction:
         """Return batches of this rank's own dataset; see `Strategy.distribute_datasets_from_function`."""
-        replicas, comm = self._local_replicas, self._comm
+        replicas, n_replicas, comm = self._own_replicas, self.num_replicas_in_sync, self._comm
         with self.world.agreed(comm):
-            made = datasets_of(dataset_fn, contexts_of(options, replicas, (comm.rank, comm.size), comm.size))
+            made = datasets_of(dataset_fn, contexts_of(options, replicas, (comm.rank, comm.size), n_replicas))
         seed = int(self.world.broadcast_text(str(secrets.randbits(62)), 0, comm))
         hand = functools.partial(self._hand_rows, next(self._dataset_numbers))
-        distributed = DistributedFromFunction(
-            made, replicas, comm.size, hand, options=options, agree_end=self._agree_end
-        )
+        distributed = DistributedFromFunction(made, replicas, n_replicas, hand, self._wrap, options, self._agree_end)
         distributed.set_seed(seed)
         return distributed
 
     @property
-    def _local_replicas(self) -> range:
-        """The replicas of this rank."""
-        return range(self._comm.rank, self._comm.rank + 1)
+    def _wrap(self) -> Callable[[list[Any]], Any] | None:
+        """What makes PerReplica values of parts; None where the only part is handed out as it is."""
+        return self._regroup if self._is_counted else None
 
     def _hand_rows(self, source: int, rows: list[int] | None) -> None:
-        """Tell the engine how many rows the parts have that are handed out, or that a pass is over."""
-        self._engine.backward.rows.hand(source, None if rows is None else sum(rows))
+        """Tell each local replica's backward how many rows its part has, or that a pass is over."""
+        for place, handed in enumerate(self._engine.backward.handed):
+            handed.hand(source, None if rows is None else rows[place])
 
     def _agree_end(self, is_out: bool) -> bool:
         """Return whether all ranks are out of data. Collective: all ranks; bounded."""
@@ -200,12 +243,12 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def state_dict(self) -> dict[str, Any]:
         """Return seed and step of the random numbers, and which algorithms AUTO chose. Equal on all ranks."""
-        generators, table = self._engine.generators, selection.table_of(group_of(self._comm))
+        generators, table = self._engine.generators, selection.table_of(group_of(self._comm, None, self.world))
         return {"seed": generators.seed, "step": generators.step, "algorithms": table}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the random numbers of a checkpoint."""
         self._engine.generators.restore(state["seed"], state["step"])
         if state.get("algorithms"):
-            selection.restore_table(group_of(self._comm), state["algorithms"])
+            selection.restore_table(group_of(self._comm, None, self.world), state["algorithms"])
         self.world.step = state["step"]

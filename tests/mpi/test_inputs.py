@@ -70,6 +70,55 @@ def test_gradients_of_uneven_parts_are_those_of_the_global_batch(comm, op):
         torch.testing.assert_close(grads, list(expected), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_parts_of_several_replicas_on_a_rank(comm, op):
+    n_replicas = 2 * comm.size + 1
+    strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=n_replicas, gradient_op=op)
+    with strategy.scope():
+        model = torch.nn.Linear(3, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    alone = torch.nn.Linear(3, 1).double()
+    x = torch.arange(42, dtype=torch.float64).reshape(14, 3) / 42
+    dataset = hpcdist.Dataset.from_tensor_slices((x, x[:, 0])).batch(9)
+    grads = []
+
+    def step(part, first):
+        assert first.tolist() == part[:, 0].tolist()
+        optimizer.zero_grad()
+        share = len(whole) if op == "SUM" else max(len(part), 1)
+        (model(part).square().sum() / share).backward()
+        grads[:] = [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.step()
+        return part.sum(0)
+
+    for whole, parts in zip([x[:9], x[9:]], strategy.experimental_distribute_dataset(dataset), strict=True):
+        assert isinstance(parts[0], hpcdist.PerReplica)
+        total = strategy.reduce("sum", strategy.run(step, args=parts), axis=None)
+        torch.testing.assert_close(total, whole.sum(0))
+        alone.load_state_dict(model.state_dict())
+        expected = torch.autograd.grad(alone(whole).square().mean(), list(alone.parameters()))
+        torch.testing.assert_close(grads, list(expected), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("mode", hpcdist.InputReplicationMode)
+def test_datasets_from_a_function_for_several_replicas_on_a_rank(comm, mode):
+    n_replicas = 2 * comm.size
+    strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=n_replicas)
+    options = hpcdist.InputOptions(experimental_replication_mode=mode)
+
+    def dataset_fn(context):
+        rows = hpcdist.Dataset.from_tensor_slices(torch.arange(3 * n_replicas + 1))
+        return rows.shard(context.num_input_pipelines, context.input_pipeline_id).batch(
+            context.get_per_replica_batch_size(2 * n_replicas)
+        )
+
+    distributed = strategy.distribute_datasets_from_function(dataset_fn, options)
+    steps = [[part.tolist() for part in step.values] for step in distributed]
+    assert all(len(step) == 2 for step in steps)
+    seen = comm.allreduce(sum((part for step in steps for part in step), []))
+    assert sorted(seen) == list(range(3 * n_replicas + 1))
+
+
 def test_a_dataset_without_batches_ends_everywhere(strategy):
     rows = hpcdist.Dataset.from_tensor_slices(torch.ones(0, 3))
     few = hpcdist.Dataset.from_tensor_slices(torch.ones(2, 3)).batch(4, drop_remainder=True)

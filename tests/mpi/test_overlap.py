@@ -5,12 +5,11 @@ import functools
 import numpy as np
 import pytest
 import torch
-from made_up_hosts import HOSTS, kind_of_group
+from made_up_hosts import HOSTS
 from torch import nn
 
 import hpcdist
 from hpcdist.collectives import hierarchical
-from hpcdist.collectives.group import group_of
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.wire import HalfWire
@@ -43,23 +42,6 @@ class Odd(nn.Module):
         if uses_sometimes:
             x = x + self.sometimes(x)
         return self.frozen(x).square().mean(1)
-
-
-@pytest.fixture
-def over_hosts(comm, monkeypatch):
-    """Return over(hosts): strategies made from then on believe to be on these hosts; None: on the real one."""
-    groups = []
-
-    def over(hosts):
-        def make(role_comm, timeout_s=None):
-            groups.append(kind_of_group(hosts, comm.size)(role_comm, make_world(), timeout_s=timeout_s))
-            return groups[-1]
-
-        monkeypatch.setattr(multi_worker, "group_of", group_of if hosts is None else make)
-
-    yield over
-    for group in groups:
-        group.free()
 
 
 def train(comm, n_steps=4, gradient_op="sum", n_micro=1, **options):

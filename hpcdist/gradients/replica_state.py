@@ -1,0 +1,78 @@
+"""What is private to a replica while another one of the same process runs: gradients and buffers of shared modules."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hpcdist.gradients.model_plan import BufferPlace
+from hpcdist.gradients.record import ParameterRecord
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A replica's state. `is_shared`: others have the same gradients, which are copied when it goes on."""
+
+    gradients: list[Tensor | None]
+    buffers: list[Tensor | None]
+    is_shared: bool = False
+
+
+class ReplicaState:
+    """Swaps `parameter.grad` and buffers when the turn passes from one replica to another.
+
+    Cost: references to all gradients and a copy of all buffers at each hand-over; after a sum a copy of all gradients
+    for each replica but the last, so that each may clip its own.
+    """
+
+    def __init__(self) -> None:
+        self._records: Sequence[ParameterRecord] = ()
+        self._places: Sequence[BufferPlace] = ()
+        self._saved: dict[int, _Saved] = {}
+        self._start: _Saved | None = None
+
+    def watch(self, records: Sequence[ParameterRecord], places: Sequence[BufferPlace]) -> None:
+        """Keep these apart from now on."""
+        self._records, self._places = records, places
+
+    def begin(self) -> None:
+        """Let every replica begin with what there is now."""
+        self._saved.clear()
+        self._start = self._now()
+
+    def end(self) -> None:
+        """Leave what the last replica that ran has."""
+        self._saved.clear()
+        self._start = None
+
+    def share(self) -> None:
+        """Give every replica the gradients and buffers that there are now."""
+        now = self._now()
+        shared = _Saved(now.gradients, now.buffers, is_shared=True)
+        self._saved = dict.fromkeys(self._saved, shared)
+
+    def leave(self, replica: int) -> None:
+        """Put a replica's state away."""
+        self._saved[replica] = self._now()
+
+    @torch.no_grad()
+    def enter(self, replica: int) -> None:
+        """Bring a replica's state back; of one that begins, what there was at the beginning."""
+        saved = self._saved.get(replica, self._start)
+        assert saved is not None, "begin comes before the first replica"
+        for record, gradient in zip(self._records, saved.gradients, strict=True):
+            if (parameter := record.parameter) is not None:
+                is_copied = saved.is_shared and gradient is not None
+                parameter.grad = gradient.clone() if is_copied and gradient is not None else gradient
+        for place, kept in zip(self._places, saved.buffers, strict=True):
+            if (tensor := place.tensor) is not None and kept is not None:
+                tensor.data.copy_(kept)
+
+    def _now(self) -> _Saved:
+        parameters = [record.parameter for record in self._records]
+        tensors = [place.tensor for place in self._places]
+        return _Saved(
+            [None if parameter is None else parameter.grad for parameter in parameters],
+            [None if tensor is None else tensor.clone() for tensor in tensors],
+        )

@@ -1,0 +1,125 @@
+"""What code inside `strategy.run` knows of its replica, and how replicas meet."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hpcdist.strategy import context
+from hpcdist.strategy.reduce_op import ReduceOp
+from hpcdist.strategy.values import map_leaves
+
+if TYPE_CHECKING:
+    from hpcdist.strategy.base import Strategy
+
+
+class ReplicaContext:
+    """One replica of a strategy, as `tf.distribute.ReplicaContext`; `get_replica_context()` returns it inside `run`.
+
+    Attributes:
+        strategy: the strategy.
+        replica_id_in_sync_group: this replica's number among all of the job.
+        place: its place among those of this process.
+    """
+
+    def __init__(self, strategy: "Strategy", replica: int, place: int) -> None:
+        self.strategy = strategy
+        self.replica_id_in_sync_group = replica
+        self.place = place
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Replicas of the job."""
+        return self.strategy.num_replicas_in_sync
+
+    def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Call merge_fn(strategy, *args, **kwargs) once for all local replicas, outside them; return this one's part.
+
+        All replicas must come to it, in the same order of calls. Collective if `merge_fn` is.
+
+        Args:
+            merge_fn: gets the arguments of all local replicas as PerReplica values.
+            args: as for `run`.
+            kwargs: as for `run`.
+        """
+        self._require("merge_call")
+        return self.strategy._merge_call(self, merge_fn, args, kwargs or {})
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
+        """Return a nest of tensors or arrays, each reduced over all replicas.
+
+        Collective: all replicas, in the same order of calls. Same shapes and dtypes required on every replica: yes. The
+        gradient of a tensor's reduction is the reduction of the gradient.
+
+        Args:
+            reduce_op: SUM or MEAN.
+            value: nest of tensors, arrays or numbers; not overwritten.
+            options: taken for tf.distribute's sake.
+
+        Cost: one all-reduce for each leaf.
+        """
+        self._require("all_reduce")
+        op = ReduceOp.parse(reduce_op)
+        return map_leaves(lambda leaf: self._reduce_leaf(op, leaf), value)
+
+    def _reduce_leaf(self, op: ReduceOp, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
+            return _AllReduce.apply(leaf, op, self)  # type: ignore[no-untyped-call]
+        return self.strategy._reduce_in_replica(self, op, leaf)
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """Return a nest of tensors or arrays, each joined along `axis` over all replicas, in their order.
+
+        Collective: all replicas, in the same order of calls. Shapes may differ along `axis` only.
+
+        Args:
+            value: nest of tensors or arrays with at least one dimension.
+            axis: negative ones count from the end.
+            options: taken for tf.distribute's sake.
+
+        Raises:
+            ValueError: for numbers, or shapes that do not fit; on every replica.
+        """
+        self._require("all_gather")
+        return map_leaves(lambda leaf: self._gather_leaf(leaf, axis), value)
+
+    def _gather_leaf(self, leaf: Any, axis: int) -> Any:
+        if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
+            return _AllGather.apply(leaf, axis, self)  # type: ignore[no-untyped-call]
+        return self.strategy._gather_in_replica(self, leaf, axis)[0]
+
+    def _require(self, call: str) -> None:
+        """Raise RuntimeError when this context is not the caller's."""
+        entry = context.current()
+        if entry is None or entry.replica is not self:
+            raise RuntimeError(
+                f"{call}: expected a call inside strategy.run, by the replica that the context belongs to, got one "
+                f"elsewhere; ask get_replica_context() inside the function that is run."
+            )
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, op: ReduceOp, replica: ReplicaContext) -> Tensor:
+        ctx.op, ctx.replica = op, replica
+        reduced: Tensor = replica.strategy._reduce_in_replica(replica, op, leaf)
+        return reduced
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None, None]:
+        return ctx.replica.strategy._reduce_in_replica(ctx.replica, ctx.op, gradient), None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, axis: int, replica: ReplicaContext) -> Tensor:
+        joined: Tensor
+        joined, start = replica.strategy._gather_in_replica(replica, leaf, axis)
+        ctx.replica, ctx.axis, ctx.start, ctx.n_rows = replica, axis, start, leaf.shape[axis]
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None, None]:
+        total = ctx.replica.strategy._reduce_in_replica(ctx.replica, ReduceOp.SUM, gradient)
+        return total.narrow(ctx.axis, ctx.start, ctx.n_rows), None, None

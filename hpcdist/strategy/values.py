@@ -1,0 +1,90 @@
+"""Values that differ, or are held, per replica; and nests of them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hpcdist.errors import UsageError
+
+
+class DistributedValues:
+    """One value for each replica of this process, in the order of replicas; as `tf.distribute.DistributedValues`.
+
+    Attributes:
+        values: a tuple, one for each local replica.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values = tuple(values)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.values))})"
+
+
+class PerReplica(DistributedValues):
+    """Values that differ between replicas, such as parts of a batch and what `strategy.run` returns."""
+
+
+class Mirrored(DistributedValues):
+    """Values that are equal on all replicas."""
+
+
+def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
+    """Return a nest of tuples, lists and dicts with function(leaf) in place of every leaf."""
+    if isinstance(nest, dict):
+        return type(nest)((key, map_leaves(function, part)) for key, part in nest.items())
+    if isinstance(nest, (tuple, list)):
+        parts = [map_leaves(function, part) for part in nest]
+        return type(nest)(*parts) if hasattr(nest, "_fields") else type(nest)(parts)
+    return function(nest)
+
+
+def leaves_of(nest: Any) -> list[Any]:
+    """Return the leaves of a nest, depth first."""
+    found: list[Any] = []
+    map_leaves(found.append, nest)
+    return found
+
+
+def select(place: int, nest: Any) -> Any:
+    """Return a nest with the value of one local replica in place of every DistributedValues."""
+    return map_leaves(lambda leaf: leaf.values[place] if isinstance(leaf, DistributedValues) else leaf, nest)
+
+
+def local_values(value: Any) -> tuple[Any, ...]:
+    """Return the values of the local replicas; of anything else, itself."""
+    return value.values if isinstance(value, DistributedValues) else (value,)
+
+
+def regroup(nests: Sequence[Any], is_single_kept: bool = False) -> Any:
+    """Return one nest with PerReplica leaves, made of one nest for each local replica.
+
+    A leaf that is the same object on all of them is left as it is.
+
+    Args:
+        nests: all of one structure.
+        is_single_kept: whether a single replica's values are wrapped too.
+
+    Raises:
+        UsageError: when the structures differ.
+    """
+    first = nests[0]
+    if isinstance(first, dict):
+        _check_alike(nests, [tuple(nest) if isinstance(nest, dict) else None for nest in nests])
+        return type(first)((key, regroup([nest[key] for nest in nests], is_single_kept)) for key in first)
+    if isinstance(first, (tuple, list)):
+        _check_alike(nests, [len(nest) if isinstance(nest, type(first)) else None for nest in nests])
+        parts = [regroup(parts, is_single_kept) for parts in zip(*nests, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    _check_alike(nests, [isinstance(nest, (dict, tuple, list)) for nest in nests])
+    if all(nest is first for nest in nests) and not (is_single_kept and first is not None and len(nests) == 1):
+        return first
+    return PerReplica(nests)
+
+
+def _check_alike(nests: Sequence[Any], shapes: Sequence[Any]) -> None:
+    if any(shape != shapes[0] for shape in shapes):
+        kinds = ", ".join(type(nest).__name__ for nest in nests)
+        raise UsageError(
+            f"run: expected the same structure from every replica, got {kinds} of {shapes}; return the same nest of "
+            f"tuples, lists and dicts on all replicas."
+        )
