@@ -304,6 +304,11 @@ def end_job(report: str, code: int) -> NoReturn:
     abort.end_job(MPI.COMM_WORLD, report, code)
 
 
+def has_left() -> bool:
+    """Return whether this rank has left its program and waits for others to leave. Not collective; from any thread."""
+    return _hooks is not None and _hooks.is_leaving
+
+
 def _install_hooks() -> None:
     """Install the abort hooks before anything else, so that a failing set-up ends all ranks too."""
     global _hooks

@@ -17,11 +17,13 @@ from hpcdist.errors import CollectiveError, ExitCode, HpcdistError
 from hpcdist.mpi import MPI
 from hpcdist.plan.lanes import LanePlan, plan_lanes
 from hpcdist.plan.placement import plan_placement
-from hpcdist.world import World, end_job, make_world
+from hpcdist.world import World, end_job, has_left, make_world
 
 T = TypeVar("T")
 #: Cell of a rank's cells on the board in which it counts its collectives; the barrier uses the first three.
 JOURNAL_CELL = 4
+#: The next one holds what its watchdog tells those of other ranks.
+FLAGS_CELL = 5
 #: A wait of ours gives up this much later than the watchdog ends the job, which has more to say.
 LATE_S = 30.0
 
@@ -80,7 +82,7 @@ class Group:
         self.library_bytes = 0
         self._watch(watchdog)
         self.is_checked = "collectives" in world.debug
-        self._fingerprints = Fingerprints(self.comm, world) if self.is_checked else None
+        self._fingerprints = Fingerprints(self.comm, world, self.timeout_s) if self.is_checked else None
 
     def _split_node(self) -> MPI.Comm:
         """Return the ranks of this host. Tests make hosts up here."""
@@ -127,23 +129,25 @@ class Group:
         """Return cells that the ranks of this host share, or why they cannot share memory."""
         if self.node_comm.size == 1:
             return None, None
+        n_cells = self.node_comm.size * CELLS
         try:
-            window = NodeWindow(self.node_comm, self.node_comm.size * CELLS * 8, self.world)
+            window = NodeWindow(self.node_comm, n_cells * 8, self.world)
         except CollectiveError as error:
             return None, error
-        return window.pieces[0].cast("q"), None
+        return window.pieces[0].cast("q")[:n_cells], None  # a window is whole pages: no cells of ranks there are not
 
     def _watch(self, watchdog: Watchdog | None) -> None:
         """Let the watchdog look at this group's collectives, and at what other ranks of the host say of theirs."""
         peers = [Peer(*one) for one in self.node_comm.allgather((str(self.world), os.getpid()))]
         board = None if self._board is None else self._board[JOURNAL_CELL::CELLS]
+        flags = None if self._board is None else self._board[FLAGS_CELL::CELLS]
         self.journal = Journal(board, self.node_comm.rank)
         warn_s = min(WARN_S, self.timeout_s / 2)
         self.watchdog = watchdog or Watchdog(
-            self.world.describe, functools.partial(end_job, "", ExitCode.INTERNAL), warn_s, self.timeout_s
+            self.world.describe, functools.partial(end_job, "", ExitCode.INTERNAL), warn_s, self.timeout_s, has_left
         )
         if self.size > 1:
-            self.watchdog.watch(self.journal, () if board is None else peers)
+            self.watchdog.watch(self.journal, () if board is None else peers, flags)
 
     @property
     def barrier(self) -> NodeBarrier:
@@ -204,7 +208,8 @@ class Group:
     def _late(self, what: str) -> str:
         return (
             f"all_reduce: expected every rank within {self.timeout_s:g} s, got no answer from {what} on "
-            f"{self.world}; look for a rank that took another path or stopped (HPCDIST_TIMEOUT_S sets the limit)."
+            f"{self.world}; look for a rank that took another path or stopped (HPCDIST_TIMEOUT_S or timeout_seconds "
+            f"sets the limit)."
         )
 
     def lane_plan(self, is_ordered: bool) -> LanePlan:

@@ -246,6 +246,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         generators, table = self._engine.generators, selection.table_of(group_of(self._comm, None, self.world))
         return {"seed": generators.seed, "step": generators.step, "algorithms": table}
 
+    def describe_sums(self) -> dict[str, Any]:
+        """Return what the bits of summed gradients depend on; the number of replicas where it was given."""
+        return {**self._reducer.describe(), "replicas": self.num_replicas_in_sync if self._is_counted else None}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the random numbers of a checkpoint."""
         self._engine.generators.restore(state["seed"], state["step"])

@@ -81,6 +81,35 @@ def test_bits_are_those_of_one_host(comm, over_hosts, hosts, gradient_op, n_micr
     assert len(set(comm.allgather(found))) == 1
 
 
+def test_all_that_a_step_sends_is_in_the_journal(comm, over_hosts):
+    """So that a rank which hangs in it is seen: the model at its first use, buckets, and buffers beside device ones."""
+    over_hosts(comm.size)
+    _, strategy = train(comm, n_steps=1)
+    ops = [entry.op for entry in strategy._group.journal.entries]
+    assert ("broadcast" in ops) == (comm.size > 1)
+    assert ("gradients" in ops) == (comm.size > 1)
+    strategy._reducer.is_on_device = True
+    strategy._reducer.reduce(np.ones(3))
+    assert str(strategy._group.journal.entries[-1]) == "buffers float64 x 3"
+
+
+def test_what_the_bits_depend_on_is_told(comm, over_hosts):
+    def told(**options):
+        communication_options = hpcdist.CommunicationOptions(**options)
+        return hpcdist.MultiWorkerMirroredStrategy(communication_options=communication_options).describe_sums()
+
+    over_hosts("1 each")
+    has_hosts = comm.size > 1
+    assert told(is_ordered=True) == {"all_reduce": "in the order of replicas", "wire": None}
+    assert told(is_ordered=True, wire_dtype="bfloat16")["wire"] == ("bfloat16" if has_hosts else None)
+    assert told(implementation="halving") == {"all_reduce": "HALVING", "wire": None}
+    over_hosts("3 and rest")
+    is_aligned = comm.size <= 3
+    assert (told()["all_reduce"] == "in the order of replicas") == is_aligned
+    over_hosts(None)
+    assert told(wire_dtype="bfloat16") == {"all_reduce": "in the order of replicas", "wire": None}
+
+
 @pytest.mark.parametrize("implementation", ["mpi", "ring", "halving", "hierarchical"])
 def test_every_algorithm_trains_to_the_same_weights_on_all_ranks(comm, over_hosts, implementation):
     over_hosts(None)
