@@ -27,7 +27,7 @@ LAYERS = {
 DOORS = {
     "mpi4py": {"mpi"},
     "h5py": {"checkpoint.format"},
-    "torch": {"gradients", "strategy"},
+    "torch": {"data", "gradients", "strategy"},
     "cupy": {"collectives.cuda"},
     "cupyx": {"collectives.cuda"},
     "pickle": set(),
