@@ -153,4 +153,5 @@ class ReplicaBackwardSum(BackwardSum):
         """Forget what replicas did that an error has stopped."""
         self._passes = {replica: _Pass() for replica in self._turns.replicas}
         self._contributions, self._earlier = [], {}
-        self._drop()
+        if self._records:
+            self._drop()
