@@ -6,6 +6,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset
 from hpcdist.data.from_function import DatasetFunction, DistributedFromFunction, datasets_of
@@ -15,9 +18,10 @@ from hpcdist.data.reading import explaining_empty_parts
 from hpcdist.errors import UsageError
 from hpcdist.gradients.turns import Turns
 from hpcdist.strategy import context
+from hpcdist.strategy.extended import StrategyExtended
 from hpcdist.strategy.local_reduce import Axis, check_axis, copy_of, gather_rows, reduce_rows
 from hpcdist.strategy.reduce_op import ReduceOp
-from hpcdist.strategy.replica_context import ReplicaContext
+from hpcdist.strategy.replica_context import OnlyReplica, ReplicaContext
 from hpcdist.strategy.values import PerReplica, local_values, regroup, select
 
 
@@ -45,19 +49,50 @@ class Strategy:
         """Whether this process prints, logs and saves for the job."""
         return True
 
+    @property
+    def extended(self) -> StrategyExtended:
+        """What code that does the strategy's work itself needs, such as an optimizer of its own."""
+        return StrategyExtended(self)
+
     @contextmanager
     def scope(self) -> Iterator["Strategy"]:
         """Make this the current strategy; modules built in the block are kept equal on all replicas.
 
-        Not collective: models are made equal at their first use.
+        Not collective: models are made equal at their first use. A scope may be entered again inside itself.
+
+        Raises:
+            RuntimeError: inside `run`, or inside another strategy.
         """
+        self._require_cross_replica("scope", "enter it before run")
         with context.entered(self), self._watching():
             yield self
 
     def _watching(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    @property
+    def _device(self) -> torch.device:
+        """Where this process computes."""
+        return torch.get_default_device()
+
+    @property
+    def _parameter_device(self) -> torch.device:
+        """Where the variables are."""
+        return self._device
+
+    def _has_made(self, variable: Tensor) -> bool:
+        return not any(strategy._has_made(variable) for strategy in context.alive())
+
+    def _broadcast(self, value: Tensor) -> Tensor:
+        """Return the chief's value."""
+        return value
+
+    def _update_copies(self, var: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        return [call() for call in calls]
+
+    def run(
+        self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None, options: Any = None
+    ) -> Any:
         """Call fn(*args, **kwargs) for each replica of this process, and return what they return.
 
         Several replicas run one after another, and meet at the end of a backward, at an optimizer's step (made once, by
@@ -70,6 +105,7 @@ class Strategy:
             fn: the same calls in the same order on every replica.
             args: tuple or list; a DistributedValues in it becomes the replica's own value.
             kwargs: the same, by name.
+            options: taken for tf.distribute's sake.
 
         Returns:
             What `fn` returns, with PerReplica values for leaves; plain values where one replica per rank is the default
@@ -207,8 +243,9 @@ class Strategy:
 
     def _require_cross_replica(self, call: str, advice: str) -> None:
         entry = context.current()
-        if entry is not None and entry.replica is not None:
-            raise RuntimeError(f"{call}: expected a call outside strategy.run, got one inside; {advice}.")
+        if entry is not None and (entry.replica is not None or entry.updated is not None):
+            found = "update context, inside extended.update" if entry.replica is None else "replica context, inside it"
+            raise RuntimeError(f"{call}: expected cross-replica context, outside strategy.run, got {found}; {advice}.")
 
     def _sum_over_replicas(self, rows: list[Any]) -> Any:
         """Return the sum of flat host arrays, one of each local replica, over all replicas. May overwrite them."""
@@ -284,12 +321,13 @@ class Strategy:
 
 _alone = Turns(range(1), [])
 _default = Strategy()
+_only_replica = OnlyReplica(_default, 0, 0)
 
 
 def get_replica_context() -> ReplicaContext | None:
     """Return the replica that the caller is in; outside all strategies the only one; None in a scope or merge_call."""
     entry = context.current()
-    return ReplicaContext(_default, 0, 0) if entry is None else entry.replica
+    return _only_replica if entry is None else entry.replica
 
 
 def in_cross_replica_context() -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hpcdist.cluster.environment import read_environment
 from hpcdist.cluster.resolver import ClusterResolver
@@ -26,8 +27,10 @@ from hpcdist.data.options import InputOptions
 from hpcdist.errors import ConfigurationError, DataError, agreed
 from hpcdist.gradients.engine import GradientEngine
 from hpcdist.gradients.reducer import Reducer
+from hpcdist.gradients.tensors import from_array, to_array
 from hpcdist.gradients.turns import Turns
 from hpcdist.mpi import MPI
+from hpcdist.plan.devices import plan_devices
 from hpcdist.plan.replicas import ReplicaPlan
 from hpcdist.strategy import context
 from hpcdist.strategy.base import Strategy, get_strategy
@@ -146,6 +149,22 @@ class MultiWorkerMirroredStrategy(Strategy):
     def cluster_resolver(self) -> ClusterResolver:
         """The cluster as agreed, and this rank's task in it."""
         return self.world.cluster_resolver
+
+    @property
+    def _device(self) -> torch.device:
+        """This rank's GPU, in the order of the ranks of a host; the host where torch sees none."""
+        gpus = [str(index) for index in range(torch.cuda.device_count())]
+        node = self.world.node_comm
+        return torch.device("cuda", plan_devices(node.size, gpus)[node.rank]) if gpus else torch.device("cpu")
+
+    def _has_made(self, variable: Tensor) -> bool:
+        return self._engine.has_made(variable)
+
+    def _broadcast(self, value: Tensor) -> Tensor:
+        array, dtype = to_array(value.clone())
+        with self._group.recorded("broadcast", array):
+            mpi.broadcast(array, self._comm)
+        return from_array(array, dtype)
 
     def _watching(self) -> AbstractContextManager[None]:
         return self._engine.watching()
