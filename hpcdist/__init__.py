@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from hpcdist.collectives.options import CommunicationOptions as CommunicationOptions
     from hpcdist.collectives.reduce_scatter import reduce_scatter as reduce_scatter
     from hpcdist.data.dataset import Dataset as Dataset
+    from hpcdist.data.options import AutoShardPolicy as AutoShardPolicy
+    from hpcdist.data.options import InputContext as InputContext
+    from hpcdist.data.options import InputOptions as InputOptions
+    from hpcdist.data.options import InputReplicationMode as InputReplicationMode
+    from hpcdist.data.options import Options as Options
     from hpcdist.resilience.checkpoint import Checkpoint as Checkpoint
     from hpcdist.resilience.checkpoint import CheckpointManager as CheckpointManager
     from hpcdist.strategy.base import Strategy as Strategy
@@ -62,6 +67,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "AutoShardPolicy": "data.options",
     "CentralStorageStrategy": "strategy.central_storage",
     "Checkpoint": "resilience.checkpoint",
     "CheckpointManager": "resilience.checkpoint",
@@ -74,11 +80,15 @@ _MODULES = {
     "Dataset": "data.dataset",
     "DistributedValues": "strategy.values",
     "HierarchicalCopyAllReduce": "collectives.cross_device_ops",
+    "InputContext": "data.options",
+    "InputOptions": "data.options",
+    "InputReplicationMode": "data.options",
     "MPIClusterResolver": "cluster.mpi",
     "Mirrored": "strategy.values",
     "MirroredStrategy": "strategy.mirrored",
     "MultiWorkerMirroredStrategy": "strategy.multi_worker",
     "NcclAllReduce": "collectives.cross_device_ops",
+    "Options": "data.options",
     "OneDeviceStrategy": "strategy.one_device",
     "PerReplica": "strategy.values",
     "ReduceOp": "strategy.reduce_op",

@@ -18,7 +18,6 @@ import xxhash
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from hpcdist.collectives import mpi
 from hpcdist.errors import GradientError
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.backward import BackwardSum
@@ -45,7 +44,7 @@ class GradientEngine:
 
     Args:
         world: who is where; the ranks of `world.role_comm` hold the replicas, the chief's first.
-        reducer: sums buckets over the replicas.
+        reducer: sums buckets over the replicas, and broadcasts the chief's values.
         is_mean: whether gradients are averaged by rows instead of summed; None until someone says.
         is_entered: returns whether the caller is inside the strategy's scope or run.
         is_counted: whether the number of replicas was given: random numbers then do not depend on ranks.
@@ -68,6 +67,7 @@ class GradientEngine:
         self._world = world
         self._comm = world.role_comm
         self._is_entered = is_entered
+        self._reducer = reducer
         own, self._n_replicas = reducer.own_replicas, reducer.replicas.n_replicas
         self.generators = StepGenerators(None if is_counted else self._comm.rank)
         self._state = ReplicaState()
@@ -173,7 +173,7 @@ class GradientEngine:
             return
         for tensor in [tensor for tensor in plan.tensors() if tensor not in self._broadcast_already]:
             array, dtype = to_array(tensor)
-            mpi.broadcast(array, self._comm)
+            self._reducer.broadcast(array)
             if self._comm.rank != 0:  # unseen by autograd, as the chief's is: a graph may hold the tensor already
                 tensor.data.copy_(from_array(array, dtype))
             self._broadcast_already.add(tensor)
@@ -263,6 +263,12 @@ class GradientEngine:
                 f"step: expected the gradient of {record.name!r} as backward left it, got another tensor; change it in "
                 f"place (grad.mul_, grad.copy_) so that every rank changes the same sum."
             )
+
+    def stop_replicas(self) -> None:
+        """Forget what several local replicas had begun that an error has stopped."""
+        self._stepped.clear()
+        if isinstance(self.backward, ReplicaBackwardSum):
+            self.backward.stop()
 
     def _give_gradients_back(self, replica: int | None, parameters: list[nn.Parameter]) -> None:
         for parameter, gradient in zip(parameters, self._stepped.pop(replica), strict=True):

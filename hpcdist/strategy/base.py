@@ -11,6 +11,10 @@ from torch import Tensor
 
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset
+from hpcdist.data.from_function import DatasetFunction, DistributedFromFunction, datasets_of
+from hpcdist.data.nest import Nest
+from hpcdist.data.options import InputContext, InputOptions
+from hpcdist.data.reading import explaining_empty_parts
 from hpcdist.errors import UsageError
 from hpcdist.gradients.turns import Turns
 from hpcdist.strategy import context
@@ -122,14 +126,22 @@ class Strategy:
             functools.partial(self._call, ReplicaContext(self, replica, place), fn, args, kwargs or {})
             for place, replica in enumerate(self._own_replicas)
         ]
-        return self._regroup(self._turns.run(calls))
+        try:
+            return self._regroup(self._turns.run(calls))
+        except BaseException:
+            self._stop_replicas()
+            raise
 
     def _call(self, replica: ReplicaContext, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        with context.entered(self, replica):
-            return fn(*select(replica.place, args), **select(replica.place, kwargs))
+        args, kwargs = select(replica.place, args), select(replica.place, kwargs)
+        with context.entered(self, replica), explaining_empty_parts((args, kwargs)):
+            return fn(*args, **kwargs)
 
     def _regroup(self, results: Sequence[Any]) -> Any:
         return regroup(results)
+
+    def _stop_replicas(self) -> None:
+        """Forget what replicas had begun that an error has stopped."""
 
     @property
     def _own_replicas(self) -> range:
@@ -243,7 +255,9 @@ class Strategy:
         """Return the (rows, ...) host arrays of all ranks joined, and where this rank's begins."""
         return rows, 0
 
-    def experimental_distribute_dataset(self, dataset: Dataset) -> DistributedDataset:
+    def experimental_distribute_dataset(
+        self, dataset: Dataset, options: InputOptions | None = None
+    ) -> DistributedDataset:
         """Return this replica's parts of a dataset whose batches are global batches.
 
         Collective where replicas are on several ranks: they agree on the seed of the order.
@@ -251,7 +265,34 @@ class Strategy:
         Raises:
             DataError: when `dataset` is no hpcdist.Dataset with a batch size; on every rank alike.
         """
-        return DistributedDataset(dataset, replica=0, n_replicas=1)
+        return DistributedDataset(dataset, range(1), 1, options=options)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: DatasetFunction, options: InputOptions | None = None
+    ) -> DistributedFromFunction:
+        """Return the batches of the dataset that a function makes for this input pipeline.
+
+        Nothing is divided, batched or mixed here: the function returns batches for one replica, of the rows that are
+        this pipeline's, such as by `dataset.shard(context.num_input_pipelines, context.input_pipeline_id)`.
+
+        Collective where replicas are on several ranks, and so is each step of the iteration: it goes on until no rank
+        has data, and ranks that are out before get parts with 0 rows.
+
+        Args:
+            dataset_fn: called with an InputContext; returns an hpcdist.Dataset with a batch size.
+            options: of the input.
+
+        Raises:
+            DataError: of the function, or when it returns something else; on every rank alike.
+        """
+        made = datasets_of(dataset_fn, [InputContext()])
+        return DistributedFromFunction(made, range(1), 1, options=options)
+
+    def experimental_make_numpy_dataset(self, numpy_input: Nest, session: None = None) -> Dataset:
+        """Return `Dataset.from_tensor_slices(numpy_input)`; `session` is ignored."""
+        return Dataset.from_tensor_slices(numpy_input)
+
+    make_experimental_numpy_dataset = experimental_make_numpy_dataset
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backwards in the block accumulate without a sum; the next one outside sums everything."""
@@ -268,6 +309,10 @@ class Strategy:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs: seed and step. Equal on all ranks."""
+        return {}
+
+    def describe_sums(self) -> dict[str, str | None]:
+        """Return what the bits of summed gradients depend on, as recorded with each checkpoint. Equal on all ranks."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

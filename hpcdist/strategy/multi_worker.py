@@ -3,7 +3,8 @@
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -15,17 +16,20 @@ from torch import Tensor
 from hpcdist.cluster.environment import read_environment
 from hpcdist.cluster.resolver import ClusterResolver
 from hpcdist.collectives import mpi, selection
-from hpcdist.collectives.all_gather import all_gather
+from hpcdist.collectives.all_gather import gather_rows
 from hpcdist.collectives.cross_device_ops import CrossDeviceOps
 from hpcdist.collectives.group import group_of
 from hpcdist.collectives.options import CommunicationOptions
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset, check_distributable
+from hpcdist.data.from_function import DatasetFunction, DistributedFromFunction, contexts_of, datasets_of
+from hpcdist.data.options import InputOptions
 from hpcdist.errors import ConfigurationError, DataError, agreed
 from hpcdist.gradients.engine import GradientEngine
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.tensors import from_array, to_array
 from hpcdist.gradients.turns import Turns
+from hpcdist.mpi import MPI
 from hpcdist.plan.devices import plan_devices
 from hpcdist.plan.replicas import ReplicaPlan
 from hpcdist.strategy import context
@@ -87,7 +91,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                     "travel multiplied by rows, got float16, which they overflow; use bfloat16, or SUM."
                 )
             )
-        self._group = group_of(self._comm, options.timeout_seconds)
+        self._group = group_of(self._comm, options.timeout_seconds, self.world)
         self._is_counted = num_replicas is not None
         if self._is_counted and options.is_ordered is None and options.may_be_ordered:
             options = replace(options, is_ordered=True)
@@ -133,6 +137,9 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _regroup(self, results: Sequence[Any]) -> Any:
         return regroup(results, is_single_kept=True) if self._is_counted else super()._regroup(results)
 
+    def _stop_replicas(self) -> None:
+        self._engine.stop_replicas()
+
     @property
     def is_chief(self) -> bool:
         """Whether this rank prints, logs and saves for the job."""
@@ -173,17 +180,19 @@ class MultiWorkerMirroredStrategy(Strategy):
             return rows[0]
 
     def _gather_over_ranks(self, rows: Any) -> tuple[Any, int]:
-        counts = all_gather(np.array([len(rows)]), self._comm)
-        return all_gather(rows, self._comm), int(counts[: self._comm.rank].sum())
+        counts = gather_rows(np.array([len(rows)]), self._group)
+        return gather_rows(rows, self._group), int(counts[: self._comm.rank].sum())
 
-    def experimental_distribute_dataset(self, dataset: Dataset) -> DistributedDataset:
+    def experimental_distribute_dataset(
+        self, dataset: Dataset, options: InputOptions | None = None
+    ) -> DistributedDataset:
         """Return this replica's parts of a dataset; see `Strategy.experimental_distribute_dataset`."""
         with self.world.agreed(self._comm):
-            check_distributable(dataset)
+            check_distributable(dataset, self.num_replicas_in_sync)
         chiefs_seed = self.world.broadcast_text(str(dataset.order.seed), 0, self._comm)
         if dataset.has_drawn_seed and chiefs_seed != "None":
             dataset = dataset.with_drawn_seed(int(chiefs_seed))
-        own = f"{dataset.order} with a {'drawn' if dataset.has_drawn_seed else 'given'} seed"
+        own = f"{dataset.order} with a {'drawn' if dataset.has_drawn_seed else 'given'} seed and {dataset.policy}"
         chiefs = self.world.broadcast_text(own, 0, self._comm)
         with self.world.agreed(self._comm):
             if own != chiefs:
@@ -191,9 +200,50 @@ class MultiWorkerMirroredStrategy(Strategy):
                     f"experimental_distribute_dataset: expected the dataset of the chief, {chiefs}, got {own}; give "
                     f"every rank the same rows, batch and seed."
                 )
-        source = next(self._dataset_numbers)
-        hand = functools.partial(self._engine.backward.handed[0].hand, source)
-        return DistributedDataset(dataset, self._comm.rank, self._comm.size, hand)
+        hand = functools.partial(self._hand_rows, next(self._dataset_numbers))
+        return DistributedDataset(
+            dataset, self._own_replicas, self.num_replicas_in_sync, hand, self._wrap, options, self._agree_rows
+        )
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: DatasetFunction, options: InputOptions | None = None
+    ) -> DistributedFromFunction:
+        """Return batches of this rank's own dataset; see `Strategy.distribute_datasets_from_function`."""
+        replicas, n_replicas, comm = self._own_replicas, self.num_replicas_in_sync, self._comm
+        with self.world.agreed(comm):
+            made = datasets_of(dataset_fn, contexts_of(options, replicas, (comm.rank, comm.size), n_replicas))
+        seed = int(self.world.broadcast_text(str(secrets.randbits(62)), 0, comm))
+        hand = functools.partial(self._hand_rows, next(self._dataset_numbers))
+        distributed = DistributedFromFunction(made, replicas, n_replicas, hand, self._wrap, options, self._agree_end)
+        distributed.set_seed(seed)
+        return distributed
+
+    @property
+    def _wrap(self) -> Callable[[list[Any]], Any] | None:
+        """What makes PerReplica values of parts; None where the only part is handed out as it is."""
+        return self._regroup if self._is_counted else None
+
+    def _hand_rows(self, source: int, rows: list[int] | None) -> None:
+        """Tell each local replica's backward how many rows its part has, or that a pass is over."""
+        for place, handed in enumerate(self._engine.backward.handed):
+            handed.hand(source, None if rows is None else rows[place])
+
+    def _agree_end(self, is_out: bool) -> bool:
+        """Return whether all ranks are out of data. Collective: all ranks; bounded."""
+        return self.world.all_reduce_int(int(is_out), MPI.MIN, self._comm) == 1
+
+    def _agree_rows(self, n_rows: int) -> None:
+        """Raise on all ranks unless their streams gave batches of the same length. Collective: all ranks; bounded."""
+        least = self.world.all_reduce_int(n_rows, MPI.MIN, self._comm)
+        most = self.world.all_reduce_int(n_rows, MPI.MAX, self._comm)
+        if least != most:
+            raise agreed(
+                DataError(
+                    f"experimental_distribute_dataset: expected the same rows on every rank, got global batches of "
+                    f"{least} to {most} rows at one step; let generators yield the same everywhere, or use "
+                    f"distribute_datasets_from_function."
+                )
+            )
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backwards in the block accumulate this replica's gradients; the next one outside sums everything.
@@ -215,12 +265,16 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def state_dict(self) -> dict[str, Any]:
         """Return seed and step of the random numbers, and which algorithms AUTO chose. Equal on all ranks."""
-        generators, table = self._engine.generators, selection.table_of(group_of(self._comm))
+        generators, table = self._engine.generators, selection.table_of(group_of(self._comm, None, self.world))
         return {"seed": generators.seed, "step": generators.step, "algorithms": table}
+
+    def describe_sums(self) -> dict[str, Any]:
+        """Return what the bits of summed gradients depend on; the number of replicas where it was given."""
+        return {**self._reducer.describe(), "replicas": self.num_replicas_in_sync if self._is_counted else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the random numbers of a checkpoint."""
         self._engine.generators.restore(state["seed"], state["step"])
         if state.get("algorithms"):
-            selection.restore_table(group_of(self._comm), state["algorithms"])
+            selection.restore_table(group_of(self._comm, None, self.world), state["algorithms"])
         self.world.step = state["step"]

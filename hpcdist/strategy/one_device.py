@@ -11,6 +11,7 @@ from torch import Tensor
 from hpcdist.cluster.environment import launcher_of, read_environment
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset
+from hpcdist.data.options import InputOptions
 from hpcdist.gradients.lone_steps import LoneSteps
 from hpcdist.strategy.base import Strategy
 from hpcdist.strategy.device_dataset import DeviceDataset
@@ -70,12 +71,14 @@ class OneDeviceStrategy(Strategy):
         with self._placing():
             return super()._call(replica, fn, args, kwargs)
 
-    def experimental_distribute_dataset(self, dataset: Dataset) -> DistributedDataset:
+    def experimental_distribute_dataset(
+        self, dataset: Dataset, options: InputOptions | None = None
+    ) -> DistributedDataset:
         """Return a dataset's batches on the device; the next one is on its way while one is used.
 
         On the host nothing has to be moved: batches are read when they are asked for.
         """
-        distributed = super().experimental_distribute_dataset(dataset)
+        distributed = super().experimental_distribute_dataset(dataset, options)
         if self._own_device.type == "cpu":
             return distributed
         return DeviceDataset(distributed, self._own_device)  # type: ignore[return-value]

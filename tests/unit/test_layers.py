@@ -29,7 +29,7 @@ LAYERS = {
 DOORS = {
     "mpi4py": {"mpi"},
     "h5py": {"checkpoint.format"},
-    "torch": {"gradients", "strategy"},
+    "torch": {"data", "gradients", "strategy"},
     "cupy": {"collectives.cuda"},
     "cupyx": {"collectives.cuda"},
     "torch_xla": {"strategy.tpu"},
