@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from hpcdist.strategy.values import DistributedValues as DistributedValues
     from hpcdist.strategy.values import Mirrored as Mirrored
     from hpcdist.strategy.values import PerReplica as PerReplica
+    from hpcdist.strategy.variables import Variable as Variable
+    from hpcdist.strategy.variables import VariableAggregation as VariableAggregation
+    from hpcdist.strategy.variables import VariableSynchronization as VariableSynchronization
 
 __version__ = "0.1.0"
 
@@ -69,6 +72,9 @@ _MODULES = {
     "TFConfigClusterResolver": "cluster.tf_config",
     "Task": "cluster.spec",
     "ValueContext": "strategy.base",
+    "Variable": "strategy.variables",
+    "VariableAggregation": "strategy.variables",
+    "VariableSynchronization": "strategy.variables",
     "all_gather": "collectives.all_gather",
     "all_reduce": "collectives.all_reduce",
     "all_reduce_async": "collectives.all_reduce",
