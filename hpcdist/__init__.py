@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hpcdist.data.dataset import Dataset as Dataset
     from hpcdist.resilience.checkpoint import Checkpoint as Checkpoint
     from hpcdist.resilience.checkpoint import CheckpointManager as CheckpointManager
+    from hpcdist.strategy import metrics as metrics
     from hpcdist.strategy.base import ValueContext as ValueContext
     from hpcdist.strategy.base import get_replica_context as get_replica_context
     from hpcdist.strategy.base import get_strategy as get_strategy
@@ -89,10 +90,15 @@ _MODULES = {
     "reduce_scatter": "collectives.reduce_scatter",
 }
 
-__all__ = sorted(_MODULES)
+#: Modules that are public as a whole.
+_WHOLE_MODULES = {"metrics": "strategy"}
+
+__all__ = sorted({**_MODULES, **_WHOLE_MODULES})
 
 
 def __getattr__(name: str) -> Any:
+    if name in _WHOLE_MODULES:
+        return import_module(f"hpcdist.{_WHOLE_MODULES[name]}.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module 'hpcdist' has no attribute {name!r}; it has {', '.join(__all__)}")
     found = globals()[name] = getattr(import_module(f"hpcdist.{_MODULES[name]}"), name)

@@ -63,6 +63,7 @@ class Variable:
 
     Attributes:
         trainable, synchronization, aggregation, name: see above.
+        strategy: that it belongs to.
 
     Raises:
         UsageError: for an ON_READ variable that is trainable, NONE in a scope, or no numbers.
@@ -82,21 +83,21 @@ class Variable:
         self.synchronization = _resolve(_member(VariableSynchronization, synchronization))
         self.aggregation = _member(VariableAggregation, aggregation)
         self.trainable = _check_trainable(self.synchronization, trainable)
-        self._strategy = get_strategy()
+        self.strategy = get_strategy()
         self._is_plain = not has_strategy()
         self._is_on_read = self.synchronization is VariableSynchronization.ON_READ and not self._is_plain
         self._check_creation()
         value = as_tensor(initial_value() if callable(initial_value) else initial_value, dtype)
         if not self._is_plain:
-            value = first_of_replicas(self._strategy, [value for _ in self._strategy._own_replicas])
-        n_copies = len(self._strategy._own_replicas) if self._is_on_read else 1
+            value = first_of_replicas(self.strategy, [value for _ in self.strategy._own_replicas])
+        n_copies = len(self.strategy._own_replicas) if self._is_on_read else 1
         with torch.inference_mode(False):  # so that it can be written outside that mode, too
             self._copies = [value.clone() for _ in range(n_copies)]
 
     def _check_creation(self) -> None:
         if self._is_plain:
             return
-        self._strategy._require_cross_replica("Variable", "make it in strategy.scope(), before run")
+        self.strategy._require_cross_replica("Variable", "make it in strategy.scope(), before run")
         if self.synchronization is VariableSynchronization.NONE:
             raise UsageError(
                 f"Variable: expected synchronization AUTO, ON_WRITE or ON_READ in a strategy's scope, got NONE for "
@@ -155,7 +156,7 @@ class Variable:
     @property
     def local_copies(self) -> tuple[Tensor, ...]:
         """What each replica of this process reads; the same tensor for all unless ON_READ."""
-        n_local = 1 if self._is_plain else len(self._strategy._own_replicas)
+        n_local = 1 if self._is_plain else len(self.strategy._own_replicas)
         return tuple(self._copies) if self._is_on_read else (self._copies[0],) * n_local
 
     # -- writing --------------------------------------------------------------------------------------------------
@@ -239,8 +240,8 @@ class Variable:
                     f"{method}: expected a call inside strategy.run for {self!r}, got one outside; call it there, "
                     f"where it changes one replica's copy, or assign the total."
                 )
-            parts = divided(new, self._strategy.num_replicas_in_sync)
-            for place, number in enumerate(self._strategy._own_replicas):
+            parts = divided(new, self.strategy.num_replicas_in_sync)
+            for place, number in enumerate(self.strategy._own_replicas):
                 self._write(place, apply, parts[number])
             return
         for place in range(len(self._copies)):
@@ -278,7 +279,7 @@ class Variable:
                 f"{method}: expected a call inside strategy.run, or a variable with an aggregation, got {self!r} "
                 f"outside; make it with aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA."
             )
-        return _AGGREGATE[self.aggregation](self._strategy, tensors)
+        return _AGGREGATE[self.aggregation](self.strategy, tensors)
 
     @torch.no_grad()
     def _write(self, place: int, apply: Callable[[Tensor, Tensor], Tensor], new: Tensor) -> None:
@@ -307,7 +308,7 @@ class Variable:
         entry = context.current()
         if self._is_plain or entry is None:
             return None
-        if entry.strategy is not self._strategy:
+        if entry.strategy is not self.strategy:
             raise RuntimeError(
                 f"{method}: expected {self.name!r} in the strategy that it was made in, got it in another "
                 f"{type(entry.strategy).__name__}: mixing them is not possible; make it in the scope it is used in."
@@ -327,7 +328,7 @@ class Variable:
         Collective for an ON_READ variable: all ranks.
         """
         if self._is_on_read:
-            return {"copies": all_of_replicas(self._strategy, self._copies)}
+            return {"copies": all_of_replicas(self.strategy, self._copies)}
         return {"value": self._copies[0].clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -339,12 +340,12 @@ class Variable:
             UsageError: for another shape or dtype, or copies of another number of replicas without aggregation.
         """
         rows = state["copies"] if "copies" in state else state["value"][None]
-        n_replicas = self._strategy.num_replicas_in_sync if self._is_on_read else 1
+        n_replicas = self.strategy.num_replicas_in_sync if self._is_on_read else 1
         if len(rows) != n_replicas or ("copies" in state) != self._is_on_read:
             self._check_dealt(len(rows), n_replicas)
             rows = dealt(rows, n_replicas, self.aggregation.value)
         fitting = [self._fitting("load_state_dict", row) for row in rows]
-        own = self._strategy._own_replicas if self._is_on_read else range(1)
+        own = self.strategy._own_replicas if self._is_on_read else range(1)
         for place, number in enumerate(own):
             self._copies[place].copy_(fitting[number])
 
