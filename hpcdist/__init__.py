@@ -36,10 +36,13 @@ if TYPE_CHECKING:
     from hpcdist.strategy.base import has_strategy as has_strategy
     from hpcdist.strategy.base import in_cross_replica_context as in_cross_replica_context
     from hpcdist.strategy.losses import compute_average_loss as compute_average_loss
+    from hpcdist.strategy.losses import scale_regularization_loss as scale_regularization_loss
     from hpcdist.strategy.mirrored import MirroredStrategy as MirroredStrategy
     from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from hpcdist.strategy.reduce_op import ReduceOp as ReduceOp
     from hpcdist.strategy.replica_context import ReplicaContext as ReplicaContext
+    from hpcdist.strategy.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+    from hpcdist.strategy.sync_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
     from hpcdist.strategy.values import DistributedValues as DistributedValues
     from hpcdist.strategy.values import Mirrored as Mirrored
     from hpcdist.strategy.values import PerReplica as PerReplica
@@ -70,6 +73,7 @@ _MODULES = {
     "ReductionToOneDevice": "collectives.cross_device_ops",
     "ReplicaContext": "strategy.replica_context",
     "SlurmClusterResolver": "cluster.slurm",
+    "SyncBatchNorm": "strategy.sync_batch_norm",
     "TFConfigClusterResolver": "cluster.tf_config",
     "Task": "cluster.spec",
     "ValueContext": "strategy.base",
@@ -81,6 +85,7 @@ _MODULES = {
     "all_reduce_async": "collectives.all_reduce",
     "broadcast": "collectives.broadcast",
     "compute_average_loss": "strategy.losses",
+    "convert_sync_batchnorm": "strategy.sync_batch_norm",
     "gather_objects": "collectives.all_gather",
     "get_replica_context": "strategy.base",
     "get_strategy": "strategy.base",
@@ -88,6 +93,7 @@ _MODULES = {
     "in_cross_replica_context": "strategy.base",
     "latest_checkpoint": "checkpoint.folder",
     "reduce_scatter": "collectives.reduce_scatter",
+    "scale_regularization_loss": "strategy.losses",
 }
 
 #: Modules that are public as a whole.
