@@ -6,8 +6,10 @@ uncaught exception or a non-zero exit on one rank ends every rank, and that the 
 
 import atexit
 import builtins
+import contextlib
 import dis
 import faulthandler
+import io
 import os
 import signal
 import sys
@@ -16,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from hpcdist.errors import ExitCode, HpcdistError, report_agreed
 from hpcdist.mpi import MPI
@@ -44,6 +46,9 @@ class AbortHooks:
         describe: returns who this rank is, such as "rank 3 (worker 3)".
         is_speaker: whether this process prints an error that all ranks share.
         on_leave: called when all ranks have reached their exit; may communicate.
+
+    Attributes:
+        is_leaving: whether this rank has left its program, and waits for others to leave theirs.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class AbortHooks:
         self._pid = os.getpid()
         self._previous_hook = sys.excepthook
         self._exit: _RecordedExit | None = None
+        self.is_leaving = False
 
     def install(self) -> None:
         """Install the hooks. Not collective."""
@@ -80,6 +86,10 @@ class AbortHooks:
         self._exit = leaving
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        with contextlib.redirect_stderr(_lasting_stderr()):
+            self._end_for(kind, error, trace)
+
+    def _end_for(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         is_agreed = isinstance(error, HpcdistError) and error.is_agreed
         if not is_agreed and (self._comm.size == 1 or self._is_forked):
             self._previous_hook(kind, error, trace)
@@ -108,6 +118,7 @@ class AbortHooks:
             os._exit(self._leaving_code())
         if MPI.Is_finalized() or self._comm.size == 1:
             return
+        self.is_leaving = True
         code = self._leaving_code()
         request = self._comm.Ibarrier()
         started, is_told = time.monotonic(), False
@@ -184,6 +195,15 @@ class _RecordedExit(SystemExit):
         if sys._getframe().f_back is None:
             self._hooks.record_exit(self)
         return self._given
+
+
+def _lasting_stderr() -> TextIO | None:
+    """Return the standard error whose content outlasts this process: a buffer in memory is passed by.
+
+    torch.distributed's exception hook calls the one before it with such a buffer, and would print it afterwards: too
+    late, as our hook does not return.
+    """
+    return sys.__stderr__ if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ else sys.stderr
 
 
 def _code_of(error: BaseException | None) -> int:

@@ -186,7 +186,7 @@ class World:
             self.timeout_s = timeout_s(environ)
             self.debug = debug_names(environ)
             launcher = launcher_of(environ)
-            if launcher and launcher.size > 1 and self.size == 1:
+            if launcher and launcher.size > 1 and MPI.COMM_WORLD.size == 1:
                 raise ConfigurationError(
                     f"world: expected {launcher.size} ranks as started by {launcher.name}, got a world of 1 with "
                     f"{library_name()}; start with the mpirun of that same MPI library, or by srun --mpi=pmi2 (MPICH) "
@@ -281,24 +281,32 @@ _hooks: AbortHooks | None = None
 
 
 def make_world(resolver: ClusterResolver | None = None) -> World:
-    """Return the process-wide world, making it at first use; a later explicit resolver makes a world of its own.
+    """Return the process-wide world, making it at first use.
 
-    Collective where a world is made: all ranks.
+    A later explicit resolver, or one of fewer ranks than were started, makes a world of its own.
+
+    Collective where a world is made: all ranks, or those of the resolver.
 
     Raises:
         ConfigurationError: as `World`; on every rank alike.
     """
     global _process_world
     _install_hooks()
-    if _process_world is None:
+    comm = getattr(resolver, "comm", None)
+    if _process_world is None and (comm is None or comm.size == MPI.COMM_WORLD.size):
         _process_world = World(resolver)
         return _process_world
-    return _process_world if resolver is None else World(resolver)
+    return _process_world if resolver is None and _process_world is not None else World(resolver)
 
 
 def end_job(report: str, code: int) -> NoReturn:
     """Write `report` to standard error and end every rank of the job with `code`. Not collective; from any thread."""
     abort.end_job(MPI.COMM_WORLD, report, code)
+
+
+def has_left() -> bool:
+    """Return whether this rank has left its program and waits for others to leave. Not collective; from any thread."""
+    return _hooks is not None and _hooks.is_leaving
 
 
 def _install_hooks() -> None:

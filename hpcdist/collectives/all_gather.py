@@ -28,7 +28,11 @@ def all_gather(array: npt.NDArray[Any], comm: MPI.Comm | None = None) -> npt.NDA
 
     Cost: every rank receives all other ranks' bytes; a broadcast for each rank.
     """
-    group, array = group_of(comm), np.asarray(array)
+    return gather_rows(np.asarray(array), group_of(comm))
+
+
+def gather_rows(array: npt.NDArray[Any], group: Group) -> npt.NDArray[Any]:
+    """Do what `all_gather` does, in a given group. Collective: `group.comm`."""
     with group.recorded("all_gather", None):
         rows = _rows_of(array, group)
         ends = np.cumsum(rows)

@@ -39,11 +39,13 @@ class Fingerprints:
     Args:
         comm: the ranks; cloned.
         world: bounds waits, and names this rank.
+        timeout_s: longest wait for a rank to come; default: the world's.
     """
 
-    def __init__(self, comm: MPI.Comm, world: World) -> None:
+    def __init__(self, comm: MPI.Comm, world: World, timeout_s: float | None = None) -> None:
         self._comm: MPI.Comm = comm.Dup()
         self._world = world
+        self._timeout_s = timeout_s or world.timeout_s
         self._n_checked = 0
         self._dropped: list[MPI.Request] = []
         names = np.zeros((self._comm.size, NAME_BYTES), np.uint8)
@@ -55,7 +57,7 @@ class Fingerprints:
     ) -> None:
         """Return when all ranks are about to do the same, else raise on all of them.
 
-        Collective: the communicator. Blocking, bounded by HPCDIST_TIMEOUT_S.
+        Collective: the communicator. Blocking, bounded by the time limit.
 
         Args:
             op: such as "all_reduce sum".
@@ -92,7 +94,7 @@ class Fingerprints:
         calls = np.zeros((self._comm.size, CALL_BYTES), np.uint8)
         calls[0] = own
         requests = {rank: self._comm.Irecv(calls[rank], rank, _CALLS) for rank in range(1, self._comm.size)}
-        missing = self._missing(requests, self._world.timeout_s)
+        missing = self._missing(requests, self._timeout_s)
         came = [rank for rank in range(self._comm.size) if rank not in missing]
         texts = {rank: _text(calls[rank]) for rank in came}
         verdict = _MISSING if missing else _SAME if len(set(texts.values())) == 1 else _DIFFERENT
@@ -115,7 +117,7 @@ class Fingerprints:
         """Tell the first rank what this one is about to do, and return its verdict."""
         head = np.zeros(2, np.int64)
         requests = {0: self._comm.Irecv(head, 0, _ANSWER), 1: self._comm.Isend(call, 0, _CALLS)}
-        if self._missing(requests, self._world.timeout_s + ANSWER_S):
+        if self._missing(requests, self._timeout_s + ANSWER_S):
             return _MISSING, self._late(_text(call), [0])
         verdict, length = (int(number) for number in head)
         data = np.empty(length, np.uint8)
@@ -144,8 +146,9 @@ class Fingerprints:
     def _late(self, call: str, missing: list[int]) -> str:
         names = _names([self._names[rank] for rank in missing])
         return (
-            f"collective {self._n_checked}: expected every rank within {self._world.timeout_s:g} s for {call}, got no "
-            f"answer from {names}; look whether it took another path or stopped (HPCDIST_TIMEOUT_S sets the limit)."
+            f"collective {self._n_checked}: expected every rank within {self._timeout_s:g} s for {call}, got no answer "
+            f"from {names}; look whether it took another path or stopped (HPCDIST_TIMEOUT_S or timeout_seconds sets "
+            f"the limit)."
         )
 
 

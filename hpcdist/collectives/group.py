@@ -17,11 +17,13 @@ from hpcdist.errors import CollectiveError, ExitCode, HpcdistError
 from hpcdist.mpi import MPI
 from hpcdist.plan.lanes import LanePlan, plan_lanes
 from hpcdist.plan.placement import plan_placement
-from hpcdist.world import World, end_job, make_world
+from hpcdist.world import World, end_job, has_left, make_world
 
 T = TypeVar("T")
 #: Cell of a rank's cells on the board in which it counts its collectives; the barrier uses the first three.
 JOURNAL_CELL = 4
+#: The next one holds what its watchdog tells those of other ranks.
+FLAGS_CELL = 5
 #: A wait of ours gives up this much later than the watchdog ends the job, which has more to say.
 LATE_S = 30.0
 
@@ -80,7 +82,7 @@ class Group:
         self.library_bytes = 0
         self._watch(watchdog)
         self.is_checked = "collectives" in world.debug
-        self._fingerprints = Fingerprints(self.comm, world) if self.is_checked else None
+        self._fingerprints = Fingerprints(self.comm, world, self.timeout_s) if self.is_checked else None
 
     def _split_node(self) -> MPI.Comm:
         """Return the ranks of this host. Tests make hosts up here."""
@@ -127,23 +129,25 @@ class Group:
         """Return cells that the ranks of this host share, or why they cannot share memory."""
         if self.node_comm.size == 1:
             return None, None
+        n_cells = self.node_comm.size * CELLS
         try:
-            window = NodeWindow(self.node_comm, self.node_comm.size * CELLS * 8, self.world)
+            window = NodeWindow(self.node_comm, n_cells * 8, self.world)
         except CollectiveError as error:
             return None, error
-        return window.pieces[0].cast("q"), None
+        return window.pieces[0].cast("q")[:n_cells], None  # a window is whole pages: no cells of ranks there are not
 
     def _watch(self, watchdog: Watchdog | None) -> None:
         """Let the watchdog look at this group's collectives, and at what other ranks of the host say of theirs."""
         peers = [Peer(*one) for one in self.node_comm.allgather((str(self.world), os.getpid()))]
         board = None if self._board is None else self._board[JOURNAL_CELL::CELLS]
+        flags = None if self._board is None else self._board[FLAGS_CELL::CELLS]
         self.journal = Journal(board, self.node_comm.rank)
         warn_s = min(WARN_S, self.timeout_s / 2)
         self.watchdog = watchdog or Watchdog(
-            self.world.describe, functools.partial(end_job, "", ExitCode.INTERNAL), warn_s, self.timeout_s
+            self.world.describe, functools.partial(end_job, "", ExitCode.INTERNAL), warn_s, self.timeout_s, has_left
         )
         if self.size > 1:
-            self.watchdog.watch(self.journal, () if board is None else peers)
+            self.watchdog.watch(self.journal, () if board is None else peers, flags)
 
     @property
     def barrier(self) -> NodeBarrier:
@@ -204,7 +208,8 @@ class Group:
     def _late(self, what: str) -> str:
         return (
             f"all_reduce: expected every rank within {self.timeout_s:g} s, got no answer from {what} on "
-            f"{self.world}; look for a rank that took another path or stopped (HPCDIST_TIMEOUT_S sets the limit)."
+            f"{self.world}; look for a rank that took another path or stopped (HPCDIST_TIMEOUT_S or timeout_seconds "
+            f"sets the limit)."
         )
 
     def lane_plan(self, is_ordered: bool) -> LanePlan:
@@ -223,31 +228,35 @@ def _is_crowded(node_comm: MPI.Comm, world: World) -> bool:
     return any(sum(1 for other in sets if other & own) > len(own) for own in sets)
 
 
-def group_of(comm: MPI.Comm | None = None, timeout_s: float | None = None) -> Group:
+def group_of(comm: MPI.Comm | None = None, timeout_s: float | None = None, world: World | None = None) -> Group:
     """Return the group of a communicator, made at the first call and freed with the communicator.
 
     Groups with other time limits are others.
 
     Collective at the first call: `comm`, default all ranks of this rank's role.
+
+    Args:
+        comm: the ranks.
+        timeout_s: longest time for one collective; default: the world's.
+        world: that of `comm`; default: the process's.
     """
-    if comm is None and timeout_s is None and _group_of_role is not None:
-        return _group_of_role
-    return _find_group(comm, timeout_s)
-
-
-def _find_group(comm: MPI.Comm | None, timeout_s: float | None) -> Group:
     global _group_of_role
-    of_role = make_world().role_comm
-    comm = of_role if comm is None else comm
+    if comm is not None or timeout_s is not None or world is not None:
+        return _find_group(comm, timeout_s, world or make_world())
+    if _group_of_role is None:
+        _group_of_role = _find_group(None, None, make_world())
+    return _group_of_role
+
+
+def _find_group(comm: MPI.Comm | None, timeout_s: float | None, world: World) -> Group:
+    comm = world.role_comm if comm is None else comm
     groups: Any = comm.Get_attr(_GROUPS)
     if groups is None:
         groups = {}
         comm.Set_attr(_GROUPS, groups)
     if timeout_s not in groups:
-        groups[timeout_s] = Group(comm, make_world(), timeout_s=timeout_s)
+        groups[timeout_s] = Group(comm, world, timeout_s=timeout_s)
     group: Group = groups[timeout_s]
-    if comm is of_role and timeout_s is None:
-        _group_of_role = group
     return group
 
 

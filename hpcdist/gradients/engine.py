@@ -18,7 +18,6 @@ import xxhash
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from hpcdist.collectives import mpi
 from hpcdist.errors import GradientError
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.backward import BackwardSum
@@ -44,7 +43,7 @@ class GradientEngine:
 
     Args:
         world: who is where; the ranks of `world.role_comm` hold the replicas, the chief's first.
-        reducer: sums buckets over the replicas.
+        reducer: sums buckets over the replicas, and broadcasts the chief's values.
         is_mean: whether gradients are averaged by rows instead of summed; None until someone says.
         is_entered: returns whether the caller is inside the strategy's scope or run.
         is_counted: whether the number of replicas was given: random numbers then do not depend on ranks.
@@ -66,6 +65,7 @@ class GradientEngine:
         self._world = world
         self._comm = world.role_comm
         self._is_entered = is_entered
+        self._reducer = reducer
         own, self._n_replicas = reducer.own_replicas, reducer.replicas.n_replicas
         self.generators = StepGenerators(None if is_counted else self._comm.rank)
         self._state = ReplicaState()
@@ -73,7 +73,7 @@ class GradientEngine:
         self.turns = Turns(own, [*switched, self.generators] if is_counted else switched)
         self.backward: BackwardSum = (
             BackwardSum(reducer, is_mean)
-            if len(own) == 1
+            if self._n_replicas == self._comm.size  # else also where only one is here, as partial sums are exchanged
             else ReplicaBackwardSum(reducer, is_mean, self.turns, self._state)
         )
         self._stepped: dict[int, list[Tensor | None]] = {}
@@ -164,7 +164,7 @@ class GradientEngine:
             return
         for tensor in [tensor for tensor in plan.tensors() if tensor not in self._broadcast_already]:
             array, dtype = to_array(tensor)
-            mpi.broadcast(array, self._comm)
+            self._reducer.broadcast(array)
             if self._comm.rank != 0:  # unseen by autograd, as the chief's is: a graph may hold the tensor already
                 tensor.data.copy_(from_array(array, dtype))
             self._broadcast_already.add(tensor)

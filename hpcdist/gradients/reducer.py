@@ -31,6 +31,8 @@ DIRECT_BYTES = 1 << 20
 LOCAL_BUCKET_BYTES = 64 << 20
 #: Bounds for buckets that travel between hosts.
 MIN_BUCKET_BYTES, MAX_BUCKET_BYTES = 128 << 10, 32 << 20
+#: What all algorithms that combine gradients in one binary tree over the replicas are called in a checkpoint.
+ORDERED = "in the order of replicas"
 #: Bytes whose all-reduce is timed to learn latency and bandwidth.
 _PROBE_BYTES = (4 << 10, 1 << 20)
 
@@ -118,8 +120,9 @@ class Reducer:
     def _is_by_replica(self) -> bool:
         """Whether sums are in the order of replicas: not by algorithms asked for by name, or on a wire that rounds."""
         chosen = Implementation.parse(self._options.implementation)
-        is_chosen = self._cross_device_ops is not None or chosen is not Implementation.AUTO
-        return not is_chosen and self._options.wire_dtype is None and self._options.is_ordered is not False
+        is_ours = chosen in (Implementation.AUTO, Implementation.SHARED_MEMORY, Implementation.HIERARCHICAL)
+        is_exact = self._options.wire_dtype is None and self._options.is_ordered is not False
+        return is_ours and is_exact and self._cross_device_ops is None
 
     def _reduce_partials(self, sums: list[Array], result: Array, group: Group) -> None:
         with group.recorded("gradients", result):
@@ -155,9 +158,15 @@ class Reducer:
     def reduce(self, array: Array) -> None:
         """Sum a flat host array over all ranks. Collective: the group. Blocking."""
         if self.is_on_device:
-            mpi.all_reduce(array, self._group)
+            with self._group.recorded("buffers", array):
+                mpi.all_reduce(array, self._group)
         elif (handle := self.start(array, 0, is_exact=True)) is not None:
             handle.wait()
+
+    def broadcast(self, array: Array) -> None:
+        """Replace a host array, of any dtype, by the first replica's. Collective: the group. Blocking."""
+        with self._group.recorded("broadcast", array):
+            mpi.broadcast(array, self._group.comm)
 
     def _reduce(self, array: Any, bucket: int, wire: Wire, group: Group) -> None:
         with group.recorded("gradients", array):
@@ -184,6 +193,29 @@ class Reducer:
         best = best_bucket_bytes(total_bytes, *self._group.keep("link", self._measure_link))
         bucket_bytes = min(max(best, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
         return Limits(bucket_bytes, DIRECT_BYTES, bucket_bytes // 4)
+
+    def describe(self) -> dict[str, str | None]:
+        """Return what the bits of its sums depend on, as recorded with each checkpoint. Equal on all ranks.
+
+        Algorithms that sum in the order of replicas give the same bits, and a wire rounds between hosts only.
+        """
+        is_by_lanes = self._cross_device_ops is None and self._implementation is Implementation.HIERARCHICAL
+        return {
+            "all_reduce": ORDERED if self._is_in_order else self._name,
+            "wire": self._options.wire_dtype if is_by_lanes and self.is_overlapped else None,
+        }
+
+    @property
+    def _name(self) -> str:
+        return type(self._cross_device_ops).__name__ if self._cross_device_ops else self._implementation.value
+
+    @property
+    def _is_in_order(self) -> bool:
+        """Whether sums are in the binary tree over the replicas, on any placement."""
+        if self._implementation is Implementation.HIERARCHICAL and self._options.is_ordered is not None:
+            return self._options.is_ordered
+        is_known = self._implementation in (Implementation.SHARED_MEMORY, Implementation.HIERARCHICAL)
+        return is_known and self._cross_device_ops is None and self._group.placement.is_aligned
 
     def _measure_link(self) -> tuple[float, float]:
         """Return the latency in seconds, and the seconds per byte, of an all-reduce; the chief's times on all ranks."""

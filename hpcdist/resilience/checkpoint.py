@@ -15,6 +15,7 @@ from hpcdist.checkpoint.folder import CheckpointFolder
 from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.checkpoint.tree import NamedArray, decode, encode
 from hpcdist.collectives import mpi
+from hpcdist.collectives.group import group_of
 from hpcdist.errors import CheckpointError, DataError, UsageError
 from hpcdist.gradients.numerics import describe_numerics
 from hpcdist.gradients.tensors import from_array, to_array
@@ -24,7 +25,9 @@ from hpcdist.world import World, make_world
 logger = logging.getLogger("hpcdist")
 
 #: Facts that the bits of further training depend on; a restore under others warns.
-_BITS_DEPEND_ON = ("ranks", "hosts", "threads", "instruction_set", "torch", "mpi")
+_BITS_DEPEND_ON = ("ranks", "hosts", "threads", "instruction_set", "torch", "mpi", "all_reduce", "wire", "replicas")
+#: They do not depend on these where the number of replicas was given.
+_OF_PLACEMENT = ("ranks", "hosts", "mpi")
 
 
 class Checkpoint:
@@ -59,6 +62,11 @@ class Checkpoint:
         """The ranks that save and restore together: those of the strategy among the objects, else the process's own."""
         worlds = [item.world for item in self._objects.values() if isinstance(getattr(item, "world", None), World)]
         return worlds[0] if worlds else make_world()
+
+    def describe_sums(self) -> dict[str, Any]:
+        """Return how the strategy among the objects sums gradients; nothing without one."""
+        describes = [getattr(item, "describe_sums", None) for item in self._objects.values()]
+        return next((describe() for describe in describes if describe is not None), {})
 
     def gather(self) -> dict[str, Any]:
         """Return the states of objects that gather them from all ranks: variables of a copy per replica, and metrics.
@@ -192,10 +200,11 @@ class CheckpointManager:
         rows = [[a.name, a.dtype, a.values.dtype.str, a.values.shape] for a in found[2]] if found else []
         text = json.dumps([found[1], rows]) if found else ""
         state, rows = json.loads(self._world.broadcast_text(text, 0, self._comm))
-        arrays = []
+        group, arrays = group_of(self._comm), []
         for number, (name, dtype, stored, shape) in enumerate(rows):
             values = np.ascontiguousarray(found[2][number].values) if found else np.empty(shape, np.dtype(stored))
-            mpi.broadcast(values, self._comm)
+            with group.recorded("broadcast", values):
+                mpi.broadcast(values, group.comm)
             arrays.append(NamedArray(name, dtype, values.reshape(shape)))
         return state, arrays
 
@@ -203,6 +212,7 @@ class CheckpointManager:
         return {
             **{package: version(package) for package in ("hpcdist", "numpy", "h5py", "mpi4py")},
             **describe_numerics(),
+            **self.checkpoint.describe_sums(),
             "python": platform.python_version(),
             "mpi": library_name(),
             "ranks": self._comm.size,
@@ -271,6 +281,9 @@ def _load(name: str, item: Any, loaded: Any, source: str) -> None:
 
 
 def _warn_of_changes(written: dict[str, Any], now: dict[str, Any]) -> None:
-    changes = [f"{key} {written.get(key)} -> {now[key]}" for key in _BITS_DEPEND_ON if written.get(key) != now[key]]
+    is_counted = now.get("replicas") is not None and written.get("replicas") == now["replicas"]
+    telling = [key for key in _BITS_DEPEND_ON if not (is_counted and key in _OF_PLACEMENT)]
+    known = [key for key in telling if key in written and key in now]  # an older file may not tell
+    changes = [f"{key} {written[key]} -> {now[key]}" for key in known if written[key] != now[key]]
     if changes:
         logger.warning("restore: bits may differ from an unbroken run, as these changed: %s", ", ".join(changes))

@@ -233,6 +233,10 @@ class Strategy:
         """Return what a checkpoint needs: seed and step. Equal on all ranks."""
         return {}
 
+    def describe_sums(self) -> dict[str, str | None]:
+        """Return what the bits of summed gradients depend on, as recorded with each checkpoint. Equal on all ranks."""
+        return {}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
 

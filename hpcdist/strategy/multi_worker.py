@@ -14,7 +14,7 @@ import torch
 from hpcdist.cluster.environment import read_environment
 from hpcdist.cluster.resolver import ClusterResolver
 from hpcdist.collectives import mpi, selection
-from hpcdist.collectives.all_gather import all_gather
+from hpcdist.collectives.all_gather import gather_rows
 from hpcdist.collectives.cross_device_ops import CrossDeviceOps
 from hpcdist.collectives.group import group_of
 from hpcdist.collectives.options import CommunicationOptions
@@ -84,7 +84,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                     "travel multiplied by rows, got float16, which they overflow; use bfloat16, or SUM."
                 )
             )
-        self._group = group_of(self._comm, options.timeout_seconds)
+        self._group = group_of(self._comm, options.timeout_seconds, self.world)
         self._is_counted = num_replicas is not None
         if self._is_counted and options.is_ordered is None and options.may_be_ordered:
             options = replace(options, is_ordered=True)
@@ -154,8 +154,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             return rows[0]
 
     def _gather_over_ranks(self, rows: Any) -> tuple[Any, int]:
-        counts = all_gather(np.array([len(rows)]), self._comm)
-        return all_gather(rows, self._comm), int(counts[: self._comm.rank].sum())
+        counts = gather_rows(np.array([len(rows)]), self._group)
+        return gather_rows(rows, self._group), int(counts[: self._comm.rank].sum())
 
     def experimental_distribute_dataset(self, dataset: Dataset) -> DistributedDataset:
         """Return this replica's parts of a dataset; see `Strategy.experimental_distribute_dataset`."""
@@ -196,12 +196,16 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def state_dict(self) -> dict[str, Any]:
         """Return seed and step of the random numbers, and which algorithms AUTO chose. Equal on all ranks."""
-        generators, table = self._engine.generators, selection.table_of(group_of(self._comm))
+        generators, table = self._engine.generators, selection.table_of(group_of(self._comm, None, self.world))
         return {"seed": generators.seed, "step": generators.step, "algorithms": table}
+
+    def describe_sums(self) -> dict[str, Any]:
+        """Return what the bits of summed gradients depend on; the number of replicas where it was given."""
+        return {**self._reducer.describe(), "replicas": self.num_replicas_in_sync if self._is_counted else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the random numbers of a checkpoint."""
         self._engine.generators.restore(state["seed"], state["step"])
         if state.get("algorithms"):
-            selection.restore_table(group_of(self._comm), state["algorithms"])
+            selection.restore_table(group_of(self._comm, None, self.world), state["algorithms"])
         self.world.step = state["step"]

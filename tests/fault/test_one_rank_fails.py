@@ -231,3 +231,37 @@ for step in range(5):
     )
     _, outcome = run(start, tmp_path, text)
     assert "hpcdist: rank 1 (worker 1) at step 3 on " in outcome.output
+
+
+BESIDE_TORCH_DISTRIBUTED = (
+    WORLD
+    + """
+import torch.distributed
+meeting = "file://" + MEETING
+torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=strategy.world.size)
+error = hpcdist.errors.UsageError("on purpose")
+HOW
+while True:
+    hpcdist.all_reduce(np.ones(1000))
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "how", "code", "n_tracebacks"),
+    [
+        (2, "if rank == 1: raise ValueError('on purpose')", 1, 1),
+        (2, "strategy.world.agree(error if rank == 1 else None)", 2, 0),
+        (1, "raise error", 2, 1),
+    ],
+    ids=["one rank", "agreed", "single process"],
+)
+def test_the_reason_is_printed_beside_torch_distributed(start, tmp_path, n_ranks, how, code, n_tracebacks):
+    """Its process group puts an exception hook around ours, and prints only when ours has returned."""
+    text = BESIDE_TORCH_DISTRIBUTED.replace("MEETING", repr(str(tmp_path / "meeting"))).replace("HOW", how)
+    _, outcome = run(start, tmp_path, text, n_ranks)
+    assert outcome.code in (code, KILLED_OTHERS)
+    assert len(re.findall(r"^(?:hpcdist: |[\w.]+Error: )+on purpose", outcome.output, re.MULTILINE)) == 1, (
+        outcome.output
+    )
+    assert outcome.output.count("Traceback") == n_tracebacks

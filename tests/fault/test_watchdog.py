@@ -7,41 +7,22 @@ import time
 
 import pytest
 
-WARN_S, LIMIT_S = 0.4, 1.5
+LIMIT_S = 2.0
+WARN_S = LIMIT_S / 2
 PROGRAM = """
-import itertools, mmap, os, pathlib, signal, sys, threading, time
+import itertools, os, pathlib, signal, sys, time
 import numpy as np
 import hpcdist
-from hpcdist.collectives.journal import Journal
-from hpcdist.collectives.stacks import Peer
-from hpcdist.collectives.watchdog import Watchdog
-from hpcdist.world import end_job, make_world
+from hpcdist.collectives import group
+from hpcdist.world import make_world
 
-def wire(warn_s, limit_s, folder, has_board):
-    world = make_world()
-    board, peers = None, ()
-    if has_board:
-        (folder / f"pid-{world.rank}").write_text(str(os.getpid()))
-        if world.rank == 0:
-            (folder / "board").write_bytes(bytes(8 * world.size))
-        world.comm.Barrier()
-        with open(folder / "board", "r+b") as file:
-            board = memoryview(mmap.mmap(file.fileno(), 8 * world.size)).cast("q")
-        pids = [int((folder / f"pid-{rank}").read_text()) for rank in range(world.size)]
-        peers = [Peer(f"rank {rank} (worker {rank})", pid) for rank, pid in enumerate(pids)]
-    journal = Journal(board, world.rank)
-    watchdog = Watchdog(world.describe, lambda: end_job("", 70), warn_s, limit_s)
-    watchdog.watch(journal, peers)
-    return world, journal
+folder, rank = pathlib.Path(sys.argv[1]), make_world().rank
+if ALONE:
+    from made_up_hosts import kind_of_group
+    group.Group = kind_of_group("1 each", make_world().size)
 
-def reduce(n_elements=8):
-    journal.enter("all_reduce", "float64", n_elements)
+def reduce(n_elements):
     hpcdist.all_reduce(np.ones(n_elements))
-    journal.leave()
-
-folder = pathlib.Path(sys.argv[3])
-world, journal = wire(float(sys.argv[1]), float(sys.argv[2]), folder, HAS_BOARD)
-rank = world.rank
 
 def stay_away():
     (folder / "away").write_text(str(os.getpid()))
@@ -51,8 +32,10 @@ for number in range(70):
     reduce(number)
 if rank == 1:
     stay_away()
+if rank == 2:
+    time.sleep(LATE_S)
 while True:
-    reduce(1000)
+    reduce(100)
     time.sleep(0.001)
 """
 SLEEPS = "time.sleep(1000)"
@@ -60,11 +43,17 @@ HOLDS_THE_INTERPRETER = "max(itertools.repeat(0))"
 STOPS = "os.kill(os.getpid(), signal.SIGSTOP)"
 
 
-def run(start, tmp_path, how, has_board, n_ranks=3, limit_s=LIMIT_S):
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM.replace("HOW", how).replace("HAS_BOARD", str(has_board)))
+def run(start, root, tmp_path, how, is_alone=False, late_s=0.0):
+    text = PROGRAM.replace("HOW", how).replace("ALONE", str(is_alone)).replace("LATE_S", str(late_s))
     (tmp_path / "shared").mkdir()
-    return start(n_ranks, program, WARN_S, limit_s, tmp_path / "shared")
+    return begin(start, root, tmp_path, text, tmp_path / "shared")
+
+
+def begin(start, root, tmp_path, text, *arguments):
+    program = tmp_path / "program.py"
+    program.write_text(text)
+    python_path = os.pathsep.join(filter(None, [str(root / "tests"), os.environ.get("PYTHONPATH")]))
+    return start(3, program, *arguments, environ={"HPCDIST_TIMEOUT_S": str(LIMIT_S), "PYTHONPATH": python_path})
 
 
 def away_at(tmp_path, job):
@@ -79,59 +68,160 @@ def check_end(job, tmp_path):
     return outcome.output
 
 
-def check_reports(output, ranks):
-    """Each waiting rank reported its last 64 of 71 collectives and its stack."""
-    for rank in ranks:
-        head = (
-            rf"hpcdist: rank {rank} \(worker {rank}\): collective 71, all_reduce float64 x 1000, has taken [\d.]+ s, "
-        )
-        assert len(re.findall(head + "the limit; ending the job", output)) == 1
-        assert len(re.findall(head + "(not entered|entered by every|of other ranks)", output)) == 1
-    assert len(re.findall(r"^ +70  all_reduce float64 x 69  [\d.]+ ms$", output, re.MULTILINE)) >= len(ranks)
-    assert len(re.findall(r"^ +71  all_reduce float64 x 1000  under way for ", output, re.MULTILINE)) == len(ranks)
-    assert output.count(" 8  all_reduce float64 x 7 ") >= len(ranks)
-    assert output.count(" 7  all_reduce float64 x 6 ") <= output.count("no collective for")
-    assert len(re.findall(r"program\.py:\d+ in reduce", output)) >= len(ranks)
-
-
-@pytest.mark.parametrize("how", [SLEEPS, HOLDS_THE_INTERPRETER], ids=["sleeps", "holds the interpreter lock"])
-def test_a_rank_that_hangs_elsewhere_is_shown(start, nothing_left, tmp_path, how):
-    job = run(start, tmp_path, how, has_board=True)
-    output = check_end(job, tmp_path)
-    check_reports(output, [0, 2])
-    pid = (tmp_path / "shared" / "away").read_text()
-    assert (
-        output.count(f"not entered by rank 1 (worker 1) of this node; the job ends when it has taken {LIMIT_S:g} s")
-        == 2
+def report_of(output, rank, what):
+    """Return the one report of a rank, which begins like this."""
+    reports = re.findall(
+        rf"^hpcdist: rank {rank} \(worker {rank}\): {what}.*\n((?:(?!hpcdist:).*\n)*)", output, re.MULTILINE
     )
-    assert output.count(f"see what that does: py-spy dump --pid {pid}.") == 2
-    assert output.count(f"hpcdist: rank 1 (worker 1), process {pid}, is here:") == 1
-    assert len(re.findall(r'File ".*program\.py", line \d+ in stay_away', output)) == 1
+    assert len(reports) == 1, output
+    return reports[0]
+
+
+def check_collectives(report, last):
+    """The last 64 collectives are there, and no more; the 71st is the one that hangs."""
+    numbers = [int(number) for number in re.findall(r"^ +(\d+)  all_reduce sum float64 x \d+  ", report, re.MULTILINE)]
+    assert numbers == list(range(last - 63, last + 1))
+    assert re.search(r"^ +70  all_reduce sum float64 x 69  [\d.]+ ms$", report, re.MULTILINE)
+
+
+ENDS = "(?:the limit; ending the job|another rank of this node is ending the job)"
+
+
+def check_waiting(output, rank, entered="(not entered|entered by every|of other ranks)", how_it_ends=ENDS):
+    """A waiting rank warned once, then reported what it waits for, its collectives and its stack once."""
+    head = r"collective 71, all_reduce sum float64 x 100, has taken [\d.]+ s"
+    report = report_of(output, rank, rf"{head}[,;] {how_it_ends}")
+    check_collectives(report, 71)
+    assert re.search(r"^ +71  all_reduce sum float64 x 100  under way for ", report, re.MULTILINE)
+    assert len(re.findall(r"program\.py:\d+ in reduce", report)) == 1
+    report_of(output, rank, rf"{head}, {entered}")
+
+
+def test_every_rank_of_the_node_reports(start, nothing_left, root, tmp_path):
+    """One sleeps elsewhere, one waits since the limit, one waits but not for so long: it came later."""
+    job = run(start, root, tmp_path, SLEEPS, late_s=0.6 * WARN_S)
+    output = check_end(job, tmp_path)
+    pid = (tmp_path / "shared" / "away").read_text()
+    missing = rf"not entered by rank 1 \(worker 1\) of this node; the job ends when it has taken {LIMIT_S:g} s"
+    advice = rf"; see what that does: py-spy dump --pid {pid}\."
+    check_waiting(output, 0, missing + advice, "the limit; ending the job")
+    check_waiting(output, 2, missing + advice, "another rank of this node is ending the job")
+    culprit = report_of(
+        output, 1, r"in no collective for [\d.]+ s, after 70 of them; another rank of this node is ending"
+    )
+    check_collectives(culprit, 70)
+    assert len(re.findall(r"program\.py:\d+ in stay_away", culprit)) == 1
     nothing_left(job)
 
 
-def test_a_rank_that_is_stopped_is_named(start, nothing_left, tmp_path):
-    job = run(start, tmp_path, STOPS, has_board=True)
+def test_a_rank_that_holds_the_interpreter_lock_is_shown(start, nothing_left, root, tmp_path):
+    job = run(start, root, tmp_path, HOLDS_THE_INTERPRETER)
     output = check_end(job, tmp_path)
-    check_reports(output, [0, 2])
+    pid = (tmp_path / "shared" / "away").read_text()
+    assert output.count(f"hpcdist: rank 1 (worker 1), process {pid}, is here:") == 1
+    assert len(re.findall(r'File ".*program\.py", line \d+ in stay_away', output)) == 1
+    assert output.count("It has entered 70 collectives.") == 1
+    nothing_left(job)
+
+
+def test_a_rank_that_is_stopped_is_named(start, nothing_left, root, tmp_path):
+    job = run(start, root, tmp_path, STOPS)
+    output = check_end(job, tmp_path)
     assert "hpcdist: rank 1 (worker 1), process " in output
     assert "is stopped by a signal; kill -CONT lets it go on" in output
     nothing_left(job)
 
 
-def test_a_rank_that_hangs_alone_on_its_node_shows_itself(start, nothing_left, tmp_path):
-    """Without a board, as when every rank has a node of its own: nobody can ask it."""
-    job = run(start, tmp_path, SLEEPS, has_board=False)
+def test_a_rank_that_hangs_alone_on_its_node_shows_itself(start, nothing_left, root, tmp_path):
+    """Every rank has a host of its own: nobody can ask it."""
+    job = run(start, root, tmp_path, SLEEPS, is_alone=True)
     output = check_end(job, tmp_path)
-    check_reports(output, [0, 2])
-    assert output.count("hpcdist: rank 1 (worker 1): no collective for 1.5 s; if others wait for this rank") == 1
-    assert len(re.findall(r"program\.py:\d+ in stay_away", output)) == 1
+    check_waiting(output, 0)
+    check_waiting(output, 2)
+    report = report_of(output, 1, rf"no collective for {LIMIT_S:g} s, no fault unless others wait for this rank")
+    assert len(re.findall(r"program\.py:\d+ in stay_away", report)) == 1
     nothing_left(job)
 
 
-def test_a_job_that_was_stopped_and_goes_on_is_not_late(start, tmp_path):
+@pytest.mark.parametrize("how", ["sys.exit(0)", "raise SystemExit(0)"])
+def test_a_rank_that_has_left_its_program_is_said_to_have(start, nothing_left, root, tmp_path, how):
+    job = run(start, root, tmp_path, how)
+    output = check_end(job, tmp_path)
+    missing = r"not entered by rank 1 \(worker 1\) \(which has left its program\) of this node"
+    check_waiting(output, 0, missing + ".*; let every rank call the same collectives")
+    assert len(re.findall(f"the limit; ending the job; {missing}", output)) >= 1
+    check_collectives(report_of(output, 1, "has left its program after 70 collectives"), 70)
+    nothing_left(job)
+
+
+BUSY = """
+import sys, time
+import numpy as np
+import hpcdist
+from hpcdist.world import make_world
+for number in range(3):
+    hpcdist.all_reduce(np.ones(number))
+if make_world().rank == int(sys.argv[1]):
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+def test_a_rank_that_works_on_while_others_are_done_is_no_fault(start, root, tmp_path, busy):
+    """As in a long last evaluation: nothing is reported, of it or of those that wait at their exit."""
+    outcome = begin(start, root, tmp_path, BUSY, busy, 2 * LIMIT_S).wait(40)
+    assert outcome.code == 0, outcome.output
+    assert outcome.output == ""
+
+
+THREADS = """
+import time
+import numpy as np
+import hpcdist
+from hpcdist.world import make_world
+hpcdist.all_reduce(np.ones(5))
+handle = hpcdist.all_reduce_async(np.ones(6))
+if make_world().rank == 1:
+    time.sleep(1000)
+hpcdist.all_reduce(np.ones(7))
+"""
+
+
+BROADCAST = """
+import time
+import torch
+import hpcdist
+from hpcdist.collectives import mpi
+strategy = hpcdist.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = torch.nn.Linear(3, 2)
+if strategy.is_chief:
+    mpi.broadcast = lambda *arguments: time.sleep(1000)
+model(torch.ones(1, 3))
+"""
+
+
+def test_a_chief_that_hangs_while_a_model_is_made_equal_is_seen(start, nothing_left, root, tmp_path):
+    job = begin(start, root, tmp_path, BROADCAST)
+    outcome = job.wait(40)
+    assert outcome.code != 0
+    for rank in range(3):
+        report_of(outcome.output, rank, rf"collective 1, broadcast float32 x 6, has taken [\d.]+ s[,;] {ENDS}")
+    nothing_left(job)
+
+
+def test_the_collectives_of_all_threads_are_reported(start, root, tmp_path):
+    outcome = begin(start, root, tmp_path, THREADS).wait(40)
+    assert outcome.code != 0
+    report = report_of(outcome.output, 1, "in no collective for")
+    own, of_thread = report.split("last collectives of another thread:\n")
+    assert " 1  all_reduce sum float64 x 5  " in own
+    assert " 1  all_reduce sum float64 x 6  " in of_thread
+
+
+def test_a_job_that_was_stopped_and_goes_on_is_not_late(start, root, tmp_path):
     """As a batch system does that suspends jobs: rank 1 comes back in time, as this job counts time."""
-    job = run(start, tmp_path, "time.sleep(1)", has_board=True)
+    job = run(start, root, tmp_path, "time.sleep(1)")
     deadline = time.monotonic() + 30
     while not (tmp_path / "shared" / "away").exists():
         assert time.monotonic() < deadline

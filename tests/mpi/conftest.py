@@ -11,6 +11,8 @@ import pytest
 from made_up_hosts import kind_of_group
 from mpi4py import MPI
 
+from hpcdist.collectives.group import group_of
+from hpcdist.strategy import multi_worker
 from hpcdist.world import make_world
 
 _COMM = MPI.COMM_WORLD.Dup()
@@ -103,5 +105,22 @@ def make_group(comm):
         return groups[-1]
 
     yield make
+    for group in groups:
+        group.free()
+
+
+@pytest.fixture
+def over_hosts(comm, monkeypatch):
+    """Return over(hosts): strategies made from then on believe to be on these hosts; None: on the real one."""
+    groups = []
+
+    def over(hosts):
+        def make(role_comm, timeout_s=None, world=None):
+            groups.append(kind_of_group(hosts, comm.size)(role_comm, world or make_world(), timeout_s=timeout_s))
+            return groups[-1]
+
+        monkeypatch.setattr(multi_worker, "group_of", group_of if hosts is None else make)
+
+    yield over
     for group in groups:
         group.free()

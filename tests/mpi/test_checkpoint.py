@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 import hpcdist
+from hpcdist.collectives.group import group_of
 from hpcdist.errors import CheckpointError
+from hpcdist.mpi import MPI
 
 pytestmark = pytest.mark.mpi
 
@@ -111,6 +113,17 @@ def test_half_precision_comes_back(comm, shared_path):
     assert model.weight.dtype is torch.bfloat16
     assert len(set(comm.allgather(model.weight.float().detach().numpy().tobytes()))) == 1
     assert comm.rank > 0 or torch.equal(model.weight, saved)
+
+
+def test_the_arrays_of_a_restore_are_in_the_journal(comm, shared_path):
+    """So that a rank which hangs in one of them is seen."""
+    values = np.arange(1234.0)
+    manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(values=values), shared_path)
+    manager.save(1)
+    manager.restore_or_initialize()
+    last = group_of(manager.checkpoint.world.role_comm).journal.entries[-1]
+    assert str(last) == "broadcast float64 x 1234"
+    assert last.ended_s is not None
 
 
 def raised_everywhere(comm, act):
@@ -253,6 +266,39 @@ def test_another_thread_count_is_reported(comm, shared_path, caplog):
     reports = [r.getMessage() for r in caplog.records]
     assert reports == ([] if comm.rank else [reports[0]])
     assert comm.rank or f"threads {before} -> {before + 1}" in reports[0]
+
+
+class OwnSum(hpcdist.CrossDeviceOps):
+    def all_reduce(self, array, group):
+        group.comm.Allreduce(MPI.IN_PLACE, array)
+
+
+def warnings_of_a_restore(path, caplog, before, now):
+    """Return what the chief says when a strategy goes on from what another one saved."""
+    hpcdist.CheckpointManager(hpcdist.Checkpoint(strategy=before), path).save(1)
+    with caplog.at_level(logging.WARNING, "hpcdist"):
+        hpcdist.CheckpointManager(hpcdist.Checkpoint(strategy=now), path).restore_or_initialize()
+    return [record.getMessage() for record in caplog.records]
+
+
+def summing_by(**options):
+    return hpcdist.MultiWorkerMirroredStrategy(communication_options=hpcdist.CommunicationOptions(**options))
+
+
+@pytest.mark.parametrize("name", ["RING", "HIERARCHICAL", "SHARED_MEMORY", "OwnSum"])
+def test_another_way_to_sum_is_reported(comm, shared_path, caplog, name):
+    """AUTO becomes SHARED_MEMORY on one host, and HIERARCHICAL adds in the same order: nothing to report."""
+    own = hpcdist.MultiWorkerMirroredStrategy(cross_device_ops=OwnSum())
+    now = own if name == "OwnSum" else summing_by(implementation=name)
+    reports = warnings_of_a_restore(shared_path, caplog, summing_by(), now)
+    assert len(reports) == int(comm.rank == 0 and name in ("RING", "OwnSum"))
+    assert all(report.endswith(f"these changed: all_reduce in the order of replicas -> {name}") for report in reports)
+
+
+def test_a_checkpoint_that_does_not_tell_how_it_summed_is_not_said_to_differ(comm, shared_path, caplog, monkeypatch):
+    before = summing_by()
+    monkeypatch.setattr(before, "describe_sums", dict)
+    assert warnings_of_a_restore(shared_path, caplog, before, summing_by(implementation="RING")) == []
 
 
 @pytest.mark.parametrize("item", [3, "text", object(), [1]])

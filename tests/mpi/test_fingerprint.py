@@ -3,9 +3,11 @@
 import re
 import time
 
+import numpy as np
 import pytest
 
 from hpcdist.collectives.fingerprint import MAX_NAMES, Fingerprints, call_site, odd_ones
+from hpcdist.collectives.group import Group
 from hpcdist.errors import CollectiveTimeoutError, DesyncError
 from hpcdist.world import World
 
@@ -114,9 +116,9 @@ def test_long_names_leave_op_and_count_to_be_compared(comm, fingerprints, odd):
 
 
 @pytest.mark.parametrize("absent", ["first", "last"])
-def test_a_rank_that_does_not_come_is_named(comm, world, fingerprints, odd, monkeypatch, absent):
+def test_a_rank_that_does_not_come_is_named(comm, world, odd, monkeypatch, absent):
     monkeypatch.setattr("hpcdist.collectives.fingerprint.ANSWER_S", 0.5)
-    world.timeout_s = 0.3
+    fingerprints = Fingerprints(comm, world, timeout_s=0.3)
     missing = 0 if absent == "first" else comm.size - 1
     started = time.monotonic()
     if comm.rank != missing:
@@ -129,6 +131,23 @@ def test_a_rank_that_does_not_come_is_named(comm, world, fingerprints, odd, monk
         )
     assert time.monotonic() - started < 5
     comm.Barrier()
+    fingerprints.free()
+
+
+def test_the_time_limit_is_the_groups_own(comm, world, odd, monkeypatch):
+    """One rank stays away; the world would wait for it for much longer."""
+    monkeypatch.setattr("hpcdist.collectives.fingerprint.ANSWER_S", 0.5)
+    world.debug, world.timeout_s = frozenset({"collectives"}), 20.0
+    own = Group(comm, world, timeout_s=0.3)
+    own.watchdog.stop()  # which would end the job
+    text = ""
+    if not odd:
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            own.recorded("all_reduce sum", np.ones(1))
+        text = str(caught.value)
+    comm.Barrier()
+    own.free()
+    assert odd or "expected every rank within 0.3 s for all_reduce sum float64 x 1 at " in text
 
 
 def test_debug_of_one_rank_holds_for_all(comm, monkeypatch):

@@ -5,12 +5,11 @@ import functools
 import numpy as np
 import pytest
 import torch
-from made_up_hosts import HOSTS, kind_of_group
+from made_up_hosts import HOSTS
 from torch import nn
 
 import hpcdist
 from hpcdist.collectives import hierarchical
-from hpcdist.collectives.group import group_of
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.wire import HalfWire
@@ -43,23 +42,6 @@ class Odd(nn.Module):
         if uses_sometimes:
             x = x + self.sometimes(x)
         return self.frozen(x).square().mean(1)
-
-
-@pytest.fixture
-def over_hosts(comm, monkeypatch):
-    """Return over(hosts): strategies made from then on believe to be on these hosts; None: on the real one."""
-    groups = []
-
-    def over(hosts):
-        def make(role_comm, timeout_s=None):
-            groups.append(kind_of_group(hosts, comm.size)(role_comm, make_world(), timeout_s=timeout_s))
-            return groups[-1]
-
-        monkeypatch.setattr(multi_worker, "group_of", group_of if hosts is None else make)
-
-    yield over
-    for group in groups:
-        group.free()
 
 
 def train(comm, n_steps=4, gradient_op="sum", n_micro=1, **options):
@@ -97,6 +79,35 @@ def test_bits_are_those_of_one_host(comm, over_hosts, hosts, gradient_op, n_micr
     found, _ = train(comm, gradient_op=gradient_op, n_micro=n_micro, is_ordered=True, bytes_per_pack=4096)
     assert found == expected
     assert len(set(comm.allgather(found))) == 1
+
+
+def test_all_that_a_step_sends_is_in_the_journal(comm, over_hosts):
+    """So that a rank which hangs in it is seen: the model at its first use, buckets, and buffers beside device ones."""
+    over_hosts(comm.size)
+    _, strategy = train(comm, n_steps=1)
+    ops = [entry.op for entry in strategy._group.journal.entries]
+    assert ("broadcast" in ops) == (comm.size > 1)
+    assert ("gradients" in ops) == (comm.size > 1)
+    strategy._reducer.is_on_device = True
+    strategy._reducer.reduce(np.ones(3))
+    assert str(strategy._group.journal.entries[-1]) == "buffers float64 x 3"
+
+
+def test_what_the_bits_depend_on_is_told(comm, over_hosts):
+    def told(**options):
+        communication_options = hpcdist.CommunicationOptions(**options)
+        return hpcdist.MultiWorkerMirroredStrategy(communication_options=communication_options).describe_sums()
+
+    over_hosts("1 each")
+    has_hosts = comm.size > 1
+    assert told(is_ordered=True) == {"all_reduce": "in the order of replicas", "wire": None}
+    assert told(is_ordered=True, wire_dtype="bfloat16")["wire"] == ("bfloat16" if has_hosts else None)
+    assert told(implementation="halving") == {"all_reduce": "HALVING", "wire": None}
+    over_hosts("3 and rest")
+    is_aligned = comm.size <= 3
+    assert (told()["all_reduce"] == "in the order of replicas") == is_aligned
+    over_hosts(None)
+    assert told(wire_dtype="bfloat16") == {"all_reduce": "in the order of replicas", "wire": None}
 
 
 @pytest.mark.parametrize("implementation", ["mpi", "ring", "halving", "hierarchical"])

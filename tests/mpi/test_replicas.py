@@ -1,0 +1,362 @@
+"""Several replicas on each rank: the same bits on any number of ranks, merge points, contexts and values."""
+
+import functools
+import sys
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+
+import hpcdist
+from hpcdist import MPIClusterResolver, PerReplica
+from hpcdist.errors import ConfigurationError, DesyncError, GradientError
+
+sys.path.insert(0, str(__file__).split("/tests/")[0] + "/benchmarks")
+import bits
+
+pytestmark = pytest.mark.mpi
+Strategy = functools.partial(hpcdist.MultiWorkerMirroredStrategy, gradient_op="sum")
+
+
+@pytest.fixture
+def strategy():
+    return Strategy(num_replicas=5)
+
+
+def alone():
+    """Return a strategy of this rank with all replicas."""
+    return Strategy(MPIClusterResolver(comm=MPI.COMM_SELF), num_replicas=bits.N_REPLICAS)
+
+
+def ids(strategy):
+    """Return the numbers of the local replicas as a PerReplica value."""
+    return strategy.experimental_distribute_values_from_function(lambda of: of.replica_id_in_sync_group)
+
+
+@pytest.mark.parametrize("hosts", [None, "1 each", "2 each", "dealt"])
+@pytest.mark.parametrize("name", sorted(bits.MODELS))
+def test_bits_do_not_depend_on_ranks_or_hosts(comm, over_hosts, name, hosts):
+    over_hosts(None)
+    expected = bits.train(alone(), name, "adam", n_steps=3)
+    over_hosts(hosts)
+    assert bits.train(Strategy(num_replicas=bits.N_REPLICAS), name, "adam", n_steps=3) == expected
+
+
+def test_large_gradients_keep_their_bits(comm):
+    """From 1 MiB on gradients are summed where torch made them."""
+
+    def train(strategy):
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = nn.Linear(520, 520)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(replica):
+            optimizer.zero_grad()
+            x = torch.randn(3, 520, generator=torch.Generator().manual_seed(replica))
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        for _ in range(3):
+            strategy.run(step, args=(ids(strategy),))
+        return bits.digest(model.state_dict().values())
+
+    assert train(Strategy(num_replicas=bits.N_REPLICAS)) == train(alone())
+
+
+def test_a_restart_on_other_ranks_goes_on_with_the_same_bits(comm, shared_path):
+    def step(model, optimizer, number, replica):
+        optimizer.zero_grad()
+        images = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(100 * number + replica))
+        model(images).square().mean().backward()
+        optimizer.step()
+
+    def train(strategy, n_steps, restored=None, saved=None):
+        torch.manual_seed(1)
+        with strategy.scope():
+            model = bits.build_cnn()
+            optimizer = torch.optim.Adam(model.parameters())
+        checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, strategy=strategy)
+        if restored:
+            assert hpcdist.CheckpointManager(checkpoint, restored).restore_or_initialize()
+        for number in range(checkpoint.step, n_steps):
+            strategy.run(step, args=(model, optimizer, number, ids(strategy)))
+        if saved:
+            hpcdist.CheckpointManager(checkpoint, saved).save(n_steps)
+        return bits.digest([*model.state_dict().values(), *_moments(optimizer)])
+
+    unbroken = train(alone(), 6)
+    everywhere = functools.partial(Strategy, num_replicas=bits.N_REPLICAS)
+    train(everywhere(), 3, saved=shared_path / "many")
+    assert train(everywhere(), 6, restored=shared_path / "many") == unbroken
+    by_one = None
+    try:
+        if comm.rank == 0:
+            by_one = train(alone(), 6, restored=shared_path / "many")
+            train(alone(), 2, saved=shared_path / "one")
+    finally:
+        comm.Barrier()
+    assert by_one in (None, unbroken)
+    assert train(everywhere(), 6, restored=shared_path / "one") == unbroken
+
+
+def _moments(optimizer):
+    return [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+
+
+def test_run_gives_each_replica_its_own_and_returns_all(strategy, comm):
+    found = strategy.run(lambda replica, fixed: {"id": replica, "fixed": fixed}, args=(ids(strategy), "x"))
+    own = strategy.experimental_local_results(ids(strategy))
+    assert found["id"].values == own
+    assert found["fixed"] == "x" if len(own) > 1 else found["fixed"].values == ("x",)
+    assert sorted(sum(comm.allgather(own), ())) == list(range(5))
+    assert strategy.num_replicas_in_sync == 5
+
+
+def test_reduce_weighs_every_replica_alike_and_every_row(strategy):
+    rows = strategy.run(lambda replica: torch.full((replica + 1,), float(replica)), args=(ids(strategy),))
+    assert strategy.reduce("sum", ids(strategy), axis=None) == 10
+    assert strategy.reduce("mean", ids(strategy), axis=None) == 2
+    mean = sum(replica * (replica + 1) for replica in range(5)) / 15
+    assert strategy.reduce("mean", rows, axis=0).item() == pytest.approx(mean)
+    assert strategy.reduce("mean", rows, axis=-1).item() == pytest.approx(mean)
+    with pytest.raises(ValueError, match="expected values of the same shape"):
+        strategy.reduce("sum", rows, axis=None)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_gather_joins_in_the_order_of_replicas(strategy, axis):
+    def part(replica):
+        shape = [2, 2]
+        shape[axis] = replica
+        return torch.full(shape, float(replica))
+
+    parts = strategy.run(part, args=(ids(strategy),))
+    expected = np.concatenate([part(replica).numpy() for replica in range(5)], axis)
+    assert np.array_equal(strategy.gather(parts, axis=axis).numpy(), expected)
+    with pytest.raises(RuntimeError, match="all_gather"):
+        strategy.run(lambda value: strategy.gather(value, axis=0), args=(parts,))
+    with pytest.raises(ValueError, match="at least one dimension"):
+        strategy.gather(ids(strategy), axis=0)
+
+
+def test_replica_context(strategy):
+    seen = []
+
+    def fn(replica):
+        context = hpcdist.get_replica_context()
+        assert context.replica_id_in_sync_group == replica
+        assert (context.num_replicas_in_sync, context.strategy) == (5, strategy)
+        seen.append(replica)
+        assert not hpcdist.in_cross_replica_context()
+
+    strategy.run(fn, args=(ids(strategy),))
+    assert tuple(seen) == ids(strategy).values
+    with strategy.scope():
+        assert hpcdist.get_replica_context() is None
+        assert hpcdist.in_cross_replica_context()
+    outside = hpcdist.get_replica_context()
+    assert (outside.replica_id_in_sync_group, outside.num_replicas_in_sync) == (0, 1)
+    assert not hpcdist.has_strategy()
+
+
+def collect(strategy, fn):
+    """Return what fn returns, piece by piece, once for each different answer of the local replicas."""
+    answers = []
+    strategy.run(lambda replica: answers.append(fn(replica)), args=(ids(strategy),))
+    return [
+        [one for number, one in enumerate(pieces) if one not in pieces[:number]]
+        for pieces in zip(*answers, strict=True)
+    ]
+
+
+def test_all_reduce_and_all_gather_in_replicas(strategy):
+    def fn(replica):
+        context = hpcdist.get_replica_context()
+        sums = context.all_reduce("sum", {"a": torch.ones(3) * replica, "b": (np.ones(2),)})
+        mean = context.all_reduce("MEAN", float(replica))
+        joined = context.all_gather(torch.full((replica, 2), float(replica)), axis=0)
+        return [sums["a"].tolist(), sums["b"][0].tolist(), mean, joined.tolist()]
+
+    sums, ones, mean, joined = collect(strategy, fn)
+    assert sums == [[10, 10, 10]]
+    assert ones == [[5, 5]]
+    assert mean == [2]
+    assert joined == [[[replica] * 2 for replica in range(5) for _ in range(replica)]]
+
+
+def test_gradients_flow_through_all_reduce_and_all_gather(strategy):
+    """Also the proof that a backward may wait in its middle while other replicas go on."""
+
+    def fn(replica):
+        context = hpcdist.get_replica_context()
+        x = torch.full((2,), float(replica), requires_grad=True)
+        total = context.all_reduce("sum", x * x)
+        rows = context.all_gather(x, axis=0)
+        ((replica + 1) * total.sum() + rows.sum() * 3).backward()
+        return x.grad
+
+    found = strategy.run(fn, args=(ids(strategy),))
+    for replica, gradient in zip(ids(strategy).values, found.values, strict=True):
+        assert gradient.tolist() == [15 * 2 * replica + 5 * 3] * 2
+
+
+def test_merge_call(strategy, comm):
+    def merge(given, value, *, name):
+        assert given is strategy
+        assert hpcdist.get_replica_context() is None
+        return strategy.reduce("sum", value, axis=None), value, name
+
+    def fn(replica):
+        total, own, name = hpcdist.get_replica_context().merge_call(merge, args=(replica,), kwargs={"name": "n"})
+        return (total, own, name) == (10, replica, "n")
+
+    assert (
+        strategy.experimental_local_results(strategy.run(fn, args=(ids(strategy),)))
+        in [(True,) * n for n in range(1, 6)]
+        or strategy.run(fn, args=(ids(strategy),)) is True
+    )
+
+
+def test_a_step_in_a_merge_call_is_made_once(strategy):
+    with strategy.scope():
+        model = nn.Linear(2, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    nn.init.zeros_(model.weight)
+
+    def fn(replica):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2) * replica).sum().backward()
+        hpcdist.get_replica_context().merge_call(lambda strategy: optimizer.step())
+
+    strategy.run(fn, args=(ids(strategy),))
+    assert model.weight.tolist() == [[-10, -10]]
+
+
+def test_each_replica_clips_its_own_copy(strategy):
+    with strategy.scope():
+        model = nn.Linear(2, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    nn.init.zeros_(model.weight)
+
+    def fn(replica):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad.tolist() == [[5, 5]]
+        model.weight.grad.mul_(0.5)
+        optimizer.step()
+        return model.weight.grad
+
+    found = strategy.run(fn, args=(ids(strategy),))
+    assert model.weight.tolist() == [[-2.5, -2.5]]
+    assert [one.tolist() for one in found.values] == [[[2.5, 2.5]]] * len(found.values)
+
+
+def test_a_second_backward_adds_its_own_sum(strategy):
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+
+    def fn(replica):
+        model(torch.ones(1, 2)).sum().backward()
+        model(torch.ones(1, 2) * replica).sum().backward()
+        return model.weight.grad
+
+    for number in (1, 2):
+        found = strategy.run(fn, args=(ids(strategy),))
+        assert all(one.tolist() == [[15 * number, 15 * number]] for one in found.values)
+
+
+def test_unused_parameters_and_replicas_without_rows(strategy):
+    with strategy.scope():
+        model = nn.ModuleDict({"used": nn.Linear(2, 1), "by one": nn.Linear(2, 1), "never": nn.Linear(2, 1)})
+
+    def fn(replica):
+        out = model["used"](torch.ones(0 if replica == 4 else 1, 2)).sum()
+        (out + model["by one"](torch.ones(1, 2)).sum() if replica == 1 else out).backward()
+
+    strategy.run(fn, args=(ids(strategy),))
+    assert model["used"].weight.grad.tolist() == [[4, 4]]
+    assert model["by one"].weight.grad.tolist() == [[1, 1]]
+    assert model["never"].weight.grad is None
+
+
+def test_a_gan_s_two_optimizers(strategy):
+    """Two models, each stepped by its own optimizer on gradients that reach both."""
+    with strategy.scope():
+        one, two = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, two))
+    nn.init.ones_(one.weight)
+    nn.init.ones_(two.weight)
+
+    def fn(replica):
+        x = torch.full((1, 1), float(replica))
+        second.zero_grad()
+        two(one(x).detach()).sum().backward()
+        second.step()
+        first.zero_grad()
+        two(one(x)).sum().backward()
+        first.step()
+
+    strategy.run(fn, args=(ids(strategy),))
+    assert two.weight.item() == pytest.approx(1 - 0.1 * 10, abs=1e-6)
+    assert one.weight.item() == pytest.approx(1 - 0.1 * 10 * two.weight.item(), abs=1e-6)
+
+
+def test_replicas_draw_their_own_numbers_and_code_outside_the_same_ones(strategy, comm):
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fn(replica):
+        first = torch.rand(1)
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        return first, torch.rand(1)
+
+    model(torch.ones(1, 1))
+    before = torch.rand(1).item()
+    found = strategy.run(fn, args=(ids(strategy),))
+    numbers = [value.item() for one in found for value in one.values]
+    assert len(set(sum(comm.allgather(numbers), []))) == 10
+    assert len(set(comm.allgather((before, torch.rand(1).item())))) == 1
+
+
+def test_what_takes_one_replica_per_rank_is_refused(strategy, comm):
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+    strategy.run(lambda: model(torch.ones(1, 2)).sum().backward())
+    n_local = len(ids(strategy).values)
+    if n_local > 1:
+        with pytest.raises(GradientError, match=f"this rank has {n_local} replicas"):
+            model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(GradientError, match="expected one replica on each rank"), strategy.no_sync():
+            raise AssertionError("not reached")
+        with pytest.raises(ValueError, match=f"this rank's {n_local} replicas"):
+            strategy.reduce("sum", 1.0, axis=None)
+        with pytest.raises(RuntimeError, match="outside strategy.run"):
+            strategy.run(lambda: strategy.run(lambda: None))
+
+
+def test_fewer_replicas_than_ranks_are_refused_on_all(comm):
+    if comm.size > 1:
+        with pytest.raises(ConfigurationError, match=f"at least the {comm.size} ranks, got {comm.size - 1}"):
+            Strategy(num_replicas=comm.size - 1)
+
+
+def test_replicas_that_do_not_agree_are_named(strategy):
+    own = ids(strategy).values
+    if len(own) < 2:
+        return
+
+    def other_calls(replica):
+        context = hpcdist.get_replica_context()
+        return context.all_reduce("sum", 1.0) if replica == own[0] else context.all_gather(torch.ones(1), axis=0)
+
+    with pytest.raises(DesyncError, match=f"expected replica {own[1]} at an all_reduce, as replica {own[0]}"):
+        strategy.run(other_calls, args=(ids(strategy),))
+    with pytest.raises(ValueError, match="expected the same structure from every replica"):
+        strategy.run(lambda replica: (1, 2) if replica == own[0] else [1, 2], args=(ids(strategy),))
+    with pytest.raises(ValueError, match="got tuple, int"):
+        strategy.run(lambda replica: (1, 2) if replica == own[0] else 1, args=(PerReplica(own),))
