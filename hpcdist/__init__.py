@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from hpcdist.strategy.values import DistributedValues as DistributedValues
     from hpcdist.strategy.values import Mirrored as Mirrored
     from hpcdist.strategy.values import PerReplica as PerReplica
+    from hpcdist.strategy.variable_kinds import VariableAggregation as VariableAggregation
+    from hpcdist.strategy.variable_kinds import VariableSynchronization as VariableSynchronization
     from hpcdist.strategy.variables import Variable as Variable
-    from hpcdist.strategy.variables import VariableAggregation as VariableAggregation
-    from hpcdist.strategy.variables import VariableSynchronization as VariableSynchronization
 
 __version__ = "0.1.0"
 
@@ -78,8 +78,8 @@ _MODULES = {
     "Task": "cluster.spec",
     "ValueContext": "strategy.base",
     "Variable": "strategy.variables",
-    "VariableAggregation": "strategy.variables",
-    "VariableSynchronization": "strategy.variables",
+    "VariableAggregation": "strategy.variable_kinds",
+    "VariableSynchronization": "strategy.variable_kinds",
     "all_gather": "collectives.all_gather",
     "all_reduce": "collectives.all_reduce",
     "all_reduce_async": "collectives.all_reduce",

@@ -65,10 +65,14 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _bytes_of(tensor: Tensor) -> Any:
+    if tensor.numel() == 0:  # which torch does not view as bytes
+        return np.zeros(0, np.uint8)
     return tensor.detach().cpu().contiguous().clone().reshape(-1).view(torch.uint8).numpy()
 
 
 def _from_bytes(flat: Any, like: Tensor) -> Tensor:
+    if like.numel() == 0:
+        return like.clone()
     tensor = torch.from_numpy(np.array(flat).reshape(-1)).view(like.dtype)
     return tensor.reshape(like.shape).to(like.device)
 

@@ -69,7 +69,7 @@ def _fitted(weight: Any, losses: Any) -> Any:
     (rows,) against (rows, n) would be broadcast along n, and (rows, 1) against (rows,) to all pairs of rows.
     """
     missing = losses.ndim - getattr(weight, "ndim", losses.ndim)
-    if missing == 1 and weight.ndim > 0:
+    if missing == 1:
         return weight[..., None]
     return weight[..., 0] if missing == -1 and weight.shape[-1] == 1 else weight
 

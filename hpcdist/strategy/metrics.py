@@ -251,7 +251,7 @@ def _weighted(values: Array, sample_weight: Any) -> tuple[Array, Array]:
     weights = _floats(sample_weight)
     if weights.ndim == values.ndim + 1 and weights.shape[-1] == 1:
         weights = weights[..., 0]
-    elif 0 < weights.ndim == values.ndim - 1:
+    elif weights.ndim == values.ndim - 1:
         weights = weights[..., None]
     if weights.ndim not in (0, values.ndim):
         values = values.mean(tuple(range(weights.ndim, values.ndim)))

@@ -1,8 +1,7 @@
 """Variables that know their strategy: equal on all replicas, or one copy for each that is aggregated when read."""
 
-import enum
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,25 +14,13 @@ from hpcdist.strategy.exchange import all_of_replicas, first_of_replicas, mean_o
 from hpcdist.strategy.replica_context import ReplicaContext
 from hpcdist.strategy.tensor_values import as_tensor, dealt, divided, holds, indices_and_rows
 from hpcdist.strategy.values import DistributedValues
-
-
-class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are made one, as in tf.VariableSynchronization; AUTO is ON_WRITE."""
-
-    AUTO = "AUTO"
-    NONE = "NONE"
-    ON_WRITE = "ON_WRITE"
-    ON_READ = "ON_READ"
-
-
-class VariableAggregation(enum.Enum):
-    """How values of several replicas become one, as in tf.VariableAggregation."""
-
-    NONE = "NONE"
-    SUM = "SUM"
-    MEAN = "MEAN"
-    ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
-
+from hpcdist.strategy.variable_kinds import (
+    VariableAggregation,
+    VariableSynchronization,
+    parse_member,
+    resolve_synchronization,
+    resolve_trainable,
+)
 
 _AGGREGATE = {
     VariableAggregation.SUM: sum_over_replicas,
@@ -41,7 +28,6 @@ _AGGREGATE = {
     VariableAggregation.ONLY_FIRST_REPLICA: first_of_replicas,
 }
 _SCATTERS_OF = (VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA)
-_Member = TypeVar("_Member", bound=enum.Enum)
 
 
 class Variable:
@@ -66,7 +52,7 @@ class Variable:
         strategy: that it belongs to.
 
     Raises:
-        UsageError: for an ON_READ variable that is trainable, NONE in a scope, or no numbers.
+        UsageError: for an ON_READ variable that is trainable, NONE in a scope, whole numbers with MEAN, or no numbers.
         RuntimeError: inside `run`.
     """
 
@@ -80,15 +66,16 @@ class Variable:
         dtype: Any = None,
     ) -> None:
         self.name = name or "Variable"
-        self.synchronization = _resolve(_member(VariableSynchronization, synchronization))
-        self.aggregation = _member(VariableAggregation, aggregation)
-        self.trainable = _check_trainable(self.synchronization, trainable)
+        self.synchronization = resolve_synchronization(synchronization)
+        self.aggregation = parse_member(VariableAggregation, aggregation)
+        self.trainable = resolve_trainable(self.synchronization, trainable)
         self.strategy = get_strategy()
         self._is_plain = not has_strategy()
         self._is_on_read = self.synchronization is VariableSynchronization.ON_READ and not self._is_plain
         self._check_creation()
         value = as_tensor(initial_value() if callable(initial_value) else initial_value, dtype)
         if not self._is_plain:
+            self._check_mean(value)
             value = first_of_replicas(self.strategy, [value for _ in self.strategy._own_replicas])
         n_copies = len(self.strategy._own_replicas) if self._is_on_read else 1
         with torch.inference_mode(False):  # so that it can be written outside that mode, too
@@ -102,6 +89,14 @@ class Variable:
             raise UsageError(
                 f"Variable: expected synchronization AUTO, ON_WRITE or ON_READ in a strategy's scope, got NONE for "
                 f"{self.name!r}; make it outside the scope, or choose one of them."
+            )
+
+    def _check_mean(self, value: Tensor) -> None:
+        is_whole = not (value.dtype.is_floating_point or value.dtype.is_complex)
+        if self.aggregation is VariableAggregation.MEAN and is_whole:
+            raise UsageError(
+                f"Variable: expected floats for the mean over replicas, got {value.dtype} for {self.name!r}; give it a "
+                f"float dtype, or another aggregation."
             )
 
     # -- reading --------------------------------------------------------------------------------------------------
@@ -266,12 +261,6 @@ class Variable:
                 f"strategy.run, got {self!r}; make it with aggregation=VariableAggregation.MEAN (or SUM, "
                 f"ONLY_FIRST_REPLICA), with synchronization=ON_READ for a copy per replica, or assign outside run."
             )
-        is_exact = self.dtype.is_floating_point or self.dtype.is_complex
-        if self.aggregation is VariableAggregation.MEAN and not is_exact:
-            raise UsageError(
-                f"{method}: expected a variable of floats for the mean over replicas, got {self!r}; give it a float "
-                f"dtype, or assign outside run."
-            )
 
     def _aggregated(self, method: str, tensors: list[Tensor]) -> Tensor:
         if self.aggregation not in _AGGREGATE:
@@ -355,27 +344,3 @@ class Variable:
                 f"load_state_dict: expected copies of {n_replicas} replicas for {self!r}, got {n_saved}; restart with "
                 f"num_replicas={n_saved}."
             )
-
-
-def _resolve(synchronization: VariableSynchronization) -> VariableSynchronization:
-    is_auto = synchronization is VariableSynchronization.AUTO
-    return VariableSynchronization.ON_WRITE if is_auto else synchronization
-
-
-def _member(kind: type[_Member], given: Any) -> _Member:
-    name = str(given.value if isinstance(given, kind) else given).upper()
-    if name not in kind.__members__:
-        raise UsageError(
-            f"Variable: expected a {kind.__name__} of {', '.join(kind.__members__)}, got {given!r}; pass one of them."
-        )
-    return kind[name]
-
-
-def _check_trainable(synchronization: VariableSynchronization, trainable: bool | None) -> bool:
-    is_on_read = synchronization is VariableSynchronization.ON_READ
-    if is_on_read and trainable:
-        raise UsageError(
-            "Variable: expected trainable=False with synchronization=ON_READ, whose copies differ between replicas, "
-            "got trainable=True; use ON_WRITE for what is trained."
-        )
-    return not is_on_read if trainable is None else bool(trainable)

@@ -57,6 +57,17 @@ def test_all_begin_with_replica_0s_value(strategy, comm):
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_of_no_elements(strategy, shared_path, aggregation):
+    for synchronization in ("ON_WRITE", "ON_READ"):
+        variable = make(strategy, np.zeros((0, 2)), synchronization=synchronization, aggregation=aggregation)
+        strategy.run(lambda variable=variable: variable.assign_add(np.ones((0, 2))))
+        assert variable.numpy().shape == (0, 2)
+        manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(variable=variable), shared_path / synchronization)
+        manager.save(1)
+        assert manager.restore_or_initialize()
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_what_replicas_assign_is_aggregated(strategy, aggregation):
     variable, expected = make(strategy, 3.0, aggregation=aggregation), aggregate(strategy, aggregation)
     strategy.run(lambda: variable.assign(own_number()))
@@ -76,9 +87,9 @@ def test_without_aggregation_replicas_may_not_assign(strategy):
 
 
 def test_a_mean_of_whole_numbers_is_refused(strategy):
-    variable = make(strategy, 3, aggregation="MEAN")
-    with pytest.raises(ValueError, match="expected a variable of floats"):
-        strategy.run(lambda: variable.assign(1))
+    with pytest.raises(ValueError, match="expected floats for the mean over replicas, got torch.int64"):
+        make(strategy, 3, aggregation="MEAN")
+    assert int(hpcdist.Variable(3, aggregation="MEAN")) == 3
 
 
 def test_outside_run_all_copies_are_set(strategy, comm):
