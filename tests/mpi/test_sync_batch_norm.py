@@ -209,7 +209,8 @@ def test_one_value_per_channel_has_no_variance(strategy):
 def test_no_rows_at_all_leave_the_statistics_alone(strategy):
     new = make(strategy)
     if strategy.num_replicas_in_sync > 1:
-        strategy.run(lambda: new(torch.ones(0, N_CHANNELS)))
+        strategy.run(lambda: new(torch.ones(0, N_CHANNELS)).sum().backward())
+        assert new.weight.grad.tolist() == [0.0] * N_CHANNELS
         assert int(new.num_batches_tracked) == 0
         assert new.running_mean.tolist() == [0.0] * N_CHANNELS
 
