@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hpcdist.data.options import Options as Options
     from hpcdist.resilience.checkpoint import Checkpoint as Checkpoint
     from hpcdist.resilience.checkpoint import CheckpointManager as CheckpointManager
+    from hpcdist.strategy import metrics as metrics
     from hpcdist.strategy.base import Strategy as Strategy
     from hpcdist.strategy.base import ValueContext as ValueContext
     from hpcdist.strategy.base import get_replica_context as get_replica_context
@@ -47,18 +48,24 @@ if TYPE_CHECKING:
     from hpcdist.strategy.central_storage import CentralStorageStrategy as CentralStorageStrategy
     from hpcdist.strategy.extended import StrategyExtended as StrategyExtended
     from hpcdist.strategy.losses import compute_average_loss as compute_average_loss
+    from hpcdist.strategy.losses import scale_regularization_loss as scale_regularization_loss
     from hpcdist.strategy.mirrored import MirroredStrategy as MirroredStrategy
     from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from hpcdist.strategy.one_device import OneDeviceStrategy as OneDeviceStrategy
     from hpcdist.strategy.reduce_op import ReduceOp as ReduceOp
     from hpcdist.strategy.replica_context import ReplicaContext as ReplicaContext
     from hpcdist.strategy.set_strategy import experimental_set_strategy as experimental_set_strategy
+    from hpcdist.strategy.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+    from hpcdist.strategy.sync_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
     from hpcdist.strategy.tpu import TPUStrategy as TPUStrategy
     from hpcdist.strategy.tpu import experimental_connect_to_cluster as experimental_connect_to_cluster
     from hpcdist.strategy.tpu import initialize_tpu_system as initialize_tpu_system
     from hpcdist.strategy.values import DistributedValues as DistributedValues
     from hpcdist.strategy.values import Mirrored as Mirrored
     from hpcdist.strategy.values import PerReplica as PerReplica
+    from hpcdist.strategy.variable_kinds import VariableAggregation as VariableAggregation
+    from hpcdist.strategy.variable_kinds import VariableSynchronization as VariableSynchronization
+    from hpcdist.strategy.variables import Variable as Variable
 
 if TYPE_CHECKING:
     from hpcdist import cluster_resolver as cluster_resolver
@@ -96,6 +103,7 @@ _MODULES = {
     "ReplicaContext": "strategy.replica_context",
     "SimpleClusterResolver": "cluster.resolver",
     "SlurmClusterResolver": "cluster.slurm",
+    "SyncBatchNorm": "strategy.sync_batch_norm",
     "TFConfigClusterResolver": "cluster.tf_config",
     "Strategy": "strategy.base",
     "StrategyExtended": "strategy.extended",
@@ -104,6 +112,9 @@ _MODULES = {
     "Task": "cluster.spec",
     "UnionResolver": "cluster.union",
     "ValueContext": "strategy.base",
+    "Variable": "strategy.variables",
+    "VariableAggregation": "strategy.variable_kinds",
+    "VariableSynchronization": "strategy.variable_kinds",
     "all_gather": "collectives.all_gather",
     "all_reduce": "collectives.all_reduce",
     "all_reduce_async": "collectives.all_reduce",
@@ -111,6 +122,7 @@ _MODULES = {
     "compute_average_loss": "strategy.losses",
     "experimental_connect_to_cluster": "strategy.tpu",
     "experimental_set_strategy": "strategy.set_strategy",
+    "convert_sync_batchnorm": "strategy.sync_batch_norm",
     "gather_objects": "collectives.all_gather",
     "get_replica_context": "strategy.base",
     "get_strategy": "strategy.base",
@@ -119,16 +131,21 @@ _MODULES = {
     "initialize_tpu_system": "strategy.tpu",
     "latest_checkpoint": "checkpoint.folder",
     "reduce_scatter": "collectives.reduce_scatter",
+    "scale_regularization_loss": "strategy.losses",
 }
-#: Paths of tf.distribute, each a module of aliases.
-_PATHS = ("cluster_resolver", "experimental")
+#: Modules that are public as a whole: paths of tf.distribute, which are aliases, and the metrics.
+_WHOLE_MODULES = {
+    "cluster_resolver": "cluster_resolver",
+    "experimental": "experimental",
+    "metrics": "strategy.metrics",
+}
 
-__all__ = sorted(_MODULES)
+__all__ = sorted({**_MODULES, **_WHOLE_MODULES})
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PATHS:
-        return import_module(f"hpcdist.{name}")
+    if name in _WHOLE_MODULES:
+        return import_module(f"hpcdist.{_WHOLE_MODULES[name]}")
     if name not in _MODULES:
         raise AttributeError(f"module 'hpcdist' has no attribute {name!r}; it has {', '.join(__all__)}")
     found = globals()[name] = getattr(import_module(f"hpcdist.{_MODULES[name]}"), name)
@@ -136,4 +153,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_PATHS, *__all__]
+    return [*globals(), *__all__]

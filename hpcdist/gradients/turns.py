@@ -138,9 +138,13 @@ class Turns:
     def merge(self, point: str, brought: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Return this replica's part of combine(what all local replicas brought), which is called once.
 
+        A single replica may call it anywhere: outside `run`, and in the threads that autograd has for devices.
+
         Raises:
             DesyncError: as `meet`.
         """
+        if len(self.replicas) == 1:
+            return self._merge_alone(brought, combine)
         place, replica = self.place, self.replica
         self._brought[place] = brought
         self.meet(point)
@@ -151,6 +155,13 @@ class Turns:
         result = self._results[place]
         self.part()
         return result
+
+    def _merge_alone(self, brought: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        replica, self._local.replica = self.replica, None
+        try:
+            return combine([brought])[0]
+        finally:
+            self._local.replica = replica
 
     @property
     def place(self) -> int:

@@ -68,10 +68,23 @@ class Checkpoint:
         describes = [getattr(item, "describe_sums", None) for item in self._objects.values()]
         return next((describe() for describe in describes if describe is not None), {})
 
-    def collect(self) -> tuple[Any, list[NamedArray]]:
-        """Return the state of all objects as JSON and named arrays. Not collective; nothing is copied yet."""
+    def gather(self) -> dict[str, Any]:
+        """Return the states of objects that gather them from all ranks: variables of a copy per replica, and metrics.
+
+        Collective where there are such objects: all ranks.
+        """
+        gathered = {name: item for name, item in self._objects.items() if getattr(item, "is_state_collective", False)}
+        return {name: item.state_dict() for name, item in gathered.items()}
+
+    def collect(self, gathered: dict[str, Any]) -> tuple[Any, list[NamedArray]]:
+        """Return the state of all objects as JSON and named arrays. Not collective; nothing is copied yet.
+
+        Args:
+            gathered: as `gather` returned it.
+        """
         arrays: list[NamedArray] = []
-        nodes = {name: encode(_state_of(item), name, to_array, arrays) for name, item in self._objects.items()}
+        states = {name: gathered[name] if name in gathered else _state_of(item) for name, item in self._objects.items()}
+        nodes = {name: encode(state, name, to_array, arrays) for name, state in states.items()}
         return {"objects": nodes, "kinds": {name: _kind(item) for name, item in self._objects.items()}}, arrays
 
     def apply(self, state: Any, arrays: list[NamedArray], source: str) -> None:
@@ -143,10 +156,10 @@ class CheckpointManager:
         step = operator.index(step)
         if step < 0:
             raise UsageError(f"save: expected a step of at least 0, got {step}; count optimizer steps.")
-        name = ""
+        name, gathered = "", self.checkpoint.gather()
         with self._world.agreed(self._comm):
             if self._is_writer:
-                state, arrays = self.checkpoint.collect()
+                state, arrays = self.checkpoint.collect(gathered)
                 name = self._folder.commit(step, state, arrays, self._written()).name
                 self._folder.prune(self._max_to_keep)
         self.checkpoint.step = step

@@ -14,7 +14,8 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
 
     Args:
         per_example_loss: (rows, ...) torch tensor or numpy array.
-        sample_weight: broadcast against `per_example_loss`; weights scale, they do not enter the divisor.
+        sample_weight: a number, or broadcast against `per_example_loss`, (rows,) as one for each row; weights scale,
+            they do not enter the divisor.
         global_batch_size: default: rows here x replicas, which is wrong for a short last batch: give it then.
 
     Returns:
@@ -26,7 +27,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     """
     strategies = strategies_of_losses()
     if global_batch_size is None:
-        global_batch_size = _local_rows(per_example_loss) * _n_replicas(strategies)
+        global_batch_size = _local_rows(per_example_loss) * _n_replicas(strategies, "compute_average_loss")
     if global_batch_size < 0:
         raise UsageError(
             f"compute_average_loss: expected global_batch_size of at least 0, got {global_batch_size}; give the rows "
@@ -42,9 +43,35 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
             "compute_average_loss: expected a strategy that sums gradients, got gradient_op=ReduceOp.MEAN; use the "
             "mean over the local batch as loss, or gradient_op=ReduceOp.SUM."
         )
-    weighted = per_example_loss if sample_weight is None else per_example_loss * sample_weight
+    weighted = (
+        per_example_loss if sample_weight is None else per_example_loss * _fitted(sample_weight, per_example_loss)
+    )
     total = weighted.sum()
     return total / global_batch_size if global_batch_size else total * 0.0
+
+
+def scale_regularization_loss(regularization_loss: Any) -> Any:
+    """Return this replica's part of a loss that all replicas have alike: its sum / replicas, as gradients are summed.
+
+    Args:
+        regularization_loss: torch tensor, numpy array or number.
+
+    Raises:
+        UsageError: outside every scope and run, when strategies of different numbers of replicas are alive.
+    """
+    total = regularization_loss.sum() if hasattr(regularization_loss, "sum") else regularization_loss
+    return total / _n_replicas(strategies_of_losses(), "scale_regularization_loss")
+
+
+def _fitted(weight: Any, losses: Any) -> Any:
+    """Return weights with the dimensions of losses, as far as one of size 1 at the end makes them so.
+
+    (rows,) against (rows, n) would be broadcast along n, and (rows, 1) against (rows,) to all pairs of rows.
+    """
+    missing = losses.ndim - getattr(weight, "ndim", losses.ndim)
+    if missing == 1:
+        return weight[..., None]
+    return weight[..., 0] if missing == -1 and weight.shape[-1] == 1 else weight
 
 
 def _local_rows(per_example_loss: Any) -> int:
@@ -56,11 +83,12 @@ def _local_rows(per_example_loss: Any) -> int:
     return int(per_example_loss.shape[0])
 
 
-def _n_replicas(strategies: list[Strategy]) -> int:
+def _n_replicas(strategies: list[Strategy], call: str) -> int:
     counts = sorted({strategy.num_replicas_in_sync for strategy in strategies})
     if len(counts) > 1:
+        advice = ", or give global_batch_size" if call == "compute_average_loss" else ""
         raise UsageError(
-            f"compute_average_loss: expected one number of replicas, got strategies with {counts}; call it inside "
-            f"strategy.scope() or run(), or give global_batch_size."
+            f"{call}: expected one number of replicas, got strategies with {counts}; call it inside strategy.scope() "
+            f"or run(){advice}."
         )
     return counts[0]

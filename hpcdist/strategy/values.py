@@ -51,7 +51,9 @@ def select(place: int, nest: Any) -> Any:
 
 
 def local_values(value: Any) -> tuple[Any, ...]:
-    """Return the values of the local replicas; of anything else, itself."""
+    """Return the values of the local replicas, also of a variable; of anything else, itself."""
+    if hasattr(value, "local_copies"):
+        return tuple(value.local_copies)
     return value.values if isinstance(value, DistributedValues) else (value,)
 
 

@@ -18,11 +18,18 @@ def names_for_type_checkers():
 
 
 def test_what_is_resolved_at_run_time_is_what_type_checkers_see():
-    assert {name: f"hpcdist.{module}" for name, module in hpcdist._MODULES.items()} == names_for_type_checkers()
-    assert hpcdist.__all__ == sorted(hpcdist._MODULES)
+    resolved = {**hpcdist._MODULES, **hpcdist._WHOLE_MODULES}
+    assert {name: f"hpcdist.{module}" for name, module in resolved.items()} == names_for_type_checkers()
+    assert hpcdist.__all__ == sorted(resolved)
 
 
-@pytest.mark.parametrize("name", hpcdist.__all__)
+@pytest.mark.parametrize("name", hpcdist._WHOLE_MODULES)
+def test_whole_modules_are_there(name):
+    pytest.importorskip("mpi4py.MPI")
+    assert getattr(hpcdist, name).__name__ == f"hpcdist.{hpcdist._WHOLE_MODULES[name]}.{name}"
+
+
+@pytest.mark.parametrize("name", hpcdist._MODULES)
 def test_every_public_name_is_there_and_documented(name):
     pytest.importorskip("mpi4py.MPI")
     found = getattr(hpcdist, name)

@@ -1,0 +1,183 @@
+"""Batch normalisation by the statistics of the whole global batch, not of each replica's part."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hpcdist.errors import UsageError
+from hpcdist.strategy import context
+from hpcdist.strategy.base import Strategy, get_strategy
+from hpcdist.strategy.reduce_op import ReduceOp
+from hpcdist.strategy.replica_context import ReplicaContext
+
+
+class SyncBatchNorm(_BatchNorm):
+    """As torch's BatchNorm1d, 2d and 3d, but in training by mean and variance over the rows of all replicas.
+
+    It belongs to the strategy it is made in; outside all it is torch's. Parts of any length weigh by their rows, also
+    empty ones. Its replicas must all go through it, backward too, or none.
+
+    Collective in training: all replicas, in the same order of calls. With one replica on each rank also outside `run`.
+
+    Args:
+        num_features: channels, the second dimension.
+        eps: added to the variance.
+        momentum: of the running statistics; None averages over all steps.
+        affine: whether there are weight and bias.
+        track_running_stats: whether there are running statistics, by which evaluation normalises.
+
+    Cost: one all-reduce of 2 x num_features + 1 float64 numbers forward, and one backward.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        **factory: Any,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, **factory)
+        self._owner = _Owner(get_strategy())
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return (rows, num_features, ...) normalised.
+
+        Raises:
+            RuntimeError: in training, inside another strategy, or outside `run` where this process has several
+                replicas. ValueError: for another shape, or in training for one value per channel in all.
+        """
+        self._check_input_dim(input)
+        replica = self._replica() if self.training else None
+        if replica is None:
+            return super().forward(input)
+        mean, variance, count = self._moments(input, replica)
+        self._track(mean, variance, count)
+        return self._normalised(input, mean, variance)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2 or input.shape[1] != self.num_features:
+            raise UsageError(
+                f"SyncBatchNorm: expected (rows, {self.num_features}, ...), got {tuple(input.shape)}; give the "
+                f"channels as second dimension."
+            )
+
+    def _replica(self) -> ReplicaContext | None:
+        """Return the replica whose part this is; None when there are no others."""
+        entry, strategy = context.current(), self._owner.strategy
+        if strategy.num_replicas_in_sync == 1:
+            return None
+        if entry is not None and entry.strategy is not strategy:
+            raise RuntimeError(
+                f"SyncBatchNorm: expected a call in the {type(strategy).__name__} that it was made in, got one in "
+                f"another {type(entry.strategy).__name__}: mixing them is not possible; make it in the scope it is "
+                f"used in."
+            )
+        if entry is not None and entry.replica is not None:
+            return entry.replica
+        if len(strategy._own_replicas) > 1:
+            raise RuntimeError(
+                f"SyncBatchNorm: expected a call inside strategy.run, as this process has "
+                f"{len(strategy._own_replicas)} replicas, got one outside; run the step by strategy.run."
+            )
+        return ReplicaContext(strategy, strategy._own_replicas[0], 0)
+
+    def _moments(self, values: Tensor, replica: ReplicaContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Return mean and biased variance of each channel over all replicas, and how many values each is of."""
+        sums: Tensor = _Sums.apply(values)  # type: ignore[no-untyped-call]
+        total: Tensor = replica._reduce_leaf(ReduceOp.SUM, sums)
+        count = total[-1].detach()
+        if count == 1:
+            raise UsageError(
+                "SyncBatchNorm: expected more than one value per channel in training, got one over all replicas; "
+                "give it larger batches, or call eval()."
+            )
+        mean, of_squares = (total[:-1] / count.clamp(min=1.0)).chunk(2)
+        return mean, (of_squares - mean * mean).clamp(min=0.0), count
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None or count == 0:
+            return
+        assert self.num_batches_tracked is not None, "torch has all statistics, or none"
+        self.num_batches_tracked.add_(1)
+        weight = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_((variance * count / (count - 1)).to(self.running_var.dtype), weight)
+
+    def _normalised(self, values: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        shape = (1, -1) + (1,) * (values.dim() - 2)
+        scale = torch.rsqrt(variance + self.eps).to(dtype)
+        scale = scale if self.weight is None else scale * self.weight
+        centred = values.to(dtype) - mean.to(dtype).view(shape)
+        normal = centred * scale.view(shape)
+        return (normal if self.bias is None else normal + self.bias.view(shape)).to(values.dtype)
+
+
+def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
+    """Return the module with a SyncBatchNorm in place of every BatchNorm in it; itself one if it was one.
+
+    Call it in the strategy's scope, before optimizers are made. Parameters and statistics are the same tensors.
+
+    Args:
+        module: changed in place.
+
+    Raises:
+        UsageError: for a lazy BatchNorm that has not seen data.
+    """
+    for name, child in module.named_children():
+        setattr(module, name, convert_sync_batchnorm(child))
+    return _converted(module) if isinstance(module, _BatchNorm) and type(module) is not SyncBatchNorm else module
+
+
+def _converted(old: _BatchNorm) -> SyncBatchNorm:
+    if isinstance(old, nn.modules.lazy.LazyModuleMixin) and old.has_uninitialized_params():
+        raise UsageError(
+            f"convert_sync_batchnorm: expected layers that know their channels, got {type(old).__name__}; feed the "
+            f"model one batch first."
+        )
+    new = SyncBatchNorm(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats)
+    for tensors in ("_parameters", "_buffers"):
+        getattr(new, tensors).update(getattr(old, tensors))
+    return new.train(old.training)
+
+
+class _Owner:
+    """A strategy, shared by copies of the modules that hold it, and left behind when they are pickled."""
+
+    def __init__(self, strategy: Strategy | None = None) -> None:
+        self.strategy = strategy or get_strategy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Owner":
+        return self
+
+    def __reduce__(self) -> tuple[type["_Owner"], tuple[()]]:
+        return _Owner, ()
+
+
+class _Sums(torch.autograd.Function):
+    """(rows, channels, ...) -> sums and sums of squares of each channel, and the number of values of one, in float64.
+
+    In float64, as the variance is a small difference of them where the mean is large. By hand, as autograd would keep
+    the values in float64 for the backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        ctx.save_for_backward(values)
+        axes = [axis for axis in range(values.dim()) if axis != 1]
+        wide = values.double()
+        count = wide.new_tensor([values.numel() // max(1, values.shape[1])])
+        return torch.cat([wide.sum(axes), (wide * wide).sum(axes), count])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (values,) = ctx.saved_tensors
+        shape = (1, -1) + (1,) * (values.dim() - 2)
+        of_sums, of_squares = gradient[:-1].view(2, *shape)
+        own: Tensor = (of_sums + 2.0 * values * of_squares).to(values.dtype)
+        return own

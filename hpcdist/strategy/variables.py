@@ -1,0 +1,346 @@
+"""Variables that know their strategy: equal on all replicas, or one copy for each that is aggregated when read."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcdist.errors import UsageError
+from hpcdist.strategy import context
+from hpcdist.strategy.base import get_strategy, has_strategy
+from hpcdist.strategy.exchange import all_of_replicas, first_of_replicas, mean_over_replicas, sum_over_replicas
+from hpcdist.strategy.replica_context import ReplicaContext
+from hpcdist.strategy.tensor_values import as_tensor, dealt, divided, holds, indices_and_rows
+from hpcdist.strategy.values import DistributedValues
+from hpcdist.strategy.variable_kinds import (
+    VariableAggregation,
+    VariableSynchronization,
+    parse_member,
+    resolve_synchronization,
+    resolve_trainable,
+)
+
+_AGGREGATE = {
+    VariableAggregation.SUM: sum_over_replicas,
+    VariableAggregation.MEAN: mean_over_replicas,
+    VariableAggregation.ONLY_FIRST_REPLICA: first_of_replicas,
+}
+_SCATTERS_OF = (VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA)
+
+
+class Variable:
+    """A tensor that belongs to the strategy it is made in, as `tf.Variable`; made outside all, a plain tensor.
+
+    ON_WRITE: the same on all replicas. What replicas assign inside `run` is aggregated, and all copies are set at once;
+    with NONE it is refused, as copies would differ. ON_READ: every replica writes a copy of its own; outside `run`
+    reading aggregates them.
+
+    Collective: all ranks, in a strategy's scope: all begin with replica 0's value.
+
+    Args:
+        initial_value: torch tensor, numpy array, number, nested list of numbers, or a function that returns one.
+        trainable: kept for tf.distribute's sake; gradients are those of torch parameters. Default: unless ON_READ.
+        synchronization: a member of VariableSynchronization, or its name.
+        aggregation: a member of VariableAggregation, or its name.
+        name: for messages.
+        dtype: a torch or numpy dtype, or its name; default: of the value; of a Python float, torch's default.
+
+    Attributes:
+        trainable, synchronization, aggregation, name: see above.
+        strategy: that it belongs to.
+
+    Raises:
+        UsageError: for an ON_READ variable that is trainable, NONE in a scope, whole numbers with MEAN, or no numbers.
+        RuntimeError: inside `run`.
+    """
+
+    def __init__(
+        self,
+        initial_value: Any,
+        trainable: bool | None = None,
+        synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation | str = VariableAggregation.NONE,
+        name: str | None = None,
+        dtype: Any = None,
+    ) -> None:
+        self.name = name or "Variable"
+        self.synchronization = resolve_synchronization(synchronization)
+        self.aggregation = parse_member(VariableAggregation, aggregation)
+        self.trainable = resolve_trainable(self.synchronization, trainable)
+        self.strategy = get_strategy()
+        self._is_plain = not has_strategy()
+        self._is_on_read = self.synchronization is VariableSynchronization.ON_READ and not self._is_plain
+        self._check_creation()
+        value = as_tensor(initial_value() if callable(initial_value) else initial_value, dtype)
+        if not self._is_plain:
+            self._check_mean(value)
+            value = first_of_replicas(self.strategy, [value for _ in self.strategy._own_replicas])
+        n_copies = len(self.strategy._own_replicas) if self._is_on_read else 1
+        with torch.inference_mode(False):  # so that it can be written outside that mode, too
+            self._copies = [value.clone() for _ in range(n_copies)]
+
+    def _check_creation(self) -> None:
+        if self._is_plain:
+            return
+        self.strategy._require_cross_replica("Variable", "make it in strategy.scope(), before run")
+        if self.synchronization is VariableSynchronization.NONE:
+            raise UsageError(
+                f"Variable: expected synchronization AUTO, ON_WRITE or ON_READ in a strategy's scope, got NONE for "
+                f"{self.name!r}; make it outside the scope, or choose one of them."
+            )
+
+    def _check_mean(self, value: Tensor) -> None:
+        is_whole = not (value.dtype.is_floating_point or value.dtype.is_complex)
+        if self.aggregation is VariableAggregation.MEAN and is_whole:
+            raise UsageError(
+                f"Variable: expected floats for the mean over replicas, got {value.dtype} for {self.name!r}; give it a "
+                f"float dtype, or another aggregation."
+            )
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def read_value(self) -> Tensor:
+        """Return a copy of the value: inside `run` the replica's own, elsewhere that of all.
+
+        Collective outside `run` for an ON_READ variable: all ranks. It is aggregated then.
+
+        Raises:
+            UsageError: outside `run`, for an ON_READ variable without aggregation.
+            RuntimeError: in another strategy's scope or run.
+        """
+        replica = self._replica("read_value")
+        if not self._is_on_read:
+            return self._copies[0].clone()
+        if replica is not None:
+            return self._copies[replica.place].clone()
+        return self._aggregated("read_value", self._copies)
+
+    def value(self) -> Tensor:
+        """Return what `read_value` returns."""
+        return self.read_value()
+
+    def numpy(self) -> Any:
+        """Return what `read_value` returns, as an array on the host."""
+        return self.read_value().cpu().numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(self.numpy(), dtype)
+
+    def __float__(self) -> float:
+        return float(self.read_value())
+
+    def __int__(self) -> int:
+        return int(self.read_value())
+
+    def __repr__(self) -> str:
+        kinds = f"{self.synchronization.value}, {self.aggregation.value}"
+        return f"{type(self).__name__}({self.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, {kinds})"
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the value."""
+        return self._copies[0].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the value."""
+        return self._copies[0].dtype
+
+    @property
+    def local_copies(self) -> tuple[Tensor, ...]:
+        """What each replica of this process reads; the same tensor for all unless ON_READ."""
+        n_local = 1 if self._is_plain else len(self.strategy._own_replicas)
+        return tuple(self._copies) if self._is_on_read else (self._copies[0],) * n_local
+
+    # -- writing --------------------------------------------------------------------------------------------------
+
+    def assign(self, value: Any) -> "Variable":
+        """Set the value and return the variable.
+
+        Collective inside `run` unless ON_READ: all replicas; their values are aggregated. Outside `run` all ranks give
+        the same; an ON_READ variable with SUM divides it among the copies, so that reading returns it.
+
+        Raises:
+            UsageError: inside `run` without aggregation unless ON_READ; for another shape, or a dtype that would lose
+                digits. RuntimeError: in another strategy's scope or run.
+        """
+        return self._update("assign", value, lambda copy, new: new)
+
+    def assign_add(self, value: Any) -> "Variable":
+        """Add to the value and return the variable; as `assign`.
+
+        Raises:
+            UsageError: also outside `run`, for an ON_READ variable with SUM: whose copy would be meant?
+        """
+        return self._update("assign_add", value, torch.add)
+
+    def assign_sub(self, value: Any) -> "Variable":
+        """Subtract from the value and return the variable; as `assign_add`."""
+        return self._update("assign_sub", value, torch.sub)
+
+    def scatter_add(self, sparse_delta: Any) -> "Variable":
+        """Add rows at indices, and return the variable; as `assign_add`.
+
+        Args:
+            sparse_delta: has `indices` and `values`, or is the pair (indices, values); indices may repeat.
+
+        Raises:
+            NotImplementedError: for an ON_READ variable.
+        """
+        return self._scatter("scatter_add", sparse_delta, 1)
+
+    def scatter_sub(self, sparse_delta: Any) -> "Variable":
+        """Subtract rows at indices, and return the variable; as `scatter_add`."""
+        return self._scatter("scatter_sub", sparse_delta, -1)
+
+    def scatter_update(self, sparse_delta: Any) -> "Variable":
+        """Set rows at indices, and return the variable; as `scatter_add`.
+
+        Raises:
+            NotImplementedError: also with SUM or MEAN, which do not say what rows become that only some replicas set.
+        """
+        return self._scatter("scatter_update", sparse_delta, None)
+
+    def _scatter(self, method: str, delta: Any, sign: int | None) -> "Variable":
+        if self._is_on_read or (sign is None and not self._is_plain and self.aggregation not in _SCATTERS_OF):
+            raise NotImplementedError(
+                f"{method}: expected an ON_WRITE variable, with aggregation NONE or ONLY_FIRST_REPLICA for "
+                f"scatter_update, got {self!r}; assign the whole value."
+            )
+        indices, rows = indices_and_rows(method, delta, self._copies[0])
+        if sign is None:
+            return self._update(method, self._copies[0].index_copy(0, indices, rows), lambda copy, new: new)
+        # Summed over replicas before it is added, as replicas may have other indices, and other numbers of them.
+        dense = torch.zeros_like(self._copies[0]).index_add(0, indices, rows)
+        return self._update(method, dense, torch.add if sign > 0 else torch.sub)
+
+    def _update(self, method: str, value: Any, apply: Callable[[Tensor, Tensor], Tensor]) -> "Variable":
+        replica = self._replica(method)
+        if replica is None:
+            self._update_across(method, value, apply)
+        elif self._is_on_read:
+            self._write(replica.place, apply, self._fitting(method, value))
+        else:
+            self._update_together(replica, method, self._fitting(method, value), apply)
+        return self
+
+    def _update_across(self, method: str, value: Any, apply: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Write all copies from outside `run`."""
+        new = self._fitting(method, value)
+        if self._is_on_read and self.aggregation is VariableAggregation.SUM:
+            if method != "assign":
+                raise UsageError(
+                    f"{method}: expected a call inside strategy.run for {self!r}, got one outside; call it there, "
+                    f"where it changes one replica's copy, or assign the total."
+                )
+            parts = divided(new, self.strategy.num_replicas_in_sync)
+            for place, number in enumerate(self.strategy._own_replicas):
+                self._write(place, apply, parts[number])
+            return
+        for place in range(len(self._copies)):
+            self._write(place, apply, new)
+
+    def _update_together(
+        self, replica: ReplicaContext, method: str, new: Tensor, apply: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        """Write the one value that replicas share, from what all of them bring."""
+        self._check_aggregation(method)
+
+        def combine(brought: list[Any]) -> list[None]:
+            self._write(0, apply, self._aggregated(method, brought))
+            return [None] * len(brought)
+
+        replica.strategy._turns.merge(f"{method} of {self.name!r}", new, combine)
+
+    def _check_aggregation(self, method: str) -> None:
+        if self.aggregation is VariableAggregation.NONE:
+            raise UsageError(
+                f"{method}: expected a variable with an aggregation, as replicas may assign different values inside "
+                f"strategy.run, got {self!r}; make it with aggregation=VariableAggregation.MEAN (or SUM, "
+                f"ONLY_FIRST_REPLICA), with synchronization=ON_READ for a copy per replica, or assign outside run."
+            )
+
+    def _aggregated(self, method: str, tensors: list[Tensor]) -> Tensor:
+        if self.aggregation not in _AGGREGATE:
+            raise UsageError(
+                f"{method}: expected a call inside strategy.run, or a variable with an aggregation, got {self!r} "
+                f"outside; make it with aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA."
+            )
+        return _AGGREGATE[self.aggregation](self.strategy, tensors)
+
+    @torch.no_grad()
+    def _write(self, place: int, apply: Callable[[Tensor, Tensor], Tensor], new: Tensor) -> None:
+        copy = self._copies[place]
+        copy.copy_(apply(copy, new))
+
+    def _fitting(self, method: str, value: Any) -> Tensor:
+        """Return a value as a tensor of this variable's shape, dtype and device."""
+        if isinstance(value, DistributedValues):
+            raise UsageError(
+                f"{method}: expected one value for all replicas outside strategy.run, got {value!r}; assign inside "
+                f"run, or reduce it first."
+            )
+        own = self._copies[0]
+        is_number = isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)
+        found = as_tensor(value, self.dtype if is_number and holds(self.dtype, value) else None)
+        if found.shape != self.shape or not torch.can_cast(found.dtype, self.dtype):
+            raise UsageError(
+                f"{method}: expected a value of shape {tuple(self.shape)} and dtype {self.dtype} for {self.name!r}, "
+                f"got {tuple(found.shape)} and {found.dtype}; reshape or cast it."
+            )
+        return found.detach().to(own.device, own.dtype)
+
+    def _replica(self, method: str) -> ReplicaContext | None:
+        """Return the replica that the caller is in; None outside `run`, and for a plain variable."""
+        entry = context.current()
+        if self._is_plain or entry is None:
+            return None
+        if entry.strategy is not self.strategy:
+            raise RuntimeError(
+                f"{method}: expected {self.name!r} in the strategy that it was made in, got it in another "
+                f"{type(entry.strategy).__name__}: mixing them is not possible; make it in the scope it is used in."
+            )
+        return entry.replica
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_state_collective(self) -> bool:
+        """Whether all ranks must call `state_dict` together; `CheckpointManager.save` lets them."""
+        return self._is_on_read
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the value, or, of an ON_READ variable, all replicas' copies.
+
+        Collective for an ON_READ variable: all ranks.
+        """
+        if self._is_on_read:
+            return {"copies": all_of_replicas(self.strategy, self._copies)}
+        return {"value": self._copies[0].clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set all copies as they were saved. Not collective: the same state on every rank.
+
+        With another number of replicas, or saved by a variable of another kind, the total, mean or first one is kept.
+
+        Raises:
+            UsageError: for another shape or dtype, or copies of another number of replicas without aggregation.
+        """
+        rows = state["copies"] if "copies" in state else state["value"][None]
+        n_replicas = self.strategy.num_replicas_in_sync if self._is_on_read else 1
+        if len(rows) != n_replicas or ("copies" in state) != self._is_on_read:
+            self._check_dealt(len(rows), n_replicas)
+            rows = dealt(rows, n_replicas, self.aggregation.value)
+        fitting = [self._fitting("load_state_dict", row) for row in rows]
+        own = self.strategy._own_replicas if self._is_on_read else range(1)
+        for place, number in enumerate(own):
+            self._copies[place].copy_(fitting[number])
+
+    def _check_dealt(self, n_saved: int, n_replicas: int) -> None:
+        if self.aggregation is VariableAggregation.NONE and n_saved > 1:
+            raise UsageError(
+                f"load_state_dict: expected copies of {n_replicas} replicas for {self!r}, got {n_saved}; restart with "
+                f"num_replicas={n_saved}."
+            )

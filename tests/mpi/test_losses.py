@@ -1,0 +1,56 @@
+"""Losses scaled so that sums over the replicas are those of one process."""
+
+import numpy as np
+import pytest
+import torch
+
+import hpcdist
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(params=[None, 4])
+def strategy(request):
+    return hpcdist.MultiWorkerMirroredStrategy(num_replicas=request.param)
+
+
+def total(strategy, function):
+    """Return the sum over all replicas of what a function returns."""
+    return float(strategy.reduce("sum", strategy.run(function), axis=None))
+
+
+@pytest.mark.parametrize("loss", [torch.tensor([[1.0, 2.0], [3.0, 0.5]]), np.array([2.5, 4.0]), torch.tensor(6.5), 6.5])
+def test_parts_of_a_regularization_loss_add_up_to_it(strategy, loss):
+    assert total(strategy, lambda: hpcdist.scale_regularization_loss(loss)) == pytest.approx(6.5)
+    with strategy.scope():
+        assert float(hpcdist.scale_regularization_loss(loss)) == pytest.approx(6.5 / strategy.num_replicas_in_sync)
+
+
+def test_a_regularization_loss_outside_all_strategies_must_be_unambiguous(comm):
+    strategies = [hpcdist.MultiWorkerMirroredStrategy(num_replicas=comm.size + more) for more in (0, 1)]
+    counts = {strategy.num_replicas_in_sync for strategy in strategies}
+    assert len(counts) == 2
+    with pytest.raises(ValueError, match=r"scale_regularization_loss: expected one number of replicas.*run\(\)\.$"):
+        hpcdist.scale_regularization_loss(1.0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "weights", "expected"),
+    [
+        ((2,), [0.5, 2.0], 1 * 0.5 + 2 * 2.0),
+        ((2,), [[0.5], [2.0]], 1 * 0.5 + 2 * 2.0),
+        ((2, 2), [0.5, 2.0], (1 + 2) * 0.5 + (3 + 4) * 2.0),
+        ((2, 2), [[0.5], [2.0]], (1 + 2) * 0.5 + (3 + 4) * 2.0),
+        ((2, 2), [[1.0, 0.0], [0.0, 2.0]], 1 + 4 * 2.0),
+        ((2, 2), 3.0, 10 * 3.0),
+    ],
+)
+def test_weights_of_an_average_loss(strategy, shape, weights, expected):
+    """One weight for each row, or for each loss; none enters the divisor."""
+    losses = torch.arange(1.0, 1 + np.prod(shape)).view(shape)
+    given = torch.tensor(weights) if isinstance(weights, list) else weights
+    n = strategy.num_replicas_in_sync
+    with strategy.scope():
+        assert float(hpcdist.compute_average_loss(losses, given)) == pytest.approx(expected / (2 * n))
+    found = total(strategy, lambda: hpcdist.compute_average_loss(losses.numpy(), np.asarray(given), 5))
+    assert found == pytest.approx(n * expected / 5)

@@ -1,0 +1,342 @@
+"""Variables of a strategy: what is written and read inside and outside run, on one replica per rank and on several."""
+
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+
+import hpcdist
+from hpcdist.errors import CheckpointError, DesyncError
+
+pytestmark = pytest.mark.mpi
+
+AGGREGATIONS = ["SUM", "MEAN", "ONLY_FIRST_REPLICA"]
+Slices = namedtuple("Slices", ["indices", "values"])
+
+
+@pytest.fixture(params=[None, 4, 5])
+def strategy(request):
+    return hpcdist.MultiWorkerMirroredStrategy(num_replicas=request.param)
+
+
+def own_number():
+    """Return 1, 2, 4, 8, ... on replicas 0, 1, 2, 3, ...: sums tell who took part."""
+    return float(2 ** hpcdist.get_replica_context().replica_id_in_sync_group)
+
+
+def aggregate(strategy, aggregation):
+    """Return what `own_number` of all replicas aggregates to."""
+    n = strategy.num_replicas_in_sync
+    return {"SUM": 2.0**n - 1, "MEAN": (2.0**n - 1) / n, "ONLY_FIRST_REPLICA": 1.0}[aggregation]
+
+
+def make(strategy, value=0.0, **options):
+    with strategy.scope():
+        return hpcdist.Variable(value, **options)
+
+
+def results(strategy, function):
+    """Return what each local replica returns, as a list of numbers."""
+    return [float(one) for one in strategy.experimental_local_results(strategy.run(function))]
+
+
+def same_everywhere(comm, value):
+    found = comm.allgather(np.asarray(value).tobytes())
+    return len(set(found)) == 1
+
+
+# -- ON_WRITE ---------------------------------------------------------------------------------------------------------
+
+
+def test_all_begin_with_replica_0s_value(strategy, comm):
+    variable = make(strategy, np.array([comm.rank, -0.0, np.nan]))
+    assert variable.dtype is torch.float64
+    assert same_everywhere(comm, variable.numpy())
+    assert variable.numpy().tobytes() == np.array([0, -0.0, np.nan]).tobytes()
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_of_no_elements(strategy, shared_path, aggregation):
+    for synchronization in ("ON_WRITE", "ON_READ"):
+        variable = make(strategy, np.zeros((0, 2)), synchronization=synchronization, aggregation=aggregation)
+        strategy.run(lambda variable=variable: variable.assign_add(np.ones((0, 2))))
+        assert variable.numpy().shape == (0, 2)
+        manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(variable=variable), shared_path / synchronization)
+        manager.save(1)
+        assert manager.restore_or_initialize()
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_what_replicas_assign_is_aggregated(strategy, aggregation):
+    variable, expected = make(strategy, 3.0, aggregation=aggregation), aggregate(strategy, aggregation)
+    strategy.run(lambda: variable.assign(own_number()))
+    assert float(variable) == pytest.approx(expected)
+    strategy.run(lambda: variable.assign_add(own_number()))
+    assert float(variable) == pytest.approx(2 * expected)
+    strategy.run(lambda: variable.assign_sub(own_number()))
+    assert results(strategy, variable.read_value) == pytest.approx([expected] * len(variable.local_copies))
+
+
+def test_without_aggregation_replicas_may_not_assign(strategy):
+    variable = make(strategy)
+    for write in (variable.assign, variable.assign_add, variable.assign_sub):
+        with pytest.raises(ValueError, match="with an aggregation.*aggregation=VariableAggregation.MEAN"):
+            strategy.run(lambda write=write: write(1.0))
+    assert float(variable) == 0.0
+
+
+def test_a_mean_of_whole_numbers_is_refused(strategy):
+    with pytest.raises(ValueError, match="expected floats for the mean over replicas, got torch.int64"):
+        make(strategy, 3, aggregation="MEAN")
+    assert int(hpcdist.Variable(3, aggregation="MEAN")) == 3
+
+
+def test_outside_run_all_copies_are_set(strategy, comm):
+    variable = make(strategy, [1.0, 2.0])
+    assert variable.assign([3, 4]) is variable
+    variable.assign_add(torch.ones(2)).assign_sub(np.full(2, 0.5, np.float32))
+    assert variable.numpy().tolist() == [3.5, 4.5]
+    with strategy.scope():
+        variable.assign(variable.value() * 2)
+    assert strategy.experimental_local_results(strategy.run(variable.numpy))[0].tolist() == [7.0, 9.0]
+
+
+def test_what_is_read_does_not_change_later(strategy):
+    variable = make(strategy, [1.0])
+    before = variable.read_value()
+    variable.assign([2.0])
+    assert before.tolist() == [1.0]
+
+
+def test_replicas_that_assign_different_variables_are_found(comm):
+    strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=2 * comm.size)
+    one, other = (make(strategy, 0.0, aggregation="SUM", name=name) for name in ("one", "other"))
+    with pytest.raises(DesyncError, match="'other'"):
+        strategy.run(lambda: (one if hpcdist.get_replica_context().place == 0 else other).assign(1.0))
+
+
+@pytest.mark.parametrize(("value", "text"), [([1.0], r"shape \(\) and dtype"), ("text", "got str"), (1j, "complex")])
+def test_refuses_what_does_not_fit(strategy, value, text):
+    variable = make(strategy)
+    with pytest.raises(ValueError, match=text):
+        variable.assign(value)
+    with pytest.raises(ValueError, match="float32; reshape or cast"):
+        make(strategy, 1).assign(0.5)
+    with pytest.raises(ValueError, match="one value for all replicas outside"):
+        variable.assign(hpcdist.PerReplica([1.0]))
+
+
+def test_what_it_is_made_of(strategy):
+    assert make(strategy, lambda: 2, dtype=np.float16).dtype is torch.float16
+    variable = make(strategy, [[1, 2]], name="steps", dtype="int32")
+    assert (variable.shape, variable.dtype, variable.trainable) == ((1, 2), torch.int32, True)
+    assert "'steps', shape=(1, 2), dtype=torch.int32, ON_WRITE, NONE" in repr(variable)
+    assert int(make(strategy, make(strategy, 7))) == 7
+    assert np.asarray(variable).tolist() == [[1, 2]]
+    assert not make(strategy, synchronization=hpcdist.VariableSynchronization.ON_READ).trainable
+
+
+# -- ON_READ ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_each_replica_writes_its_own_copy_and_reading_aggregates(strategy, comm, aggregation):
+    variable = make(strategy, 1.0, synchronization="ON_READ", aggregation=aggregation, dtype="float64")
+    strategy.run(lambda: variable.assign(own_number()))
+    own = results(strategy, own_number)
+    assert results(strategy, variable.read_value) == own
+    strategy.run(lambda: variable.assign_add(own_number()).assign_sub(0.0))
+    assert results(strategy, variable.read_value) == [2 * one for one in own]
+    assert float(variable) == pytest.approx(2 * aggregate(strategy, aggregation))
+    with strategy.scope():
+        assert float(variable) == pytest.approx(2 * aggregate(strategy, aggregation))
+    assert same_everywhere(comm, variable.numpy())
+
+
+def test_reduce_takes_a_variable(strategy):
+    variable = make(strategy, 1.0, synchronization="ON_READ")
+    strategy.run(lambda: variable.assign(own_number()))
+    assert float(strategy.reduce("sum", variable, axis=None)) == aggregate(strategy, "SUM")
+    assert strategy.experimental_local_results(variable) == variable.local_copies
+
+
+def test_without_aggregation_it_is_read_inside_run_only(strategy):
+    variable = make(strategy, synchronization="ON_READ")
+    strategy.run(lambda: variable.assign(own_number()))
+    with pytest.raises(ValueError, match="a call inside strategy.run, or a variable with an aggregation"):
+        variable.read_value()
+
+
+def test_a_total_is_divided_among_the_copies(strategy):
+    n = strategy.num_replicas_in_sync
+    variable = make(strategy, 0.0, synchronization="ON_READ", aggregation="SUM", dtype="float64")
+    variable.assign(6.0)
+    assert results(strategy, variable.read_value) == [6.0 / n] * len(variable.local_copies)
+    assert float(variable) == pytest.approx(6.0)
+    count = make(strategy, 0, synchronization="ON_READ", aggregation="SUM")
+    count.assign(7)
+    assert int(count) == 7
+    assert {7 // n, -(-7 // n)} >= {int(copy) for copy in count.local_copies}
+    for write in (variable.assign_add, variable.assign_sub):
+        with pytest.raises(ValueError, match="inside strategy.run for .*, or assign the total"):
+            write(1.0)
+
+
+@pytest.mark.parametrize("aggregation", ["MEAN", "ONLY_FIRST_REPLICA"])
+def test_other_copies_are_written_alike_outside_run(strategy, aggregation):
+    variable = make(strategy, 0.0, synchronization="ON_READ", aggregation=aggregation)
+    variable.assign(6.0).assign_add(1.0).assign_sub(2.0)
+    assert results(strategy, variable.read_value) == [5.0] * len(variable.local_copies)
+    assert float(variable) == 5.0
+
+
+def test_it_is_not_trainable(strategy):
+    with pytest.raises(ValueError, match="trainable=False with synchronization=ON_READ"):
+        make(strategy, synchronization="ON_READ", trainable=True)
+    with pytest.raises(ValueError, match="AUTO, ON_WRITE or ON_READ in a strategy's scope, got NONE"):
+        make(strategy, synchronization="NONE")
+    with pytest.raises(ValueError, match="a VariableAggregation of NONE, SUM, MEAN, ONLY_FIRST_REPLICA, got 'MAX'"):
+        make(strategy, aggregation="MAX")
+
+
+def test_sums_have_the_same_bits_on_any_number_of_ranks():
+    strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=5)
+    values = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
+    variable = make(strategy, torch.zeros(3), synchronization="ON_READ", aggregation="SUM")
+    strategy.run(lambda: variable.assign(values[hpcdist.get_replica_context().replica_id_in_sync_group]))
+    expected = ((values[0] + values[1]) + (values[2] + values[3])) + values[4]
+    assert torch.equal(variable.read_value(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int16, torch.bool])
+@pytest.mark.parametrize("aggregation", ["SUM", "ONLY_FIRST_REPLICA"])
+def test_the_dtype_is_kept(strategy, dtype, aggregation):
+    variable = make(strategy, torch.ones(2, dtype=dtype), aggregation=aggregation)
+    strategy.run(lambda: variable.assign(torch.ones(2, dtype=dtype)))
+    assert variable.dtype is dtype
+    n = strategy.num_replicas_in_sync if aggregation == "SUM" and dtype is not torch.bool else 1
+    assert variable.read_value().tolist() == [n, n]
+
+
+# -- scatter ----------------------------------------------------------------------------------------------------------
+
+
+def test_scatter_outside_run(strategy):
+    variable = make(strategy, [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]])
+    rows = [[1.0, 2.0], [3.0, 4.0]]
+    assert variable.scatter_add(Slices([2, 2], rows)) is variable
+    assert variable.numpy().tolist() == [[1, 1], [2, 2], [7, 9]]
+    variable.scatter_sub(([0, 2], rows))
+    assert variable.numpy().tolist() == [[0, -1], [2, 2], [4, 5]]
+    variable.scatter_update((np.array([1]), np.array([[8.0, 9.0]])))
+    assert variable.numpy().tolist() == [[0, -1], [8, 9], [4, 5]]
+    with pytest.raises(ValueError, match="one index and one row"):
+        variable.scatter_add(([0], [1.0]))
+    with pytest.raises(ValueError, match="indices and values, got int"):
+        variable.scatter_add(3)
+
+
+@pytest.mark.parametrize(("aggregation", "first"), [("SUM", None), ("MEAN", None), ("ONLY_FIRST_REPLICA", [0, 6, 0])])
+def test_scatter_of_replicas(strategy, aggregation, first):
+    """Replica r adds r + 1 rows; only some replicas reach the last element."""
+    n = strategy.num_replicas_in_sync
+    variable = make(strategy, [0.0, 5.0, 0.0], aggregation=aggregation)
+
+    def step():
+        number = hpcdist.get_replica_context().replica_id_in_sync_group
+        variable.scatter_add(([1] + [2] * number, torch.ones(number + 1)))
+
+    strategy.run(step)
+    scale = n if aggregation == "MEAN" else 1
+    assert variable.numpy().tolist() == pytest.approx(first or [0, 5 + n / scale, sum(range(n)) / scale])
+
+
+def test_scatter_update_of_the_first_replica(strategy):
+    variable = make(strategy, [1.0, 2.0, 3.0], aggregation="ONLY_FIRST_REPLICA")
+    strategy.run(lambda: variable.scatter_update(([int(own_number()) % 3], [own_number()])))
+    assert variable.numpy().tolist() == [1.0, 1.0, 3.0]
+
+
+@pytest.mark.parametrize("options", [{"aggregation": "SUM"}, {"aggregation": "MEAN"}, {"synchronization": "ON_READ"}])
+def test_scatter_update_is_for_some_only(strategy, options):
+    variable = make(strategy, [1.0, 2.0], **options)
+    with pytest.raises(NotImplementedError, match="aggregation NONE or ONLY_FIRST_REPLICA for scatter_update"):
+        variable.scatter_update(([0], [1.0]))
+    if "synchronization" in options:
+        with pytest.raises(NotImplementedError, match="an ON_WRITE variable"):
+            variable.scatter_add(([0], [1.0]))
+
+
+# -- where it belongs -------------------------------------------------------------------------------------------------
+
+
+def test_strategies_are_not_mixed(strategy):
+    variable = make(strategy, aggregation="SUM")
+    other = hpcdist.MultiWorkerMirroredStrategy()
+    with other.scope(), pytest.raises(RuntimeError, match="mixing"):
+        variable.read_value()
+    with pytest.raises(RuntimeError, match="mixing"):
+        other.run(lambda: variable.assign(1.0))
+
+
+def test_it_is_made_before_run(strategy):
+    with pytest.raises(RuntimeError, match="make it in strategy.scope"):
+        strategy.run(lambda: hpcdist.Variable(1.0))
+
+
+def test_outside_all_strategies_it_is_plain(strategy, comm):
+    variable = hpcdist.Variable(float(comm.rank), synchronization="ON_READ", aggregation="SUM")
+    assert float(variable.assign_add(2.0)) == comm.rank + 2
+    strategy.run(lambda: variable.assign(3.0).assign_add(1.0))
+    assert float(variable) == 4.0
+    assert hpcdist.Variable(1.0, synchronization="NONE").local_copies == (1.0,)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def save(strategy, folder, **options):
+    """Save a variable to which every replica has added its number."""
+    variable = make(strategy, 0.5, synchronization="ON_READ", dtype="float64", **options)
+    strategy.run(lambda: variable.assign_add(own_number() / 3))
+    manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(variable=variable, strategy=strategy), folder)
+    manager.save(1)
+    return variable
+
+
+def restore(strategy, folder, **options):
+    variable = make(strategy, 9.0, synchronization="ON_READ", dtype="float64", **options)
+    manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(variable=variable, strategy=strategy), folder)
+    assert manager.restore_or_initialize()
+    return variable
+
+
+@pytest.mark.parametrize("aggregation", ["NONE", *AGGREGATIONS])
+def test_every_replica_gets_its_copy_back(strategy, shared_path, aggregation):
+    saved = save(strategy, shared_path, aggregation=aggregation)
+    assert restore(strategy, shared_path, aggregation=aggregation).local_copies == saved.local_copies
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_other_replicas_get_what_it_was_read_as(shared_path, aggregation):
+    saved = save(hpcdist.MultiWorkerMirroredStrategy(num_replicas=4), shared_path, aggregation=aggregation)
+    restored = restore(hpcdist.MultiWorkerMirroredStrategy(num_replicas=6), shared_path, aggregation=aggregation)
+    assert len(restored.local_copies) != len(saved.local_copies) or restored.local_copies != saved.local_copies
+    assert float(restored) == pytest.approx(float(saved), rel=1e-15)
+
+
+def test_other_replicas_cannot_take_copies_without_aggregation(shared_path):
+    save(hpcdist.MultiWorkerMirroredStrategy(num_replicas=4), shared_path)
+    with pytest.raises(CheckpointError, match="copies of 6 replicas.*restart with num_replicas=4"):
+        restore(hpcdist.MultiWorkerMirroredStrategy(num_replicas=6), shared_path)
+
+
+def test_a_mirrored_variable_comes_back(strategy, shared_path):
+    variable = make(strategy, [1.5, 2.5])
+    manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(variable=variable), shared_path)
+    manager.save(1)
+    variable.assign([0.0, 0.0])
+    manager.restore_or_initialize()
+    assert variable.numpy().tolist() == [1.5, 2.5]
+    assert results(strategy, lambda: variable.read_value()[1]) == [2.5] * len(variable.local_copies)
