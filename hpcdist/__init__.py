@@ -7,6 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpcdist import cluster_resolver as cluster_resolver
+    from hpcdist import experimental as experimental
     from hpcdist.checkpoint.folder import latest_checkpoint as latest_checkpoint
     from hpcdist.cluster.mpi import MPIClusterResolver as MPIClusterResolver
     from hpcdist.cluster.resolver import ClusterResolver as ClusterResolver
@@ -67,10 +69,6 @@ if TYPE_CHECKING:
     from hpcdist.strategy.variable_kinds import VariableSynchronization as VariableSynchronization
     from hpcdist.strategy.variables import Variable as Variable
 
-if TYPE_CHECKING:
-    from hpcdist import cluster_resolver as cluster_resolver
-    from hpcdist import experimental as experimental
-
 __version__ = "0.1.0"
 
 _MODULES = {
@@ -95,18 +93,18 @@ _MODULES = {
     "MirroredStrategy": "strategy.mirrored",
     "MultiWorkerMirroredStrategy": "strategy.multi_worker",
     "NcclAllReduce": "collectives.cross_device_ops",
-    "Options": "data.options",
     "OneDeviceStrategy": "strategy.one_device",
+    "Options": "data.options",
     "PerReplica": "strategy.values",
     "ReduceOp": "strategy.reduce_op",
     "ReductionToOneDevice": "collectives.cross_device_ops",
     "ReplicaContext": "strategy.replica_context",
     "SimpleClusterResolver": "cluster.resolver",
     "SlurmClusterResolver": "cluster.slurm",
-    "SyncBatchNorm": "strategy.sync_batch_norm",
-    "TFConfigClusterResolver": "cluster.tf_config",
     "Strategy": "strategy.base",
     "StrategyExtended": "strategy.extended",
+    "SyncBatchNorm": "strategy.sync_batch_norm",
+    "TFConfigClusterResolver": "cluster.tf_config",
     "TPUClusterResolver": "cluster.tpu",
     "TPUStrategy": "strategy.tpu",
     "Task": "cluster.spec",
@@ -120,9 +118,9 @@ _MODULES = {
     "all_reduce_async": "collectives.all_reduce",
     "broadcast": "collectives.broadcast",
     "compute_average_loss": "strategy.losses",
+    "convert_sync_batchnorm": "strategy.sync_batch_norm",
     "experimental_connect_to_cluster": "strategy.tpu",
     "experimental_set_strategy": "strategy.set_strategy",
-    "convert_sync_batchnorm": "strategy.sync_batch_norm",
     "gather_objects": "collectives.all_gather",
     "get_replica_context": "strategy.base",
     "get_strategy": "strategy.base",

@@ -3,7 +3,7 @@
 python jobs/linear_regression.py
 mpirun -n 2 python jobs/linear_regression.py
 
-It learns y = 1 at x = 1 from 100 equal rows, so the loss of every epoch can be worked out by hand, and so a warning that all
+It learns y = 1 at x = 1 from 100 equal rows: the loss of every epoch can be worked out by hand, and the warning that
 replicas are fed the same is right.
 """
 

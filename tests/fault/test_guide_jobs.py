@@ -1,0 +1,52 @@
+"""The programs of the guides, as users start them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+JOBS = Path(__file__).resolve().parents[2] / "jobs"
+MPIRUN = Path(sys.executable).with_name("mpirun")
+
+
+def run(environ, n_ranks, name, *options):
+    command = [MPIRUN, "-n", str(n_ranks), sys.executable, JOBS / name, *options]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**environ, "OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("custom_loop.py", ("--replicas", "4", "--epochs", "2")), ("gan.py", ("--replicas", "4", "--steps", "120"))],
+)
+def test_the_same_digits_on_any_number_of_ranks(clean_environ, name, options):
+    on_one, on_three = (run(clean_environ, n_ranks, name, *options) for n_ranks in (1, 3))
+    assert on_one == on_three
+    assert len(on_one.splitlines()) == 2
+
+
+def test_the_custom_loop_learns(clean_environ):
+    out = run(clean_environ, 2, "custom_loop.py", "--epochs", "4")
+    assert float(re.findall(r"test accuracy ([0-9.]+)", out)[-1]) > 0.93
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_the_loss_curve_of_the_linear_regression(clean_environ, n_ranks):
+    """Worked out by hand: d = w + b - 1 and w change by known amounts at each step."""
+    out = run(clean_environ, n_ranks, "linear_regression.py")
+    weight, bias, expected = 0.5, 0.0, []
+    for _ in range(5):
+        losses = []
+        for _ in range(10):
+            error = weight + bias - 1
+            losses.append(error**2 + 1e-4 * weight**2)
+            weight, bias = weight - 0.01 * (2 * error + 2e-4 * weight), bias - 0.01 * 2 * error
+        expected.append(np.mean(losses))
+    found = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", out)]
+    assert found == pytest.approx(expected, abs=2e-6)
