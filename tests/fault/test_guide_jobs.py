@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.timeout(240)
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
 MPIRUN = Path(sys.executable).with_name("mpirun")
 
@@ -23,12 +24,12 @@ def run(environ, n_ranks, name, *options):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("custom_loop.py", ("--replicas", "4", "--epochs", "2")), ("gan.py", ("--replicas", "4", "--steps", "120"))],
+    [("custom_loop.py", ("--replicas", "4", "--epochs", "1")), ("gan.py", ("--replicas", "4", "--steps", "30"))],
 )
 def test_the_same_digits_on_any_number_of_ranks(clean_environ, name, options):
     on_one, on_three = (run(clean_environ, n_ranks, name, *options) for n_ranks in (1, 3))
     assert on_one == on_three
-    assert len(on_one.splitlines()) == 2
+    assert re.search(r"[0-9]\.[0-9]{6}", on_one)
 
 
 def test_the_custom_loop_learns(clean_environ):
