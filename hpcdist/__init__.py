@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpcdist.checkpoint.folder import latest_checkpoint as latest_checkpoint
     from hpcdist.cluster.mpi import MPIClusterResolver as MPIClusterResolver
+    from hpcdist.cluster.resolver import ClusterResolver as ClusterResolver
+    from hpcdist.cluster.resolver import SimpleClusterResolver as SimpleClusterResolver
     from hpcdist.cluster.slurm import SlurmClusterResolver as SlurmClusterResolver
     from hpcdist.cluster.spec import ClusterSpec as ClusterSpec
     from hpcdist.cluster.spec import Task as Task
     from hpcdist.cluster.tf_config import TFConfigClusterResolver as TFConfigClusterResolver
+    from hpcdist.cluster.tpu import TPUClusterResolver as TPUClusterResolver
+    from hpcdist.cluster.union import UnionResolver as UnionResolver
     from hpcdist.collectives.all_gather import all_gather as all_gather
     from hpcdist.collectives.all_gather import gather_objects as gather_objects
     from hpcdist.collectives.all_reduce import all_reduce as all_reduce
@@ -27,22 +31,35 @@ if TYPE_CHECKING:
     from hpcdist.collectives.options import CommunicationOptions as CommunicationOptions
     from hpcdist.collectives.reduce_scatter import reduce_scatter as reduce_scatter
     from hpcdist.data.dataset import Dataset as Dataset
+    from hpcdist.data.options import AutoShardPolicy as AutoShardPolicy
+    from hpcdist.data.options import InputContext as InputContext
+    from hpcdist.data.options import InputOptions as InputOptions
+    from hpcdist.data.options import InputReplicationMode as InputReplicationMode
+    from hpcdist.data.options import Options as Options
     from hpcdist.resilience.checkpoint import Checkpoint as Checkpoint
     from hpcdist.resilience.checkpoint import CheckpointManager as CheckpointManager
     from hpcdist.strategy import metrics as metrics
+    from hpcdist.strategy.base import Strategy as Strategy
     from hpcdist.strategy.base import ValueContext as ValueContext
     from hpcdist.strategy.base import get_replica_context as get_replica_context
     from hpcdist.strategy.base import get_strategy as get_strategy
     from hpcdist.strategy.base import has_strategy as has_strategy
     from hpcdist.strategy.base import in_cross_replica_context as in_cross_replica_context
+    from hpcdist.strategy.central_storage import CentralStorageStrategy as CentralStorageStrategy
+    from hpcdist.strategy.extended import StrategyExtended as StrategyExtended
     from hpcdist.strategy.losses import compute_average_loss as compute_average_loss
     from hpcdist.strategy.losses import scale_regularization_loss as scale_regularization_loss
     from hpcdist.strategy.mirrored import MirroredStrategy as MirroredStrategy
     from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+    from hpcdist.strategy.one_device import OneDeviceStrategy as OneDeviceStrategy
     from hpcdist.strategy.reduce_op import ReduceOp as ReduceOp
     from hpcdist.strategy.replica_context import ReplicaContext as ReplicaContext
+    from hpcdist.strategy.set_strategy import experimental_set_strategy as experimental_set_strategy
     from hpcdist.strategy.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
     from hpcdist.strategy.sync_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
+    from hpcdist.strategy.tpu import TPUStrategy as TPUStrategy
+    from hpcdist.strategy.tpu import experimental_connect_to_cluster as experimental_connect_to_cluster
+    from hpcdist.strategy.tpu import initialize_tpu_system as initialize_tpu_system
     from hpcdist.strategy.values import DistributedValues as DistributedValues
     from hpcdist.strategy.values import Mirrored as Mirrored
     from hpcdist.strategy.values import PerReplica as PerReplica
@@ -50,11 +67,18 @@ if TYPE_CHECKING:
     from hpcdist.strategy.variable_kinds import VariableSynchronization as VariableSynchronization
     from hpcdist.strategy.variables import Variable as Variable
 
+if TYPE_CHECKING:
+    from hpcdist import cluster_resolver as cluster_resolver
+    from hpcdist import experimental as experimental
+
 __version__ = "0.1.0"
 
 _MODULES = {
+    "AutoShardPolicy": "data.options",
+    "CentralStorageStrategy": "strategy.central_storage",
     "Checkpoint": "resilience.checkpoint",
     "CheckpointManager": "resilience.checkpoint",
+    "ClusterResolver": "cluster.resolver",
     "ClusterSpec": "cluster.spec",
     "CollectiveCommunication": "collectives.options",
     "CommunicationImplementation": "collectives.options",
@@ -63,19 +87,30 @@ _MODULES = {
     "Dataset": "data.dataset",
     "DistributedValues": "strategy.values",
     "HierarchicalCopyAllReduce": "collectives.cross_device_ops",
+    "InputContext": "data.options",
+    "InputOptions": "data.options",
+    "InputReplicationMode": "data.options",
     "MPIClusterResolver": "cluster.mpi",
     "Mirrored": "strategy.values",
     "MirroredStrategy": "strategy.mirrored",
     "MultiWorkerMirroredStrategy": "strategy.multi_worker",
     "NcclAllReduce": "collectives.cross_device_ops",
+    "Options": "data.options",
+    "OneDeviceStrategy": "strategy.one_device",
     "PerReplica": "strategy.values",
     "ReduceOp": "strategy.reduce_op",
     "ReductionToOneDevice": "collectives.cross_device_ops",
     "ReplicaContext": "strategy.replica_context",
+    "SimpleClusterResolver": "cluster.resolver",
     "SlurmClusterResolver": "cluster.slurm",
     "SyncBatchNorm": "strategy.sync_batch_norm",
     "TFConfigClusterResolver": "cluster.tf_config",
+    "Strategy": "strategy.base",
+    "StrategyExtended": "strategy.extended",
+    "TPUClusterResolver": "cluster.tpu",
+    "TPUStrategy": "strategy.tpu",
     "Task": "cluster.spec",
+    "UnionResolver": "cluster.union",
     "ValueContext": "strategy.base",
     "Variable": "strategy.variables",
     "VariableAggregation": "strategy.variable_kinds",
@@ -85,26 +120,32 @@ _MODULES = {
     "all_reduce_async": "collectives.all_reduce",
     "broadcast": "collectives.broadcast",
     "compute_average_loss": "strategy.losses",
+    "experimental_connect_to_cluster": "strategy.tpu",
+    "experimental_set_strategy": "strategy.set_strategy",
     "convert_sync_batchnorm": "strategy.sync_batch_norm",
     "gather_objects": "collectives.all_gather",
     "get_replica_context": "strategy.base",
     "get_strategy": "strategy.base",
     "has_strategy": "strategy.base",
     "in_cross_replica_context": "strategy.base",
+    "initialize_tpu_system": "strategy.tpu",
     "latest_checkpoint": "checkpoint.folder",
     "reduce_scatter": "collectives.reduce_scatter",
     "scale_regularization_loss": "strategy.losses",
 }
-
-#: Modules that are public as a whole.
-_WHOLE_MODULES = {"metrics": "strategy"}
+#: Modules that are public as a whole: paths of tf.distribute, which are aliases, and the metrics.
+_WHOLE_MODULES = {
+    "cluster_resolver": "cluster_resolver",
+    "experimental": "experimental",
+    "metrics": "strategy.metrics",
+}
 
 __all__ = sorted({**_MODULES, **_WHOLE_MODULES})
 
 
 def __getattr__(name: str) -> Any:
     if name in _WHOLE_MODULES:
-        return import_module(f"hpcdist.{_WHOLE_MODULES[name]}.{name}")
+        return import_module(f"hpcdist.{_WHOLE_MODULES[name]}")
     if name not in _MODULES:
         raise AttributeError(f"module 'hpcdist' has no attribute {name!r}; it has {', '.join(__all__)}")
     found = globals()[name] = getattr(import_module(f"hpcdist.{_MODULES[name]}"), name)

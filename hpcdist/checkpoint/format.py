@@ -19,7 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from hpcdist.checkpoint.tree import NamedArray
-from hpcdist.errors import CheckpointDamaged, CheckpointError
+from hpcdist.errors import CheckpointDamaged, CheckpointError, DataError
 
 FORMAT = 1
 #: How dtypes are stored that numpy or HDF5 does not have.
@@ -196,6 +196,56 @@ def _array_at(row: Any, datasets: dict[str, npt.NDArray[Any]], path: Path) -> Na
             f"restore: expected index rows that fit {path}, got {_line(error)}; use another."
         ) from None
     return NamedArray(str(name), str(dtype), values.view(np.bool_) if dtype == "bool" else values)
+
+
+def open_data(path: str, names: list[str]) -> tuple[h5py.File, dict[str, h5py.Dataset]]:
+    """Open a file of training data; return it and its datasets of the given names, to be read by rows.
+
+    As in checkpoints, links that lead elsewhere, virtual and external datasets are refused. A shared lock is held while
+    the file is open, where the file system has locks.
+
+    Raises:
+        DataError: when the file is missing, no HDF5 or locked, or a dataset is missing, or no rows of numbers in this
+            file.
+    """
+    try:
+        file = h5py.File(path, "r", locking="best-effort")
+    except BlockingIOError:
+        raise DataError(
+            f"from_hdf5: expected a file that nobody writes, got {path!r}, which is locked; wait until its writer has "
+            f"closed it."
+        ) from None
+    except OSError as error:
+        raise DataError(f"from_hdf5: expected an HDF5 file, got {path!r}: {_line(error)}; check the path.") from None
+    try:
+        return file, {name: _data(file, name, path) for name in names}
+    except BaseException:
+        file.close()
+        raise
+
+
+def _data(file: h5py.File, name: str, path: str) -> h5py.Dataset:
+    group: Any = file
+    for part in name.strip("/").split("/"):
+        found = group.get(part, getlink=True) if isinstance(group, h5py.Group) else None
+        if not isinstance(found, h5py.HardLink):
+            there = sorted(group)[:8] if isinstance(group, h5py.Group) else []
+            raise DataError(
+                f"from_hdf5: expected a dataset {name!r} in {path!r}, got {'none' if found is None else 'a link'} at "
+                f"{part!r}, beside {there}; name one that is there."
+            )
+        group = group[part]
+    if not isinstance(group, h5py.Dataset) or group.ndim < 1 or group.is_virtual or group.external:
+        raise DataError(
+            f"from_hdf5: expected rows inside the file at {name!r} in {path!r}, got {group!r}; copy them into a plain "
+            f"dataset with at least one dimension."
+        )
+    if group.dtype.kind not in "biufc":
+        raise DataError(
+            f"from_hdf5: expected numbers at {name!r} in {path!r}, got dtype {group.dtype}; convert them to a numeric "
+            f"dtype."
+        )
+    return group
 
 
 def _line(error: BaseException) -> str:

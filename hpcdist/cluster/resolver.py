@@ -47,12 +47,21 @@ class SimpleClusterResolver(ClusterResolver):
     Args:
         cluster_spec: the cluster; empty where every rank is a worker.
         task_type, task_id: this process's task; None where the rank is to decide.
+        environment, num_accelerators, rpc_layer: accepted as in TensorFlow; they say nothing to MPI.
 
     Raises:
         ConfigurationError: when the cluster has no such task.
     """
 
-    def __init__(self, cluster_spec: ClusterSpec, task_type: str | None = None, task_id: int | None = None) -> None:
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        num_accelerators: Mapping[str, int] | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
         self._spec = cluster_spec
         self._task = None if task_type is None else Task(task_type, task_id or 0)
         if self._task and cluster_spec:

@@ -1,41 +1,47 @@
-"""Datasets of rows in memory: what is visited, in which order, in batches of which size."""
+"""Datasets of rows: from where, in which order, in batches of which size, and what is done to them."""
 
 import math
+import os
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from hpcdist.data.cache import Cached
+from hpcdist.data.hdf5 import Hdf5Source, Paths, expand
+from hpcdist.data.nest import Nest, TensorSpec, as_array, leaves, map_nest, spec_of
+from hpcdist.data.options import AutoShardPolicy, Options
+from hpcdist.data.reading import Cursor, Pipeline, read_pass
+from hpcdist.data.sources import ArraySource, EveryNth, Function, Mapped, RowSource
+from hpcdist.data.streams import Stream
+from hpcdist.data.torch_source import ItemsSource, check_loader, stream_of
 from hpcdist.errors import DataError
-from hpcdist.plan.sample_order import Rows, SampleOrder
+from hpcdist.plan.sample_order import UNKNOWN, SampleOrder
 
-#: A nest of arrays: an array, or a tuple, list or dict of nests.
-Nest = Any
-
-
-def map_nest(function: Callable[[Any], Any], nest: Nest) -> Nest:
-    """Return the nest with function(array) in place of every array."""
-    if isinstance(nest, dict):
-        return {key: map_nest(function, part) for key, part in nest.items()}
-    if isinstance(nest, (tuple, list)):
-        parts = [map_nest(function, part) for part in nest]
-        return type(nest)(*parts) if hasattr(nest, "_fields") else type(nest)(parts)
-    return function(nest)
+_CORRECT = "correct the calls that build the dataset"
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """Rows of arrays in memory, with an order and a batch size. Every method returns a new dataset.
+class Dataset(Pipeline):
+    """Rows with an order and a batch size, as in tf.data. Every method returns a new dataset.
 
-    The order of rows is a pure function of (seed, epoch, position), so a run can go on from any sample.
+    The order of rows is a pure function of (seed, epoch, position), so a run can go on from any sample: at once where
+    rows can be read in any order (arrays, HDF5 files, torch's map-style datasets), else by drawing and dropping the
+    rows of the epoch that came before (generators, torch's iterable datasets).
 
     Example:
         Dataset.from_tensor_slices((images, labels)).shuffle(seed=1).batch(64).repeat(10)
     """
 
-    source: Nest
-    order: SampleOrder
     has_drawn_seed: bool = False
+    options: Options | None = None
+
+    @classmethod
+    def from_tensors(cls, tensors: Nest) -> "Dataset":
+        """Return a dataset of one row: the nest of arrays itself."""
+        return cls(ArraySource(map_nest(lambda value: as_array(value)[None], tensors), 1), SampleOrder(1))
 
     @classmethod
     def from_tensor_slices(cls, tensors: Nest) -> "Dataset":
@@ -47,31 +53,117 @@ class Dataset:
         Raises:
             DataError: when there is no array, one has no rows dimension, or the numbers of rows differ.
         """
-        counts: list[int] = []
-        map_nest(lambda array: counts.append(_n_rows(array)), tensors)
+        counts = [_n_rows(array) for array in leaves(tensors)]
         if len(set(counts)) != 1:
             raise DataError(
                 f"from_tensor_slices: expected arrays with the same number of rows, got {counts}; check the first "
                 "dimension."
             )
-        return cls(tensors, SampleOrder(counts[0]))
+        return cls(ArraySource(tensors, counts[0]), SampleOrder(counts[0]))
+
+    @classmethod
+    def from_hdf5(cls, paths: Paths, datasets: Nest) -> "Dataset":
+        """Return a dataset whose row i is row i of every named HDF5 dataset, numpy arrays.
+
+        Only the rows of a batch are read, so that files may be larger than memory: in order by one slab per array,
+        shuffled by one per run of consecutive rows. A shared lock is held on files that are open.
+
+        Args:
+            paths: a file, a pattern such as "part-*.h5", or a list of files, whose rows follow each other.
+            datasets: names, such as "images" or ("train/images", "train/labels") or {"x": "images"}.
+
+        Raises:
+            DataError: when a file is missing, no HDF5 or locked by a writer; when a dataset is missing, a link, or not
+                of numbers; when files or datasets differ in rows, shape or dtype. On this rank only.
+        """
+        source = Hdf5Source(expand(paths), datasets)
+        return cls(source, SampleOrder(source.n_rows))
+
+    @classmethod
+    def from_torch(cls, data: Any) -> "Dataset":
+        """Return the rows of a torch dataset, or the batches of a DataLoader, as tensors.
+
+        Of a DataLoader the dataset, batch_size (here the global batch), drop_last, collate_fn and worker processes are
+        kept; shuffle=True becomes `shuffle()` with a seed of ours, as every rank must know the order. Workers started
+        by fork are refused: they would inherit MPI. An IterableDataset is a stream: see `from_generator` for the cost.
+
+        Raises:
+            DataError: for a DataLoader with a sampler or batch_sampler of its own, or with forked workers; for what is
+                neither.
+        """
+        if isinstance(data, torch.utils.data.DataLoader):
+            return cls._from_loader(data)
+        if isinstance(data, torch.utils.data.IterableDataset):
+            return cls(stream_of(data), SampleOrder(UNKNOWN))
+        if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+            raise DataError(
+                f"from_torch: expected a torch dataset or DataLoader, got {type(data).__name__}; for other iterables "
+                f"use from_generator."
+            )
+        source = ItemsSource(data)
+        return cls(source, SampleOrder(source.n_rows))
+
+    @classmethod
+    def _from_loader(cls, loader: Any) -> "Dataset":
+        check_loader(loader)
+        is_stream = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+        source = stream_of(loader.dataset) if is_stream else ItemsSource(loader.dataset, loader)
+        made = cls(source, SampleOrder(source.n_rows))
+        if isinstance(loader.sampler, torch.utils.data.RandomSampler):
+            made = made.shuffle()
+        return made if loader.batch_size is None else made.batch(loader.batch_size, loader.drop_last)
+
+    @classmethod
+    def from_generator(
+        cls, generator: Callable[..., Any], output_signature: Nest = None, args: tuple[Any, ...] = ()
+    ) -> "Dataset":
+        """Return the rows that an iterable yields, which `generator(*args)` makes anew for every epoch.
+
+        Every rank draws all rows and keeps its own. Cost of going on from a checkpoint: the rows of the epoch that were
+        used are drawn and dropped, so the generator must yield the same rows again.
+
+        Args:
+            generator: returns an iterable of rows: nests of arrays or numbers of equal shapes.
+            output_signature: what a row looks like: a nest of anything with shape and dtype. Needed only where a rank
+                has no row at all.
+            args: of the generator.
+
+        Raises:
+            DataError: when `generator` cannot be called.
+        """
+        _check(callable(generator), "from_generator", "a function that returns an iterable", type(generator).__name__)
+        return cls(Stream(lambda: iter(generator(*args)), output_signature), SampleOrder(UNKNOWN))
+
+    def map(self, function: Function, num_parallel_calls: int | None = None) -> "Dataset":
+        """Apply a function to every row; after `batch`, to this replica's part of every batch.
+
+        A tuple is passed as several arguments. A replica whose part is empty calls functions after `batch` with 0 rows.
+
+        Args:
+            function: of a row, or of (rows, ...) arrays.
+            num_parallel_calls: accepted as in tf.data; `prefetch` runs functions beside the training step.
+        """
+        if self.order.batch_rows is None:
+            return replace(self, row_maps=(*self.row_maps, function))
+        return replace(self, batch_maps=(*self.batch_maps, function))
 
     def shuffle(self, buffer_size: int | None = None, seed: int | None = None) -> "Dataset":
         """Visit the rows in a new random order in every epoch.
 
         Args:
-            buffer_size: accepted as in tf.data; rows are in memory, so all of them are always mixed.
+            buffer_size: rows that are mixed at a time in a stream; where rows can be read in any order, all are mixed.
             seed: of the order; None draws one, which ranks agree on when the dataset is distributed.
 
         Raises:
-            DataError: after `batch` or `repeat`, or for a buffer_size below 1.
+            DataError: after `batch` or `repeat`, for a buffer_size below 1, or for a stream without one.
         """
-        is_first = self.order.batch_rows is None and self.order.inner_epochs == 1
-        _check(is_first, "shuffle", "a call before batch and repeat", "one after them")
+        order = self.order
+        is_first = order.batch_rows is None and order.inner_epochs == 1 and math.isinf(order.epoch_limit)
+        _check(is_first, "shuffle", "a call before batch, repeat and take of shuffled rows", "one after them")
         _check(buffer_size is None or buffer_size >= 1, "shuffle", "a buffer_size of at least 1", buffer_size)
-        if seed is not None:
-            return self.with_seed(seed)
-        return self.with_drawn_seed(secrets.randbits(63))
+        _check(buffer_size or not self.is_stream, "shuffle", "a buffer_size for rows that come one by one", buffer_size)
+        buffered = replace(self, buffer_rows=buffer_size or 0)
+        return buffered.with_drawn_seed(secrets.randbits(63)) if seed is None else buffered.with_seed(seed)
 
     def with_seed(self, seed: int) -> "Dataset":
         """Return the dataset with another seed for its order."""
@@ -95,33 +187,136 @@ class Dataset:
         """Visit the dataset `count` times; None or -1: for ever. Batches run across epochs when `batch` comes later.
 
         Raises:
-            DataError: for a count of 0 or below -1.
+            DataError: for a count of 0 or below -1, or after `take` of a repeated dataset.
         """
         times = math.inf if count in (None, -1) else float(count or 0)
         _check(times >= 1, "repeat", "a count of at least 1, or None", count)
-        if self.order.batch_rows is None:
-            return self._ordered(inner_epochs=self.order.inner_epochs * times)
-        return self._ordered(outer_epochs=self.order.outer_epochs * times)
+        order = self.order
+        is_batched = order.batch_rows is not None
+        limit = order.pass_limit if is_batched else order.run_limit
+        _check(math.isinf(limit), "repeat", "a call before take", "one after repeat and take")
+        if is_batched:
+            return self._ordered(outer_epochs=order.outer_epochs * times)
+        return self._ordered(inner_epochs=order.inner_epochs * times)
 
-    def take_rows(self, rows: Rows) -> Nest:
-        """Return the nest with the given source rows of every array."""
-        return map_nest(lambda array: array[rows], self.source)
+    def take(self, count: int) -> "Dataset":
+        """Visit the first `count` rows, or batches once there is a batch size; -1: all.
+
+        Raises:
+            DataError: below -1, or for a stream after `batch` and `repeat`.
+        """
+        _check(count >= -1, "take", "a count of at least 0, or -1", count)
+        order = self.order
+        is_late = self.is_stream and order.batch_rows is not None and order.outer_epochs > 1
+        _check(not is_late, "take", "a call before repeat where rows come one by one", "one after batch and repeat")
+        if count == -1:
+            return self
+        if isinstance(self.source, Stream) and order.batch_rows is None and order.seed is None:
+            if order.inner_epochs == 1:
+                return replace(self, source=self.source.limited(count))
+        elif order.seed is None and order.batch_rows is None and order.inner_epochs == 1:
+            return self._ordered(n_rows=min(order.n_rows, count))
+        return replace(self, order=order.taking(count))
+
+    def shard(self, num_shards: int, index: int) -> "Dataset":
+        """Keep one of `num_shards` parts of the rows: every n-th row, or as `AutoShardPolicy` in the options says.
+
+        Raises:
+            DataError: after shuffle, batch or repeat; for an index out of range; for FILE with fewer files than shards.
+        """
+        _check(self.order == SampleOrder(self.source.n_rows), "shard", "a call before all that orders", "one after it")
+        _check(0 <= index < num_shards, "shard", f"an index from 0 to {num_shards - 1}", index)
+        policy = self.policy
+        if policy is AutoShardPolicy.AUTO:
+            is_of_files = self.source.n_files > 0 and self.options is not None
+            policy = AutoShardPolicy.FILE if is_of_files else AutoShardPolicy.DATA
+        if policy is AutoShardPolicy.OFF:
+            return self
+        if policy is AutoShardPolicy.FILE:
+            return self._with_source(self.files_of(num_shards, index))
+        if isinstance(self.source, Stream):
+            return replace(self, source=self.source.shard(num_shards, index))
+        return self._with_source(EveryNth(self.source, num_shards, index))
+
+    @property
+    def policy(self) -> AutoShardPolicy:
+        """How the dataset is divided among input pipelines."""
+        return self.options.experimental_distribute.auto_shard_policy if self.options else AutoShardPolicy.AUTO
+
+    def files_of(self, num_shards: int, index: int) -> RowSource:
+        """Return the rows of every n-th file.
+
+        Raises:
+            DataError: when there are fewer files than shards.
+        """
+        if isinstance(self.source, Stream) or self.source.n_files < num_shards:
+            raise DataError(
+                f"shard: expected at least {num_shards} files, one per input pipeline, got {self.source.n_files}; use "
+                f"more files or AutoShardPolicy.DATA."
+            )
+        return self.source.of_files(range(index, self.source.n_files, num_shards))
+
+    def cache(self, filename: str | os.PathLike[str] = "") -> "Dataset":
+        """Keep rows after they were read and mapped for the first time; their order stays new in every epoch.
+
+        Every process keeps the rows that it has read.
+
+        Args:
+            filename: beside which they are kept on disk, in a file without a name that is gone with the process;
+                default: in memory.
+
+        Raises:
+            DataError: after a `map` that follows `batch`, or when there can be no file.
+        """
+        _check(not self.batch_maps, "cache", "a call before the maps of whole batches", "one after them")
+        name = os.fspath(filename) or None
+        if isinstance(self.source, Stream):
+            return replace(self, source=self.source.mapped(self.row_maps).cached(name), row_maps=())
+        source = Mapped(self.source, self.row_maps) if self.row_maps else self.source
+        return replace(self, source=Cached(source, name), row_maps=())
+
+    def prefetch(self, buffer_size: int = -1) -> "Dataset":
+        """Read and map up to `buffer_size` batches ahead in a thread; -1: two. The cursor counts what was handed out.
+
+        Tensors are copied to pinned memory if torch uses a GPU already, so that copies to it need not wait.
+
+        Raises:
+            DataError: below -1.
+        """
+        _check(buffer_size >= -1, "prefetch", "a buffer_size of at least 0, or -1", buffer_size)
+        return replace(self, prefetch_batches=2 if buffer_size == -1 else buffer_size)
+
+    def with_options(self, options: Options) -> "Dataset":
+        """Return the dataset with options; see `AutoShardPolicy`."""
+        return replace(self, options=options)
+
+    @property
+    def element_spec(self) -> Nest:
+        """What iteration yields: the nest with a TensorSpec of shape and dtype for every array.
+
+        Cost: the first row is read, or drawn from a new iterator, and mapped.
+        """
+        part = self.part_without_rows()
+        if self.order.batch_rows is None:
+            return map_nest(lambda array: TensorSpec(tuple(array.shape[1:]), array.dtype), part)
+        return spec_of(part, self.order.batch_rows if self.order.drop_remainder else None)
 
     def __iter__(self) -> Iterator[Nest]:
         """Yield the batches (or single rows) of one pass on this process alone."""
-        position, end = 0, self.order.n_samples
-        while (batch := self.order.next_batch(position, end)) is not None:
-            start, position = batch
-            rows = self.order.rows(start, position)
-            yield self.take_rows(rows if self.order.batch_rows else rows[0])
+        for _, parts in read_pass(self, Cursor(), lambda n_rows: [(0, n_rows)]):
+            for part in parts:
+                yield part if self.order.batch_rows else map_nest(lambda array: array[0], part)
 
     def _ordered(self, **changes: Any) -> "Dataset":
         return replace(self, order=replace(self.order, **changes))
 
+    def _with_source(self, source: RowSource) -> "Dataset":
+        return replace(self, source=source, order=SampleOrder(source.n_rows))
 
-def _check(is_right: bool, operation: str, expected: str, got: object) -> None:
+
+def _check(is_right: object, operation: str, expected: str, got: object) -> None:
     if not is_right:
-        raise DataError(f"{operation}: expected {expected}, got {got}; correct the calls that build the dataset.")
+        raise DataError(f"{operation}: expected {expected}, got {got}; {_CORRECT}.")
 
 
 def _n_rows(array: Any) -> int:

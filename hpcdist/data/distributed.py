@@ -1,16 +1,23 @@
-"""Distributed datasets: this replica's part of every global batch, and the cursor that a restart goes on from."""
+"""Distributed datasets: this rank's parts of every global batch, and the cursor that a restart goes on from."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from typing import Any
 
-from hpcdist.data.dataset import Dataset, Nest
+from hpcdist.data.dataset import Dataset
+from hpcdist.data.file_shards import FileShards
+from hpcdist.data.iterators import DistributedIterator, HandOut, OnBatch, Wrap
+from hpcdist.data.nest import Nest, spec_of
+from hpcdist.data.options import AutoShardPolicy, InputOptions
+from hpcdist.data.reading import Cursor, next_pass, read_pass
+from hpcdist.data.streams import StreamPlace
 from hpcdist.errors import DataError
 from hpcdist.plan.blocks import ceiling_bounds
 
 
-def check_distributable(dataset: Any) -> None:
-    """Raise DataError unless `dataset` is a Dataset with a batch size."""
+def check_distributable(dataset: Any, n_replicas: int = 1) -> None:
+    """Raise DataError unless `dataset` is a Dataset with a batch size that can be divided as its options say."""
     if not isinstance(dataset, Dataset):
         raise DataError(
             f"experimental_distribute_dataset: expected an hpcdist.Dataset, got {type(dataset).__name__}; build one "
@@ -20,96 +27,148 @@ def check_distributable(dataset: Any) -> None:
         raise DataError(
             "experimental_distribute_dataset: expected a dataset with batch(global_batch), got one without; add it."
         )
+    if dataset.policy is AutoShardPolicy.FILE:
+        FileShards(dataset, n_replicas)
 
 
 class DistributedDataset:
-    """This replica's parts of a dataset's global batches.
+    """The parts of this rank's replicas of a dataset's global batches.
 
     Every `iter()` is one pass, except the first after `load_state_dict`, which goes on where the state was taken. A
     global batch of n rows is divided by ceiling: a last short batch leaves the last replicas with fewer rows or none.
+    With AutoShardPolicy.OFF every replica gets the whole batch. With FILE, replica r of n reads the files r, r + n, ...
+    alone, ceil(batch / n) rows a step; replicas that are out of rows get empty parts until all are.
+
+    The cursor counts global samples, so a restart on other ranks, with other replicas or another batch, repeats no
+    sample and skips none; with FILE, replicas and batch must stay as they were inside a run of epochs. To go on costs
+    nothing where rows can be read in any order; a stream (generator, torch IterableDataset) is started at the epoch of
+    the cursor, and the rows of that epoch that were used are drawn and dropped.
 
     Args:
         dataset: with `batch(global_batch)`.
-        replica, n_replicas: which part this is, of how many.
-        on_batch: called with the number of rows of every part that is handed out, and with None at the end of a pass.
+        replicas, n_replicas: the replicas of this rank, of how many.
+        on_batch: called with the number of rows of every local part that is handed out, and with None at the end of a
+            pass.
+        wrap: makes what is yielded out of the list of local parts. Without it, the part of the only local replica is
+            yielded.
+        options: of the input.
+        agree_rows: called with the rows of every global batch of a stream (0: it ended), as nobody knows before that
+            streams are equal on all ranks; to raise on all ranks when they are not.
 
     Raises:
-        DataError: when the dataset has no batch size.
+        DataError: when the dataset has no batch size; with FILE and fewer files than replicas.
     """
 
     def __init__(
-        self, dataset: Dataset, replica: int, n_replicas: int, on_batch: Callable[[int | None], None] | None = None
+        self,
+        dataset: Dataset,
+        replicas: range,
+        n_replicas: int,
+        on_batch: OnBatch | None = None,
+        wrap: Wrap | None = None,
+        options: InputOptions | None = None,
+        agree_rows: Callable[[int], None] | None = None,
     ) -> None:
-        check_distributable(dataset)
-        self._dataset = dataset
-        self._replica, self._n_replicas = replica, n_replicas
-        self._on_batch = on_batch
-        self._position = 0
-        self._pass_start = 0
+        check_distributable(dataset, n_replicas)
+        self._hand_out = HandOut(on_batch, wrap, options or InputOptions())
+        self._hand_out.check(len(replicas))
+        self._dataset = replace(dataset, prefetch_batches=self._hand_out.n_ahead(dataset.prefetch_batches))
+        self._replicas, self._n_replicas = replicas, n_replicas
+        self._agree_rows = agree_rows if dataset.is_stream else None
+        self._cursor = Cursor()
         self._goes_on = False
 
     @property
     def position(self) -> int:
         """Global samples handed out so far, over all epochs and passes."""
-        return self._position
+        return self._cursor.position
 
     @property
     def epoch(self) -> int:
         """The epoch in progress; between passes, the next one. An epoch ends when its iterator ends."""
-        if self._position == self._pass_start:
-            return self._dataset.order.epoch_of(self._position)
-        return self._dataset.order.epoch_of(self._position - 1)
+        if self._dataset.is_stream:
+            return self._cursor.place.epoch
+        position, start = self._cursor.position, self._cursor.pass_start
+        return self._dataset.order.epoch_of(position if position == start else position - 1)
 
-    def __iter__(self) -> Iterator[Nest]:
-        """Yield this replica's part of each global batch of one pass: the source's nest, (rows, ...) arrays."""
+    @property
+    def element_spec(self) -> Nest:
+        """What a part looks like: the source's nest with a TensorSpec for every array. Cost: a row is read."""
         order = self._dataset.order
+        is_fixed = order.drop_remainder and (order.batch_rows or 0) % self._n_replicas == 0
+        n_rows = (order.batch_rows or 0) // self._n_replicas if is_fixed else None
+        return spec_of(self._dataset.part_without_rows(), n_rows)
+
+    def __iter__(self) -> DistributedIterator:
+        """Return an iterator over this rank's parts of one pass: the source's nests, (rows, ...) arrays."""
+        return DistributedIterator(self._pass(), lambda: self.element_spec)
+
+    def _pass(self) -> Iterator[Any]:
         if not self._goes_on:
-            self._position = self._pass_start = self._next_pass()
+            self._cursor = next_pass(self._dataset, self._cursor)
         self._goes_on = False
-        end = self._pass_start + order.n_samples
-        while (batch := order.next_batch(self._position, end)) is not None:
-            self._position = batch[1]
-            yield self._part(*batch)
-        self._position = self._pass_start = int(end)
-        if self._on_batch:
-            self._on_batch(None)
+        for cursor, parts in self._read():
+            self._check_rows(cursor.position - self._cursor.position)
+            self._cursor = cursor
+            yield self._hand_out.hand(parts)
+        self._check_rows(0)
+        self._cursor = self._end_of_pass()
+        self._hand_out.end()
 
-    def _next_pass(self) -> int:
-        """Return where the next pass starts: the first run of epochs, between ends of batches, that is untouched."""
-        order = self._dataset.order
-        run = order.n_rows * (1 if math.isinf(order.inner_epochs) else int(order.inner_epochs))
-        return -(-self._position // max(run, 1)) * run
+    def _read(self) -> Generator[tuple[Cursor, list[Nest]], None, None]:
+        if self._dataset.policy is AutoShardPolicy.FILE:
+            return FileShards(self._dataset, self._n_replicas).read_pass(self._cursor, self._replicas)
+        return read_pass(self._dataset, self._cursor, self._split)
 
-    def _part(self, start: int, stop: int) -> Nest:
-        low, high = ceiling_bounds(stop - start, self._n_replicas, self._replica)
-        if self._on_batch:
-            self._on_batch(high - low)
-        return self._dataset.take_rows(self._dataset.order.rows(start + low, start + high))
+    def _split(self, n_rows: int) -> list[tuple[int, int]]:
+        if self._dataset.policy is AutoShardPolicy.OFF:
+            return [(0, n_rows) for _ in self._replicas]
+        return [ceiling_bounds(n_rows, self._n_replicas, replica) for replica in self._replicas]
+
+    def _check_rows(self, n_rows: int) -> None:
+        if self._agree_rows is not None:
+            self._agree_rows(n_rows)
+
+    def _end_of_pass(self) -> Cursor:
+        cursor, n_samples = self._cursor, self._dataset.order.n_samples
+        # an endless pass ends where not even one batch can be filled: nothing was handed out
+        if not self._dataset.is_stream and not math.isinf(n_samples):
+            cursor = Cursor(int(cursor.pass_start + n_samples))
+        return next_pass(self._dataset, cursor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cursor: position, start of the pass, rows and seed. Equal on all ranks."""
-        order = self._dataset.order
-        return {
-            "position": self._position,
-            "pass_start": self._pass_start,
+        """Return the cursor: position, start of the pass, rows and seed; a stream's place. Equal on all ranks."""
+        cursor, order = self._cursor, self._dataset.order
+        state: dict[str, Any] = {
+            "position": cursor.position,
+            "pass_start": cursor.pass_start,
             "n_rows": order.n_rows,
             "seed": order.seed,
         }
+        if self._dataset.is_stream:
+            place = cursor.place
+            state["stream"] = [place.epoch, place.offset, place.run_offset, cursor.pass_epoch]
+        if self._dataset.policy is AutoShardPolicy.FILE:
+            state["file_shards"] = self._n_replicas
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a cursor, with another batch size or number of replicas if need be.
 
         Raises:
-            DataError: when the cursor is of a dataset with another number of rows or another seed.
+            DataError: when the cursor is of a dataset with another number of rows or another seed, or that was divided
+                by files among another number of replicas.
         """
         if self._dataset.has_drawn_seed:
             self._dataset = self._dataset.with_seed(state["seed"])
         order = self._dataset.order
-        for key, own in (("n_rows", order.n_rows), ("seed", order.seed)):
-            if state[key] != own:
+        n_shards = self._n_replicas if self._dataset.policy is AutoShardPolicy.FILE else None
+        for key, own in (("n_rows", order.n_rows), ("seed", order.seed), ("file_shards", n_shards)):
+            if state.get(key) != own:
                 raise DataError(
-                    f"restore: expected a dataset with {key} {state[key]} as in the checkpoint, got {own}; "
+                    f"restore: expected a dataset with {key} {state.get(key)} as in the checkpoint, got {own}; "
                     f"use the same data and seed, or a new run folder."
                 )
-        self._position, self._pass_start = state["position"], state["pass_start"]
+        *place, pass_epoch = state.get("stream") or (0, 0, 0, 0)
+        self._cursor = Cursor(state["position"], state["pass_start"], StreamPlace(*place), pass_epoch)
         self._goes_on = True

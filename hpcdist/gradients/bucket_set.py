@@ -63,6 +63,8 @@ class BucketSet:
 
     def reset(self) -> None:
         """Expect a new backward."""
+        for sums in self._partials:
+            sums.take()
         self._handles.clear()
         self._n_started = 0
         self._missing = self._sizes.copy()

@@ -22,6 +22,7 @@ from hpcdist.errors import GradientError
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.backward import BackwardSum
 from hpcdist.gradients.buffers import BufferRecord
+from hpcdist.gradients.central_storage import CentralStorage
 from hpcdist.gradients.generators import StepGenerators
 from hpcdist.gradients.model_plan import IdentitySet, ModelPlan, ModuleSet, explain_difference, plan_model
 from hpcdist.gradients.record import ParameterRecord
@@ -52,6 +53,7 @@ class GradientEngine:
         backward: sums the gradients.
         turns: lets this rank's replicas run.
         generators: random numbers keyed by seed, step and replica.
+        storage: holds the parameters once for all ranks; None where each has its own.
     """
 
     def __init__(
@@ -76,7 +78,8 @@ class GradientEngine:
             if self._n_replicas == self._comm.size  # else also where only one is here, as partial sums are exchanged
             else ReplicaBackwardSum(reducer, is_mean, self.turns, self._state)
         )
-        self._stepped: dict[int, list[Tensor | None]] = {}
+        self.storage: CentralStorage | None = None
+        self._stepped: dict[int | None, list[Tensor | None]] = {}
         self._modules = ModuleSet()
         self._keepers: weakref.WeakKeyDictionary[nn.Module, GradientEngine] = weakref.WeakKeyDictionary()
         self._parameters: dict[int, ParameterRecord] = {}
@@ -105,6 +108,10 @@ class GradientEngine:
         self._modules.add(module)
         self._keepers[module] = self
         self._expect_use()
+
+    def has_made(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a parameter or buffer of a module built in the scope."""
+        return self._modules.holds(tensor)
 
     def _look_again(self) -> None:
         """Plan anew at the next use when a parameter that is trained now was not when the plan was made."""
@@ -138,6 +145,8 @@ class GradientEngine:
         self._keepers.clear()
         plan = self._agreed_plan()
         self._broadcast(plan)
+        if self.storage is not None:
+            self.storage.adopt(plan.parameters)
         self._start_generators()
         self._trained = IdentitySet(parameter for _, parameter in plan.trained)
         if self._n_replicas > 1:
@@ -216,9 +225,11 @@ class GradientEngine:
                 return
         for parameter in parameters:
             self._check_gradient(parameter)
+        if self.storage is not None and not self.storage.begin_change():
+            self._take_gradients(self.turns.replica, parameters)
 
-    def _take_gradients(self, replica: int, parameters: list[nn.Parameter]) -> None:
-        """Leave the optimizer nothing to do: the last replica has made the step."""
+    def _take_gradients(self, replica: int | None, parameters: list[nn.Parameter]) -> None:
+        """Leave the optimizer nothing to do: the last replica has made the step, or the chief makes it."""
         self._stepped[replica] = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -253,16 +264,33 @@ class GradientEngine:
                 f"place (grad.mul_, grad.copy_) so that every rank changes the same sum."
             )
 
+    def stop_replicas(self) -> None:
+        """Forget what several local replicas had begun that an error has stopped."""
+        self._stepped.clear()
+        if isinstance(self.backward, ReplicaBackwardSum):
+            self.backward.stop()
+
+    def _give_gradients_back(self, replica: int | None, parameters: list[nn.Parameter]) -> None:
+        for parameter, gradient in zip(parameters, self._stepped.pop(replica), strict=True):
+            if parameter.grad is not None:
+                raise GradientError(
+                    "step: expected a step without a closure, as one rank steps for all, got a gradient made in it; "
+                    "call backward before optimizer.step()."
+                )
+            parameter.grad = gradient
+
     def _after_step(self, optimizer: Optimizer) -> None:
-        replica = self.turns.replica
+        replica, parameters = self.turns.replica, _parameters_of(optimizer)
         if replica in self._stepped:
-            for parameter, gradient in zip(_parameters_of(optimizer), self._stepped.pop(replica), strict=True):
-                parameter.grad = gradient
-            return
-        if any(p in self._trained for group in optimizer.param_groups for p in group["params"]):
+            self._give_gradients_back(replica, parameters)
+            if replica is not None and not self.turns.is_last:
+                return
+        if self.storage is not None and self._is_ours(optimizer, parameters):
+            self.storage.end_change()
+        if any(parameter in self._trained for parameter in parameters):
             self.generators.advance()
             self._world.step = self.generators.step
-        if replica is not None and self._n_replicas > 1 and self._is_ours(optimizer, _parameters_of(optimizer)):
+        if replica is not None and self._n_replicas > 1 and self._is_ours(optimizer, parameters):
             self.turns.part()
 
 

@@ -60,6 +60,10 @@ class ModuleSet(IdentitySet[nn.Module]):
         """Return every parameter that the modules have now, also frozen ones."""
         return IdentitySet(parameter for module in self for parameter in module.parameters())
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a parameter or buffer of one of the modules."""
+        return any(own is tensor for module in self for own in (*module.parameters(), *module.buffers()))
+
     def roots(self) -> list[nn.Module]:
         """Return the modules that are alive and no other one's child."""
         alive = list(self)

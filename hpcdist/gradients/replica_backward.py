@@ -152,5 +152,6 @@ class ReplicaBackwardSum(BackwardSum):
     def stop(self) -> None:
         """Forget what replicas did that an error has stopped."""
         self._passes = {replica: _Pass() for replica in self._turns.replicas}
-        self._contributions = []
-        self._drop()
+        self._contributions, self._earlier = [], {}
+        if self._records:
+            self._drop()

@@ -4,13 +4,16 @@ Positions count global samples from the first epoch on, over all epochs; they do
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 Rows = npt.NDArray[np.int64]
+#: The number of rows of a source that only tells by running out.
+UNKNOWN = -1
 
 
 @lru_cache(maxsize=4)
@@ -31,13 +34,16 @@ def permutation(seed: int, epoch: int, n_rows: int) -> Rows:
 class SampleOrder:
     """The order in which a dataset's rows are visited, and where batches end.
 
+    Rows make epochs, epochs make a run, which batches do not cross the ends of, and runs make a pass.
+
     Attributes:
-        n_rows: rows of the source.
+        n_rows: rows of the source; UNKNOWN for a stream.
         seed: of the shuffle; None visits rows in order.
         batch_rows: rows of a global batch.
         drop_remainder: whether a last short batch is left out.
         inner_epochs: epochs that batches run across (repeat before batch); infinite allowed.
         outer_epochs: times that the whole is visited (repeat after batch); infinite allowed.
+        epoch_limit, run_limit, pass_limit: samples of an epoch, run or pass that are visited at most (take).
     """
 
     n_rows: int
@@ -46,20 +52,56 @@ class SampleOrder:
     drop_remainder: bool = False
     inner_epochs: float = 1
     outer_epochs: float = 1
+    epoch_limit: float = math.inf
+    run_limit: float = math.inf
+    pass_limit: float = math.inf
+
+    @property
+    def epoch_rows(self) -> int:
+        """Samples of an epoch."""
+        return int(min(self.n_rows, self.epoch_limit))
+
+    @property
+    def run_rows(self) -> float:
+        """Samples of a run; infinite for an endless one."""
+        return min(self.epoch_rows * self.inner_epochs, self.run_limit) if self.epoch_rows else 0
 
     @property
     def n_samples(self) -> float:
         """Samples of one pass over the dataset; infinite for an endless one."""
-        return self.n_rows * self.inner_epochs * self.outer_epochs if self.n_rows else 0
+        return min(self.run_rows * self.outer_epochs, self.pass_limit) if self.run_rows else 0
+
+    def taking(self, count: int) -> "SampleOrder":
+        """Return the order that ends after `count` samples, or batches once there is a batch size."""
+        if self.batch_rows is None:
+            if self.inner_epochs > 1:
+                return replace(self, run_limit=min(self.run_limit, count))
+            return replace(self, epoch_limit=min(self.epoch_limit, count))
+        if self.outer_epochs == 1:
+            return replace(self, run_limit=min(self.run_limit, count * self.batch_rows))
+        return replace(self, pass_limit=min(self.pass_limit, self._samples_of(count)))
+
+    def _samples_of(self, n_batches: int) -> float:
+        """Return how many samples of a pass lie before the end of its batch number `n_batches`."""
+        run, rows = self.run_rows, self.batch_rows or 1
+        if math.isinf(run):
+            return n_batches * rows
+        per_run = int(run // rows) if self.drop_remainder else -(-int(run) // rows)
+        n_runs, n_more = divmod(n_batches, max(per_run, 1))
+        return n_runs * run + min(n_more * rows, run)
+
+    def next_run(self, position: int) -> int:
+        """Return where the first run starts that has nothing before `position`; of an endless run, the next epoch."""
+        run = self.epoch_rows if math.isinf(self.run_rows) else int(self.run_rows)
+        return -(-position // max(run, 1)) * run
 
     def epoch_of(self, position: int) -> int:
         """Return the epoch that the sample at `position` belongs to."""
-        return position // self.n_rows if self.n_rows else 0
+        return int(self._epochs_and_rows(np.array([position], np.int64))[0][0])
 
     def next_batch(self, position: int, end: float) -> tuple[int, int] | None:
         """Return (start, stop) of the batch that begins at or after `position`, or None when `end` is reached."""
-        rows = self.batch_rows or 1
-        run = self.n_rows * self.inner_epochs
+        rows, run = self.batch_rows or 1, self.run_rows
         if self.drop_remainder and run < rows:
             return None
         while position < end:
@@ -70,14 +112,24 @@ class SampleOrder:
             position = int(run_end)
         return None
 
+    def batches(self, position: int, end: float) -> Iterator[tuple[int, int]]:
+        """Yield (start, stop) of every batch from `position` to `end`."""
+        while (batch := self.next_batch(position, end)) is not None:
+            position = batch[1]
+            yield batch
+
     def rows(self, start: int, stop: int) -> Rows:
         """Return the source rows at positions [start, stop), an (n,) int64 array."""
-        positions = np.arange(start, stop, dtype=np.int64)
+        epochs, rows = self._epochs_and_rows(np.arange(start, stop, dtype=np.int64))
         if self.seed is None:
-            return positions % max(self.n_rows, 1)
-        epochs = positions // max(self.n_rows, 1)
-        parts = [
-            permutation(self.seed, int(epoch), self.n_rows)[positions[epochs == epoch] - epoch * self.n_rows]
-            for epoch in np.unique(epochs)
-        ]
-        return np.concatenate(parts) if parts else positions
+            return rows
+        parts = [permutation(self.seed, int(epoch), self.n_rows)[rows[epochs == epoch]] for epoch in np.unique(epochs)]
+        return np.concatenate(parts) if parts else rows
+
+    def _epochs_and_rows(self, positions: Rows) -> tuple[Rows, Rows]:
+        """Return the epoch of each position, and its place in the epoch."""
+        epoch, run = max(self.epoch_rows, 1), self.run_rows
+        if math.isinf(run) or not run:
+            return positions // epoch, positions % epoch
+        runs, places = positions // int(run), positions % int(run)
+        return runs * -(-int(run) // epoch) + places // epoch, places % epoch

@@ -6,14 +6,22 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset
+from hpcdist.data.from_function import DatasetFunction, DistributedFromFunction, datasets_of
+from hpcdist.data.nest import Nest
+from hpcdist.data.options import InputContext, InputOptions
+from hpcdist.data.reading import explaining_empty_parts
 from hpcdist.errors import UsageError
 from hpcdist.gradients.turns import Turns
 from hpcdist.strategy import context
+from hpcdist.strategy.extended import StrategyExtended
 from hpcdist.strategy.local_reduce import Axis, check_axis, copy_of, gather_rows, reduce_rows
 from hpcdist.strategy.reduce_op import ReduceOp
-from hpcdist.strategy.replica_context import ReplicaContext
+from hpcdist.strategy.replica_context import OnlyReplica, ReplicaContext
 from hpcdist.strategy.values import PerReplica, local_values, regroup, select
 
 
@@ -41,19 +49,50 @@ class Strategy:
         """Whether this process prints, logs and saves for the job."""
         return True
 
+    @property
+    def extended(self) -> StrategyExtended:
+        """What code that does the strategy's work itself needs, such as an optimizer of its own."""
+        return StrategyExtended(self)
+
     @contextmanager
     def scope(self) -> Iterator["Strategy"]:
         """Make this the current strategy; modules built in the block are kept equal on all replicas.
 
-        Not collective: models are made equal at their first use.
+        Not collective: models are made equal at their first use. A scope may be entered again inside itself.
+
+        Raises:
+            RuntimeError: inside `run`, or inside another strategy.
         """
+        self._require_cross_replica("scope", "enter it before run")
         with context.entered(self), self._watching():
             yield self
 
     def _watching(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    @property
+    def _device(self) -> torch.device:
+        """Where this process computes."""
+        return torch.get_default_device()
+
+    @property
+    def _parameter_device(self) -> torch.device:
+        """Where the variables are."""
+        return self._device
+
+    def _has_made(self, variable: Tensor) -> bool:
+        return not any(strategy._has_made(variable) for strategy in context.alive())
+
+    def _broadcast(self, value: Tensor) -> Tensor:
+        """Return the chief's value."""
+        return value
+
+    def _update_copies(self, var: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        return [call() for call in calls]
+
+    def run(
+        self, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None, options: Any = None
+    ) -> Any:
         """Call fn(*args, **kwargs) for each replica of this process, and return what they return.
 
         Several replicas run one after another, and meet at the end of a backward, at an optimizer's step (made once, by
@@ -66,6 +105,7 @@ class Strategy:
             fn: the same calls in the same order on every replica.
             args: tuple or list; a DistributedValues in it becomes the replica's own value.
             kwargs: the same, by name.
+            options: taken for tf.distribute's sake.
 
         Returns:
             What `fn` returns, with PerReplica values for leaves; plain values where one replica per rank is the default
@@ -86,14 +126,22 @@ class Strategy:
             functools.partial(self._call, ReplicaContext(self, replica, place), fn, args, kwargs or {})
             for place, replica in enumerate(self._own_replicas)
         ]
-        return self._regroup(self._turns.run(calls))
+        try:
+            return self._regroup(self._turns.run(calls))
+        except BaseException:
+            self._stop_replicas()
+            raise
 
     def _call(self, replica: ReplicaContext, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        with context.entered(self, replica):
-            return fn(*select(replica.place, args), **select(replica.place, kwargs))
+        args, kwargs = select(replica.place, args), select(replica.place, kwargs)
+        with context.entered(self, replica), explaining_empty_parts((args, kwargs)):
+            return fn(*args, **kwargs)
 
     def _regroup(self, results: Sequence[Any]) -> Any:
         return regroup(results)
+
+    def _stop_replicas(self) -> None:
+        """Forget what replicas had begun that an error has stopped."""
 
     @property
     def _own_replicas(self) -> range:
@@ -195,8 +243,9 @@ class Strategy:
 
     def _require_cross_replica(self, call: str, advice: str) -> None:
         entry = context.current()
-        if entry is not None and entry.replica is not None:
-            raise RuntimeError(f"{call}: expected a call outside strategy.run, got one inside; {advice}.")
+        if entry is not None and (entry.replica is not None or entry.updated is not None):
+            found = "update context, inside extended.update" if entry.replica is None else "replica context, inside it"
+            raise RuntimeError(f"{call}: expected cross-replica context, outside strategy.run, got {found}; {advice}.")
 
     def _sum_over_replicas(self, rows: list[Any]) -> Any:
         """Return the sum of flat host arrays, one of each local replica, over all replicas. May overwrite them."""
@@ -206,7 +255,9 @@ class Strategy:
         """Return the (rows, ...) host arrays of all ranks joined, and where this rank's begins."""
         return rows, 0
 
-    def experimental_distribute_dataset(self, dataset: Dataset) -> DistributedDataset:
+    def experimental_distribute_dataset(
+        self, dataset: Dataset, options: InputOptions | None = None
+    ) -> DistributedDataset:
         """Return this replica's parts of a dataset whose batches are global batches.
 
         Collective where replicas are on several ranks: they agree on the seed of the order.
@@ -214,7 +265,34 @@ class Strategy:
         Raises:
             DataError: when `dataset` is no hpcdist.Dataset with a batch size; on every rank alike.
         """
-        return DistributedDataset(dataset, replica=0, n_replicas=1)
+        return DistributedDataset(dataset, range(1), 1, options=options)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: DatasetFunction, options: InputOptions | None = None
+    ) -> DistributedFromFunction:
+        """Return the batches of the dataset that a function makes for this input pipeline.
+
+        Nothing is divided, batched or mixed here: the function returns batches for one replica, of the rows that are
+        this pipeline's, such as by `dataset.shard(context.num_input_pipelines, context.input_pipeline_id)`.
+
+        Collective where replicas are on several ranks, and so is each step of the iteration: it goes on until no rank
+        has data, and ranks that are out before get parts with 0 rows.
+
+        Args:
+            dataset_fn: called with an InputContext; returns an hpcdist.Dataset with a batch size.
+            options: of the input.
+
+        Raises:
+            DataError: of the function, or when it returns something else; on every rank alike.
+        """
+        made = datasets_of(dataset_fn, [InputContext()])
+        return DistributedFromFunction(made, range(1), 1, options=options)
+
+    def experimental_make_numpy_dataset(self, numpy_input: Nest, session: None = None) -> Dataset:
+        """Return `Dataset.from_tensor_slices(numpy_input)`; `session` is ignored."""
+        return Dataset.from_tensor_slices(numpy_input)
+
+    make_experimental_numpy_dataset = experimental_make_numpy_dataset
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backwards in the block accumulate without a sum; the next one outside sums everything."""
@@ -243,12 +321,13 @@ class Strategy:
 
 _alone = Turns(range(1), [])
 _default = Strategy()
+_only_replica = OnlyReplica(_default, 0, 0)
 
 
 def get_replica_context() -> ReplicaContext | None:
     """Return the replica that the caller is in; outside all strategies the only one; None in a scope or merge_call."""
     entry = context.current()
-    return ReplicaContext(_default, 0, 0) if entry is None else entry.replica
+    return _only_replica if entry is None else entry.replica
 
 
 def in_cross_replica_context() -> bool:

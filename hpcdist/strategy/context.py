@@ -3,7 +3,7 @@
 import contextvars
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,30 +14,56 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """One scope(), run() or merge_call() that the caller is inside of.
+    """One scope(), run(), merge_call() or extended.update() that the caller is inside of.
 
     Attributes:
         strategy: whose.
         replica: the replica that the caller is in; None outside run, and in a merge_call.
+        updated: in extended.update, which of this process's copies of a variable is updated; None elsewhere.
     """
 
     strategy: "Strategy"
     replica: "ReplicaContext | None"
+    updated: int | None = None
 
 
 _entries: contextvars.ContextVar[tuple[Entry, ...]] = contextvars.ContextVar("hpcdist_entries", default=())
 #: Strategies with several replicas that are alive; a loss helper outside any scope asks which one is meant.
 _alive: "weakref.WeakSet[Strategy]" = weakref.WeakSet()
+#: The scope that all code of the process is in, in every thread; see `experimental_set_strategy`.
+_everywhere: Entry | None = None
+_watching = ExitStack()
 
 
 def current() -> Entry | None:
-    """Return the innermost scope() or run(), or None outside all."""
+    """Return the innermost scope() or run(), else the scope that all code is in, else None."""
     entries = _entries.get()
-    return entries[-1] if entries else None
+    return entries[-1] if entries else _everywhere
+
+
+def is_inside() -> bool:
+    """Return whether the caller is inside a scope() or run(), other than the scope that all code is in."""
+    return bool(_entries.get())
+
+
+def enter_everywhere(strategy: "Strategy | None", watching: AbstractContextManager[None]) -> None:
+    """Leave the scope that all code is in, and enter another one; None: none."""
+    global _everywhere
+    _watching.close()
+    _everywhere = None if strategy is None else Entry(strategy, None)
+    _watching.enter_context(watching)
+
+
+def updated_copy() -> int | None:
+    """Return which of this process's copies of a variable extended.update is updating; None outside of it."""
+    entry = current()
+    return None if entry is None else entry.updated
 
 
 @contextmanager
-def entered(strategy: "Strategy", replica: "ReplicaContext | None" = None) -> Iterator[None]:
+def entered(
+    strategy: "Strategy", replica: "ReplicaContext | None" = None, updated: int | None = None
+) -> Iterator[None]:
     """Make `strategy` the current one in the block.
 
     Raises:
@@ -46,10 +72,10 @@ def entered(strategy: "Strategy", replica: "ReplicaContext | None" = None) -> It
     inside = current()
     if inside is not None and inside.strategy is not strategy:
         raise RuntimeError(
-            f"strategy: expected one strategy at a time, got {type(strategy).__name__} inside the scope of another "
-            f"{type(inside.strategy).__name__}; leave that scope first."
+            f"strategy: expected one strategy at a time, not a mix of different ones, got {type(strategy).__name__} "
+            f"inside the scope of another {type(inside.strategy).__name__}; leave that scope first."
         )
-    token = _entries.set((*_entries.get(), Entry(strategy, replica)))
+    token = _entries.set((*_entries.get(), Entry(strategy, replica, updated)))
     try:
         yield
     finally:

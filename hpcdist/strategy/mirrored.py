@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from hpcdist.collectives.cross_device_ops import CrossDeviceOps
 from hpcdist.errors import ConfigurationError, agreed
+from hpcdist.strategy.devices import parse_device, require_device
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 from hpcdist.strategy.reduce_op import ReduceOp
 from hpcdist.world import make_world
@@ -15,13 +18,15 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
     Collective: all ranks.
 
     Args:
-        devices: one name for each rank, for tf.distribute's sake: start as many ranks as there are devices.
+        devices: one name for each rank, such as "/gpu:1": start as many ranks as there are devices.
         cross_device_ops: what sums gradients: `HierarchicalCopyAllReduce` (default), `NcclAllReduce`,
             `ReductionToOneDevice`, or a `CrossDeviceOps` of your own.
+        num_replicas: as `MultiWorkerMirroredStrategy`.
         gradient_op: as `MultiWorkerMirroredStrategy`.
 
     Raises:
-        ConfigurationError: on every rank alike, when ranks are on several hosts, or not as many as devices.
+        ConfigurationError: on every rank alike, when ranks are on several hosts, or not as many as devices, or torch
+            cannot use a rank's device.
     """
 
     def __init__(
@@ -29,13 +34,14 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
         devices: Sequence[str] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         *,
+        num_replicas: int | None = None,
         gradient_op: ReduceOp | str | None = None,
     ) -> None:
-        world = make_world()
+        world, name = make_world(), type(self).__name__
         if world.n_hosts > 1:
             raise agreed(
                 ConfigurationError(
-                    f"MirroredStrategy: expected all ranks on one host, got {world.n_hosts}; use "
+                    f"{name}: expected all ranks on one host, got {world.n_hosts} hosts; use "
                     f"MultiWorkerMirroredStrategy."
                 )
             )
@@ -43,8 +49,17 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
         if devices is not None and len(devices) != n_ranks:
             raise agreed(
                 ConfigurationError(
-                    f"MirroredStrategy: expected one rank for each of {len(devices)} devices, got {n_ranks} ranks; "
+                    f"{name}: expected one rank for each of {len(devices)} devices, got {n_ranks} ranks; "
                     f"start by mpirun -n {len(devices)}, or leave devices out."
                 )
             )
-        super().__init__(gradient_op=gradient_op, cross_device_ops=cross_device_ops)
+        self._given: torch.device | None = None
+        if devices is not None:
+            with world.agreed(world.role_comm):
+                self._given = parse_device(devices[world.role_comm.rank], name)
+                require_device(self._given, name)
+        super().__init__(num_replicas=num_replicas, gradient_op=gradient_op, cross_device_ops=cross_device_ops)
+
+    @property
+    def _device(self) -> torch.device:
+        return super()._device if self._given is None else self._given

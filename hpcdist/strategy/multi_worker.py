@@ -3,13 +3,15 @@
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hpcdist.cluster.environment import read_environment
 from hpcdist.cluster.resolver import ClusterResolver
@@ -20,10 +22,15 @@ from hpcdist.collectives.group import group_of
 from hpcdist.collectives.options import CommunicationOptions
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset, check_distributable
+from hpcdist.data.from_function import DatasetFunction, DistributedFromFunction, contexts_of, datasets_of
+from hpcdist.data.options import InputOptions
 from hpcdist.errors import ConfigurationError, DataError, agreed
 from hpcdist.gradients.engine import GradientEngine
 from hpcdist.gradients.reducer import Reducer
+from hpcdist.gradients.tensors import from_array, to_array
 from hpcdist.gradients.turns import Turns
+from hpcdist.mpi import MPI
+from hpcdist.plan.devices import plan_devices
 from hpcdist.plan.replicas import ReplicaPlan
 from hpcdist.strategy import context
 from hpcdist.strategy.base import Strategy, get_strategy
@@ -130,6 +137,9 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _regroup(self, results: Sequence[Any]) -> Any:
         return regroup(results, is_single_kept=True) if self._is_counted else super()._regroup(results)
 
+    def _stop_replicas(self) -> None:
+        self._engine.stop_replicas()
+
     @property
     def is_chief(self) -> bool:
         """Whether this rank prints, logs and saves for the job."""
@@ -139,6 +149,22 @@ class MultiWorkerMirroredStrategy(Strategy):
     def cluster_resolver(self) -> ClusterResolver:
         """The cluster as agreed, and this rank's task in it."""
         return self.world.cluster_resolver
+
+    @property
+    def _device(self) -> torch.device:
+        """This rank's GPU, in the order of the ranks of a host; the host where torch sees none."""
+        gpus = [str(index) for index in range(torch.cuda.device_count())]
+        node = self.world.node_comm
+        return torch.device("cuda", plan_devices(node.size, gpus)[node.rank]) if gpus else torch.device("cpu")
+
+    def _has_made(self, variable: Tensor) -> bool:
+        return self._engine.has_made(variable)
+
+    def _broadcast(self, value: Tensor) -> Tensor:
+        array, dtype = to_array(value.clone())
+        with self._group.recorded("broadcast", array):
+            mpi.broadcast(array, self._comm)
+        return from_array(array, dtype)
 
     def _watching(self) -> AbstractContextManager[None]:
         return self._engine.watching()
@@ -157,14 +183,16 @@ class MultiWorkerMirroredStrategy(Strategy):
         counts = gather_rows(np.array([len(rows)]), self._group)
         return gather_rows(rows, self._group), int(counts[: self._comm.rank].sum())
 
-    def experimental_distribute_dataset(self, dataset: Dataset) -> DistributedDataset:
+    def experimental_distribute_dataset(
+        self, dataset: Dataset, options: InputOptions | None = None
+    ) -> DistributedDataset:
         """Return this replica's parts of a dataset; see `Strategy.experimental_distribute_dataset`."""
         with self.world.agreed(self._comm):
-            check_distributable(dataset)
+            check_distributable(dataset, self.num_replicas_in_sync)
         chiefs_seed = self.world.broadcast_text(str(dataset.order.seed), 0, self._comm)
         if dataset.has_drawn_seed and chiefs_seed != "None":
             dataset = dataset.with_drawn_seed(int(chiefs_seed))
-        own = f"{dataset.order} with a {'drawn' if dataset.has_drawn_seed else 'given'} seed"
+        own = f"{dataset.order} with a {'drawn' if dataset.has_drawn_seed else 'given'} seed and {dataset.policy}"
         chiefs = self.world.broadcast_text(own, 0, self._comm)
         with self.world.agreed(self._comm):
             if own != chiefs:
@@ -172,9 +200,50 @@ class MultiWorkerMirroredStrategy(Strategy):
                     f"experimental_distribute_dataset: expected the dataset of the chief, {chiefs}, got {own}; give "
                     f"every rank the same rows, batch and seed."
                 )
-        source = next(self._dataset_numbers)
-        hand = functools.partial(self._engine.backward.handed[0].hand, source)
-        return DistributedDataset(dataset, self._comm.rank, self._comm.size, hand)
+        hand = functools.partial(self._hand_rows, next(self._dataset_numbers))
+        return DistributedDataset(
+            dataset, self._own_replicas, self.num_replicas_in_sync, hand, self._wrap, options, self._agree_rows
+        )
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: DatasetFunction, options: InputOptions | None = None
+    ) -> DistributedFromFunction:
+        """Return batches of this rank's own dataset; see `Strategy.distribute_datasets_from_function`."""
+        replicas, n_replicas, comm = self._own_replicas, self.num_replicas_in_sync, self._comm
+        with self.world.agreed(comm):
+            made = datasets_of(dataset_fn, contexts_of(options, replicas, (comm.rank, comm.size), n_replicas))
+        seed = int(self.world.broadcast_text(str(secrets.randbits(62)), 0, comm))
+        hand = functools.partial(self._hand_rows, next(self._dataset_numbers))
+        distributed = DistributedFromFunction(made, replicas, n_replicas, hand, self._wrap, options, self._agree_end)
+        distributed.set_seed(seed)
+        return distributed
+
+    @property
+    def _wrap(self) -> Callable[[list[Any]], Any] | None:
+        """What makes PerReplica values of parts; None where the only part is handed out as it is."""
+        return self._regroup if self._is_counted else None
+
+    def _hand_rows(self, source: int, rows: list[int] | None) -> None:
+        """Tell each local replica's backward how many rows its part has, or that a pass is over."""
+        for place, handed in enumerate(self._engine.backward.handed):
+            handed.hand(source, None if rows is None else rows[place])
+
+    def _agree_end(self, is_out: bool) -> bool:
+        """Return whether all ranks are out of data. Collective: all ranks; bounded."""
+        return self.world.all_reduce_int(int(is_out), MPI.MIN, self._comm) == 1
+
+    def _agree_rows(self, n_rows: int) -> None:
+        """Raise on all ranks unless their streams gave batches of the same length. Collective: all ranks; bounded."""
+        least = self.world.all_reduce_int(n_rows, MPI.MIN, self._comm)
+        most = self.world.all_reduce_int(n_rows, MPI.MAX, self._comm)
+        if least != most:
+            raise agreed(
+                DataError(
+                    f"experimental_distribute_dataset: expected the same rows on every rank, got global batches of "
+                    f"{least} to {most} rows at one step; let generators yield the same everywhere, or use "
+                    f"distribute_datasets_from_function."
+                )
+            )
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backwards in the block accumulate this replica's gradients; the next one outside sums everything.

@@ -99,6 +99,34 @@ class ReplicaContext:
             )
 
 
+class OnlyReplica(ReplicaContext):
+    """The replica that code outside all strategies is in: its calls enter the pass-through strategy first."""
+
+    def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Return merge_fn(strategy, *args, **kwargs)."""
+        return self._inside(lambda replica: replica.merge_call(merge_fn, args, kwargs))
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
+        """Return a copy of what a nest holds."""
+        return self._inside(lambda replica: replica.all_reduce(reduce_op, value, options))
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """Return a copy of what a nest holds."""
+        return self._inside(lambda replica: replica.all_gather(value, axis, options))
+
+    def _inside(self, call: Callable[[ReplicaContext], Any]) -> Any:
+        if context.current() is not None:
+            self._require("ReplicaContext")
+
+        def run() -> Any:
+            entry = context.current()
+            assert entry is not None, "inside run"
+            assert entry.replica is not None, "inside run"
+            return call(entry.replica)
+
+        return self.strategy.run(run)
+
+
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, op: ReduceOp, replica: ReplicaContext) -> Tensor:

@@ -46,6 +46,13 @@ FAILURES = {
         "ValueError: on purpose",
         1,
     ),
+    "input": (
+        "list(hpcdist.Dataset.from_tensor_slices(np.ones(3)).map(lambda x: 1 / 0).batch(1).prefetch(1))",
+        "",
+        "ZeroDivisionError",
+        1,
+    ),
+    "file": ("hpcdist.Dataset.from_hdf5('missing.h5', 'x')", "", "expected an HDF5 file, got 'missing.h5'", 78),
     "configuration": ("raise hpcdist.compute_average_loss(np.float64(1))", "", "UsageError", 2),
 }
 

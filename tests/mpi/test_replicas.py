@@ -282,6 +282,28 @@ def test_unused_parameters_and_replicas_without_rows(strategy):
     assert model["never"].weight.grad is None
 
 
+@pytest.mark.parametrize("stage", ["in the forward", "after the backward"])
+def test_an_error_in_all_replicas_leaves_nothing_behind(strategy, stage):
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+
+    def fn(replica, fails):
+        model.zero_grad()
+        out = model(torch.ones(1, 2))
+        if fails and stage == "in the forward" and replica == strategy.experimental_local_results(own)[-1]:
+            raise KeyError("once")
+        out.sum().backward()
+        if fails and stage == "after the backward":
+            raise KeyError("once")
+
+    own = ids(strategy)
+    strategy.run(fn, args=(own, False))
+    with pytest.raises(KeyError, match="once"):
+        strategy.run(fn, args=(ids(strategy), True))
+    strategy.run(fn, args=(ids(strategy), False))
+    assert model.weight.grad.tolist() == [[5, 5]]
+
+
 def test_a_gan_s_two_optimizers(strategy):
     """Two models, each stepped by its own optimizer on gradients that reach both."""
     with strategy.scope():

@@ -18,7 +18,10 @@ def lists(dataset):
 
 def parts(dataset, n_replicas, steps=None):
     """Return, step by step, the parts of all replicas."""
-    rows = zip(*(DistributedDataset(dataset, replica, n_replicas) for replica in range(n_replicas)), strict=True)
+    rows = zip(
+        *(DistributedDataset(dataset, range(replica, replica + 1), n_replicas) for replica in range(n_replicas)),
+        strict=True,
+    )
     return [[part.tolist() for part in step] for step, _ in zip(rows, range(steps or 10**6), strict=False)]
 
 
@@ -61,8 +64,8 @@ def test_shuffle_visits_every_row_in_a_new_order_each_epoch():
         lambda: slices().shuffle(buffer_size=0),
         lambda: slices().repeat(0),
         lambda: slices().repeat(-2),
-        lambda: DistributedDataset(slices(), 0, 1),
-        lambda: DistributedDataset([1, 2], 0, 1),
+        lambda: DistributedDataset(slices(), range(1), 1),
+        lambda: DistributedDataset([1, 2], range(1), 1),
     ],
 )
 def test_refuses(build):
@@ -90,10 +93,10 @@ def take(distributed, n_batches):
 
 def interrupted(dataset, kill_at, batch_after=None):
     """Return all batches handed out by a run that is stopped after `kill_at` batches and goes on from its cursor."""
-    before = DistributedDataset(dataset, 0, 1)
+    before = DistributedDataset(dataset, range(1), 1)
     iterator = iter(before)
     first = [next(iterator).tolist() for _ in range(kill_at)]
-    after = DistributedDataset(dataset, 0, 1)
+    after = DistributedDataset(dataset, range(1), 1)
     after.load_state_dict(before.state_dict())
     return first + lists(after)
 
@@ -106,10 +109,12 @@ def test_a_pass_goes_on_at_the_exact_sample(kill_at):
 
 
 def test_the_cursor_does_not_depend_on_batch_size_or_replicas():
-    before = DistributedDataset(slices(12).shuffle(seed=1).batch(4), 1, 2)
+    before = DistributedDataset(slices(12).shuffle(seed=1).batch(4), range(1, 2), 2)
     iterator = iter(before)
     next(iterator)
-    after = [DistributedDataset(slices(12).shuffle(seed=1).batch(2), replica, 3) for replica in range(3)]
+    after = [
+        DistributedDataset(slices(12).shuffle(seed=1).batch(2), range(replica, replica + 1), 3) for replica in range(3)
+    ]
     rows = []
     for distributed in after:
         distributed.load_state_dict(before.state_dict())
@@ -120,7 +125,7 @@ def test_the_cursor_does_not_depend_on_batch_size_or_replicas():
 
 
 def test_epochs_are_counted_and_each_pass_is_a_new_one():
-    distributed = DistributedDataset(slices(5).shuffle(seed=1).batch(2), 0, 1)
+    distributed = DistributedDataset(slices(5).shuffle(seed=1).batch(2), range(1), 1)
     assert distributed.epoch == 0
     first = lists(distributed)
     assert (distributed.epoch, distributed.position) == (1, 5)
@@ -131,11 +136,11 @@ def test_epochs_are_counted_and_each_pass_is_a_new_one():
 
 def test_after_a_restart_the_epoch_in_progress_is_finished_first():
     """Saved after the last batch of an epoch, before its end was reached: the loop over epochs sees it again."""
-    before = DistributedDataset(slices(4).batch(2), 0, 1)
+    before = DistributedDataset(slices(4).batch(2), range(1), 1)
     iterator = iter(before)
     next(iterator), next(iterator)
     assert before.epoch == 0
-    after = DistributedDataset(slices(4).batch(2), 0, 1)
+    after = DistributedDataset(slices(4).batch(2), range(1), 1)
     after.load_state_dict(before.state_dict())
     assert after.epoch == 0
     assert lists(after) == []
@@ -144,35 +149,35 @@ def test_after_a_restart_the_epoch_in_progress_is_finished_first():
 
 
 def test_a_broken_off_pass_is_not_continued_by_the_next_one():
-    distributed = DistributedDataset(slices(4).batch(2), 0, 1)
+    distributed = DistributedDataset(slices(4).batch(2), range(1), 1)
     assert take(distributed, 1) == [[0, 1]]
     assert lists(distributed) == [[0, 1], [2, 3]]
     assert distributed.position == 8
 
 
 def test_a_broken_off_pass_over_several_epochs_ends_with_its_run():
-    distributed = DistributedDataset(slices(5).repeat(2).batch(4), 0, 1)
+    distributed = DistributedDataset(slices(5).repeat(2).batch(4), range(1), 1)
     assert take(distributed, 1) == [[0, 1, 2, 3]]
     assert [len(batch) for batch in lists(distributed)] == [4, 4, 2]
 
 
 def test_reports_the_rows_it_hands_out():
     seen = []
-    list(DistributedDataset(slices(6).batch(4), 1, 2, seen.append))
-    assert seen == [2, 1, None]
+    list(DistributedDataset(slices(6).batch(4), range(1, 2), 2, seen.append))
+    assert seen == [[2], [1], None]
 
 
 def test_refuses_the_cursor_of_other_data():
-    state = DistributedDataset(slices(5).shuffle(seed=1).batch(2), 0, 1).state_dict()
+    state = DistributedDataset(slices(5).shuffle(seed=1).batch(2), range(1), 1).state_dict()
     for other in (slices(6).shuffle(seed=1), slices(5).shuffle(seed=2), slices(5)):
         with pytest.raises(DataError, match="as in the checkpoint"):
-            DistributedDataset(other.batch(2), 0, 1).load_state_dict(state)
+            DistributedDataset(other.batch(2), range(1), 1).load_state_dict(state)
 
 
 def test_a_drawn_seed_comes_from_the_cursor():
-    before = DistributedDataset(slices(50).shuffle().batch(10), 0, 1)
+    before = DistributedDataset(slices(50).shuffle().batch(10), range(1), 1)
     iterator = iter(before)
     first = [next(iterator).tolist()]
-    after = DistributedDataset(slices(50).shuffle().batch(10), 0, 1)
+    after = DistributedDataset(slices(50).shuffle().batch(10), range(1), 1)
     after.load_state_dict(before.state_dict())
     assert sorted(sum(first + lists(after), [])) == list(range(50))

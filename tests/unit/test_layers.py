@@ -22,14 +22,17 @@ LAYERS = {
     "data": 4,
     "strategy": 5,
     "resilience": 5,
+    "cluster_resolver": 6,
+    "experimental": 6,
 }
 #: Dependency -> the only modules and folders that may import it.
 DOORS = {
     "mpi4py": {"mpi"},
     "h5py": {"checkpoint.format"},
-    "torch": {"gradients", "strategy"},
+    "torch": {"data", "gradients", "strategy"},
     "cupy": {"collectives.cuda"},
     "cupyx": {"collectives.cuda"},
+    "torch_xla": {"strategy.tpu"},
     "pickle": set(),
 }
 MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
@@ -114,9 +117,8 @@ def run(code):
 
 
 def test_import_loads_neither_mpi_nor_torch():
-    loaded = run(
-        "import sys, hpcdist; dir(hpcdist); print([m for m in ('mpi4py', 'torch', 'h5py') if m in sys.modules])"
-    )
+    paths = "dir(hpcdist); dir(hpcdist.experimental); hpcdist.cluster_resolver.UnionResolver"
+    loaded = run(f"import sys, hpcdist; {paths}; print([m for m in ('mpi4py', 'torch', 'h5py') if m in sys.modules])")
     assert loaded.stdout.strip() == "[]", loaded.stderr
 
 

@@ -37,6 +37,19 @@ def test_every_public_name_is_there_and_documented(name):
     assert found.__doc__
 
 
+@pytest.mark.parametrize("path", hpcdist._PATHS)
+def test_the_paths_of_tf_distribute_hold_aliases(path):
+    pytest.importorskip("mpi4py.MPI")
+    module = getattr(hpcdist, path)
+    for name in module.__all__:
+        assert getattr(module, name) is getattr(hpcdist, getattr(module, "_RENAMED", {}).get(name, name))
+    tree = ast.parse(Path(module.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    assert sorted(alias.asname for node in block.body for alias in node.names) == module.__all__
+    with pytest.raises(AttributeError, match=f"'hpcdist.{path}' has no attribute 'Nothing'; it has C"):
+        _ = module.Nothing
+
+
 def test_unknown_names_are_answered_with_the_valid_ones():
     with pytest.raises(AttributeError, match="has no attribute 'MirrorStrategy'; it has .*all_reduce"):
         _ = hpcdist.MirrorStrategy

@@ -1,0 +1,131 @@
+"""Rows of HDF5 files, read by slabs."""
+
+import copy
+import glob
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcdist.checkpoint.format import open_data
+from hpcdist.data.nest import Nest, leaves, map_nest
+from hpcdist.data.sources import RowSource
+from hpcdist.errors import DataError
+from hpcdist.plan.sample_order import Rows
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+_OPEN_FILES = 16
+
+
+def expand(paths: Paths) -> list[str]:
+    """Return the files that a path, a pattern or a list of paths names, in the order given; a pattern's are sorted.
+
+    Raises:
+        DataError: when there is none.
+    """
+    if isinstance(paths, (str, os.PathLike)):
+        text = os.fspath(paths)
+        found = sorted(glob.glob(text)) if glob.has_magic(text) and not os.path.exists(text) else [text]
+    else:
+        found = [os.fspath(path) for path in paths]
+    if not found:
+        raise DataError(f"from_hdf5: expected at least one file, got none for {paths!r}; check the pattern.")
+    return found
+
+
+class Hdf5Source(RowSource):
+    """Rows of datasets in files, one file after another. Only the rows asked for are read, and no more are kept.
+
+    Args:
+        paths: of the files.
+        names: nest of names of datasets; row i is row i of each of them.
+
+    Raises:
+        DataError: when a file cannot be read, or files or datasets do not fit together.
+    """
+
+    def __init__(self, paths: list[str], names: Nest) -> None:
+        self._names = names
+        self._open: OrderedDict[str, Any] = OrderedDict()
+        shapes = [self._shapes(path) for path in paths]
+        self._layout = shapes[0][1]
+        for path, (_, layout) in zip(paths, shapes, strict=True):
+            if layout != self._layout:
+                raise DataError(
+                    f"from_hdf5: expected rows as in {paths[0]!r}, {self._layout}, got {layout} in {path!r}; convert "
+                    f"the file."
+                )
+        self._set_files(paths, [n_rows for n_rows, _ in shapes])
+
+    def _set_files(self, paths: list[str], rows_of_files: list[int]) -> None:
+        self._paths, self._rows_of_files = paths, rows_of_files
+        self._starts = np.cumsum([0, *rows_of_files])
+        self.n_files, self.n_rows = len(paths), int(self._starts[-1])
+
+    def of_files(self, numbers: range) -> "Hdf5Source":
+        """Return the rows of some of the files alone."""
+        part = copy.copy(self)
+        part._set_files([self._paths[one] for one in numbers], [self._rows_of_files[one] for one in numbers])
+        return part
+
+    def take(self, rows: Rows) -> Nest:
+        """Return rows in any order: the distinct ones are read in the order of the file, one slab per run."""
+        unique, places = np.unique(rows, return_inverse=True)
+        is_sorted = len(unique) == len(rows) and bool((places[1:] > places[:-1]).all())
+        found = map_nest(lambda name: self._read(name, unique), self._names)
+        return found if is_sorted else map_nest(lambda array: array[places], found)
+
+    def _read(self, name: str, rows: Rows) -> Any:
+        shape, dtype = self._layout[name]
+        values = np.empty((len(rows), *shape), dtype)
+        for file, (start, stop), first in slabs(rows, self._starts):
+            dataset = self._datasets(self._paths[file])[1][name]
+            try:
+                dataset.read_direct(values, np.s_[start:stop], np.s_[first : first + stop - start])
+            except OSError as error:
+                raise DataError(
+                    f"from_hdf5: expected rows {start} to {stop} of {name!r} in {self._paths[file]!r}, got {error}; "
+                    f"check the file."
+                ) from None
+        return values
+
+    def _shapes(self, path: str) -> tuple[int, dict[str, Any]]:
+        """Return the rows of a file, and name -> (shape of a row, dtype)."""
+        datasets = self._datasets(path)[1]
+        counts = {name: dataset.shape[0] for name, dataset in datasets.items()}
+        if len(set(counts.values())) != 1:
+            raise DataError(
+                f"from_hdf5: expected datasets with the same number of rows in {path!r}, got {counts}; check the first "
+                f"dimension."
+            )
+        return next(iter(counts.values())), {name: (one.shape[1:], str(one.dtype)) for name, one in datasets.items()}
+
+    def _datasets(self, path: str) -> Any:
+        """Return (file, datasets) of a path; a few files are kept open."""
+        if path not in self._open:
+            self._open[path] = open_data(path, leaves(self._names))
+            if len(self._open) > _OPEN_FILES:
+                self._open.popitem(last=False)[1][0].close()
+        self._open.move_to_end(path)
+        return self._open[path]
+
+
+def slabs(rows: Rows, starts: Any) -> Iterator[tuple[int, tuple[int, int], int]]:
+    """Yield (file, (start, stop) in it, index of the first in `rows`) for every run of consecutive rows.
+
+    Args:
+        rows: ascending, over all files.
+        starts: first row of every file, and the number of all rows.
+
+    >>> list(slabs(np.array([1, 2, 5, 6, 7]), np.array([0, 6, 10])))
+    [(0, (1, 3), 0), (0, (5, 6), 2), (1, (0, 2), 3)]
+    """
+    if not len(rows):
+        return
+    files = np.searchsorted(starts, rows, side="right") - 1
+    breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(files) != 0)) + 1
+    for first, end in zip([0, *breaks.tolist()], [*breaks.tolist(), len(rows)], strict=True):
+        file = int(files[first])
+        yield file, (int(rows[first] - starts[file]), int(rows[end - 1] - starts[file]) + 1), first

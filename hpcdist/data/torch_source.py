@@ -1,0 +1,128 @@
+"""Rows of torch's own datasets and data loaders."""
+
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator
+from itertools import tee
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from hpcdist.data.nest import Nest, map_nest, no_rows
+from hpcdist.data.sources import RowSource
+from hpcdist.data.streams import Stream
+from hpcdist.errors import DataError
+from hpcdist.plan.sample_order import Rows
+
+
+class ItemsSource(RowSource):
+    """Items of a map-style dataset, joined as a DataLoader joins them, but that tuples stay tuples.
+
+    Args:
+        items: with a length and items by number.
+        loader: whose worker processes read, ahead, and which joins items; None reads in this process.
+    """
+
+    def __init__(self, items: Any, loader: Any = None) -> None:
+        self._items, self._loader = items, loader
+        self.n_rows = len(items)
+        self._collate: Callable[[list[Any]], Nest] = collate if loader is None else _collate_of(loader)
+
+    def take(self, rows: Rows) -> Nest:
+        """Return items, read in this process."""
+        if len(rows):
+            return self._collate([self._items[row] for row in rows.tolist()])
+        if not self.n_rows:
+            raise DataError("from_torch: expected at least one item, got an empty dataset; leave it out.")
+        return no_rows(self.take(np.zeros(1, np.int64)))
+
+    def take_many(self, requests: Iterable[Rows]) -> Iterator[Nest]:
+        """Yield the items of every request; worker processes, if any, read ahead."""
+        if self._loader is None or not self._loader.num_workers:
+            yield from map(self.take, requests)
+            return
+        ahead, now = tee(requests)
+        read = iter(_loader_over(self._loader, self._collate, (rows.tolist() for rows in ahead if len(rows))))
+        for rows in now:
+            yield next(read) if len(rows) else self.take(rows)
+
+
+def _loader_over(loader: Any, collate_rows: Any, batches: Iterator[list[int]]) -> Any:
+    """Return a DataLoader with the workers of `loader` that reads the given rows."""
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=batches,
+        num_workers=loader.num_workers,
+        collate_fn=collate_rows,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context or multiprocessing.get_context(_start_method(loader)),
+        prefetch_factor=loader.prefetch_factor,
+    )
+
+
+def collate(rows: list[Any]) -> Nest:
+    """Return rows joined by torch's default_collate, with tuples for tuples."""
+    return _formed_as(rows[0], default_collate(rows))
+
+
+def _formed_as(row: Any, joined: Any) -> Any:
+    if isinstance(row, dict):
+        return {key: _formed_as(row[key], joined[key]) for key in row}
+    if isinstance(row, tuple) and not hasattr(row, "_fields"):
+        return tuple(_formed_as(*pair) for pair in zip(row, joined, strict=True))
+    return joined
+
+
+def _collate_of(loader: Any) -> Callable[[list[Any]], Nest]:
+    given = loader.collate_fn
+    if given is default_collate or loader.batch_size is None:
+        return collate
+    return given  # type: ignore[no-any-return]
+
+
+def check_loader(loader: Any) -> None:
+    """Raise DataError for a DataLoader whose order or worker processes cannot be kept."""
+    name = type(loader.sampler).__name__
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    random = loader.sampler if isinstance(loader.sampler, RandomSampler) else None
+    is_plain = type(loader.sampler) in (SequentialSampler, RandomSampler) or is_iterable
+    if not is_plain or (random and (random.replacement or random.num_samples != len(loader.dataset))):
+        raise DataError(
+            f"from_torch: expected a DataLoader with shuffle=True or False, got the sampler {name}; replicas are given "
+            f"their parts here, so use shuffle, or pass the dataset and call shuffle and batch."
+        )
+    if type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        raise DataError(
+            f"from_torch: expected a DataLoader with batch_size, got the batch_sampler "
+            f"{type(loader.batch_sampler).__name__}; use batch_size: batches are divided among replicas here."
+        )
+    if loader.num_workers and (is_iterable or _start_method(loader) == "fork"):
+        raise DataError(
+            f"from_torch: expected num_workers=0 or worker processes of a map-style dataset that do not inherit MPI, "
+            f"got {loader.num_workers} started by {_start_method(loader)} of a {type(loader.dataset).__name__}; pass "
+            f"multiprocessing_context='forkserver' or 'spawn', or num_workers=0 and prefetch."
+        )
+
+
+def _start_method(loader: Any) -> str:
+    if loader.multiprocessing_context is not None:
+        return str(loader.multiprocessing_context.get_start_method())
+    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+
+
+def stream_of(items: Any) -> Stream:
+    """Return the rows of an IterableDataset, with tensors for arrays and numbers."""
+    return Stream(lambda: (map_nest(_as_tensor, row) for row in items))
+
+
+def _as_tensor(value: Any) -> Any:
+    return value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))

@@ -1,0 +1,140 @@
+"""Parameters that the ranks of a node hold once, in memory that all of them see; the chief alone steps them."""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hpcdist.collectives.group import Group
+from hpcdist.collectives.window import NodeWindow
+from hpcdist.errors import GradientError
+from hpcdist.gradients.model_plan import IdentitySet
+from hpcdist.gradients.tensors import is_dense
+
+#: Bytes that a parameter's place is a multiple of, so that no two share a cache line.
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter's values are. A parameter on the host is this memory; one on a device is a copy of it."""
+
+    name: str
+    parameter: "weakref.ref[nn.Parameter]"
+    shared: Tensor
+
+
+class CentralStorage:
+    """The node's one copy of all parameters.
+
+    A step is made between two barriers: before the first one other ranks may still read, after the second one the
+    chief has written. What is on devices is copied out by the chief and in by the others.
+
+    Args:
+        group: the ranks, all on one host.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._is_chief = group.rank == 0
+        self._places: list[_Place] = []
+        self._adopted: IdentitySet[nn.Parameter] = IdentitySet()
+
+    @torch.no_grad()
+    def adopt(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Move parameters, equal on all ranks, to the shared memory; those on devices are copied there.
+
+        Collective where there are new ones: the group, with the same parameters in the same order.
+
+        Raises:
+            CollectiveError: when the node has too little memory; on every rank.
+        """
+        new = [(name, parameter) for name, parameter in named if parameter not in self._adopted]
+        self._places = [place for place in self._places if place.parameter() is not None]
+        if not new:
+            return
+        memory = self._allocate(sum(_padded(parameter) for _, parameter in new))
+        start = 0
+        for name, parameter in new:
+            shared = _shaped(memory[start : start + parameter.nbytes], parameter)
+            start += _padded(parameter)
+            if self._is_chief:
+                shared.copy_(parameter)
+            self._places.append(_Place(name, weakref.ref(parameter), shared))
+            self._adopted.add(parameter)
+        self._wait()
+        for place, (_, parameter) in zip(self._places[-len(new) :], new, strict=True):
+            if _is_on_host(parameter):
+                parameter.data = place.shared
+
+    def _allocate(self, nbytes: int) -> Tensor:
+        """Return shared bytes, spread over the ranks' NUMA domains: the pieces follow one another in one mapping."""
+        window = NodeWindow(self._group.node_comm, -(-nbytes // self._group.size), self._group.world)
+        return torch.frombuffer(window.pieces[0].obj, dtype=torch.uint8)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is one of the parameters."""
+        return isinstance(tensor, nn.Parameter) and tensor in self._adopted
+
+    def begin_change(self) -> bool:
+        """Wait until nobody reads the parameters; return whether this rank is the one that changes them.
+
+        Collective: the group.
+
+        Raises:
+            GradientError: when a parameter is no longer where it was; on this rank only.
+        """
+        for place in self._places:
+            parameter = place.parameter()
+            if parameter is not None and _is_on_host(parameter) and parameter.data_ptr() != place.shared.data_ptr():
+                raise GradientError(
+                    f"step: expected {place.name!r} in the memory that all ranks share, got it moved or converted; "
+                    f"move and convert the model before its first use."
+                )
+        self._wait()
+        return self._is_chief
+
+    @torch.no_grad()
+    def end_change(self) -> None:
+        """Return when the chief has changed the parameters. Collective: the group."""
+        copies = [
+            (parameter, place.shared)
+            for place in self._places
+            if (parameter := place.parameter()) is not None and not _is_on_host(parameter)
+        ]
+        if self._is_chief:
+            for parameter, shared in copies:
+                shared.copy_(parameter)
+        self._wait()
+        if not self._is_chief:
+            for parameter, shared in copies:
+                parameter.copy_(shared)
+
+    @contextmanager
+    def changing(self) -> Iterator[bool]:
+        """Let one rank change the parameters in the block: yield whether it is this one. Collective: the group."""
+        yield self.begin_change()
+        self.end_change()
+
+    def _wait(self) -> None:
+        with self._group.recorded("change of central parameters", None):
+            self._group.barrier.wait()
+
+
+def _is_on_host(parameter: Tensor) -> bool:
+    return parameter.device.type == "cpu"
+
+
+def _padded(parameter: Tensor) -> int:
+    return -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _shaped(memory: Tensor, parameter: Tensor) -> Tensor:
+    """Return bytes as a tensor of a parameter's dtype and shape, with its strides if it is dense."""
+    flat = memory.view(parameter.dtype)
+    if is_dense(parameter):
+        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+    return flat.view(parameter.shape)

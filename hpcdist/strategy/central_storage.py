@@ -1,0 +1,75 @@
+"""CentralStorageStrategy: variables once on a node, computed with by all of its ranks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hpcdist.errors import ConfigurationError, agreed
+from hpcdist.gradients.central_storage import CentralStorage
+from hpcdist.strategy.devices import parse_device
+from hpcdist.strategy.mirrored import MirroredStrategy
+from hpcdist.strategy.reduce_op import ReduceOp
+
+
+class CentralStorageStrategy(MirroredStrategy):
+    """Synchronous training on all ranks of one machine, which hold a model's parameters once.
+
+    At the first use of a model its parameters move to memory that the ranks share. Gradients are summed as by
+    MultiWorkerMirroredStrategy, and the weights have the same bits; the chief alone makes the optimizer's step, so that
+    the optimizer's state too is there once. Buffers, such as BatchNorm's statistics, stay with each rank and are
+    averaged. Parameters on GPUs are copies of those on the host, taken anew after every step.
+
+    Weights change in `optimizer.step()` and `extended.update`. Other code that writes into them, such as clipping of
+    weights, belongs on the chief, between barriers. With one rank, everything is on its device.
+
+    Collective: all ranks.
+
+    Args:
+        compute_devices: one name for each rank, such as "/gpu:1"; default: all ranks, wherever their modules are.
+        parameter_device: "cpu"; with one rank, its compute device. Default: that.
+        num_replicas: as `MultiWorkerMirroredStrategy`.
+        gradient_op: as `MultiWorkerMirroredStrategy`.
+
+    Raises:
+        ConfigurationError: on every rank alike, when ranks are on several hosts or cannot share memory, are not as many
+            as the devices, torch cannot use a device, or parameters cannot be on parameter_device.
+    """
+
+    def __init__(
+        self,
+        compute_devices: Sequence[str] | None = None,
+        parameter_device: str | None = None,
+        *,
+        num_replicas: int | None = None,
+        gradient_op: ReduceOp | str | None = None,
+    ) -> None:
+        super().__init__(compute_devices, num_replicas=num_replicas, gradient_op=gradient_op)
+        self._storage = CentralStorage(self._group) if self._comm.size > 1 else None
+        self._engine.storage = self._storage
+        with self.world.agreed(self._comm):
+            given = self._parameter_device if parameter_device is None else parse_device(parameter_device)
+        if given != self._parameter_device:
+            raise agreed(
+                ConfigurationError(
+                    f"CentralStorageStrategy: expected parameter_device {str(self._parameter_device)!r} with "
+                    f"{self._comm.size} ranks, got {parameter_device!r}; leave it out."
+                )
+            )
+        if self._storage is not None and not self._group.can_share_memory:
+            raise agreed(
+                ConfigurationError(
+                    "CentralStorageStrategy: expected ranks that can share memory, got a node that forbids it; use "
+                    "MultiWorkerMirroredStrategy."
+                )
+            )
+
+    @property
+    def _parameter_device(self) -> torch.device:
+        return self._device if self._storage is None else torch.device("cpu")
+
+    def _update_copies(self, var: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        if self._storage is None or not self._storage.holds(var):
+            return super()._update_copies(var, calls)
+        with self._storage.changing() as is_ours:
+            return super()._update_copies(var, calls) if is_ours else [None for _ in calls]

@@ -1,0 +1,74 @@
+"""A distributed dataset whose batches are moved to a device, one ahead of the batch in use."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcdist.data.distributed import DistributedDataset
+from hpcdist.strategy.values import map_leaves
+
+
+class DeviceDataset:
+    """The batches of a distributed dataset as tensors on a device, with the cursor of the batch that is in use.
+
+    Copies start one batch ahead, from pinned memory and without waiting, so that a GPU computes meanwhile.
+
+    Args:
+        dataset: what is read.
+        device: where its batches go.
+    """
+
+    def __init__(self, dataset: DistributedDataset, device: torch.device) -> None:
+        self._dataset = dataset
+        self._device = device
+        self._before_ahead: tuple[dict[str, Any], int] | None = None  # cursor and epoch, without what is on its way
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches of one pass: torch tensors on the device, in the nest of the source."""
+        self._before_ahead = None
+        batches = map(self._moved, self._dataset)
+        current = next(batches, None)
+        while current is not None:
+            before_ahead = self._dataset.state_dict(), self._dataset.epoch
+            following = next(batches, None)
+            self._before_ahead = before_ahead
+            yield current[0]
+            current = following
+        self._before_ahead = None
+
+    def _moved(self, batch: Any) -> tuple[Any]:
+        """Return a batch on its way to the device, in a tuple: a batch may be anything."""
+        return (map_leaves(self._move, batch),)
+
+    def _move(self, leaf: Any) -> Any:
+        if not isinstance(leaf, (Tensor, np.ndarray)):
+            return leaf
+        host = torch.as_tensor(leaf)
+        if self._device.type == "cuda" and not host.is_cuda:
+            host = host.pin_memory()
+        return host.to(self._device, non_blocking=True)
+
+    @property
+    def position(self) -> int:
+        """Global samples handed out so far, over all epochs and passes."""
+        return int(self.state_dict()["position"])
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in progress; between passes, the next one."""
+        return self._dataset.epoch if self._before_ahead is None else self._before_ahead[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the cursor after the batch that was handed out last."""
+        return self._dataset.state_dict() if self._before_ahead is None else self._before_ahead[0]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a cursor."""
+        self._before_ahead = None
+        self._dataset.load_state_dict(state)

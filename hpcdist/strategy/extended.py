@@ -1,0 +1,152 @@
+"""`strategy.extended`: for code that does a strategy's work itself, such as an optimizer or metric of its own."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hpcdist.errors import UsageError
+from hpcdist.strategy import context
+from hpcdist.strategy.devices import parse_device
+from hpcdist.strategy.reduce_op import ReduceOp
+from hpcdist.strategy.values import DistributedValues, local_values, regroup, select
+
+if TYPE_CHECKING:
+    from hpcdist.strategy.base import Strategy
+
+
+class StrategyExtended:
+    """What tf.distribute.StrategyExtended offers. Variables are torch tensors, such as a module's parameters.
+
+    Args:
+        strategy: whose.
+    """
+
+    def __init__(self, strategy: "Strategy") -> None:
+        self._strategy = strategy
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The device that this process computes on, as torch calls it."""
+        return (str(self._strategy._device),)
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The device that this process's variables are on, as torch calls it."""
+        return (str(self._strategy._parameter_device),)
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process writes checkpoints."""
+        return self._strategy.is_chief
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process writes summaries."""
+        return self._strategy.is_chief
+
+    def update(
+        self, var: Any, fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None, group: bool = True
+    ) -> Any:
+        """Return fn(var, *args, **kwargs), called for each copy of a variable in this process, without gradients.
+
+        Every rank updates its own copy, so `args` must be equal on all ranks, as what `reduce_to` returns is. Under
+        CentralStorageStrategy the chief alone calls `fn`, and the others wait and return None.
+
+        Collective under CentralStorageStrategy: all ranks.
+
+        Args:
+            var: a tensor, or DistributedValues with one value for each copy.
+            fn: may write into its first argument.
+            args: DistributedValues in it become the value for the copy.
+            kwargs: the same, by name.
+            group: whether results come as a PerReplica value; else as a tuple.
+
+        Raises:
+            RuntimeError: inside `run`, where merge_call leads out of it, and inside another update.
+        """
+        self._require("update")
+        calls = [
+            functools.partial(self._update_copy, place, copy, fn, args, kwargs or {})
+            for place, copy in enumerate(local_values(var))
+        ]
+        results = self._strategy._update_copies(var, calls)
+        return regroup(results) if group else tuple(results)
+
+    def _update_copy(self, place: int, copy: Any, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        with context.entered(self._strategy, updated=place), torch.no_grad():
+            return fn(copy, *select(place, args), **select(place, kwargs))
+
+    def reduce_to(self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None) -> Any:
+        """Return `value` reduced over all replicas, a tensor on the device of `destinations`.
+
+        Collective: all ranks. Same shape and dtype required on every replica: yes.
+
+        Args:
+            reduce_op: SUM or MEAN.
+            value: as for `reduce`.
+            destinations: a device's name, a variable (its device is meant), or None for the host.
+            options: taken for tf.distribute's sake.
+
+        Raises:
+            RuntimeError: inside `run`, where ReplicaContext.all_reduce is meant.
+        """
+        self._require("reduce_to")
+        return _moved(self._strategy.reduce(reduce_op, value, axis=None), destinations)
+
+    def batch_reduce_to(
+        self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any = None
+    ) -> list[Any]:
+        """Return `reduce_to` of each (value, destinations) as a list. Collective: all ranks."""
+        self._require("batch_reduce_to")
+        return [self.reduce_to(reduce_op, value, destinations) for value, destinations in value_destination_pairs]
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """Return the chief's tensor on every rank, on the device of `destinations`.
+
+        Collective: all ranks. Same shape and dtype required on every rank: yes.
+
+        Args:
+            tensor: torch tensor or number; not overwritten.
+            destinations: as for `reduce_to`.
+
+        Raises:
+            RuntimeError: inside `run`.
+        """
+        self._require("broadcast_to")
+        values = self._strategy._broadcast(torch.as_tensor(tensor))
+        return _moved(values if isinstance(tensor, Tensor) else values.item(), destinations)
+
+    @contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+        """Make tensors and modules of the block on the device of a variable of this strategy's scope.
+
+        Raises:
+            UsageError: for a variable made elsewhere.
+        """
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise UsageError(
+                f"colocate_vars_with: expected a variable made in this {type(self._strategy).__name__}'s scope, got "
+                f"another {type(colocate_with_variable).__name__}; pass a parameter of a module built in scope()."
+            )
+        with local_values(colocate_with_variable)[0].device:
+            yield
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Return whether a tensor is a parameter or buffer of a module built in this strategy's scope."""
+        return all(self._strategy._has_made(copy) for copy in local_values(v))
+
+    def _require(self, call: str) -> None:
+        self._strategy._require_cross_replica(call, "use get_replica_context().merge_call() to leave it")
+
+
+def _moved(value: Any, destinations: Any) -> Any:
+    """Return a tensor on the device that `destinations` names or is on; anything else as it is."""
+    if destinations is None or not isinstance(value, Tensor):
+        return value
+    if isinstance(destinations, DistributedValues):
+        destinations = destinations.values[0]
+    return value.to(destinations.device if isinstance(destinations, Tensor) else parse_device(destinations))

@@ -1,0 +1,92 @@
+"""OneDeviceStrategy: one replica, on a device that is named."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpcdist.cluster.environment import launcher_of, read_environment
+from hpcdist.data.dataset import Dataset
+from hpcdist.data.distributed import DistributedDataset
+from hpcdist.data.options import InputOptions
+from hpcdist.gradients.lone_steps import LoneSteps
+from hpcdist.strategy.base import Strategy
+from hpcdist.strategy.device_dataset import DeviceDataset
+from hpcdist.strategy.devices import parse_device, require_device
+from hpcdist.strategy.replica_context import ReplicaContext
+
+logger = logging.getLogger("hpcdist")
+
+
+class OneDeviceStrategy(Strategy):
+    """One replica on one device: tensors and modules made in the scope and in `run` are there, inputs are moved there.
+
+    Nothing is communicated, and the cluster is not looked at: as with tf.distribute, each of several ranks is on its
+    own and trains a model of its own, which the first rank says. `is_chief` is true on all of them.
+
+    Not collective.
+
+    Args:
+        device: such as "cpu", "/gpu:0", "cuda:1" or "/job:worker/task:0/device:GPU:0".
+
+    Raises:
+        ConfigurationError: when the name is not a device's, or torch cannot use the device; on this rank only.
+    """
+
+    def __init__(self, device: str | torch.device) -> None:
+        name = type(self).__name__
+        self._own_device = parse_device(device, name)
+        require_device(self._own_device, name)
+        self._steps = LoneSteps()
+        launcher = launcher_of(read_environment())
+        if launcher is not None and launcher.size > 1 and launcher.rank == 0:
+            logger.warning(
+                "%s: expected one rank, got %d, each of which trains a model of its own; to train one model "
+                "together use MirroredStrategy or MultiWorkerMirroredStrategy.",
+                name,
+                launcher.size,
+            )
+
+    @property
+    def _device(self) -> torch.device:
+        return self._own_device
+
+    def _has_made(self, variable: Tensor) -> bool:
+        return self._steps.modules.holds(variable)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        with self._steps.watching(), self._placing():
+            yield
+
+    def _placing(self) -> AbstractContextManager[Any]:
+        """Make tensors on the device; nothing to do, and no time spent in every call, where they are made anyway."""
+        is_default = torch.get_default_device() == self._own_device
+        return nullcontext() if is_default else self._own_device
+
+    def _call(self, replica: ReplicaContext, fn: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        with self._placing():
+            return super()._call(replica, fn, args, kwargs)
+
+    def experimental_distribute_dataset(
+        self, dataset: Dataset, options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Return a dataset's batches on the device; the next one is on its way while one is used.
+
+        On the host nothing has to be moved: batches are read when they are asked for.
+        """
+        distributed = super().experimental_distribute_dataset(dataset, options)
+        if self._own_device.type == "cpu":
+            return distributed
+        return DeviceDataset(distributed, self._own_device)  # type: ignore[return-value]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return seed and step of the random numbers."""
+        return {"seed": self._steps.generators.seed, "step": self._steps.generators.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the random numbers of a checkpoint."""
+        self._steps.generators.restore(state["seed"], state["step"])

@@ -1,0 +1,296 @@
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import hpcdist
+from hpcdist.errors import ConfigurationError
+from hpcdist.strategy import context
+from hpcdist.strategy.device_dataset import DeviceDataset
+
+pytestmark = pytest.mark.mpi
+
+
+def make_data(n_rows=10, batch=4):
+    rows = torch.arange(float(n_rows)).reshape(-1, 1)
+    return hpcdist.Dataset.from_tensor_slices((rows, rows * 2)).batch(batch)
+
+
+# -- contexts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def strategy():
+    return hpcdist.MultiWorkerMirroredStrategy()
+
+
+@pytest.fixture
+def everywhere(strategy):
+    hpcdist.experimental_set_strategy(strategy)
+    yield strategy
+    hpcdist.experimental_set_strategy(None)
+
+
+def test_a_strategy_may_be_set_for_all_code(everywhere):
+    assert hpcdist.get_strategy() is everywhere
+    assert hpcdist.has_strategy()
+    assert hpcdist.in_cross_replica_context()
+    assert hpcdist.get_replica_context() is None
+    found = []
+    thread = threading.Thread(target=lambda: found.append(hpcdist.get_strategy()))
+    thread.start()
+    thread.join()
+    assert found == [everywhere]
+    model = torch.nn.Linear(2, 1)
+    assert everywhere.extended.variable_created_in_scope(model.weight)
+    with everywhere.scope():
+        assert hpcdist.get_strategy() is everywhere
+        with pytest.raises(RuntimeError, match="must not be called inside one, got the scope of MultiWorker"):
+            hpcdist.experimental_set_strategy(None)
+    with pytest.raises(RuntimeError, match="not a mix of different ones, got OneDeviceStrategy"):
+        with hpcdist.OneDeviceStrategy("cpu").scope():
+            pass
+    assert everywhere.run(lambda: hpcdist.get_replica_context().num_replicas_in_sync) == everywhere.num_replicas_in_sync
+
+
+def test_another_strategy_takes_the_place_of_the_one_set(everywhere):
+    one = hpcdist.OneDeviceStrategy("cpu")
+    hpcdist.experimental_set_strategy(one)
+    assert hpcdist.get_strategy() is one
+    model = torch.nn.Linear(2, 1)
+    assert one.extended.variable_created_in_scope(model.weight)
+    assert not everywhere.extended.variable_created_in_scope(model.weight)
+    hpcdist.experimental_set_strategy(None)
+    assert not hpcdist.has_strategy()
+    assert not one.extended.variable_created_in_scope(torch.nn.Linear(2, 1).weight)
+
+
+def test_a_strategy_is_not_set_inside_run(strategy):
+    with pytest.raises(RuntimeError, match="outside every strategy's scope and run"):
+        strategy.run(lambda: hpcdist.experimental_set_strategy(None))
+
+
+def test_only_the_pass_through_strategy_is_none():
+    default = hpcdist.get_strategy()
+    assert default is hpcdist.get_strategy()
+    assert not hpcdist.has_strategy()
+    with default.scope():
+        assert not hpcdist.has_strategy()
+    with hpcdist.OneDeviceStrategy("cpu").scope():
+        assert hpcdist.has_strategy()
+
+
+def test_a_scope_may_be_entered_again_in_itself(strategy):
+    with strategy.scope(), strategy.scope():
+        pass
+    with strategy.scope():
+        with strategy.scope():
+            pass
+        assert hpcdist.get_strategy() is strategy
+        model = torch.nn.Linear(2, 1)
+    assert not hpcdist.has_strategy()
+    assert strategy.extended.variable_created_in_scope(model.weight)
+
+
+def test_the_replica_outside_all_strategies_reduces_with_itself():
+    replica = hpcdist.get_replica_context()
+    assert replica.replica_id_in_sync_group == 0
+    assert replica.all_reduce("sum", torch.ones(2)).tolist() == [1, 1]
+    assert replica.all_gather(np.ones((2, 1)), axis=0).shape == (2, 1)
+    assert replica.merge_call(lambda strategy, x: (type(strategy).__name__, x + 1), args=(1,)) == ("Strategy", 2)
+    with hpcdist.OneDeviceStrategy("cpu").scope(), pytest.raises(RuntimeError, match="the replica that the context"):
+        replica.all_reduce("sum", 1.0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s: s.scope().__enter__(),
+        lambda s: s.reduce("sum", 1.0, axis=None),
+        lambda s: s.gather(torch.ones(1), axis=0),
+        lambda s: s.experimental_distribute_values_from_function(lambda c: 1),
+        lambda s: s.extended.update(torch.ones(1), lambda v: v),
+        lambda s: s.extended.reduce_to("sum", 1.0, None),
+        lambda s: s.extended.batch_reduce_to("sum", []),
+        lambda s: s.extended.broadcast_to(1.0, None),
+    ],
+)
+def test_what_belongs_in_cross_replica_context_says_so(strategy, call):
+    for one in (strategy, hpcdist.OneDeviceStrategy("cpu")):
+        with pytest.raises(RuntimeError, match="expected cross-replica context, .* got replica context, inside it"):
+            one.run(call, args=(one,))
+        with pytest.raises(RuntimeError, match="got update context, inside extended.update"):
+            one.extended.update(torch.ones(1), lambda _, s=one: call(s))
+
+
+# -- extended ----------------------------------------------------------------------------------------------------------
+
+
+def test_update_is_a_third_context(strategy):
+    with strategy.scope():
+        weight = torch.nn.Linear(2, 1, bias=False).weight
+
+        def add(variable, by, *, times):
+            assert hpcdist.get_replica_context() is None
+            assert context.updated_copy() == 0
+            variable.add_(by * times)
+            return "done"
+
+        before = weight.detach().clone()
+        assert strategy.extended.update(weight, add, args=(torch.ones(()),), kwargs={"times": 2}) == "done"
+        assert strategy.extended.update(weight, add, (1,), {"times": 0}, group=False) == ("done",)
+    assert torch.equal(weight.detach(), before + 2)
+    assert context.updated_copy() is None
+    parts = hpcdist.PerReplica([torch.zeros(1), torch.ones(1)])
+    results = strategy.extended.update(parts, lambda v, w: (v + w).item(), args=(hpcdist.PerReplica([5.0, 7.0]),))
+    assert results.values == (5.0, 8.0)
+
+
+def test_values_are_reduced_and_sent_to_devices(strategy, comm):
+    total = comm.size * (comm.size + 1) / 2
+    own = torch.full((2,), comm.rank + 1.0)
+    extended = strategy.extended
+    assert extended.reduce_to("sum", own, None).tolist() == [total] * 2
+    assert extended.reduce_to("mean", own, "/cpu:0").tolist() == [total / comm.size] * 2
+    assert extended.reduce_to("sum", own, torch.empty(0, device="meta")).device.type == "meta"
+    assert extended.batch_reduce_to("sum", [(own, None), (1.0, None)])[1] == comm.size
+    assert extended.broadcast_to(own, own).tolist() == [1, 1]
+    assert extended.broadcast_to(float(comm.rank), None) == 0.0
+    assert own.tolist() == [comm.rank + 1] * 2
+    assert hpcdist.get_strategy().extended.broadcast_to(own, hpcdist.PerReplica([own])).tolist() == own.tolist()
+
+
+def test_variables_know_their_strategy(strategy):
+    outside = torch.nn.Linear(2, 1)
+    with strategy.scope():
+        inside = torch.nn.BatchNorm1d(2)
+    assert strategy.extended.variable_created_in_scope(inside.weight)
+    assert strategy.extended.variable_created_in_scope(inside.running_mean)
+    assert not strategy.extended.variable_created_in_scope(outside.weight)
+    default = hpcdist.get_strategy().extended
+    assert default.variable_created_in_scope(outside.weight)
+    assert not default.variable_created_in_scope(inside.weight)
+    with strategy.extended.colocate_vars_with(inside.weight):
+        assert torch.ones(1).device == inside.weight.device
+    with pytest.raises(ValueError, match="made in this MultiWorkerMirroredStrategy's scope, got another Parameter"):
+        with strategy.extended.colocate_vars_with(outside.weight):
+            pass
+
+
+def test_colocated_means_on_the_same_device():
+    one = hpcdist.OneDeviceStrategy("meta")
+    with one.scope():
+        model = torch.nn.Linear(2, 1)
+    with one.extended.colocate_vars_with(model.weight):
+        assert torch.ones(1).device.type == "meta"
+    assert torch.ones(1).device.type == "cpu"
+
+
+def test_devices_and_who_writes(strategy, comm):
+    device = "cuda:" if torch.cuda.is_available() else "cpu"
+    assert strategy.extended.worker_devices[0].startswith(device)
+    assert strategy.extended.parameter_devices == strategy.extended.worker_devices
+    assert strategy.extended.should_checkpoint == strategy.extended.should_save_summary == (comm.rank == 0)
+    one = hpcdist.OneDeviceStrategy("meta").extended
+    assert one.worker_devices == ("meta",)
+    assert one.should_checkpoint
+
+
+# -- one device --------------------------------------------------------------------------------------------------------
+
+
+def train(strategy):
+    torch.manual_seed(3)
+    with strategy.scope():
+        model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    batches = strategy.experimental_distribute_dataset(make_data(12, 4))
+
+    def step(x, y):
+        optimizer.zero_grad()
+        hpcdist.compute_average_loss((model(x) - y) ** 2, global_batch_size=4).backward()
+        optimizer.step()
+
+    for batch in batches:
+        strategy.run(step, args=batch)
+    return model, optimizer, batches
+
+
+def test_one_device_places_modules_and_what_run_makes():
+    strategy = hpcdist.OneDeviceStrategy("meta")
+    assert strategy.num_replicas_in_sync == 1
+    with strategy.scope():
+        assert torch.nn.Linear(2, 1).weight.device.type == "meta"
+    assert torch.nn.Linear(2, 1).weight.device.type == "cpu"
+    assert strategy.run(lambda: torch.ones(1).device.type) == "meta"
+    assert strategy.run(lambda: hpcdist.get_replica_context().replica_id_in_sync_group) == 0
+    assert torch.ones(1).device.type == "cpu"
+
+
+def test_one_device_needs_no_other_rank(comm):
+    strategy = hpcdist.OneDeviceStrategy("cpu")
+    assert strategy.num_replicas_in_sync == 1
+    assert strategy.is_chief
+    assert strategy.reduce("sum", comm.rank + 1, axis=None) == comm.rank + 1
+    if comm.rank == 0:
+        train(strategy)
+
+
+def test_one_device_equals_one_mirrored_replica(comm):
+    if comm.size > 1:
+        pytest.skip("one rank is one replica")
+    ours = train(hpcdist.OneDeviceStrategy("cpu"))[0].state_dict()
+    mirrored = train(hpcdist.MirroredStrategy())[0].state_dict()
+    assert all(torch.equal(ours[name], mirrored[name]) for name in ours)
+
+
+def test_one_device_goes_on_with_the_same_random_numbers():
+    strategy = hpcdist.OneDeviceStrategy("cpu")
+    train(strategy)
+    state = strategy.state_dict()
+    assert state["step"] == 3
+    expected = torch.rand(3)
+    other = hpcdist.OneDeviceStrategy("cpu")
+    torch.rand(5)
+    other.load_state_dict(state)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "text"),
+    [
+        ("/gpu:99", "expected cuda:99 in this process, got .* GPUs"),
+        ("/tpu:0", "expected xla:0 in this process"),
+        ("/job:worker/task:0", "such as 'cpu', '/gpu:0' .* got '/job:worker/task:0'"),
+        ("nothing:0", "got 'nothing:0'; correct the name"),
+    ],
+)
+def test_a_device_that_is_not_there(device, text):
+    with pytest.raises(ConfigurationError, match=text) as caught:
+        hpcdist.OneDeviceStrategy(device)
+    assert "\n" not in str(caught.value)
+
+
+def test_inputs_are_moved_one_ahead():
+    data = hpcdist.Dataset.from_tensor_slices((torch.ones(10, 1), np.ones((10, 1)))).batch(4)
+    source = hpcdist.get_strategy().experimental_distribute_dataset(data)
+    moved = DeviceDataset(source, torch.device("meta"))
+    found = []
+    for x, y in moved:
+        found.append((x.device.type, y.device.type, x.shape[0], moved.position, source.position))
+    assert found == [("meta", "meta", 4, 4, 8), ("meta", "meta", 4, 8, 10), ("meta", "meta", 2, 10, 10)]
+    assert (moved.position, moved.epoch) == (10, 1)
+    strategy = hpcdist.OneDeviceStrategy("meta")
+    assert next(iter(strategy.experimental_distribute_dataset(make_data())))[0].device.type == "meta"
+
+
+def test_a_cursor_taken_while_a_batch_is_ahead_goes_on_with_that_batch():
+    moved = DeviceDataset(hpcdist.get_strategy().experimental_distribute_dataset(make_data(10, 4)), torch.device("cpu"))
+    batches = iter(moved)
+    next(batches)
+    state = moved.state_dict()
+    rest = [x.flatten().tolist() for x, _ in batches]
+    other = DeviceDataset(hpcdist.get_strategy().experimental_distribute_dataset(make_data(10, 4)), torch.device("cpu"))
+    other.load_state_dict(state)
+    assert [x.flatten().tolist() for x, _ in other] == rest == [[4, 5, 6, 7], [8, 9]]

@@ -1,0 +1,346 @@
+"""Every replica's part of every global batch: uneven inputs, policies, options, and datasets from a function."""
+
+import random
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+import hpcdist
+from hpcdist.data.dataset import Dataset
+from hpcdist.data.distributed import DistributedDataset
+from hpcdist.data.from_function import DistributedFromFunction, contexts_of, datasets_of
+from hpcdist.data.nest import TensorSpec
+from hpcdist.errors import DataError
+from hpcdist.plan.blocks import block_bounds
+from hpcdist.strategy.base import Strategy
+
+
+def random_case(number):
+    """Return (rows, global batch, replicas, ranks, drop_remainder, random numbers) of one of the cases."""
+    rng = random.Random(number)
+    n_replicas = rng.randint(1, 9)
+    rows = rng.choice([0, 1, rng.randint(2, 40)])
+    return rows, rng.randint(1, 15), n_replicas, rng.randint(1, n_replicas), rng.random() < 0.3, rng
+
+
+def values_of(n_rows):
+    return np.arange(n_rows) * 2 + 1
+
+
+def dataset_of(rows, rng):
+    """Return rows in one of the ways that they come in, each with its number and a value."""
+    numbers = np.arange(rows), values_of(rows)
+    if rng.random() < 0.3 and rows:
+        made = Dataset.from_generator(lambda: zip(*numbers, strict=True))
+    else:
+        made = Dataset.from_tensor_slices(numbers)
+    return made.shuffle(buffer_size=7, seed=rng.randint(0, 9)) if rng.random() < 0.5 else made
+
+
+def on_ranks(dataset, n_replicas, n_ranks):
+    """Return the distributed dataset of every rank, with replicas dealt out in blocks."""
+    places = [range(*block_bounds(n_replicas, n_ranks, rank)) for rank in range(n_ranks)]
+    return [DistributedDataset(dataset, place, n_replicas, wrap=list) for place in places]
+
+
+def steps_of(distributed, n_steps=None):
+    """Return, step by step, the parts of all replicas. Ranks that do not end together fail."""
+    steps, iterators = [], [iter(one) for one in distributed]
+    while n_steps is None or len(steps) < n_steps:
+        elements = [iterator.get_next_as_optional() for iterator in iterators]
+        if not any(element.has_value() for element in elements):
+            return steps
+        steps.append([part for element in elements for part in element.get_value()])
+    return steps
+
+
+def rows_in(steps):
+    return [row for step in steps for part in step for row in part[0].tolist()]
+
+
+@pytest.mark.parametrize("first", range(0, 1000, 100))
+def test_uneven_inputs_every_sample_once_and_exact_metrics(first):
+    for number in range(first, first + 100):
+        rows, batch, n_replicas, n_ranks, is_dropping, rng = random_case(number)
+        dataset = dataset_of(rows, rng).batch(batch, is_dropping)
+        distributed = on_ranks(dataset, n_replicas, n_ranks)
+        for _ in range(2):
+            steps = steps_of(distributed)
+            seen = rows_in(steps)
+            kept = rows - rows % batch if is_dropping else rows
+            assert len(set(seen)) == len(seen) == kept, number
+            assert is_dropping or sorted(seen) == list(range(rows)), number
+            assert len(steps) == (rows // batch if is_dropping else -(-rows // batch)), number
+            # a metric: sums and counts of the replicas, added up
+            sums = sum(int(part[1].sum()) for step in steps for part in step)
+            counts = sum(len(part[1]) for step in steps for part in step)
+            assert (sums, counts) == (sum(values_of(rows)[seen]), kept), number
+            assert all(len(part[0]) <= -(-batch // n_replicas) for step in steps for part in step), number
+
+
+@pytest.mark.parametrize("first", range(0, 400, 100))
+def test_restart_in_mid_epoch_on_other_ranks_with_another_batch(first):
+    for number in range(first, first + 100):
+        rows, batch, n_replicas, n_ranks, _, rng = random_case(number)
+        made = dataset_of(rows, rng).repeat(2)
+        before = on_ranks(made.batch(batch), n_replicas, n_ranks)
+        seen = rows_in(steps_of(before, rng.randint(0, 2 * rows // batch)))
+        states = [one.state_dict() for one in before]
+        assert all(state == states[0] for state in states)
+        after = on_ranks(made.batch(rng.randint(1, 9)), rng.choice([1, 2, 5]), 1)
+        after[0].load_state_dict(states[0])
+        assert seen + rows_in(steps_of(after)) == rows_in(steps_of(on_ranks(made.batch(batch), 1, 1))), number
+
+
+def test_an_empty_part_looks_like_the_others():
+    dataset = Dataset.from_tensor_slices({"x": np.zeros((1, 3), np.float32)}).map(lambda row: (row["x"][:2], 5))
+    part = next(iter(DistributedDataset(dataset.batch(4), range(2, 3), 3)))
+    assert part[0].shape == (0, 2)
+    assert part[0].dtype == np.float32
+    assert part[1].shape == (0,)
+
+
+def test_an_error_on_an_empty_part_points_at_drop_remainder():
+    whole = torch.ones(1, 2)
+    empty = next(iter(DistributedDataset(Dataset.from_tensor_slices(whole).batch(4), range(1, 2), 2)))
+    with pytest.raises(RuntimeError, match="drop_remainder=True"):
+        Strategy().run(lambda x: x.max(), args=(empty,))
+    with pytest.raises(IndexError) as raised:
+        Strategy().run(lambda x: x[5], args=(whole,))
+    assert not hasattr(raised.value, "__notes__")
+    mapped = Dataset.from_tensor_slices(whole).batch(4).map(lambda x: x.max())
+    with pytest.raises(RuntimeError, match="drop_remainder=True"):
+        next(iter(DistributedDataset(mapped, range(1, 2), 2)))
+
+
+def test_several_local_replicas_need_what_joins_their_parts():
+    dataset = Dataset.from_tensor_slices(np.arange(4)).batch(4)
+    rows = []
+    joined = DistributedDataset(dataset, range(1, 3), 3, rows.append, wrap=tuple)
+    assert [tuple(part.tolist() for part in step) for step in joined] == [([2, 3], [])]
+    assert rows == [[2, 0], None]
+    with pytest.raises(DataError, match="expected wrap for the parts of 2 replicas"):
+        DistributedDataset(dataset, range(1, 3), 3)
+
+
+def test_iterators():
+    distributed = Strategy().experimental_distribute_dataset(Dataset.from_tensor_slices(np.arange(3)).batch(2))
+    iterator = iter(distributed)
+    assert iter(iterator) is iterator
+    assert iterator.get_next().tolist() == [0, 1]
+    assert iterator.get_next_as_optional().get_value().tolist() == [2]
+    end = iterator.get_next_as_optional()
+    assert not end.has_value()
+    with pytest.raises(DataError, match="has_value"):
+        end.get_value()
+    with pytest.raises(StopIteration):
+        iterator.get_next()
+
+
+def test_element_spec():
+    rows = {"x": torch.zeros(6, 3), "y": np.zeros(6, np.int32)}
+    dataset = Dataset.from_tensor_slices(rows)
+    assert dataset.element_spec == {"x": TensorSpec((3,), torch.float32), "y": TensorSpec((), np.dtype("int32"))}
+    static = DistributedDataset(dataset.batch(4, drop_remainder=True), range(1), 2)
+    assert static.element_spec["x"] == iter(static).element_spec["x"] == TensorSpec((2, 3), torch.float32)
+    assert DistributedDataset(dataset.batch(4), range(1), 2).element_spec["x"].shape == (None, 3)
+    mapped = dataset.map(lambda row: row["x"].double()).batch(4, drop_remainder=True).map(lambda x: x.sum(1))
+    assert mapped.element_spec == TensorSpec((4,), torch.float64)
+
+
+def test_input_context():
+    context = hpcdist.InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=4)
+    assert context.get_per_replica_batch_size(64) == 16
+    with pytest.raises(ValueError, match="divisible by 4"):
+        context.get_per_replica_batch_size(63)
+    per_replica = hpcdist.InputOptions(experimental_replication_mode=hpcdist.InputReplicationMode.PER_REPLICA)
+    made = contexts_of(per_replica, range(2, 4), (1, 2), 4)
+    assert [(one.num_input_pipelines, one.input_pipeline_id) for one in made] == [(4, 2), (4, 3)]
+    assert contexts_of(None, range(2, 4), (1, 2), 4) == [context]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"experimental_per_replica_buffer_size": 0},
+        {"experimental_place_dataset_on_device": True},
+    ],
+)
+def test_input_options_refuse(wrong):
+    with pytest.raises(ValueError, match="expected"):
+        hpcdist.InputOptions(**wrong)
+
+
+def with_policy(dataset, policy):
+    options = hpcdist.Options()
+    options.experimental_distribute.auto_shard_policy = policy
+    return dataset.with_options(options)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Return a pattern for three files of 5, 2 and 4 rows, which count on."""
+    start = 0
+    for number, n_rows in enumerate((5, 2, 4)):
+        with h5py.File(tmp_path / f"part-{number}.h5", "w") as file:
+            file["x"] = np.arange(start, start + n_rows)
+        start += n_rows
+    return str(tmp_path / "part-*.h5")
+
+
+OWN_FILES = [[0, 1, 2, 3, 4, 7, 8, 9, 10], [5, 6]]
+
+
+def test_shard_by_policy(files):
+    policy = hpcdist.AutoShardPolicy
+    rows = Dataset.from_hdf5(files, "x")
+
+    def shards(dataset, n_shards=2):
+        return [[int(row) for row in dataset.shard(n_shards, index)] for index in range(n_shards)]
+
+    every_second = [list(range(0, 11, 2)), list(range(1, 11, 2))]
+    assert shards(with_policy(rows, policy.FILE)) == shards(with_policy(rows, policy.AUTO)) == OWN_FILES
+    assert shards(with_policy(rows, policy.DATA)) == shards(rows) == every_second
+    assert shards(with_policy(rows, policy.OFF)) == [list(range(11))] * 2
+    for few in (policy.FILE, policy.AUTO):
+        with pytest.raises(DataError, match="at least 4 files"):
+            with_policy(rows, few).shard(4, 0)
+    stream = with_policy(Dataset.from_generator(lambda: range(11)), policy.AUTO)
+    assert shards(stream) == every_second
+    with pytest.raises(DataError, match="at least 2 files, one per input pipeline, got 0"):
+        with_policy(stream, policy.FILE).shard(2, 0)
+
+
+def parts_of(dataset, n_replicas):
+    whole = steps_of(on_ranks(dataset, n_replicas, n_replicas))
+    return [[part.tolist() for part in step] for step in whole]
+
+
+def test_policy_off_gives_every_replica_the_global_batch():
+    dataset = with_policy(Dataset.from_tensor_slices(np.arange(3)).batch(2), hpcdist.AutoShardPolicy.OFF)
+    assert parts_of(dataset, 2) == [[[0, 1], [0, 1]], [[2], [2]]]
+
+
+def test_policy_file_reads_own_files_in_as_many_steps_on_all(files):
+    rows = with_policy(Dataset.from_hdf5(files, "x"), hpcdist.AutoShardPolicy.FILE)
+    assert parts_of(rows.batch(6), 2) == [[[0, 1, 2], [5, 6]], [[3, 4, 7], []], [[8, 9, 10], []]]
+    assert parts_of(rows.batch(4, drop_remainder=True), 2) == [[[0, 1], [5, 6]]]
+    assert parts_of(rows.batch(20, drop_remainder=True).repeat(), 2) == []
+    mixed = parts_of(rows.shuffle(seed=1).batch(6), 2)
+    assert [sorted(sum((step[replica] for step in mixed), [])) for replica in range(2)] == OWN_FILES
+    with pytest.raises(DataError, match="at least 4 files"):
+        DistributedDataset(rows.batch(4), range(1), 4)
+    with pytest.raises(DataError, match="got take"):
+        DistributedDataset(rows.take(3).batch(4), range(1), 2)
+
+
+@pytest.mark.parametrize("n_steps", range(7))
+def test_policy_file_goes_on_at_the_same_step(files, n_steps):
+    rows = with_policy(Dataset.from_hdf5(files, "x"), hpcdist.AutoShardPolicy.FILE)
+    dataset = rows.shuffle(seed=1).batch(6).repeat(2)
+    before = on_ranks(dataset, 2, 2)
+    first = steps_of(before, n_steps)
+    assert before[0].state_dict() == before[1].state_dict()
+    after = on_ranks(dataset, 2, 1)
+    after[0].load_state_dict(before[0].state_dict())
+    rest = steps_of(after)
+    assert [[part.tolist() for part in step] for step in first + rest] == parts_of(dataset, 2)
+    with pytest.raises(DataError, match="file_shards 2 as in the checkpoint, got 3"):
+        on_ranks(dataset, 3, 1)[0].load_state_dict(before[0].state_dict())
+
+
+def from_function(dataset_fn, n_ranks, **more):
+    """Return the distributed datasets of ranks that are stepped in turn, and what they told `agree_end`."""
+    outs = []
+
+    def agree(is_out):
+        outs.append(is_out)
+        return is_out
+
+    made = [datasets_of(dataset_fn, contexts_of(None, range(r, r + 1), (r, n_ranks), n_ranks)) for r in range(n_ranks)]
+    return [DistributedFromFunction(one, range(1), n_ranks, agree_end=agree, **more) for one in made], outs
+
+
+def test_datasets_from_a_function_are_left_as_they_are():
+    def dataset_fn(context):
+        rows = Dataset.from_tensor_slices(np.arange(7)).shard(context.num_input_pipelines, context.input_pipeline_id)
+        return rows.batch(context.get_per_replica_batch_size(4))
+
+    (first, second), outs = from_function(dataset_fn, 2)
+    assert [part.tolist() for part in first] == [[0, 2], [4, 6]]
+    assert [part.tolist() for part in second] == [[1, 3], [5]]
+    assert outs == [False, False, True] * 2
+
+
+def test_a_rank_that_is_out_of_data_gets_empty_parts_until_all_are():
+    answers = iter([False, False, False, True])
+    rows = Dataset.from_tensor_slices(torch.ones(2, 3)).batch(2)
+    seen = []
+    distributed = DistributedFromFunction([rows], range(1), 2, seen.append, agree_end=lambda is_out: next(answers))
+    assert [tuple(part.shape) for part in distributed] == [(2, 3), (0, 3), (0, 3)]
+    assert seen == [[2], [0], [0], None]
+
+
+def test_a_rank_without_any_row_needs_a_signature():
+    nothing = Dataset.from_generator(lambda: iter([])).batch(2)
+    with pytest.raises(DataError, match="output_signature"):
+        list(DistributedFromFunction([nothing], range(1), 2, agree_end=lambda is_out: False))
+    answers = iter([False, True])
+    shaped = Dataset.from_generator(lambda: iter([]), output_signature=torch.zeros(3)).map(lambda x: x.double())
+    parts = list(DistributedFromFunction([shaped.batch(2)], range(1), 2, agree_end=lambda is_out: next(answers)))
+    assert [(part.shape, part.dtype) for part in parts] == [((0, 3), torch.float64)]
+
+
+def test_local_replicas_take_turns_at_the_batches_of_their_rank():
+    rows = Dataset.from_tensor_slices(np.arange(5)).batch(1)
+    distributed = DistributedFromFunction([rows], range(2), 2, wrap=list)
+    assert [[part.tolist() for part in step] for step in distributed] == [[[0], [1]], [[2], [3]], [[4], []]]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_the_steps_of_a_function_go_on(is_stream):
+    def make():
+        rows = Dataset.from_generator(lambda: range(6)) if is_stream else Dataset.from_tensor_slices(np.arange(6))
+        return DistributedFromFunction([rows.shuffle(6, seed=1).batch(2)], range(1), 1)
+
+    whole, unbroken = make(), []
+    for _ in range(2):
+        unbroken.append([part.tolist() for part in whole])
+    assert unbroken[0] != unbroken[1]
+    before = make()
+    list(before)
+    next(iter(before))
+    after = make()
+    after.load_state_dict(before.state_dict())
+    assert [part.tolist() for part in after] == unbroken[1][1:]
+    with pytest.raises(DataError, match="expected 1 replicas"):
+        DistributedFromFunction([Dataset.from_tensor_slices(np.arange(2)).batch(1)], range(1), 2).load_state_dict(
+            before.state_dict()
+        )
+
+
+def test_drawn_seeds_follow_from_one_that_is_in_the_cursor():
+    def make(replica):
+        rows = Dataset.from_tensor_slices(np.arange(30)).shuffle().batch(30)
+        return DistributedFromFunction([rows], range(replica, replica + 1), 2)
+
+    first, second, again = make(0), make(1), make(1)
+    first.set_seed(5), second.set_seed(5)
+    again.load_state_dict(first.state_dict())
+    (one,), (two,), (three,) = first, second, again
+    assert one.tolist() != two.tolist() == three.tolist()
+    given = Dataset.from_tensor_slices(np.arange(30)).shuffle(seed=3).batch(30)
+    assert next(iter(DistributedFromFunction([given], range(1), 1))).tolist() == next(iter(given)).tolist()
+
+
+def test_a_function_must_return_a_batched_dataset():
+    for wrong in (lambda context: [1], lambda context: Dataset.from_tensor_slices(np.arange(3))):
+        with pytest.raises(DataError, match=r"batch\(per_replica_batch\)"):
+            Strategy().distribute_datasets_from_function(wrong)
+
+
+def test_numpy_datasets():
+    for make in (Strategy().experimental_make_numpy_dataset, Strategy().make_experimental_numpy_dataset):
+        assert [int(row) for row in make(np.arange(3))] == [0, 1, 2]
