@@ -155,6 +155,7 @@ def test_rows_of_which_each_has_a_weight(strategy):
     metric = make(strategy, metrics.Mean)
     strategy.run(lambda: metric.update_state(torch.ones(2, 3, 2) * torch.tensor([1.0, 3.0])[:, None, None], [1.0, 3.0]))
     assert float(metric.result()) == 2.5
+    assert in_one_process(metrics.Mean, [1.0, 3.0], [[1.0], [3.0]]) == 2.5
     for weights in ([[1.0], [3.0]], [[1.0, 1, 1], [3.0, 3, 3]]):
         mean = metrics.Mean()
         mean.update_state([[1.0, 1, 1], [3.0, 3, 3]], weights)

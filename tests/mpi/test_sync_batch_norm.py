@@ -239,8 +239,8 @@ def test_copies_belong_to_the_same_strategy(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=2 * comm.size)
     with strategy.scope():
         new = hpcdist.SyncBatchNorm(N_CHANNELS)
-        with pytest.raises(RuntimeError, match="inside strategy.run"):
-            copy.deepcopy(new)(torch.ones(2, N_CHANNELS))
+    with pytest.raises(RuntimeError, match="inside strategy.run"):
+        copy.deepcopy(new)(torch.ones(2, N_CHANNELS))
     assert pickle.loads(pickle.dumps(new))(torch.ones(2, N_CHANNELS)).detach().numpy().shape == (2, N_CHANNELS)
 
 
