@@ -135,7 +135,8 @@ class BucketSet:
         if array is None:
             array = _array(self._members[bucket][0].part)
         self._n_started += 1
-        self._keep(self._reducer.start(array, bucket, is_exact=bucket == self._counts_bucket))
+        # other ranks may hold several replicas: this one's is a subtree among theirs
+        self._keep(self._reducer.start_partials([array], array, bucket, is_exact=bucket == self._counts_bucket))
 
     def _keep(self, handle: Handle | None) -> None:
         if handle is not None:
