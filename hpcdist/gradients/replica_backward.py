@@ -4,7 +4,7 @@ Replicas run one at a time (`turns.py`), but a backward may wait in its middle w
 does. So a replica's gradients are only collected while its backward runs, and take their places when it has ended.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hpcdist.errors import GradientError
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.backward import BackwardSum, refuse_graph, refuse_nested
-from hpcdist.gradients.buffers import gather_changed
+from hpcdist.gradients.buffers import BufferRecord, gather_changed
 from hpcdist.gradients.record import ParameterRecord
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.replica_state import ReplicaState
@@ -46,6 +46,21 @@ class ReplicaBackwardSum(BackwardSum):
         self._passes = {replica: _Pass() for replica in turns.replicas}
         self._contributions: list[list[Tensor | None]] = []
         self._earlier: dict[ParameterRecord, Tensor] = {}
+
+    def plan(self, records: Sequence[tuple[ParameterRecord, nn.Parameter]], buffers: list[BufferRecord]) -> None:
+        """Sum these from now on. Collective on several hosts: all ranks.
+
+        Raises:
+            GradientError: for parameters on a device, whose hooks torch calls in one thread for all replicas; on every
+                rank that has several replicas.
+        """
+        elsewhere = [record.name for record, parameter in records if parameter.device.type != "cpu"]
+        if elsewhere:
+            raise GradientError(
+                f"strategy: expected parameters on the host for {len(self._turns.replicas)} replicas of one rank, got "
+                f"{elsewhere[0]!r} on a device; start as many ranks as replicas."
+            )
+        super().plan(records, buffers)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

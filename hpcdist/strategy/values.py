@@ -60,7 +60,7 @@ def local_values(value: Any) -> tuple[Any, ...]:
 def regroup(nests: Sequence[Any], is_single_kept: bool = False) -> Any:
     """Return one nest with PerReplica leaves, made of one nest for each local replica.
 
-    A leaf that is the same object on all of them is left as it is.
+    A leaf that is the same object on all of them is left as it is, unless it is a number.
 
     Args:
         nests: all of one structure.
@@ -78,7 +78,9 @@ def regroup(nests: Sequence[Any], is_single_kept: bool = False) -> Any:
         parts = [regroup(parts, is_single_kept) for parts in zip(*nests, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     _check_alike(nests, [isinstance(nest, (dict, tuple, list)) for nest in nests])
-    if all(nest is first for nest in nests) and not (is_single_kept and first is not None and len(nests) == 1):
+    is_number = isinstance(first, (int, float, complex))  # equal ones may be one object, and are values all the same
+    is_kept_single = is_single_kept and first is not None
+    if all(nest is first for nest in nests) and not (is_kept_single if len(nests) == 1 else is_number):
         return first
     return PerReplica(nests)
 
