@@ -251,8 +251,10 @@ class Strategy:
         """Return the sum of flat host arrays, one of each local replica, over all replicas. May overwrite them."""
         return rows[0]
 
-    def _gather_over_ranks(self, rows: Any) -> tuple[Any, int]:
-        """Return the (rows, ...) host arrays of all ranks joined, and where this rank's begins."""
+    def _gather_over_ranks(self, rows: Any, error: UsageError | None) -> tuple[Any, int]:
+        """Return the (rows, ...) host arrays of all ranks joined, and where this rank's begins; or raise on all."""
+        if error is not None:
+            raise error
         return rows, 0
 
     def experimental_distribute_dataset(

@@ -17,6 +17,7 @@ from hpcdist.strategy.reduce_op import ReduceOp
 Axis = int | tuple[int, ...] | list[int] | None
 Array = npt.NDArray[Any]
 SumRows = Callable[[list[Array]], Array]
+Gather = Callable[[Array, UsageError | None], tuple[Array, int]]
 _HALF = ("float16", "bfloat16")
 
 
@@ -56,29 +57,44 @@ def _total(array: Array, axes: tuple[int, ...]) -> Array:
     return np.array(array.sum(axis=axes, dtype=array.dtype) if axes else array, order="C")
 
 
-def gather_rows(values: list[Any], axis: int, gather: Callable[[Array], tuple[Array, int]]) -> tuple[Any, list[int]]:
+def gather_rows(values: list[Any], axis: int, gather: Gather) -> tuple[Any, list[int]]:
     """Return all replicas' values joined along `axis`, and where each local one begins; see `Strategy.gather`.
 
     Args:
         values: of this rank's replicas: torch tensors or numpy arrays.
         axis: negative ones count from the end.
-        gather: returns the (rows, ...) arrays of all ranks joined, and where this rank's begins.
+        gather: returns the (rows, ...) arrays of all ranks joined, and where this rank's begins; raises on all ranks
+            the error that one of them gives it.
     """
     if isinstance(axis, bool) or not hasattr(axis, "__index__"):
         raise TypeError(f"gather: expected axis as an int, got {axis!r}; pass axis=0.")
+    rows, error = [], None
+    try:
+        rows = _rows_along(values, axis)
+    except UsageError as caught:
+        error = caught
+    joined, start = gather(np.concatenate(rows) if rows else np.empty(0), error)
+    starts = np.cumsum([start, *(len(row) for row in rows[:-1])]).tolist()
+    place = operator.index(axis) % joined.ndim
+    return _like(values[0], np.ascontiguousarray(np.moveaxis(joined, 0, place))), starts
+
+
+def _rows_along(values: list[Any], axis: int) -> list[Array]:
+    """Return the values as arrays with `axis` first.
+
+    Raises:
+        UsageError: when they are numbers, or do not fit together; on this rank only.
+    """
     arrays = [_as_array(value) for value in values]
     if any(array.ndim == 0 for array in arrays):
         raise UsageError("gather: expected values with at least one dimension, got a number; pass value[None].")
-    (place,) = _axes(axis, arrays[0].ndim)
-    rows = [np.ascontiguousarray(np.moveaxis(array, place, 0)) for array in arrays]
+    rows = [np.ascontiguousarray(np.moveaxis(array, _axes(axis, array.ndim)[0], 0)) for array in arrays]
     if len({(row.shape[1:], row.dtype) for row in rows}) > 1:
         raise UsageError(
             f"gather: expected values that differ along axis {axis} only, got {[array.shape for array in arrays]}; "
             f"pass the axis that differs."
         )
-    joined, start = gather(np.concatenate(rows))
-    starts = np.cumsum([start, *(len(row) for row in rows[:-1])]).tolist()
-    return _like(values[0], np.ascontiguousarray(np.moveaxis(joined, 0, place))), starts
+    return rows
 
 
 def _as_array(value: Any) -> Array:

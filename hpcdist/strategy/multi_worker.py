@@ -24,7 +24,7 @@ from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset, check_distributable
 from hpcdist.data.from_function import DatasetFunction, DistributedFromFunction, contexts_of, datasets_of
 from hpcdist.data.options import InputOptions
-from hpcdist.errors import ConfigurationError, DataError, agreed
+from hpcdist.errors import ConfigurationError, DataError, UsageError, agreed
 from hpcdist.gradients.engine import GradientEngine
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.tensors import from_array, to_array
@@ -179,7 +179,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             mpi.all_reduce(rows[0], self._group)
             return rows[0]
 
-    def _gather_over_ranks(self, rows: Any) -> tuple[Any, int]:
+    def _gather_over_ranks(self, rows: Any, error: UsageError | None) -> tuple[Any, int]:
+        self.world.agree(error, self._comm)
         counts = gather_rows(np.array([len(rows)]), self._group)
         return gather_rows(rows, self._group), int(counts[: self._comm.rank].sum())
 

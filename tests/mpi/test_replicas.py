@@ -128,6 +128,20 @@ def test_a_misfit_on_one_rank_is_an_error_on_all(strategy, comm):
         strategy.gather(parts, axis=0)
 
 
+def test_run_gives_each_replica_its_own_of_a_nest(strategy):
+    own = ids(strategy)
+
+    def fn(nest, *, named):
+        replica = hpcdist.get_replica_context().replica_id_in_sync_group
+        assert nest == {"a": [replica, (replica, "x")], "b": 2}
+        assert named == (replica, 3)
+        return True
+
+    nest = {"a": [own, (own, "x")], "b": 2}
+    found = strategy.run(fn, args=[nest], kwargs={"named": (own, 3)}, options=None)
+    assert set(strategy.experimental_local_results(found)) == {True}
+
+
 def test_reduce_weighs_every_replica_alike_and_every_row(strategy):
     rows = strategy.run(lambda replica: torch.full((replica + 1,), float(replica)), args=(ids(strategy),))
     assert strategy.reduce("sum", ids(strategy), axis=None) == 10
@@ -231,6 +245,21 @@ def test_merge_call(strategy, comm):
         in [(True,) * n for n in range(1, 6)]
         or strategy.run(fn, args=(ids(strategy),)) is True
     )
+
+
+def test_merge_calls_in_loops_and_conditions(strategy):
+    def add(strategy, own):
+        return strategy.reduce("sum", own, axis=None)
+
+    def fn(replica):
+        context, total = hpcdist.get_replica_context(), replica
+        for _ in range(3):
+            if total < 50:
+                total = context.merge_call(add, args=(torch.tensor(total),)).item()
+        return total
+
+    found = strategy.run(fn, args=(ids(strategy),))
+    assert set(strategy.experimental_local_results(found)) == {50}
 
 
 def test_a_step_in_a_merge_call_is_made_once(strategy):

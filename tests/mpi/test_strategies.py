@@ -103,6 +103,26 @@ def test_the_replica_outside_all_strategies_reduces_with_itself():
         replica.all_reduce("sum", 1.0)
 
 
+def test_a_thread_begins_outside_all_strategies(strategy):
+    found = []
+    with strategy.scope():
+        thread = threading.Thread(target=lambda: found.extend([hpcdist.get_replica_context(), hpcdist.has_strategy()]))
+        thread.start()
+        thread.join()
+    assert found == [hpcdist.get_replica_context(), False]
+    assert (found[0].replica_id_in_sync_group, found[0].num_replicas_in_sync) == (0, 1)
+
+
+def test_a_plain_call_of_a_model_does_not_enter_its_strategy(strategy):
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+    found = []
+    model.register_forward_hook(lambda *_: found.append(hpcdist.get_strategy()))
+    model(torch.ones(1, 2))
+    strategy.run(lambda: model(torch.ones(1, 2)))
+    assert found == [hpcdist.get_strategy(), strategy]
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -107,6 +107,27 @@ def test_reduce_refuses(strategy, op, value, axis, kind, text):
         hpcdist.get_strategy().reduce(op, value, axis=axis)
 
 
+def test_reduce_must_be_given_an_axis(strategy):
+    with pytest.raises(TypeError, match="axis"):
+        strategy.reduce("sum", 1.0)
+
+
+def test_gather_refuses_what_does_not_fit_on_all_ranks(strategy, comm):
+    if comm.size == 1:
+        pytest.skip("one rank cannot differ")
+    for shape in ((2, 2 + comm.rank), (2,) * (1 + comm.rank)):
+        with pytest.raises(ValueError, match="pass arrays that fit together"):
+            strategy.gather(torch.ones(shape), axis=0)
+
+
+def test_sparse_values_are_refused(strategy):
+    value = torch.eye(2).to_sparse()
+    with pytest.raises(TypeError, match="Sparse layout"):
+        strategy.gather(value, axis=0)
+    with pytest.raises(TypeError, match="Sparse layout"):
+        strategy.run(lambda: hpcdist.get_replica_context().all_gather(value, axis=0))
+
+
 def test_shapes_that_differ_are_an_error_on_all_ranks(strategy, comm):
     if comm.size == 1:
         pytest.skip("one rank cannot differ")
@@ -195,6 +216,14 @@ def test_another_dataset_on_one_rank_is_an_error_on_all(strategy, comm):
     rows = torch.arange(8 if comm.rank == 0 else 16)
     with pytest.raises(DataError, match=r"expected the dataset of the chief, .*n_rows=8.* got .*n_rows=16"):
         strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(rows).batch(4))
+
+
+def test_a_numpy_dataset_is_held_once_and_distributed(strategy, comm):
+    rows = np.arange(6)
+    dataset = strategy.experimental_make_numpy_dataset(rows).batch(4)
+    rows += 10  # what is seen below was not copied
+    parts = comm.allgather([part.tolist() for part in strategy.experimental_distribute_dataset(dataset)])
+    assert [sum(step, []) for step in zip(*parts, strict=True)] == [[10, 11, 12, 13], [14, 15]]
 
 
 def test_refuses_what_is_no_dataset(strategy):
