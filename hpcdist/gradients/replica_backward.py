@@ -167,6 +167,8 @@ class ReplicaBackwardSum(BackwardSum):
     def stop(self) -> None:
         """Forget what replicas did that an error has stopped."""
         self._passes = {replica: _Pass() for replica in self._turns.replicas}
+        if self._contributions:
+            self._n_sums -= 1  # it was counted, and will not be summed
         self._contributions, self._earlier = [], {}
         if self._records:
             self._drop()

@@ -53,7 +53,7 @@ def all_of_replicas(strategy: "Strategy", tensors: Sequence[Tensor]) -> Tensor:
     Collective: all ranks. Same shape and dtype required on every replica: yes.
     """
     rows = np.stack([_bytes_of(tensor) for tensor in tensors])
-    joined, _ = strategy._gather_over_ranks(rows)
+    joined, _ = strategy._gather_over_ranks(rows, None)
     first = tensors[0].cpu()
     return _from_bytes(joined, first.new_empty((len(joined), *first.shape)))
 
