@@ -22,7 +22,7 @@ from hpcdist.strategy.extended import StrategyExtended
 from hpcdist.strategy.local_reduce import Axis, check_axis, copy_of, gather_rows, reduce_rows
 from hpcdist.strategy.reduce_op import ReduceOp
 from hpcdist.strategy.replica_context import OnlyReplica, ReplicaContext
-from hpcdist.strategy.values import PerReplica, local_values, regroup, select
+from hpcdist.strategy.values import DistributedValues, PerReplica, local_values, regroup, select
 
 
 @dataclass(frozen=True)
@@ -192,6 +192,7 @@ class Strategy:
             reduce_op: SUM or MEAN. MEAN over an axis divides the global sum by the global number of elements, so parts
                 of different length weigh by their length.
             value: PerReplica, or, with one replica in this process, its value: torch tensor, numpy array or number.
+                With several, a plain value is every one's; its SUM with axis None is refused, as in tf.distribute.
             axis: None (over replicas only), an int, or a tuple or list of ints; negative ones count from the end.
 
         Returns:
@@ -204,6 +205,9 @@ class Strategy:
         self._require_cross_replica("reduce", "return the value from run and reduce it")
         op = ReduceOp.parse(reduce_op)
         check_axis(axis)
+        n_local = len(self._own_replicas)
+        if n_local > 1 and not isinstance(value, DistributedValues) and (op is ReduceOp.MEAN or axis is not None):
+            value = PerReplica([value] * n_local)  # as tf.distribute: a plain value is every replica's
         return reduce_rows(op, self._local_values("reduce", value), axis, self._sum_over_replicas)
 
     def gather(self, value: Any, axis: int) -> Any:

@@ -117,7 +117,10 @@ def _axes(axis: Axis, n_dims: int) -> tuple[int, ...]:
                 f"reduce: expected an axis from {-n_dims} to {n_dims - 1}, got {one}; the value has {n_dims} "
                 "dimensions."
             )
-    return tuple(sorted({operator.index(one) % n_dims for one in given}))
+    places = sorted(operator.index(one) % n_dims for one in given)
+    if len(set(places)) < len(places):
+        raise UsageError(f"reduce: expected each axis once, got {axis}; name every dimension once.")
+    return tuple(places)
 
 
 def _check_shapes(totals: list[Array], sum_rows: SumRows) -> None:

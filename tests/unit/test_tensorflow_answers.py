@@ -1,0 +1,161 @@
+"""hpcdist beside TensorFlow: the calls that tests/oracle recorded, with as many replicas in this one process."""
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import hpcdist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "oracle"))
+from cases import Case, PerReplica, cases
+
+pytest.importorskip("mpi4py.MPI")
+#: Where an order of sums is not the same, and for means, which TensorFlow's graphs multiply by the inverse.
+TOLERANCE = {"float32": 1e-5, "float64": 1e-6}
+
+
+@cache
+def strategy_of(n_replicas: int) -> hpcdist.Strategy:
+    return hpcdist.MultiWorkerMirroredStrategy(num_replicas=n_replicas, gradient_op="sum")
+
+
+def ours(value):
+    """Return a recorded value as a user of hpcdist would have it: tensors, PerReplica of tensors."""
+    if isinstance(value, PerReplica):
+        return hpcdist.PerReplica([ours(one) for one in value.values])
+    if isinstance(value, dict):
+        return {key: ours(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(ours(one) for one in value)
+    return torch.tensor(value) if isinstance(value, np.ndarray) else value
+
+
+def op_of(text):
+    return {"ReduceOp.SUM": hpcdist.ReduceOp.SUM, "ReduceOp.MEAN": hpcdist.ReduceOp.MEAN}.get(text, text)
+
+
+def check(found, expected, is_exact):
+    if isinstance(expected, PerReplica):
+        values = found.values if isinstance(found, hpcdist.DistributedValues) else [found] * len(expected.values)
+        for one, other in zip(values, expected.values, strict=True):
+            check(one, other, is_exact)
+    elif isinstance(expected, dict):
+        assert set(found) == set(expected)
+        for key in expected:
+            check(found[key], expected[key], is_exact)
+    elif isinstance(expected, (list, tuple)):
+        for one, other in zip(found, expected, strict=True):
+            check(one, other, is_exact)
+    else:
+        found, expected = np.asarray(found), np.asarray(expected)
+        assert found.shape == expected.shape
+        found = found.astype(expected.dtype)  # a float32 loss with float64 weights is float64 in torch
+        if is_exact or expected.dtype.kind not in "fc":
+            assert np.array_equal(found, expected, equal_nan=expected.dtype.kind == "f")
+        else:
+            tolerance = TOLERANCE[str(expected.dtype)]
+            assert np.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def reduce(strategy, reduce_op, value, axis, in_function):
+    return strategy.reduce(op_of(reduce_op), ours(value), axis=axis)
+
+
+def gather(strategy, value, axis, one_device):
+    return strategy.gather(ours(value), axis=axis)
+
+
+def all_reduce(strategy, reduce_op, value, one_device):
+    def fn(own):
+        return hpcdist.get_replica_context().all_reduce(op_of(reduce_op), own)
+
+    return strategy.run(fn, args=(ours(value),))
+
+
+def all_gather(strategy, value, axis, one_device):
+    return strategy.run(lambda own: hpcdist.get_replica_context().all_gather(own, axis=axis), args=(ours(value),))
+
+
+def split(strategy, rows, batch_size, drop_remainder, repeat_rows, repeat_batches):
+    dataset = hpcdist.Dataset.from_tensor_slices(np.arange(rows)).repeat(repeat_rows)
+    dataset = dataset.batch(batch_size, drop_remainder=drop_remainder).repeat(repeat_batches)
+    return [[part.tolist() for part in batch.values] for batch in strategy.experimental_distribute_dataset(dataset)]
+
+
+def average_loss(strategy, per_example_loss, sample_weight, global_batch_size, context):
+    return strategy.run(
+        hpcdist.compute_average_loss, args=(ours(per_example_loss), ours(sample_weight), global_batch_size)
+    )
+
+
+def regularization_loss(strategy, regularization_loss, context):
+    return strategy.run(hpcdist.scale_regularization_loss, args=(ours(regularization_loss),))
+
+
+CALLS = {
+    "reduce": reduce,
+    "gather": gather,
+    "all_reduce": all_reduce,
+    "all_gather": all_gather,
+    "split": split,
+    "average_loss": average_loss,
+    "regularization_loss": regularization_loss,
+}
+
+
+def is_meant_otherwise(case: Case) -> bool:
+    """Return whether hpcdist means to differ: the reasons, one by one."""
+    given = case.arguments
+    values = [value for one in given.values() if isinstance(one, PerReplica) for value in one.values]
+    if case.kind == "reduce":  # a list as axis is refused outside tf.function only; the mean of nothing is 0, not NaN
+        is_mean_of_nothing = case.error is None and bool(np.isnan(case.expected).any())
+        return is_mean_of_nothing or (case.error is not None and "unhashable" in case.error.message)
+    if case.kind in ("gather", "all_gather"):  # recorded with what looks at neither axis nor rank
+        return given["one_device"] and case.n_replicas == 1
+    if case.kind == "split":  # TensorFlow has no rows of no dtype either: the array knows them
+        return given["rows"] == 0
+    if case.kind in ("average_loss", "regularization_loss"):
+        # the helpers also work in scopes and bare loops; torch gives whole numbers float32; one number is taken for a
+        # loss that was summed already
+        is_odd = any(value.dtype.kind != "f" or value.ndim == 0 for value in values)
+        return given["context"] != "replica" or is_odd
+    return False
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_as_tensorflow(kind):
+    compared = [case for case in cases(kind) if not is_meant_otherwise(case)]
+    wrong = {case.number: text for case in compared if (text := difference(case))}
+    assert wrong == {}
+    assert len(compared) >= MINIMUM[kind]
+
+
+#: So many cases of each kind are compared, of 2,268 that were recorded.
+MINIMUM = {
+    "reduce": 800,
+    "gather": 300,
+    "all_reduce": 216,
+    "all_gather": 120,
+    "split": 400,
+    "average_loss": 100,
+    "regularization_loss": 30,
+}
+
+
+def difference(case: Case) -> str:
+    """Return how hpcdist's answer differs from TensorFlow's; empty text when it does not."""
+    try:
+        found = CALLS[case.kind](strategy_of(case.n_replicas), **case.arguments)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return "" if case.error else f"{type(error).__name__}: {error}"
+    if case.error:
+        return f"no error; TensorFlow: {case.error}"
+    try:
+        check(found, case.expected, case.exact)
+    except AssertionError as error:
+        return f"{found} is not {case.expected} {error}"
+    return ""
