@@ -75,7 +75,7 @@ class GradientEngine:
         self.turns = Turns(own, [*switched, self.generators] if is_counted else switched)
         self.backward: BackwardSum = (
             BackwardSum(reducer, is_mean)
-            if self._n_replicas == self._comm.size  # else also where only one is here, as partial sums are exchanged
+            if len(own) == 1
             else ReplicaBackwardSum(reducer, is_mean, self.turns, self._state)
         )
         self.storage: CentralStorage | None = None

@@ -167,8 +167,8 @@ class ReplicaBackwardSum(BackwardSum):
     def stop(self) -> None:
         """Forget what replicas did that an error has stopped."""
         self._passes = {replica: _Pass() for replica in self._turns.replicas}
-        if self._contributions:
-            self._n_sums -= 1  # it was counted, and will not be summed
+        if self._contributions:  # begun here, but not summed: ranks with one replica have not counted it
+            self._n_sums -= 1
         self._contributions, self._earlier = [], {}
         if self._records:
             self._drop()
