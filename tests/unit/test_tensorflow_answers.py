@@ -120,8 +120,9 @@ def is_meant_otherwise(case: Case) -> bool:
         return given["rows"] == 0
     if case.kind in ("average_loss", "regularization_loss"):
         # the helpers also work in scopes and bare loops; torch gives whole numbers float32; one number is taken for a
-        # loss that was summed already
+        # loss that was summed already, and a global batch may be a float
         is_odd = any(value.dtype.kind != "f" or value.ndim == 0 for value in values)
+        is_odd = is_odd or isinstance(given.get("global_batch_size"), float)
         return given["context"] != "replica" or is_odd
     return False
 
