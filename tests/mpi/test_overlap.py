@@ -96,7 +96,9 @@ def test_all_that_a_step_sends_is_in_the_journal(comm, over_hosts):
 def test_what_the_bits_depend_on_is_told(comm, over_hosts):
     def told(**options):
         communication_options = hpcdist.CommunicationOptions(**options)
-        return hpcdist.MultiWorkerMirroredStrategy(communication_options=communication_options).describe_sums()
+        facts = hpcdist.MultiWorkerMirroredStrategy(communication_options=communication_options).describe_sums()
+        assert facts.pop("replicas") is None
+        return facts
 
     over_hosts("1 each")
     has_hosts = comm.size > 1
