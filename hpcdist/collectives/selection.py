@@ -64,6 +64,8 @@ def table_of(group: Group) -> list[tuple[int, str]] | None:
 def restore_table(group: Group, table: list[tuple[int, str]]) -> None:
     """Choose as a table says: one that was just measured, or a checkpoint's, so that a restart sums alike."""
     rows = [(least, name) for least, name in table]
+    if len(group.placement.hosts) > 1 and any(name == Implementation.SHARED_MEMORY.value for _, name in rows):
+        return  # of a run on one host: it is measured anew
     group.put("table", rows)
     others = [least for least, name in rows if name != Implementation.MPI.value]
     group.library_bytes = min([mpi.PIECE_BYTES, *others])

@@ -254,6 +254,14 @@ class ParameterRecord:
                 result.add_(self._earlier)
         self._end(result)
 
+    def keep_apart(self) -> None:
+        """Move the published sum out of the slot, which another replica may use again before all have seen the sum."""
+        parameter, result = self.parameter, self._result
+        if self._slot is None or parameter is None or result is None or parameter.grad is not result:
+            return
+        copied = result.clone()
+        parameter.grad, self._published, self._address = copied, self._reference(copied), None
+
     def drop(self) -> None:
         """Forget a backward that ended in an error, and what it found: nobody can tell its parts from earlier sums."""
         if self.is_touched or self._found is not None or self._earlier is not None:

@@ -135,14 +135,14 @@ class ReplicaBackwardSum(BackwardSum):
     def _push(self, own: _Pass) -> None:
         """Give a replica's gradients their places, and add them to this rank's sums."""
         place = self._turns.place
-        if place == 0:
-            self._n_sums += 1
         self._weight = self.handed[place].weight(is_mean=bool(self.is_mean))
         changed = [self._weight > 0 and buffer.is_changed for buffer in self._buffers]
         if place == 0:
             self._earlier = {record: found.clone() for record, found in own.found.items()}
         for record in self._records:
             self._bring(record, own.gradients.get(record))
+        if place == 0:
+            self._n_sums += 1
         self._contributions.append(gather_changed(self._buffers, changed))
         self._buckets.push(self._turns.replicas[place], self._counts(changed, self._weight))
         if not self._turns.is_last:
@@ -162,6 +162,8 @@ class ReplicaBackwardSum(BackwardSum):
         contributions, self._contributions = self._contributions, []
         self._publish(self._buckets.finish_pushed(), contributions)
         self._weight = None
+        for record in self._records:
+            record.keep_apart()
         self._state.share()
 
     def stop(self) -> None:

@@ -49,6 +49,7 @@ class Turns:
         self.replicas = replicas
         self._switched = switched
         self._local = threading.local()
+        self._is_running = False
         self._brought: list[Any] = [None] * len(replicas)
         self._results: Sequence[Any] = ()
 
@@ -69,11 +70,15 @@ class Turns:
         Raises:
             What a replica raised, when the others have been stopped. DesyncError: when they meet at different points.
         """
+        if self._is_running and (len(self.replicas) > 1 or self._switched):
+            raise RuntimeError("run: expected a call outside strategy.run, got one inside; call the function itself.")
+        was_running, self._is_running = self._is_running, True
         for state in self._switched:
             state.begin()
         try:
             return [self._run_alone(calls[0])] if len(calls) == 1 else self._run_in_threads(calls)
         finally:
+            self._is_running = was_running
             for state in self._switched:
                 state.end()
 
@@ -83,10 +88,17 @@ class Turns:
             threading.Thread(target=self._thread, args=(round_, place, call, contextvars.copy_context()), daemon=True)
             for place, call in enumerate(map(_with_modes, calls))
         ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException as error:  # an interrupt: nobody goes on behind the caller's back
+            round_.fail(error)
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+            raise
         if round_.error is not None:
             raise round_.error
         return round_.results

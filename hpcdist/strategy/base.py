@@ -168,7 +168,11 @@ class Strategy:
             reduced = reduce_rows(op, brought, None, self._sum_over_replicas)
             return [copy_of(reduced) for _ in brought]
 
-        return self._turns.merge("an all_reduce", leaf, combine)
+        return self._turns.merge("an all_reduce", self._brought(leaf), combine)
+
+    def _brought(self, leaf: Any) -> Any:
+        """Return what a replica brings to a merge: a copy, as buffers hold another replica's values by then."""
+        return copy_of(leaf) if len(self._own_replicas) > 1 else leaf
 
     def _gather_in_replica(self, replica: ReplicaContext, leaf: Any, axis: int) -> tuple[Any, int]:
         """Return what is joined, and where this replica's part begins."""
@@ -177,7 +181,7 @@ class Strategy:
             joined, starts = gather_rows(brought, axis, self._gather_over_ranks)
             return [(copy_of(joined), start) for start in starts]
 
-        joined, start = self._turns.merge("an all_gather", leaf, combine)
+        joined, start = self._turns.merge("an all_gather", self._brought(leaf), combine)
         return joined, start
 
     def _prepare(self, args: Any) -> None:
@@ -206,7 +210,8 @@ class Strategy:
         op = ReduceOp.parse(reduce_op)
         check_axis(axis)
         n_local = len(self._own_replicas)
-        if n_local > 1 and not isinstance(value, DistributedValues) and (op is ReduceOp.MEAN or axis is not None):
+        is_plain = not isinstance(value, DistributedValues) and not hasattr(value, "local_copies")
+        if n_local > 1 and is_plain and (op is ReduceOp.MEAN or axis is not None):
             value = PerReplica([value] * n_local)  # as tf.distribute: a plain value is every replica's
         return reduce_rows(op, self._local_values("reduce", value), axis, self._sum_over_replicas)
 

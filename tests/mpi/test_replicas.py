@@ -310,6 +310,40 @@ def test_a_second_backward_adds_its_own_sum(strategy):
         assert all(one.tolist() == [[15 * number, 15 * number]] for one in found.values)
 
 
+def test_each_sum_is_seen_before_the_next_one_overwrites_it(strategy):
+    """Replica 0 is at its second backward before the others have looked at the first sum."""
+    with strategy.scope():
+        model = nn.Linear(2, 1, bias=False)
+
+    def fn(replica):
+        model(torch.ones(1, 2)).sum().backward()
+        first = model.weight.grad.tolist()
+        model.zero_grad()
+        model(torch.ones(1, 2) * (replica + 1)).sum().backward()
+        return [first, model.weight.grad.tolist()]
+
+    assert collect(strategy, fn) == [[[[5, 5]]], [[[15, 15]]]]
+
+
+def test_what_is_brought_to_a_merge_is_the_replica_s_own(strategy):
+    with strategy.scope():
+        model = nn.BatchNorm1d(1, momentum=1.0)
+
+    def fn(replica):
+        model(torch.tensor([[float(replica)], [float(replica)]]))
+        return [hpcdist.get_replica_context().all_gather(model.running_mean, axis=0).tolist()]
+
+    assert collect(strategy, fn) == [[[0, 1, 2, 3, 4]]]
+
+
+def test_run_in_a_merge_call_is_refused(strategy):
+    def fn():
+        hpcdist.get_replica_context().merge_call(lambda strategy: strategy.run(lambda: None))
+
+    with pytest.raises(RuntimeError, match="outside strategy.run"):
+        strategy.run(fn)
+
+
 def test_unused_parameters_and_replicas_without_rows(strategy):
     with strategy.scope():
         model = nn.ModuleDict({"used": nn.Linear(2, 1), "by one": nn.Linear(2, 1), "never": nn.Linear(2, 1)})
