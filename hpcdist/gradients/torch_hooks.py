@@ -42,13 +42,14 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def on_module_built(see: Callable[[nn.Module], None]) -> list[Handle]:
-    """Call see(module) whenever any module is given a parameter, a buffer or a child.
+    """Call see(module) whenever any module is given a parameter, a buffer or a child; not for places left empty.
 
     Deep-copied children have no parameter registered through the hook: walk from the module that holds them.
     """
 
     def registered(module: nn.Module, name: str, value: Any) -> None:
-        see(module)
+        if value is not None:  # as a loss without class weights registers
+            see(module)
 
     return [
         module_hooks.register_module_parameter_registration_hook(registered),

@@ -101,7 +101,8 @@ def _as_array(value: Any) -> Array:
     if isinstance(value, Tensor):
         host = value.detach().cpu()
         return np.asarray((host.float() if str(host.dtype).removeprefix("torch.") in _HALF else host).numpy())
-    array = np.asarray(value)
+    is_nest = isinstance(value, (list, tuple, dict))
+    array = np.asarray(None if is_nest else value)
     if array.dtype.kind not in "biufc":
         raise UsageError(
             f"reduce: expected a tensor, an array or a number, got {type(value).__name__}; reduce one value at a time."

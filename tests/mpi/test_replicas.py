@@ -336,6 +336,20 @@ def test_what_is_brought_to_a_merge_is_the_replica_s_own(strategy):
     assert collect(strategy, fn) == [[[0, 1, 2, 3, 4]]]
 
 
+def test_a_loss_built_in_the_step_does_not_plan_anew(strategy):
+    with strategy.scope():
+        model = nn.Linear(2, 3)
+
+        def fn(replica):
+            model.zero_grad()
+            scores = model(torch.ones(1, 2))
+            nn.CrossEntropyLoss(reduction="sum")(scores, torch.tensor([replica % 3])).backward()
+            return [model.bias.grad.sum().item()]
+
+        for _ in range(2):
+            assert collect(strategy, fn)[0] == [pytest.approx(0, abs=1e-5)]
+
+
 def test_run_in_a_merge_call_is_refused(strategy):
     def fn():
         hpcdist.get_replica_context().merge_call(lambda strategy: strategy.run(lambda: None))

@@ -128,6 +128,12 @@ def test_sparse_values_are_refused(strategy):
         strategy.run(lambda: hpcdist.get_replica_context().all_gather(value, axis=0))
 
 
+@pytest.mark.parametrize("nest", [[1.0, 2.0], (np.ones(2), np.ones(2)), {"a": 1.0}])
+def test_nests_are_not_reduced(strategy, nest):
+    with pytest.raises(ValueError, match="reduce one value at a time"):
+        strategy.reduce("sum", nest, axis=None)
+
+
 def test_shapes_that_differ_are_an_error_on_all_ranks(strategy, comm):
     if comm.size == 1:
         pytest.skip("one rank cannot differ")

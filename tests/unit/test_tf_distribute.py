@@ -203,7 +203,7 @@ ROWS = [
     ),
     (
         "what run returns can be reduced, whatever numbers replicas return",
-        "open: equal small whole numbers are one object to Python, so they come back plain, which reduce refuses",
+        f"{REPLICAS}::test_equal_numbers_are_values_of_every_replica",
     ),
     (
         "an error in one replica stops the others and is raised once",
@@ -235,7 +235,7 @@ ROWS = [
     ("reduce: TypeError for an axis of a wrong type", f"{STRATEGY}::test_reduce_refuses"),
     (
         "reduce: nests are not accepted",
-        "open: dicts are refused, but a list or tuple of equal shapes is silently stacked to one array",
+        f"{STRATEGY}::test_nests_are_not_reduced",
     ),
     ("reduce: the result lies on the host", "open: no test reduces a value of a device and asks where the result is"),
     ("reduce: the result is the same on every worker", f"{GUIDES}::test_the_custom_training_loop"),
@@ -251,7 +251,7 @@ ROWS = [
     ),
     (
         "gather: a misfit among the replicas of one rank is refused on all ranks",
-        "open: that rank alone raises, and the others wait for it in the all_gather until the time limit",
+        f"{REPLICAS}::test_a_misfit_on_one_rank_is_an_error_on_all",
     ),
     (
         "gather: parts may differ along the axis, and come in the order of replicas",
