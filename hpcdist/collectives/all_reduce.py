@@ -37,7 +37,8 @@ def all_reduce(
 
     Raises:
         CollectiveError: for an unknown op, a mean of integers, or a buffer that cannot be reduced; on this rank only,
-            before anything is sent. When ranks of a host differ in op, dtype or count; on each of them.
+            before anything is sent. When ranks of a host differ in op, dtype or count and the sum goes through shared
+            memory; on each of them. HPCDIST_DEBUG=collectives compares all calls.
         ConfigurationError: for an unknown implementation, or one that these ranks cannot have; on every rank.
 
     Cost: see the algorithms; one staged copy each way for half precision and device arrays.
