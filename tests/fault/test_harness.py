@@ -24,7 +24,8 @@ def test_hangs(comm):
 def run(start, root, tmp_path, *options):
     folder = tmp_path / "suite"
     folder.mkdir()
-    shutil.copy(root / "tests" / "mpi" / "conftest.py", folder)
+    for path in ("mpi/conftest.py", "made_up_hosts.py"):
+        shutil.copy(root / "tests" / path, folder)
     (folder / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\nmarkers = mpi\n")
     (folder / "test_suite.py").write_text(TESTS)
     return start(2, "-m", "pytest", "-q", "-rN", "--with-mpi", folder, *options).wait(50)

@@ -11,7 +11,8 @@ LIMIT_FROM_NOTHING_S, LIMIT_INSTALLED_S = 180, 60
 
 
 def blocks(root, kind):
-    return re.findall(rf"^```{kind}\n(.*?)^```$", (root / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", (root / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    return [text for name, text in found if name == kind]
 
 
 def commands(root):
@@ -90,11 +91,21 @@ def test_the_script_in_sbatch_is_the_one_that_is_shipped(clone, root):
 
 
 def test_your_own_script(clone, clean_environ, root):
-    (code,) = blocks(root, "python")
+    code, _ = blocks(root, "python")
     (clone / "mine.py").write_text(code)
     run("mpirun -n 2 python mine.py", clone, clean_environ, 60)
     run("python mine.py", clone, clean_environ, 60)
     assert len(list((clone / "runs" / "mine").glob("*.h5"))) == 3
+
+
+def test_your_own_script_with_replicas(clone, clean_environ, root):
+    code, counted = blocks(root, "python")
+    strategy, rest = counted.split("\n", 1)
+    above = code.split("\nfor epoch")[0].replace("strategy = hpcdist.MultiWorkerMirroredStrategy()", strategy)
+    above = above.replace("runs/mine", "runs/counted")
+    assert "num_replicas=8" in above
+    (clone / "counted.py").write_text(f"{above}\n{rest}\nprint('loss', loss.item())\n")
+    assert "loss" in run("mpirun -n 3 python counted.py", clone, clean_environ, 60)[0]
 
 
 def test_links_lead_somewhere(root):
