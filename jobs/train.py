@@ -2,6 +2,7 @@
 
 python jobs/train.py
 mpirun -n 4 python jobs/train.py --run-dir runs/digits
+python jobs/train.py --replicas 8                         (the same bits on any number of ranks)
 srun --mpi=pmi2 python jobs/train.py --model cnn --data /datasets/mnist      (in an sbatch script)
 
 Default data: the 1,797 handwritten digits that come with scikit-learn. The run folder holds checkpoints/, metrics.jsonl
@@ -12,7 +13,6 @@ import argparse
 import json
 from pathlib import Path
 
-import numpy as np
 import torch
 from images import load_digits, load_mnist
 from torch import nn
@@ -27,6 +27,7 @@ def parse_args():
     parser.add_argument("--data", type=Path, help="folder with MNIST's four IDX files, gzipped or not")
     parser.add_argument("--epochs", type=positive, default=20)
     parser.add_argument("--batch", type=positive, default=64, help="rows of one step on all ranks together")
+    parser.add_argument("--replicas", type=positive, help="of the job, on any number of ranks; default: one per rank")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/train"))
     parser.add_argument("--save-every", type=positive, default=100, metavar="STEPS")
@@ -61,24 +62,6 @@ def build_cnn(height, width):
 MODELS = {"mlp": build_mlp, "cnn": build_cnn}
 
 
-def train_step(model, optimizer, images, labels, global_batch):
-    """Take one step; return the losses of this rank's rows."""
-    optimizer.zero_grad()
-    losses = cross_entropy(model(images), labels, reduction="none")
-    hpcdist.compute_average_loss(losses, global_batch_size=global_batch).backward()
-    optimizer.step()
-    return losses.detach()
-
-
-@torch.no_grad()
-def evaluate(strategy, model, batches, n_images):
-    """Return the part of all test images that the model gets right."""
-    model.eval()
-    right = sum((model(images).argmax(1) == labels).sum().item() for images, labels in batches)
-    model.train()
-    return strategy.reduce("sum", right, axis=None) / n_images
-
-
 def forget_epochs(metrics, first_epoch):
     """Drop the lines of epochs that are about to run again, and a last line that was torn."""
     lines = metrics.read_text().splitlines(True) if metrics.exists() else []
@@ -94,20 +77,19 @@ def append(path, line):
 
 def main():
     args = parse_args()
-    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=args.replicas)
     torch.manual_seed(args.seed)
     train, test = load_mnist(args.data) if args.data else load_digits()
 
     with strategy.scope():
         model = MODELS[args.model](*train[0].shape[2:])
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        mean_loss, accuracy = hpcdist.metrics.Mean(), hpcdist.metrics.SparseCategoricalAccuracy()
     dataset = hpcdist.Dataset.from_tensor_slices(train).shuffle(seed=args.seed).batch(args.batch)
     batches = strategy.experimental_distribute_dataset(dataset)
     test_batches = strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(test).batch(512))
 
-    progress = np.zeros(2)  # of this epoch, on all ranks: sum of losses, rows
-    recent = np.zeros(2)  # the same on this rank alone, since the last save
-    objects = {"model": model, "optimizer": optimizer, "data": batches, "strategy": strategy, "progress": progress}
+    objects = {"model": model, "optimizer": optimizer, "data": batches, "strategy": strategy, "mean_loss": mean_loss}
     checkpoint = hpcdist.Checkpoint(**objects)
     manager = hpcdist.CheckpointManager(checkpoint, args.run_dir / "checkpoints")
     path = manager.restore_or_initialize()
@@ -122,28 +104,40 @@ def main():
 
     say(f"{strategy.num_replicas_in_sync} replicas; " + (f"going on from {path}" if path else "new run"))
 
-    def collect():
-        progress[:] += strategy.reduce("sum", recent, axis=None)
-        recent[:] = 0
+    def train_step(images, labels):
+        optimizer.zero_grad()
+        losses = cross_entropy(model(images), labels, reduction="none")
+        hpcdist.compute_average_loss(losses, global_batch_size=args.batch).backward()
+        optimizer.step()
+        mean_loss.update_state(losses.detach())
+
+    @torch.no_grad()
+    def test_step(images, labels):
+        accuracy.update_state(labels, model(images))
+
+    def evaluate():
+        accuracy.reset_state()
+        model.eval()
+        for batch in test_batches:
+            strategy.run(test_step, args=batch)
+        model.train()
+        return float(accuracy.result())
 
     for epoch in range(batches.epoch, args.epochs):
-        for images, labels in batches:
-            losses = train_step(model, optimizer, images, labels, args.batch)
-            recent += losses.sum().item(), len(losses)
+        for batch in batches:
+            strategy.run(train_step, args=batch)
             step += 1
             if step % args.save_every == 0:
-                collect()
                 path = manager.save(step)
-        collect()
-        loss, accuracy = progress[0] / progress[1], evaluate(strategy, model, test_batches, len(test[1]))
-        say(f"epoch {epoch + 1}/{args.epochs}  step {step}  loss {loss:.4f}  test accuracy {accuracy:.4f}")
+        loss, right = float(mean_loss.result()), evaluate()
+        say(f"epoch {epoch + 1}/{args.epochs}  step {step}  loss {loss:.4f}  test accuracy {right:.4f}")
         if strategy.is_chief:
-            metrics = {"epoch": epoch, "step": step, "loss": loss, "test_accuracy": accuracy}
+            metrics = {"epoch": epoch, "step": step, "loss": loss, "test_accuracy": right}
             append(args.run_dir / "metrics.jsonl", json.dumps(metrics))
-        progress[:] = 0
+        mean_loss.reset_state()
     if step > checkpoint.step:
         path = manager.save(step)
-    say(f"test accuracy {evaluate(strategy, model, test_batches, len(test[1])):.4f}  checkpoint {path}")
+    say(f"test accuracy {evaluate():.4f}  checkpoint {path}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 
@@ -30,6 +31,23 @@ def test_the_same_digits_on_any_number_of_ranks(clean_environ, name, options):
     on_one, on_three = (run(clean_environ, n_ranks, name, *options) for n_ranks in (1, 3))
     assert on_one == on_three
     assert re.search(r"[0-9]\.[0-9]{6}", on_one)
+
+
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+def test_the_main_job_has_the_same_bits_on_any_number_of_ranks(clean_environ, tmp_path, model):
+    """Also when it goes on on another number of ranks."""
+    for folder, n_ranks, epochs in (("one", 1, 2), ("two", 2, 1), ("two", 3, 2)):
+        options = ("--replicas", "5", "--model", model, "--epochs", str(epochs), "--run-dir", tmp_path / folder)
+        run(clean_environ, n_ranks, "train.py", *options)
+    metrics = [(tmp_path / folder / "metrics.jsonl").read_bytes() for folder in ("one", "two")]
+    arrays = [newest_arrays(tmp_path / folder / "checkpoints") for folder in ("one", "two")]
+    assert metrics[0] == metrics[1]
+    assert arrays[0] == arrays[1]
+
+
+def newest_arrays(folder):
+    with h5py.File(sorted(folder.glob("*.h5"))[-1]) as file:
+        return {name: file["arrays"][name][()].tobytes() for name in file["arrays"] if name == "float32"}
 
 
 def test_the_custom_loop_learns(clean_environ):
