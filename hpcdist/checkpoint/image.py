@@ -29,7 +29,10 @@ class FileImage:
     def resize(self, nbytes: int) -> None:
         """Make room for a file of `nbytes`, whose content is undefined then. Costs nothing if there was room for it."""
         if len(self._bytes) < nbytes:
-            self._room = memoryview(mmap.mmap(-1, -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES))
+            room = mmap.mmap(-1, -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                room.madvise(mmap.MADV_HUGEPAGE)  # copies into it are a tenth faster
+            self._room = memoryview(room)
             self._bytes = np.frombuffer(self._room, np.uint8)
         self.nbytes = nbytes
 
