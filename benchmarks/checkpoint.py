@@ -84,6 +84,7 @@ class Files:
         self._names = (folder / f"file-{number}" for number in itertools.count())
 
     def block(self, write, model):
+        """Return the time of writing a file; then remove it."""
         path = next(self._names)
         taken = timed(lambda: write(model, path))
         path.unlink()
@@ -111,9 +112,9 @@ class Saves:
         return taken
 
 
-def async_save(model, folder, number=itertools.count()):
+def async_save(model, folder):
     """Return what the training thread waits for in torch's async_save; then let it end, and remove the file."""
-    path = folder / f"dcp-{next(number)}"
+    path = folder / "dcp"
     pending = []
     taken = timed(lambda: pending.append(dcp.async_save(model.state_dict(), checkpoint_id=path)))
     pending[0].result()
@@ -176,6 +177,8 @@ class Training:
             train_step(self._model, self._optimizer, self._data[number % len(self._data)])
 
     def block(self, with_save):
+        """Return the time of a block."""
+
         def run():
             if with_save:
                 self._manager.save(next(self._steps), blocking=False)
