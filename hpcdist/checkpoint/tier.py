@@ -3,7 +3,7 @@
 import functools
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ class Tier:
         self._retention = retention
         self._image = FileImage()
         self._writer = BackgroundWriter()
-        self._saving: list[Future[Any]] = []
+        self._committing: Future[Manifest] | None = None
+        self._tidying: Future[None] | None = None
 
     def save(
         self,
@@ -43,9 +44,8 @@ class Tier:
         arrays: list[NamedArray],
         written: dict[str, Any],
         metrics: Mapping[str, float],
-        blocking: bool,
     ) -> Path:
-        """Copy a state, have it written and what is older pruned; return the file's path.
+        """Copy a state, have it written and what is older pruned; return the path that its file will have.
 
         Args:
             step: optimizer steps taken.
@@ -53,21 +53,17 @@ class Tier:
             arrays: its arrays.
             written: by whom.
             metrics: for the manifest.
-            blocking: whether to return when the file is durable.
 
         Raises:
-            CheckpointError: when this save or the one before cannot be written.
+            CheckpointError: when the save before cannot be written, or this one cannot begin.
         """
         self.finish()
         path = self.folder.new_data_path(step)
         lay_out(self._image, state, arrays)
         facts = {"time_s": time.time(), "metrics": {name: float(value) for name, value in metrics.items()}}
         commit = functools.partial(self.folder.commit, step, path, self._image, written, **facts)
-        committing = self._writer.submit(commit)
-        tidying = self._writer.submit(functools.partial(self._tidy, committing))
-        self._saving = [tidying] if blocking else [committing, tidying]
-        if blocking:
-            committing.result()
+        self._committing = self._writer.submit(commit)
+        self._tidying = self._writer.submit(functools.partial(self._tidy, self._committing))
         return path
 
     def _tidy(self, committing: "Future[Manifest]") -> None:
@@ -75,12 +71,40 @@ class Tier:
             self.n_committed += 1
             self.folder.prune(committing.result(), self._retention)
 
+    def is_committing(self, for_s: float) -> bool:
+        """Return whether the last save is not durable yet, after waiting for it for some seconds."""
+        return _is_under_way(self._committing, for_s)
+
+    def is_busy(self, for_s: float) -> bool:
+        """Return whether the last save is not durable and read back yet, after waiting for it for some seconds."""
+        return _is_under_way(self._tidying, for_s)
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks handed to the disk so far: as long as it goes up, a save that takes long is not stuck."""
+        return self._image.n_blocks
+
+    def finish_commit(self) -> None:
+        """Return when the last save is durable.
+
+        Raises:
+            CheckpointError: when it could not be written; told once.
+        """
+        committing, self._committing = self._committing, None
+        if committing is not None:
+            committing.result()
+
     def finish(self) -> None:
         """Return when the last save is durable, was read back, and older ones are pruned.
 
         Raises:
-            CheckpointError: when it could not be written.
+            CheckpointError: when it could not be written; told once.
         """
-        saving, self._saving = self._saving, []
-        for part in saving:
-            part.result()
+        self.finish_commit()
+        tidying, self._tidying = self._tidying, None
+        if tidying is not None:
+            tidying.result()
+
+
+def _is_under_way(future: "Future[Any] | None", for_s: float) -> bool:
+    return future is not None and future not in wait([future], for_s).done

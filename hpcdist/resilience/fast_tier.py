@@ -50,7 +50,7 @@ class FastTier:
         """Copy a state; returns as soon as it was copied once."""
         tier = self._tier
         if tier is not None:
-            self._try(lambda: tier.save(step, state, arrays, written, {}, blocking=False))
+            self._try(lambda: tier.save(step, state, arrays, written, {}))
 
     def find(self) -> Found | None:
         """Return the newest copy that verifies; None without one."""

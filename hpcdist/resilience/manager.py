@@ -8,7 +8,7 @@ import os
 import platform
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from hpcdist.checkpoint.folder import CheckpointFolder, Found
 from hpcdist.checkpoint.generations import Place, crashed_twice
+from hpcdist.checkpoint.image import BLOCK_BYTES
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.tier import Tier
 from hpcdist.checkpoint.tree import NamedArray
@@ -35,6 +36,8 @@ _BITS_DEPEND_ON = ("ranks", "hosts", "threads", "instruction_set", "torch", "mpi
 _OF_PLACEMENT = ("ranks", "hosts", "mpi")
 
 
+#: While the chief writes, it tells the others so this often.
+BEAT_S = 5.0
 #: A place as one number that all ranks compare: the generation above so many bits of the step.
 _STEP_BITS = 40
 
@@ -75,7 +78,8 @@ class CheckpointManager:
         self._comm = self._world.role_comm
         self._disk = Tier(CheckpointFolder(directory), Retention(max_to_keep, keep_every_n_hours, keep_best, best_mode))
         self._is_writer = self._world.is_chief
-        self._n_fruitless = 0
+        self._n_fruitless = self._n_blocks = 0
+        self._moved_s = 0.0
         self._restored: Place | None = None
         with self._world.agreed(self._comm):
             if self._is_writer:
@@ -133,11 +137,14 @@ class CheckpointManager:
         step = operator.index(step)
         if step < 0:
             raise UsageError(f"save: expected a step of at least 0, got {step}; count optimizer steps.")
+        self.wait()
         path, gathered = "", self.checkpoint.gather()
         with self._world.agreed(self._comm):
             if self._is_writer:
                 state = self.checkpoint.collect(gathered)
-                path = str(self._disk.save(step, *state, self._written(), metrics or {}, blocking))
+                path = str(self._disk.save(step, *state, self._written(), metrics or {}))
+        if blocking:
+            self._wait_for(self._disk.is_committing, self._disk.finish_commit)
         self.checkpoint.step = step
         return self._world.broadcast_text(path, 0, self._comm)
 
@@ -163,10 +170,38 @@ class CheckpointManager:
         Raises:
             CheckpointError: when it cannot be written, on every rank alike.
         """
-        with self._world.agreed(self._comm):
-            self._disk.finish()
+        self._wait_for(self._disk.is_busy, self._disk.finish)
         if self._memory is not None:
             self._memory.finish()
+
+    def _wait_for(self, is_busy: Callable[[float], bool], finish: Callable[[], None]) -> None:
+        """Wait for the chief's disk for as long as it comes forward, which the chief tells others now and then."""
+        self._n_blocks, self._moved_s = self._disk.n_blocks, time.monotonic()
+        while self._is_chief_busy(is_busy):
+            pass
+        with self._world.agreed(self._comm):
+            if self._is_writer:
+                finish()
+
+    def _is_chief_busy(self, is_busy: Callable[[float], bool]) -> bool:
+        """Return whether the chief is still writing. Collective: chief and workers; each turn is bounded."""
+        own = False
+        with self._world.agreed(self._comm):
+            if self._is_writer:
+                own = is_busy(min(BEAT_S, self._world.timeout_s / 4))
+                self._require_progress()
+        return self._world.all_reduce_int(int(own), MPI.MAX, self._comm) > 0
+
+    def _require_progress(self) -> None:
+        now = time.monotonic()
+        if self._disk.n_blocks != self._n_blocks:
+            self._n_blocks, self._moved_s = self._disk.n_blocks, now
+        if now - self._moved_s > self._world.timeout_s:
+            raise CheckpointError(
+                f"save: expected the disk of {self.directory} to take {BLOCK_BYTES} bytes within "
+                f"{self._world.timeout_s:g} s, got none written; look after the file system (HPCDIST_TIMEOUT_S sets "
+                f"the limit)."
+            )
 
     # -- restore --------------------------------------------------------------------------------------------------
 
