@@ -1,6 +1,7 @@
 """What is private to a replica while another one of the same process runs: gradients and buffers of shared modules."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,30 @@ class ReplicaState:
         shared = _Saved(now.gradients, now.buffers, is_shared=True)
         self._saved = dict.fromkeys(self._saved, shared)
 
+    @contextmanager
+    def merging(self) -> Iterator[None]:
+        """Give every replica what the block changes; the block finds what the last replica has.
+
+        A gradient that it sets, drops or writes into is then every replica's, each with a copy of its own; so is a
+        buffer that it writes into. What it leaves alone stays what it was for each replica.
+
+        Cost: a copy of all gradients and two of all buffers, to see what was changed; what was changed once more for
+        each replica but the last.
+        """
+        before = self._now()
+        values = [_copy(gradient) for gradient in before.gradients]
+        yield
+        now = self._now()
+        gradients = [
+            after is not found or _differ(value, after)
+            for found, value, after in zip(before.gradients, values, now.gradients, strict=True)
+        ]
+        buffers = [_differ(*pair) for pair in zip(before.buffers, now.buffers, strict=True)]
+        for replica, own in self._saved.items():
+            self._saved[replica] = _Saved(
+                _take_over(own.gradients, now.gradients, gradients), _take_over(own.buffers, now.buffers, buffers)
+            )
+
     def leave(self, replica: int) -> None:
         """Put a replica's state away."""
         self._saved[replica] = self._now()
@@ -76,3 +101,18 @@ class ReplicaState:
             [None if parameter is None else parameter.grad for parameter in parameters],
             [None if tensor is None else tensor.clone() for tensor in tensors],
         )
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+def _differ(one: Tensor | None, other: Tensor | None) -> bool:
+    return (one is None) != (other is None) or (one is not None and other is not None and not torch.equal(one, other))
+
+
+def _take_over(
+    own: Sequence[Tensor | None], new: Sequence[Tensor | None], is_changed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return `own` with copies of `new` where that was changed."""
+    return [_copy(theirs) if changed else mine for mine, theirs, changed in zip(own, new, is_changed, strict=True)]

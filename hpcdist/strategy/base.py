@@ -157,7 +157,7 @@ class Strategy:
     ) -> Any:
         def combine(brought: list[Any]) -> list[Any]:
             all_args, all_kwargs = regroup(brought)
-            with context.entered(self):
+            with self._turns.between(), context.entered(self):
                 result = merge_fn(self, *all_args, **all_kwargs)
             return [select(place, result) for place in range(len(brought))]
 

@@ -7,6 +7,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from local_replicas import Strategy, collect, ids
 from mpi4py import MPI
 from torch import nn
 
@@ -18,7 +19,6 @@ sys.path.insert(0, str(__file__).split("/tests/")[0] + "/benchmarks")
 import bits
 
 pytestmark = pytest.mark.mpi
-Strategy = functools.partial(hpcdist.MultiWorkerMirroredStrategy, gradient_op="sum")
 
 
 @pytest.fixture
@@ -29,11 +29,6 @@ def strategy():
 def alone():
     """Return a strategy of this rank with all replicas."""
     return Strategy(MPIClusterResolver(comm=MPI.COMM_SELF), num_replicas=bits.N_REPLICAS)
-
-
-def ids(strategy):
-    """Return the numbers of the local replicas as a PerReplica value."""
-    return strategy.experimental_distribute_values_from_function(lambda of: of.replica_id_in_sync_group)
 
 
 @pytest.mark.parametrize("hosts", [None, "2 each", "dealt"])
@@ -187,16 +182,6 @@ def test_replica_context(strategy):
     outside = hpcdist.get_replica_context()
     assert (outside.replica_id_in_sync_group, outside.num_replicas_in_sync) == (0, 1)
     assert not hpcdist.has_strategy()
-
-
-def collect(strategy, fn):
-    """Return what fn returns, piece by piece, once for each different answer of the local replicas."""
-    answers = []
-    strategy.run(lambda replica: answers.append(fn(replica)), args=(ids(strategy),))
-    return [
-        [one for number, one in enumerate(pieces) if one not in pieces[:number]]
-        for pieces in zip(*answers, strict=True)
-    ]
 
 
 def test_all_reduce_and_all_gather_in_replicas(strategy):
