@@ -70,7 +70,7 @@ class GradientEngine:
         self._reducer = reducer
         own, self._n_replicas = reducer.own_replicas, reducer.replicas.n_replicas
         self.generators = StepGenerators(None if is_counted else self._comm.rank)
-        self._state = ReplicaState()
+        self._state = ReplicaState(own[-1])
         switched = [self._state] if len(own) > 1 else []
         self.turns = Turns(own, [*switched, self.generators] if is_counted else switched)
         self.backward: BackwardSum = (

@@ -13,7 +13,7 @@ from hpcdist.gradients.record import ParameterRecord
 
 @dataclass(frozen=True)
 class _Saved:
-    """A replica's state. `is_shared`: others have the same gradients, which are copied when it goes on."""
+    """A replica's state. `is_shared`: others have the same gradients; all but the last get copies when they go on."""
 
     gradients: list[Tensor | None]
     buffers: list[Tensor | None]
@@ -23,11 +23,15 @@ class _Saved:
 class ReplicaState:
     """Swaps `parameter.grad` and buffers when the turn passes from one replica to another.
 
-    Cost: references to all gradients and a copy of all buffers at each hand-over; after a sum a copy of all gradients
-    for each replica but the last, so that each may clip its own.
+    Args:
+        last: the replica of this process that comes last.
+
+    Cost: references to all gradients and a copy of all buffers at each hand-over; after a sum, and in a run that begins
+    with gradients, a copy of all gradients for each replica but the last, so that each may clip its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last: int) -> None:
+        self._last = last
         self._records: Sequence[ParameterRecord] = ()
         self._places: Sequence[BufferPlace] = ()
         self._saved: dict[int, _Saved] = {}
@@ -40,7 +44,8 @@ class ReplicaState:
     def begin(self) -> None:
         """Let every replica begin with what there is now."""
         self._saved.clear()
-        self._start = self._now()
+        now = self._now()
+        self._start = _Saved(now.gradients, now.buffers, is_shared=True)
 
     def end(self) -> None:
         """Leave what the last replica that ran has."""
@@ -64,7 +69,7 @@ class ReplicaState:
         each replica but the last.
         """
         before = self._now()
-        values = [_copy(gradient) for gradient in before.gradients]
+        values = [None if gradient is None else gradient.clone() for gradient in before.gradients]
         yield
         now = self._now()
         gradients = [
@@ -74,8 +79,18 @@ class ReplicaState:
         buffers = [_differ(*pair) for pair in zip(before.buffers, now.buffers, strict=True)]
         for replica, own in self._saved.items():
             self._saved[replica] = _Saved(
-                _take_over(own.gradients, now.gradients, gradients), _take_over(own.buffers, now.buffers, buffers)
+                self._lend_changed(own.gradients, now.gradients, gradients),
+                [two if differ else one for one, two, differ in zip(own.buffers, now.buffers, buffers, strict=True)],
             )
+
+    def _lend_changed(
+        self, own: Sequence[Tensor | None], new: Sequence[Tensor | None], is_changed: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Return a replica's gradients, with copies of the new ones where the last one's were changed."""
+        return [
+            mine if not changed else None if theirs is None else record.lend(theirs)
+            for record, mine, theirs, changed in zip(self._records, own, new, is_changed, strict=True)
+        ]
 
     def leave(self, replica: int) -> None:
         """Put a replica's state away."""
@@ -88,8 +103,8 @@ class ReplicaState:
         assert saved is not None, "begin comes before the first replica"
         for record, gradient in zip(self._records, saved.gradients, strict=True):
             if (parameter := record.parameter) is not None:
-                is_copied = saved.is_shared and gradient is not None
-                parameter.grad = gradient.clone() if is_copied and gradient is not None else gradient
+                is_lent = saved.is_shared and replica != self._last
+                parameter.grad = record.lend(gradient) if is_lent and gradient is not None else gradient
         for place, kept in zip(self._places, saved.buffers, strict=True):
             if (tensor := place.tensor) is not None and kept is not None:
                 tensor.data.copy_(kept)
@@ -103,16 +118,5 @@ class ReplicaState:
         )
 
 
-def _copy(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().clone()
-
-
 def _differ(one: Tensor | None, other: Tensor | None) -> bool:
     return (one is None) != (other is None) or (one is not None and other is not None and not torch.equal(one, other))
-
-
-def _take_over(
-    own: Sequence[Tensor | None], new: Sequence[Tensor | None], is_changed: Sequence[bool]
-) -> list[Tensor | None]:
-    """Return `own` with copies of `new` where that was changed."""
-    return [_copy(theirs) if changed else mine for mine, theirs, changed in zip(own, new, is_changed, strict=True)]

@@ -6,6 +6,7 @@ from local_replicas import Strategy, collect
 from torch import nn
 
 import hpcdist
+from hpcdist.errors import GradientError
 
 pytestmark = pytest.mark.mpi
 
@@ -109,3 +110,51 @@ def test_a_merge_call_draws_the_same_numbers_on_all_ranks_and_none_of_a_replica_
     assert len(set(comm.allgather((*drawn, *outside)))) == 1
     assert len({*drawn, *outside}) == 3
     assert outside[-1] == drawn[0]
+
+
+@pytest.mark.parametrize("where", ["before the run", "in a replica", "in a merge_call"])
+def test_a_gradient_set_by_hand_is_refused_on_all_ranks(strategy, where):
+    model = make_model(strategy)
+
+    def fn():
+        if where == "in a replica":
+            model.weight.grad = torch.ones(1, 2)
+        elif where == "in a merge_call":
+            in_merge(lambda: setattr(model.weight, "grad", torch.ones(1, 2)))
+        model(torch.ones(1, 2)).sum().backward()
+
+    strategy.run(lambda: model(torch.ones(1, 2)).sum().backward())
+    if where == "before the run":
+        model.weight.grad = torch.ones(1, 2)
+    with pytest.raises(GradientError, match=r"expected the gradient of 'weight' .* got one set by hand"):
+        strategy.run(fn)
+    model.zero_grad()
+    strategy.run(lambda: model(torch.ones(1, 2)).sum().backward())
+    assert model.weight.grad.tolist() == [[5, 5]]
+
+
+def test_gradients_of_an_earlier_run_are_each_replica_s_own(strategy):
+    model = make_model(strategy)
+
+    def fn(replica):
+        model.weight.grad.mul_(0.5)
+        model(torch.ones(1, 2)).sum().backward()
+        return [model.weight.grad.tolist()]
+
+    strategy.run(lambda: model(torch.ones(1, 2)).sum().backward())
+    assert collect(strategy, fn) == [[[[7.5, 7.5]]]]
+    assert collect(strategy, fn) == [[[[8.75, 8.75]]]]
+
+
+def test_zeros_set_by_hand_and_sums_changed_in_a_merge_call_are_added_to(strategy):
+    model = make_model(strategy)
+
+    def fn(replica):
+        model.weight.grad = torch.zeros(1, 2)
+        model(torch.ones(1, 2)).sum().backward()
+        in_merge(lambda: model.weight.grad.mul_(2))
+        model(torch.ones(1, 2)).sum().backward()
+        return [model.weight.grad.tolist()]
+
+    for _ in range(2):
+        assert collect(strategy, fn) == [[[[15, 15]]]]
