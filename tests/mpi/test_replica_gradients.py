@@ -137,13 +137,13 @@ def test_gradients_of_an_earlier_run_are_each_replica_s_own(strategy):
     model = make_model(strategy)
 
     def fn(replica):
-        model.weight.grad.mul_(0.5)
+        found = model.weight.grad.mul_(0.5).tolist()
         model(torch.ones(1, 2)).sum().backward()
-        return [model.weight.grad.tolist()]
+        return [found, model.weight.grad.tolist()]
 
     strategy.run(lambda: model(torch.ones(1, 2)).sum().backward())
-    assert collect(strategy, fn) == [[[[7.5, 7.5]]]]
-    assert collect(strategy, fn) == [[[[8.75, 8.75]]]]
+    assert collect(strategy, fn) == [[[[2.5, 2.5]]], [[[7.5, 7.5]]]]
+    assert collect(strategy, fn) == [[[[3.75, 3.75]]], [[[8.75, 8.75]]]]
 
 
 def test_zeros_set_by_hand_and_sums_changed_in_a_merge_call_are_added_to(strategy):
