@@ -31,9 +31,13 @@ class StepGenerators:
         self.step = 0
 
     def start(self, seed: int) -> None:
-        """Take `seed`, unless a checkpoint brought one, and set the generators for the current step."""
+        """Take `seed`, unless a checkpoint brought one, and set the generators for the current step.
+
+        Numbers of a step in which replicas have drawn go on: they would come a second time.
+        """
         self.seed = seed if self.seed is None else self.seed
-        self._set()
+        if not self._states:
+            self._set()
 
     def restore(self, seed: int | None, step: int) -> None:
         """Go on at `step` with the seed of a checkpoint."""

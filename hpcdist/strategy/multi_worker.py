@@ -170,7 +170,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         return self._engine.watching()
 
     def _prepare(self, args: Any) -> None:
-        self._engine.prepare(args)
+        self._engine.prepare_run(args)
 
     def _sum_over_replicas(self, rows: list[Any]) -> Any:
         with self._group.recorded("reduce", rows[0]):

@@ -420,6 +420,26 @@ def test_replicas_draw_their_own_numbers_and_code_outside_the_same_ones(strategy
     assert len(set(comm.allgather((before, torch.rand(1).item())))) == 1
 
 
+def test_numbers_are_keyed_without_a_model(comm):
+    """What a replica draws depends on seed, step and replica: not on ranks, nor on what was drawn before the run."""
+
+    def draw(strategy):
+        torch.manual_seed(7)
+        torch.rand(comm.rank)
+        found = strategy.run(lambda: torch.rand(1).item()).values
+        outside = [torch.rand(1).item()]
+        with strategy.scope():
+            model = nn.Linear(1, 1)
+        strategy.run(lambda: model(torch.ones(1, 1)))
+        return found, [*outside, torch.rand(1).item()]
+
+    found, outside = draw(Strategy(num_replicas=bits.N_REPLICAS))
+    alone_found, alone_outside = draw(alone())
+    assert sum(comm.allgather(found), ()) == alone_found
+    assert outside == alone_outside
+    assert len({*alone_found, *outside}) == bits.N_REPLICAS + 2
+
+
 def test_what_takes_one_replica_per_rank_is_refused(strategy, comm):
     with strategy.scope():
         model = nn.Linear(2, 1)
@@ -463,6 +483,7 @@ def test_fewer_replicas_than_ranks_are_refused_on_all(comm):
 
 def test_replicas_that_do_not_agree_are_named(strategy):
     own = ids(strategy).values
+    strategy.run(lambda: None)  # the first one takes all ranks
     if len(own) < 2:
         return
 
