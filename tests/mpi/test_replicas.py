@@ -148,6 +148,23 @@ def test_reduce_weighs_every_replica_alike_and_every_row(strategy):
         strategy.reduce("sum", rows, axis=None)
 
 
+@pytest.mark.parametrize("hosts", [None, "2 each"])
+@pytest.mark.parametrize("dtype", ["longdouble", "uint16", "uint32", "uint64", "complex128"])
+def test_reduce_takes_every_dtype_of_numpy(over_hosts, dtype, hosts):
+    over_hosts(hosts)
+    strategy = Strategy(num_replicas=5)
+    values = strategy.run(lambda replica: np.array([replica, 2**12], dtype), args=(ids(strategy),))
+    total = strategy.reduce("sum", values, axis=None)
+    assert (total.dtype, total.tolist()) == (np.dtype(dtype), [10, 5 * 2**12])
+
+
+def test_a_sum_is_one_collective_with_a_name(strategy):
+    journal = strategy._group.journal
+    before = journal.n_entered
+    strategy._sum_over_replicas([np.ones(3) for _ in strategy._own_replicas])
+    assert (journal.n_entered - before, journal.entries[-1].op) == (1, "reduce")
+
+
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_gather_joins_in_the_order_of_replicas(strategy, axis):
     def part(replica):
