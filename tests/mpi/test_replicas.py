@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import time
 import types
 
 import numpy as np
@@ -13,7 +14,9 @@ from torch import nn
 
 import hpcdist
 from hpcdist import MPIClusterResolver, PerReplica
+from hpcdist.collectives import partials
 from hpcdist.errors import ConfigurationError, DesyncError, GradientError
+from hpcdist.plan.replicas import ReplicaPlan
 
 sys.path.insert(0, str(__file__).split("/tests/")[0] + "/benchmarks")
 import bits
@@ -156,6 +159,19 @@ def test_reduce_takes_every_dtype_of_numpy(over_hosts, dtype, hosts):
     values = strategy.run(lambda replica: np.array([replica, 2**12], dtype), args=(ids(strategy),))
     total = strategy.reduce("sum", values, axis=None)
     assert (total.dtype, total.tolist()) == (np.dtype(dtype), [10, 5 * 2**12])
+
+
+def test_waiting_for_other_ranks_partial_sums_takes_no_core(comm, make_group):
+    group, plan = make_group(), ReplicaPlan(2 * comm.size + 1, comm.size)
+    rows = [np.ones(1000) for _ in plan.partials[comm.rank]]
+    comm.Barrier()
+    if comm.rank == 0:
+        time.sleep(0.6)
+    began, began_cpu = time.monotonic(), time.process_time()
+    partials.all_reduce(rows, rows[0], group, plan)
+    waited_s, cpu_s = time.monotonic() - began, time.process_time() - began_cpu
+    assert rows[0].tolist() == [sum(map(len, plan.partials))] * 1000
+    assert comm.rank == 0 or cpu_s < waited_s / 2
 
 
 def test_a_sum_is_one_collective_with_a_name(strategy):
