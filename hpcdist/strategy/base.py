@@ -99,7 +99,8 @@ class Strategy:
         the last one), at `all_reduce`, `all_gather` and `merge_call`. They share the modules' parameters; each has
         gradients, buffers and random numbers of its own. An error in one stops the others.
 
-        Collective at the first use of a model made in the scope, and where `fn` reduces.
+        Collective at the first use of a model made in the scope, at the first call where num_replicas was given, and
+        where `fn` reduces.
 
         Args:
             fn: the same calls in the same order on every replica.
@@ -157,7 +158,7 @@ class Strategy:
     ) -> Any:
         def combine(brought: list[Any]) -> list[Any]:
             all_args, all_kwargs = regroup(brought)
-            with context.entered(self):
+            with self._turns.between(), context.entered(self):
                 result = merge_fn(self, *all_args, **all_kwargs)
             return [select(place, result) for place in range(len(brought))]
 

@@ -170,12 +170,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         return self._engine.watching()
 
     def _prepare(self, args: Any) -> None:
-        self._engine.prepare(args)
+        self._engine.prepare_run(args)
 
     def _sum_over_replicas(self, rows: list[Any]) -> Any:
+        if self._is_counted:
+            return self._reducer.sum_rows(rows, "reduce")
         with self._group.recorded("reduce", rows[0]):
-            if self._is_counted:
-                return self._reducer.sum_rows(rows)
             mpi.all_reduce(rows[0], self._group)
             return rows[0]
 

@@ -38,6 +38,11 @@ class ReplicaContext:
 
         All replicas must come to it, in the same order of calls. Collective if `merge_fn` is.
 
+        Gradients and buffers are shared by no two replicas: `merge_fn` finds those of this process's last one. What it
+        changes of them (`optimizer.zero_grad()`, clipping) all replicas of this process see when they go on; what it
+        leaves alone stays what it was for each. Its random numbers are those of code outside `run`, where
+        `num_replicas` was given.
+
         Args:
             merge_fn: gets the arguments of all local replicas as PerReplica values.
             args: as for `run`.

@@ -176,6 +176,20 @@ def test_who_sums_device_buffers(comm, monkeypatch, make_group, implementation, 
         assert {call for kept in logs if kept for call in kept._inner.log} == calls
 
 
+@pytest.mark.parametrize("implementation", [Implementation.AUTO, Implementation.HIERARCHICAL])
+@pytest.mark.parametrize("dtype", ["int16", "uint16", "complex64", "complex128"])
+def test_what_nccl_has_no_dtype_for_goes_through_the_host(comm, cupy, make_group, dtype, implementation):
+    array = cupy.array(values(comm.rank, 10).astype(dtype))
+    all_reduce.reduce_buffer(array, SUM, implementation, make_group())
+    assert array.get().tolist() == expected("sum", comm.size, 10).tolist()
+    assert cupy.made == []
+
+
+def test_truth_values_on_a_device_are_refused(comm, cupy, make_group):
+    with pytest.raises(CollectiveError, match="expected numbers, got dtype bool"):
+        all_reduce.reduce_buffer(cupy.array(np.ones(3, bool)), SUM, Implementation.AUTO, make_group())
+
+
 def test_without_a_gpu_each_auto_goes_through_the_host(comm, monkeypatch, make_group):
     if comm.size == 1:
         pytest.skip("one rank shares with nobody")
