@@ -61,8 +61,8 @@ class InputOptions:
     """Options of a distributed dataset.
 
     Attributes:
-        experimental_fetch_to_device: True copies parts to the current GPU, if torch uses one; else they stay on the
-            host.
+        experimental_fetch_to_device: True copies parts to the current GPU, if torch uses one. False: they stay on the
+            host. Default: on the host, unless the strategy was given devices, to which they then go.
         experimental_replication_mode: for `distribute_datasets_from_function`.
         experimental_place_dataset_on_device: accepted as in tf.distribute, with the same conditions; datasets are
             read on the host all the same, and parts stay there.

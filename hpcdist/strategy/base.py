@@ -64,11 +64,28 @@ class Strategy:
             RuntimeError: inside `run`, or inside another strategy.
         """
         self._require_cross_replica("scope", "enter it before run")
-        with context.entered(self), self._watching():
+        with context.entered(self), self._entering():
             yield self
+
+    @contextmanager
+    def _entering(self) -> Iterator[None]:
+        """Do what makes modules and tensors of the block this strategy's."""
+        with self._watching(), self._placing():
+            yield
 
     def _watching(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def _placing(self) -> AbstractContextManager[Any]:
+        """Make tensors of the block on this replica's device; no time is spent in every call where they are anyway."""
+        device = self._placed_on
+        is_default = device is None or device == torch.get_default_device()
+        return nullcontext() if is_default or device is None else device
+
+    @property
+    def _placed_on(self) -> torch.device | None:
+        """Where what is made in scope and run is put; None: wherever the caller's code puts it."""
+        return None
 
     @property
     def _device(self) -> torch.device:
@@ -134,7 +151,7 @@ class Strategy:
 
     def _call(self, replica: ReplicaContext, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         args, kwargs = select(replica.place, args), select(replica.place, kwargs)
-        with context.entered(self, replica), explaining_empty_parts((args, kwargs)):
+        with context.entered(self, replica), self._placing(), explaining_empty_parts((args, kwargs)):
             return fn(*args, **kwargs)
 
     def _regroup(self, results: Sequence[Any]) -> Any:
@@ -238,8 +255,8 @@ class Strategy:
     def experimental_distribute_values_from_function(self, value_fn: Callable[["ValueContext"], Any]) -> Any:
         """Return value_fn(ValueContext) of each local replica as a PerReplica value; not collective."""
         self._require_cross_replica("experimental_distribute_values_from_function", "call it before run")
-        values = [value_fn(ValueContext(replica, self.num_replicas_in_sync)) for replica in self._own_replicas]
-        return PerReplica(values)
+        with self._placing():
+            return PerReplica([value_fn(ValueContext(one, self.num_replicas_in_sync)) for one in self._own_replicas])
 
     def _local_values(self, call: str, value: Any) -> list[Any]:
         values, n_local = local_values(value), len(self._own_replicas)

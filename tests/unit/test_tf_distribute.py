@@ -17,6 +17,7 @@ GUIDES = "tests/mpi/test_guides.py"
 INPUTS = "tests/mpi/test_inputs.py"
 LOSSES = "tests/mpi/test_losses.py"
 OVERLAP = "tests/mpi/test_overlap.py"
+PLACEMENT = "tests/mpi/test_placement.py"
 TPU = "tests/mpi/test_tpu.py"
 VARIABLES = "tests/mpi/test_variables.py"
 DATASETS_ALONE = "tests/unit/test_dataset.py"
@@ -36,7 +37,9 @@ ROWS = [
     ),
     (
         "MirroredStrategy(devices): what is made in scope and run is on the replica's device",
-        "open: modules and tensors stay on torch's default device; only extended.worker_devices tells of devices",
+        f"{PLACEMENT}::test_what_is_made_and_run_is_on_the_devices_given",
+        f"{PLACEMENT}::test_values_and_threads_of_replicas_are_there_too",
+        f"{PLACEMENT}::test_batches_are_moved_to_the_devices_given",
     ),
     (
         "MultiWorkerMirroredStrategy(cluster_resolver, communication_options): synchronous over workers",
@@ -57,7 +60,8 @@ ROWS = [
     ),
     (
         "CentralStorageStrategy with one device: everything is on it",
-        "open: with one rank compute_devices does not place modules; parameter_devices alone names the device",
+        f"{PLACEMENT}::test_what_is_made_and_run_is_on_the_devices_given",
+        f"{CENTRAL}::test_devices_are_those_of_the_ranks",
     ),
     (
         "OneDeviceStrategy(device): what is made is placed there",
