@@ -1,14 +1,15 @@
 """`reduce` and `gather` of a strategy, outside and inside its replicas; with one replica in this process."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from hpcdist.errors import UsageError
 from hpcdist.gradients.turns import Turns
 from hpcdist.strategy import context
-from hpcdist.strategy.local_reduce import Axis, check_axis, copy_of, gather_rows, reduce_rows
+from hpcdist.strategy.local_reduce import Axis, beside, check_axis, copy_of, gather_rows, reduce_rows
+from hpcdist.strategy.packed_reduce import reduce_packed
 from hpcdist.strategy.reduce_op import ReduceOp
-from hpcdist.strategy.replica_context import ReplicaContext
-from hpcdist.strategy.values import DistributedValues, PerReplica, local_values
+from hpcdist.strategy.values import DistributedValues, local_values
 
 _alone = Turns(range(1), [])
 
@@ -35,6 +36,7 @@ class Reducing:
                 of different length weigh by their length.
             value: PerReplica, or, with one replica in this process, its value: torch tensor, numpy array or number.
                 With several, a plain value is every one's; its SUM with axis None is refused, as in tf.distribute.
+                With axis None also a sparse COO tensor, whose entries are joined.
             axis: None (over replicas only), an int, or a tuple or list of ints; negative ones count from the end.
 
         Returns:
@@ -47,11 +49,17 @@ class Reducing:
         self._require_cross_replica("reduce", "return the value from run and reduce it")
         op = ReduceOp.parse(reduce_op)
         check_axis(axis)
-        n_local = len(self._own_replicas)
-        is_plain = not isinstance(value, DistributedValues) and not hasattr(value, "local_copies")
-        if n_local > 1 and is_plain and (op is ReduceOp.MEAN or axis is not None):
-            value = PerReplica([value] * n_local)  # as tf.distribute: a plain value is every replica's
-        return reduce_rows(op, self._local_values("reduce", value), axis, self._sum_over_replicas)
+        if axis is None:
+            return self._reduce_all(op, [value])[0]
+        return reduce_rows(op, self._values_of("reduce", value, is_everyones=True), axis, self._sum_over_replicas)
+
+    def _reduce_all(self, op: ReduceOp, values: Sequence[Any]) -> list[Any]:
+        """Return values, each reduced over all replicas; see `reduce`."""
+        if not values:
+            return []
+        own = [self._values_of("reduce", value, is_everyones=op is ReduceOp.MEAN) for value in values]
+        by_replica = [list(nest) for nest in zip(*own, strict=True)]
+        return reduce_packed(op, by_replica, self._sum_over_replicas, self._gather_over_ranks)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Return the values of all replicas joined along `axis`, in the order of replicas, on every rank.
@@ -67,14 +75,24 @@ class Reducing:
             RuntimeError: inside `run`, where ReplicaContext.all_gather is meant.
         """
         self._require_cross_replica("gather", "use get_replica_context().all_gather there")
-        return gather_rows(self._local_values("gather", value), axis, self._gather_over_ranks)[0]
+        return gather_rows(self._values_of("gather", value), axis, self._gather_over_ranks)[0]
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the values of this process's replicas as a tuple; of a plain value, itself alone."""
         return local_values(value)
 
-    def _local_values(self, call: str, value: Any) -> list[Any]:
+    def _values_of(self, call: str, value: Any, is_everyones: bool = False) -> list[Any]:
+        """Return the values of this process's replicas.
+
+        Args:
+            call: for messages.
+            value: DistributedValues, a variable, or a plain value.
+            is_everyones: whether a plain value is every replica's, as in tf.distribute.
+        """
         values, n_local = local_values(value), len(self._own_replicas)
+        is_plain = not isinstance(value, DistributedValues) and not hasattr(value, "local_copies")
+        if is_plain and is_everyones:
+            return [value] * n_local
         if len(values) != n_local:
             raise UsageError(
                 f"{call}: expected a PerReplica value of this rank's {n_local} replicas, got {len(values)} "
@@ -98,18 +116,21 @@ class Reducing:
             raise error
         return rows, 0
 
-    def _reduce_in_replica(self, replica: ReplicaContext, op: ReduceOp, leaf: Any) -> Any:
-        def combine(brought: list[Any]) -> list[Any]:
-            reduced = reduce_rows(op, brought, None, self._sum_over_replicas)
-            return [copy_of(reduced) for _ in brought]
+    def _reduce_in_replica(self, op: ReduceOp, leaves: Sequence[Any]) -> list[Any]:
+        """Return the leaves of a nest, each reduced over all replicas, where they were."""
 
-        return self._turns.merge("an all_reduce", self._brought(leaf), combine)
+        def combine(brought: list[Any]) -> list[Any]:
+            reduced = reduce_packed(op, brought, self._sum_over_replicas, self._gather_over_ranks)
+            return [[copy_of(one) for one in reduced] for _ in brought]
+
+        found = self._turns.merge("an all_reduce", [self._brought(leaf) for leaf in leaves], combine)
+        return [beside(leaf, one) for leaf, one in zip(leaves, found, strict=True)]
 
     def _brought(self, leaf: Any) -> Any:
         """Return what a replica brings to a merge: a copy, as buffers hold another replica's values by then."""
         return copy_of(leaf) if len(self._own_replicas) > 1 else leaf
 
-    def _gather_in_replica(self, replica: ReplicaContext, leaf: Any, axis: int) -> tuple[Any, int]:
+    def _gather_in_replica(self, leaf: Any, axis: int) -> tuple[Any, int]:
         """Return what is joined, and where this replica's part begins."""
 
         def combine(brought: list[Any]) -> list[Any]:
@@ -117,4 +138,4 @@ class Reducing:
             return [(copy_of(joined), start) for start in starts]
 
         joined, start = self._turns.merge("an all_gather", self._brought(leaf), combine)
-        return joined, start
+        return beside(leaf, joined), start

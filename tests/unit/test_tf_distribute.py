@@ -17,6 +17,7 @@ GUIDES = "tests/mpi/test_guides.py"
 INPUTS = "tests/mpi/test_inputs.py"
 LOSSES = "tests/mpi/test_losses.py"
 OVERLAP = "tests/mpi/test_overlap.py"
+PACKED = "tests/mpi/test_packed_reduce.py"
 PLACEMENT = "tests/mpi/test_placement.py"
 TPU = "tests/mpi/test_tpu.py"
 VARIABLES = "tests/mpi/test_variables.py"
@@ -263,11 +264,20 @@ ROWS = [
     ),
     ("gather: sparse values are refused", f"{STRATEGY}::test_sparse_values_are_refused"),
     ("all_reduce takes nests", f"{REPLICAS}::test_all_reduce_and_all_gather_in_replicas"),
-    ("all_reduce packs the tensors of a nest", "open: every leaf is an all-reduce of its own"),
     (
-        "all_reduce takes sparse values",
-        "open: torch's sparse tensors and pairs of indices and values are not summed as such",
+        "all_reduce packs the tensors of a nest",
+        f"{PACKED}::test_a_nest_is_summed_once_for_each_dtype",
+        f"{PACKED}::test_packed_sums_are_in_the_order_of_replicas",
+        f"{PACKED}::test_gradients_of_a_nest_are_summed_once_for_each_dtype",
     ),
+    ("batch_reduce_to packs its values", f"{PACKED}::test_a_batch_of_values_is_reduced_in_one_go"),
+    (
+        "all_reduce and reduce take sparse values (torch's COO tensors): their entries are joined, not made dense",
+        f"{PACKED}::test_entries_of_sparse_tensors_are_joined",
+        f"{PACKED}::test_gradients_of_an_embedding_are_summed_as_they_are",
+        f"{PACKED}::test_sparse_and_dense_are_not_added",
+    ),
+    ("all_reduce: sparse values have no gradient", f"{PACKED}::test_sparse_tensors_beside_ones_with_gradients"),
     (
         "all_reduce: the gradient of a dense value is the all-reduce of its gradient",
         f"{REPLICAS}::test_gradients_flow_through_all_reduce_and_all_gather",
