@@ -8,6 +8,7 @@ is looked at with the devices the other way round.
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 import hpcdist
 
@@ -20,6 +21,24 @@ def default_device():
     """Return what sets torch's default device for the test."""
     yield torch.set_default_device
     torch.set_default_device(None)
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on the device "meta", and of which nothing but a copy on the host has values."""
+
+    @staticmethod
+    def __new__(cls, values):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device="meta")
+
+    def __init__(self, values):
+        self.held = values
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        to = dict(kwargs or {}).pop("device", None)
+        result = func(*tree_map(lambda x: x.held if isinstance(x, cls) else x, args), **(kwargs or {}))
+        is_moved = to is not None and torch.device(to).type == "cpu"
+        return result if is_moved else tree_map(lambda x: cls(x) if isinstance(x, torch.Tensor) else x, result)
 
 
 def make_data(n_rows=10, batch=4):
@@ -99,3 +118,26 @@ def test_parts_weigh_by_their_rows_when_batches_are_moved(comm):
     next(batches)
     assert strategy._engine.backward.handed[0].weight(is_mean=True) == 4
     assert next(batches)[0].shape[0] == strategy._engine.backward.handed[0].weight(is_mean=True)
+
+
+@pytest.mark.parametrize("replicas", [None, 4])
+def test_reduced_values_lie_on_the_host_or_in_a_replica_where_they_were(comm, replicas):
+    strategy = hpcdist.MirroredStrategy(num_replicas=replicas, gradient_op="sum")
+    n, value = strategy.num_replicas_in_sync, OnDevice(torch.ones(2, 3))
+    assert value.device.type == "meta"
+    parts = strategy.run(lambda: OnDevice(torch.ones(2, 3)))
+    for found, expected in (
+        (strategy.reduce("sum", parts, axis=None), [[n] * 3] * 2),
+        (strategy.reduce("mean", parts, axis=0), [1.0] * 3),
+        (strategy.gather(parts, axis=0), [[1.0] * 3] * (2 * n)),
+    ):
+        assert type(found) is torch.Tensor
+        assert found.device.type == "cpu"
+        assert found.tolist() == expected
+
+    def fn():
+        context = hpcdist.get_replica_context()
+        found = context.all_reduce("sum", [value, torch.ones(1)])
+        return [one.device.type for one in (*found, context.all_gather(value, axis=0))] == ["meta", "cpu", "meta"]
+
+    assert all(strategy.experimental_local_results(strategy.run(fn)))

@@ -242,7 +242,10 @@ ROWS = [
         "reduce: nests are not accepted",
         f"{STRATEGY}::test_nests_are_not_reduced",
     ),
-    ("reduce: the result lies on the host", "open: no test reduces a value of a device and asks where the result is"),
+    (
+        "reduce: the result lies on the host; of all_reduce and all_gather, where the value was",
+        f"{PLACEMENT}::test_reduced_values_lie_on_the_host_or_in_a_replica_where_they_were",
+    ),
     ("reduce: the result is the same on every worker", f"{GUIDES}::test_the_custom_training_loop"),
     # -- gather, all_gather, all_reduce ------------------------------------------------------------------------------
     (
