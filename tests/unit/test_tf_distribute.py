@@ -420,7 +420,11 @@ ROWS = [
         "AUTO and DATA in experimental_distribute_dataset: one global order over all files",
         f"{INPUTS}::test_hdf5_files_are_read_in_one_global_order",
     ),
-    ("HINT puts the real shard in place of a marked one", "open: AutoShardPolicy has no HINT"),
+    (
+        "HINT puts the real shard in place of a marked one",
+        f"{INPUTS_ALONE}::test_policy_hint_puts_the_real_shard_in_the_marked_place",
+        f"{INPUTS_ALONE}::test_a_marked_shard_and_the_policy_hint_go_together",
+    ),
     (
         "distribute_datasets_from_function adds no shard, batch or prefetch",
         f"{INPUTS_ALONE}::test_datasets_from_a_function_are_left_as_they_are",
