@@ -307,6 +307,14 @@ ROWS = [
         f"{VARIABLES}::test_each_replica_writes_its_own_copy_and_reading_aggregates",
         f"{VARIABLES}::test_outside_all_strategies_it_is_plain",
     ),
+    (
+        "operators, torch's functions and conversions read a variable; in place they are refused",
+        f"{VARIABLES}::test_it_stands_for_its_value_in_expressions",
+        f"{VARIABLES}::test_other_operators",
+        f"{VARIABLES}::test_torch_and_numpy_take_it",
+        f"{VARIABLES}::test_an_expression_reads_what_the_caller_sees",
+        f"{VARIABLES}::test_in_place_it_is_refused",
+    ),
     ("ON_READ with trainable=True is an error", f"{VARIABLES}::test_it_is_not_trainable"),
     ("AUTO is ON_WRITE", f"{VARIABLES}::test_what_it_is_made_of"),
     (
