@@ -1,17 +1,19 @@
 """Sources with random access: rows by number, from arrays in memory and from other sources."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from hpcdist.data.nest import Nest, call_with, leaves, map_nest, no_rows, spec_of, stack, unstack, zeros_like
+from hpcdist.errors import DataError
 from hpcdist.plan.sample_order import Rows
 
 Function = Callable[..., Any]
 
 
-class RowSource:
+class RowSource(ABC):
     """Rows that can be read in any order.
 
     Attributes:
@@ -22,17 +24,23 @@ class RowSource:
     n_rows: int
     n_files = 0
 
+    @abstractmethod
     def take(self, rows: Rows) -> Nest:
         """Return the given rows of every array, (len(rows), ...) each; `rows` may be empty."""
-        raise NotImplementedError
 
     def take_many(self, requests: Iterable[Rows]) -> Iterator[Nest]:
         """Yield the rows of every request. A source that reads ahead does so here."""
         return map(self.take, requests)
 
     def of_files(self, numbers: range) -> "RowSource":
-        """Return the rows of some of the files alone."""
-        raise NotImplementedError
+        """Return the rows of some of the files alone.
+
+        Raises:
+            DataError: for rows that are not read from files.
+        """
+        raise DataError(
+            f"shard: expected rows that are read from files, got {type(self).__name__}; use AutoShardPolicy.DATA."
+        )
 
 
 class ArraySource(RowSource):
