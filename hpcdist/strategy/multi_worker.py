@@ -202,9 +202,11 @@ class MultiWorkerMirroredStrategy(Strategy):
                     f"every rank the same rows, batch and seed."
                 )
         hand = functools.partial(self._hand_rows, next(self._dataset_numbers))
-        return DistributedDataset(
+        distributed = DistributedDataset(
             dataset, self._own_replicas, self.num_replicas_in_sync, hand, self._wrap, options, self._agree_rows
         )
+        distributed.poll = self.world.notices.poll
+        return distributed
 
     def distribute_datasets_from_function(
         self, dataset_fn: DatasetFunction, options: InputOptions | None = None
@@ -217,6 +219,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         hand = functools.partial(self._hand_rows, next(self._dataset_numbers))
         distributed = DistributedFromFunction(made, replicas, n_replicas, hand, self._wrap, options, self._agree_end)
         distributed.set_seed(seed)
+        distributed.poll = self.world.notices.poll
         return distributed
 
     @property
