@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from hpcdist.data.options import InputReplicationMode as InputReplicationMode
     from hpcdist.data.options import Options as Options
     from hpcdist.resilience.checkpoint import Checkpoint as Checkpoint
-    from hpcdist.resilience.checkpoint import CheckpointManager as CheckpointManager
+    from hpcdist.resilience.manager import CheckpointManager as CheckpointManager
     from hpcdist.strategy import metrics as metrics
     from hpcdist.strategy.base import Strategy as Strategy
     from hpcdist.strategy.base import ValueContext as ValueContext
@@ -75,7 +75,7 @@ _MODULES = {
     "AutoShardPolicy": "data.options",
     "CentralStorageStrategy": "strategy.central_storage",
     "Checkpoint": "resilience.checkpoint",
-    "CheckpointManager": "resilience.checkpoint",
+    "CheckpointManager": "resilience.manager",
     "ClusterResolver": "cluster.resolver",
     "ClusterSpec": "cluster.spec",
     "CollectiveCommunication": "collectives.options",

@@ -9,7 +9,8 @@ HpcdistError                70  an internal fault, and the base of all below
 ├── CollectiveError         70  a collective called with what it cannot carry
 ├── CollectiveTimeoutError  70  a rank did not arrive in time
 └── CheckpointError         74  a checkpoint cannot be written or read
-    └── CheckpointDamaged   74  the file is not what was committed
+    ├── CheckpointDamaged   74  the file is not what was committed
+    └── AttemptReplaced     76  a later attempt of the job writes now; do not requeue
 """
 
 import enum
@@ -87,6 +88,12 @@ class CheckpointError(HpcdistError, RuntimeError):
 
 class CheckpointDamaged(CheckpointError):
     """The file is not what was committed: truncated, changed, or incomplete."""
+
+
+class AttemptReplaced(CheckpointError):
+    """A later attempt of the same job has begun to write: this one is left over and must end."""
+
+    exit_code = ExitCode.DO_NOT_REQUEUE
 
 
 def error_class(name: str) -> type[HpcdistError]:

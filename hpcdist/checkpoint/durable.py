@@ -1,89 +1,176 @@
-"""The seam to the file system: every durable operation of a checkpoint goes through here.
+"""The seam to the file system: every operation that changes what is on a disk goes through a `Disk`.
 
 Replacing a file so that a crash leaves the old one or the new one takes four steps: write beside it, fsync the file,
 rename, fsync the folder. (T. Pillai et al., All File Systems Are Not Created Equal, OSDI 2014.)
 """
 
+import contextlib
 import errno
 import fcntl
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 
 #: Files being written are called NAME.tmp-PID; a reader never looks at them.
 _TEMPORARY = re.compile(r"\.tmp-\d+$")
-#: What lockf says on file systems without locks: there is no guard then.
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+#: What file systems say that do not take O_DIRECT, or cannot allocate.
+_NOT_OFFERED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+#: Direct writes start and end at multiples of this, in the file and in memory.
+ALIGNMENT_BYTES = 4096
 
 
-def make_folder(path: Path) -> None:
+class Disk:
+    """The operations themselves. Tests put another in its place, which counts, records, fails or dies.
+
+    Raises:
+        OSError: from every method, when the file system refuses.
+    """
+
+    def make_folder(self, path: Path) -> None:
+        """Make one folder; its name is durable once its parent is synced."""
+        os.mkdir(path)
+
+    def create(self, path: Path) -> int:
+        """Make an empty file and return its descriptor."""
+        return os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+
+    def allocate(self, descriptor: int, nbytes: int) -> None:
+        """Give a new file its size and its place on the disk, where the file system can."""
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:
+            if error.errno not in _NOT_OFFERED:
+                raise
+
+    def write(self, descriptor: int, data: memoryview, offset: int) -> int:
+        """Write some of `data` at a place in the file; return how many bytes were written."""
+        return os.pwrite(descriptor, data, offset)
+
+    def sync(self, descriptor: int) -> None:
+        """Force a file's content to the disk."""
+        os.fsync(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        """Close a file. Network file systems report late errors here."""
+        os.close(descriptor)
+
+    def rename(self, path: Path, to: Path) -> None:
+        """Give a file another name in its folder, in place of what has that name."""
+        os.replace(path, to)
+
+    def sync_folder(self, path: Path) -> None:
+        """Force the names in a folder to the disk."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file. A crash may bring it back until its folder is synced."""
+        os.unlink(path)
+
+    def remove_folder(self, path: Path) -> None:
+        """Remove an empty folder."""
+        os.rmdir(path)
+
+
+def make_folders(disk: Disk, path: Path) -> None:
     """Make a folder and its parents, and their names durable.
 
     Raises:
         OSError: when the file system refuses.
     """
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
-        fsync(folder.parent)
+    for folder in [folder for folder in (path, *path.parents) if not folder.exists()][::-1]:
+        try:
+            disk.make_folder(folder)
+        except FileExistsError:  # somebody else made it meanwhile
+            continue
+        disk.sync_folder(folder.parent)
 
 
-def lock_file(path: Path) -> None:
-    """Lock a file for as long as this process lives; the same process may lock it again.
-
-    The descriptor is left open on purpose: POSIX drops a process's lock when any descriptor of the file is closed.
-
-    Raises:
-        OSError: when another process holds the lock, or the file cannot be written.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise OSError(error.errno, "another job that is writing there") from None
-        if error.errno not in _NO_LOCKS:
-            raise
-
-
-def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Make `path` what write(temporary path) writes, wholly or not at all.
+def replace_file(disk: Disk, path: Path, blocks: Iterable[memoryview], nbytes: int) -> None:
+    """Make `path` a file of the given content, wholly or not at all.
 
     Args:
+        disk: the seam.
         path: the file to make or replace.
-        write: writes the whole file at the path it is given; on the same file system.
+        blocks: its content in order. Those that are aligned, in memory and in length, go to the disk past the page
+            cache, where the file system offers that: less work for the processor, and no memory is taken.
+        nbytes: of all blocks.
 
     Raises:
-        OSError: when the file system refuses; `path` is then as it was and the temporary file is gone.
+        OSError: when the file system refuses; `path` is then as it was.
     """
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
-        write(temporary)
-        fsync(temporary)
-        os.replace(temporary, path)
+        _write_file(disk, temporary, blocks, nbytes)
+        disk.rename(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what cannot be removed now is swept by the next attempt
+            disk.remove(temporary)
         raise
-    fsync(path.parent)
+    disk.sync_folder(path.parent)
 
 
-def fsync(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+def _write_file(disk: Disk, path: Path, blocks: Iterable[memoryview], nbytes: int) -> None:
+    descriptor = disk.create(path)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        disk.allocate(descriptor, nbytes)
+        offset = 0
+        for block in blocks:
+            _write_block(disk, descriptor, block, offset)
+            offset += len(block)
+        disk.sync(descriptor)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first error tells
+            disk.close(descriptor)
+        raise
+    disk.close(descriptor)
 
 
-def remove(path: Path) -> None:
-    """Remove a file if it is there. A crash may bring it back until the folder is synced."""
-    path.unlink(missing_ok=True)
+def _write_block(disk: Disk, descriptor: int, block: memoryview, offset: int) -> None:
+    """Write a whole block, past the page cache as long as what is left of it is aligned."""
+    is_offered = True
+    while block:
+        is_direct = is_offered and _set_direct(descriptor, (len(block) | offset) % ALIGNMENT_BYTES == 0)
+        try:
+            done = disk.write(descriptor, block, offset)
+        except OSError as error:
+            if not (is_direct and error.errno == errno.EINVAL):
+                raise
+            is_offered = _set_direct(descriptor, False)  # its blocks are larger than ours
+            continue
+        block, offset = block[done:], offset + done
 
 
-def sweep_temporary(folder: Path) -> None:
+def _set_direct(descriptor: int, is_wanted: bool) -> bool:
+    """Let writes pass by the page cache, or no longer; return whether they do now."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    wanted = flags | os.O_DIRECT if is_wanted else flags & ~os.O_DIRECT
+    if wanted != flags:
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, wanted)
+        except OSError as error:
+            if error.errno not in _NOT_OFFERED:
+                raise
+            return False
+    return is_wanted
+
+
+def replace_text(disk: Disk, path: Path, text: str) -> None:
+    """Make `path` a file of some text, wholly or not at all.
+
+    Raises:
+        OSError: when the file system refuses; `path` is then as it was.
+    """
+    data = text.encode()
+    replace_file(disk, path, [memoryview(data)], len(data))
+
+
+def sweep_temporary(disk: Disk, folder: Path) -> None:
     """Remove what writers that were killed left behind. Only one process may write to the folder."""
-    for path in folder.iterdir():
-        if _TEMPORARY.search(path.name):
-            remove(path)
+    for name in os.listdir(folder):
+        if _TEMPORARY.search(name):
+            disk.remove(folder / name)

@@ -1,175 +1,275 @@
-"""A folder of checkpoints: commit, the latest that verifies, and keep the last few."""
+"""A folder of checkpoints: commit, the latest that verifies, and which are kept."""
 
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hpcdist.checkpoint import durable
-from hpcdist.checkpoint.format import digest_file, read_file, write_file
+import xxhash
+
+from hpcdist.checkpoint import durable, generations
+from hpcdist.checkpoint.durable import Disk
+from hpcdist.checkpoint.generations import Attempt, Place
+from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.manifest import Manifest, read_manifest
+from hpcdist.checkpoint.retention import Retention
+from hpcdist.checkpoint.safe_open import read_file
 from hpcdist.checkpoint.tree import NamedArray
-from hpcdist.errors import CheckpointDamaged, CheckpointError
+from hpcdist.errors import AttemptReplaced, CheckpointDamaged, CheckpointError
 
 logger = logging.getLogger("hpcdist")
 
-_MANIFEST = re.compile(r"step-(\d{8,})\.json$")
 _DATA = re.compile(r"step-(\d{8,})(-\d+)?\.h5$")
+#: Room for names and for manifests, in a check of free space.
+_OVERHEAD_BYTES = 1 << 16
 
 
 class CheckpointFolder:
-    """Committed checkpoints: a manifest `step-00001200.json`, and the file it names, `step-00001200.h5`.
+    """Committed checkpoints: a manifest `gen-0001/step-00001200.json`, and the file beside it that it names.
 
-    One process writes; any may read. A step that is saved again gets a file of another name, `step-00001200-1.h5`, so
-    that its manifest names one whole file at any time.
+    One attempt of a job writes, in a generation of its own; any process may read. A step that is saved again gets a
+    file of another name, `step-00001200-1.h5`, so that its manifest names one whole file at any time.
+
+    Args:
+        folder: need not be there yet.
+        disk: the seam to the file system.
+
+    Attributes:
+        path: of the folder.
+        generation: of this attempt; 0 before `begin`.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], disk: Disk | None = None) -> None:
         self.path = Path(folder)
+        self.generation = 0
+        self._disk = disk or Disk()
+        self._last_before = -1
+        self._damaged: list[Place] = []
 
-    def create(self) -> None:
-        """Make the folder ready for writing: lock it, and sweep what killed writers left.
+    def begin(self) -> None:
+        """Start to write: make a new generation. A process that wrote here before is replaced from now on.
 
         Raises:
-            CheckpointError: when it cannot be written, or another process writes there.
+            CheckpointError: when the folder cannot be written.
         """
-        with self._explained("save", "a folder that can be written"):
-            durable.make_folder(self.path)
-            durable.lock_file(self.path / ".lock")
-            durable.sweep_temporary(self.path)
+        with self.explained("save", "a folder that can be written"):
+            self.generation = generations.make_generation(self._disk, self.path)
+            self._last_before = max((place.step for place in self.places()), default=-1)
 
-    def manifest_path(self, step: int) -> Path:
-        """Return the path of a step's manifest."""
-        return self.path / f"step-{step:08d}.json"
-
-    def steps(self) -> list[int]:
-        """Return the steps that have a manifest, oldest first; not verified.
+    def places(self) -> list[Place]:
+        """Return where checkpoints are, oldest first; not verified.
 
         Raises:
             CheckpointError: when the folder is there and cannot be read.
         """
-        return sorted(int(match[1]) for name in self._names() if (match := _MANIFEST.match(name)))
+        with self.explained("restore", "a folder that can be read"):
+            return generations.places(self.path)
 
-    def _names(self) -> list[str]:
-        with self._explained("restore", "a folder that can be read"):
-            return os.listdir(self.path) if self.path.is_dir() else []
+    # -- attempts -------------------------------------------------------------------------------------------------
 
-    def commit(self, step: int, state: Any, arrays: list[NamedArray], written: dict[str, Any]) -> Path:
-        """Write a checkpoint and return its path once it is durable and verified.
-
-        The HDF5 file is complete and on the disk before a manifest names it; a crash at any point leaves what was
-        committed before as it was, also an earlier save of the same step.
+    def fruitless_attempts(self) -> list[Attempt]:
+        """Return the attempts right before this one that died before they had a checkpoint, the newest first.
 
         Raises:
-            CheckpointError: when the file system refuses, or the folder has a later step.
+            CheckpointError: when the folder cannot be read.
         """
-        self._check_last(step)
-        path = self._new_data_path(step)
-        digests: list[tuple[int, str]] = []
+        with self.explained("restore", "a folder that can be read"):
+            return generations.fruitless_attempts(self.path, self.generation)
 
-        def write_data(temporary: Path) -> None:
-            write_file(temporary, state, arrays)
-            digests.append(digest_file(temporary))
+    def note_attempt(self, restored: str | None, has_ended: bool) -> None:
+        """Write down what this attempt went on from, and whether it has ended by itself.
 
-        nbytes = sum(array.values.nbytes for array in arrays)
-        with self._explained("save", f"to write {nbytes} bytes to {path.name}"):
-            durable.replace_file(path, write_data)
-            manifest = Manifest(step, path.name, *digests[0], written)
-            durable.replace_file(self.manifest_path(step), lambda to: _write_text(to, manifest.to_text()))
-        manifest.verify(path)
-        return path
+        Raises:
+            CheckpointError: when it cannot be written.
+        """
+        with self.explained("save", "to note the attempt"):
+            generations.write_attempt(self._disk, self.path, self.generation, restored, has_ended)
 
-    def _check_last(self, step: int) -> None:
-        last = max(self.steps(), default=-1)
+    @property
+    def _own(self) -> Path:
+        return self.path / generations.folder_name(self.generation)
+
+    def check_current(self) -> None:
+        """Raise AttemptReplaced if a later attempt of the job has begun: two would write."""
+        with self.explained("save", "a folder that can be read"):
+            newest = max(generations.generations(self.path), default=0)
+        if newest > self.generation:
+            raise AttemptReplaced(
+                f"save: expected generation {self.generation} to be the newest in {self.path}, got {newest}: another "
+                f"attempt of this job has begun; this one ends. Its last checkpoint is untouched."
+            )
+
+    # -- writing --------------------------------------------------------------------------------------------------
+
+    def new_data_path(self, step: int) -> Path:
+        """Return the path of the file that the next commit of a step writes.
+
+        Raises:
+            CheckpointError: when the folder has a later step.
+        """
+        own = [place.step for place in self.places() if place.generation == self.generation]
+        last = max([*own, self._last_before])
         if step < last:
             raise CheckpointError(
                 f"save: expected a step after {last}, the last one in {self.path}, got {step}; restore first, or "
                 f"choose another folder."
             )
-
-    def _new_data_path(self, step: int) -> Path:
-        names, name, number = set(self._names()), f"step-{step:08d}.h5", 0
-        while name in names and self.manifest_path(step).name in names:
+        names, name, number = set(generations.names_in(self._own)), f"step-{step:08d}.h5", 0
+        while name in names and f"step-{step:08d}.json" in names:
             number += 1
             name = f"step-{step:08d}-{number}.h5"
-        return self.path / name
+        return self._own / name
 
-    def read_latest(self) -> tuple[Manifest, Any, list[NamedArray]] | None:
-        """Return (manifest, state, arrays) of the latest checkpoint that verifies; None when there is no checkpoint.
+    def commit(self, step: int, path: Path, image: FileImage, written: dict[str, Any], **more: Any) -> Manifest:
+        """Write a checkpoint; it is durable on return.
+
+        The HDF5 file is complete and on the disk before a manifest names it; a crash at any point leaves what was
+        committed before as it was, also an earlier save of the same step.
+
+        Args:
+            step: optimizer steps taken.
+            path: as `new_data_path` returned it.
+            image: the file.
+            written: by whom.
+            more: time_s and metrics of the manifest.
+
+        Raises:
+            AttemptReplaced: when a later attempt has begun.
+            CheckpointError: when the file system refuses.
+        """
+        digest = xxhash.xxh3_128()
+        self.check_current()
+        with self.explained("save", f"to write {image.nbytes} bytes to {path.name}"):
+            self._check_space(image.nbytes)
+            durable.replace_file(self._disk, path, image.blocks(digest), image.nbytes)
+            self.check_current()
+            manifest = Manifest(step, path.name, image.nbytes, digest.hexdigest(), written, **more)
+            durable.replace_text(self._disk, self._own / f"step-{step:08d}.json", manifest.to_text())
+        return manifest
+
+    def _check_space(self, nbytes: int) -> None:
+        status = os.statvfs(self.path)
+        free = status.f_bavail * status.f_frsize
+        if free < nbytes + _OVERHEAD_BYTES:
+            raise CheckpointError(
+                f"save: expected {nbytes + _OVERHEAD_BYTES} bytes free in {self.path}, got {free}; free some space. "
+                f"Earlier checkpoints are untouched."
+            )
+
+    def prune(self, newest: Manifest, retention: Retention) -> None:
+        """Verify the newest checkpoint, then remove what is not kept. Manifests go before files.
+
+        What cannot be removed stays, with the reason in the log: the newer checkpoint is safe.
+
+        Raises:
+            CheckpointDamaged: when the newest checkpoint is not what was written; nothing is removed then.
+        """
+        newest.verify(self._own / newest.file)
+        try:
+            manifests = {place: manifest for place in self.places() if (manifest := self._readable(place))}
+            kept = retention.kept(list(manifests.values()))
+            for place, manifest in manifests.items():
+                if not any(manifest is one for one in kept):
+                    self._disk.remove(place.manifest(self.path))
+            self._remove_orphans()
+        except (OSError, CheckpointError) as error:
+            logger.warning("old checkpoints stay in %s: %s", self.path, error)
+
+    def _readable(self, place: Place) -> Manifest | None:
+        """Return a manifest, or None where it is damaged: such a checkpoint is neither counted nor removed."""
+        try:
+            return self._manifest(place)
+        except CheckpointError:
+            return None
+
+    def _remove_orphans(self) -> None:
+        """Remove files of steps without manifest, what killed writers left, and earlier attempts' empty folders."""
+        for generation in generations.generations(self.path):
+            if generation <= self.generation:
+                folder = self.path / generations.folder_name(generation)
+                durable.sweep_temporary(self._disk, folder)
+                self._remove_unnamed(folder)
+                if generation < self.generation:
+                    generations.remove_generation(self._disk, self.path, generation)
+
+    def _remove_unnamed(self, folder: Path) -> None:
+        names = generations.names_in(folder)
+        for name in names:
+            step = _step_of(name)
+            manifest = f"step-{step:08d}.json"
+            if step >= 0 and (manifest not in names or read_manifest(folder / manifest).file != name):
+                self._disk.remove(folder / name)
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def read_latest(self, but: Collection[str] = ()) -> tuple[Place, Manifest, Any, list[NamedArray]] | None:
+        """Return (place, manifest, state, arrays) of the latest checkpoint that verifies; None when there is none.
 
         Damaged ones are stepped over, with the reason in the log.
+
+        Args:
+            but: places that are stepped over too, unless there is no other.
 
         Raises:
             CheckpointError: when there are checkpoints and none verifies, or one is of a newer format.
         """
-        found = self._first_sound(lambda manifest, path: (manifest, *read_file(path)))
-        return None if found is None else (found[0], found[1], found[2])
+        found = self._first_sound(lambda place, manifest, path: (place, manifest, *read_file(path)), but)
+        return None if found is None else (found[0], found[1], found[2], found[3])
 
     def latest(self) -> Path | None:
         """Return the path of the latest checkpoint that verifies, else as `read_latest`."""
-        found: Path | None = self._first_sound(lambda manifest, path: path)
+        found: Path | None = self._first_sound(lambda place, manifest, path: path)
         return found
 
-    def _first_sound(self, use: Callable[[Manifest, Path], Any]) -> Any:
-        steps = self.steps()
-        for step in reversed(steps):
+    def _first_sound(self, use: Callable[[Place, Manifest, Path], Any], but: Collection[str] = ()) -> Any:
+        found, self._damaged = self.places()[::-1], []
+        wanted = [place for place in found if str(place) not in but]
+        for place in [*wanted, *(place for place in found if place not in wanted)]:
             try:
-                manifest = self._manifest(step)
-                manifest.verify(self.path / manifest.file)
-                return use(manifest, self.path / manifest.file)
+                manifest = self._manifest(place)
+                path = place.manifest(self.path).with_name(manifest.file)
+                manifest.verify(path)
+                return use(place, manifest, path)
             except CheckpointDamaged as error:
-                logger.warning("step %d is skipped: %s", step, error)
-        if steps:
+                self._damaged.append(place)
+                logger.warning("step %d is skipped: %s", place.step, error)
+        if found:
             raise CheckpointError(
-                f"restore: expected a checkpoint that verifies in {self.path}, got {len(steps)} damaged; restore one "
+                f"restore: expected a checkpoint that verifies in {self.path}, got {len(found)} damaged; restore one "
                 f"from a backup, or start with a new run folder."
             )
         return None
 
-    def _manifest(self, step: int) -> Manifest:
-        path = self.manifest_path(step)
+    def _manifest(self, place: Place) -> Manifest:
+        path = place.manifest(self.path)
         manifest = read_manifest(path)
-        match = _DATA.fullmatch(manifest.file)
-        if manifest.step != step or match is None or int(match[1]) != step:
+        if manifest.step != place.step or _step_of(manifest.file) != place.step:
             raise CheckpointDamaged(
-                f"restore: expected the manifest of step {step} in {path}, got that of step {manifest.step} and "
+                f"restore: expected the manifest of step {place.step} in {path}, got that of step {manifest.step} and "
                 f"{manifest.file!r}; give the file its own name again."
             )
         return manifest
 
-    def set_aside_after(self, step: int) -> None:
-        """Rename checkpoints later than `step` to *.bad: they were found damaged, and must not count as newer.
+    def go_on_from(self, used: Place) -> None:
+        """Expect steps after the checkpoint in use; rename those that `read_latest` found damaged to *.bad.
 
         Raises:
             CheckpointError: when the folder cannot be written.
         """
-        with self._explained("restore", "to set damaged checkpoints aside"):
-            for name in self._names():
-                match = _MANIFEST.match(name) or _DATA.match(name)
-                if match and int(match[1]) > step:
-                    os.replace(self.path / name, self.path / f"{name}.bad")
-
-    def prune(self, max_to_keep: int) -> None:
-        """Keep the last `max_to_keep` checkpoints, and no other HDF5 files. Manifests go first.
-
-        What cannot be removed stays, with the reason in the log: the newer checkpoint is safe.
-        """
-        try:
-            steps = self.steps()
-            kept = {self._manifest(step).file for step in steps[-max_to_keep:]}
-            for step in steps[:-max_to_keep]:
-                durable.remove(self.manifest_path(step))
-            for name in self._names():
-                if _DATA.match(name) and name not in kept:
-                    durable.remove(self.path / name)
-        except (OSError, CheckpointError) as error:
-            logger.warning("old checkpoints stay in %s: %s", self.path, error)
+        with self.explained("restore", "to set damaged checkpoints aside"):
+            for place in self._damaged:
+                path = place.manifest(self.path)
+                data = [name for name in generations.names_in(path.parent) if _step_of(name) == place.step]
+                for name in [*data, path.name]:
+                    self._disk.rename(path.with_name(name), path.with_name(f"{name}.bad"))
+                self._disk.sync_folder(path.parent)
+        self._damaged, self._last_before = [], used.step
 
     @contextmanager
-    def _explained(self, operation: str, expected: str) -> Iterator[None]:
+    def explained(self, operation: str, expected: str) -> Iterator[None]:
         """Turn what the file system or HDF5 says in the block into a CheckpointError."""
         try:
             yield
@@ -183,8 +283,10 @@ class CheckpointFolder:
             ) from None
 
 
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text)
+def _step_of(name: str) -> int:
+    """Return the step that a data file is of; -1 for other files."""
+    match = _DATA.fullmatch(name)
+    return int(match[1]) if match else -1
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:

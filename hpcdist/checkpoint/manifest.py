@@ -1,13 +1,14 @@
 """The manifest beside each checkpoint file: with it, and matching it, the file is committed."""
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from hpcdist.checkpoint.format import FORMAT, check_format, digest_file
+from hpcdist.checkpoint.layout import FORMAT
+from hpcdist.checkpoint.safe_open import check_format, digest_file
 from hpcdist.errors import CheckpointDamaged
 
 
@@ -19,7 +20,9 @@ class Manifest:
         step: optimizer steps taken.
         file: name of the HDF5 file, in the manifest's folder.
         nbytes, xxh3_128: size and digest of the whole HDF5 file.
-        written: who wrote it with what: versions, ranks, threads, time.
+        written: who wrote it with what: versions, ranks, threads.
+        time_s: when, in seconds since 1970.
+        metrics: what the program said of the model at this step.
         format: of the file.
     """
 
@@ -28,6 +31,8 @@ class Manifest:
     nbytes: int
     xxh3_128: str
     written: dict[str, Any]
+    time_s: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
     format: int = FORMAT
 
     def to_text(self) -> str:
@@ -62,7 +67,7 @@ def read_manifest(path: Path) -> Manifest:
         content = json.loads(path.read_text())
         body, digest = content["manifest"], content["xxh3_128"]
         check_format(body["format"], path)
-        own = {field.name: body[field.name] for field in fields(Manifest)}
+        own = {part.name: body[part.name] for part in fields(Manifest)}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointDamaged(
             f"restore: expected a manifest in {path}, got {type(error).__name__}; use another."

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.checkpoint.format import open_data
+from hpcdist.checkpoint.safe_open import open_data
 from hpcdist.data.nest import Nest, leaves, map_nest
 from hpcdist.data.sources import RowSource
 from hpcdist.errors import DataError

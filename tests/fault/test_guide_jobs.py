@@ -46,7 +46,7 @@ def test_the_main_job_has_the_same_bits_on_any_number_of_ranks(clean_environ, tm
 
 
 def newest_arrays(folder):
-    with h5py.File(sorted(folder.glob("*.h5"))[-1]) as file:
+    with h5py.File(sorted(folder.rglob("*.h5"))[-1]) as file:
         return {name: file["arrays"][name][()].tobytes() for name in file["arrays"] if name == "float32"}
 
 

@@ -85,7 +85,10 @@ def test_the_four_ways(clone, clean_environ, root):
     assert again == four
     assert "1 replicas; new run" in run(one, clone, clean_environ, 60)[0]
     assert "4 replicas; new run" in run(four, clone, clean_environ, 90)[0]
-    assert "4 replicas; going on from runs/four/checkpoints/step-00000460.h5" in run(again, clone, clean_environ, 90)[0]
+    assert (
+        "4 replicas; going on from runs/four/checkpoints/gen-0001/step-00000460.h5"
+        in run(again, clone, clean_environ, 90)[0]
+    )
 
 
 def test_the_script_in_sbatch_is_the_one_that_is_shipped(clone, root):
@@ -103,7 +106,7 @@ def test_your_own_script(clone, clean_environ, root):
     (clone / "mine.py").write_text(code)
     run("mpirun -n 2 python mine.py", clone, clean_environ, 60)
     run("python mine.py", clone, clean_environ, 60)
-    assert len(list((clone / "runs" / "mine").glob("*.h5"))) == 3
+    assert len(list((clone / "runs" / "mine").rglob("*.h5"))) == 3
 
 
 def test_your_own_script_with_replicas(clone, clean_environ, root):

@@ -20,7 +20,7 @@ def command(root, run_dir, *more):
 
 def final_state(run_dir):
     """Return everything that training left: arrays and state of the last checkpoint, and the metrics."""
-    newest = sorted((run_dir / "checkpoints").glob("*.h5"))[-1]
+    newest = sorted((run_dir / "checkpoints").rglob("*.h5"))[-1]
     with h5py.File(newest) as file:
         arrays = {name: file["arrays"][name][()].tobytes() for name in file["arrays"]}
         index = json.loads(file["index"][()].tobytes())
@@ -35,7 +35,7 @@ def finish(start, root, run_dir, n_ranks=2, *more):
 
 def half_written(run_dir):
     """Return the names of files that are being written, or were when their writer was killed."""
-    return {path.name for path in (run_dir / "checkpoints").glob("*.tmp-*")}
+    return {path.name for path in (run_dir / "checkpoints").rglob("*.tmp-*")}
 
 
 class Kill:
@@ -93,7 +93,7 @@ def test_the_cnn_resumes_on_four_ranks(start, root, tmp_path):
     finish(start, root, tmp_path / "unbroken", 4, *options)
     job = start(4, *command(root, tmp_path / "killed", *options))
     deadline = time.monotonic() + 60
-    while not list((tmp_path / "killed").glob("checkpoints/step-00000012.json")):
+    while not list((tmp_path / "killed").rglob("step-00000012.json")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     job.kill()
@@ -151,7 +151,7 @@ def ended_with_74(outcome, text):
 def test_a_full_disk_ends_the_job_and_room_lets_it_go_on(start, root, tmp_path, small_disk):
     outcome = start(2, *command(root, small_disk / "run")).wait(60)
     ended_with_74(outcome, "bytes free in")
-    assert list((small_disk / "run" / "checkpoints").glob("*.tmp-*")) == []
+    assert list((small_disk / "run" / "checkpoints").rglob("*.tmp-*")) == []
     subprocess.run(["mount", "-o", "remount,size=50m", small_disk], check=True)
     assert "going on from" in finish(start, root, small_disk / "run")
     finish(start, root, tmp_path / "unbroken")

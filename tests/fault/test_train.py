@@ -83,4 +83,4 @@ def test_a_torn_metrics_line_is_dropped(start, root, tmp_path):
 
 
 def newest(run_dir):
-    return sorted((run_dir / "checkpoints").glob("*.h5"))[-1]
+    return sorted((run_dir / "checkpoints").rglob("*.h5"))[-1]

@@ -1,6 +1,7 @@
 import json
 import logging
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -91,10 +92,11 @@ def test_keeps_the_last_few_and_says_who_wrote_them(comm, shared_path):
     manager = job.manager(shared_path, max_to_keep=2)
     for step in (1, 2, 3):
         manager.save(step)
-    comm.Barrier()
-    names = sorted(name for name in os.listdir(shared_path) if name != ".lock")
+    manager.wait()
+    assert os.listdir(shared_path) == ["gen-0001"]
+    names = sorted(os.listdir(shared_path / "gen-0001"))
     assert names == [f"step-0000000{step}{end}" for step in (2, 3) for end in (".h5", ".json")]
-    written = json.loads((shared_path / names[-1]).read_text())["manifest"]["written"]
+    written = json.loads((shared_path / "gen-0001" / names[-1]).read_text())["manifest"]["written"]
     assert written["ranks"] == comm.size
     assert written["torch"] == torch.__version__
     assert {"mpi", "threads", "instruction_set", "host", "time", "numpy"} <= set(written)
@@ -188,7 +190,7 @@ def test_an_evaluator_does_not_take_part_in_the_workers_saves(comm, shared_path)
         manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(strategy=strategy), shared_path)
         assert manager.save(1).endswith("step-00000001.h5")
     comm.Barrier()
-    assert (shared_path / "step-00000001.json").exists()
+    assert (shared_path / "gen-0001" / "step-00000001.json").exists()
 
 
 def test_of_other_data(comm, shared_path):
@@ -203,9 +205,9 @@ def test_a_damaged_newest_one_is_stepped_over_and_set_aside(comm, shared_path, c
     manager = job.manager(shared_path)
     manager.save(1)
     manager.save(2)
-    comm.Barrier()
+    manager.wait()
     if comm.rank == 0:
-        path = shared_path / "step-00000002.h5"
+        path = shared_path / "gen-0001" / "step-00000002.h5"
         data = bytearray(path.read_bytes())
         data[-1] ^= 4
         path.write_bytes(data)
@@ -217,15 +219,15 @@ def test_a_damaged_newest_one_is_stepped_over_and_set_aside(comm, shared_path, c
     assert reports[0][0].startswith("step 2 is skipped: restore: expected")
     assert reports[1:] == [[]] * (comm.size - 1)
     comm.Barrier()
-    assert (shared_path / "step-00000002.h5.bad").exists()
+    assert (shared_path / "gen-0001" / "step-00000002.h5.bad").exists()
 
 
 def test_only_damaged_ones_is_an_error_on_all_ranks(comm, shared_path):
     manager = Job(comm).manager(shared_path)
     manager.save(1)
-    comm.Barrier()
+    manager.wait()
     if comm.rank == 0:
-        (shared_path / "step-00000001.h5").write_bytes(b"")
+        (shared_path / "gen-0001" / "step-00000001.h5").write_bytes(b"")
     comm.Barrier()
     assert "got 1 damaged" in raised_everywhere(comm, manager.restore_or_initialize)
 
@@ -252,6 +254,94 @@ def test_a_save_that_fails_on_the_chief_is_an_error_on_all_ranks(comm, shared_pa
         text = raised_everywhere(comm, lambda: manager.save(2))
     assert "No space left on device" in text
     assert manager.restore_or_initialize().endswith("step-00000001.h5")
+
+
+def test_a_save_goes_on_in_the_background(comm, shared_path, monkeypatch):
+    """What is written is the state at the call, whatever becomes of it while the file is written."""
+    values = np.full(1000, 1.0)
+    manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(values=values), shared_path)
+    write_now, pwrite = threading.Event(), os.pwrite
+
+    def write(*arguments):
+        assert write_now.wait(30)
+        return pwrite(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", write)
+    path = manager.save(7, blocking=False)
+    values[:] = 2.0
+    assert not os.path.exists(path)
+    write_now.set()
+    manager.wait()
+    assert os.path.exists(path)
+    manager.restore_or_initialize()
+    assert (values == 1.0).all()
+
+
+def test_a_background_save_that_fails_is_told_by_the_next_call_on_all_ranks(comm, shared_path, monkeypatch):
+    manager = Job(comm).manager(shared_path)
+
+    def fail(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        if comm.rank == 0:
+            patch.setattr(os, "pwrite", fail)
+        manager.save(1, blocking=False)
+        text = raised_everywhere(comm, lambda: manager.save(2, blocking=False))
+    assert "to write" in text
+    assert "No space left on device" in text
+    assert manager.save(3).endswith("gen-0001/step-00000003.h5")
+
+
+def test_a_file_that_changed_on_the_disk_is_noticed_before_older_ones_go(comm, shared_path, monkeypatch):
+    manager = Job(comm).manager(shared_path, max_to_keep=1)
+    manager.save(1)
+    manager.wait()
+    write = os.pwrite
+    if comm.rank == 0:
+        monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, bytes(data[:-1]) + b"!", at))
+    manager.save(2)
+    assert "other bytes" in raised_everywhere(comm, manager.wait)
+    monkeypatch.undo()
+    assert manager.restore_or_initialize().endswith("step-00000001.h5")
+
+
+def test_the_best_is_kept(comm, shared_path):
+    manager = Job(comm).manager(shared_path, max_to_keep=1, keep_best="loss")
+    for step, loss in enumerate((0.5, 0.2, 0.9), 1):
+        manager.save(step, {"loss": loss})
+    manager.wait()
+    assert sorted(os.listdir(shared_path / "gen-0001"))[::2] == ["step-00000002.h5", "step-00000003.h5"]
+
+
+def test_attempts_that_die_are_counted_and_their_checkpoint_is_stepped_over(comm, shared_path, caplog):
+    first = Job(comm).manager(shared_path)
+    assert first.begin_attempt() is None
+    first.save(1)
+    first.save(2)
+    first.wait()
+    assert first.fruitless_attempts == (0 if comm.rank == 0 else 1)
+    for n_before in range(2):
+        manager = Job(comm).manager(shared_path)
+        assert manager.begin_attempt().endswith("gen-0001/step-00000002.h5")
+        assert manager.fruitless_attempts == (n_before + 1 if comm.rank == 0 else 1)
+    third = Job(comm).manager(shared_path)
+    assert third.begin_attempt().endswith("gen-0001/step-00000001.h5")
+    third.end_attempt()
+    fourth = Job(comm).manager(shared_path)
+    assert fourth.begin_attempt().endswith("gen-0001/step-00000002.h5")
+    assert fourth.fruitless_attempts == 1
+    fourth.save(3)
+    fourth.wait()
+    last = Job(comm).manager(shared_path)
+    assert last.begin_attempt().endswith(f"gen-000{fourth.generation if comm.rank == 0 else 5}/step-00000003.h5")
+
+
+def test_an_attempt_that_was_replaced_ends(comm, shared_path):
+    first, second = (Job(comm).manager(shared_path) for _ in range(2))
+    text = raised_everywhere(comm, lambda: first.save(1))
+    assert "expected generation 1 to be the newest" in text
+    assert second.save(1).endswith("gen-0002/step-00000001.h5")
 
 
 def test_another_thread_count_is_reported(comm, shared_path, caplog):

@@ -47,7 +47,7 @@ def test_two_nodes_and_the_same_command_again(slurm, root, tmp_path):
 def test_requeued_in_the_middle_it_goes_on(slurm, root, tmp_path):
     options = ("--epochs", "25", "--save-every", "5")
     job, log = submit(slurm, root, tmp_path, *options)
-    slurm.wait_for("a checkpoint", lambda: list((tmp_path / "run").glob("checkpoints/*.json")))
+    slurm.wait_for("a checkpoint", lambda: list((tmp_path / "run").rglob("step-*.json")))
     slurm.client("scontrol", "requeue", job)
     slurm.wait_for("the requeue", lambda: slurm.state(job) == "PENDING")
     time.sleep(5)  # Slurm takes word of the first script's end for that of the second, if that one runs by then

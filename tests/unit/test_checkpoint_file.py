@@ -7,13 +7,24 @@ import sys
 import h5py
 import numpy as np
 import pytest
+import xxhash
 
-from hpcdist.checkpoint.format import FORMAT, digest_file, read_file, write_file
+from hpcdist.checkpoint.image import FileImage
+from hpcdist.checkpoint.layout import FORMAT, lay_out
 from hpcdist.checkpoint.manifest import Manifest, read_manifest
+from hpcdist.checkpoint.safe_open import digest_file, read_file
 from hpcdist.checkpoint.tree import NamedArray
 from hpcdist.errors import CheckpointDamaged, CheckpointError
 
 STATE = {"dict": [["step", 3]]}
+
+
+def write_file(path, state, arrays, image=None):
+    image = image or FileImage()
+    lay_out(image, state, arrays)
+    digest = xxhash.xxh3_128()
+    path.write_bytes(b"".join(image.blocks(digest)))
+    assert (image.nbytes, digest.hexdigest()) == digest_file(path)
 
 
 def arrays(*dtypes):
@@ -201,7 +212,7 @@ def test_damaged_files_do_not_crash_the_process(path):
     """Files reach libhdf5 only after the digest was checked; even so, no changed byte of its structures kills us."""
     code = """
 import pathlib, sys
-from hpcdist.checkpoint.format import read_file
+from hpcdist.checkpoint.safe_open import read_file
 from hpcdist.errors import CheckpointError
 path = pathlib.Path(sys.argv[1])
 data = path.read_bytes()
@@ -240,3 +251,29 @@ def test_manifest_of_a_newer_format(tmp_path):
     path.write_text(Manifest(7, "step-00000007.h5", 100, "ab", {}, format=FORMAT + 1).to_text())
     with pytest.raises(CheckpointError, match="install the hpcdist that wrote it"):
         read_manifest(path)
+
+
+def test_a_smaller_file_after_a_larger_one_holds_nothing_of_it(tmp_path):
+    """The room is kept from one save to the next: padding must not tell what was there before."""
+    image = FileImage()
+    write_file(tmp_path / "large.h5", STATE, [NamedArray("x", "float32", np.full(9999, 7.0, np.float32))], image)
+    write_file(tmp_path / "small.h5", STATE, arrays(*ALL), image)
+    write_file(tmp_path / "fresh.h5", STATE, arrays(*ALL))
+    assert (tmp_path / "small.h5").read_bytes() == (tmp_path / "fresh.h5").read_bytes()
+
+
+def test_arrays_of_any_strides(tmp_path):
+    square = np.arange(12.0).reshape(3, 4)
+    views = [square.T, square[:, ::2], square[::-1], np.broadcast_to(square[0], (2, 4))]
+    write_file(tmp_path / "x.h5", None, [NamedArray(str(n), "float64", view) for n, view in enumerate(views)])
+    for view, found in zip(views, read_file(tmp_path / "x.h5")[1], strict=True):
+        assert np.array_equal(view, found.values)
+
+
+def test_large_arrays_start_where_the_disk_takes_them_directly(tmp_path):
+    image = FileImage()
+    lay_out(image, None, [NamedArray("x", "float32", np.zeros(1 << 16, np.float32))])
+    path = tmp_path / "x.h5"
+    path.write_bytes(b"".join(image.blocks(xxhash.xxh3_128())))
+    with h5py.File(path) as file:
+        assert file["arrays/float32"].id.get_offset() % 4096 == 0

@@ -6,32 +6,74 @@ import sys
 import numpy as np
 import pytest
 
-from hpcdist.checkpoint import durable
+from hpcdist.checkpoint.durable import Disk
 from hpcdist.checkpoint.folder import CheckpointFolder, latest_checkpoint
+from hpcdist.checkpoint.generations import Place, crashed_twice
+from hpcdist.checkpoint.image import FileImage
+from hpcdist.checkpoint.layout import lay_out
 from hpcdist.checkpoint.manifest import Manifest
+from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.tree import NamedArray
-from hpcdist.errors import CheckpointError
+from hpcdist.errors import AttemptReplaced, CheckpointError, UsageError
+
+
+class FailingDisk(Disk):
+    """A disk whose nth call of some operation fails, and all later ones if it `stays` so."""
+
+    def __init__(self):
+        self.failing, self.code, self.nth, self.stays, self.calls = "", 0, 1, True, 0
+
+    def fail(self, operation, code, nth=1, stays=True):
+        self.failing, self.code, self.nth, self.stays, self.calls = operation, code, nth, stays, 0
+
+    def __getattribute__(self, name):
+        if name == object.__getattribute__(self, "failing"):
+            self.calls += 1
+            if self.calls == self.nth or (self.stays and self.calls > self.nth):
+                raise OSError(self.code, os.strerror(self.code))
+        return object.__getattribute__(self, name)
 
 
 @pytest.fixture
-def folder(tmp_path):
-    folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
-    folder.create()
+def disk():
+    return FailingDisk()
+
+
+def attempt(path, disk=None):
+    folder = CheckpointFolder(path, disk)
+    folder.begin()
     return folder
 
 
-def commit(folder, step, n_elements=100):
-    return folder.commit(step, {"dict": []}, [NamedArray("x", "float32", np.full(n_elements, step, np.float32))], {})
+@pytest.fixture
+def folder(tmp_path, disk):
+    return attempt(tmp_path / "run" / "checkpoints", disk)
+
+
+def commit(folder, step, n_elements=100, **more):
+    image = FileImage()
+    lay_out(image, {"dict": []}, [NamedArray("x", "float32", np.full(n_elements, step, np.float32))])
+    path = folder.new_data_path(step)
+    folder.newest = folder.commit(step, path, image, {}, **more)
+    return path
+
+
+def prune(folder, *options, **named):
+    folder.prune(folder.newest, Retention(*options, **named))
+
+
+def steps(folder):
+    return [place.step for place in folder.places()]
 
 
 def latest_value(folder):
     found = folder.read_latest()
-    return None if found is None else float(found[2][0].values[0])
+    return None if found is None else float(found[3][0].values[0])
 
 
 def names(folder):
-    """Return the files of a folder but for the lock."""
-    return sorted(path.name for path in folder.path.iterdir() if path.name != ".lock")
+    """Return the files of a folder."""
+    return sorted(str(path.relative_to(folder.path)) for path in folder.path.rglob("*") if path.is_file())
 
 
 def damage(path):
@@ -50,7 +92,7 @@ def test_latest_is_the_highest_step(folder):
     for step in (5, 20, 100000000):
         commit(folder, step)
     assert latest_value(folder) == 100000000
-    assert latest_checkpoint(folder.path) == str(folder.path / "step-100000000.h5")
+    assert latest_checkpoint(folder.path) == str(folder.path / "gen-0001" / "step-100000000.h5")
 
 
 @pytest.mark.parametrize("harm", [damage, lambda path: path.write_bytes(path.read_bytes()[:-1]), os.unlink])
@@ -66,7 +108,7 @@ def test_damage_is_stepped_over_and_explained(folder, harm, suffix, caplog):
 
 def test_a_file_without_manifest_is_no_checkpoint(folder):
     commit(folder, 1)
-    (folder.path / "step-00000002.h5").write_bytes(b"half")
+    (folder.path / "gen-0001" / "step-00000002.h5").write_bytes(b"half")
     assert latest_value(folder) == 1
 
 
@@ -86,58 +128,105 @@ def test_a_newer_format_stops_instead_of_going_back(folder):
 
 def test_damaged_ones_are_set_aside_once_an_older_one_is_in_use(folder):
     for step in (1, 2, 3):
-        commit(folder, step)
-    damage(folder.path / "step-00000003.h5")
-    folder.set_aside_after(2)
-    assert folder.steps() == [1, 2]
-    assert sorted(p.name for p in folder.path.glob("*.bad")) == ["step-00000003.h5.bad", "step-00000003.json.bad"]
+        path = commit(folder, step)
+    damage(path)
+    later = attempt(folder.path)
+    place = later.read_latest()[0]
+    assert place == Place(1, 2)
+    later.go_on_from(place)
+    assert steps(later) == [1, 2]
+    assert sorted(p.name for p in path.parent.glob("*.bad")) == ["step-00000003.h5.bad", "step-00000003.json.bad"]
+    commit(later, 3)
+    assert later.read_latest()[0] == Place(2, 3)
 
 
 def test_prune_keeps_the_last_and_leaves_no_orphans(folder):
     for step in range(1, 6):
         commit(folder, step)
-    folder.manifest_path(2).unlink()  # a kill between removing the manifest and the file
-    folder.prune(2)
-    assert names(folder) == [
-        "step-00000004.h5",
-        "step-00000004.json",
-        "step-00000005.h5",
-        "step-00000005.json",
+    Place(1, 2).manifest(folder.path).unlink()  # a kill between removing the manifest and the file
+    prune(folder, 2)
+    assert names(folder) == [f"gen-0001/step-0000000{step}.{end}" for step in (4, 5) for end in ("h5", "json")]
+
+
+def test_a_damaged_newest_one_is_noticed_before_others_are_removed(folder):
+    commit(folder, 1)
+    damage(commit(folder, 2))
+    with pytest.raises(CheckpointError, match="other bytes"):
+        prune(folder, 1)
+    assert latest_value(folder) == 1
+
+
+def test_a_damaged_manifest_neither_counts_nor_goes(folder):
+    for step in (1, 2, 3, 4):
+        commit(folder, step)
+    Place(1, 3).manifest(folder.path).write_text("?")
+    prune(folder, 2)
+    assert [name for name in names(folder) if name.endswith("json")] == [
+        f"gen-0001/step-0000000{step}.json" for step in (2, 3, 4)
     ]
 
 
 def test_leftovers_of_killed_writers_are_swept(folder):
-    (folder.path / "step-00000001.h5.tmp-123").write_bytes(b"x")
+    (folder.path / "gen-0001" / "step-00000001.h5.tmp-123").write_bytes(b"x")
+    (folder.path / "gen-0001" / "step-00000001.h5").write_bytes(b"x")
     (folder.path / "notes.txt").write_text("mine")
-    folder.create()
-    assert names(folder) == ["notes.txt"]
+    later = attempt(folder.path)
+    commit(later, 1)
+    prune(later, 1)
+    assert names(later) == ["gen-0002/step-00000001.h5", "gen-0002/step-00000001.json", "notes.txt"]
+    assert not (later.path / "gen-0001").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [5]),
+        ({"keep_every_n_hours": 2}, [1, 3, 5]),
+        ({"keep_every_n_hours": 3}, [1, 4, 5]),
+        ({"keep_best": "loss"}, [2, 5]),
+        ({"keep_best": "loss", "best_mode": "max"}, [4, 5]),
+        ({"keep_best": "other"}, [5]),
+    ],
+)
+def test_what_is_kept(folder, options, kept):
+    """Also over attempts: all that counts is in the manifests."""
+    losses = [float("nan"), 0.1, 0.1, 0.9, 0.5]
+    for hour, loss in enumerate(losses, 1):
+        commit(folder, hour, time_s=3600.0 * hour, metrics={"loss": loss})
+        prune(folder, 1, **options)
+        newest = folder.newest
+        folder = attempt(folder.path)
+        folder.newest = newest
+    assert steps(folder) == kept
+
+
+@pytest.mark.parametrize("options", [{"max_to_keep": 0}, {"keep_every_n_hours": 0}, {"best_mode": "good"}])
+def test_bad_retention(options):
+    with pytest.raises(UsageError, match="CheckpointManager: expected"):
+        Retention(**options)
 
 
 def test_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="expected a folder that can be written"):
-        CheckpointFolder(tmp_path / "file" / "below").create()
+        attempt(tmp_path / "file" / "below")
 
 
-OPERATIONS = ["fsync", "replace", "pwrite", "posix_fallocate"]
+OPERATIONS = ["create", "allocate", "write", "sync", "close", "rename", "sync_folder"]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
-def test_any_failing_operation_leaves_the_previous_one_usable(folder, monkeypatch, operation, code):
+def test_any_failing_operation_leaves_the_previous_one_usable(folder, disk, operation, code):
     commit(folder, 1)
-
-    def fail(*arguments):
-        raise OSError(code, os.strerror(code))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, operation, fail)
-        with pytest.raises(CheckpointError, match="Earlier checkpoints are untouched") as caught:
-            commit(folder, 2)
+    disk.fail(operation, code)
+    with pytest.raises(CheckpointError, match="Earlier checkpoints are untouched") as caught:
+        commit(folder, 2)
+    disk.fail("", 0)
     assert os.strerror(code) in str(caught.value)
     assert str(folder.path) in str(caught.value)
     assert latest_value(folder) == 1
-    assert not list(folder.path.glob("*.tmp-*"))
+    assert not list(folder.path.rglob("*.tmp-*"))
 
 
 def test_a_full_disk_is_noticed_before_anything_is_written(folder, monkeypatch):
@@ -167,98 +256,162 @@ def test_a_disk_that_fills_while_hdf5_writes(folder):
     assert commit(folder, 3, n_elements=1 << 20).exists()
 
 
-def recorded_operations(monkeypatch, act):
-    """Return the names of the durable operations that act() performs, in order."""
-    names = []
+class RecordingDisk(Disk):
+    def __init__(self):
+        self.done = []
 
-    def record(name, real):
+    def __getattribute__(self, name):
+        real = object.__getattribute__(self, name)
+        if name == "done" or name.startswith("_"):
+            return real
+
         def operation(*arguments):
-            target = next((str(a) for a in arguments if isinstance(a, (str, os.PathLike))), "")
-            names.append((name, target.rpartition("/")[2].partition(".tmp")[0]))
+            target = next((str(a) for a in arguments if isinstance(a, os.PathLike)), "")
+            self.done.append((name, target.rpartition("/")[2].partition(".tmp")[0]))
             return real(*arguments)
 
         return operation
 
-    with monkeypatch.context() as patch:
-        patch.setattr(durable, "fsync", record("fsync", durable.fsync))
-        patch.setattr(os, "replace", record("replace", os.replace))
-        act()
-    return names
 
-
-def test_commit_is_file_then_folder_then_manifest_then_folder(folder, monkeypatch):
+def test_commit_is_file_then_folder_then_manifest_then_folder(tmp_path):
     """Without any one of these syncs a power cut can leave a manifest whose file is not on the disk."""
-    assert recorded_operations(monkeypatch, lambda: commit(folder, 1)) == [
-        ("fsync", "step-00000001.h5"),
-        ("replace", "step-00000001.h5"),
-        ("fsync", "checkpoints"),
-        ("fsync", "step-00000001.json"),
-        ("replace", "step-00000001.json"),
-        ("fsync", "checkpoints"),
+    folder = attempt(tmp_path, RecordingDisk())
+    folder._disk.done.clear()
+    commit(folder, 1)
+    one_file = [("allocate", ""), ("write", ""), ("sync", ""), ("close", "")]
+    data, manifest = "step-00000001.h5", "step-00000001.json"
+    writes = [entry for entry in folder._disk.done if entry[0] != "write"]
+    assert writes == [
+        *[("create", data), *[entry for entry in one_file if entry[0] != "write"], ("rename", data)],
+        ("sync_folder", "gen-0001"),
+        *[("create", manifest), *[entry for entry in one_file if entry[0] != "write"], ("rename", manifest)],
+        ("sync_folder", "gen-0001"),
     ]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
-def test_saving_a_step_again_never_loses_the_first_save(folder, monkeypatch, operation, nth):
+def test_saving_a_step_again_never_loses_the_first_save(folder, disk, operation, nth):
     """The nth call fails: in the file's part of the commit, or in the manifest's."""
     first = commit(folder, 7)
-    real, calls = getattr(os, operation), []
-
-    def fail(*arguments):
-        calls.append(arguments)
-        if len(calls) == nth:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, operation, fail)
-        failed = False
-        try:
-            commit(folder, 7, n_elements=50)
-        except CheckpointError:
-            failed = True
-    assert failed == (len(calls) >= nth)
+    disk.fail(operation, errno.EIO, nth, stays=False)
+    failed = False
+    try:
+        commit(folder, 7, n_elements=50)
+    except CheckpointError:
+        failed = True
+    assert failed == (disk.calls >= nth)
+    disk.fail("", 0)
     assert latest_value(folder) == 7
     second = commit(folder, 7)
     assert folder.latest() == second != first
-    folder.prune(1)
-    assert names(folder) == sorted([second.name, "step-00000007.json"])
+    prune(folder, 1)
+    assert names(folder) == sorted([f"gen-0001/{second.name}", "gen-0001/step-00000007.json"])
 
 
 def test_a_step_before_the_last_is_refused(folder):
     commit(folder, 300)
     with pytest.raises(CheckpointError, match="expected a step after 300, .* got 5; restore first"):
         commit(folder, 5)
-    assert names(folder) == ["step-00000300.h5", "step-00000300.json"]
+    assert names(folder) == ["gen-0001/step-00000300.h5", "gen-0001/step-00000300.json"]
 
 
 def test_a_renamed_checkpoint_is_not_taken_for_another_step(folder, caplog):
     commit(folder, 1)
     path = commit(folder, 2)
-    path.with_suffix(".json").rename(folder.manifest_path(9))
+    path.with_suffix(".json").rename(Place(1, 9).manifest(folder.path))
     assert latest_value(folder) == 1
     assert "manifest of step 9" in caplog.text
 
 
-def test_what_cannot_be_pruned_stays(folder, monkeypatch, caplog):
+def test_what_cannot_be_pruned_stays(folder, disk, caplog):
     for step in (1, 2):
         commit(folder, step)
-
-    def fail(path):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(durable, "remove", fail)
-    folder.prune(1)
+    disk.fail("remove", errno.EACCES)
+    prune(folder, 1)
     assert "old checkpoints stay" in caplog.text
-    assert folder.steps() == [1, 2]
+    assert steps(folder) == [1, 2]
 
 
-def test_another_process_that_writes_there_is_refused(folder):
-    folder.create()  # the same process may
-    code = "import sys; from hpcdist.checkpoint.folder import CheckpointFolder; CheckpointFolder(sys.argv[1]).create()"
-    done = subprocess.run([sys.executable, "-c", code, folder.path], capture_output=True, text=True, timeout=30)
-    assert "got another job that is writing there" in done.stderr
-    (folder.path / "x.tmp-1").write_text("its file is not swept")
-    subprocess.run([sys.executable, "-c", code, folder.path], capture_output=True, timeout=30, check=False)
-    assert (folder.path / "x.tmp-1").exists()
+# -- attempts -----------------------------------------------------------------------------------------------------
+
+
+def test_a_later_attempt_replaces_an_earlier_one(folder):
+    commit(folder, 10)
+    later = attempt(folder.path)
+    with pytest.raises(AttemptReplaced, match="generation 1 to be the newest in .*, got 2: another attempt") as caught:
+        commit(folder, 20)
+    assert caught.value.exit_code == 76
+    assert steps(folder) == [10]
+    assert later.read_latest()[0] == Place(1, 10)
+    later.go_on_from(Place(1, 10))
+    commit(later, 11)
+    assert later.read_latest()[0] == Place(2, 11)
+
+
+def test_a_zombie_that_was_about_to_commit_does_no_harm(folder, monkeypatch):
+    """It looked, saw nobody, and was suspended; its checkpoint lies in its own generation, behind the newer one."""
+    commit(folder, 10)
+    later = attempt(folder.path)
+    later.go_on_from(later.read_latest()[0])
+    commit(later, 11)
+    monkeypatch.setattr(folder, "check_current", lambda: None)
+    commit(folder, 500)
+    assert later.read_latest()[0] == Place(2, 11)
+    prune(later, 1)
+    assert names(later) == ["gen-0002/step-00000011.h5", "gen-0002/step-00000011.json"]
+    with pytest.raises(CheckpointError):
+        commit(folder, 600)  # its folder is gone
+
+
+def test_two_attempts_that_begin_at_once_get_two_generations(tmp_path):
+    code = """
+import sys
+from hpcdist.checkpoint.folder import CheckpointFolder
+folder = CheckpointFolder(sys.argv[1])
+folder.begin()
+print(folder.generation)
+"""
+    jobs = [subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE) for _ in range(4)]
+    assert sorted(int(job.communicate(timeout=50)[0]) for job in jobs) == [1, 2, 3, 4]
+
+
+def die(path, restored, has_ended=False):
+    folder = attempt(path)
+    folder.note_attempt(restored, has_ended)
+    return folder
+
+
+def test_attempts_without_a_checkpoint_are_counted(tmp_path):
+    first = die(tmp_path, None)
+    commit(first, 5)
+    assert attempt(tmp_path).fruitless_attempts() == []
+    for _ in range(2):
+        die(tmp_path, "gen-0001/step-00000005")
+    found = attempt(tmp_path).fruitless_attempts()
+    assert [one.generation for one in found] == [4, 3]
+    assert crashed_twice(found) == {"gen-0001/step-00000005"}
+    assert crashed_twice(found[:1]) == set()
+
+
+def test_an_attempt_that_ended_by_itself_breaks_the_row(tmp_path):
+    die(tmp_path, None)
+    die(tmp_path, None, has_ended=True)
+    die(tmp_path, None)
+    assert [one.generation for one in attempt(tmp_path).fruitless_attempts()] == [3]
+
+
+def test_a_suspect_is_stepped_over_unless_it_is_the_only_one(folder):
+    for step in (1, 2):
+        commit(folder, step)
+    assert folder.read_latest({"gen-0001/step-00000002"})[0] == Place(1, 1)
+    assert folder.read_latest({"gen-0001/step-00000002", "gen-0001/step-00000001"})[0] == Place(1, 2)
+
+
+def test_empty_generations_stay_until_there_is_a_checkpoint(tmp_path):
+    for _ in range(3):
+        folder = die(tmp_path, None)
+    assert len(folder.fruitless_attempts()) == 2
+    commit(folder, 1)
+    prune(folder, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gen-0003"]

@@ -29,7 +29,7 @@ LAYERS = {
 #: Dependency -> the only modules and folders that may import it.
 DOORS = {
     "mpi4py": {"mpi"},
-    "h5py": {"checkpoint.format"},
+    "h5py": {"checkpoint.layout", "checkpoint.safe_open"},
     "torch": {"data", "gradients", "strategy"},
     "cupy": {"collectives.cuda"},
     "cupyx": {"collectives.cuda"},

@@ -1,11 +1,4 @@
-"""The HDF5 file of a checkpoint: one contiguous dataset per dtype, and one JSON index.
-
-/index            uint8, JSON: {"format": 1, "arrays": [[name, dtype, shape, offset], ...], "state": nest}
-/arrays/<dtype>   one dimension: all arrays of that dtype, one after the other; offset counts elements
-
-bfloat16 is stored as its bits in uint16, bool in uint8. Any HDF5 reader can open the file. The layout does not depend
-on ranks, hosts or replicas.
-"""
+"""Opens HDF5 files that nobody vouches for: plain datasets inside the file are read, anything else is refused."""
 
 import json
 import math
@@ -18,78 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from hpcdist.checkpoint.layout import FORMAT
 from hpcdist.checkpoint.tree import NamedArray
 from hpcdist.errors import CheckpointDamaged, CheckpointError, DataError
 
-FORMAT = 1
-#: How dtypes are stored that numpy or HDF5 does not have.
-_STORED_AS = {"bfloat16": "uint16", "bool": "uint8"}
 _BLOCK_BYTES = 4 << 20
-#: Room for HDF5's own structures, in a check of free space.
-_OVERHEAD_BYTES = 1 << 16
-
-
-def write_file(path: Path, state: Any, arrays: list[NamedArray]) -> None:
-    """Write a new checkpoint file. HDF5 lays it out; the arrays are then written at their place in the file.
-
-    Raises:
-        CheckpointError: when the disk has no room for it.
-        OSError: when the file system refuses.
-    """
-    index, lengths = _plan(arrays)
-    text = json.dumps({"format": FORMAT, "arrays": index, "state": state}).encode()
-    _check_space(path.parent, len(text) + sum(array.values.nbytes for array in arrays))
-    offsets = _lay_out(path, text, lengths)
-    with open(path, "r+b", buffering=0) as file:
-        os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
-        for (_, dtype, _, offset), array in zip(index, arrays, strict=True):
-            if array.values.nbytes:
-                start = offsets[dtype] + offset * array.values.itemsize
-                _write_at(file.fileno(), np.ascontiguousarray(array.values).reshape(-1).view(np.uint8).data, start)
-
-
-def _plan(arrays: list[NamedArray]) -> tuple[list[Any], dict[str, int]]:
-    """Return the index rows and the length of each dtype's dataset, in elements."""
-    index: list[Any] = []
-    lengths: dict[str, int] = {}
-    for array in arrays:
-        offset = lengths.setdefault(array.dtype, 0)
-        index.append([array.name, array.dtype, list(array.values.shape), offset])
-        lengths[array.dtype] = offset + array.values.size
-    return index, lengths
-
-
-def _check_space(folder: Path, nbytes: int) -> None:
-    status = os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize
-    if free < nbytes + _OVERHEAD_BYTES:
-        raise CheckpointError(
-            f"save: expected {nbytes + _OVERHEAD_BYTES} bytes free in {folder}, got {free}; free some space. Earlier "
-            f"checkpoints are untouched."
-        )
-
-
-def _lay_out(path: Path, text: bytes, lengths: dict[str, int]) -> dict[str, int]:
-    """Write everything but the arrays; return where in the file each dtype's dataset starts, in bytes."""
-    space, creation = h5py.h5s, h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    creation.set_layout(h5py.h5d.CONTIGUOUS)
-    creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    offsets: dict[str, int] = {}
-    with h5py.File(path, "w", libver="v110", locking=False) as file:
-        file.create_dataset("index", data=np.frombuffer(text, np.uint8))
-        group = file.create_group("arrays")
-        for dtype, length in lengths.items():
-            kind = h5py.h5t.py_create(np.dtype(_STORED_AS.get(dtype, dtype)), logical=True)
-            made = h5py.h5d.create(group.id, dtype.encode(), kind, space.create_simple((length,)), creation)
-            offsets[dtype] = made.get_offset() or 0
-    return offsets
-
-
-def _write_at(descriptor: int, data: memoryview, start: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, data[done : done + (1 << 30)], start + done)
 
 
 def digest_file(path: Path) -> tuple[int, str]:
@@ -113,7 +39,7 @@ def read_file(path: Path) -> tuple[Any, list[NamedArray]]:
     datasets, filters and sizes beyond the file are refused before any of their data is read.
 
     Raises:
-        CheckpointDamaged: when the file is not what `write_file` writes.
+        CheckpointDamaged: when the file is not laid out as `layout.lay_out` does.
         CheckpointError: when it was written by a newer hpcdist.
     """
     try:

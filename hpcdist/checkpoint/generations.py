@@ -1,0 +1,177 @@
+"""Generations: each attempt of a job writes into a folder of its own, `gen-0001`, `gen-0002`, ...
+
+A process of an earlier attempt that is still alive somewhere (a zombie) can only touch its own folder, and notices at
+its next commit that it has been replaced. Readers take the highest generation that has a checkpoint.
+"""
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcdist.checkpoint import durable
+from hpcdist.checkpoint.durable import Disk
+
+_FOLDER = re.compile(r"gen-(\d{4,})$")
+_MANIFEST = re.compile(r"step-(\d{8,})\.json$")
+#: What an attempt started from, and whether it came to an end of its own.
+_ATTEMPT = "attempt.json"
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where a checkpoint lies. Later ones are larger.
+
+    Attributes:
+        generation: number of the attempt that wrote it.
+        step: optimizer steps taken.
+    """
+
+    generation: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{folder_name(self.generation)}/step-{self.step:08d}"
+
+    def manifest(self, root: Path) -> Path:
+        """Return the path of its manifest."""
+        return root / f"{self}.json"
+
+
+def folder_name(generation: int) -> str:
+    """Return the name of a generation's folder."""
+    return f"gen-{generation:04d}"
+
+
+def generations(root: Path) -> list[int]:
+    """Return the generations that have a folder, oldest first.
+
+    Raises:
+        OSError: when the folder is there and cannot be read.
+    """
+    return sorted(int(match[1]) for name in names_in(root) if (match := _FOLDER.match(name)))
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names in a folder; none when it is not there, or no longer.
+
+    Raises:
+        OSError: when it cannot be read.
+    """
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+def places(root: Path) -> list[Place]:
+    """Return where there are manifests, oldest first; not verified.
+
+    Raises:
+        OSError: when a folder is there and cannot be read.
+    """
+    return sorted(
+        Place(generation, int(match[1]))
+        for generation in generations(root)
+        for name in names_in(root / folder_name(generation))
+        if (match := _MANIFEST.match(name))
+    )
+
+
+def make_generation(disk: Disk, root: Path) -> int:
+    """Make the folder of a new attempt and return its number: no two attempts get the same one.
+
+    Raises:
+        OSError: when the file system refuses.
+    """
+    durable.make_folders(disk, root)
+    while True:
+        number = max(generations(root), default=0) + 1
+        try:
+            disk.make_folder(root / folder_name(number))
+        except FileExistsError:  # another attempt was quicker
+            continue
+        disk.sync_folder(root)
+        return number
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What is known of an attempt.
+
+    Attributes:
+        generation: its number.
+        restored: the checkpoint that it went on from; None when it began anew.
+        has_ended: it came to an end of its own, be it that it was stopped or finished.
+        has_committed: it has left a checkpoint.
+    """
+
+    generation: int
+    restored: str | None
+    has_ended: bool
+    has_committed: bool
+
+    @property
+    def is_fruitless(self) -> bool:
+        """Whether it died before it had a checkpoint."""
+        return not (self.has_ended or self.has_committed)
+
+
+def write_attempt(disk: Disk, root: Path, generation: int, restored: str | None, has_ended: bool) -> None:
+    """Write down what an attempt went on from, and whether it has ended.
+
+    Raises:
+        OSError: when the file system refuses.
+    """
+    text = json.dumps({"restored": restored, "has_ended": has_ended})
+    durable.replace_text(disk, root / folder_name(generation) / _ATTEMPT, text)
+
+
+def fruitless_attempts(root: Path, before: int) -> list[Attempt]:
+    """Return the attempts right before a generation that died before they had a checkpoint, the newest first.
+
+    Attempts that wrote nothing down (they died even earlier, or do not restart by themselves) do not count.
+
+    Raises:
+        OSError: when a folder cannot be read.
+    """
+    found: list[Attempt] = []
+    committed = {place.generation for place in places(root)}
+    for generation in reversed([number for number in generations(root) if number < before]):
+        attempt = _read_attempt(root, generation, generation in committed)
+        if attempt is None and generation not in committed:
+            continue
+        if attempt is None or not attempt.is_fruitless:
+            break
+        found.append(attempt)
+    return found
+
+
+def _read_attempt(root: Path, generation: int, has_committed: bool) -> Attempt | None:
+    path = root / folder_name(generation) / _ATTEMPT
+    try:
+        content = json.loads(path.read_text())
+        return Attempt(generation, content["restored"], bool(content["has_ended"]), has_committed)
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def crashed_twice(attempts: list[Attempt]) -> set[str]:
+    """Return the checkpoints that two of some fruitless attempts went on from: they may be what kills the job."""
+    restored = [attempt.restored for attempt in attempts if attempt.restored is not None]
+    return {name for name in restored if restored.count(name) >= 2}
+
+
+def remove_generation(disk: Disk, root: Path, generation: int) -> None:
+    """Remove the folder of an attempt if nothing but its own notes is in it.
+
+    Raises:
+        OSError: when the file system refuses.
+    """
+    folder = root / folder_name(generation)
+    names = names_in(folder)
+    if set(names) <= {_ATTEMPT}:
+        for name in names:
+            disk.remove(folder / name)
+        disk.remove_folder(folder)
