@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from hpcdist.data.options import Options as Options
     from hpcdist.resilience.checkpoint import Checkpoint as Checkpoint
     from hpcdist.resilience.manager import CheckpointManager as CheckpointManager
+    from hpcdist.resilience.preemption import PreemptionCheckpointHandler as PreemptionCheckpointHandler
+    from hpcdist.resilience.preemption import TerminationConfig as TerminationConfig
     from hpcdist.strategy import metrics as metrics
     from hpcdist.strategy.base import Strategy as Strategy
     from hpcdist.strategy.base import ValueContext as ValueContext
@@ -96,6 +98,7 @@ _MODULES = {
     "OneDeviceStrategy": "strategy.one_device",
     "Options": "data.options",
     "PerReplica": "strategy.values",
+    "PreemptionCheckpointHandler": "resilience.preemption",
     "ReduceOp": "strategy.reduce_op",
     "ReductionToOneDevice": "collectives.cross_device_ops",
     "ReplicaContext": "strategy.replica_context",
@@ -108,6 +111,7 @@ _MODULES = {
     "TPUClusterResolver": "cluster.tpu",
     "TPUStrategy": "strategy.tpu",
     "Task": "cluster.spec",
+    "TerminationConfig": "resilience.preemption",
     "UnionResolver": "cluster.union",
     "ValueContext": "strategy.base",
     "Variable": "strategy.variables",

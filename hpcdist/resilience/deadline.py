@@ -16,12 +16,13 @@ class Durations:
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=N_REMEMBERED)
-        self._sorted: list[float] | None = None
+        self._sorted: list[float] = []
+        self._n_unsorted = 0
 
     def add(self, seconds: float) -> None:
         """Remember one more; the oldest is forgotten."""
         self._last.append(seconds)
-        self._sorted = None
+        self._n_unsorted += 1
 
     @property
     def is_measured(self) -> bool:
@@ -40,8 +41,8 @@ class Durations:
         return self.p99 - statistics.median(self._ordered()) if self._last else 0.0
 
     def _ordered(self) -> list[float]:
-        if self._sorted is None:
-            self._sorted = sorted(self._last)
+        if self._n_unsorted * 16 > len(self._sorted):  # not at every step: sorting takes as long as a small one
+            self._sorted, self._n_unsorted = sorted(self._last), 0
         return self._sorted
 
 
