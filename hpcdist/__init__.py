@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from hpcdist.data.options import Options as Options
     from hpcdist.resilience.checkpoint import Checkpoint as Checkpoint
     from hpcdist.resilience.manager import CheckpointManager as CheckpointManager
+    from hpcdist.resilience.metrics_file import MetricsFile as MetricsFile
     from hpcdist.resilience.preemption import PreemptionCheckpointHandler as PreemptionCheckpointHandler
     from hpcdist.resilience.preemption import TerminationConfig as TerminationConfig
     from hpcdist.strategy import metrics as metrics
@@ -91,6 +92,7 @@ _MODULES = {
     "InputOptions": "data.options",
     "InputReplicationMode": "data.options",
     "MPIClusterResolver": "cluster.mpi",
+    "MetricsFile": "resilience.metrics_file",
     "Mirrored": "strategy.values",
     "MirroredStrategy": "strategy.mirrored",
     "MultiWorkerMirroredStrategy": "strategy.multi_worker",
