@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from hpcdist.data.options import Options as Options
     from hpcdist.resilience.checkpoint import Checkpoint as Checkpoint
     from hpcdist.resilience.manager import CheckpointManager as CheckpointManager
+    from hpcdist.resilience.metrics_file import MetricsFile as MetricsFile
+    from hpcdist.resilience.preemption import PreemptionCheckpointHandler as PreemptionCheckpointHandler
+    from hpcdist.resilience.preemption import TerminationConfig as TerminationConfig
     from hpcdist.strategy import metrics as metrics
     from hpcdist.strategy.base import Strategy as Strategy
     from hpcdist.strategy.base import ValueContext as ValueContext
@@ -90,6 +93,7 @@ _MODULES = {
     "InputOptions": "data.options",
     "InputReplicationMode": "data.options",
     "MPIClusterResolver": "cluster.mpi",
+    "MetricsFile": "resilience.metrics_file",
     "Mirrored": "strategy.values",
     "MirroredStrategy": "strategy.mirrored",
     "MultiWorkerMirroredStrategy": "strategy.multi_worker",
@@ -97,6 +101,7 @@ _MODULES = {
     "OneDeviceStrategy": "strategy.one_device",
     "Options": "data.options",
     "PerReplica": "strategy.values",
+    "PreemptionCheckpointHandler": "resilience.preemption",
     "ReduceOp": "strategy.reduce_op",
     "ReductionToOneDevice": "collectives.cross_device_ops",
     "ReplicaContext": "strategy.replica_context",
@@ -110,6 +115,7 @@ _MODULES = {
     "TPUClusterResolver": "cluster.tpu",
     "TPUStrategy": "strategy.tpu",
     "Task": "cluster.spec",
+    "TerminationConfig": "resilience.preemption",
     "UnionResolver": "cluster.union",
     "ValueContext": "strategy.base",
     "Variable": "strategy.variables",

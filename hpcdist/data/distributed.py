@@ -57,6 +57,9 @@ class DistributedDataset:
         agree_rows: called with the rows of every global batch of a stream (0: it ended), as nobody knows before that
             streams are equal on all ranks; to raise on all ranks when they are not.
 
+    Attributes:
+        poll: called when a batch is asked for: what was done with those before is done, and not yet counted is none.
+
     Raises:
         DataError: when the dataset has no batch size; with FILE and fewer files than replicas; for a shard that is
             marked without HINT, or HINT without one.
@@ -80,6 +83,7 @@ class DistributedDataset:
         self._agree_rows = agree_rows if dataset.is_stream else None
         self._cursor = Cursor()
         self._goes_on = False
+        self.poll: Callable[[], None] | None = None
 
     @property
     def position(self) -> int:
@@ -104,7 +108,7 @@ class DistributedDataset:
 
     def __iter__(self) -> DistributedIterator:
         """Return an iterator over this rank's parts of one pass: the source's nests, (rows, ...) arrays."""
-        return DistributedIterator(self._pass(), lambda: self.element_spec)
+        return DistributedIterator(self._pass(), lambda: self.element_spec, self.poll)
 
     def _pass(self) -> Iterator[Any]:
         if not self._goes_on:

@@ -79,6 +79,7 @@ class GradientEngine:
             if len(own) == 1
             else ReplicaBackwardSum(reducer, is_mean, self.turns, self._state)
         )
+        self.backward.notices = world.notices
         self.storage: CentralStorage | None = None
         self._stepped: dict[int | None, list[Tensor | None]] = {}
         self._modules = ModuleSet()

@@ -16,6 +16,7 @@ from hpcdist.data.nest import Nest
 from hpcdist.data.options import InputContext, InputOptions
 from hpcdist.data.reading import explaining_empty_parts
 from hpcdist.errors import UsageError
+from hpcdist.notices import of_one_rank
 from hpcdist.strategy import context
 from hpcdist.strategy.extended import StrategyExtended
 from hpcdist.strategy.reducing import Reducing
@@ -189,7 +190,9 @@ class Strategy(Reducing):
         Raises:
             DataError: when `dataset` is no hpcdist.Dataset with a batch size; on every rank alike.
         """
-        return DistributedDataset(dataset, range(1), 1, options=options)
+        distributed = DistributedDataset(dataset, range(1), 1, options=options)
+        distributed.poll = of_one_rank.poll
+        return distributed
 
     def distribute_datasets_from_function(
         self, dataset_fn: DatasetFunction, options: InputOptions | None = None
@@ -210,7 +213,9 @@ class Strategy(Reducing):
             DataError: of the function, or when it returns something else; on every rank alike.
         """
         made = datasets_of(dataset_fn, [InputContext()])
-        return DistributedFromFunction(made, range(1), 1, options=options)
+        distributed = DistributedFromFunction(made, range(1), 1, options=options)
+        distributed.poll = of_one_rank.poll
+        return distributed
 
     def experimental_make_numpy_dataset(self, numpy_input: Nest, session: None = None) -> Dataset:
         """Return `Dataset.from_tensor_slices(numpy_input)`; `session` is ignored."""

@@ -38,6 +38,7 @@ class DeviceDataset:
     def __init__(self, dataset: DistributedDataset, device: torch.device) -> None:
         self._dataset = dataset
         self._device = device
+        self._poll, dataset.poll = dataset.poll, None  # when a batch is read, the one before has not been used
         self._before_ahead: tuple[dict[str, Any], int] | None = None  # cursor and epoch, without what is on its way
 
     def __getattr__(self, name: str) -> Any:
@@ -53,6 +54,8 @@ class DeviceDataset:
             following = next(batches, None)
             self._before_ahead = before_ahead
             yield current[0]
+            if self._poll is not None:
+                self._poll()
             current = following
         self._before_ahead = None
 

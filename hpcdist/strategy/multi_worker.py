@@ -203,7 +203,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                     f"every rank the same rows, batch and seed."
                 )
         hand = functools.partial(self._hand_rows, next(self._dataset_numbers))
-        return DistributedDataset(
+        distributed = DistributedDataset(
             dataset,
             self._own_replicas,
             self.num_replicas_in_sync,
@@ -212,6 +212,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             options,
             self._agree_rows,
         )
+        distributed.poll = self.world.notices.poll
+        return distributed
 
     def distribute_datasets_from_function(
         self, dataset_fn: DatasetFunction, options: InputOptions | None = None
@@ -225,6 +227,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         wrap = self._wrap_for(options)
         distributed = DistributedFromFunction(made, replicas, n_replicas, hand, wrap, options, self._agree_end)
         distributed.set_seed(seed)
+        distributed.poll = self.world.notices.poll
         return distributed
 
     def _wrap_for(self, options: InputOptions | None) -> Wrap | None:
