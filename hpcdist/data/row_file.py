@@ -7,7 +7,7 @@ checksum; JSON: key, total and layouts; and an end of fixed size, with a checksu
 import json
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,13 +17,14 @@ import numpy as np
 import torch
 import xxhash
 
-from hpcdist.checkpoint.durable import replace_file
+from hpcdist.checkpoint.durable import Disk, replace_file
 from hpcdist.data.nest import Nest
 from hpcdist.errors import DataError
 
 _END = struct.Struct("<8sQQQ")
 _MAGIC = b"hpcdrow1"
 _KINDS = "biufcSUmM"
+_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -118,22 +119,33 @@ def write_rows(path: Path, key: str, total: int | None, rows: Iterable[tuple[int
     Raises:
         OSError: when the file system refuses.
     """
+    replace_file(Disk(), path, _joined(_file_of_rows(key, total, rows)))
+
+
+def _file_of_rows(key: str, total: int | None, rows: Iterable[tuple[int, Place]]) -> Iterator[bytes]:
+    """Yield the content of a file of rows, piece by piece."""
     layouts: dict[str, int] = {}
     numbers: list[tuple[int, int, int, int]] = []
+    start = 0
+    for number, place in rows:
+        numbers.append((number, start, layouts.setdefault(place.layout, len(layouts)), place.checksum))
+        start += place.n_bytes
+        yield place.read()
+    numbers.append((0, start, 0, 0))  # where the last row ends
+    index = np.array(numbers, "<i8").tobytes()
+    header = json.dumps({"key": key, "total": total, "layouts": list(layouts)}).encode()
+    yield index + header + _END.pack(_MAGIC, len(index), len(header), checksum_of(index + header))
 
-    def write(temporary: Path) -> None:
-        with open(temporary, "wb") as file:
-            for number, place in rows:
-                layout = layouts.setdefault(place.layout, len(layouts))
-                numbers.append((number, file.tell(), layout, place.checksum))
-                file.write(place.read())
-            numbers.append((0, file.tell(), 0, 0))  # where the last row ends
-            index = np.array(numbers, "<i8").tobytes()
-            header = json.dumps({"key": key, "total": total, "layouts": list(layouts)}).encode()
-            file.write(index + header)
-            file.write(_END.pack(_MAGIC, len(index), len(header), checksum_of(index + header)))
 
-    replace_file(path, write)
+def _joined(pieces: Iterable[bytes]) -> Iterator[memoryview]:
+    """Yield pieces joined to blocks that are worth a call."""
+    block = bytearray()
+    for piece in pieces:
+        block += piece
+        if len(block) >= _BLOCK_BYTES:
+            yield memoryview(block)
+            block = bytearray()
+    yield memoryview(block)
 
 
 def read_index(descriptor: int) -> tuple[str, int | None, dict[int, Place]]:
