@@ -73,7 +73,7 @@ losses = [strategy.run(step, args=(x,)) for x in loader]
 
 
 def test_a_loop_that_does_not_poll_is_found():
-    assert loops_that_do_not_poll(PLAIN) == [3, 6, 8, 4]
+    assert loops_that_do_not_poll(PLAIN) == [3, 6, 4, 8]
     assert loops_that_do_not_poll(PLAIN.replace("loader", "data").replace("strategy.run(step)", "handler.poll()")) == []
     assert loops_that_do_not_poll("for x in loader:\n    handler.run(strategy.run, step)") == []
     assert loops_that_do_not_poll("for x in loader:\n    print(x)") == []
