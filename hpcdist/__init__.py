@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hpcdist.collectives.options import CommunicationOptions as CommunicationOptions
     from hpcdist.collectives.reduce_scatter import reduce_scatter as reduce_scatter
     from hpcdist.data.dataset import Dataset as Dataset
+    from hpcdist.data.options import SHARD_HINT as SHARD_HINT
     from hpcdist.data.options import AutoShardPolicy as AutoShardPolicy
     from hpcdist.data.options import InputContext as InputContext
     from hpcdist.data.options import InputOptions as InputOptions
@@ -104,6 +105,7 @@ _MODULES = {
     "ReduceOp": "strategy.reduce_op",
     "ReductionToOneDevice": "collectives.cross_device_ops",
     "ReplicaContext": "strategy.replica_context",
+    "SHARD_HINT": "data.options",
     "SimpleClusterResolver": "cluster.resolver",
     "SlurmClusterResolver": "cluster.slurm",
     "Strategy": "strategy.base",

@@ -46,6 +46,7 @@ def datasets_of(dataset_fn: DatasetFunction, contexts: list[InputContext]) -> li
                 f"distribute_datasets_from_function: expected an hpcdist.Dataset with batch(per_replica_batch), got "
                 f"{type(dataset).__name__}{' without batch' if isinstance(dataset, Dataset) else ''}; return one."
             )
+        dataset.check_hint(is_placed=False)
     return made
 
 
