@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hpcdist.collectives.options import CommunicationOptions as CommunicationOptions
     from hpcdist.collectives.reduce_scatter import reduce_scatter as reduce_scatter
     from hpcdist.data.dataset import Dataset as Dataset
+    from hpcdist.data.options import SHARD_HINT as SHARD_HINT
     from hpcdist.data.options import AutoShardPolicy as AutoShardPolicy
     from hpcdist.data.options import InputContext as InputContext
     from hpcdist.data.options import InputOptions as InputOptions
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from hpcdist.data.options import Options as Options
     from hpcdist.resilience.checkpoint import Checkpoint as Checkpoint
     from hpcdist.resilience.manager import CheckpointManager as CheckpointManager
+    from hpcdist.resilience.metrics_file import MetricsFile as MetricsFile
+    from hpcdist.resilience.preemption import PreemptionCheckpointHandler as PreemptionCheckpointHandler
+    from hpcdist.resilience.preemption import TerminationConfig as TerminationConfig
     from hpcdist.strategy import metrics as metrics
     from hpcdist.strategy.base import Strategy as Strategy
     from hpcdist.strategy.base import ValueContext as ValueContext
@@ -89,6 +93,7 @@ _MODULES = {
     "InputOptions": "data.options",
     "InputReplicationMode": "data.options",
     "MPIClusterResolver": "cluster.mpi",
+    "MetricsFile": "resilience.metrics_file",
     "Mirrored": "strategy.values",
     "MirroredStrategy": "strategy.mirrored",
     "MultiWorkerMirroredStrategy": "strategy.multi_worker",
@@ -96,9 +101,11 @@ _MODULES = {
     "OneDeviceStrategy": "strategy.one_device",
     "Options": "data.options",
     "PerReplica": "strategy.values",
+    "PreemptionCheckpointHandler": "resilience.preemption",
     "ReduceOp": "strategy.reduce_op",
     "ReductionToOneDevice": "collectives.cross_device_ops",
     "ReplicaContext": "strategy.replica_context",
+    "SHARD_HINT": "data.options",
     "SimpleClusterResolver": "cluster.resolver",
     "SlurmClusterResolver": "cluster.slurm",
     "Strategy": "strategy.base",
@@ -108,6 +115,7 @@ _MODULES = {
     "TPUClusterResolver": "cluster.tpu",
     "TPUStrategy": "strategy.tpu",
     "Task": "cluster.spec",
+    "TerminationConfig": "resilience.preemption",
     "UnionResolver": "cluster.union",
     "ValueContext": "strategy.base",
     "Variable": "strategy.variables",

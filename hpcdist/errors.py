@@ -6,6 +6,7 @@ HpcdistError                70  an internal fault, and the base of all below
 ├── DataError               78  data of the wrong kind, shape or size
 ├── GradientError           70  gradients that would differ between ranks
 ├── DesyncError             76  ranks that no longer run the same program; do not requeue
+├── NoProgressError         76  attempts of a job died again and again; do not requeue
 ├── CollectiveError         70  a collective called with what it cannot carry
 ├── CollectiveTimeoutError  70  a rank did not arrive in time
 └── CheckpointError         74  a checkpoint cannot be written or read
@@ -68,6 +69,12 @@ class GradientError(HpcdistError, RuntimeError):
 
 class DesyncError(HpcdistError, RuntimeError):
     """Ranks that no longer run the same program."""
+
+    exit_code = ExitCode.DO_NOT_REQUEUE
+
+
+class NoProgressError(HpcdistError, RuntimeError):
+    """Attempts of a job died again and again before they came further: another one would too."""
 
     exit_code = ExitCode.DO_NOT_REQUEUE
 

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from hpcdist import CommunicationOptions as CollectiveHints
     from hpcdist import CommunicationOptions as CommunicationOptions
     from hpcdist import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+    from hpcdist import PreemptionCheckpointHandler as PreemptionCheckpointHandler
+    from hpcdist import TerminationConfig as TerminationConfig
     from hpcdist import TPUStrategy as TPUStrategy
     from hpcdist import ValueContext as ValueContext
 
@@ -21,7 +23,9 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "PreemptionCheckpointHandler",
     "TPUStrategy",
+    "TerminationConfig",
     "ValueContext",
 ]
 #: Names that are others in hpcdist.

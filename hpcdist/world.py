@@ -31,6 +31,7 @@ from hpcdist.cluster.spec import ClusterSpec, Task
 from hpcdist.cluster.tf_config import TFConfigClusterResolver
 from hpcdist.errors import CollectiveTimeoutError, ConfigurationError, HpcdistError, error_class
 from hpcdist.mpi import MPI, library_name
+from hpcdist.notices import Notices, of_one_rank
 
 #: Names under which MPICH shares memory in a node. It leaves them behind when a rank is killed.
 _MPICH_SEGMENT = re.compile(r"/dev/shm/mpich_shm_\S+")
@@ -58,6 +59,7 @@ class World:
         cores_per_rank: cores that this rank may use without taking another rank's.
         debug: what HPCDIST_DEBUG names, on any rank.
         step: the step that this rank is in, for messages; None outside training.
+        notices: what ranks tell each other with every sum of gradients.
 
     Raises:
         ConfigurationError: on every rank alike, when roles, launcher and ranks do not add up.
@@ -68,6 +70,7 @@ class World:
         self.comm: MPI.Comm = given.Dup()
         self.rank, self.size = self.comm.rank, self.comm.size
         self.step: int | None = None
+        self.notices = of_one_rank if self.size == 1 else Notices()
         self._task: Task | None = None
         self.timeout_s = 600.0
         self.debug: frozenset[str] = frozenset()

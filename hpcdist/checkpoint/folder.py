@@ -3,8 +3,11 @@
 import logging
 import os
 import re
+import secrets
+import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,25 @@ logger = logging.getLogger("hpcdist")
 _DATA = re.compile(r"step-(\d{8,})(-\d+)?\.h5$")
 #: Room for names and for manifests, in a check of free space.
 _OVERHEAD_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that was read.
+
+    Attributes:
+        place: where it was.
+        path: of its file.
+        manifest: what was committed.
+        state: as JSON.
+        arrays: its arrays.
+    """
+
+    place: Place
+    path: Path
+    manifest: Manifest
+    state: Any
+    arrays: list[NamedArray]
 
 
 class CheckpointFolder:
@@ -49,15 +71,39 @@ class CheckpointFolder:
         self._last_before = -1
         self._damaged: list[Place] = []
 
-    def begin(self) -> None:
+    def begin(self, generation: int | None = None) -> None:
         """Start to write: make a new generation. A process that wrote here before is replaced from now on.
+
+        Args:
+            generation: its number, if the attempt has one already; default: the next.
 
         Raises:
             CheckpointError: when the folder cannot be written.
         """
         with self.explained("save", "a folder that can be written"):
-            self.generation = generations.make_generation(self._disk, self.path)
+            self.generation = generations.make_generation(self._disk, self.path, generation)
             self._last_before = max((place.step for place in self.places()), default=-1)
+
+    def run_id(self) -> str:
+        """Return the name of the run that lives in this folder, drawn when its first attempt began.
+
+        Raises:
+            CheckpointError: when it cannot be read or written.
+        """
+        path = self.path / "run-id"
+        with self.explained("save", "to name the run"):
+            if not path.exists():
+                durable.replace_text(self._disk, path, secrets.token_hex(8))
+            return path.read_text()
+
+    def remove(self) -> None:
+        """Remove the folder with all checkpoints: of a run that needs none any more, or on memory that others need.
+
+        Raises:
+            CheckpointError: when the file system refuses.
+        """
+        with self.explained("save", "to remove checkpoints"):
+            shutil.rmtree(self.path, ignore_errors=False)
 
     def places(self) -> list[Place]:
         """Return where checkpoints are, oldest first; not verified.
@@ -205,8 +251,8 @@ class CheckpointFolder:
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    def read_latest(self, but: Collection[str] = ()) -> tuple[Place, Manifest, Any, list[NamedArray]] | None:
-        """Return (place, manifest, state, arrays) of the latest checkpoint that verifies; None when there is none.
+    def read_latest(self, but: Collection[str] = ()) -> Found | None:
+        """Return the latest checkpoint that verifies; None when there is none.
 
         Damaged ones are stepped over, with the reason in the log.
 
@@ -216,8 +262,10 @@ class CheckpointFolder:
         Raises:
             CheckpointError: when there are checkpoints and none verifies, or one is of a newer format.
         """
-        found = self._first_sound(lambda place, manifest, path: (place, manifest, *read_file(path)), but)
-        return None if found is None else (found[0], found[1], found[2], found[3])
+        found: Found | None = self._first_sound(
+            lambda place, manifest, path: Found(place, path, manifest, *read_file(path)), but
+        )
+        return found
 
     def latest(self) -> Path | None:
         """Return the path of the latest checkpoint that verifies, else as `read_latest`."""

@@ -79,13 +79,21 @@ def places(root: Path) -> list[Place]:
     )
 
 
-def make_generation(disk: Disk, root: Path) -> int:
+def make_generation(disk: Disk, root: Path, number: int | None = None) -> int:
     """Make the folder of a new attempt and return its number: no two attempts get the same one.
+
+    Args:
+        disk: the seam.
+        root: the folder of all generations; made if need be.
+        number: of the attempt, if it has one already; default: the next.
 
     Raises:
         OSError: when the file system refuses.
     """
     durable.make_folders(disk, root)
+    if number is not None:
+        durable.make_folders(disk, root / folder_name(number))
+        return number
     while True:
         number = max(generations(root), default=0) + 1
         try:

@@ -19,17 +19,21 @@ class FileImage:
 
     Attributes:
         nbytes: of the file that it holds now.
+        n_blocks: yielded so far, of all files.
     """
 
     def __init__(self) -> None:
         self._room = memoryview(b"")
         self._bytes = np.frombuffer(self._room, np.uint8)
-        self.nbytes = 0
+        self.nbytes = self.n_blocks = 0
 
     def resize(self, nbytes: int) -> None:
         """Make room for a file of `nbytes`, whose content is undefined then. Costs nothing if there was room for it."""
         if len(self._bytes) < nbytes:
-            self._room = memoryview(mmap.mmap(-1, -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES))
+            room = mmap.mmap(-1, -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                room.madvise(mmap.MADV_HUGEPAGE)  # copies into it are a tenth faster
+            self._room = memoryview(room)
             self._bytes = np.frombuffer(self._room, np.uint8)
         self.nbytes = nbytes
 
@@ -52,6 +56,7 @@ class FileImage:
         for start in range(0, whole, BLOCK_BYTES):
             block = content[start : min(start + BLOCK_BYTES, whole)]
             digest.update(block)
+            self.n_blocks += 1
             yield block
         if whole < self.nbytes:
             digest.update(content[whole:])

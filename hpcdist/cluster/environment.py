@@ -81,6 +81,12 @@ def timeout_s(environ: Mapping[str, str]) -> float:
     return value
 
 
+def job_end(environ: Mapping[str, str]) -> float | None:
+    """Return when Slurm will end this job, in seconds since 1970; None when it is not Slurm's, or has no limit."""
+    text = environ.get("SLURM_JOB_END_TIME", "")
+    return float(text) if text.isdecimal() else None
+
+
 def nccl_may_share_devices(environ: Mapping[str, str]) -> bool:
     """Return whether NCCL was told that several ranks may use one GPU (experimental, NCCL 2.30 and later)."""
     return environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0").strip() == "1"

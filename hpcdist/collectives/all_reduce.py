@@ -6,7 +6,7 @@ import numpy as np
 
 from hpcdist.collectives import selection
 from hpcdist.collectives.buffers import host_array, is_plain
-from hpcdist.collectives.cuda import is_device_buffer
+from hpcdist.collectives.cuda import dtype_of, is_device_buffer
 from hpcdist.collectives.group import Group, group_of
 from hpcdist.collectives.ops import MEAN, Op, parse_op
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
@@ -29,7 +29,7 @@ def all_reduce(
 
     Args:
         buffer: numpy, torch or cupy array, any shape, contiguous; overwritten. float16 and bfloat16 are reduced in
-            float32. Device arrays go by NCCL where every rank has it, else through the host.
+            float32. Device arrays go by NCCL where every rank has it and it has the dtype, else through the host.
         op: "sum", "mean", "min", "max" or "product", in any case, or a ReduceOp.
         implementation: a `CommunicationImplementation` or its name; default AUTO, the fastest as measured at the first
             call of 4 KiB or more, in less than a second.
@@ -96,7 +96,7 @@ def _reduce_by_library(array: Any, op: Op, group: Group) -> None:
 def reduce_buffer(buffer: Any, op: Op, chosen: Implementation, group: Group) -> None:
     """Do what `all_reduce` does, in a given group. Collective: `group.comm`."""
     if is_device_buffer(buffer) or chosen is Implementation.NCCL:
-        algorithm = selection.on_device(group, op, chosen)
+        algorithm = selection.on_device(group, op, chosen, dtype_of(buffer))
         if algorithm is not None:
             with group.recorded(op.title, buffer):
                 algorithm(buffer, group, op)

@@ -42,6 +42,7 @@ def host_array(buffer: Any) -> Iterator[Array]:
         yield from _torch_array(buffer)
     else:
         host = buffer.get()
+        _require_numbers(host, host.dtype.kind in "iufc")
         yield host
         buffer.set(host)
 
@@ -49,12 +50,12 @@ def host_array(buffer: Any) -> Iterator[Array]:
 def _check(buffer: Any) -> None:
     if isinstance(buffer, np.ndarray):
         contiguous, writeable = buffer.flags.c_contiguous, buffer.flags.writeable
-        if buffer.dtype.kind not in "iufc":
-            raise CollectiveError(f"all_reduce: expected numbers, got dtype {buffer.dtype}; convert it first.")
+        _require_numbers(buffer, buffer.dtype.kind in "iufc")
     elif hasattr(buffer, "new_tensor"):
         if buffer.is_sparse:
             raise CollectiveError("all_reduce: expected a dense tensor, got a sparse one; call to_dense() first.")
         contiguous, writeable = buffer.is_contiguous(), True
+        _require_numbers(buffer, str(buffer.dtype) != "torch.bool")
     elif hasattr(buffer, "__cuda_array_interface__"):
         contiguous, writeable = buffer.flags.c_contiguous, True
     else:
@@ -64,6 +65,11 @@ def _check(buffer: Any) -> None:
     if not contiguous or not writeable:
         what = "a read-only one" if contiguous else "one that is not contiguous"
         raise CollectiveError(f"all_reduce: expected a writable contiguous array, got {what}; pass a copy.")
+
+
+def _require_numbers(buffer: Any, has_numbers: bool) -> None:
+    if not has_numbers:
+        raise CollectiveError(f"all_reduce: expected numbers, got dtype {buffer.dtype}; convert it first.")
 
 
 def _staged_numpy(buffer: Array) -> Iterator[Array]:

@@ -146,6 +146,11 @@ def is_device_buffer(buffer: Any) -> bool:
     return hasattr(buffer, "__cuda_array_interface__")
 
 
+def dtype_of(buffer: Any) -> str:
+    """Return the name of an array's dtype, such as "bfloat16"; empty where it does not say. Does not import cupy."""
+    return str(getattr(buffer, "dtype", "")).removeprefix("torch.")
+
+
 def device_array(buffer: Any) -> DeviceArray:
     """Return a flat view of a device buffer.
 

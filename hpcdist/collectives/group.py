@@ -10,7 +10,7 @@ import numpy as np
 from hpcdist.collectives.fingerprint import Fingerprints
 from hpcdist.collectives.journal import Journal
 from hpcdist.collectives.stacks import Peer
-from hpcdist.collectives.waiting import CELLS, SPINS, Backoff, NodeBarrier, wait_all
+from hpcdist.collectives.waiting import CELLS, MAX_SLEEP_S, SPINS, Backoff, NodeBarrier, wait_all
 from hpcdist.collectives.watchdog import WARN_S, Watchdog
 from hpcdist.collectives.window import NodeWindow
 from hpcdist.errors import CollectiveError, ExitCode, HpcdistError
@@ -195,15 +195,19 @@ class Group:
         """Return what to call while waiting for what `explain` says."""
         return Backoff(self.timeout_s + LATE_S, lambda: self._late(explain()), self._is_background)
 
-    def wait(self, requests: Sequence[MPI.Request]) -> None:
+    def wait(self, requests: Sequence[MPI.Request], max_sleep_s: float = MAX_SLEEP_S) -> None:
         """Wait for messages of this group, bounded: they take long enough to sleep meanwhile.
+
+        Args:
+            requests: the messages.
+            max_sleep_s: longest sleep.
 
         Raises:
             CollectiveTimeoutError: on this rank.
         """
         if not MPI.Request.Testall(requests):
             late = functools.partial(self._late, f"{len(requests)} messages")
-            wait_all(requests, Backoff(self.timeout_s + LATE_S, late, is_patient=True))
+            wait_all(requests, Backoff(self.timeout_s + LATE_S, late, is_patient=True, max_sleep_s=max_sleep_s))
 
     def _late(self, what: str) -> str:
         return (

@@ -4,6 +4,7 @@ import numpy as np
 
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.staging import Array, add_rows
+from hpcdist.collectives.waiting import SLEEP_S
 from hpcdist.plan.blocks import block_bounds
 from hpcdist.plan.replicas import ReplicaPlan
 
@@ -15,6 +16,8 @@ def all_reduce(rows: list[Array], result: Array, group: Group, plan: ReplicaPlan
     """Put the sum of all ranks' rows into `result`, added in the tree over replicas.
 
     Collective: `group.comm`. Blocking. Same shape and dtype required on every rank: yes; the numbers of rows differ.
+
+    It sleeps while it waits, as it may run beside a backward that needs the core.
 
     Args:
         rows: this rank's partial sums, as `plan.partials` says, flat; unchanged.
@@ -37,7 +40,8 @@ def _reduce_chunk(rows: list[Array], result: Array, group: Group, plan: ReplicaP
     sent = np.concatenate([row[slice(*of_rank)] for of_rank in bounds for row in rows])
     n_rows = [len(partials) for partials in plan.partials]
     received = np.empty(sum(n_rows) * (stop - start), result.dtype)
-    group.comm.Alltoallv([sent, [len(rows) * size for size in sizes]], [received, [n * (stop - start) for n in n_rows]])
+    parts = [received, [n * (stop - start) for n in n_rows]]
+    group.wait([group.comm.Ialltoallv([sent, [len(rows) * size for size in sizes]], parts)], SLEEP_S)
     table = received.reshape(sum(n_rows), stop - start)
     add_rows(list(table), plan.additions, np.add)
-    group.comm.Allgatherv(table[0], [result, sizes])
+    group.wait([group.comm.Iallgatherv(table[0], [result, sizes])], SLEEP_S)

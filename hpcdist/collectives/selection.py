@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpcdist.collectives import halving, hierarchical, hierarchical_cuda, mpi, nccl, ring, shared_memory
+from hpcdist.collectives import halving, hierarchical, hierarchical_cuda, mpi, nccl, nccl_joining, ring, shared_memory
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import SUM, Op
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
@@ -117,8 +117,10 @@ def _rotate(arena: npt.NDArray[Any], nbytes: int) -> Iterator[npt.NDArray[Any]]:
             yield arena[start : start + n_elements]
 
 
-def on_device(group: Group, op: Op, implementation: Implementation) -> AllReduce | None:
+def on_device(group: Group, op: Op, implementation: Implementation, dtype: str) -> AllReduce | None:
     """Return the algorithm for a buffer on a GPU, None when it is to travel through the host.
+
+    NCCL asked for by name is taken for any op and dtype, and says itself what it cannot carry.
 
     Collective at the first call with AUTO or HIERARCHICAL: `group.comm`, which finds out whether all ranks have NCCL.
 
@@ -127,7 +129,8 @@ def on_device(group: Group, op: Op, implementation: Implementation) -> AllReduce
     if implementation is Implementation.NCCL:
         return nccl.all_reduce
     is_asked = implementation in (Implementation.AUTO, Implementation.HIERARCHICAL)
-    if not is_asked or op.name not in nccl.OPS or not nccl.is_available(group):
+    is_carried = op.name in nccl.OPS and dtype in nccl.DTYPES
+    if not is_asked or not is_carried or not nccl_joining.is_available(group):
         return None
     is_by_lanes = implementation is Implementation.HIERARCHICAL and op is SUM and group.placement.is_even
     return hierarchical_cuda.all_reduce if is_by_lanes else nccl.all_reduce

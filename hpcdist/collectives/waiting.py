@@ -33,13 +33,20 @@ class Backoff:
         timeout_s: longest wait.
         explain: returns what was waited for, when it took too long.
         is_patient: sleep from the start, as a background thread does, which would otherwise keep the interpreter lock.
+        max_sleep_s: longest sleep. Messages inside a host move on at each look only, some 10 KiB at a time.
     """
 
-    def __init__(self, timeout_s: float, explain: Callable[[], str], is_patient: bool = False) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        explain: Callable[[], str],
+        is_patient: bool = False,
+        max_sleep_s: float = MAX_SLEEP_S,
+    ) -> None:
         self._timeout_s = timeout_s
         self._explain = explain
         self._yields = 0 if is_patient else YIELDS
-        self._sleep_s = SLEEP_S
+        self._sleep_s, self._max_sleep_s = SLEEP_S, max_sleep_s
         self._waited_s = 0.0
         self._last: float | None = None
 
@@ -58,7 +65,7 @@ class Backoff:
         if self._waited_s > self._timeout_s:
             raise CollectiveTimeoutError(self._explain())
         time.sleep(self._sleep_s)
-        self._sleep_s = min(2 * self._sleep_s, MAX_SLEEP_S)
+        self._sleep_s = min(2 * self._sleep_s, self._max_sleep_s)
 
 
 class NodeBarrier:

@@ -1,5 +1,6 @@
 """Datasets of rows: from where, in which order, in batches of which size, and what is done to them."""
 
+import functools
 import math
 import os
 import secrets
@@ -12,9 +13,9 @@ import torch
 from hpcdist.data.cache import Cached
 from hpcdist.data.hdf5 import Hdf5Source, Paths, expand
 from hpcdist.data.nest import Nest, TensorSpec, as_array, leaves, map_nest, spec_of
-from hpcdist.data.options import AutoShardPolicy, Options
+from hpcdist.data.options import SHARD_HINT, AutoShardPolicy, Options
 from hpcdist.data.reading import Cursor, Pipeline, read_pass
-from hpcdist.data.sources import ArraySource, EveryNth, Function, Mapped, RowSource
+from hpcdist.data.sources import ArraySource, EveryNth, Function, Mapped, RowSource, names_of
 from hpcdist.data.streams import Stream
 from hpcdist.data.torch_source import ItemsSource, check_loader, stream_of
 from hpcdist.errors import DataError
@@ -36,6 +37,7 @@ class Dataset(Pipeline):
     """
 
     has_drawn_seed: bool = False
+    has_shard_hint: bool = False
     options: Options | None = None
 
     @classmethod
@@ -132,7 +134,10 @@ class Dataset(Pipeline):
             DataError: when `generator` cannot be called.
         """
         _check(callable(generator), "from_generator", "a function that returns an iterable", type(generator).__name__)
-        return cls(Stream(lambda: iter(generator(*args)), output_signature), SampleOrder(UNKNOWN))
+        stream = Stream(
+            lambda: iter(generator(*args)), output_signature, lambda: names_of((functools.partial(generator, *args),))
+        )
+        return cls(stream, SampleOrder(UNKNOWN))
 
     def map(self, function: Function, num_parallel_calls: int | None = None) -> "Dataset":
         """Apply a function to every row; after `batch`, to this replica's part of every batch.
@@ -221,10 +226,17 @@ class Dataset(Pipeline):
     def shard(self, num_shards: int, index: int) -> "Dataset":
         """Keep one of `num_shards` parts of the rows: every n-th row, or as `AutoShardPolicy` in the options says.
 
+        With SHARD_HINT for both, only mark the place where AutoShardPolicy.HINT puts the real ones.
+
         Raises:
-            DataError: after shuffle, batch or repeat; for an index out of range; for FILE with fewer files than shards.
+            DataError: after shuffle, batch or repeat; for an index out of range; for FILE with fewer files than shards;
+                for SHARD_HINT alone, twice, or with rows that come one by one.
         """
         _check(self.order == SampleOrder(self.source.n_rows), "shard", "a call before all that orders", "one after it")
+        if num_shards == index == SHARD_HINT:
+            _check(not self.has_shard_hint, "shard", "one marked shard", "a second one")
+            _check(not self.is_stream, "shard", "rows that can be read in any order for SHARD_HINT", "a stream")
+            return replace(self, has_shard_hint=True)
         _check(0 <= index < num_shards, "shard", f"an index from 0 to {num_shards - 1}", index)
         policy = self.policy
         if policy is AutoShardPolicy.AUTO:
@@ -243,6 +255,31 @@ class Dataset(Pipeline):
         """How the dataset is divided among input pipelines."""
         return self.options.experimental_distribute.auto_shard_policy if self.options else AutoShardPolicy.AUTO
 
+    def check_hint(self, is_placed: bool = True) -> None:
+        """Raise DataError for a marked shard in whose place nothing is put, and for HINT without one.
+
+        Args:
+            is_placed: whether the dataset is used where HINT is obeyed.
+        """
+        is_hint = is_placed and self.policy is AutoShardPolicy.HINT
+        if is_hint != self.has_shard_hint:
+            raise DataError(
+                "shard: expected shard(SHARD_HINT, SHARD_HINT) in a dataset with AutoShardPolicy.HINT that is given to "
+                f"experimental_distribute_dataset, got {'the policy' if is_hint else 'the shard'} alone; "
+                f"{'mark the shard, or use another policy' if is_hint else 'use both, or pass the numbers to shard'}."
+            )
+
+    def source_of(self, num_shards: int, index: int) -> RowSource:
+        """Return the rows of one shard: every n-th file with AutoShardPolicy.FILE, else every n-th row.
+
+        Raises:
+            DataError: when there are fewer files than shards.
+        """
+        if self.policy is AutoShardPolicy.FILE:
+            return self.files_of(num_shards, index)
+        assert not isinstance(self.source, Stream), "streams have no marked shard"
+        return EveryNth(self.source, num_shards, index)
+
     def files_of(self, num_shards: int, index: int) -> RowSource:
         """Return the rows of every n-th file.
 
@@ -259,14 +296,19 @@ class Dataset(Pipeline):
     def cache(self, filename: str | os.PathLike[str] = "") -> "Dataset":
         """Keep rows after they were read and mapped for the first time; their order stays new in every epoch.
 
-        Every process keeps the rows that it has read.
+        Every process keeps the rows that it has read. In files, FILENAME.*.rows, they are there for other processes
+        and later ones too: each leaves what it has read at the end of a pass, or when all rows are there, in files of
+        its own that come into being whole. Rows that are in none of them are read anew, as are those of files that
+        were cut. The files are of this dataset as far as can be told: its data (of arrays, a sample; of a generator,
+        its name and args), the names of the mapped functions, and the values that functions were made with. After
+        another change remove them.
 
         Args:
-            filename: beside which they are kept on disk, in a file without a name that is gone with the process;
-                default: in memory.
+            filename: what the files are called; default: rows are kept in memory, for this process.
 
         Raises:
-            DataError: after a `map` that follows `batch`, or when there can be no file.
+            DataError: after a `map` that follows `batch`, or when there can be no file; later, for rows that no file
+                can hold, and those of a file that was changed.
         """
         _check(not self.batch_maps, "cache", "a call before the maps of whole batches", "one after them")
         name = os.fspath(filename) or None
@@ -303,6 +345,7 @@ class Dataset(Pipeline):
 
     def __iter__(self) -> Iterator[Nest]:
         """Yield the batches (or single rows) of one pass on this process alone."""
+        self.check_hint(is_placed=False)
         for _, parts in read_pass(self, Cursor(), lambda n_rows: [(0, n_rows)]):
             for part in parts:
                 yield part if self.order.batch_rows else map_nest(lambda array: array[0], part)

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from hpcdist.data.dataset import Dataset
-from hpcdist.data.file_shards import FileShards
 from hpcdist.data.iterators import DistributedIterator, HandOut, OnBatch, Wrap
 from hpcdist.data.nest import Nest, spec_of
 from hpcdist.data.options import AutoShardPolicy, InputOptions
 from hpcdist.data.reading import Cursor, next_pass, read_pass
+from hpcdist.data.shards import POLICIES, Shards
 from hpcdist.data.streams import StreamPlace
 from hpcdist.errors import DataError
 from hpcdist.plan.blocks import ceiling_bounds
@@ -27,8 +27,9 @@ def check_distributable(dataset: Any, n_replicas: int = 1) -> None:
         raise DataError(
             "experimental_distribute_dataset: expected a dataset with batch(global_batch), got one without; add it."
         )
-    if dataset.policy is AutoShardPolicy.FILE:
-        FileShards(dataset, n_replicas)
+    dataset.check_hint()
+    if dataset.policy in POLICIES:
+        Shards(dataset, n_replicas)
 
 
 class DistributedDataset:
@@ -37,12 +38,13 @@ class DistributedDataset:
     Every `iter()` is one pass, except the first after `load_state_dict`, which goes on where the state was taken. A
     global batch of n rows is divided by ceiling: a last short batch leaves the last replicas with fewer rows or none.
     With AutoShardPolicy.OFF every replica gets the whole batch. With FILE, replica r of n reads the files r, r + n, ...
-    alone, ceil(batch / n) rows a step; replicas that are out of rows get empty parts until all are.
+    alone, ceil(batch / n) rows a step; replicas that are out of rows get empty parts until all are. HINT does the same
+    with rows.
 
     The cursor counts global samples, so a restart on other ranks, with other replicas or another batch, repeats no
-    sample and skips none; with FILE, replicas and batch must stay as they were inside a run of epochs. To go on costs
-    nothing where rows can be read in any order; a stream (generator, torch IterableDataset) is started at the epoch of
-    the cursor, and the rows of that epoch that were used are drawn and dropped.
+    sample and skips none; with FILE and HINT, replicas and batch must stay as they were inside a run of epochs. To
+    go on costs nothing where rows can be read in any order; a stream (generator, torch IterableDataset) is started at
+    the epoch of the cursor, and the rows of that epoch that were used are drawn and dropped.
 
     Args:
         dataset: with `batch(global_batch)`.
@@ -55,8 +57,12 @@ class DistributedDataset:
         agree_rows: called with the rows of every global batch of a stream (0: it ended), as nobody knows before that
             streams are equal on all ranks; to raise on all ranks when they are not.
 
+    Attributes:
+        poll: called when a batch is asked for: what was done with those before is done, and not yet counted is none.
+
     Raises:
-        DataError: when the dataset has no batch size; with FILE and fewer files than replicas.
+        DataError: when the dataset has no batch size; with FILE and fewer files than replicas; for a shard that is
+            marked without HINT, or HINT without one.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class DistributedDataset:
         self._agree_rows = agree_rows if dataset.is_stream else None
         self._cursor = Cursor()
         self._goes_on = False
+        self.poll: Callable[[], None] | None = None
 
     @property
     def position(self) -> int:
@@ -101,7 +108,7 @@ class DistributedDataset:
 
     def __iter__(self) -> DistributedIterator:
         """Return an iterator over this rank's parts of one pass: the source's nests, (rows, ...) arrays."""
-        return DistributedIterator(self._pass(), lambda: self.element_spec)
+        return DistributedIterator(self._pass(), lambda: self.element_spec, self.poll)
 
     def _pass(self) -> Iterator[Any]:
         if not self._goes_on:
@@ -116,8 +123,8 @@ class DistributedDataset:
         self._hand_out.end()
 
     def _read(self) -> Generator[tuple[Cursor, list[Nest]], None, None]:
-        if self._dataset.policy is AutoShardPolicy.FILE:
-            return FileShards(self._dataset, self._n_replicas).read_pass(self._cursor, self._replicas)
+        if self._dataset.policy in POLICIES:
+            return Shards(self._dataset, self._n_replicas).read_pass(self._cursor, self._replicas)
         return read_pass(self._dataset, self._cursor, self._split)
 
     def _split(self, n_rows: int) -> list[tuple[int, int]]:
@@ -148,8 +155,8 @@ class DistributedDataset:
         if self._dataset.is_stream:
             place = cursor.place
             state["stream"] = [place.epoch, place.offset, place.run_offset, cursor.pass_epoch]
-        if self._dataset.policy is AutoShardPolicy.FILE:
-            state["file_shards"] = self._n_replicas
+        if self._dataset.policy in POLICIES:
+            state[POLICIES[self._dataset.policy]] = self._n_replicas
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -162,8 +169,8 @@ class DistributedDataset:
         if self._dataset.has_drawn_seed:
             self._dataset = self._dataset.with_seed(state["seed"])
         order = self._dataset.order
-        n_shards = self._n_replicas if self._dataset.policy is AutoShardPolicy.FILE else None
-        for key, own in (("n_rows", order.n_rows), ("seed", order.seed), ("file_shards", n_shards)):
+        shards = [(key, self._n_replicas if self._dataset.policy is one else None) for one, key in POLICIES.items()]
+        for key, own in (("n_rows", order.n_rows), ("seed", order.seed), *shards):
             if state.get(key) != own:
                 raise DataError(
                     f"restore: expected a dataset with {key} {state.get(key)} as in the checkpoint, got {own}; "

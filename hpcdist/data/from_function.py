@@ -46,6 +46,7 @@ def datasets_of(dataset_fn: DatasetFunction, contexts: list[InputContext]) -> li
                 f"distribute_datasets_from_function: expected an hpcdist.Dataset with batch(per_replica_batch), got "
                 f"{type(dataset).__name__}{' without batch' if isinstance(dataset, Dataset) else ''}; return one."
             )
+        dataset.check_hint(is_placed=False)
     return made
 
 
@@ -64,6 +65,9 @@ class DistributedFromFunction:
         replicas, n_replicas: the replicas of this rank, of how many.
         on_batch, wrap, options: as for `DistributedDataset`.
         agree_end: told whether this rank is out of data, returns whether all are. Collective; None for one rank.
+
+    Attributes:
+        poll: as of `DistributedDataset`.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class DistributedFromFunction:
         self._agree_end = agree_end or bool
         self._n_passes = self._n_steps = 0
         self._goes_on = False
+        self.poll: Callable[[], None] | None = None
 
     def set_seed(self, seed: int) -> None:
         """Give every order that has a drawn seed one that follows from `seed`, so that a checkpoint stores one seed.
@@ -105,7 +110,7 @@ class DistributedFromFunction:
 
     def __iter__(self) -> DistributedIterator:
         """Return an iterator over one pass. Its steps are collective: all ranks."""
-        return DistributedIterator(self._pass(), lambda: self.element_spec)
+        return DistributedIterator(self._pass(), lambda: self.element_spec, self.poll)
 
     def _pass(self) -> Iterator[Any]:
         if self._n_steps and not self._goes_on:

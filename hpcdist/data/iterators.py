@@ -41,10 +41,13 @@ class DistributedIterator:
     Args:
         elements: what is yielded.
         element_spec: returns what elements look like.
+        poll: called before each of them is looked for.
     """
 
-    def __init__(self, elements: Iterator[Any], element_spec: Callable[[], Nest]) -> None:
-        self._elements = elements
+    def __init__(
+        self, elements: Iterator[Any], element_spec: Callable[[], Nest], poll: Callable[[], None] | None = None
+    ) -> None:
+        self._elements = elements if poll is None else _polled(elements, poll)
         self._element_spec = element_spec
 
     def __iter__(self) -> "DistributedIterator":
@@ -69,6 +72,14 @@ class DistributedIterator:
     def element_spec(self) -> Nest:
         """What elements look like: the nest of a part with a TensorSpec for every array."""
         return self._element_spec()
+
+
+def _polled(elements: Iterator[Any], poll: Callable[[], None]) -> Iterator[Any]:
+    while True:
+        poll()
+        if (element := next(elements, _NOTHING)) is _NOTHING:
+            return
+        yield element
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,22 @@ class AutoShardPolicy(enum.Enum):
         AUTO: FILE when the rows come from files, else DATA. Too few files are an error, not a reason for DATA.
         FILE: every n-th file; an error when there are fewer files than pipelines.
         DATA: every n-th element; every pipeline reads the order of all of them.
+        HINT: `shard(SHARD_HINT, SHARD_HINT)` in the dataset marks where each replica takes every n-th row; for
+            `experimental_distribute_dataset` alone.
     """
 
     OFF = -1
     AUTO = 0
     FILE = 1
     DATA = 2
+    HINT = 3
+
+
+class ShardHint(int):
+    """The number -1 for both arguments of `Dataset.shard`, in whose place AutoShardPolicy.HINT puts the real ones."""
+
+
+SHARD_HINT = ShardHint(-1)
 
 
 class InputReplicationMode(enum.Enum):
@@ -61,8 +71,8 @@ class InputOptions:
     """Options of a distributed dataset.
 
     Attributes:
-        experimental_fetch_to_device: True copies parts to the current GPU, if torch uses one; else they stay on the
-            host.
+        experimental_fetch_to_device: True copies parts to the current GPU, if torch uses one. False: they stay on the
+            host. Default: on the host, unless the strategy was given devices, to which they then go.
         experimental_replication_mode: for `distribute_datasets_from_function`.
         experimental_place_dataset_on_device: accepted as in tf.distribute, with the same conditions; datasets are
             read on the host all the same, and parts stay there.

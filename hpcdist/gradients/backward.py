@@ -17,6 +17,7 @@ from hpcdist.gradients.buffers import BufferRecord, average_buffers, gather_chan
 from hpcdist.gradients.record import ParameterRecord
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.rows import HandedRows
+from hpcdist.notices import Notices
 
 #: Backwards are numbered modulo this, so that sums of squares over thousands of replicas are exact in float32.
 _NUMBERS = 31
@@ -33,6 +34,7 @@ class BackwardSum:
         is_mean: see above.
         handed: rows of the parts that each local replica was handed, to weigh it by.
         is_running: whether a backward is under way, or one ended in an error.
+        notices: what ranks tell each other with every sum.
     """
 
     def __init__(self, reducer: Reducer, is_mean: bool | None) -> None:
@@ -40,6 +42,7 @@ class BackwardSum:
         self._n_replicas = reducer.replicas.n_replicas
         self.is_mean = is_mean
         self.handed = [HandedRows() for _ in reducer.own_replicas]
+        self.notices = Notices()
         self._records: list[ParameterRecord] = []
         self._buffers: list[BufferRecord] = []
         self._is_syncing = True
@@ -58,7 +61,7 @@ class BackwardSum:
         """Sum these from now on. Collective on several hosts: all replicas."""
         self._records = [record for record, _ in records]
         self._buffers = buffers
-        n_counts = len(records) + len(buffers) + 3
+        n_counts = len(records) + len(buffers) + 4
         self._buckets = BucketSet(records, n_counts, self._reducer)
 
     def hook(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
@@ -169,19 +172,20 @@ class BackwardSum:
         self._publish(totals, [gather_changed(self._buffers, changed)])
 
     def _counts(self, changed: list[bool], weight: float) -> list[float]:
-        """Return what is summed along: who has which gradient and buffer, the weight, which backward this is."""
-        number = self._n_sums % _NUMBERS
-        return [*(record.is_touched for record in self._records), *changed, weight, number, number * number]
+        """Return what is summed along: who has which gradient and buffer, the weight, which backward, and notices."""
+        number, touched = self._n_sums % _NUMBERS, (record.is_touched for record in self._records)
+        return [*touched, *changed, weight, number, number * number, self.notices.send()]
 
     def _publish(self, totals: list[float], contributions: list[list[Tensor | None]]) -> None:
         """Make sums and averages what parameters and buffers hold. Collective where buffers changed: all ranks."""
-        *counted, total, numbers, squares = totals
+        *counted, total, numbers, squares, noticed = totals
         if self._n_replicas * squares != numbers * numbers:
             self._is_broken = True
             raise GradientError(
                 f"backward: expected every replica at the same backward, got number {self._n_sums} here and others "
                 f"elsewhere; let all ranks run the same steps, also those without rows."
             )
+        self.notices.receive(noticed)
         if self.is_mean and total not in (0, 1):
             self._buckets.divide(total)
         for record, n_touched in zip(self._records, counted, strict=False):

@@ -89,7 +89,8 @@ def average_buffers(
     changed = [number for number, count in enumerate(counts) if count]
     for dtype in sorted({records[number].sum_dtype for number in changed}):
         numbers = [number for number in changed if records[number].sum_dtype == dtype]
-        total = torch.from_numpy(reducer.sum_rows([_flat(records, numbers, own).numpy() for own in contributions]))
+        rows = [_flat(records, numbers, own).numpy() for own in contributions]
+        total = torch.from_numpy(reducer.sum_rows(rows, "buffers"))
         sizes = [records[number].shape.numel() for number in numbers]
         for number, part in zip(numbers, torch.split(total, sizes), strict=True):
             records[number].publish(part / counts[number])

@@ -67,10 +67,11 @@ class GradientEngine:
         self._world = world
         self._comm = world.role_comm
         self._is_entered = is_entered
+        self._is_counted = is_counted
         self._reducer = reducer
         own, self._n_replicas = reducer.own_replicas, reducer.replicas.n_replicas
         self.generators = StepGenerators(None if is_counted else self._comm.rank)
-        self._state = ReplicaState()
+        self._state = ReplicaState(own[-1])
         switched = [self._state] if len(own) > 1 else []
         self.turns = Turns(own, [*switched, self.generators] if is_counted else switched)
         self.backward: BackwardSum = (
@@ -78,6 +79,7 @@ class GradientEngine:
             if len(own) == 1
             else ReplicaBackwardSum(reducer, is_mean, self.turns, self._state)
         )
+        self.backward.notices = world.notices
         self.storage: CentralStorage | None = None
         self._stepped: dict[int | None, list[Tensor | None]] = {}
         self._modules = ModuleSet()
@@ -94,14 +96,11 @@ class GradientEngine:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look after every module that is built in the block."""
-        handles = torch_hooks.on_module_built(self._see)
+        """Look after every module and optimizer that is built in the block."""
         try:
-            with torch_hooks.on_copied_or_optimized(self._see, self._optimizers.add):
+            with torch_hooks.on_built(self._see, self._optimizers.add):
                 yield
         finally:
-            for handle in handles:
-                handle.remove()
             self._look_again()
 
     def _see(self, module: nn.Module) -> None:
@@ -125,6 +124,15 @@ class GradientEngine:
                 self._keepers[module] = self
             self._forward_handle = torch_hooks.before_any_forward(functools.partial(_prepare_keeper, self._keepers))
             weakref.finalize(self, self._forward_handle.remove)
+
+    def prepare_run(self, batch: Any) -> None:
+        """Do what `prepare` does; counted replicas draw numbers of their own from then on, with a model or without.
+
+        Collective as `prepare`, and at the first call where replicas are counted: `world.role_comm`.
+        """
+        self.prepare(batch)
+        if self._is_counted and self.generators.seed is None:
+            self._start_generators()
 
     @torch.inference_mode(False)
     def prepare(self, batch: Any = None) -> None:

@@ -1,5 +1,8 @@
 """Random numbers keyed by (seed, step, replica): the same draws after a restart, with nothing stored per rank."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import xxhash
 from torch import Tensor
@@ -28,9 +31,13 @@ class StepGenerators:
         self.step = 0
 
     def start(self, seed: int) -> None:
-        """Take `seed`, unless a checkpoint brought one, and set the generators for the current step."""
+        """Take `seed`, unless a checkpoint brought one, and set the generators for the current step.
+
+        Numbers of a step in which replicas have drawn go on: they would come a second time.
+        """
         self.seed = seed if self.seed is None else self.seed
-        self._set()
+        if not self._states:
+            self._set()
 
     def restore(self, seed: int | None, step: int) -> None:
         """Go on at `step` with the seed of a checkpoint."""
@@ -53,6 +60,16 @@ class StepGenerators:
     def end(self) -> None:
         """Let the code outside `run` draw again."""
         self._bring_back(_OUTSIDE)
+
+    @contextmanager
+    def merging(self) -> Iterator[None]:
+        """Let the block draw as code outside `run` does, whichever replica came last."""
+        replica = self._who
+        self.leave(replica)
+        self._bring_back(_OUTSIDE)
+        yield
+        self.leave(_OUTSIDE)
+        self._bring_back(replica)
 
     def leave(self, replica: int | str) -> None:
         """Keep where a replica is in its numbers, until the next step."""

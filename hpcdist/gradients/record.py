@@ -39,6 +39,7 @@ class ParameterRecord:
         self._earlier: Tensor | None = None  # a sum of an earlier backward, to be added to this one's sum
         self._idle: Tensor | None = None  # zeros that stay where they are if no replica has a gradient
         self._published: Callable[[], Tensor | None] | None = None
+        self._lent: list[TensorWeakRef] = []  # copies that other replicas of this process have
 
     @property
     def parameter(self) -> nn.Parameter | None:
@@ -148,13 +149,28 @@ class ParameterRecord:
         kept = found.clone() if self._slot is not None and self._is_view else found
         if self.is_local:
             return kept
-        if found is not self._result:
+        self._require_summed(found)
+        self._earlier = kept
+        return None
+
+    def _require_summed(self, found: Tensor) -> None:
+        if found is not self._result and all(found is not lent() for lent in self._lent):
             raise GradientError(
                 f"backward: expected the gradient of {self.name!r} as an earlier backward left it, got one set by "
                 f"hand; call zero_grad() first, or change the gradient in place."
             )
-        self._earlier = kept
-        return None
+
+    def require_summed(self, found: Tensor) -> None:
+        """Raise GradientError for a gradient, not zero, that is neither a sum nor a copy lent; on this rank only."""
+        if bool(found.any()):
+            self._require_summed(found)
+
+    def lend(self, gradient: Tensor) -> Tensor:
+        """Return a copy of a gradient for another replica of this process, which may change it in place."""
+        copied = gradient.detach().clone()
+        self._lent = [lent for lent in self._lent if lent() is not None]
+        self._lent.append(TensorWeakRef(copied))
+        return copied
 
     def accumulate_locally(self, parameter: nn.Parameter) -> None:
         """Take note that a backward under no_sync has added to `parameter.grad`; `set_aside` was called before it.

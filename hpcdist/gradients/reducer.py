@@ -7,22 +7,22 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from hpcdist.collectives import hierarchical, mpi, nccl, partials, selection
+from hpcdist.collectives import hierarchical, mpi, nccl_joining, partials, selection
 from hpcdist.collectives.cross_device_ops import CrossDeviceOps, NcclAllReduce
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import SUM
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.collectives.options import CommunicationOptions
+from hpcdist.collectives.staging import add_rows
 from hpcdist.collectives.thread import Handle, thread_of
 from hpcdist.collectives.wire import PLAIN, Wire
 from hpcdist.errors import ConfigurationError, agreed
-from hpcdist.gradients.partial_sums import PartialSums
 from hpcdist.gradients.wire import HalfWire
 from hpcdist.mpi import MPI
 from hpcdist.plan.buckets import Limits, best_bucket_bytes
 from hpcdist.plan.replicas import ReplicaPlan
+from hpcdist.plan.tree import plan_row_additions
 
 Array = npt.NDArray[Any]
 #: From this size on a gradient is summed where torch made it: a copy would cost more than a call of its own.
@@ -74,9 +74,9 @@ class Reducer:
         self.is_overlapped = len(group.placement.hosts) > 1
         self.is_on_device = self._implementation is Implementation.NCCL
         if self.is_on_device:
-            nccl.choose_device(group)
+            nccl_joining.choose_device(group)
 
-    def start(self, array: Any, bucket: int, is_exact: bool = False) -> Handle | None:
+    def start(self, array: Any, bucket: int, is_exact: bool = False, title: str = "gradients") -> Handle | None:
         """Begin to sum a flat array over all ranks; it is ready when the handle's `wait` returns, or now without one.
 
         Collective: the group, in the order of calls.
@@ -85,15 +85,18 @@ class Reducer:
             array: on the host, or for NCCL on the device; overwritten.
             bucket: names the array to a wire that rounds.
             is_exact: the array must not be rounded.
+            title: what reports call it.
         """
         wire = PLAIN if is_exact else self._wire
         if self.is_overlapped:
             thread = thread_of(self._group)
-            return thread.submit(functools.partial(self._reduce, array, bucket, wire, thread.group))
-        self._reduce(array, bucket, wire, self._group)
+            return thread.submit(functools.partial(self._reduce, array, bucket, wire, title, thread.group))
+        self._reduce(array, bucket, wire, title, self._group)
         return None
 
-    def start_partials(self, sums: list[Any], result: Any, bucket: int, is_exact: bool = False) -> Handle | None:
+    def start_partials(
+        self, sums: list[Any], result: Any, bucket: int, is_exact: bool = False, title: str = "gradients"
+    ) -> Handle | None:
         """Begin to put the sum of all replicas into `result`, given this rank's sums of the subtrees that it holds.
 
         Collective: as `start`.
@@ -103,17 +106,18 @@ class Reducer:
             result: flat, of their size; may be one of them.
             bucket: as `start`.
             is_exact: as `start`.
+            title: as `start`.
         """
         if self.replicas.is_plain or not self._is_by_replica:
             for other in sums[1:]:
                 np.add(sums[0], other, out=sums[0])
             if result is not sums[0]:
                 np.copyto(result, sums[0])
-            return self.start(result, bucket, is_exact)
+            return self.start(result, bucket, is_exact, title)
         if self.is_overlapped:
             thread = thread_of(self._group)
-            return thread.submit(functools.partial(self._reduce_partials, sums, result, thread.group))
-        self._reduce_partials(sums, result, self._group)
+            return thread.submit(functools.partial(self._reduce_partials, sums, result, title, thread.group))
+        self._reduce_partials(sums, result, title, self._group)
         return None
 
     @property
@@ -124,8 +128,8 @@ class Reducer:
         is_exact = self._options.wire_dtype is None and self._options.is_ordered is not False
         return is_ours and is_exact and self._cross_device_ops is None
 
-    def _reduce_partials(self, sums: list[Array], result: Array, group: Group) -> None:
-        with group.recorded("gradients", result):
+    def _reduce_partials(self, sums: list[Array], result: Array, title: str, group: Group) -> None:
+        with group.recorded(title, result):
             partials.all_reduce(sums, result, group, self.replicas)
 
     @property
@@ -133,26 +137,32 @@ class Reducer:
         """The replicas of this rank."""
         return self.replicas.of_rank(self._group.rank)
 
-    def sum_rows(self, rows: list[Array]) -> Array:
+    def sum_rows(self, rows: list[Array], title: str) -> Array:
         """Return the sum of one flat host array of each local replica over all replicas. Collective: the group.
 
-        In the order of replicas where gradients are. The rows are overwritten.
+        In the order of replicas where gradients are.
+
+        Args:
+            rows: of any dtype that numpy adds; overwritten.
+            title: what reports call it.
         """
-        sums = PartialSums(self.replicas.n_replicas)
-        for replica, row in zip(self.own_replicas, rows, strict=True):
-            sums.push(replica, torch.from_numpy(row), is_ours=True)
-        parts = [part.numpy() for part in sums.take()]
-        self.reduce_partials(parts, rows[-1])
+        first, parts = self.own_replicas[0], []
+        for start, stop in self.replicas.partials[self._group.rank]:
+            part = rows[start - first : stop - first]
+            add_rows(part, plan_row_additions(len(part)), np.add)  # a subtree's is the tree over as many rows
+            parts.append(part[0])
+        self.reduce_partials(parts, rows[-1], title)
         return rows[-1]
 
-    def reduce_partials(self, sums: list[Array], result: Array) -> None:
+    def reduce_partials(self, sums: list[Array], result: Array, title: str) -> None:
         """Put the sum of all replicas into `result`; see `start_partials`. Collective: the group. Blocking."""
         if self.is_on_device:
             for other in sums[1:]:
                 np.add(sums[0], other, out=sums[0])
             np.copyto(result, sums[0])
-            mpi.all_reduce(result, self._group)
-        elif (handle := self.start_partials(sums, result, 0, is_exact=True)) is not None:
+            with self._group.recorded(title, result):
+                mpi.all_reduce(result, self._group)
+        elif (handle := self.start_partials(sums, result, 0, is_exact=True, title=title)) is not None:
             handle.wait()
 
     def reduce(self, array: Array) -> None:
@@ -168,8 +178,8 @@ class Reducer:
         with self._group.recorded("broadcast", array):
             mpi.broadcast(array, self._group.comm)
 
-    def _reduce(self, array: Any, bucket: int, wire: Wire, group: Group) -> None:
-        with group.recorded("gradients", array):
+    def _reduce(self, array: Any, bucket: int, wire: Wire, title: str, group: Group) -> None:
+        with group.recorded(title, array):
             self._carry_out(array, bucket, wire, group)
 
     def _carry_out(self, array: Any, bucket: int, wire: Wire, group: Group) -> None:

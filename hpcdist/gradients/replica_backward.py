@@ -133,8 +133,14 @@ class ReplicaBackwardSum(BackwardSum):
         own.found, own.gradients, own.backward = {}, {}, None
 
     def _push(self, own: _Pass) -> None:
-        """Give a replica's gradients their places, and add them to this rank's sums."""
+        """Give a replica's gradients their places, and add them to this rank's sums.
+
+        Raises:
+            GradientError: when the replica found a gradient that was set by hand; on this rank only.
+        """
         place = self._turns.place
+        for record, found in own.found.items():
+            record.require_summed(found)
         self._weight = self.handed[place].weight(is_mean=bool(self.is_mean))
         changed = [self._weight > 0 and buffer.is_changed for buffer in self._buffers]
         if place == 0:

@@ -7,7 +7,8 @@ same in every run, and no lock is needed anywhere else.
 
 import contextvars
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,9 @@ class Switched(Protocol):
 
     def end(self) -> None:
         """Take note that all replicas have ended, or were stopped."""
+
+    def merging(self) -> AbstractContextManager[None]:
+        """Let the block, which belongs to no replica, change what all of them have."""
 
     def leave(self, replica: int) -> None:
         """Put a replica's state away."""
@@ -167,6 +171,14 @@ class Turns:
         result = self._results[place]
         self.part()
         return result
+
+    @contextmanager
+    def between(self) -> Iterator[None]:
+        """Run the user's code between replicas, inside what a `merge` calls: what it changes, all replicas see."""
+        with ExitStack() as stack:
+            for state in self._switched:
+                stack.enter_context(state.merging())
+            yield
 
     def _merge_alone(self, brought: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
         replica, self._local.replica = self.replica, None

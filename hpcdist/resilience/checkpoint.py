@@ -67,6 +67,12 @@ class Checkpoint:
         nodes = {name: encode(state, name, to_array, arrays) for name, state in states.items()}
         return {"objects": nodes, "kinds": {name: _kind(item) for name, item in self._objects.items()}}, arrays
 
+    def collect_equal(self) -> tuple[Any, list[NamedArray]]:
+        """Return the state of models and optimizers, which all ranks hold alike. Not collective; nothing is copied."""
+        arrays: list[NamedArray] = []
+        equal = {name: item for name, item in self._objects.items() if _is_equal_everywhere(item)}
+        return {name: encode(item.state_dict(), name, to_array, arrays) for name, item in equal.items()}, arrays
+
     def apply(self, state: Any, arrays: list[NamedArray], source: str) -> None:
         """Load a state into all objects.
 
@@ -93,6 +99,11 @@ class Checkpoint:
 
 def _state_of(item: Any) -> Any:
     return item if isinstance(item, np.ndarray) else item.state_dict()
+
+
+def _is_equal_everywhere(item: Any) -> bool:
+    """Return whether an object is a module or an optimizer; others may be a rank's own, or the chief's."""
+    return hasattr(item, "named_parameters") or hasattr(item, "param_groups")
 
 
 def _kind(item: Any) -> str:

@@ -1,7 +1,6 @@
 """CheckpointManager: saves and restores a Checkpoint in one folder, collectively; the disk is the chief's."""
 
 import atexit
-import functools
 import json
 import logging
 import operator
@@ -9,27 +8,26 @@ import os
 import platform
 import time
 import weakref
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
-from hpcdist.checkpoint.folder import CheckpointFolder
+from hpcdist.checkpoint.folder import CheckpointFolder, Found
 from hpcdist.checkpoint.generations import Place, crashed_twice
-from hpcdist.checkpoint.image import FileImage
-from hpcdist.checkpoint.layout import lay_out
-from hpcdist.checkpoint.manifest import Manifest
+from hpcdist.checkpoint.image import BLOCK_BYTES
 from hpcdist.checkpoint.retention import Retention
+from hpcdist.checkpoint.tier import Tier
 from hpcdist.checkpoint.tree import NamedArray
-from hpcdist.checkpoint.writer import BackgroundWriter
 from hpcdist.collectives import mpi
 from hpcdist.collectives.group import group_of
-from hpcdist.errors import UsageError
+from hpcdist.errors import CheckpointError, UsageError
 from hpcdist.gradients.numerics import describe_numerics
-from hpcdist.mpi import library_name
+from hpcdist.mpi import MPI, library_name
 from hpcdist.resilience.checkpoint import Checkpoint
+from hpcdist.resilience.desync import digest_of, require_equal
+from hpcdist.resilience.fast_tier import FastTier
 
 logger = logging.getLogger("hpcdist")
 
@@ -37,6 +35,12 @@ logger = logging.getLogger("hpcdist")
 _BITS_DEPEND_ON = ("ranks", "hosts", "threads", "instruction_set", "torch", "mpi", "all_reduce", "wire", "replicas")
 #: They do not depend on these where the number of replicas was given.
 _OF_PLACEMENT = ("ranks", "hosts", "mpi")
+
+
+#: While the chief writes, it tells the others so this often.
+BEAT_S = 5.0
+#: A place as one number that all ranks compare: the generation above so many bits of the step.
+_STEP_BITS = 40
 
 
 class CheckpointManager:
@@ -52,6 +56,8 @@ class CheckpointManager:
         keep_every_n_hours: of the older ones, the first, and each that is so much later than the one kept before it.
         keep_best: name of a metric given to `save`: the checkpoint with its best value is kept too.
         best_mode: "min" or "max": which value is best.
+        fast_directory: on every node a folder in memory, such as /dev/shm, for the copies of `save_fast`. A restore
+            takes the newest state that verifies, wherever it is.
 
     Raises:
         CheckpointError: when the folder cannot be written; on every rank alike.
@@ -66,33 +72,41 @@ class CheckpointManager:
         *,
         keep_best: str | None = None,
         best_mode: str = "min",
+        fast_directory: str | os.PathLike[str] | None = None,
     ) -> None:
         self.checkpoint = checkpoint
-        self._retention = Retention(max_to_keep, keep_every_n_hours, keep_best, best_mode)
-        self._folder = CheckpointFolder(directory)
         self._world = checkpoint.world
         self._comm = self._world.role_comm
+        self._disk = Tier(CheckpointFolder(directory), Retention(max_to_keep, keep_every_n_hours, keep_best, best_mode))
         self._is_writer = self._world.is_chief
-        self._image = FileImage()
-        self._writer = BackgroundWriter()
-        self._saving: list[Future[Any]] = []
-        self._n_committed = self._n_fruitless = 0
-        self._restored: str | None = None
+        self._n_fruitless = self._n_blocks = 0
+        self._moved_s = 0.0
+        self._restored: Place | None = None
         with self._world.agreed(self._comm):
             if self._is_writer:
-                self._folder.begin()
-                self._n_fruitless = len(self._folder.fruitless_attempts())
+                self._disk.folder.begin()
+                self._n_fruitless = len(self._disk.folder.fruitless_attempts())
+        self._memory = None if fast_directory is None else self._begin_fast_tier(fast_directory)
         atexit.register(_finish, weakref.ref(self))
+
+    def _begin_fast_tier(self, directory: str | os.PathLike[str]) -> FastTier | None:
+        """Return the copies of this node on its first rank, None on others."""
+        run_id = ""
+        with self._world.agreed(self._comm):
+            if self._is_writer:
+                run_id = self._disk.folder.run_id()
+        run_id, generation = self._world.broadcast_text(f"{run_id} {self.generation}", 0, self._comm).split()
+        return FastTier(directory, run_id, int(generation)) if self._world.node_comm.rank == 0 else None
 
     @property
     def directory(self) -> str:
         """The folder of the checkpoints."""
-        return str(self._folder.path)
+        return str(self._disk.folder.path)
 
     @property
     def generation(self) -> int:
         """The number of this attempt: known to the chief."""
-        return self._folder.generation
+        return self._disk.folder.generation
 
     @property
     def fruitless_attempts(self) -> int:
@@ -100,7 +114,7 @@ class CheckpointManager:
 
         Attempts before this one count if they used `begin_attempt`, and did not come to `end_attempt`.
         """
-        return 0 if self._n_committed else self._n_fruitless + 1
+        return 0 if self._disk.n_committed else self._n_fruitless + 1
 
     # -- save -----------------------------------------------------------------------------------------------------
 
@@ -125,26 +139,29 @@ class CheckpointManager:
         if step < 0:
             raise UsageError(f"save: expected a step of at least 0, got {step}; count optimizer steps.")
         self.wait()
-        path, gathered = self._folder.path, self.checkpoint.gather()
+        path, gathered = "", self.checkpoint.gather()
         with self._world.agreed(self._comm):
             if self._is_writer:
-                path = self._folder.new_data_path(step)
-                lay_out(self._image, *self.checkpoint.collect(gathered))
-                facts = {"time_s": time.time(), "metrics": {k: float(v) for k, v in (metrics or {}).items()}}
-                committing = self._writer.submit(
-                    functools.partial(self._folder.commit, step, path, self._image, self._written(), **facts)
-                )
-                tidying = self._writer.submit(functools.partial(self._tidy, committing))
-                self._saving = [tidying] if blocking else [committing, tidying]
-                if blocking:
-                    committing.result()
+                state = self.checkpoint.collect(gathered)
+                path = str(self._disk.save(step, *state, self._written(), metrics or {}))
+        if blocking:
+            self._wait_for(self._disk.is_committing, self._disk.finish_commit)
         self.checkpoint.step = step
-        return self._path(path)
+        return self._world.broadcast_text(path, 0, self._comm)
 
-    def _tidy(self, committing: "Future[Manifest]") -> None:
-        if committing.exception() is None:
-            self._n_committed += 1
-            self._folder.prune(committing.result(), self._retention)
+    def save_fast(self, step: int) -> None:
+        """Copy the state after `step` optimizer steps to the memory of every node; see `fast_directory`.
+
+        What is saved must be equal on all ranks, as models, optimizers, distributed datasets and metrics are. Where a
+        copy cannot be made, the log says so, and the node does without.
+
+        Collective: chief and workers.
+
+        Cost: one copy of the arrays on the first rank of each node; no disk.
+        """
+        gathered = self.checkpoint.gather()
+        if self._memory is not None:
+            self._memory.save(step, *self.checkpoint.collect(gathered), self._written())
 
     def wait(self) -> None:
         """Return when the last save is durable and was read back.
@@ -154,18 +171,50 @@ class CheckpointManager:
         Raises:
             CheckpointError: when it cannot be written, on every rank alike.
         """
+        self._wait_for(self._disk.is_busy, self._disk.finish)
+        if self._memory is not None:
+            self._memory.finish()
+
+    def _wait_for(self, is_busy: Callable[[float], bool], finish: Callable[[], None]) -> None:
+        """Wait for the chief's disk for as long as it comes forward, which the chief tells others now and then."""
+        self._n_blocks, self._moved_s = self._disk.n_blocks, time.monotonic()
+        while self._is_chief_busy(is_busy):
+            pass
         with self._world.agreed(self._comm):
-            self._finish_saving()
+            if self._is_writer:
+                finish()
 
-    def _finish_saving(self) -> None:
-        saving, self._saving = self._saving, []
-        for part in saving:
-            part.result()
+    def _is_chief_busy(self, is_busy: Callable[[float], bool]) -> bool:
+        """Return whether the chief is still writing. Collective: chief and workers; each turn is bounded."""
+        own = False
+        with self._world.agreed(self._comm):
+            if self._is_writer:
+                own = is_busy(min(BEAT_S, self._world.timeout_s / 4))
+                self._require_progress()
+        return self._world.all_reduce_int(int(own), MPI.MAX, self._comm) > 0
 
-    def _path(self, path: Any) -> str:
-        """Return the path of the chief's file on every rank."""
-        name = os.path.relpath(path, self._folder.path) if self._is_writer else ""
-        return str(self._folder.path / self._world.broadcast_text(name, 0, self._comm))
+    def _require_progress(self) -> None:
+        now = time.monotonic()
+        if self._disk.n_blocks != self._n_blocks:
+            self._n_blocks, self._moved_s = self._disk.n_blocks, now
+        if now - self._moved_s > self._world.timeout_s:
+            raise CheckpointError(
+                f"save: expected the disk of {self.directory} to take {BLOCK_BYTES} bytes within "
+                f"{self._world.timeout_s:g} s, got none written; look after the file system (HPCDIST_TIMEOUT_S sets "
+                f"the limit)."
+            )
+
+    def check_equal(self) -> None:
+        """Raise unless all ranks hold the same models and optimizers, bit for bit. Checkpoints are left as they are.
+
+        Collective: chief and workers.
+
+        Raises:
+            DesyncError: on every rank alike, naming those that differ; exit code 76, "do not requeue".
+
+        Cost: every rank reads its models and optimizers once; two all-reduces of 8 bytes.
+        """
+        require_equal(digest_of(*self.checkpoint.collect_equal()), self._world)
 
     # -- restore --------------------------------------------------------------------------------------------------
 
@@ -193,10 +242,10 @@ class CheckpointManager:
         suspects: set[str] = set()
         with self._world.agreed(self._comm):
             if self._is_writer:
-                suspects = crashed_twice(self._folder.fruitless_attempts())
+                suspects = crashed_twice(self._disk.folder.fruitless_attempts())
         for suspect in suspects:
             logger.warning("restore: %s is stepped over: two attempts died after it, before they had another", suspect)
-        path = self._restore(suspects)
+        path = self._restore(set(self._world.broadcast_text(" ".join(suspects), 0, self._comm).split()))
         self._note_attempt(has_ended=False)
         return path
 
@@ -210,42 +259,78 @@ class CheckpointManager:
         """
         self.wait()
         self._note_attempt(has_ended=True)
+        if self._memory is not None:
+            self._memory.remove()
 
     def _note_attempt(self, has_ended: bool) -> None:
+        restored = None if self._restored is None else str(self._restored)
         with self._world.agreed(self._comm):
             if self._is_writer:
-                self._folder.note_attempt(self._restored, has_ended)
+                self._disk.folder.note_attempt(restored, has_ended)
 
     def _restore(self, suspects: set[str]) -> str | None:
         self.wait()
-        found: tuple[Place, Manifest, Any, list[NamedArray]] | None = None
-        with self._world.agreed(self._comm):
-            if self._comm.rank == 0:
-                found = self._folder.read_latest(suspects)
-        step = int(self._world.broadcast_text(str(found[0].step if found else -1), 0, self._comm))
-        if step < 0:
+        found, place, root = self._find(suspects)
+        if place is None:
             return None
-        state, arrays = self._broadcast(found)
-        path = self._path(found[0].manifest(self._folder.path).with_name(found[1].file) if found else "")
+        state, arrays = self._broadcast(found, root)
+        path = self._world.broadcast_text(str(found.path) if found else "", root, self._comm)
         with self._world.agreed(self._comm):
             self.checkpoint.apply(state, arrays, os.path.basename(path))
-            if self._is_writer and found:
-                self._folder.go_on_from(found[0])
-        if found and self._is_writer:
-            self._restored = str(found[0])
-            _warn_of_changes(found[1].written, self._written())
-        self.checkpoint.step = step
+            if self._is_writer:
+                self._disk.folder.go_on_from(place)
+        if self._memory is not None:
+            self._memory.go_on_from(place)
+        if found:
+            _warn_of_changes(found.manifest.written, self._written())
+        self._restored, self.checkpoint.step = place, place.step
         return path
 
-    def _broadcast(self, found: tuple[Place, Manifest, Any, list[NamedArray]] | None) -> tuple[Any, list[NamedArray]]:
-        rows = [[a.name, a.dtype, a.values.dtype.str, a.values.shape] for a in found[3]] if found else []
-        text = json.dumps([found[2], rows]) if found else ""
-        state, rows = json.loads(self._world.broadcast_text(text, 0, self._comm))
+    def _find(self, suspects: set[str]) -> tuple[Found | None, Place | None, int]:
+        """Return the newest checkpoint on the rank that has read it, and on all ranks its place and that rank.
+
+        Copies in memory are looked for first; the chief then reads the disk unless they are as new.
+        """
+        found = self._memory.find() if self._memory is not None else None
+        if found is not None and str(found.place) in suspects:
+            found = None
+        in_memory, _ = self._newest(found)
+        with self._world.agreed(self._comm):
+            if self._comm.rank == 0:
+                found = self._read_disk(suspects, in_memory) or found
+        place, root = self._newest(found)
+        return (found if self._comm.rank == root else None), place, root
+
+    def _read_disk(self, suspects: set[str], in_memory: Place | None) -> Found | None:
+        """Return the newest checkpoint on disk; None if there is none, or memory has one that is as new."""
+        on_disk = self._disk.folder.places()
+        if in_memory is not None and not (on_disk and on_disk[-1] > in_memory):
+            return None
+        try:
+            found = self._disk.folder.read_latest(suspects)
+        except CheckpointError as error:
+            if in_memory is None:
+                raise
+            logger.warning("restore: goes on from memory: %s", error)
+            return None
+        return found if found and (in_memory is None or found.place > in_memory) else None
+
+    def _newest(self, found: Found | None) -> tuple[Place | None, int]:
+        """Return the newest place on any rank, and the first rank that has it."""
+        own = -1 if found is None else found.place.generation << _STEP_BITS | found.place.step
+        newest = self._world.all_reduce_int(own, MPI.MAX, self._comm)
+        root = self._world.all_reduce_int(self._comm.rank if own == newest else self._comm.size, MPI.MIN, self._comm)
+        return (None if newest < 0 else Place(newest >> _STEP_BITS, newest & ((1 << _STEP_BITS) - 1))), root
+
+    def _broadcast(self, found: Found | None, root: int) -> tuple[Any, list[NamedArray]]:
+        rows = [[a.name, a.dtype, a.values.dtype.str, a.values.shape] for a in found.arrays] if found else []
+        text = json.dumps([found.state, rows]) if found else ""
+        state, rows = json.loads(self._world.broadcast_text(text, root, self._comm))
         group, arrays = group_of(self._comm), []
         for number, (name, dtype, stored, shape) in enumerate(rows):
-            values = np.ascontiguousarray(found[3][number].values) if found else np.empty(shape, np.dtype(stored))
+            values = np.ascontiguousarray(found.arrays[number].values) if found else np.empty(shape, np.dtype(stored))
             with group.recorded("broadcast", values):
-                mpi.broadcast(values, group.comm)
+                mpi.broadcast(values, group.comm, root)
             arrays.append(NamedArray(name, dtype, values.reshape(shape)))
         return state, arrays
 
@@ -267,7 +352,7 @@ def _finish(manager: "weakref.ref[CheckpointManager]") -> None:
     """Let a save that is under way end before the process does."""
     alive = manager()
     if alive is not None:
-        alive._finish_saving()
+        alive._disk.finish()
 
 
 def _warn_of_changes(written: dict[str, Any], now: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The interface of every strategy, and what a strategy does with one replica in this process."""
+"""The interface of every strategy, and what a strategy does with one replica in this process: scope, run and inputs."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +16,12 @@ from hpcdist.data.nest import Nest
 from hpcdist.data.options import InputContext, InputOptions
 from hpcdist.data.reading import explaining_empty_parts
 from hpcdist.errors import UsageError
-from hpcdist.gradients.turns import Turns
+from hpcdist.notices import of_one_rank
 from hpcdist.strategy import context
 from hpcdist.strategy.extended import StrategyExtended
-from hpcdist.strategy.local_reduce import Axis, check_axis, copy_of, gather_rows, reduce_rows
-from hpcdist.strategy.reduce_op import ReduceOp
+from hpcdist.strategy.reducing import Reducing
 from hpcdist.strategy.replica_context import OnlyReplica, ReplicaContext
-from hpcdist.strategy.values import DistributedValues, PerReplica, local_values, regroup, select
+from hpcdist.strategy.values import PerReplica, regroup, select
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class ValueContext:
     num_replicas_in_sync: int
 
 
-class Strategy:
+class Strategy(Reducing):
     """What tf.distribute.Strategy offers, with one replica per process.
 
     This class alone is the pass-through strategy: one replica, nothing to communicate.
@@ -64,11 +63,28 @@ class Strategy:
             RuntimeError: inside `run`, or inside another strategy.
         """
         self._require_cross_replica("scope", "enter it before run")
-        with context.entered(self), self._watching():
+        with context.entered(self), self._entering():
             yield self
+
+    @contextmanager
+    def _entering(self) -> Iterator[None]:
+        """Do what makes modules and tensors of the block this strategy's."""
+        with self._watching(), self._placing():
+            yield
 
     def _watching(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def _placing(self) -> AbstractContextManager[Any]:
+        """Make tensors of the block on this replica's device; no time is spent in every call where they are anyway."""
+        device = self._placed_on
+        is_default = device is None or device == torch.get_default_device()
+        return nullcontext() if is_default or device is None else device
+
+    @property
+    def _placed_on(self) -> torch.device | None:
+        """Where what is made in scope and run is put; None: wherever the caller's code puts it."""
+        return None
 
     @property
     def _device(self) -> torch.device:
@@ -99,7 +115,8 @@ class Strategy:
         the last one), at `all_reduce`, `all_gather` and `merge_call`. They share the modules' parameters; each has
         gradients, buffers and random numbers of its own. An error in one stops the others.
 
-        Collective at the first use of a model made in the scope, and where `fn` reduces.
+        Collective at the first use of a model made in the scope, at the first call where num_replicas was given, and
+        where `fn` reduces.
 
         Args:
             fn: the same calls in the same order on every replica.
@@ -134,7 +151,7 @@ class Strategy:
 
     def _call(self, replica: ReplicaContext, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         args, kwargs = select(replica.place, args), select(replica.place, kwargs)
-        with context.entered(self, replica), explaining_empty_parts((args, kwargs)):
+        with context.entered(self, replica), self._placing(), explaining_empty_parts((args, kwargs)):
             return fn(*args, **kwargs)
 
     def _regroup(self, results: Sequence[Any]) -> Any:
@@ -143,128 +160,25 @@ class Strategy:
     def _stop_replicas(self) -> None:
         """Forget what replicas had begun that an error has stopped."""
 
-    @property
-    def _own_replicas(self) -> range:
-        """The replicas of this process."""
-        return range(1)
-
-    @property
-    def _turns(self) -> Turns:
-        return _alone
-
     def _merge_call(
         self, replica: ReplicaContext, merge_fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         def combine(brought: list[Any]) -> list[Any]:
             all_args, all_kwargs = regroup(brought)
-            with context.entered(self):
+            with self._turns.between(), context.entered(self):
                 result = merge_fn(self, *all_args, **all_kwargs)
             return [select(place, result) for place in range(len(brought))]
 
         return self._turns.merge("a merge_call", (tuple(args), kwargs), combine)
 
-    def _reduce_in_replica(self, replica: ReplicaContext, op: ReduceOp, leaf: Any) -> Any:
-        def combine(brought: list[Any]) -> list[Any]:
-            reduced = reduce_rows(op, brought, None, self._sum_over_replicas)
-            return [copy_of(reduced) for _ in brought]
-
-        return self._turns.merge("an all_reduce", self._brought(leaf), combine)
-
-    def _brought(self, leaf: Any) -> Any:
-        """Return what a replica brings to a merge: a copy, as buffers hold another replica's values by then."""
-        return copy_of(leaf) if len(self._own_replicas) > 1 else leaf
-
-    def _gather_in_replica(self, replica: ReplicaContext, leaf: Any, axis: int) -> tuple[Any, int]:
-        """Return what is joined, and where this replica's part begins."""
-
-        def combine(brought: list[Any]) -> list[Any]:
-            joined, starts = gather_rows(brought, axis, self._gather_over_ranks)
-            return [(copy_of(joined), start) for start in starts]
-
-        joined, start = self._turns.merge("an all_gather", self._brought(leaf), combine)
-        return joined, start
-
     def _prepare(self, args: Any) -> None:
         """Make models equal before their first use."""
-
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Axis) -> Any:
-        """Return `value` reduced over all replicas and, first, over `axis` inside each.
-
-        Collective: all ranks. Same dtype required on every replica: yes; same shape: yes, but for reduced axes.
-
-        Args:
-            reduce_op: SUM or MEAN. MEAN over an axis divides the global sum by the global number of elements, so parts
-                of different length weigh by their length.
-            value: PerReplica, or, with one replica in this process, its value: torch tensor, numpy array or number.
-                With several, a plain value is every one's; its SUM with axis None is refused, as in tf.distribute.
-            axis: None (over replicas only), an int, or a tuple or list of ints; negative ones count from the end.
-
-        Returns:
-            The same kind of value, on the host, equal on every rank.
-
-        Raises:
-            ValueError: for an axis out of range, values of different shape or an unknown op.
-            TypeError: for an axis of another type. RuntimeError: inside `run`.
-        """
-        self._require_cross_replica("reduce", "return the value from run and reduce it")
-        op = ReduceOp.parse(reduce_op)
-        check_axis(axis)
-        n_local = len(self._own_replicas)
-        is_plain = not isinstance(value, DistributedValues) and not hasattr(value, "local_copies")
-        if n_local > 1 and is_plain and (op is ReduceOp.MEAN or axis is not None):
-            value = PerReplica([value] * n_local)  # as tf.distribute: a plain value is every replica's
-        return reduce_rows(op, self._local_values("reduce", value), axis, self._sum_over_replicas)
-
-    def gather(self, value: Any, axis: int) -> Any:
-        """Return the values of all replicas joined along `axis`, in the order of replicas, on every rank.
-
-        Collective: all ranks. Same dtype and dimensions required on every replica: yes, but for `axis`.
-
-        Args:
-            value: PerReplica, or, with one replica in this process, its value: torch tensor or numpy array.
-            axis: negative ones count from the end.
-
-        Raises:
-            ValueError: for numbers, an axis out of range, or shapes that do not fit.
-            RuntimeError: inside `run`, where ReplicaContext.all_gather is meant.
-        """
-        self._require_cross_replica("gather", "use get_replica_context().all_gather there")
-        return gather_rows(self._local_values("gather", value), axis, self._gather_over_ranks)[0]
-
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the values of this process's replicas as a tuple; of a plain value, itself alone."""
-        return local_values(value)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[["ValueContext"], Any]) -> Any:
         """Return value_fn(ValueContext) of each local replica as a PerReplica value; not collective."""
         self._require_cross_replica("experimental_distribute_values_from_function", "call it before run")
-        values = [value_fn(ValueContext(replica, self.num_replicas_in_sync)) for replica in self._own_replicas]
-        return PerReplica(values)
-
-    def _local_values(self, call: str, value: Any) -> list[Any]:
-        values, n_local = local_values(value), len(self._own_replicas)
-        if len(values) != n_local:
-            raise UsageError(
-                f"{call}: expected a PerReplica value of this rank's {n_local} replicas, got {len(values)} "
-                f"({type(value).__name__}); pass what strategy.run returned."
-            )
-        return list(values)
-
-    def _require_cross_replica(self, call: str, advice: str) -> None:
-        entry = context.current()
-        if entry is not None and (entry.replica is not None or entry.updated is not None):
-            found = "update context, inside extended.update" if entry.replica is None else "replica context, inside it"
-            raise RuntimeError(f"{call}: expected cross-replica context, outside strategy.run, got {found}; {advice}.")
-
-    def _sum_over_replicas(self, rows: list[Any]) -> Any:
-        """Return the sum of flat host arrays, one of each local replica, over all replicas. May overwrite them."""
-        return rows[0]
-
-    def _gather_over_ranks(self, rows: Any, error: UsageError | None) -> tuple[Any, int]:
-        """Return the (rows, ...) host arrays of all ranks joined, and where this rank's begins; or raise on all."""
-        if error is not None:
-            raise error
-        return rows, 0
+        with self._placing():
+            return PerReplica([value_fn(ValueContext(one, self.num_replicas_in_sync)) for one in self._own_replicas])
 
     def experimental_distribute_dataset(
         self, dataset: Dataset, options: InputOptions | None = None
@@ -276,7 +190,9 @@ class Strategy:
         Raises:
             DataError: when `dataset` is no hpcdist.Dataset with a batch size; on every rank alike.
         """
-        return DistributedDataset(dataset, range(1), 1, options=options)
+        distributed = DistributedDataset(dataset, range(1), 1, options=options)
+        distributed.poll = of_one_rank.poll
+        return distributed
 
     def distribute_datasets_from_function(
         self, dataset_fn: DatasetFunction, options: InputOptions | None = None
@@ -297,7 +213,9 @@ class Strategy:
             DataError: of the function, or when it returns something else; on every rank alike.
         """
         made = datasets_of(dataset_fn, [InputContext()])
-        return DistributedFromFunction(made, range(1), 1, options=options)
+        distributed = DistributedFromFunction(made, range(1), 1, options=options)
+        distributed.poll = of_one_rank.poll
+        return distributed
 
     def experimental_make_numpy_dataset(self, numpy_input: Nest, session: None = None) -> Dataset:
         """Return `Dataset.from_tensor_slices(numpy_input)`; `session` is ignored."""
@@ -330,7 +248,6 @@ class Strategy:
         """Go on from a state."""
 
 
-_alone = Turns(range(1), [])
 _default = Strategy()
 _only_replica = OnlyReplica(_default, 0, 0)
 

@@ -26,7 +26,8 @@ class CentralStorageStrategy(MirroredStrategy):
     Collective: all ranks.
 
     Args:
-        compute_devices: one name for each rank, such as "/gpu:1"; default: all ranks, wherever their modules are.
+        compute_devices: one name for each rank, such as "/gpu:1", where modules and tensors of the scope and of `run`
+            are; default: all ranks, wherever their modules are.
         parameter_device: "cpu"; with one rank, its compute device. Default: that.
         num_replicas: as `MultiWorkerMirroredStrategy`.
         gradient_op: as `MultiWorkerMirroredStrategy`.

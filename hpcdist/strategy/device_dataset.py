@@ -11,6 +11,20 @@ from hpcdist.data.distributed import DistributedDataset
 from hpcdist.strategy.values import map_leaves
 
 
+def on_device(nest: Any, device: torch.device) -> Any:
+    """Return a nest with tensors on their way to a device in place of tensors and arrays."""
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, (Tensor, np.ndarray)):
+            return leaf
+        host = torch.as_tensor(leaf)
+        if device.type == "cuda" and host.device.type == "cpu" and not host.is_pinned():
+            host = host.pin_memory()
+        return host.to(device, non_blocking=True)
+
+    return map_leaves(move, nest)
+
+
 class DeviceDataset:
     """The batches of a distributed dataset as tensors on a device, with the cursor of the batch that is in use.
 
@@ -24,6 +38,7 @@ class DeviceDataset:
     def __init__(self, dataset: DistributedDataset, device: torch.device) -> None:
         self._dataset = dataset
         self._device = device
+        self._poll, dataset.poll = dataset.poll, None  # when a batch is read, the one before has not been used
         self._before_ahead: tuple[dict[str, Any], int] | None = None  # cursor and epoch, without what is on its way
 
     def __getattr__(self, name: str) -> Any:
@@ -39,20 +54,14 @@ class DeviceDataset:
             following = next(batches, None)
             self._before_ahead = before_ahead
             yield current[0]
+            if self._poll is not None:
+                self._poll()
             current = following
         self._before_ahead = None
 
     def _moved(self, batch: Any) -> tuple[Any]:
         """Return a batch on its way to the device, in a tuple: a batch may be anything."""
-        return (map_leaves(self._move, batch),)
-
-    def _move(self, leaf: Any) -> Any:
-        if not isinstance(leaf, (Tensor, np.ndarray)):
-            return leaf
-        host = torch.as_tensor(leaf)
-        if self._device.type == "cuda" and not host.is_cuda:
-            host = host.pin_memory()
-        return host.to(self._device, non_blocking=True)
+        return (on_device(batch, self._device),)
 
     @property
     def position(self) -> int:

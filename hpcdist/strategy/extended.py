@@ -100,9 +100,14 @@ class StrategyExtended:
     def batch_reduce_to(
         self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any = None
     ) -> list[Any]:
-        """Return `reduce_to` of each (value, destinations) as a list. Collective: all ranks."""
+        """Return `reduce_to` of each (value, destinations) as a list. Collective: all ranks.
+
+        Cost: one all-reduce for each dtype.
+        """
         self._require("batch_reduce_to")
-        return [self.reduce_to(reduce_op, value, destinations) for value, destinations in value_destination_pairs]
+        values = [value for value, _ in value_destination_pairs]
+        reduced = self._strategy._reduce_all(ReduceOp.parse(reduce_op), values)
+        return [_moved(one, to) for one, (_, to) in zip(reduced, value_destination_pairs, strict=True)]
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Return the chief's tensor on every rank, on the device of `destinations`.

@@ -29,7 +29,7 @@ def check_axis(axis: Axis) -> None:
 
 
 def reduce_rows(op: ReduceOp, values: list[Any], axis: Axis, sum_rows: SumRows) -> Any:
-    """Return values reduced over `axis` and over all replicas; see `Strategy.reduce`.
+    """Return a dense value reduced over `axis` and over all replicas; see `Strategy.reduce`.
 
     Args:
         op: SUM or MEAN.
@@ -37,20 +37,27 @@ def reduce_rows(op: ReduceOp, values: list[Any], axis: Axis, sum_rows: SumRows) 
         axis: checked by `check_axis`.
         sum_rows: returns the sum over all replicas of flat host arrays, one of each local replica.
     """
-    arrays = [_as_array(value) for value in values]
+    arrays = [as_array(value) for value in values]
     axes = [_axes(axis, array.ndim) for array in arrays]
     totals = [_total(array, own) for array, own in zip(arrays, axes, strict=True)]
-    _check_shapes(totals, sum_rows)
-    dtype = arrays[0].dtype
+    check_alike([[f"{one.shape} {one.dtype}"] for one in totals], sum_rows)
     total = sum_rows([one.reshape(-1) for one in totals]).reshape(totals[0].shape)
+    n_elements = 1.0
     if op is ReduceOp.MEAN:
         counts = [
             np.array([math.prod(array.shape[one] for one in own)], np.float64)
             for array, own in zip(arrays, axes, strict=True)
         ]
-        total = total / (sum_rows(counts)[0] or 1.0)
-        total = total.astype(dtype) if dtype.kind in "fc" else total
-    return _like(values[0], total)
+        n_elements = sum_rows(counts)[0] or 1.0
+    return like(values[0], divided(op, total, n_elements))
+
+
+def divided(op: ReduceOp, total: Array, n_elements: float) -> Array:
+    """Return what a sum of so many elements becomes: itself, or the mean, of the same dtype if it is of floats."""
+    if op is ReduceOp.SUM:
+        return total
+    mean: Array = total / np.float64(n_elements)
+    return mean.astype(total.dtype) if total.dtype.kind in "fc" else mean
 
 
 def _total(array: Array, axes: tuple[int, ...]) -> Array:
@@ -76,7 +83,7 @@ def gather_rows(values: list[Any], axis: int, gather: Gather) -> tuple[Any, list
     joined, start = gather(np.concatenate(rows) if rows else np.empty(0), error)
     starts = np.cumsum([start, *(len(row) for row in rows[:-1])]).tolist()
     place = operator.index(axis) % joined.ndim
-    return _like(values[0], np.ascontiguousarray(np.moveaxis(joined, 0, place))), starts
+    return like(values[0], np.ascontiguousarray(np.moveaxis(joined, 0, place))), starts
 
 
 def _rows_along(values: list[Any], axis: int) -> list[Array]:
@@ -85,7 +92,7 @@ def _rows_along(values: list[Any], axis: int) -> list[Array]:
     Raises:
         UsageError: when they are numbers, or do not fit together; on this rank only.
     """
-    arrays = [_as_array(value) for value in values]
+    arrays = [as_array(value) for value in values]
     if any(array.ndim == 0 for array in arrays):
         raise UsageError("gather: expected values with at least one dimension, got a number; pass value[None].")
     rows = [np.ascontiguousarray(np.moveaxis(array, _axes(axis, array.ndim)[0], 0)) for array in arrays]
@@ -97,7 +104,8 @@ def _rows_along(values: list[Any], axis: int) -> list[Array]:
     return rows
 
 
-def _as_array(value: Any) -> Array:
+def as_array(value: Any) -> Array:
+    """Return a tensor, array or number as an array on the host, in the dtype that it is summed in."""
     if isinstance(value, Tensor):
         host = value.detach().cpu()
         return np.asarray((host.float() if str(host.dtype).removeprefix("torch.") in _HALF else host).numpy())
@@ -124,22 +132,29 @@ def _axes(axis: Axis, n_dims: int) -> tuple[int, ...]:
     return tuple(places)
 
 
-def _check_shapes(totals: list[Array], sum_rows: SumRows) -> None:
-    """Raise on every rank when shapes differ: sums of x and x*x over n replicas tell whether all x are equal.
+def check_alike(values: list[list[str]], sum_rows: SumRows) -> float:
+    """Return the number of all replicas, or raise on every rank when what they bring is not alike.
 
-    x is a digest of 20 bits, so that the sums are exact for thousands of replicas.
+    Sums of x and x*x over n replicas tell whether all x are equal. x is a digest of 20 bits, so that the sums are exact
+    for thousands of replicas.
+
+    Args:
+        values: shape and dtype of each value of each local replica.
+        sum_rows: see `reduce_rows`.
     """
-    marks = [float(xxhash.xxh3_64_intdigest(f"{one.shape} {one.dtype}".encode()) % (1 << 20)) for one in totals]
+    marks = [float(xxhash.xxh3_64_intdigest("; ".join(own).encode()) % (1 << 20)) for own in values]
     sums = sum_rows([np.array([1.0, mark, mark * mark]) for mark in marks])
     if sums[0] * sums[2] != sums[1] * sums[1]:
-        found = ", ".join(f"{one.shape} {one.dtype}" for one in totals)
+        found = ", ".join("; ".join(own) for own in values)
         raise UsageError(
             f"reduce: expected values of the same shape and dtype on every replica, got {found} here and others "
             f"elsewhere; pass the axis that differs."
         )
+    return float(sums[0])
 
 
-def _like(value: Any, total: Array) -> Any:
+def like(value: Any, total: Array) -> Any:
+    """Return a sum on the host as the kind of what was summed: tensor, array or number."""
     if isinstance(value, Tensor):
         result = from_array(total, str(total.dtype))
         return result.to(value.dtype) if value.dtype.is_floating_point else result
@@ -151,3 +166,8 @@ def copy_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
     return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def beside(leaf: Any, value: Any) -> Any:
+    """Return a tensor on the device of the one that it was made from; anything else as it is."""
+    return value.to(leaf.device) if isinstance(value, Tensor) else value

@@ -1,11 +1,15 @@
 """MirroredStrategy: the replicas of one machine."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from hpcdist.collectives.cross_device_ops import CrossDeviceOps
+from hpcdist.data.iterators import Wrap
+from hpcdist.data.options import InputOptions
 from hpcdist.errors import ConfigurationError, agreed
+from hpcdist.strategy.device_dataset import on_device
 from hpcdist.strategy.devices import parse_device, require_device
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 from hpcdist.strategy.reduce_op import ReduceOp
@@ -18,7 +22,9 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
     Collective: all ranks.
 
     Args:
-        devices: one name for each rank, such as "/gpu:1": start as many ranks as there are devices.
+        devices: one name for each rank, such as "/gpu:1": start as many ranks as there are devices. Modules, tensors
+            and variables made in the scope and in `run` are on the rank's device, and batches are moved to it. Default:
+            they are where the program puts them.
         cross_device_ops: what sums gradients: `HierarchicalCopyAllReduce` (default), `NcclAllReduce`,
             `ReductionToOneDevice`, or a `CrossDeviceOps` of your own.
         num_replicas: as `MultiWorkerMirroredStrategy`.
@@ -63,3 +69,19 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
     @property
     def _device(self) -> torch.device:
         return super()._device if self._given is None else self._given
+
+    @property
+    def _placed_on(self) -> torch.device | None:
+        return self._given
+
+    def _wrap_for(self, options: InputOptions | None) -> Wrap | None:
+        wrap, device = super()._wrap_for(options), self._given
+        is_kept = options is not None and options.experimental_fetch_to_device is False
+        if device is None or device.type == "cpu" or is_kept:
+            return wrap
+
+        def moved(parts: list[Any]) -> Any:
+            parts = [on_device(part, device) for part in parts]
+            return parts[0] if wrap is None else wrap(parts)
+
+        return moved

@@ -4,7 +4,7 @@ import functools
 import itertools
 import operator
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -23,6 +23,7 @@ from hpcdist.collectives.options import CommunicationOptions
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset, check_distributable
 from hpcdist.data.from_function import DatasetFunction, DistributedFromFunction, contexts_of, datasets_of
+from hpcdist.data.iterators import Wrap
 from hpcdist.data.options import InputOptions
 from hpcdist.errors import ConfigurationError, DataError, UsageError, agreed
 from hpcdist.gradients.engine import GradientEngine
@@ -170,12 +171,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         return self._engine.watching()
 
     def _prepare(self, args: Any) -> None:
-        self._engine.prepare(args)
+        self._engine.prepare_run(args)
 
     def _sum_over_replicas(self, rows: list[Any]) -> Any:
+        if self._is_counted:
+            return self._reducer.sum_rows(rows, "reduce")
         with self._group.recorded("reduce", rows[0]):
-            if self._is_counted:
-                return self._reducer.sum_rows(rows)
             mpi.all_reduce(rows[0], self._group)
             return rows[0]
 
@@ -202,9 +203,17 @@ class MultiWorkerMirroredStrategy(Strategy):
                     f"every rank the same rows, batch and seed."
                 )
         hand = functools.partial(self._hand_rows, next(self._dataset_numbers))
-        return DistributedDataset(
-            dataset, self._own_replicas, self.num_replicas_in_sync, hand, self._wrap, options, self._agree_rows
+        distributed = DistributedDataset(
+            dataset,
+            self._own_replicas,
+            self.num_replicas_in_sync,
+            hand,
+            self._wrap_for(options),
+            options,
+            self._agree_rows,
         )
+        distributed.poll = self.world.notices.poll
+        return distributed
 
     def distribute_datasets_from_function(
         self, dataset_fn: DatasetFunction, options: InputOptions | None = None
@@ -215,13 +224,14 @@ class MultiWorkerMirroredStrategy(Strategy):
             made = datasets_of(dataset_fn, contexts_of(options, replicas, (comm.rank, comm.size), n_replicas))
         seed = int(self.world.broadcast_text(str(secrets.randbits(62)), 0, comm))
         hand = functools.partial(self._hand_rows, next(self._dataset_numbers))
-        distributed = DistributedFromFunction(made, replicas, n_replicas, hand, self._wrap, options, self._agree_end)
+        wrap = self._wrap_for(options)
+        distributed = DistributedFromFunction(made, replicas, n_replicas, hand, wrap, options, self._agree_end)
         distributed.set_seed(seed)
+        distributed.poll = self.world.notices.poll
         return distributed
 
-    @property
-    def _wrap(self) -> Callable[[list[Any]], Any] | None:
-        """What makes PerReplica values of parts; None where the only part is handed out as it is."""
+    def _wrap_for(self, options: InputOptions | None) -> Wrap | None:
+        """Return what makes PerReplica values of parts; None where the only part is handed out as it is."""
         return self._regroup if self._is_counted else None
 
     def _hand_rows(self, source: int, rows: list[int] | None) -> None:

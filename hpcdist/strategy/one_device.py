@@ -1,8 +1,7 @@
 """OneDeviceStrategy: one replica, on a device that is named."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from hpcdist.gradients.lone_steps import LoneSteps
 from hpcdist.strategy.base import Strategy
 from hpcdist.strategy.device_dataset import DeviceDataset
 from hpcdist.strategy.devices import parse_device, require_device
-from hpcdist.strategy.replica_context import ReplicaContext
 
 logger = logging.getLogger("hpcdist")
 
@@ -57,19 +55,12 @@ class OneDeviceStrategy(Strategy):
     def _has_made(self, variable: Tensor) -> bool:
         return self._steps.modules.holds(variable)
 
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        with self._steps.watching(), self._placing():
-            yield
+    @property
+    def _placed_on(self) -> torch.device:
+        return self._own_device
 
-    def _placing(self) -> AbstractContextManager[Any]:
-        """Make tensors on the device; nothing to do, and no time spent in every call, where they are made anyway."""
-        is_default = torch.get_default_device() == self._own_device
-        return nullcontext() if is_default else self._own_device
-
-    def _call(self, replica: ReplicaContext, fn: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        with self._placing():
-            return super()._call(replica, fn, args, kwargs)
+    def _watching(self) -> AbstractContextManager[None]:
+        return self._steps.watching()
 
     def experimental_distribute_dataset(
         self, dataset: Dataset, options: InputOptions | None = None

@@ -1,14 +1,15 @@
 """What code inside `strategy.run` knows of its replica, and how replicas meet."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hpcdist.strategy import context
+from hpcdist.strategy.packed_reduce import is_sparse
 from hpcdist.strategy.reduce_op import ReduceOp
-from hpcdist.strategy.values import map_leaves
+from hpcdist.strategy.values import leaves_of, map_leaves
 
 if TYPE_CHECKING:
     from hpcdist.strategy.base import Strategy
@@ -38,6 +39,11 @@ class ReplicaContext:
 
         All replicas must come to it, in the same order of calls. Collective if `merge_fn` is.
 
+        Gradients and buffers are shared by no two replicas: `merge_fn` finds those of this process's last one. What it
+        changes of them (`optimizer.zero_grad()`, clipping) all replicas of this process see when they go on; what it
+        leaves alone stays what it was for each. Its random numbers are those of code outside `run`, where
+        `num_replicas` was given.
+
         Args:
             merge_fn: gets the arguments of all local replicas as PerReplica values.
             args: as for `run`.
@@ -50,23 +56,26 @@ class ReplicaContext:
         """Return a nest of tensors or arrays, each reduced over all replicas.
 
         Collective: all replicas, in the same order of calls. Same shapes and dtypes required on every replica: yes. The
-        gradient of a tensor's reduction is the reduction of the gradient.
+        gradient of a dense tensor's reduction is the reduction of the gradient; a sparse one's has none.
 
         Args:
             reduce_op: SUM or MEAN.
-            value: nest of tensors, arrays or numbers; not overwritten.
+            value: nest of tensors, arrays or numbers; not overwritten. A sparse COO tensor, such as the gradient of an
+                embedding with sparse=True, becomes one with the entries of all replicas, not coalesced.
             options: taken for tf.distribute's sake.
 
-        Cost: one all-reduce for each leaf.
+        Cost: one all-reduce for each dtype in the nest, and two gathers for each sparse tensor.
         """
         self._require("all_reduce")
-        op = ReduceOp.parse(reduce_op)
-        return map_leaves(lambda leaf: self._reduce_leaf(op, leaf), value)
+        op, leaves = ReduceOp.parse(reduce_op), leaves_of(value)
+        reduced = iter(self._reduce_leaves(op, leaves) if leaves else ())
+        return map_leaves(lambda _: next(reduced), value)
 
-    def _reduce_leaf(self, op: ReduceOp, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
-            return _AllReduce.apply(leaf, op, self)  # type: ignore[no-untyped-call]
-        return self.strategy._reduce_in_replica(self, op, leaf)
+    def _reduce_leaves(self, op: ReduceOp, leaves: list[Any]) -> Sequence[Any]:
+        if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            given = [leaf.detach() if is_sparse(leaf) else leaf for leaf in leaves]
+            return _AllReduce.apply(op, self, *given)  # type: ignore[no-untyped-call, no-any-return]
+        return self.strategy._reduce_in_replica(op, leaves)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Return a nest of tensors or arrays, each joined along `axis` over all replicas, in their order.
@@ -87,7 +96,7 @@ class ReplicaContext:
     def _gather_leaf(self, leaf: Any, axis: int) -> Any:
         if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
             return _AllGather.apply(leaf, axis, self)  # type: ignore[no-untyped-call]
-        return self.strategy._gather_in_replica(self, leaf, axis)[0]
+        return self.strategy._gather_in_replica(leaf, axis)[0]
 
     def _require(self, call: str) -> None:
         """Raise RuntimeError when this context is not the caller's."""
@@ -129,25 +138,30 @@ class OnlyReplica(ReplicaContext):
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, op: ReduceOp, replica: ReplicaContext) -> Tensor:
+    def forward(ctx: Any, op: ReduceOp, replica: ReplicaContext, *leaves: Any) -> tuple[Any, ...]:
         ctx.op, ctx.replica = op, replica
-        reduced: Tensor = replica.strategy._reduce_in_replica(replica, op, leaf)
-        return reduced
+        reduced = replica.strategy._reduce_in_replica(op, leaves)
+        ctx.is_needed = ctx.needs_input_grad[2:]
+        fixed = [one for one, is_needed in zip(reduced, ctx.is_needed, strict=True) if not is_needed]
+        ctx.mark_non_differentiable(*(one for one in fixed if isinstance(one, Tensor)))
+        return tuple(reduced)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None, None]:
-        return ctx.replica.strategy._reduce_in_replica(ctx.replica, ctx.op, gradient), None, None
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        wanted = [one for one, is_needed in zip(gradients, ctx.is_needed, strict=True) if is_needed]
+        reduced = iter(ctx.replica.strategy._reduce_in_replica(ctx.op, wanted))
+        return None, None, *(next(reduced) if is_needed else None for is_needed in ctx.is_needed)
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, axis: int, replica: ReplicaContext) -> Tensor:
         joined: Tensor
-        joined, start = replica.strategy._gather_in_replica(replica, leaf, axis)
+        joined, start = replica.strategy._gather_in_replica(leaf, axis)
         ctx.replica, ctx.axis, ctx.start, ctx.n_rows = replica, axis, start, leaf.shape[axis]
         return joined
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None, None]:
-        total = ctx.replica.strategy._reduce_in_replica(ctx.replica, ReduceOp.SUM, gradient)
+        (total,) = ctx.replica.strategy._reduce_in_replica(ReduceOp.SUM, [gradient])
         return total.narrow(ctx.axis, ctx.start, ctx.n_rows), None, None

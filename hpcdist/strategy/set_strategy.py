@@ -20,4 +20,4 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     if strategy is None or type(strategy) is Strategy:  # the pass-through one is what is left without any
         context.enter_everywhere(None, nullcontext())
     else:
-        context.enter_everywhere(strategy, strategy._watching())
+        context.enter_everywhere(strategy, strategy._entering())

@@ -88,7 +88,7 @@ class SyncBatchNorm(_BatchNorm):
     def _moments(self, values: Tensor, replica: ReplicaContext) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean and biased variance of each channel over all replicas, and how many values each is of."""
         sums: Tensor = _Sums.apply(values)  # type: ignore[no-untyped-call]
-        total: Tensor = replica._reduce_leaf(ReduceOp.SUM, sums)
+        total: Tensor = replica._reduce_leaves(ReduceOp.SUM, [sums])[0]
         count = total[-1].detach()
         if count == 1:
             raise UsageError(

@@ -1,8 +1,6 @@
 """TPUStrategy: replicas on XLA devices, through torch_xla. The one door to torch_xla."""
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -76,15 +74,13 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         device: torch.device = self._xla.device()
         return device
 
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        with super()._watching(), self._device:
-            yield
+    @property
+    def _placed_on(self) -> torch.device:
+        return self._device
 
     def _call(self, replica: ReplicaContext, fn: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self._key_random_numbers()
-        with self._device:
-            return super()._call(replica, fn, args, kwargs)
+        return super()._call(replica, fn, args, kwargs)
 
     def _before_step(self, optimizer: Optimizer) -> None:
         """Do nothing: the graph ends after the step."""

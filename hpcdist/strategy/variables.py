@@ -21,6 +21,7 @@ from hpcdist.strategy.variable_kinds import (
     resolve_synchronization,
     resolve_trainable,
 )
+from hpcdist.strategy.variable_operators import Readable
 
 _AGGREGATE = {
     VariableAggregation.SUM: sum_over_replicas,
@@ -30,12 +31,13 @@ _AGGREGATE = {
 _SCATTERS_OF = (VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA)
 
 
-class Variable:
+class Variable(Readable):
     """A tensor that belongs to the strategy it is made in, as `tf.Variable`; made outside all, a plain tensor.
 
     ON_WRITE: the same on all replicas. What replicas assign inside `run` is aggregated, and all copies are set at once;
     with NONE it is refused, as copies would differ. ON_READ: every replica writes a copy of its own; outside `run`
-    reading aggregates them.
+    reading aggregates them. In expressions and in calls of torch a variable stands for its value: `v * 2`, `v > x`,
+    `v[0]`, `torch.exp(v)`; that is reading it, and gives tensors.
 
     Collective: all ranks, in a strategy's scope: all begin with replica 0's value.
 
@@ -120,19 +122,6 @@ class Variable:
     def value(self) -> Tensor:
         """Return what `read_value` returns."""
         return self.read_value()
-
-    def numpy(self) -> Any:
-        """Return what `read_value` returns, as an array on the host."""
-        return self.read_value().cpu().numpy()
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return np.asarray(self.numpy(), dtype)
-
-    def __float__(self) -> float:
-        return float(self.read_value())
-
-    def __int__(self) -> int:
-        return int(self.read_value())
 
     def __repr__(self) -> str:
         kinds = f"{self.synchronization.value}, {self.aggregation.value}"

@@ -8,6 +8,7 @@ import tempfile
 import threading
 
 import pytest
+import torch
 from made_up_hosts import kind_of_group
 from mpi4py import MPI
 
@@ -93,6 +94,18 @@ def comm():
 def shared_path(comm, tmp_path):
     """Return rank 0's temporary folder on every rank."""
     return comm.bcast(tmp_path, 0)
+
+
+@pytest.fixture
+def make_linear():
+    """Return make(strategy, n_inputs, lr): a layer with one output, made in the scope, and its SGD."""
+
+    def make(strategy, n_inputs, lr):
+        with strategy.scope():
+            model = torch.nn.Linear(n_inputs, 1)
+            return model, torch.optim.SGD(model.parameters(), lr=lr)
+
+    return make
 
 
 @pytest.fixture

@@ -127,13 +127,11 @@ def test_weights_that_were_moved_are_refused(comm):
         optimizer.step()
 
 
-def test_a_closure_is_refused_where_others_step(comm):
+def test_a_closure_is_refused_where_others_step(comm, make_linear):
     if comm.size == 1:
         pytest.skip("one rank steps itself")
     strategy = hpcdist.CentralStorageStrategy(gradient_op="sum")
-    with strategy.scope():
-        model = torch.nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = make_linear(strategy, 1, 0.1)
 
     def closure():
         loss = model(torch.ones(1, 1)).sum()

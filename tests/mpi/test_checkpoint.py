@@ -2,6 +2,7 @@ import json
 import logging
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -291,6 +292,30 @@ def test_a_background_save_that_fails_is_told_by_the_next_call_on_all_ranks(comm
     assert "to write" in text
     assert "No space left on device" in text
     assert manager.save(3).endswith("gen-0001/step-00000003.h5")
+
+
+def test_a_disk_that_is_slow_is_waited_for_and_one_that_is_stuck_is_not(comm, shared_path, monkeypatch):
+    """The limit is for one block, not for the file: whoever waits hears from the chief that it comes forward."""
+    values = np.zeros(5 << 20)  # 10 blocks
+    manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(values=values), shared_path)
+    world, pwrite, delays_s = manager.checkpoint.world, os.pwrite, [0.2]
+    monkeypatch.setattr(world, "timeout_s", 1.0)
+
+    def write(*arguments):
+        time.sleep(delays_s[0])
+        return pwrite(*arguments)
+
+    if comm.rank == 0:
+        monkeypatch.setattr(os, "pwrite", write)
+    manager.save(1)
+    delays_s[0] = 3.0
+    started = time.monotonic()
+    text = raised_everywhere(comm, lambda: manager.save(2))
+    assert "to take 4194304 bytes within 1 s, got none written" in text
+    assert time.monotonic() - started < 3
+    monkeypatch.undo()
+    manager.wait()
+    assert manager.restore_or_initialize().endswith("step-00000002.h5")
 
 
 def test_a_file_that_changed_on_the_disk_is_noticed_before_older_ones_go(comm, shared_path, monkeypatch):

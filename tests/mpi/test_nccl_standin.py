@@ -9,7 +9,7 @@ import pytest
 from made_up_hosts import kind_of_group
 from mpi4py import MPI
 
-from hpcdist.collectives import all_reduce, cuda, hierarchical_cuda, nccl
+from hpcdist.collectives import all_reduce, cuda, hierarchical_cuda, nccl, nccl_joining
 from hpcdist.collectives.ops import OPS, SUM
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError
@@ -176,6 +176,20 @@ def test_who_sums_device_buffers(comm, monkeypatch, make_group, implementation, 
         assert {call for kept in logs if kept for call in kept._inner.log} == calls
 
 
+@pytest.mark.parametrize("implementation", [Implementation.AUTO, Implementation.HIERARCHICAL])
+@pytest.mark.parametrize("dtype", ["int16", "uint16", "complex64", "complex128"])
+def test_what_nccl_has_no_dtype_for_goes_through_the_host(comm, cupy, make_group, dtype, implementation):
+    array = cupy.array(values(comm.rank, 10).astype(dtype))
+    all_reduce.reduce_buffer(array, SUM, implementation, make_group())
+    assert array.get().tolist() == expected("sum", comm.size, 10).tolist()
+    assert cupy.made == []
+
+
+def test_truth_values_on_a_device_are_refused(comm, cupy, make_group):
+    with pytest.raises(CollectiveError, match="expected numbers, got dtype bool"):
+        all_reduce.reduce_buffer(cupy.array(np.ones(3, bool)), SUM, Implementation.AUTO, make_group())
+
+
 def test_without_a_gpu_each_auto_goes_through_the_host(comm, monkeypatch, make_group):
     if comm.size == 1:
         pytest.skip("one rank shares with nobody")
@@ -219,12 +233,12 @@ def test_what_one_rank_lacks_is_said_by_all(comm, monkeypatch, make_group, optio
 def test_devices_are_chosen_by_the_place_on_the_host(comm, monkeypatch, make_group):
     group = make_group()
     install(monkeypatch, comm, devices=[f"gpu-{index}" for index in range(comm.size)])
-    assert nccl.choose_device(group) == comm.rank
+    assert nccl_joining.choose_device(group) == comm.rank
     install(monkeypatch, comm, devices=(f"gpu-{comm.rank}",))
-    assert nccl.choose_device(group) == 0
+    assert nccl_joining.choose_device(group) == 0
     install(monkeypatch, comm, devices=None if comm.rank == comm.size - 1 else ("gpu",))
     with pytest.raises(ConfigurationError, match="a GPU and its driver"):
-        nccl.choose_device(group)
+        nccl_joining.choose_device(group)
 
 
 def test_a_rank_that_nccl_fails_on_frees_those_that_wait_for_it(comm, cupy, monkeypatch, make_group):

@@ -2,23 +2,26 @@
 
 import functools
 import sys
+import time
 import types
 
 import numpy as np
 import pytest
 import torch
+from local_replicas import Strategy, collect, ids
 from mpi4py import MPI
 from torch import nn
 
 import hpcdist
 from hpcdist import MPIClusterResolver, PerReplica
+from hpcdist.collectives import partials
 from hpcdist.errors import ConfigurationError, DesyncError, GradientError
+from hpcdist.plan.replicas import ReplicaPlan
 
 sys.path.insert(0, str(__file__).split("/tests/")[0] + "/benchmarks")
 import bits
 
 pytestmark = pytest.mark.mpi
-Strategy = functools.partial(hpcdist.MultiWorkerMirroredStrategy, gradient_op="sum")
 
 
 @pytest.fixture
@@ -29,11 +32,6 @@ def strategy():
 def alone():
     """Return a strategy of this rank with all replicas."""
     return Strategy(MPIClusterResolver(comm=MPI.COMM_SELF), num_replicas=bits.N_REPLICAS)
-
-
-def ids(strategy):
-    """Return the numbers of the local replicas as a PerReplica value."""
-    return strategy.experimental_distribute_values_from_function(lambda of: of.replica_id_in_sync_group)
 
 
 @pytest.mark.parametrize("hosts", [None, "2 each", "dealt"])
@@ -153,6 +151,36 @@ def test_reduce_weighs_every_replica_alike_and_every_row(strategy):
         strategy.reduce("sum", rows, axis=None)
 
 
+@pytest.mark.parametrize("hosts", [None, "2 each"])
+@pytest.mark.parametrize("dtype", ["longdouble", "uint16", "uint32", "uint64", "complex128"])
+def test_reduce_takes_every_dtype_of_numpy(over_hosts, dtype, hosts):
+    over_hosts(hosts)
+    strategy = Strategy(num_replicas=5)
+    values = strategy.run(lambda replica: np.array([replica, 2**12], dtype), args=(ids(strategy),))
+    total = strategy.reduce("sum", values, axis=None)
+    assert (total.dtype, total.tolist()) == (np.dtype(dtype), [10, 5 * 2**12])
+
+
+def test_waiting_for_other_ranks_partial_sums_takes_no_core(comm, make_group):
+    group, plan = make_group(), ReplicaPlan(2 * comm.size + 1, comm.size)
+    rows = [np.ones(1000) for _ in plan.partials[comm.rank]]
+    comm.Barrier()
+    if comm.rank == 0:
+        time.sleep(0.6)
+    began, began_cpu = time.monotonic(), time.process_time()
+    partials.all_reduce(rows, rows[0], group, plan)
+    waited_s, cpu_s = time.monotonic() - began, time.process_time() - began_cpu
+    assert rows[0].tolist() == [sum(map(len, plan.partials))] * 1000
+    assert comm.rank == 0 or cpu_s < waited_s / 2
+
+
+def test_a_sum_is_one_collective_with_a_name(strategy):
+    journal = strategy._group.journal
+    before = journal.n_entered
+    strategy._sum_over_replicas([np.ones(3) for _ in strategy._own_replicas])
+    assert (journal.n_entered - before, journal.entries[-1].op) == (1, "reduce")
+
+
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_gather_joins_in_the_order_of_replicas(strategy, axis):
     def part(replica):
@@ -187,16 +215,6 @@ def test_replica_context(strategy):
     outside = hpcdist.get_replica_context()
     assert (outside.replica_id_in_sync_group, outside.num_replicas_in_sync) == (0, 1)
     assert not hpcdist.has_strategy()
-
-
-def collect(strategy, fn):
-    """Return what fn returns, piece by piece, once for each different answer of the local replicas."""
-    answers = []
-    strategy.run(lambda replica: answers.append(fn(replica)), args=(ids(strategy),))
-    return [
-        [one for number, one in enumerate(pieces) if one not in pieces[:number]]
-        for pieces in zip(*answers, strict=True)
-    ]
 
 
 def test_all_reduce_and_all_gather_in_replicas(strategy):
@@ -262,11 +280,17 @@ def test_merge_calls_in_loops_and_conditions(strategy):
     assert set(strategy.experimental_local_results(found)) == {50}
 
 
-def test_a_step_in_a_merge_call_is_made_once(strategy):
+def at_zero(strategy):
+    """Return a model whose weights are zero, and what steps it by its gradients."""
     with strategy.scope():
         model = nn.Linear(2, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     nn.init.zeros_(model.weight)
+    return model, optimizer
+
+
+def test_a_step_in_a_merge_call_is_made_once(strategy):
+    model, optimizer = at_zero(strategy)
 
     def fn(replica):
         optimizer.zero_grad()
@@ -278,10 +302,7 @@ def test_a_step_in_a_merge_call_is_made_once(strategy):
 
 
 def test_each_replica_clips_its_own_copy(strategy):
-    with strategy.scope():
-        model = nn.Linear(2, 1, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    nn.init.zeros_(model.weight)
+    model, optimizer = at_zero(strategy)
 
     def fn(replica):
         optimizer.zero_grad()
@@ -435,6 +456,26 @@ def test_replicas_draw_their_own_numbers_and_code_outside_the_same_ones(strategy
     assert len(set(comm.allgather((before, torch.rand(1).item())))) == 1
 
 
+def test_numbers_are_keyed_without_a_model(comm):
+    """What a replica draws depends on seed, step and replica: not on ranks, nor on what was drawn before the run."""
+
+    def draw(strategy):
+        torch.manual_seed(7)
+        torch.rand(comm.rank)
+        found = strategy.run(lambda: torch.rand(1).item()).values
+        outside = [torch.rand(1).item()]
+        with strategy.scope():
+            model = nn.Linear(1, 1)
+        strategy.run(lambda: model(torch.ones(1, 1)))
+        return found, [*outside, torch.rand(1).item()]
+
+    found, outside = draw(Strategy(num_replicas=bits.N_REPLICAS))
+    alone_found, alone_outside = draw(alone())
+    assert sum(comm.allgather(found), ()) == alone_found
+    assert outside == alone_outside
+    assert len({*alone_found, *outside}) == bits.N_REPLICAS + 2
+
+
 def test_what_takes_one_replica_per_rank_is_refused(strategy, comm):
     with strategy.scope():
         model = nn.Linear(2, 1)
@@ -478,6 +519,7 @@ def test_fewer_replicas_than_ranks_are_refused_on_all(comm):
 
 def test_replicas_that_do_not_agree_are_named(strategy):
     own = ids(strategy).values
+    strategy.run(lambda: None)  # the first one takes all ranks
     if len(own) < 2:
         return
 

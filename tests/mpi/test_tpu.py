@@ -55,12 +55,10 @@ def test_models_train_on_xla_devices(comm):
     assert strategy.reduce("sum", torch.ones(2, device=model.weight.device), axis=None).tolist() == [comm.size] * 2
 
 
-def test_random_numbers_are_keyed_by_step():
+def test_random_numbers_are_keyed_by_step(make_linear):
     pytest.importorskip("torch_xla")
     strategy = hpcdist.TPUStrategy(gradient_op="sum")
-    with strategy.scope():
-        model = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = make_linear(strategy, 2, 0.0)
 
     def step():
         optimizer.zero_grad()

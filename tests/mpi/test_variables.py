@@ -1,5 +1,6 @@
 """Variables of a strategy: what is written and read inside and outside run, on one replica per rank and on several."""
 
+import re
 from collections import namedtuple
 
 import numpy as np
@@ -135,6 +136,91 @@ def test_what_it_is_made_of(strategy):
     assert int(make(strategy, make(strategy, 7))) == 7
     assert np.asarray(variable).tolist() == [[1, 2]]
     assert not make(strategy, synchronization=hpcdist.VariableSynchronization.ON_READ).trainable
+
+
+# -- expressions -------------------------------------------------------------------------------------------------------
+
+VALUES = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
+EXPRESSIONS = {
+    "+": (lambda v, x: v + x, lambda v, x: x + v),
+    "-": (lambda v, x: v - x, lambda v, x: x - v),
+    "*": (lambda v, x: v * x, lambda v, x: x * v),
+    "/": (lambda v, x: v / x, lambda v, x: x / v),
+    "//": (lambda v, x: v // x, lambda v, x: x // v),
+    "%": (lambda v, x: v % x, lambda v, x: x % v),
+    "**": (lambda v, x: v**x, lambda v, x: x**v),
+    "<": (lambda v, x: v < x, lambda v, x: x < v),
+    "<=": (lambda v, x: v <= x, lambda v, x: x <= v),
+    ">": (lambda v, x: v > x, lambda v, x: x > v),
+    ">=": (lambda v, x: v >= x, lambda v, x: x >= v),
+    "==": (lambda v, x: v == x, lambda v, x: x == v),
+    "!=": (lambda v, x: v != x, lambda v, x: x != v),
+}
+
+
+def alike(found, expected):
+    is_kind = type(found) is torch.Tensor and found.dtype is expected.dtype
+    return is_kind and torch.equal(found.nan_to_num(9.0), expected.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("sign", EXPRESSIONS)
+def test_it_stands_for_its_value_in_expressions(strategy, sign):
+    variable = make(strategy, VALUES)
+    for expression in EXPRESSIONS[sign]:
+        for other in (3, 1.5, VALUES.T):
+            assert alike(expression(variable, other), torch.as_tensor(expression(VALUES, other)))
+        assert alike(expression(variable, make(strategy, VALUES.T)), expression(VALUES, VALUES.T))
+        array = VALUES.T.numpy().copy()
+        assert alike(torch.as_tensor(expression(variable, array)), expression(VALUES, VALUES.T))
+
+
+def test_other_operators(strategy):
+    variable, count = make(strategy, VALUES), make(strategy, 6)
+    assert alike(variable @ VALUES, VALUES @ VALUES)
+    assert alike(VALUES @ variable, VALUES @ VALUES)
+    assert alike(-variable, -VALUES)
+    assert alike(abs(variable), VALUES.abs())
+    assert [int(one) for one in (count & 3, 3 & count, count | 9, 9 | count, count ^ 5, 5 ^ count, ~count)] == [
+        *(2, 2, 15, 15, 3, 3),
+        -7,
+    ]
+    assert alike(variable[0], VALUES[0])
+    assert alike(variable[:, 1], VALUES[:, 1])
+    assert all(alike(row, other) for row, other in zip(variable, VALUES, strict=True))
+    assert list(range(count)) == list(range(6))
+    assert (bool(count), complex(count)) == (True, 6 + 0j)
+    assert variable in {variable: 1}
+    assert (variable == None) is False  # noqa: E711
+
+
+def test_torch_and_numpy_take_it(strategy):
+    variable = make(strategy, VALUES)
+    assert alike(torch.exp(variable), VALUES.exp())
+    assert alike(torch.stack([variable, VALUES]), torch.stack([VALUES, VALUES]))
+    assert alike(torch.nn.functional.linear(VALUES, weight=variable), VALUES @ VALUES.T)
+    assert alike(torch.as_tensor(variable), VALUES)
+    assert np.array_equal(np.square(variable), VALUES.square().numpy())
+    assert np.from_dlpack(variable).tolist() == VALUES.tolist()
+    torch.as_tensor(variable).zero_()
+    (variable + 0).zero_()
+    assert variable.numpy().tolist() == VALUES.tolist()
+
+
+def test_an_expression_reads_what_the_caller_sees(strategy):
+    variable = make(strategy, 0.0, synchronization="ON_READ", aggregation="SUM", dtype="float64")
+    strategy.run(lambda: variable.assign(own_number()))
+    assert results(strategy, lambda: variable * 2) == [2 * one for one in results(strategy, own_number)]
+    assert float(variable * 2) == 2 * aggregate(strategy, "SUM")
+
+
+@pytest.mark.parametrize("sign", ["+=", "-=", "*=", "/=", "//=", "%=", "**=", "@="])
+def test_in_place_it_is_refused(strategy, sign):
+    names = {"variable": make(strategy, VALUES)}
+    with pytest.raises(
+        ValueError, match=r"expected variable.assign.*value\) for 'Variable', got variable " + re.escape(sign)
+    ):
+        exec(f"variable {sign} 2", names)
+    assert isinstance(names["variable"], hpcdist.Variable)
 
 
 # -- ON_READ ----------------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def steps(folder):
 
 def latest_value(folder):
     found = folder.read_latest()
-    return None if found is None else float(found[3][0].values[0])
+    return None if found is None else float(found.arrays[0].values[0])
 
 
 def names(folder):
@@ -131,13 +131,13 @@ def test_damaged_ones_are_set_aside_once_an_older_one_is_in_use(folder):
         path = commit(folder, step)
     damage(path)
     later = attempt(folder.path)
-    place = later.read_latest()[0]
+    place = later.read_latest().place
     assert place == Place(1, 2)
     later.go_on_from(place)
     assert steps(later) == [1, 2]
     assert sorted(p.name for p in path.parent.glob("*.bad")) == ["step-00000003.h5.bad", "step-00000003.json.bad"]
     commit(later, 3)
-    assert later.read_latest()[0] == Place(2, 3)
+    assert later.read_latest().place == Place(2, 3)
 
 
 def test_prune_keeps_the_last_and_leaves_no_orphans(folder):
@@ -343,21 +343,21 @@ def test_a_later_attempt_replaces_an_earlier_one(folder):
         commit(folder, 20)
     assert caught.value.exit_code == 76
     assert steps(folder) == [10]
-    assert later.read_latest()[0] == Place(1, 10)
+    assert later.read_latest().place == Place(1, 10)
     later.go_on_from(Place(1, 10))
     commit(later, 11)
-    assert later.read_latest()[0] == Place(2, 11)
+    assert later.read_latest().place == Place(2, 11)
 
 
 def test_a_zombie_that_was_about_to_commit_does_no_harm(folder, monkeypatch):
     """It looked, saw nobody, and was suspended; its checkpoint lies in its own generation, behind the newer one."""
     commit(folder, 10)
     later = attempt(folder.path)
-    later.go_on_from(later.read_latest()[0])
+    later.go_on_from(later.read_latest().place)
     commit(later, 11)
     monkeypatch.setattr(folder, "check_current", lambda: None)
     commit(folder, 500)
-    assert later.read_latest()[0] == Place(2, 11)
+    assert later.read_latest().place == Place(2, 11)
     prune(later, 1)
     assert names(later) == ["gen-0002/step-00000011.h5", "gen-0002/step-00000011.json"]
     with pytest.raises(CheckpointError):
@@ -404,8 +404,8 @@ def test_an_attempt_that_ended_by_itself_breaks_the_row(tmp_path):
 def test_a_suspect_is_stepped_over_unless_it_is_the_only_one(folder):
     for step in (1, 2):
         commit(folder, step)
-    assert folder.read_latest({"gen-0001/step-00000002"})[0] == Place(1, 1)
-    assert folder.read_latest({"gen-0001/step-00000002", "gen-0001/step-00000001"})[0] == Place(1, 2)
+    assert folder.read_latest({"gen-0001/step-00000002"}).place == Place(1, 1)
+    assert folder.read_latest({"gen-0001/step-00000002", "gen-0001/step-00000001"}).place == Place(1, 2)
 
 
 def test_empty_generations_stay_until_there_is_a_checkpoint(tmp_path):

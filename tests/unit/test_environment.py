@@ -1,6 +1,6 @@
 import pytest
 
-from hpcdist.cluster.environment import Launcher, check_names, debug_names, launcher_of, timeout_s
+from hpcdist.cluster.environment import Launcher, check_names, debug_names, job_end, launcher_of, timeout_s
 from hpcdist.errors import ConfigurationError
 
 
@@ -41,3 +41,9 @@ def test_debug_names(text):
 def test_unknown_debug_names_are_refused_with_the_valid_ones(text):
     with pytest.raises(ConfigurationError, match="expected HPCDIST_DEBUG to name some of collectives, got"):
         debug_names({"HPCDIST_DEBUG": text})
+
+
+def test_the_end_of_the_job():
+    assert job_end({"SLURM_JOB_END_TIME": "1795000000"}) == 1795000000.0
+    assert job_end({"SLURM_JOB_END_TIME": "Unknown"}) is None
+    assert job_end({}) is None

@@ -251,6 +251,61 @@ def test_policy_file_goes_on_at_the_same_step(files, n_steps):
         on_ranks(dataset, 3, 1)[0].load_state_dict(before[0].state_dict())
 
 
+def hinted(rows, policy=hpcdist.AutoShardPolicy.HINT):
+    return with_policy(rows.shard(hpcdist.SHARD_HINT, hpcdist.SHARD_HINT), policy)
+
+
+def test_policy_hint_puts_the_real_shard_in_the_marked_place():
+    seen = []
+    rows = hinted(Dataset.from_tensor_slices(np.arange(11)).map(lambda x: seen.append(int(x)) or x).cache())
+    assert parts_of(rows.batch(4), 2) == [[[0, 2], [1, 3]], [[4, 6], [5, 7]], [[8, 10], [9]]]
+    assert sorted(seen) == list(range(11))
+    assert parts_of(rows.batch(7, drop_remainder=True), 3) == [[[0, 3, 6], [1, 4, 7], [2, 5, 8]]]
+    assert parts_of(rows.batch(4), 1) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]], [[8, 9, 10]]]
+    mixed = parts_of(rows.shuffle(seed=1).batch(4).repeat(2), 2)
+    own = [sum((step[replica] for step in mixed), []) for replica in range(2)]
+    assert [sorted(one) for one in own] == [sorted([*range(0, 11, 2)] * 2), sorted([*range(1, 11, 2)] * 2)]
+    assert own[1] != sorted(own[1])
+    assert parts_of(hinted(Dataset.from_tensor_slices(np.arange(1))).batch(2), 2) == [[[0], []]]
+
+
+@pytest.mark.parametrize("n_steps", range(5))
+def test_policy_hint_goes_on_at_the_same_step(n_steps):
+    dataset = hinted(Dataset.from_tensor_slices(np.arange(11))).shuffle(seed=1).batch(6).repeat(2)
+    before = on_ranks(dataset, 2, 2)
+    first = steps_of(before, n_steps)
+    after = on_ranks(dataset, 2, 1)
+    after[0].load_state_dict(before[0].state_dict())
+    assert [[part.tolist() for part in step] for step in first + steps_of(after)] == parts_of(dataset, 2)
+    with pytest.raises(DataError, match="hint_shards 2 as in the checkpoint, got 3"):
+        on_ranks(dataset, 3, 1)[0].load_state_dict(before[0].state_dict())
+    plain = Dataset.from_tensor_slices(np.arange(11)).shuffle(seed=1).batch(6)
+    with pytest.raises(DataError, match="hint_shards 2 as in the checkpoint, got None"):
+        on_ranks(plain, 2, 1)[0].load_state_dict(before[0].state_dict())
+
+
+def test_a_marked_shard_and_the_policy_hint_go_together():
+    rows = Dataset.from_tensor_slices(np.arange(4))
+    marked = rows.shard(hpcdist.SHARD_HINT, hpcdist.SHARD_HINT)
+    for wrong in (marked, hinted(rows, hpcdist.AutoShardPolicy.DATA)):
+        with pytest.raises(DataError, match="got the shard alone; use both, or pass the numbers"):
+            DistributedDataset(wrong.batch(2), range(1), 2)
+    with pytest.raises(DataError, match="got the policy alone; mark the shard"):
+        DistributedDataset(with_policy(rows, hpcdist.AutoShardPolicy.HINT).batch(2), range(1), 2)
+    with pytest.raises(DataError, match="got the shard alone"):
+        list(hinted(rows))
+    with pytest.raises(DataError, match="got the shard alone"):
+        from_function(lambda context: hinted(rows).batch(2), 1)
+    with pytest.raises(DataError, match="expected one marked shard, got a second one"):
+        marked.shard(-1, -1)
+    with pytest.raises(DataError, match="expected an index from 0"):
+        rows.shard(hpcdist.SHARD_HINT, 0)
+    with pytest.raises(DataError, match="for SHARD_HINT, got a stream"):
+        Dataset.from_generator(lambda: range(3)).shard(-1, -1)
+    with pytest.raises(DataError, match="expected all rows of the source with AutoShardPolicy.HINT, got take"):
+        DistributedDataset(hinted(rows).take(2).batch(2), range(1), 2)
+
+
 def from_function(dataset_fn, n_ranks, **more):
     """Return the distributed datasets of ranks that are stepped in turn, and what they told `agree_end`."""
     outs = []

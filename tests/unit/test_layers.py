@@ -17,6 +17,7 @@ LAYERS = {
     "world": 2,
     "abort": 2,
     "mpi": 2,
+    "notices": 1,
     "collectives": 3,
     "gradients": 4,
     "data": 4,

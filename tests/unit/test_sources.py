@@ -13,6 +13,7 @@ import torch
 
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset
+from hpcdist.data.sources import ArraySource, Mapped, RowSource
 from hpcdist.errors import DataError
 from hpcdist.plan.sample_order import SampleOrder
 
@@ -370,7 +371,17 @@ def test_cached_rows_are_mapped_once(make, in_file, tmp_path):
     assert sorted(calls) == list(range(5))
     (x, y), *_ = dataset
     assert (type(x), y.dtype) == (torch.Tensor, np.float32)
-    assert list(tmp_path.iterdir()) == []
+    assert len(list(tmp_path.iterdir())) == in_file
+
+
+def test_a_source_must_say_how_rows_are_read():
+    class Source(RowSource):
+        n_rows = 1
+
+    with pytest.raises(TypeError, match="abstract.*take"):
+        Source()
+    with pytest.raises(DataError, match="expected rows that are read from files, got ArraySource"):
+        Mapped(ArraySource(np.ones(1), 1), ()).of_files(range(1))
 
 
 def test_a_cache_holds_what_this_process_has_read():

@@ -17,6 +17,8 @@ GUIDES = "tests/mpi/test_guides.py"
 INPUTS = "tests/mpi/test_inputs.py"
 LOSSES = "tests/mpi/test_losses.py"
 OVERLAP = "tests/mpi/test_overlap.py"
+PACKED = "tests/mpi/test_packed_reduce.py"
+PLACEMENT = "tests/mpi/test_placement.py"
 TPU = "tests/mpi/test_tpu.py"
 VARIABLES = "tests/mpi/test_variables.py"
 DATASETS_ALONE = "tests/unit/test_dataset.py"
@@ -36,7 +38,9 @@ ROWS = [
     ),
     (
         "MirroredStrategy(devices): what is made in scope and run is on the replica's device",
-        "open: modules and tensors stay on torch's default device; only extended.worker_devices tells of devices",
+        f"{PLACEMENT}::test_what_is_made_and_run_is_on_the_devices_given",
+        f"{PLACEMENT}::test_values_and_threads_of_replicas_are_there_too",
+        f"{PLACEMENT}::test_batches_are_moved_to_the_devices_given",
     ),
     (
         "MultiWorkerMirroredStrategy(cluster_resolver, communication_options): synchronous over workers",
@@ -57,7 +61,8 @@ ROWS = [
     ),
     (
         "CentralStorageStrategy with one device: everything is on it",
-        "open: with one rank compute_devices does not place modules; parameter_devices alone names the device",
+        f"{PLACEMENT}::test_what_is_made_and_run_is_on_the_devices_given",
+        f"{CENTRAL}::test_devices_are_those_of_the_ranks",
     ),
     (
         "OneDeviceStrategy(device): what is made is placed there",
@@ -237,7 +242,10 @@ ROWS = [
         "reduce: nests are not accepted",
         f"{STRATEGY}::test_nests_are_not_reduced",
     ),
-    ("reduce: the result lies on the host", "open: no test reduces a value of a device and asks where the result is"),
+    (
+        "reduce: the result lies on the host; of all_reduce and all_gather, where the value was",
+        f"{PLACEMENT}::test_reduced_values_lie_on_the_host_or_in_a_replica_where_they_were",
+    ),
     ("reduce: the result is the same on every worker", f"{GUIDES}::test_the_custom_training_loop"),
     # -- gather, all_gather, all_reduce ------------------------------------------------------------------------------
     (
@@ -259,11 +267,20 @@ ROWS = [
     ),
     ("gather: sparse values are refused", f"{STRATEGY}::test_sparse_values_are_refused"),
     ("all_reduce takes nests", f"{REPLICAS}::test_all_reduce_and_all_gather_in_replicas"),
-    ("all_reduce packs the tensors of a nest", "open: every leaf is an all-reduce of its own"),
     (
-        "all_reduce takes sparse values",
-        "open: torch's sparse tensors and pairs of indices and values are not summed as such",
+        "all_reduce packs the tensors of a nest",
+        f"{PACKED}::test_a_nest_is_summed_once_for_each_dtype",
+        f"{PACKED}::test_packed_sums_are_in_the_order_of_replicas",
+        f"{PACKED}::test_gradients_of_a_nest_are_summed_once_for_each_dtype",
     ),
+    ("batch_reduce_to packs its values", f"{PACKED}::test_a_batch_of_values_is_reduced_in_one_go"),
+    (
+        "all_reduce and reduce take sparse values (torch's COO tensors): their entries are joined, not made dense",
+        f"{PACKED}::test_entries_of_sparse_tensors_are_joined",
+        f"{PACKED}::test_gradients_of_an_embedding_are_summed_as_they_are",
+        f"{PACKED}::test_sparse_and_dense_are_not_added",
+    ),
+    ("all_reduce: sparse values have no gradient", f"{PACKED}::test_sparse_tensors_beside_ones_with_gradients"),
     (
         "all_reduce: the gradient of a dense value is the all-reduce of its gradient",
         f"{REPLICAS}::test_gradients_flow_through_all_reduce_and_all_gather",
@@ -289,6 +306,14 @@ ROWS = [
         f"{VARIABLES}::test_what_replicas_assign_is_aggregated",
         f"{VARIABLES}::test_each_replica_writes_its_own_copy_and_reading_aggregates",
         f"{VARIABLES}::test_outside_all_strategies_it_is_plain",
+    ),
+    (
+        "operators, torch's functions and conversions read a variable; in place they are refused",
+        f"{VARIABLES}::test_it_stands_for_its_value_in_expressions",
+        f"{VARIABLES}::test_other_operators",
+        f"{VARIABLES}::test_torch_and_numpy_take_it",
+        f"{VARIABLES}::test_an_expression_reads_what_the_caller_sees",
+        f"{VARIABLES}::test_in_place_it_is_refused",
     ),
     ("ON_READ with trainable=True is an error", f"{VARIABLES}::test_it_is_not_trainable"),
     ("AUTO is ON_WRITE", f"{VARIABLES}::test_what_it_is_made_of"),
@@ -403,7 +428,11 @@ ROWS = [
         "AUTO and DATA in experimental_distribute_dataset: one global order over all files",
         f"{INPUTS}::test_hdf5_files_are_read_in_one_global_order",
     ),
-    ("HINT puts the real shard in place of a marked one", "open: AutoShardPolicy has no HINT"),
+    (
+        "HINT puts the real shard in place of a marked one",
+        f"{INPUTS_ALONE}::test_policy_hint_puts_the_real_shard_in_the_marked_place",
+        f"{INPUTS_ALONE}::test_a_marked_shard_and_the_policy_hint_go_together",
+    ),
     (
         "distribute_datasets_from_function adds no shard, batch or prefetch",
         f"{INPUTS_ALONE}::test_datasets_from_a_function_are_left_as_they_are",

@@ -1,4 +1,4 @@
-"""A dataset divided by files: every replica reads its own, and all take the same number of steps."""
+"""Replicas that read rows of their own, whole files or every n-th row, in the same number of steps on all."""
 
 import math
 from collections.abc import Generator, Iterator
@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpcdist.data.nest import Nest
+from hpcdist.data.options import AutoShardPolicy
 from hpcdist.data.prefetch import read_ahead
 from hpcdist.data.reading import Cursor, batch_mapped, mapped
 from hpcdist.errors import DataError
@@ -15,19 +16,23 @@ from hpcdist.plan.sample_order import SampleOrder
 if TYPE_CHECKING:
     from hpcdist.data.dataset import Dataset
 
+#: What divides a dataset so, and what the number of shards is called in a checkpoint.
+POLICIES = {AutoShardPolicy.FILE: "file_shards", AutoShardPolicy.HINT: "hint_shards"}
 
-class FileShards:
-    """The parts of all replicas when replica r of n reads the files r, r + n, ... alone.
 
-    A step of a replica is the next ceil(batch / n) of its rows. Steps go on until all replicas are out of rows, or, by
+class Shards:
+    """The parts of all replicas when replica r of n reads the files, or the rows, r, r + n, ... alone.
+
+    Files with AutoShardPolicy.FILE; with HINT rows, where the dataset has `shard(SHARD_HINT, SHARD_HINT)`. A step of a
+    replica is the next ceil(batch / n) of its rows. Steps go on until all replicas are out of rows, or, by
     drop_remainder, until the first has not enough.
 
     Args:
-        dataset: of files, with a batch size.
-        n_replicas: that share the files.
+        dataset: with a batch size and one of these policies.
+        n_replicas: that share it.
 
     Raises:
-        DataError: with fewer files than replicas, or after take.
+        DataError: with fewer files than replicas, after take, or, with HINT, where no shard was marked.
     """
 
     def __init__(self, dataset: "Dataset", n_replicas: int) -> None:
@@ -35,11 +40,11 @@ class FileShards:
         limits = (order.epoch_limit, order.run_limit, order.pass_limit)
         if order.n_rows != dataset.source.n_rows or not all(map(math.isinf, limits)):
             raise DataError(
-                "experimental_distribute_dataset: expected all rows of the files with AutoShardPolicy.FILE, got take; "
-                "leave it out, or use AutoShardPolicy.DATA."
+                f"experimental_distribute_dataset: expected all rows of the source with {dataset.policy}, got take; "
+                f"leave it out, or use AutoShardPolicy.DATA."
             )
         self._dataset = dataset
-        self._sources = [dataset.files_of(n_replicas, replica) for replica in range(n_replicas)]
+        self._sources = [dataset.source_of(n_replicas, replica) for replica in range(n_replicas)]
         rows = -(-(order.batch_rows or 1) // n_replicas)
         self._orders = [replace(order, n_rows=source.n_rows, batch_rows=rows) for source in self._sources]
         self._step_rows = rows
@@ -90,7 +95,7 @@ class FileShards:
         if self._samples_before(step) != n_samples:
             raise DataError(
                 f"restore: expected the end of a step, got {n_samples} samples in the run, inside a step of "
-                f"{self._step_rows} rows per replica; by AutoShardPolicy.FILE, go on with the checkpoint's batch."
+                f"{self._step_rows} rows per replica; by {self._dataset.policy}, go on with the checkpoint's batch."
             )
         return step
 

@@ -1,0 +1,222 @@
+"""Time checkpoints on one rank: hpcdist beside a plain write, torch.save, safetensors and torch's async_save.
+
+python benchmarks/checkpoint.py --out out/checkpoint
+python benchmarks/checkpoint.py --training --out out/checkpoint     (what a save every 10 s costs a training)
+
+Every contender writes a new file of the same float32 values into --folder, which should be on the disk that counts,
+and forces it to the disk. Removing the file, and what goes on in the background, is not timed; the file of every block
+of hpcdist is verified.
+"""
+
+import argparse
+import itertools
+import os
+import shutil
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from gloo import start_gloo
+from harness import AGAIN, run_rounds
+from measure import Environment, cpu_s
+from models import adam, batches, build, train_step
+from report import case, publish
+from torch import nn
+
+import hpcdist
+from hpcdist.world import make_world
+
+RAW = "write and fsync"
+#: Elements of the layers of the model that is saved, as parts of the whole: large and small ones.
+SHARES = (0.4, 0.2, 0.1, 0.1, 0.05, 0.05, *[0.1 / 50] * 50)
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint.json and checkpoint.png")
+    parser.add_argument("--folder", type=Path, help="where files are written; default: a temporary folder")
+    parser.add_argument("--megabytes", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=6, help="pairs of blocks of every contender")
+    parser.add_argument("--training", action="store_true", help="train with and without a save every --seconds")
+    parser.add_argument("--seconds", type=float, default=10.0, help="between two saves of --training")
+    return parser.parse_args()
+
+
+def make_model(megabytes):
+    """Return a module of so many bytes of random float32 parameters."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [int(share * megabytes * 250_000) for share in SHARES]
+    return nn.ParameterList([nn.Parameter(torch.randn(size, generator=generator)) for size in sizes])
+
+
+def sync(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def write_raw(model, path):
+    with open(path, "wb", buffering=0) as file:
+        for parameter in model:
+            file.write(parameter.detach().numpy().data)
+        os.fsync(file.fileno())
+
+
+def write_torch(model, path):
+    torch.save(model.state_dict(), path)
+    sync(path)
+
+
+def write_safetensors(model, path):
+    from safetensors.torch import save_file
+
+    save_file(model.state_dict(), path)
+    sync(path)
+
+
+class Files:
+    """Names for new files, and blocks that write one each."""
+
+    def __init__(self, folder):
+        self._names = (folder / f"file-{number}" for number in itertools.count())
+
+    def block(self, write, model):
+        """Return the time of writing a file; then remove it."""
+        path = next(self._names)
+        taken = timed(lambda: write(model, path))
+        path.unlink()
+        return taken
+
+
+def timed(act):
+    cpu_before, started = cpu_s(), time.perf_counter()
+    act()
+    return time.perf_counter() - started, cpu_s() - cpu_before
+
+
+class Saves:
+    """hpcdist's saves of a model, one step each."""
+
+    def __init__(self, model, folder):
+        self._manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(model=model), folder, max_to_keep=1)
+        self._steps = itertools.count(1)
+
+    def block(self, blocking):
+        """Return what the training thread waits for; then let the file be written, verified, and the last one go."""
+        step = next(self._steps)
+        taken = timed(lambda: self._manager.save(step, blocking=blocking))
+        self._manager.wait()
+        return taken
+
+
+def async_save(model, folder):
+    """Return what the training thread waits for in torch's async_save; then let it end, and remove the file."""
+    path = folder / "dcp"
+    pending = []
+    taken = timed(lambda: pending.append(dcp.async_save(model.state_dict(), checkpoint_id=path)))
+    pending[0].result()
+    shutil.rmtree(path)
+    return taken
+
+
+def is_installed(name):
+    try:
+        __import__(name)
+    except ImportError:
+        print(f"{name} is not installed: left out")
+        return False
+    return True
+
+
+def time_writes(model, folder, n_rounds):
+    files, saves = Files(folder), Saves(model, folder / "writes")
+    contenders = {
+        RAW: partial(files.block, write_raw, model),
+        "torch.save and fsync": partial(files.block, write_torch, model),
+        "hpcdist, until durable": partial(saves.block, blocking=True),
+    }
+    if is_installed("safetensors"):
+        contenders["safetensors and fsync"] = partial(files.block, write_safetensors, model)
+    contenders[RAW + AGAIN] = contenders[RAW]
+    for block in contenders.values():
+        block()
+    return case("write", *run_rounds(contenders, n_rounds), [RAW])
+
+
+def time_stalls(model, folder, n_rounds):
+    saves = Saves(model, folder / "stalls")
+    until = "hpcdist, until durable"
+    contenders = {
+        until: partial(saves.block, blocking=True),
+        "hpcdist, in the background": partial(saves.block, blocking=False),
+        "torch async_save": partial(async_save, model, folder),
+        until + AGAIN: partial(saves.block, blocking=True),
+    }
+    for block in contenders.values():
+        block()
+    return case("stall of the training thread", *run_rounds(contenders, n_rounds), [until])
+
+
+class Training:
+    """Blocks of training steps of one model, with a save at the start of each or without."""
+
+    def __init__(self, folder, seconds):
+        self._model, self._data = build("wide"), batches(64, 0, 1)
+        self._optimizer = adam(self._model)
+        checkpoint = hpcdist.Checkpoint(model=self._model, optimizer=self._optimizer)
+        self._manager = hpcdist.CheckpointManager(checkpoint, folder, max_to_keep=1)
+        self._steps = itertools.count(1)
+        self._train(20)
+        self._n_steps = int(seconds / timed(lambda: self._train(50))[0] * 50)
+
+    def _train(self, n_steps):
+        for number in range(n_steps):
+            train_step(self._model, self._optimizer, self._data[number % len(self._data)])
+
+    def block(self, with_save):
+        """Return the time of a block."""
+
+        def run():
+            if with_save:
+                self._manager.save(next(self._steps), blocking=False)
+            self._train(self._n_steps)
+
+        taken = timed(run)
+        self._manager.wait()
+        return taken
+
+
+def time_training(folder, n_rounds, seconds):
+    training = Training(folder / "training", seconds)
+    without = "no save"
+    contenders = {
+        without: partial(training.block, with_save=False),
+        f"a save every {seconds:g} s": partial(training.block, with_save=True),
+        without + AGAIN: partial(training.block, with_save=False),
+    }
+    return case("training", *run_rounds(contenders, n_rounds), [without])
+
+
+def main():
+    args = parse_args()
+    comm = make_world().role_comm
+    torch.set_num_threads(1)
+    environment = Environment(comm)
+    folder = Path(tempfile.mkdtemp(prefix="hpcdist-checkpoint-", dir=args.folder))
+    try:
+        with start_gloo(comm):
+            if args.training:
+                cases = [time_training(folder, args.rounds, args.seconds)]
+            else:
+                model = make_model(args.megabytes)
+                cases = [time_writes(model, folder, args.rounds), time_stalls(model, folder, args.rounds)]
+    finally:
+        shutil.rmtree(folder)
+    publish({"label": "checkpoint", "environment": environment.record(), "cases": cases}, args.out, "checkpoint")
+
+
+if __name__ == "__main__":
+    main()

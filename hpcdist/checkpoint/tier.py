@@ -1,0 +1,110 @@
+"""One place where a process keeps checkpoints: a folder, the room for a file, and the thread that writes it."""
+
+import functools
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+from hpcdist.checkpoint.folder import CheckpointFolder
+from hpcdist.checkpoint.image import FileImage
+from hpcdist.checkpoint.layout import lay_out
+from hpcdist.checkpoint.manifest import Manifest
+from hpcdist.checkpoint.retention import Retention
+from hpcdist.checkpoint.tree import NamedArray
+from hpcdist.checkpoint.writer import BackgroundWriter
+
+
+class Tier:
+    """Saves into one folder, one save at a time, in the background.
+
+    Args:
+        folder: where to.
+        retention: what stays.
+
+    Attributes:
+        folder: see above.
+        n_committed: checkpoints that are durable.
+    """
+
+    def __init__(self, folder: CheckpointFolder, retention: Retention) -> None:
+        self.folder = folder
+        self.n_committed = 0
+        self._retention = retention
+        self._image = FileImage()
+        self._writer = BackgroundWriter()
+        self._committing: Future[Manifest] | None = None
+        self._tidying: Future[None] | None = None
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        arrays: list[NamedArray],
+        written: dict[str, Any],
+        metrics: Mapping[str, float],
+    ) -> Path:
+        """Copy a state, have it written and what is older pruned; return the path that its file will have.
+
+        Args:
+            step: optimizer steps taken.
+            state: as JSON.
+            arrays: its arrays.
+            written: by whom.
+            metrics: for the manifest.
+
+        Raises:
+            CheckpointError: when the save before cannot be written, or this one cannot begin.
+        """
+        self.finish()
+        path = self.folder.new_data_path(step)
+        lay_out(self._image, state, arrays)
+        facts = {"time_s": time.time(), "metrics": {name: float(value) for name, value in metrics.items()}}
+        commit = functools.partial(self.folder.commit, step, path, self._image, written, **facts)
+        self._committing = self._writer.submit(commit)
+        self._tidying = self._writer.submit(functools.partial(self._tidy, self._committing))
+        return path
+
+    def _tidy(self, committing: "Future[Manifest]") -> None:
+        if committing.exception() is None:
+            self.n_committed += 1
+            self.folder.prune(committing.result(), self._retention)
+
+    def is_committing(self, for_s: float) -> bool:
+        """Return whether the last save is not durable yet, after waiting for it for some seconds."""
+        return _is_under_way(self._committing, for_s)
+
+    def is_busy(self, for_s: float) -> bool:
+        """Return whether the last save is not durable and read back yet, after waiting for it for some seconds."""
+        return _is_under_way(self._tidying, for_s)
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks handed to the disk so far: as long as it goes up, a save that takes long is not stuck."""
+        return self._image.n_blocks
+
+    def finish_commit(self) -> None:
+        """Return when the last save is durable.
+
+        Raises:
+            CheckpointError: when it could not be written; told once.
+        """
+        committing, self._committing = self._committing, None
+        if committing is not None:
+            committing.result()
+
+    def finish(self) -> None:
+        """Return when the last save is durable, was read back, and older ones are pruned.
+
+        Raises:
+            CheckpointError: when it could not be written; told once.
+        """
+        self.finish_commit()
+        tidying, self._tidying = self._tidying, None
+        if tidying is not None:
+            tidying.result()
+
+
+def _is_under_way(future: "Future[Any] | None", for_s: float) -> bool:
+    return future is not None and future not in wait([future], for_s).done

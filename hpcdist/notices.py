@@ -1,0 +1,77 @@
+"""What ranks tell each other with every sum of gradients, so that it costs no message of its own.
+
+A notice is a number that is summed along: each rank adds what it wants, and all learn what any of them wanted. Who sums
+calls `send` and `receive`; who wants something is the watcher.
+"""
+
+import enum
+from typing import Protocol
+
+#: What a request for a save counts: more than there are replicas that can ask for a stop. Sums stay exact in float32.
+_SAVE_WEIGHT = 1 << 14
+
+
+class Want(enum.IntFlag):
+    """What a rank wants all ranks to do at the end of the step."""
+
+    NOTHING = 0
+    STOP = 1
+    SAVE = 2
+
+
+class Watcher(Protocol):
+    """Wants something, and looks at the end of each step whether any rank does."""
+
+    def wants(self) -> Want:
+        """Return what this rank wants now. Called often; not collective."""
+
+    def poll(self) -> None:
+        """Act on what is wanted: a loop is between two steps. Collective: the ranks of the role."""
+
+
+class Notices:
+    """The notices of one world.
+
+    Attributes:
+        watcher: who wants something; None where nobody does.
+        n_carried: sums that carried notices so far; equal on all ranks at the same point of the program.
+    """
+
+    def __init__(self) -> None:
+        self.watcher: Watcher | None = None
+        self.n_carried = 0
+        self._heard = Want.NOTHING
+
+    def send(self) -> float:
+        """Return what this rank adds to a sum: a whole number."""
+        return 0.0 if self.watcher is None else encode(self.watcher.wants())
+
+    def receive(self, total: float) -> None:
+        """Take note of the sum over all replicas."""
+        self.n_carried += 1
+        self._heard |= decode(total)
+
+    def take(self) -> Want:
+        """Return what was wanted since the last call; equal on all ranks."""
+        heard, self._heard = self._heard, Want.NOTHING
+        return heard
+
+    def poll(self) -> None:
+        """Let the watcher act between two steps. Collective where there is one: the ranks of the role."""
+        if self.watcher is not None:
+            self.watcher.poll()
+
+
+#: Of a process that is a job of its own: strategies of one replica tell it of their loops without starting MPI.
+of_one_rank = Notices()
+
+
+def encode(want: Want) -> float:
+    """Return a wish as a number that can be summed over fewer than 2**14 replicas, in float32 too."""
+    return float((Want.STOP in want) + _SAVE_WEIGHT * (Want.SAVE in want))
+
+
+def decode(total: float) -> Want:
+    """Return what any of the replicas wanted, of the sum of what all did."""
+    n_saves, n_stops = divmod(int(total), _SAVE_WEIGHT)
+    return (Want.STOP if n_stops else Want.NOTHING) | (Want.SAVE if n_saves else Want.NOTHING)

@@ -1,0 +1,67 @@
+"""What any rank wants, learnt by all at the same poll: from sums of gradients, else by a message now and then."""
+
+import time
+from collections.abc import Callable
+
+from hpcdist.mpi import MPI
+from hpcdist.notices import Want
+from hpcdist.world import World
+
+#: Polls without a sum of gradients before ranks ask each other, and the most that this grows to.
+FIRST_POLLS, MAX_POLLS = 2, 32
+#: Aimed at between two such messages: much less than a batch system's notice, much more than a message costs.
+ASK_EVERY_S = 0.1
+_TIME_BITS = 48
+
+
+class Agreement:
+    """Lets the ranks of one role act alike on what any of them wants.
+
+    Between two polls with a sum of gradients the sum has told everyone, and a poll is a look at a number. Without one,
+    in evaluation or in numpy programs, every k-th poll is an all-reduce of 8 bytes; k follows from the time between
+    polls of the slowest rank, and is equal on all ranks. One rank asks nobody.
+
+    Args:
+        world: its ranks of this rank's role poll equally often.
+        wants: returns what this rank wants now.
+        clock: seconds that only go up.
+
+    Attributes:
+        n_messages: all-reduces made so far.
+    """
+
+    def __init__(self, world: World, wants: Callable[[], Want], clock: Callable[[], float] = time.monotonic) -> None:
+        self._world = world
+        self._wants = wants
+        self._clock = clock
+        self._n_seen = world.notices.n_carried
+        self._start_again()
+        self.n_messages = 0
+
+    def poll(self) -> Want:
+        """Return what any rank wanted; the same on all ranks. Collective: the ranks of the role."""
+        if self._world.role_comm.size == 1:
+            return self._wants()
+        if self._world.notices.n_carried > self._n_seen:
+            self._n_seen = self._world.notices.n_carried
+            self._start_again()
+            return self._world.notices.take()
+        self._n_polls += 1
+        return self._ask() if self._n_polls >= self._every else Want.NOTHING
+
+    def _start_again(self) -> None:
+        self._n_polls, self._every, self._since = 0, FIRST_POLLS, self._clock()
+
+    def _ask(self) -> Want:
+        """Return what any rank wants now, and agree on when to ask again. Collective: the ranks of the role.
+
+        Cost: one all-reduce of 8 bytes. The largest number wins: what is wanted first, then the time between polls.
+        """
+        elapsed_us = int((self._clock() - self._since) * 1e6 / self._n_polls)
+        own = int(self._wants()) << _TIME_BITS | min(elapsed_us, (1 << _TIME_BITS) - 1)
+        agreed = self._world.all_reduce_int(own, MPI.MAX, self._world.role_comm)
+        want, poll_us = agreed >> _TIME_BITS, max(agreed & ((1 << _TIME_BITS) - 1), 1)
+        self.n_messages += 1
+        self._n_polls, self._since = 0, self._clock()
+        self._every = min(max(int(ASK_EVERY_S * 1e6 / poll_us), 1), MAX_POLLS, 2 * self._every)
+        return Want(want)

@@ -1,0 +1,101 @@
+"""One attempt of a job, as the run folder tells of it: what to do if it dies, and what became of it."""
+
+from pathlib import Path
+
+from hpcdist.errors import ExitCode, NoProgressError
+from hpcdist.resilience.decision import Decision, DecisionFile, Verdict, at_end, at_first_commit, at_start, at_stop
+from hpcdist.resilience.manager import CheckpointManager
+from hpcdist.world import World
+
+
+class Attempt:
+    """Writes decisions at the turns of an attempt. The chief decides and writes.
+
+    Collective: chief and workers, at every method.
+
+    Args:
+        world: who they are.
+        manager: of the checkpoints; the run folder is the parent of its folder.
+
+    Attributes:
+        folder: the run folder.
+    """
+
+    def __init__(self, world: World, manager: CheckpointManager) -> None:
+        self._world = world
+        self._manager = manager
+        self.folder = Path(manager.directory).parent
+        self._file = DecisionFile(self.folder)
+        self._n_idle = 0
+        self._step: int | None = None
+
+    def begin(self) -> None:
+        """Write down what shall happen if the attempt dies before its first checkpoint.
+
+        Raises:
+            NoProgressError: when attempts before it died again and again; on every rank alike.
+            CheckpointError: when it cannot be written; on every rank alike.
+        """
+        with self._world.agreed(self._world.role_comm):
+            if self._world.is_chief:
+                self._begin()
+
+    def _begin(self) -> None:
+        earlier = self._file.read()
+        decision = at_start(self._manager.fruitless_attempts, earlier is not None)
+        self._step, self._n_idle = (earlier or {}).get("step"), int((earlier or {}).get("idle_stops", 0))
+        self._write(decision)
+        if decision.exit_code is not None:
+            raise NoProgressError(
+                f"PreemptionCheckpointHandler: expected attempts that come further, got {decision.reason} without a "
+                f"newer checkpoint; see to what ends them, then remove {self._file.path} to try again."
+            )
+
+    def committed(self, step: int) -> None:
+        """Note the first checkpoint of this attempt.
+
+        Raises:
+            CheckpointError: when it cannot be written; on every rank alike.
+        """
+        self._manager.wait()
+        self._note(at_first_commit(), step)
+
+    def stopped(self, reason: str, step: int) -> ExitCode:
+        """Note that the attempt was asked to stop, and return the exit code for all ranks.
+
+        Raises:
+            CheckpointError: when it cannot be written, or the last save could not; on every rank alike.
+        """
+        self._manager.end_attempt()
+        has_newer = self._manager.fruitless_attempts == 0
+        self._n_idle = 0 if has_newer else self._n_idle + 1
+        decision = at_stop(reason, self._n_idle)
+        self._note(decision, step)
+        code = decision.exit_code or ExitCode.RUN_AGAIN
+        return ExitCode(int(self._world.broadcast_text(str(code.value), 0, self._world.role_comm)))
+
+    def finished(self, step: int) -> None:
+        """Note that the program came to its end.
+
+        Raises:
+            CheckpointError: as `stopped`.
+        """
+        self._manager.end_attempt()
+        self._note(at_end(), step)
+
+    def _note(self, decision: Decision, step: int) -> None:
+        with self._world.agreed(self._world.role_comm):
+            if self._world.is_chief:
+                self._step = step
+                if decision.verdict is Verdict.FINISHED or self._manager.fruitless_attempts == 0:
+                    self._n_idle = 0
+                self._write(decision)
+
+    def _write(self, decision: Decision) -> None:
+        self._file.write(
+            decision,
+            self._step,
+            attempt=self._manager.generation,
+            fruitless_attempts=self._manager.fruitless_attempts,
+            idle_stops=self._n_idle,
+        )

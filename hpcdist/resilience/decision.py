@@ -1,0 +1,117 @@
+"""What shall happen to a job after this attempt, for its launcher: run again, stop, or nothing as it is finished.
+
+Exit codes are not enough: a job that is killed has none, and launchers report them differently. So the file says at any
+time what to do if this attempt dies now, without another word.
+"""
+
+import enum
+import json
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcdist.checkpoint import durable
+from hpcdist.errors import CheckpointError, ExitCode
+
+logger = logging.getLogger("hpcdist")
+
+#: Attempts in a row that may end without a newer checkpoint. The next one does not start.
+MAX_FRUITLESS = 3
+
+
+class Verdict(str, enum.Enum):
+    """What the launcher shall do. Stable: batch scripts rely on these words."""
+
+    FINISHED = "finished"
+    REQUEUE = "requeue"
+    STOP = "stop"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A verdict, why, and the exit code to leave with now; None to go on."""
+
+    verdict: Verdict
+    reason: str
+    exit_code: ExitCode | None = None
+
+
+def at_start(n_fruitless: int, has_earlier: bool) -> Decision:
+    """Decide what shall happen if an attempt dies before its first checkpoint, and whether it may start.
+
+    Args:
+        n_fruitless: attempts in a row without a checkpoint of their own, this one included.
+        has_earlier: whether an earlier decision is there. Who removes the file wants another try.
+    """
+    if n_fruitless < MAX_FRUITLESS:
+        return Decision(Verdict.REQUEUE, "died without a word")
+    reason = f"attempt {n_fruitless} in a row that died without a newer checkpoint"
+    if n_fruitless == MAX_FRUITLESS or not has_earlier:
+        return Decision(Verdict.STOP, reason)
+    return Decision(Verdict.STOP, f"{n_fruitless - 1} attempts in a row died", ExitCode.DO_NOT_REQUEUE)
+
+
+def at_first_commit() -> Decision:
+    """Decide what shall happen if an attempt dies after it had a checkpoint: it has come further."""
+    return Decision(Verdict.REQUEUE, "died without a word, after a newer checkpoint")
+
+
+def at_stop(reason: str, n_idle: int) -> Decision:
+    """Decide what shall happen after an attempt that was asked to stop.
+
+    Args:
+        reason: who asked.
+        n_idle: attempts in a row, this one included, that were stopped before they had a newer checkpoint; 0 when this
+            one has.
+    """
+    if n_idle >= MAX_FRUITLESS:
+        reason = f"{n_idle} attempts in a row were stopped without a newer checkpoint, this one by {reason}"
+        return Decision(Verdict.STOP, reason, ExitCode.DO_NOT_REQUEUE)
+    return Decision(Verdict.REQUEUE, reason, ExitCode.RUN_AGAIN)
+
+
+def at_end() -> Decision:
+    """Decide what shall happen after the program's end."""
+    return Decision(Verdict.FINISHED, "the program came to its end", ExitCode.DONE)
+
+
+class DecisionFile:
+    """`decision.json` in a run folder, replaced wholly or not at all.
+
+    Args:
+        folder: the run folder.
+        disk: the seam to the file system.
+    """
+
+    def __init__(self, folder: Path, disk: durable.Disk | None = None) -> None:
+        self.path = folder / "decision.json"
+        self._disk = disk or durable.Disk()
+
+    def read(self) -> dict[str, Any] | None:
+        """Return what was written last; None when there is no file, or none that can be understood."""
+        try:
+            content = json.loads(self.path.read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            logger.warning("decision: %s is not used: %s", self.path, error)
+            return None
+        return content if isinstance(content, dict) else None
+
+    def write(self, decision: Decision, step: int | None, **facts: int) -> None:
+        """Write a decision with the step of the last checkpoint.
+
+        Raises:
+            CheckpointError: when the file system refuses.
+        """
+        content = {"decision": decision.verdict.value, "reason": decision.reason, "step": step, **facts}
+        content["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        try:
+            durable.replace_text(self._disk, self.path, json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            raise CheckpointError(
+                f"decision: expected to write {self.path}, got {error.strerror}; free space or choose another run "
+                f"folder. Checkpoints are untouched."
+            ) from None

@@ -1,0 +1,349 @@
+"""PreemptionCheckpointHandler: a job that is asked to stop saves, leaves with code 75, and goes on when run again."""
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from hpcdist.cluster.environment import job_end, read_environment
+from hpcdist.errors import CheckpointError, DesyncError, UsageError
+from hpcdist.mpi import MPI
+from hpcdist.notices import Want
+from hpcdist.resilience.agreement import Agreement
+from hpcdist.resilience.attempt import Attempt
+from hpcdist.resilience.checkpoint import Checkpoint
+from hpcdist.resilience.deadline import Deadline, Durations
+from hpcdist.resilience.manager import CheckpointManager
+from hpcdist.resilience.stop import StopFlag
+
+
+@dataclass(frozen=True)
+class TerminationConfig:
+    """How a job learns of its end, and how it leaves.
+
+    Attributes:
+        termination_watcher_fn: returns whether the job is about to be ended; called between steps, at most once a
+            second, on each rank; it must not block. Signals, stop file and deadline are obeyed too.
+        exit_fn: called on every rank after the last save; default: `sys.exit(75)`, "saved, run me again".
+        grace_period: seconds from the request to the end. With it a save is made at once, training goes on, and another
+            is made shortly before the end. Default: stop at once.
+        save_fn: makes the saves in place of `manager.save(step)`; called on all ranks.
+    """
+
+    termination_watcher_fn: Callable[[], Any] | None = None
+    exit_fn: Callable[[], Any] | None = None
+    grace_period: float | None = None
+    save_fn: Callable[..., Any] | None = None
+
+
+class PreemptionCheckpointHandler:
+    """Saves and leaves when any rank is asked to stop, after the same step on all of them.
+
+    A stop is asked for by SIGTERM, SIGUSR1 or SIGUSR2 on any rank, by the end of the batch job or `time_limit_s`, by a
+    file called `stop` in the run folder (the parent of the checkpoints' folder), or by `stop`. It is obeyed between two
+    steps: where a distributed dataset is asked for its next batch, also in evaluation, where `run` is called with no
+    batch asked for since, and in `poll`. Every rank must come there equally often. What follows a loop that was stopped
+    has not happened: a loop that must not be cut in two, such as an evaluation, is passed to `run` as a whole.
+
+    As a context manager it saves the last steps at the end, and says in `decision.json` that the job is finished.
+
+    Collective: chief and workers. Latest checkpoints are restored when it is made, which must be in the main thread.
+
+    Args:
+        cluster_resolver: taken for tf.distribute's sake: ranks are those of the checkpoint's strategy.
+        checkpoint_or_checkpoint_manager: what is saved, or who saves it.
+        checkpoint_dir: where, if a Checkpoint was given.
+        termination_config: see there.
+        save_every_steps: save whenever so many steps were made.
+        save_every_s: save when the last one was so many seconds ago, by the chief's clock.
+        time_limit_s: the job will be ended so many seconds from now. An earlier end of the batch job counts.
+
+    Attributes:
+        restored_path: of the checkpoint that was restored; None for a new run.
+        latest_path: of the last one that was saved or restored.
+
+    Raises:
+        UsageError: without a folder, or outside the main thread.
+        NoProgressError: when three attempts in a row died without a newer checkpoint; on every rank alike.
+        CheckpointError: when the folder cannot be read or written; on every rank alike.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: Any,
+        checkpoint_or_checkpoint_manager: Checkpoint | CheckpointManager,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        termination_config: TerminationConfig | None = None,
+        *,
+        save_every_steps: int | None = None,
+        save_every_s: float | None = None,
+        time_limit_s: float | None = None,
+    ) -> None:
+        self._config = termination_config or TerminationConfig()
+        self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
+        self._world = self._manager.checkpoint.world
+        self._every_steps, self._every_s = save_every_steps, save_every_s
+        self._step_times, self._save_times = Durations(), Durations()
+        self._deadline = self._make_deadline(time_limit_s)
+        self._attempt = Attempt(self._world, self._manager)
+        self._attempt.begin()
+        if isinstance(self._world.notices.watcher, PreemptionCheckpointHandler):
+            self._world.notices.watcher.close()
+        file = self._attempt.folder / "stop" if self._world.is_chief else None
+        self._flag = StopFlag(f"rank {self._world.rank}", file, self._config.termination_watcher_fn)
+        self._flag.watch_signals()
+        try:
+            self._begin()
+        except BaseException:
+            self._flag.close()
+            raise
+
+    def _make_deadline(self, time_limit_s: float | None) -> Deadline | None:
+        ends = [job_end(read_environment()), None if time_limit_s is None else time.time() + time_limit_s]
+        known = [end for end in ends if end is not None]
+        return Deadline(min(known), self._step_times, self._save_times) if known else None
+
+    def _begin(self) -> None:
+        """Restore, and listen from now on."""
+        self.restored_path = self.latest_path = self._manager.begin_attempt()
+        self._base = self._manager.checkpoint.step
+        self._n_runs = 0
+        self._base_of_world = self._world.step or 0
+        self._is_busy = self._is_done = self._has_saved = self._is_polled = False
+        self._countdown: Deadline | None = None
+        self._is_counting_down = False
+        self._agreement = Agreement(self._world, self.wants)
+        self._polled_at = self._saved_at = time.monotonic()
+        self._step_at_poll = self.step
+        self._world.notices.watcher = self
+        if self._deadline is not None:
+            self._say(self._deadline.describe())
+
+    def _say(self, text: str) -> None:
+        if self._world.is_chief:
+            print(f"hpcdist: {text}", file=sys.stderr, flush=True)
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    @property
+    def total_run_calls(self) -> int:
+        """Calls of `run` and `save_checkpoint_if_preempted`, those of earlier attempts included: steps made so far."""
+        return self._base + self._n_runs
+
+    @property
+    def step(self) -> int:
+        """What a checkpoint is named by: `total_run_calls`, or optimizer steps where neither call is used."""
+        return self._base + (self._n_runs or (self._world.step or 0) - self._base_of_world)
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return fn(*args, **kwargs): one step, which is not stopped in its middle.
+
+        Collective where a stop is obeyed, before the call: chief and workers.
+        """
+        if not self._is_polled:  # no batch was asked for since the last step
+            self.poll()
+        with self._busy():
+            result = fn(*args, **kwargs)
+        self._n_runs += 1
+        self._is_polled = False
+        return result
+
+    def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
+        """Count a step that was made, and act on a request to stop or save; for loops that do not use `run`.
+
+        Collective: chief and workers.
+
+        Args:
+            args: for `save_fn` or, after the step, `manager.save`.
+            kwargs: see args.
+        """
+        self._n_runs += 1
+        self.poll(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def watch_preemption_scope(self) -> Iterator[None]:
+        """Act on a request to stop or save at the end of the block too. Collective: chief and workers."""
+        yield
+        self.poll()
+
+    def stop(self, reason: str = "stop()") -> None:
+        """Ask all ranks to save and leave after this step. Not collective: one rank is enough; from any thread."""
+        self._flag.ask(reason)
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Let no loop inside the block stop."""
+        was_busy, self._is_busy = self._is_busy, True
+        try:
+            yield
+        finally:
+            self._is_busy = was_busy
+
+    # -- between steps --------------------------------------------------------------------------------------------
+
+    def wants(self) -> Want:
+        """Return what this rank wants all ranks to do after the step. Not collective."""
+        if self._is_done:
+            return Want.NOTHING
+        wants_stop = self._is_end_near if self._is_counting_down else self._is_end_near or self._flag.reason is not None
+        return (Want.STOP if wants_stop else Want.NOTHING) | (Want.SAVE if self._is_late else Want.NOTHING)
+
+    @property
+    def _is_end_near(self) -> bool:
+        return any(deadline is not None and deadline.is_near for deadline in (self._deadline, self._countdown))
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether it is time for a save, by the chief's clock."""
+        if not self._world.is_chief or self.step <= self._manager.checkpoint.step:
+            return False
+        waited_s = time.monotonic() - self._saved_at
+        is_unmeasured = self._deadline is not None and self._deadline.wants_measure
+        return is_unmeasured or (self._every_s is not None and waited_s >= self._every_s)
+
+    def poll(self, *args: Any, **kwargs: Any) -> None:
+        """Act on a request to stop or save: the program is between two steps. For loops that nothing else polls in.
+
+        Collective: chief and workers, equally often. Inside `run` it does nothing.
+
+        Args:
+            args: as of `save_checkpoint_if_preempted`.
+            kwargs: see args.
+
+        Cost: where gradients were summed since the last poll, none; else 8 bytes, every few polls.
+        """
+        if self._is_busy or self._is_done or threading.current_thread() is not threading.main_thread():
+            return
+        has_stepped = self._measure()
+        self._is_polled = True
+        heard = self._agreement.poll()
+        save = functools.partial(self._save, *args, **kwargs)
+        if Want.STOP in heard:
+            self._obey(save)
+        elif has_stepped and (Want.SAVE in heard or self._is_due):
+            save()
+        self._polled_at = time.monotonic()
+
+    def _measure(self) -> bool:
+        """Return whether a step was made since the last poll; remember how long it took."""
+        has_stepped, self._step_at_poll = self.step > self._step_at_poll, self.step
+        if has_stepped:
+            self._step_times.add(time.monotonic() - self._polled_at)
+        return has_stepped
+
+    @property
+    def _is_due(self) -> bool:
+        every, last = self._every_steps, self._manager.checkpoint.step
+        return every is not None and self.step > last and self.step // every > last // every
+
+    def _save(self, *args: Any, is_last: bool = False, **kwargs: Any) -> None:
+        """Save, unless this step is saved. The first one waits for the disk, to know what a save costs."""
+        if self.step == self._manager.checkpoint.step and (self._has_saved or self.restored_path is not None):
+            return
+        started, is_first = time.monotonic(), not self._has_saved
+        with self._busy():
+            if self._config.save_fn is not None:
+                self._config.save_fn(*args, **kwargs)
+                self._manager.checkpoint.step = self.step
+            else:
+                self.latest_path = self._manager.save(self.step, *args, blocking=is_last or is_first, **kwargs)
+        self._saved_at, self._has_saved = time.monotonic(), True
+        if is_first:
+            self._attempt.committed(self.step)
+        if is_first or is_last:
+            self._save_times.add(self._saved_at - started)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def _obey(self, save: Callable[..., None]) -> None:
+        self._require_same_step()
+        reason, is_urgent = self._agree_on_reason()
+        if self._config.grace_period and not self._is_counting_down and not is_urgent:
+            self._say(f"{reason}: saves at step {self.step} and goes on for a part of {self._config.grace_period:g} s")
+            save()
+            self._count_down(self._config.grace_period)
+            return
+        if self._deadline is not None and not self._deadline.can_save:
+            self._say("a save may not fit into the time that is left; what counts then is the last periodic one")
+        self._is_done = True
+        save(is_last=True)
+        self._flag_down()
+        code = self._attempt.stopped(reason, self._manager.checkpoint.step)
+        self._say(f"{reason}: stopped after step {self.step}, saved in {self._manager.directory}")
+        if self._config.exit_fn is not None:
+            self._config.exit_fn()
+        else:
+            sys.exit(int(code))
+
+    def _require_same_step(self) -> None:
+        if not self._world.all_equal(str(self.step), self._world.role_comm):
+            error = DesyncError(
+                f"PreemptionCheckpointHandler: expected all ranks to stop after the same step, got {self.step} here; "
+                f"let all ranks make the same steps and polls."
+            )
+            self._world.agree(error, self._world.role_comm)
+
+    def _agree_on_reason(self) -> tuple[str, bool]:
+        """Return why the lowest rank that asked did so, and whether it was for the deadline; on all ranks."""
+        comm, is_urgent = self._world.role_comm, self._deadline is not None and self._deadline.is_near
+        own = self._flag.reason or ("deadline" if is_urgent else None)
+        lowest = self._world.all_reduce_int(comm.size if own is None else comm.rank, MPI.MIN, comm)
+        reason = self._world.broadcast_text(own or "", min(lowest, comm.size - 1), comm)
+        return reason or "deadline", self._world.all_reduce_int(int(is_urgent), MPI.MAX, comm) > 0
+
+    def _count_down(self, grace_s: float) -> None:
+        self._is_counting_down = True
+        if self._flag.since is not None:
+            end = time.time() + grace_s - (time.monotonic() - self._flag.since)
+            self._countdown = Deadline(end, self._step_times, self._save_times)
+
+    def _flag_down(self) -> None:
+        """Remove the stop file: the next attempt shall run."""
+        with self._world.agreed(self._world.role_comm):
+            try:
+                self._flag.remove_file()
+            except OSError as error:
+                raise CheckpointError(
+                    f"stop: expected to remove {self._attempt.folder / 'stop'}, got {error.strerror}; remove it, or "
+                    f"the next attempt stops at once."
+                ) from None
+
+    def close(self) -> None:
+        """Listen no more: give the signals back to who had them. Not collective."""
+        self._flag.close()
+        if self._world.notices.watcher is self:
+            self._world.notices.watcher = None
+
+    def __enter__(self) -> "PreemptionCheckpointHandler":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_done:  # signals that come now must not end a process that is leaving
+            return
+        try:
+            if kind is None:
+                self._is_done = True
+                self._save(is_last=True)
+                self._attempt.finished(self._manager.checkpoint.step)
+        finally:
+            self.close()
+
+
+def _manager_of(given: Any, directory: str | os.PathLike[str] | None) -> CheckpointManager:
+    if isinstance(given, CheckpointManager):
+        return given
+    if not isinstance(given, Checkpoint) or directory is None:
+        found = "no checkpoint_dir" if isinstance(given, Checkpoint) else type(given).__name__
+        raise UsageError(
+            f"PreemptionCheckpointHandler: expected a CheckpointManager, or a Checkpoint and a checkpoint_dir, got "
+            f"{found}; give one of these."
+        )
+    return CheckpointManager(given, directory)

@@ -1,0 +1,118 @@
+"""What can be done with a variable's value as with a tensor: operators, torch's functions, conversions."""
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from hpcdist.errors import UsageError
+
+Operator = Callable[..., Any]
+
+
+def _reading(function: Operator) -> Operator:
+    """Return a method that applies an operator to the value, and to another one on its right."""
+
+    def method(self: Any, *others: Any) -> Any:
+        return function(self.read_value(), *map(_operand, others))
+
+    return method
+
+
+def _reading_reversed(function: Operator) -> Operator:
+    """Return a method that applies an operator to another value and the one of the variable on its right."""
+
+    def method(self: Any, other: Any) -> Any:
+        return function(_operand(other), self.read_value())
+
+    return method
+
+
+def _refusing(sign: str, instead: str) -> Operator:
+    """Return a method that refuses an operator in place: it would put a tensor in the place of the variable."""
+
+    def method(self: Any, other: Any) -> Any:
+        raise UsageError(
+            f"Variable: expected variable.{instead} for {self.name!r}, got variable {sign} value, after which the name "
+            f"would stand for a tensor; call it."
+        )
+
+    return method
+
+
+def _operand(value: Any) -> Any:
+    """Return a variable's value, and an array as a tensor; anything else as it is."""
+    if isinstance(value, Readable):
+        return value.read_value()
+    return torch.as_tensor(value) if isinstance(value, np.ndarray) else value
+
+
+class Readable(ABC):
+    """Something with a value, `read_value()`, that stands for it in expressions, in calls of torch and in numpy.
+
+    Each use reads the value: collective where `read_value` is.
+    """
+
+    name: str
+    __array_priority__ = 100  # array + variable is the variable's to add
+
+    @abstractmethod
+    def read_value(self) -> Tensor:
+        """Return a copy of the value."""
+
+    __add__, __radd__ = _reading(operator.add), _reading_reversed(operator.add)
+    __sub__, __rsub__ = _reading(operator.sub), _reading_reversed(operator.sub)
+    __mul__, __rmul__ = _reading(operator.mul), _reading_reversed(operator.mul)
+    __truediv__, __rtruediv__ = _reading(operator.truediv), _reading_reversed(operator.truediv)
+    __floordiv__, __rfloordiv__ = _reading(operator.floordiv), _reading_reversed(operator.floordiv)
+    __mod__, __rmod__ = _reading(operator.mod), _reading_reversed(operator.mod)
+    __pow__, __rpow__ = _reading(operator.pow), _reading_reversed(operator.pow)
+    __matmul__, __rmatmul__ = _reading(operator.matmul), _reading_reversed(operator.matmul)
+    __and__, __rand__ = _reading(operator.and_), _reading_reversed(operator.and_)
+    __or__, __ror__ = _reading(operator.or_), _reading_reversed(operator.or_)
+    __xor__, __rxor__ = _reading(operator.xor), _reading_reversed(operator.xor)
+    __neg__, __abs__, __invert__ = _reading(operator.neg), _reading(operator.abs), _reading(operator.invert)
+    __lt__, __le__ = _reading(operator.lt), _reading(operator.le)
+    __gt__, __ge__ = _reading(operator.gt), _reading(operator.ge)
+    __eq__, __ne__ = _reading(operator.eq), _reading(operator.ne)
+    __hash__ = object.__hash__  # as torch's: equality is of elements, identity is what sets and dicts look at
+    __getitem__ = _reading(operator.getitem)
+    __float__, __int__, __bool__ = _reading(float), _reading(int), _reading(bool)
+    __complex__, __index__ = _reading(complex), _reading(operator.index)
+
+    __iadd__, __isub__ = _refusing("+=", "assign_add(value)"), _refusing("-=", "assign_sub(value)")
+    __imul__ = _refusing("*=", "assign(variable * value)")
+    __itruediv__ = _refusing("/=", "assign(variable / value)")
+    __ifloordiv__ = _refusing("//=", "assign(variable // value)")
+    __imod__ = _refusing("%=", "assign(variable % value)")
+    __ipow__ = _refusing("**=", "assign(variable ** value)")
+    __imatmul__ = _refusing("@=", "assign(variable @ value)")
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.read_value())
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Operator, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch with values in place of variables."""
+        args, kwargs = tree_map(_operand, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def numpy(self) -> Any:
+        """Return what `read_value` returns, as an array on the host."""
+        return self.read_value().cpu().numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(self.numpy(), dtype)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.read_value().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.read_value().__dlpack_device__()

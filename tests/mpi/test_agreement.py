@@ -1,0 +1,165 @@
+"""What one rank wants, all learn at the same poll: with every sum of gradients, and by messages where there is none."""
+
+import pytest
+import torch
+from torch import nn
+
+import hpcdist
+from hpcdist.notices import Want
+from hpcdist.resilience.agreement import FIRST_POLLS, MAX_POLLS, Agreement
+from hpcdist.world import make_world
+
+pytestmark = pytest.mark.mpi
+ROWS, BATCH = 96, 12
+
+
+class Watcher:
+    """Wants what it is told to, and notes at which poll it learnt of what."""
+
+    def __init__(self, world):
+        self.want, self.n_polls, self.learnt = Want.NOTHING, 0, []
+        self.agreement = Agreement(world, self.wants)
+        self.world = world
+
+    def wants(self):
+        return self.want
+
+    def poll(self):
+        self.n_polls += 1
+        if heard := self.agreement.poll():
+            self.learnt.append((self.n_polls, heard))
+
+
+@pytest.fixture
+def watcher():
+    world = make_world()
+    world.notices.watcher = Watcher(world)
+    yield world.notices.watcher
+    world.notices.watcher = None
+
+
+def build(make_strategy=hpcdist.MultiWorkerMirroredStrategy, **options):
+    strategy = make_strategy(**options)
+    with strategy.scope():
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(1))
+    batches = strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(rows).batch(BATCH))
+
+    def step(x):
+        optimizer.zero_grad()
+        hpcdist.compute_average_loss(model(x).square().sum(1), global_batch_size=BATCH).backward()
+        optimizer.step()
+
+    return strategy, model, batches, step
+
+
+def same_everywhere(comm, value):
+    values = comm.allgather(value)
+    assert len({repr(one) for one in values}) == 1, values
+    return value
+
+
+@pytest.mark.parametrize(
+    ("make_strategy", "more_replicas"),
+    [
+        (hpcdist.MultiWorkerMirroredStrategy, None),
+        (hpcdist.MultiWorkerMirroredStrategy, 3),
+        (hpcdist.CentralStorageStrategy, None),
+        (hpcdist.CentralStorageStrategy, 1),
+    ],
+)
+def test_it_rides_with_the_gradients(comm, watcher, make_strategy, more_replicas):
+    """The last rank wants to stop after its 4th batch: all know after that step, and no message was sent."""
+    options = {} if more_replicas is None else {"num_replicas": comm.size + more_replicas}
+    strategy, _, batches, step = build(make_strategy, **options)
+    for number, x in enumerate(batches, 1):
+        if number == 4 and comm.rank == comm.size - 1:
+            watcher.want = Want.STOP
+        strategy.run(step, args=(x,))
+        if number == 6:
+            watcher.want = Want.NOTHING
+    same_everywhere(comm, watcher.learnt)
+    # poll n comes before batch n: after the 4th step is the 5th; one rank alone need not be told by a sum
+    expected = [(5, Want.STOP), (6, Want.STOP)] if comm.size == 1 else [(5, Want.STOP), (6, Want.STOP), (7, Want.STOP)]
+    assert watcher.learnt == expected
+    assert watcher.agreement.n_messages == 0
+
+
+def test_stop_and_save_by_different_ranks_ride_together(comm, watcher):
+    strategy, _, batches, step = build()
+    watcher.want = (Want.SAVE if comm.rank == 0 else Want.NOTHING) | (
+        Want.STOP if comm.rank == comm.size - 1 else Want.NOTHING
+    )
+    for x in batches:
+        strategy.run(step, args=(x,))
+        watcher.want = Want.NOTHING
+        break
+    watcher.poll()
+    same_everywhere(comm, watcher.learnt)
+    assert watcher.learnt[-1:] == ([(2, Want.STOP | Want.SAVE)] if comm.size > 1 else [(1, Want.STOP | Want.SAVE)])
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_a_loop_without_gradients_agrees_by_messages(comm, watcher, is_fast):
+    _, model, batches, _ = build()
+    elapsed = [0.0]
+    watcher.agreement._clock = lambda: elapsed[0]
+    watcher.agreement._start_again()
+    n_passes = 20
+    with torch.no_grad():
+        for number in range(n_passes):
+            for x in batches:
+                elapsed[0] += 1e-5 if is_fast else 0.5
+                model(x)
+                if number == 5 and comm.rank == comm.size // 2:
+                    watcher.want = Want.STOP
+    same_everywhere(comm, watcher.learnt)
+    asked = 5 * (ROWS // BATCH + 1)
+    n_polls = n_passes * (ROWS // BATCH + 1)
+    assert watcher.n_polls == n_polls
+    if comm.size == 1:
+        assert watcher.agreement.n_messages == 0
+    elif is_fast:
+        assert asked < watcher.learnt[0][0] <= asked + MAX_POLLS + 2
+        assert watcher.agreement.n_messages <= n_polls / MAX_POLLS + 5
+    else:
+        assert asked < watcher.learnt[0][0] <= asked + 3
+        assert watcher.agreement.n_messages > 0.85 * n_polls
+
+
+def test_micro_batches_under_no_sync(comm, watcher):
+    """A backward that sums nothing carries nothing: the message or the next sum does."""
+    strategy, model, batches, _ = build()
+    rank_wants = comm.rank == comm.size - 1
+    for number, x in enumerate(batches, 1):
+        if number == 2 and rank_wants:
+            watcher.want = Want.STOP
+        with strategy.no_sync():
+            hpcdist.compute_average_loss(model(x).square().sum(1), global_batch_size=BATCH).backward()
+        if watcher.learnt:
+            break
+    same_everywhere(comm, watcher.learnt)
+    assert 2 < watcher.learnt[0][0] <= 2 + 2 * FIRST_POLLS
+    assert watcher.agreement.n_messages <= watcher.n_polls // 2 + 1
+    assert [parameter.grad is not None for parameter in model.parameters()] == [True, True]
+
+
+def test_datasets_from_a_function_and_optionals_poll(comm, watcher):
+    strategy, _, _, _ = build()
+    rows = torch.zeros(3 + comm.rank, 3)
+    batches = strategy.distribute_datasets_from_function(
+        lambda context: hpcdist.Dataset.from_tensor_slices(rows).batch(1)
+    )
+    iterator = iter(batches)
+    while iterator.get_next_as_optional().has_value():
+        continue
+    assert watcher.n_polls == 3 + comm.size - 1 + 1
+
+
+def test_strategies_of_one_replica_poll_in_a_job_of_one_rank(comm, watcher):
+    batches = hpcdist.OneDeviceStrategy("cpu").experimental_distribute_dataset(
+        hpcdist.Dataset.from_tensor_slices(torch.zeros(4, 3)).batch(2)
+    )
+    assert len(list(batches)) == 2
+    assert watcher.n_polls == (3 if comm.size == 1 else 0)

@@ -1,0 +1,165 @@
+"""Copies in memory: the newest state that verifies wins, wherever it is."""
+
+import logging
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+import hpcdist
+from hpcdist.mpi import MPI
+from hpcdist.world import make_world
+
+pytestmark = pytest.mark.mpi
+
+
+class Run:
+    """Attempts of one run, whose state is one array, on as many made-up nodes as there are ranks."""
+
+    def __init__(self, folder):
+        self.disk = folder / "checkpoints"
+        self.memory = folder / f"node-{make_world().rank}"
+        self.values = np.zeros(1000)
+
+    def attempt(self):
+        self.values[:] = -1
+        checkpoint = hpcdist.Checkpoint(values=self.values)
+        return hpcdist.CheckpointManager(checkpoint, self.disk, fast_directory=self.memory)
+
+    def files(self):
+        return sorted(path.name for path in self.memory.rglob("*.h5"))
+
+
+@pytest.fixture
+def run(comm, shared_path, monkeypatch):
+    monkeypatch.setattr(make_world(), "node_comm", MPI.COMM_SELF)
+    return Run(shared_path)
+
+
+def save(run, manager, step, is_fast):
+    run.values[:] = step
+    if is_fast:
+        manager.save_fast(step)
+    else:
+        manager.save(step)
+    manager.wait()
+
+
+@pytest.mark.parametrize(
+    ("saves", "found"),
+    [
+        ([(10, False)], "disk"),
+        ([(10, True)], "memory"),
+        ([(10, False), (12, True)], "memory"),
+        ([(10, True), (12, False)], "disk"),
+        ([(10, True), (10, False)], "memory"),
+        ([(10, True), (12, True), (13, True)], "memory"),
+    ],
+)
+def test_the_newest_wins(run, comm, saves, found):
+    first = run.attempt()
+    for step, is_fast in saves:
+        save(run, first, step, is_fast)
+    second = run.attempt()
+    path = second.restore_or_initialize()
+    newest = max(step for step, _ in saves)
+    assert ("checkpoints" in path) == (found == "disk")
+    assert path.endswith(f"step-000000{newest}.h5")
+    assert len(set(comm.allgather(path))) == 1
+    assert (run.values == newest).all()
+    assert second.checkpoint.step == newest
+    save(run, second, newest + 1, is_fast=False)
+
+
+def test_only_the_newest_copy_stays(run):
+    manager = run.attempt()
+    for step in (1, 2, 3):
+        save(run, manager, step, is_fast=True)
+    assert run.files() == ["step-00000003.h5"]
+    later = run.attempt()
+    later.restore_or_initialize()
+    save(run, later, 4, is_fast=True)
+    assert run.files() == ["step-00000004.h5"]
+
+
+def test_a_damaged_copy_on_one_node_is_replaced_by_another_nodes(run, comm):
+    first = run.attempt()
+    save(run, first, 5, is_fast=False)
+    save(run, first, 7, is_fast=True)
+    if comm.rank == 0:
+        path = next(run.memory.rglob("*.h5"))
+        path.write_bytes(path.read_bytes()[:-1])
+    comm.Barrier()
+    run.attempt().restore_or_initialize()
+    assert (run.values == (7 if comm.size > 1 else 5)).all()
+
+
+def test_the_memory_of_a_lost_node_is_not_needed(run, comm):
+    first = run.attempt()
+    save(run, first, 5, is_fast=False)
+    save(run, first, 7, is_fast=True)
+    if comm.rank == 0:
+        shutil.rmtree(run.memory)
+    comm.Barrier()
+    assert run.attempt().begin_attempt() is not None
+    assert (run.values == (7 if comm.size > 1 else 5)).all()
+
+
+def test_damaged_files_on_disk_do_not_matter_where_memory_has_a_copy(run, comm, caplog):
+    first = run.attempt()
+    save(run, first, 7, is_fast=True)
+    save(run, first, 9, is_fast=False)
+    if comm.rank == 0:
+        path = next(run.disk.rglob("*.h5"))
+        path.write_bytes(path.read_bytes()[:-1])
+    comm.Barrier()
+    with caplog.at_level(logging.WARNING, "hpcdist"):
+        run.attempt().restore_or_initialize()
+    assert (run.values == 7).all()
+    assert comm.rank > 0 or "goes on from memory" in caplog.text
+
+
+def test_copies_of_another_run_in_the_same_place_are_not_taken(run, comm):
+    save(run, run.attempt(), 7, is_fast=True)
+    comm.Barrier()
+    if comm.rank == 0:
+        shutil.rmtree(run.disk)  # the user starts over
+    comm.Barrier()
+    assert run.attempt().restore_or_initialize() is None
+
+
+def test_memory_that_is_full_is_told_and_done_without(run, comm, caplog, monkeypatch):
+    manager = run.attempt()
+
+    def fail(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "hpcdist"):
+        patch.setattr(os, "pwrite", fail)
+        manager.save_fast(3)
+        manager.wait()
+        manager.save_fast(4)
+    assert caplog.text.count("goes on without copies in memory on this node") == 1
+    save(run, manager, 5, is_fast=False)
+    run.attempt().restore_or_initialize()
+    assert (run.values == 5).all()
+
+
+def test_the_memory_is_given_back_at_the_end(run):
+    manager = run.attempt()
+    manager.begin_attempt()
+    save(run, manager, 3, is_fast=True)
+    assert run.files()
+    manager.end_attempt()
+    assert not list(run.memory.iterdir())
+
+
+def test_a_copy_that_killed_two_attempts_is_stepped_over(run):
+    first = run.attempt()
+    first.begin_attempt()
+    save(run, first, 5, is_fast=False)
+    save(run, first, 7, is_fast=True)
+    for _ in range(2):
+        assert run.attempt().begin_attempt().endswith("step-00000007.h5")
+    assert run.attempt().begin_attempt().endswith("step-00000005.h5")

@@ -1,0 +1,143 @@
+"""MirroredStrategy and CentralStorageStrategy with devices: what is made in scope and in run is there, and batches too.
+
+A machine without GPUs has one device that computes. So torch's default device is "meta" here, where nothing has a
+value, and the replicas' device is the host: what is not put there by the strategy cannot be trained. Where batches go
+is looked at with the devices the other way round.
+"""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+import hpcdist
+
+pytestmark = pytest.mark.mpi
+STRATEGIES = [hpcdist.MirroredStrategy, hpcdist.CentralStorageStrategy]
+
+
+@pytest.fixture
+def default_device():
+    """Return what sets torch's default device for the test."""
+    yield torch.set_default_device
+    torch.set_default_device(None)
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on the device "meta", and of which nothing but a copy on the host has values."""
+
+    @staticmethod
+    def __new__(cls, values):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device="meta")
+
+    def __init__(self, values):
+        self.held = values
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        to = dict(kwargs or {}).pop("device", None)
+        result = func(*tree_map(lambda x: x.held if isinstance(x, cls) else x, args), **(kwargs or {}))
+        is_moved = to is not None and torch.device(to).type == "cpu"
+        return result if is_moved else tree_map(lambda x: cls(x) if isinstance(x, torch.Tensor) else x, result)
+
+
+def make_data(n_rows=10, batch=4):
+    return hpcdist.Dataset.from_tensor_slices((np.ones((n_rows, 1), np.float32), np.arange(n_rows))).batch(batch)
+
+
+def train(strategy):
+    """Return weights after two steps, with momentum and a variable that counts; and that number."""
+    with strategy.scope():
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        steps = hpcdist.Variable(0.0, aggregation="SUM")
+    for weight in model.parameters():
+        torch.nn.init.constant_(weight, 0.5)
+
+    def step():
+        optimizer.zero_grad()
+        own = hpcdist.get_replica_context().replica_id_in_sync_group
+        x = torch.tensor([[1.0, own], [own, 2.0]])
+        hpcdist.compute_average_loss(model(x).square().sum(1), global_batch_size=8).backward()
+        optimizer.step()
+        steps.assign_add(1.0)
+
+    strategy.run(step)
+    strategy.run(step)
+    return {name: value.clone() for name, value in model.state_dict().items()}, float(steps)
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize("replicas", [None, 4])
+def test_what_is_made_and_run_is_on_the_devices_given(comm, default_device, kind, replicas):
+    expected, n_steps = train(kind(num_replicas=replicas))
+    strategy = kind(["/cpu:0"] * comm.size, num_replicas=replicas)
+    default_device("meta")
+    weights, counted = train(strategy)
+    assert torch.ones(1).device.type == "meta"
+    assert {value.device.type for value in weights.values()} == {"cpu"}
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert counted == n_steps == 2 * strategy.num_replicas_in_sync
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_values_and_threads_of_replicas_are_there_too(comm, default_device, kind):
+    strategy = kind(["cpu"] * comm.size, num_replicas=max(3, comm.size))
+    default_device("meta")
+    made = strategy.experimental_distribute_values_from_function(lambda of: torch.ones(1))
+    parts = strategy.run(lambda one: (one + 1, torch.zeros(1)), args=(made,))
+    assert {one.device.type for part in parts for one in part.values} == {"cpu"}
+    without = hpcdist.MirroredStrategy()
+    assert without.run(lambda: torch.ones(1).device.type) == "meta"
+    with without.scope():
+        assert torch.nn.Linear(1, 1).weight.device.type == "meta"
+
+
+@pytest.mark.parametrize("replicas", [None, 3])
+@pytest.mark.parametrize("fetch", [None, False])
+def test_batches_are_moved_to_the_devices_given(comm, replicas, fetch):
+    strategy = hpcdist.MirroredStrategy(["meta"] * comm.size, num_replicas=replicas, gradient_op="mean")
+    options = hpcdist.InputOptions(experimental_fetch_to_device=fetch)
+    for batches in (
+        strategy.experimental_distribute_dataset(make_data(), options),
+        strategy.distribute_datasets_from_function(lambda context: make_data(), options),
+    ):
+        found = [x for step in batches for part in step for x in strategy.experimental_local_results(part)]
+        kind = torch.Tensor if fetch is None else np.ndarray
+        assert all(isinstance(x, kind) for x in found)
+        assert {x.device.type for x in found if fetch is None} == ({"meta"} if fetch is None else set())
+    assert isinstance(
+        next(iter(hpcdist.MirroredStrategy().experimental_distribute_dataset(make_data())))[0], np.ndarray
+    )
+
+
+def test_parts_weigh_by_their_rows_when_batches_are_moved(comm):
+    """Nothing is read ahead: a backward knows the rows of the part in use."""
+    strategy = hpcdist.MirroredStrategy(["meta"] * comm.size, gradient_op="mean")
+    batches = iter(strategy.experimental_distribute_dataset(make_data(4 * comm.size + 2, 4 * comm.size)))
+    next(batches)
+    assert strategy._engine.backward.handed[0].weight(is_mean=True) == 4
+    assert next(batches)[0].shape[0] == strategy._engine.backward.handed[0].weight(is_mean=True)
+
+
+@pytest.mark.parametrize("replicas", [None, 4])
+def test_reduced_values_lie_on_the_host_or_in_a_replica_where_they_were(comm, replicas):
+    strategy = hpcdist.MirroredStrategy(num_replicas=replicas, gradient_op="sum")
+    n, value = strategy.num_replicas_in_sync, OnDevice(torch.ones(2, 3))
+    assert value.device.type == "meta"
+    parts = strategy.run(lambda: OnDevice(torch.ones(2, 3)))
+    for found, expected in (
+        (strategy.reduce("sum", parts, axis=None), [[n] * 3] * 2),
+        (strategy.reduce("mean", parts, axis=0), [1.0] * 3),
+        (strategy.gather(parts, axis=0), [[1.0] * 3] * (2 * n)),
+    ):
+        assert type(found) is torch.Tensor
+        assert found.device.type == "cpu"
+        assert found.tolist() == expected
+
+    def fn():
+        context = hpcdist.get_replica_context()
+        found = context.all_reduce("sum", [value, torch.ones(1)])
+        return [one.device.type for one in (*found, context.all_gather(value, axis=0))] == ["meta", "cpu", "meta"]
+
+    assert all(strategy.experimental_local_results(strategy.run(fn)))

@@ -1,0 +1,363 @@
+"""PreemptionCheckpointHandler: one rank is asked, all save after the same step and leave; the next attempt goes on."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import hpcdist
+from hpcdist.errors import ExitCode, NoProgressError, UsageError
+from hpcdist.resilience.stop import SIGNALS
+
+pytestmark = pytest.mark.mpi
+ROWS, BATCH = 96, 12
+N_STEPS = ROWS // BATCH
+
+
+class Job:
+    """A model, its data and a handler over one run folder."""
+
+    def __init__(self, folder, make_strategy=hpcdist.MultiWorkerMirroredStrategy, num_replicas=None, **options):
+        torch.manual_seed(3)
+        self.strategy = strategy = make_strategy(num_replicas=num_replicas, gradient_op="sum")
+        with strategy.scope():
+            self.model = nn.Linear(3, 2)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        rows = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(1))
+        self.batches = self.distribute(rows)
+        self.test_batches = self.distribute(rows)
+        checkpoint = hpcdist.Checkpoint(
+            model=self.model, optimizer=self.optimizer, data=self.batches, strategy=strategy
+        )
+        self.manager = hpcdist.CheckpointManager(checkpoint, folder / "checkpoints")
+        self.handler = hpcdist.PreemptionCheckpointHandler(strategy.cluster_resolver, self.manager, **options)
+
+    def distribute(self, rows):
+        return self.strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(rows).batch(BATCH))
+
+    def step(self, x):
+        self.optimizer.zero_grad()
+        hpcdist.compute_average_loss(self.model(x).square().sum(1), global_batch_size=BATCH).backward()
+        self.optimizer.step()
+
+    def train(self, n_epochs=1, after_step=None):
+        for _ in range(self.batches.epoch, n_epochs):
+            for x in self.batches:
+                self.handler.run(self.strategy.run, self.step, args=(x,))
+                if after_step:
+                    after_step(self.handler.total_run_calls)
+
+    def bits(self):
+        return [parameter.detach().numpy().tobytes() for parameter in self.model.parameters()]
+
+
+@pytest.fixture
+def make_job(shared_path):
+    jobs = []
+
+    def make(name="run", **options):
+        jobs.append(Job(shared_path / name, **options))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.handler.close()
+
+
+def decision(comm, path, name="run"):
+    comm.Barrier()
+    return json.loads((path / name / "decision.json").read_text())
+
+
+def raise_on(rank, comm, at, number=signal.SIGTERM):
+    def act(step):
+        if step == at and comm.rank == rank % comm.size:
+            os.kill(os.getpid(), number)
+
+    return act
+
+
+def stopped(comm, run):
+    """Run until the handler leaves; return the code, equal on all ranks."""
+    with pytest.raises(SystemExit) as leaving:
+        run()
+    codes = comm.allgather(leaving.value.code)
+    assert len(set(codes)) == 1, codes
+    return codes[0]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize(
+    ("make_strategy", "more_replicas"),
+    [
+        (hpcdist.MultiWorkerMirroredStrategy, None),
+        (hpcdist.MultiWorkerMirroredStrategy, 2),
+        (hpcdist.CentralStorageStrategy, None),
+    ],
+)
+def test_a_signal_to_one_rank_and_the_next_attempt_has_the_same_bits(
+    comm, shared_path, make_job, number, make_strategy, more_replicas
+):
+    options = {
+        "make_strategy": make_strategy,
+        "num_replicas": None if more_replicas is None else comm.size + more_replicas,
+    }
+    unbroken = make_job("unbroken", **options)
+    unbroken.train(2)
+    unbroken.handler.close()
+    first = make_job(**options)
+    code = stopped(comm, lambda: first.train(2, raise_on(-1, comm, 3, number)))
+    assert code == ExitCode.RUN_AGAIN == 75
+    # the signal comes after step 3: the sum of step 4 tells the others; a single rank needs no telling
+    at = 3 if comm.size == 1 else 4
+    assert comm.allgather(first.handler.step) == [at] * comm.size
+    told = decision(comm, shared_path)
+    assert (told["decision"], told["step"], told["attempt"]) == ("requeue", at, 1)
+    assert told["reason"] == f"{number.name} on rank {comm.size - 1}"
+    first.handler.close()
+    second = make_job(**options)
+    assert second.handler.restored_path.endswith(f"step-{at:08d}.h5")
+    assert second.handler.total_run_calls == at
+    with second.handler:
+        second.train(2)
+    assert second.bits() == unbroken.bits()
+    told = decision(comm, shared_path)
+    assert (told["decision"], told["step"], told["attempt"]) == ("finished", 2 * N_STEPS, 2)
+
+
+def test_a_stop_in_evaluation(comm, shared_path, make_job):
+    job = make_job()
+    job.train()
+    n_batches = []
+
+    def evaluate():
+        with torch.no_grad():
+            for _ in range(100):
+                for x in job.test_batches:
+                    job.model(x)
+                    n_batches.append(1)
+                    if len(n_batches) == 20 and comm.rank == 0:
+                        job.handler.stop("the user")
+
+    assert stopped(comm, evaluate) == 75
+    assert len(set(comm.allgather(len(n_batches)))) == 1
+    assert 20 <= len(n_batches) <= 20 + 33
+    told = decision(comm, shared_path)
+    assert (told["reason"], told["step"]) == ("the user on rank 0", N_STEPS)
+
+
+def test_an_evaluation_passed_to_run_is_not_cut_in_two(comm, shared_path, make_job):
+    job = make_job()
+    job.handler.stop()
+    seen = job.handler
+
+    def evaluate():
+        return sum(len(x) for x in job.test_batches)
+
+    with seen._busy():
+        n_rows = job.strategy.reduce("sum", torch.tensor(float(evaluate())), axis=None)
+    assert n_rows == ROWS
+    assert stopped(comm, lambda: [seen.run(evaluate) for _ in range(5)]) == 75
+
+
+def test_a_loop_under_no_sync(comm, make_job):
+    job = make_job()
+    done = []
+
+    def accumulate():
+        for number, x in enumerate([*job.batches] * 8):
+            if number == 3 and comm.rank == comm.size - 1:
+                job.handler.stop()
+            with job.strategy.no_sync():
+                hpcdist.compute_average_loss(job.model(x).square().sum(1), global_batch_size=BATCH).backward()
+            done.append(number)
+            job.handler.poll()
+
+    assert stopped(comm, accumulate) == 75
+    assert len(set(comm.allgather(done[-1]))) == 1
+
+
+def test_a_numpy_loop_with_save_checkpoint_if_preempted(comm, shared_path):
+    import numpy as np
+
+    array = np.zeros(4)
+    checkpoint = hpcdist.Checkpoint(array=array)
+    handler = hpcdist.PreemptionCheckpointHandler(None, checkpoint, shared_path / "run" / "checkpoints")
+
+    def loop():
+        for number in range(1000):
+            array[:] = number + 1
+            if number == 10 and comm.rank == comm.size - 1:
+                handler.stop()
+            handler.save_checkpoint_if_preempted()
+
+    assert stopped(comm, loop) == 75
+    step = handler.step
+    handler.close()
+    again = hpcdist.PreemptionCheckpointHandler(None, checkpoint, shared_path / "run" / "checkpoints")
+    assert again.total_run_calls == step == array[0]
+    again.close()
+
+
+def test_the_stop_file_is_removed_when_it_was_obeyed(comm, shared_path, make_job):
+    job = make_job()
+    if comm.rank == 0:
+        (shared_path / "run" / "stop").touch()
+    comm.Barrier()
+    assert stopped(comm, lambda: job.train(50)) == 75
+    assert decision(comm, shared_path)["reason"] == f"stop file {shared_path / 'run' / 'stop'}"
+    assert not (shared_path / "run" / "stop").exists()
+
+
+def test_a_deadline(comm, shared_path, make_job, capfd):
+    job = make_job(time_limit_s=6.5)
+    assert capfd.readouterr().err.count("hpcdist: deadline in 6 s; stops when p99 step") == (comm.rank == 0)
+    started = time.monotonic()
+    assert stopped(comm, lambda: job.train(10**6, lambda step: time.sleep(0.02))) == 75
+    assert 0.5 < time.monotonic() - started < 4
+    assert decision(comm, shared_path)["reason"] == "deadline"
+    assert job.handler._save_times.is_measured, "a first save was made to know what one costs"
+
+
+def test_a_grace_period_is_used_for_training(comm, shared_path, make_job, capfd):
+    job = make_job(termination_config=hpcdist.TerminationConfig(grace_period=6.5))
+
+    def after_step(step):
+        if step == 2 and comm.rank == comm.size - 1:
+            job.handler.stop()
+        time.sleep(0.02)
+
+    assert stopped(comm, lambda: job.train(10**6, after_step)) == 75
+    assert job.handler.step > 20
+    steps = sorted(path.name for path in (shared_path / "run").rglob("*.json") if path.name.startswith("step"))
+    comm.Barrier()
+    assert steps[0] == f"step-{2 if comm.size == 1 else 3:08d}.json", "one save at once"
+    assert steps[-1] == f"step-{job.handler.step:08d}.json", "one at the end"
+
+
+def test_watcher_save_fn_and_exit_fn(comm, make_job):
+    calls = []
+    config = hpcdist.TerminationConfig(
+        termination_watcher_fn=lambda: comm.rank == comm.size - 1 and len(calls) >= 3,
+        save_fn=lambda: calls.append("save"),
+        exit_fn=lambda: calls.append("exit"),
+    )
+    job = make_job(termination_config=config)
+    job.train(1, lambda step: (calls.append(step), time.sleep(0.3 if step in (3, 4, 5, 6) else 0)))
+    assert comm.allgather(calls) == [calls] * comm.size
+    assert calls.count("save") == calls.count("exit") == 1
+    assert calls.index("exit") == calls.index("save") + 1
+
+
+@pytest.mark.parametrize("every", [{"save_every_steps": 3}, {"save_every_s": 0.05}])
+def test_periodic_saves(comm, shared_path, make_job, every):
+    job = make_job(**every)
+    with job.handler:
+        job.train(1, lambda step: time.sleep(0.03))
+    assert job.manager.checkpoint.step == N_STEPS
+    comm.Barrier()
+    steps = sorted(int(path.stem[5:]) for path in (shared_path / "run").rglob("step-*.json"))
+    if "save_every_steps" in every:
+        assert steps == [3, 6, N_STEPS]
+    else:
+        assert 2 <= len(steps) <= 3, "the last three are kept"
+    assert decision(comm, shared_path)["decision"] == "finished"
+
+
+def test_a_user_handler_is_called_too_and_gets_its_signal_back(comm, make_job):
+    calls = []
+    earlier = signal.signal(signal.SIGUSR2, lambda number, frame: calls.append(number))
+    try:
+        own = signal.getsignal(signal.SIGUSR2)
+        job = make_job()
+        assert stopped(comm, lambda: job.train(2, raise_on(0, comm, 2, signal.SIGUSR2))) == 75
+        assert calls == ([signal.SIGUSR2] if comm.rank == 0 else [])
+        job.handler.close()
+        assert signal.getsignal(signal.SIGUSR2) is own
+    finally:
+        signal.signal(signal.SIGUSR2, earlier)
+
+
+def test_a_second_signal_while_saving(comm, shared_path, make_job):
+    job = make_job()
+    save = job.manager.save
+
+    def save_slowly(*args, **kwargs):
+        for number in SIGNALS:
+            os.kill(os.getpid(), number)
+        return save(*args, **kwargs)
+
+    job.manager.save = save_slowly
+    assert stopped(comm, lambda: job.train(2, raise_on(0, comm, 1, signal.SIGUSR1))) == 75
+    assert decision(comm, shared_path)["reason"] == "SIGUSR1 on rank 0"
+
+
+def test_an_error_leaves_the_decision_that_was_made_at_the_start(comm, shared_path, make_job):
+    job = make_job()
+    with pytest.raises(ZeroDivisionError), job.handler:
+        raise ZeroDivisionError
+    told = decision(comm, shared_path)
+    assert (told["decision"], told["reason"]) == ("requeue", "died without a word")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_attempts_that_die_again_and_again_are_not_started_a_fourth_time(comm, shared_path, make_job):
+    for verdict in ("requeue", "requeue", "stop"):
+        make_job().handler.close()
+        assert decision(comm, shared_path)["decision"] == verdict
+    with pytest.raises(NoProgressError, match="got 3 attempts in a row died") as refusal:
+        make_job()
+    assert refusal.value.exit_code == 76
+    assert refusal.value.is_agreed
+    assert decision(comm, shared_path)["decision"] == "stop"
+    comm.Barrier()
+    if comm.rank == 0:
+        (shared_path / "run" / "decision.json").unlink()
+    comm.Barrier()
+    job = make_job(save_every_steps=2)  # somebody has looked at it
+    job.train(1)
+    assert decision(comm, shared_path)["decision"] == "requeue", "renewed by the first checkpoint"
+    job.handler.close()
+
+
+def test_stops_before_any_progress_end_the_chain_too(comm, shared_path, make_job):
+    job = make_job()
+    with job.handler:
+        job.train(1)
+    for attempt, (verdict, code) in enumerate([("requeue", 75), ("requeue", 75), ("stop", 76)], 2):
+        job = make_job()
+        job.handler.stop()
+        assert stopped(comm, lambda job=job: [job.handler.poll() for _ in range(3)]) == code
+        told = decision(comm, shared_path)
+        assert (told["decision"], told["attempt"], told["idle_stops"]) == (verdict, attempt, attempt - 1)
+        job.handler.close()
+
+
+def test_a_later_handler_takes_over(comm, make_job):
+    first, second = make_job("one"), make_job("two")
+    assert second.strategy.world.notices.watcher is second.handler
+    first.handler.close()
+    assert second.strategy.world.notices.watcher is second.handler
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert (first.handler._flag.reason, second.handler._flag.reason) == (None, f"SIGUSR1 on rank {comm.rank}")
+
+
+def test_what_cannot_be(comm, shared_path):
+    with pytest.raises(UsageError, match="expected a CheckpointManager, or a Checkpoint and a checkpoint_dir"):
+        hpcdist.PreemptionCheckpointHandler(None, hpcdist.Checkpoint())
+    with pytest.raises(UsageError, match="got dict"):
+        hpcdist.PreemptionCheckpointHandler(None, {}, shared_path)
+
+
+def test_threads_do_not_poll(make_job):
+    job = make_job()
+    job.handler.stop()
+    thread = threading.Thread(target=job.handler.poll)
+    thread.start()
+    thread.join()
+    assert not job.handler._is_done

@@ -1,0 +1,135 @@
+"""MetricsFile: kills at any byte, records that are written again, and processes that are left over."""
+
+import json
+import os
+
+import pytest
+
+from hpcdist.errors import CheckpointError, UsageError
+from hpcdist.resilience.metrics_file import MetricsFile
+
+
+class OneRank:
+    is_chief = True
+
+
+class OtherRank:
+    is_chief = False
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run" / "metrics.jsonl"
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def written(path, steps, world=OneRank, **values):
+    file = MetricsFile(path, world())
+    for step in steps:
+        file.write(step, loss=step / 2, **values)
+    return file
+
+
+def test_records_are_there_when_write_returns(path):
+    file = written(path, [1])
+    assert records(path) == [{"step": 1, "loss": 0.5}]
+    file.write(4, accuracy=1.0)
+    assert records(path)[-1] == {"step": 4, "accuracy": 1.0}
+    assert len(file) == 2
+
+
+def test_the_chief_alone_writes(path):
+    file = written(path, [1, 2], OtherRank)
+    assert len(file) == 2
+    assert file.state_dict() == {"records": 2, "last_step": 2}
+    file.load_state_dict({"records": 1, "last_step": 1})
+    assert len(file) == 1
+    assert not path.parent.exists()
+
+
+def test_a_restart_keeps_what_the_checkpoint_knew_of(path):
+    file = written(path, [1, 2])
+    state = file.state_dict()
+    file.write(3)
+    again = MetricsFile(path, OneRank())
+    again.load_state_dict(state)
+    assert len(again) == 2
+    assert [record["step"] for record in records(path)] == [1, 2]
+    again.write(3, loss=9)
+    assert records(path)[-1] == {"step": 3, "loss": 9}
+
+
+def test_a_checkpoint_of_the_same_step_before_and_after_its_record(path):
+    """A save at the last step of an epoch comes before the record of the epoch, a last save after it."""
+    file = written(path, [5])
+    before = file.state_dict()
+    file.write(10)
+    after = file.state_dict()
+    for state, steps in ((after, [5, 10]), (before, [5])):
+        again = MetricsFile(path, OneRank())
+        again.load_state_dict(state)
+        assert [record["step"] for record in records(path)] == steps
+
+
+def test_without_a_checkpoint_a_step_is_written_anew(path):
+    written(path, [1, 2, 3, 4])
+    file = written(path, [3], epoch=1)
+    assert records(path)[1:] == [{"step": 2, "loss": 1.0}, {"step": 3, "loss": 1.5, "epoch": 1}]
+    file.write(4)
+    assert [record["step"] for record in records(path)] == [1, 2, 3, 4]
+
+
+def test_a_file_cut_at_any_byte(path):
+    written(path, [1, 2, 3])
+    whole = path.read_bytes()
+    ends = [index + 1 for index, byte in enumerate(whole) if byte == ord("\n")]
+    for length in range(len(whole) + 1):
+        path.write_bytes(whole[:length])
+        written(path, [9])
+        n_whole = sum(end <= length for end in ends)
+        assert [record["step"] for record in records(path)] == [*range(1, n_whole + 1), 9]
+
+
+def test_a_process_that_is_left_over_writes_to_no_effect(path):
+    zombie = written(path, [1, 2])
+    state = zombie.state_dict()
+    again = MetricsFile(path, OneRank())
+    again.load_state_dict(state)
+    zombie.write(3, loss="of the zombie")
+    again.write(3, loss="of the new attempt")
+    zombie.write(4, loss="of the zombie")
+    assert [record["loss"] for record in records(path)] == [0.5, 1.0, "of the new attempt"]
+
+
+def test_lost_records_are_told(path, caplog):
+    state = written(path, [1, 2]).state_dict()
+    path.unlink()
+    MetricsFile(path, OneRank()).load_state_dict(state)
+    assert "expected 2 records" in caplog.text
+    assert path.read_text() == ""
+
+
+def test_steps_go_up(path):
+    file = written(path, [3])
+    for step in (3, 2):
+        with pytest.raises(UsageError, match=f"expected a step after the last record's 3, got {step}"):
+            file.write(step)
+    assert len(records(path)) == 1
+
+
+def test_a_disk_that_refuses(path):
+    path.parent.mkdir()
+    path.mkdir()
+    with pytest.raises(CheckpointError, match="metrics: expected to write"):
+        written(path, [1])
+
+
+def test_records_are_durable_before_a_checkpoint_counts_them(path, monkeypatch):
+    synced = []
+    file = written(path, [1])
+    monkeypatch.setattr(os, "fsync", synced.append)
+    file.state_dict()
+    assert synced == [file._file.fileno()]

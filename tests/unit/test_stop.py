@@ -1,0 +1,146 @@
+"""The stop flag: signals, a file, a function, a call; who had the signals before, and forked children."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from hpcdist.errors import UsageError
+from hpcdist.resilience.stop import SIGNALS, StopFlag
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def earlier():
+    """Return what signals called that a handler of the program's own had before; all are put back."""
+    found, calls = {number: signal.getsignal(number) for number in SIGNALS}, []
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: calls.append(number))
+    yield calls
+    for number, handler in found.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_raises_the_flag_and_calls_the_earlier_handler(earlier, number):
+    flag = StopFlag("rank 3")
+    flag.watch_signals()
+    assert flag.reason is None
+    signal.raise_signal(number)
+    assert flag.reason == f"{number.name} on rank 3"
+    assert earlier == [number]
+    flag.close()
+
+
+def test_the_first_reason_stays(earlier):
+    flag = StopFlag("rank 0", clock=Clock())
+    flag.watch_signals()
+    signal.raise_signal(signal.SIGUSR2)
+    signal.raise_signal(signal.SIGTERM)
+    flag.ask("stop()")
+    assert flag.reason == "SIGUSR2 on rank 0"
+    assert flag.since == 100.0
+    flag.close()
+
+
+def test_closing_gives_the_signals_back(earlier):
+    flag = StopFlag("rank 0")
+    before = signal.getsignal(signal.SIGUSR1)
+    flag.watch_signals()
+    assert signal.getsignal(signal.SIGUSR1) is not before
+    own = signal.signal(signal.SIGTERM, lambda number, frame: None) and signal.getsignal(signal.SIGTERM)
+    flag.close()
+    assert signal.getsignal(signal.SIGUSR1) is before
+    assert signal.getsignal(signal.SIGTERM) is own, "it was installed later, and is not ours to take away"
+    signal.raise_signal(signal.SIGUSR1)
+    assert flag.reason is None
+    assert earlier == [signal.SIGUSR1]
+
+
+def test_only_the_main_thread_can_watch_signals():
+    errors = []
+
+    def watch():
+        try:
+            StopFlag("rank 0").watch_signals()
+        except UsageError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=watch, name="loader")
+    thread.start()
+    thread.join()
+    assert "expected the main thread" in errors[0]
+    assert "got loader" in errors[0]
+
+
+def test_the_file_is_looked_for_at_most_every_two_seconds(tmp_path):
+    clock = Clock()
+    flag = StopFlag("rank 0", file=tmp_path / "stop", clock=clock)
+    assert flag.reason is None
+    (tmp_path / "stop").touch()
+    clock.now += 1.9
+    assert flag.reason is None
+    clock.now += 0.2
+    assert flag.reason == f"stop file {tmp_path / 'stop'}"
+    flag.remove_file()
+    assert not (tmp_path / "stop").exists()
+    assert StopFlag("rank 0", file=tmp_path / "stop", clock=clock).reason is None
+
+
+def test_the_users_function_is_called_at_most_every_second():
+    clock, calls = Clock(), []
+
+    def watch():
+        calls.append(clock.now)
+        return len(calls) == 2
+
+    flag = StopFlag("rank 1", watcher=watch, clock=clock)
+    for _ in range(5):
+        assert flag.reason is None
+    assert calls == [100.0]
+    clock.now += 1.0
+    assert flag.reason == "termination_watcher_fn on rank 1"
+
+
+def test_a_call_from_any_thread():
+    flag = StopFlag("rank 2")
+    thread = threading.Thread(target=flag.ask, args=("loss is not finite",))
+    thread.start()
+    thread.join()
+    assert flag.reason == "loss is not finite on rank 2"
+
+
+FORK = """
+import os, signal, sys
+from hpcdist.resilience.stop import StopFlag
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+flag = StopFlag("rank 0")
+flag.watch_signals()
+signal.raise_signal(signal.SIGUSR2)
+pid = os.fork()
+if pid == 0:
+    is_default = [signal.getsignal(number) == signal.SIG_DFL for number in (15, 10, 12)]
+    if not all(is_default) or flag.reason is not None:
+        os._exit(3)
+    signal.raise_signal(signal.SIGTERM)
+    os._exit(4)
+_, status = os.waitpid(pid, 0)
+assert flag.reason == "SIGUSR2 on rank 0", flag.reason
+assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+print(os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status))
+"""
+
+
+def test_a_forked_child_ends_when_it_is_told_to():
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, env=os.environ)
+    assert done.stdout.strip() == str(int(signal.SIGTERM)), done.stdout + done.stderr
