@@ -18,6 +18,7 @@ from hpcdist.checkpoint.tree import NamedArray
 
 OPERATIONS = [name for name, item in vars(Disk).items() if callable(item)]
 N_STEPS = 8
+KEPT = Retention(2, keep_best="loss")
 
 
 class WatchedDisk(Disk):
@@ -46,16 +47,18 @@ class Training:
         path: of the checkpoints.
         disk: the seam.
         tell: called with the place of a checkpoint as soon as it is committed.
+        retention: what is kept.
     """
 
-    def __init__(self, path, disk=None, tell=lambda place: None):
+    def __init__(self, path, disk=None, tell=lambda place: None, retention=KEPT):
         self.folder = CheckpointFolder(path, disk)
-        self.tell = tell
+        self.tell, self.retention = tell, retention
         self.image = FileImage()
         self.step, self.weights = 0, np.linspace(-1, 1, 300)
 
     def run(self):
         self.folder.begin()
+        self.folder.run_id()
         restored = self.restore(crashed_twice(self.folder.fruitless_attempts()))
         self.folder.note_attempt(restored, has_ended=False)
         while self.step < N_STEPS:
@@ -70,9 +73,9 @@ class Training:
         found = self.folder.read_latest(suspects)
         if found is None:
             return None
-        self.step, self.weights = found[2]["step"], found[3][0].values.copy()
-        self.folder.go_on_from(found[0])
-        return str(found[0])
+        self.step, self.weights = found.state["step"], found.arrays[0].values.copy()
+        self.folder.go_on_from(found.place)
+        return str(found.place)
 
     def take_step(self):
         self.step += 1
@@ -86,19 +89,19 @@ class Training:
         newest = self.folder.commit(self.step, path, self.image, {}, metrics=metrics)
         self.tell(Place(self.folder.generation, self.step))
         if prunes:
-            self.folder.prune(newest, Retention(2, keep_best="loss"))
+            self.folder.prune(newest, self.retention)
 
 
 def final_bits(path):
     """Return the state and the bytes that the latest checkpoint holds, or None where there is none."""
     found = CheckpointFolder(path).read_latest()
-    return None if found is None else (found[2], [array.values.tobytes() for array in found[3]])
+    return None if found is None else (found.state, [array.values.tobytes() for array in found.arrays])
 
 
 def newest_place(path):
     """Return the place of the latest checkpoint that verifies, or None where there is none."""
     found = CheckpointFolder(path).read_latest()
-    return None if found is None else found[0]
+    return None if found is None else found.place
 
 
 def make_fresh(path):
