@@ -82,12 +82,21 @@ def make_folders(disk: Disk, path: Path) -> None:
     Raises:
         OSError: when the file system refuses.
     """
-    for folder in [folder for folder in (path, *path.parents) if not folder.exists()][::-1]:
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()][::-1]
+    _sync_name_if_new(disk, missing[0].parent if missing else path)
+    for folder in missing:
         try:
             disk.make_folder(folder)
         except FileExistsError:  # somebody else made it meanwhile
             continue
         disk.sync_folder(folder.parent)
+
+
+def _sync_name_if_new(disk: Disk, folder: Path) -> None:
+    """Make the name of an empty folder durable: who made it may have been killed before that."""
+    if not os.listdir(folder):
+        with contextlib.suppress(PermissionError):  # a parent that we cannot read: others made the folder
+            disk.sync_folder(folder.parent)
 
 
 def replace_file(disk: Disk, path: Path, blocks: Iterable[memoryview], nbytes: int | None = None) -> None:
