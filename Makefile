@@ -79,7 +79,7 @@ kills: .venv/test.installed
 	N_KILLS=20 $(BIN)/python -m pytest --quiet -rP tests/fault/test_restart.py -k again_and_again
 
 # Every case of what `make unit` has a sample of: kills, power cuts, failing calls and hostile files.
-CRASH_TESTS = $(addprefix tests/unit/test_,kill_points.py power_cuts.py)
+CRASH_TESTS = $(addprefix tests/unit/test_,kill_points.py power_cuts.py disk_faults.py hostile_files.py)
 crashes: .venv/test.installed
 	EVERY_CASE=1 $(BIN)/python -m pytest --quiet -rP $(CRASH_TESTS)
 

@@ -1,7 +1,7 @@
 """A model of a disk that loses its power: from a record of operations, every state that may be found afterwards.
 
-A sync makes the content of a file durable, and a sync of a folder the names in it; nothing else does. Of what came after
-the last sync,
+A sync makes the content of a file durable, and a sync of a folder the names in it; nothing else does. Of what came
+after the last sync,
 
 - any subset of the changes to names may be there, and each change is there wholly or not (a rename is one change);
 - a file has its content as of the last sync, or the whole new one, or the room allocated for it, with zeros, or new

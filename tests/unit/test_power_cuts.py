@@ -1,4 +1,4 @@
-"""After a power cut at any point, whatever a disk may have kept by then, training goes on and nothing committed is lost.
+"""After a power cut at any point, whatever a disk kept by then, training goes on and nothing committed is lost.
 
 The states are those of the model in `power_cuts.py`. `make crashes` recovers thousands; else it is a sample.
 """
