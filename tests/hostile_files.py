@@ -214,6 +214,13 @@ def copies(file):
         file[f"arrays/y{number}"] = file["arrays/uint8x"]
 
 
+def link_to_same(file):
+    """Move an array into another file, and leave a link to it."""
+    with h5py.File(Path(file.filename).with_name("other.h5"), "w") as other:
+        file.copy("arrays/float32", other, "x")
+    link("arrays/float32", h5py.ExternalLink("other.h5", "/x"))(file)
+
+
 def named_objects(dtype, name):
     """Put in a dataset of objects under the name that numpy has for them, and a row of the index that tells of it."""
 
@@ -229,6 +236,7 @@ def named_objects(dtype, name):
 #: Changes of the HDF5 file.
 FILES = {
     "external link": link("arrays/float32", h5py.ExternalLink("/etc/passwd", "/x")),
+    "external link to the same data": link_to_same,
     "external link to itself": link("arrays/float32", h5py.ExternalLink("step-00000004.h5", "/index")),
     "soft link": link("arrays/float32", h5py.SoftLink("/index")),
     "soft link in a circle": link("arrays/float32", h5py.SoftLink("/arrays/float32")),
