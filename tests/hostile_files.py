@@ -262,6 +262,7 @@ FILES = {
     "scale-offset": big_array("i4", 400, chunks=(400,), scaleoffset=4),
     "bomb": big_array("f8", 1 << 50, chunks=(1 << 10,)),
     "gzip bomb": replace("arrays/float32", data=np.zeros(1 << 22, "f4"), chunks=(1 << 20,), compression="gzip"),
+    "contiguous bomb of the right type": big_array("f4", 1 << 47),
     "contiguous bomb": big_array("f8", 1 << 47),
     "two dimensions": replace("arrays/float32", (20, 20), "f4"),
     "32 dimensions": replace("arrays/float32", (1,) * 32, "f4"),
@@ -412,6 +413,11 @@ def is_pipe(name):
     return make
 
 
+def endless_of_no_bytes(path):
+    in_manifest(nbytes=0)(path)
+    is_link_to(DATA, "/dev/zero")(path)
+
+
 def is_folder(name):
     def make(path):
         (path / name).unlink()
@@ -439,6 +445,7 @@ OTHERS = {
     "manifest not UTF-8": put(MANIFEST, b"\xff\xfe\0"),
     "manifest without end": is_link_to(MANIFEST, "/dev/zero"),
     "file without end": is_link_to(DATA, "/dev/zero"),
+    "file without end, of no bytes": endless_of_no_bytes,
     "manifest a pipe": is_pipe(MANIFEST),
     "file a pipe": is_pipe(DATA),
     "manifest a folder": is_folder(MANIFEST),
