@@ -20,7 +20,7 @@ OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA
 # What another MPI library may do otherwise when a rank fails: a sample, as the whole file takes minutes.
 OPENMPI_FAILURES = killed or (job_ends and (raise or os._exit or terminated)) or leave_together
 
-.PHONY: train test lint unit mpi openmpi system-mpi fault kills crashes slurm hosts gpu bench-quick clean
+.PHONY: train test lint unit mpi openmpi system-mpi fault kills crashes mutants slurm hosts gpu bench-quick clean
 
 train: .venv/train.installed
 	$(BIN)/mpirun -n 2 $(BIN)/python jobs/train.py --run-dir $(RUN_DIR)
@@ -82,6 +82,10 @@ kills: .venv/test.installed
 CRASH_TESTS = $(addprefix tests/unit/test_,kill_points.py power_cuts.py disk_faults.py hostile_files.py)
 crashes: .venv/test.installed
 	EVERY_CASE=1 $(BIN)/python -m pytest --quiet -rP $(CRASH_TESTS)
+
+# One safety at a time taken out of a copy: a test must notice each. `make unit` takes three.
+mutants: .venv/test.installed
+	$(BIN)/python tests/mutants.py
 
 # Skipped, with the reason, where Debian's Slurm packages or root are missing; in CI that is a failure.
 slurm: .venv/test.installed

@@ -214,6 +214,13 @@ def copies(file):
         file[f"arrays/y{number}"] = file["arrays/uint8x"]
 
 
+def link_to_same(file):
+    """Move an array into another file, and leave a link to it."""
+    with h5py.File(Path(file.filename).with_name("other.h5"), "w") as other:
+        file.copy("arrays/float32", other, "x")
+    link("arrays/float32", h5py.ExternalLink("other.h5", "/x"))(file)
+
+
 def named_objects(dtype, name):
     """Put in a dataset of objects under the name that numpy has for them, and a row of the index that tells of it."""
 
@@ -229,6 +236,7 @@ def named_objects(dtype, name):
 #: Changes of the HDF5 file.
 FILES = {
     "external link": link("arrays/float32", h5py.ExternalLink("/etc/passwd", "/x")),
+    "external link to the same data": link_to_same,
     "external link to itself": link("arrays/float32", h5py.ExternalLink("step-00000004.h5", "/index")),
     "soft link": link("arrays/float32", h5py.SoftLink("/index")),
     "soft link in a circle": link("arrays/float32", h5py.SoftLink("/arrays/float32")),
@@ -254,6 +262,7 @@ FILES = {
     "scale-offset": big_array("i4", 400, chunks=(400,), scaleoffset=4),
     "bomb": big_array("f8", 1 << 50, chunks=(1 << 10,)),
     "gzip bomb": replace("arrays/float32", data=np.zeros(1 << 22, "f4"), chunks=(1 << 20,), compression="gzip"),
+    "contiguous bomb of the right type": big_array("f4", 1 << 47),
     "contiguous bomb": big_array("f8", 1 << 47),
     "two dimensions": replace("arrays/float32", (20, 20), "f4"),
     "32 dimensions": replace("arrays/float32", (1,) * 32, "f4"),
@@ -404,6 +413,11 @@ def is_pipe(name):
     return make
 
 
+def endless_of_no_bytes(path):
+    in_manifest(nbytes=0)(path)
+    is_link_to(DATA, "/dev/zero")(path)
+
+
 def is_folder(name):
     def make(path):
         (path / name).unlink()
@@ -431,6 +445,7 @@ OTHERS = {
     "manifest not UTF-8": put(MANIFEST, b"\xff\xfe\0"),
     "manifest without end": is_link_to(MANIFEST, "/dev/zero"),
     "file without end": is_link_to(DATA, "/dev/zero"),
+    "file without end, of no bytes": endless_of_no_bytes,
     "manifest a pipe": is_pipe(MANIFEST),
     "file a pipe": is_pipe(DATA),
     "manifest a folder": is_folder(MANIFEST),

@@ -376,6 +376,19 @@ print(folder.generation)
     assert sorted(int(job.communicate(timeout=50)[0]) for job in jobs) == [1, 2, 3, 4]
 
 
+class OvertakenDisk(Disk):
+    """Another attempt makes the first generation right before this one does."""
+
+    def make_folder(self, path):
+        if path.name == "gen-0001":
+            os.mkdir(path)
+        super().make_folder(path)
+
+
+def test_an_attempt_that_is_overtaken_takes_the_next_number(tmp_path):
+    assert attempt(tmp_path, OvertakenDisk()).generation == 2
+
+
 def die(path, restored, has_ended=False):
     folder = attempt(path)
     folder.note_attempt(restored, has_ended)

@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 from collections import Counter
 
 import pytest
@@ -131,3 +132,32 @@ def test_an_interruption_or_a_short_write_is_no_error(fast_folder, template, mon
             goes_on(path, committed)
     print(f"{sum(counts.values())} interruptions: {dict(counts)}")
     assert sum(counts.values()) > 2
+
+
+class SyncedOs:
+    """The module `os`; notes whether a file or a folder is forced to the disk."""
+
+    def __init__(self):
+        self.synced = []
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def fsync(self, descriptor):
+        self.synced.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        os.fsync(descriptor)
+
+
+def test_a_file_and_its_name_are_forced_to_the_disk(tmp_path, monkeypatch):
+    synced = SyncedOs()
+    monkeypatch.setattr(durable, "os", synced)
+    durable.replace_text(durable.Disk(), tmp_path / "name", "text")
+    assert synced.synced == ["file", "folder"]
+
+
+def test_blocks_that_a_disk_does_not_take_directly_go_through_the_page_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(durable, "_set_direct", lambda descriptor, is_wanted: is_wanted)
+    monkeypatch.setattr(durable, "os", FaultyOs("pwrite", 1, errno.EINVAL))
+    block = memoryview(bytes(range(256)) * 32)
+    durable.replace_file(durable.Disk(), tmp_path / "name", [block], len(block))
+    assert (tmp_path / "name").read_bytes() == bytes(block)
