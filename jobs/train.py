@@ -1,16 +1,15 @@
-"""Train an image classifier on all ranks; kill it at any time and start it again the same way to go on.
+"""Train an image classifier on all ranks; stop or kill it at any time and start it again the same way to go on.
 
 python jobs/train.py
 mpirun -n 4 python jobs/train.py --run-dir runs/digits
 python jobs/train.py --replicas 8                         (the same bits on any number of ranks)
 srun --mpi=pmi2 python jobs/train.py --model cnn --data /datasets/mnist      (in an sbatch script)
 
-Default data: the 1,797 handwritten digits that come with scikit-learn. The run folder holds checkpoints/, metrics.jsonl
-and train.log; the last checkpoint has the final weights.
+Default data: the 1,797 handwritten digits that come with scikit-learn. The run folder holds checkpoints/, train.log,
+metrics.jsonl and decision.json; the last checkpoint has the final weights.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -62,14 +61,6 @@ def build_cnn(height, width):
 MODELS = {"mlp": build_mlp, "cnn": build_cnn}
 
 
-def forget_epochs(metrics, first_epoch):
-    """Drop the lines of epochs that are about to run again, and a last line that was torn."""
-    lines = metrics.read_text().splitlines(True) if metrics.exists() else []
-    kept = [line for line in lines if line.endswith("}\n") and json.loads(line)["epoch"] < first_epoch]
-    metrics.with_suffix(".new").write_text("".join(kept))
-    metrics.with_suffix(".new").replace(metrics)
-
-
 def append(path, line):
     with open(path, "a") as file:
         file.write(line + "\n")
@@ -89,19 +80,18 @@ def main():
     batches = strategy.experimental_distribute_dataset(dataset)
     test_batches = strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(test).batch(512))
 
+    metrics = hpcdist.MetricsFile(args.run_dir / "metrics.jsonl")
     objects = {"model": model, "optimizer": optimizer, "data": batches, "strategy": strategy, "mean_loss": mean_loss}
-    checkpoint = hpcdist.Checkpoint(**objects)
+    checkpoint = hpcdist.Checkpoint(**objects, metrics=metrics)
     manager = hpcdist.CheckpointManager(checkpoint, args.run_dir / "checkpoints")
-    path = manager.restore_or_initialize()
-    step = checkpoint.step
-    if strategy.is_chief:
-        forget_epochs(args.run_dir / "metrics.jsonl", batches.epoch)
+    handler = hpcdist.PreemptionCheckpointHandler(strategy.cluster_resolver, manager, save_every_steps=args.save_every)
 
     def say(text):
         if strategy.is_chief:
             print(text, flush=True)
             append(args.run_dir / "train.log", text)
 
+    path = handler.restored_path
     say(f"{strategy.num_replicas_in_sync} replicas; " + (f"going on from {path}" if path else "new run"))
 
     def train_step(images, labels):
@@ -123,21 +113,17 @@ def main():
         model.train()
         return float(accuracy.result())
 
-    for epoch in range(batches.epoch, args.epochs):
-        for batch in batches:
-            strategy.run(train_step, args=batch)
-            step += 1
-            if step % args.save_every == 0:
-                path = manager.save(step)
-        loss, right = float(mean_loss.result()), evaluate()
-        say(f"epoch {epoch + 1}/{args.epochs}  step {step}  loss {loss:.4f}  test accuracy {right:.4f}")
-        if strategy.is_chief:
-            metrics = {"epoch": epoch, "step": step, "loss": loss, "test_accuracy": right}
-            append(args.run_dir / "metrics.jsonl", json.dumps(metrics))
-        mean_loss.reset_state()
-    if step > checkpoint.step:
-        path = manager.save(step)
-    say(f"test accuracy {evaluate():.4f}  checkpoint {path}")
+    with handler:  # saves every so often, when the job is asked to stop, and at the end
+        for epoch in range(len(metrics), args.epochs):
+            if epoch == batches.epoch:  # else a stop came between its last step and its record
+                for batch in batches:
+                    handler.run(strategy.run, train_step, args=batch)
+            loss, right, step = float(mean_loss.result()), evaluate(), handler.total_run_calls
+            say(f"epoch {epoch + 1}/{args.epochs}  step {step}  loss {loss:.4f}  test accuracy {right:.4f}")
+            metrics.write(step, epoch=epoch, loss=loss, test_accuracy=right)
+            mean_loss.reset_state()
+        right = evaluate()
+    say(f"test accuracy {right:.4f}  checkpoint {handler.latest_path}")
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ class PreemptionCheckpointHandler:
 
     Attributes:
         restored_path: of the checkpoint that was restored; None for a new run.
+        latest_path: of the last one that was saved or restored.
 
     Raises:
         UsageError: without a folder, or outside the main thread.
@@ -110,7 +111,7 @@ class PreemptionCheckpointHandler:
 
     def _begin(self) -> None:
         """Restore, and listen from now on."""
-        self.restored_path = self._manager.begin_attempt()
+        self.restored_path = self.latest_path = self._manager.begin_attempt()
         self._base = self._manager.checkpoint.step
         self._n_runs = 0
         self._base_of_world = self._world.step or 0
@@ -251,7 +252,7 @@ class PreemptionCheckpointHandler:
                 self._config.save_fn(*args, **kwargs)
                 self._manager.checkpoint.step = self.step
             else:
-                self._manager.save(self.step, *args, blocking=is_last or is_first, **kwargs)
+                self.latest_path = self._manager.save(self.step, *args, blocking=is_last or is_first, **kwargs)
         self._saved_at, self._has_saved = time.monotonic(), True
         if is_first:
             self._attempt.committed(self.step)

@@ -46,7 +46,12 @@ def test_a_folder_without_mnist(start, root, tmp_path):
 def test_accuracy_on_digits_and_what_the_run_folder_holds(start, root, tmp_path, model):
     outcome = start(2, root / "jobs" / "train.py", "--model", model, "--run-dir", tmp_path / "run").wait(60)
     assert outcome.code == 0, outcome.output
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints", "metrics.jsonl", "train.log"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "checkpoints",
+        "decision.json",
+        "metrics.jsonl",
+        "train.log",
+    ]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows] == list(range(20))
     assert rows[-1]["test_accuracy"] >= 0.96

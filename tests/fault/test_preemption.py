@@ -1,0 +1,156 @@
+"""The main job is asked to stop in every way there is: all ranks leave with 75, and the same command ends with the same
+bits as a run that was never stopped."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from conftest import MPIRUN, PYTHON
+from test_restart import final_state
+
+pytestmark = pytest.mark.timeout(200)
+EPOCHS = 12
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    return tmp_path_factory.mktemp("unbroken") / "run"
+
+
+@pytest.fixture
+def launch(start, root, tmp_path):
+    """Return launch(): the job on two ranks, which print the codes that they leave with."""
+
+    def launch(run_dir=tmp_path / "run", environ=None, epochs=EPOCHS):
+        job = f"{PYTHON} {root / 'jobs' / 'train.py'} --epochs {epochs} --save-every 40 --run-dir {run_dir}"
+        command = [MPIRUN, "-n", "2", "sh", "-c", f"{job}; code=$?; echo left with $code; exit $code"]
+        return start(2, environ=environ, command=command)
+
+    return launch
+
+
+def wait_for(job, is_true, limit_s=60):
+    deadline = time.monotonic() + limit_s
+    while not is_true():
+        assert time.monotonic() < deadline, job.log.read_text()[-3000:]
+        assert job.process.poll() is None, job.log.read_text()[-3000:]
+        time.sleep(0.01)
+
+
+def in_training(job):
+    wait_for(job, lambda: "epoch 2/" in job.log.read_text())
+
+
+def pid_of(job, rank):
+    for pid in job.ranks():
+        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if f"PMI_RANK={rank}".encode() in environ:
+            return pid
+    raise AssertionError(f"no rank {rank}")
+
+
+def stopped_well(job, run_dir, reason):
+    outcome = job.wait(60)
+    assert outcome.code == 75, outcome.output[-3000:]
+    assert outcome.output.count("left with 75") == 2, outcome.output[-3000:]
+    assert "Traceback" not in outcome.output
+    told = json.loads((run_dir / "decision.json").read_text())
+    assert told["decision"] == "requeue"
+    assert told["reason"] == reason
+    newest = max(run_dir.rglob("step-*.json"), key=lambda path: path.name)
+    assert newest.stem == f"step-{told['step']:08d}"
+    assert f"stopped after step {told['step']}" in outcome.output
+    return told
+
+
+def ends_with_the_same_bits(launch, run_dir, unbroken):
+    outcome = launch(run_dir).wait(100)
+    assert outcome.code == 0, outcome.output[-3000:]
+    assert "going on from" in outcome.output
+    if not unbroken.exists():
+        assert launch(unbroken).wait(100).code == 0
+    assert final_state(run_dir) == final_state(unbroken)
+    told = json.loads((run_dir / "decision.json").read_text())
+    assert (told["decision"], told["attempt"]) == ("finished", 2)
+
+
+@pytest.mark.parametrize(
+    ("number", "rank"), [(signal.SIGTERM, 1), (signal.SIGUSR1, 0), (signal.SIGUSR2, 1)], ids=["term", "usr1", "usr2"]
+)
+def test_a_signal_to_one_rank(launch, tmp_path, unbroken, number, rank):
+    job = launch()
+    in_training(job)
+    os.kill(pid_of(job, rank), number)
+    stopped_well(job, tmp_path / "run", f"{number.name} on rank {rank}")
+    ends_with_the_same_bits(launch, tmp_path / "run", unbroken)
+
+
+def test_signals_to_all_ranks_again_and_again(launch, tmp_path, unbroken):
+    """As batch systems send them: to all at once, and more while the job saves and leaves."""
+    job = launch()
+    in_training(job)
+    pids = [pid_of(job, rank) for rank in (0, 1)]
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM):
+        for pid in pids:
+            if f"{pid}" in os.listdir("/proc"):
+                os.kill(pid, number)
+        time.sleep(0.02)
+    stopped_well(job, tmp_path / "run", "SIGUSR1 on rank 0")
+    ends_with_the_same_bits(launch, tmp_path / "run", unbroken)
+
+
+def test_the_stop_file(launch, tmp_path, unbroken):
+    job = launch(epochs=10**6)
+    in_training(job)
+    (tmp_path / "run" / "stop").touch()
+    stopped_well(job, tmp_path / "run", f"stop file {tmp_path / 'run' / 'stop'}")
+    assert not (tmp_path / "run" / "stop").exists()
+
+
+def test_the_end_of_the_batch_job(launch, tmp_path):
+    end = int(time.time()) + 30
+    job = launch(environ={"SLURM_JOB_END_TIME": str(end)}, epochs=10**6)
+    told = stopped_well(job, tmp_path / "run", "deadline")
+    assert time.time() < end
+    assert told["step"] > 50
+    assert job.log.read_text().count("hpcdist: deadline in ") == 1
+
+
+HANDLERS = """
+import signal, sys, time
+import torch
+signal.signal(signal.SIGTERM, lambda number, frame: print("the handler of the user", flush=True))
+import hpcdist
+
+strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+with strategy.scope():
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rows = hpcdist.Dataset.from_tensor_slices(torch.ones(64, 4)).repeat().batch(4)
+batches = strategy.experimental_distribute_dataset(rows)
+checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, data=batches, strategy=strategy)
+handler = hpcdist.PreemptionCheckpointHandler(strategy.cluster_resolver, checkpoint, sys.argv[1])
+for x in batches:
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+    if strategy.world.step == 5 and strategy.world.rank == 1:
+        if sys.argv[2] == "api":
+            handler.stop("loss is flat")
+        else:
+            signal.raise_signal(signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize(("way", "reason"), [("api", "loss is flat on rank 1"), ("signal", "SIGTERM on rank 1")])
+def test_a_call_and_a_handler_of_the_users(start, tmp_path, way, reason):
+    """In a loop of the user's own: nothing but its dataset polls."""
+    (tmp_path / "job.py").write_text(HANDLERS)
+    outcome = start(2, tmp_path / "job.py", tmp_path / "run" / "checkpoints", way).wait(60)
+    assert outcome.code == 75, outcome.output
+    told = json.loads((tmp_path / "run" / "decision.json").read_text())
+    assert (told["reason"], told["step"]) == (reason, 6)
+    assert outcome.output.count("the handler of the user") == (way == "signal")

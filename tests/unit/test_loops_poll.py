@@ -1,0 +1,79 @@
+"""Every loop of the jobs polls: one that does not would keep a job from stopping for as long as it runs.
+
+A loop polls if it goes over a distributed dataset, which polls by itself, or calls the handler. A loop around such loops
+need not, nor one that does no work: it calls neither a strategy nor a backward nor a step.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+JOBS = Path(__file__).resolve().parents[2] / "jobs"
+DISTRIBUTING = {"experimental_distribute_dataset", "distribute_datasets_from_function"}
+POLLING = {"save_checkpoint_if_preempted", "poll"}
+WORKING = {"backward", "step", "run", "all_reduce", "broadcast", "gather"}
+LOOPS = (ast.For, ast.While, ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
+
+
+def calls(node):
+    """Yield (name of the object, name of the method) of every call in a tree."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
+            yield getattr(inner.func.value, "id", ""), inner.func.attr
+
+
+def distributed_names(tree):
+    return {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and any(name in DISTRIBUTING for _, name in calls(node.value))
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+def polls(loop, distributed):
+    if isinstance(loop, ast.While):
+        sources = [loop.test]
+    else:
+        sources = [loop.iter] if isinstance(loop, ast.For) else [part.iter for part in loop.generators]
+    used = {inner.id for source in sources for inner in ast.walk(source) if isinstance(inner, ast.Name)}
+    calls_handler = any(name in POLLING or (who, name) == ("handler", "run") for who, name in calls(loop))
+    return bool(used & distributed) or calls_handler
+
+
+def loops_that_do_not_poll(text):
+    """Return the lines of loops that work and neither poll nor consist of loops that do."""
+    tree = ast.parse(text)
+    distributed = distributed_names(tree)
+    found = []
+    for loop in (node for node in ast.walk(tree) if isinstance(node, LOOPS)):
+        inner = [node for node in ast.walk(loop) if isinstance(node, LOOPS) and node is not loop]
+        is_working = any(name in WORKING for _, name in calls(loop))
+        if is_working and not polls(loop, distributed) and not any(polls(one, distributed) for one in inner):
+            found.append(loop.lineno)
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(JOBS.glob("*.py")), ids=lambda path: path.name)
+def test_loops_of_the_jobs_poll(path):
+    assert loops_that_do_not_poll(path.read_text()) == []
+
+
+PLAIN = """
+data = strategy.experimental_distribute_dataset(dataset)
+for epoch in range(3):
+    for x in loader:
+        loss(model(x)).backward()
+while not done:
+    strategy.run(step)
+losses = [strategy.run(step, args=(x,)) for x in loader]
+"""
+
+
+def test_a_loop_that_does_not_poll_is_found():
+    assert loops_that_do_not_poll(PLAIN) == [3, 6, 8, 4]
+    assert loops_that_do_not_poll(PLAIN.replace("loader", "data").replace("strategy.run(step)", "handler.poll()")) == []
+    assert loops_that_do_not_poll("for x in loader:\n    handler.run(strategy.run, step)") == []
+    assert loops_that_do_not_poll("for x in loader:\n    print(x)") == []
