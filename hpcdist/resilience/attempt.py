@@ -44,6 +44,8 @@ class Attempt:
         earlier = self._file.read()
         decision = at_start(self._manager.fruitless_attempts, earlier is not None)
         self._step, self._n_idle = (earlier or {}).get("step"), int((earlier or {}).get("idle_stops", 0))
+        if decision.exit_code is None:
+            self._manager.note_start()  # before "requeue" is written: who dies right after it counts
         self._write(decision)
         if decision.exit_code is not None:
             raise NoProgressError(
