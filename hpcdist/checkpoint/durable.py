@@ -90,7 +90,7 @@ def make_folders(disk: Disk, path: Path) -> None:
         disk.sync_folder(folder.parent)
 
 
-def replace_file(disk: Disk, path: Path, blocks: Iterable[memoryview], nbytes: int) -> None:
+def replace_file(disk: Disk, path: Path, blocks: Iterable[memoryview], nbytes: int | None = None) -> None:
     """Make `path` a file of the given content, wholly or not at all.
 
     Args:
@@ -98,7 +98,7 @@ def replace_file(disk: Disk, path: Path, blocks: Iterable[memoryview], nbytes: i
         path: the file to make or replace.
         blocks: its content in order. Those that are aligned, in memory and in length, go to the disk past the page
             cache, where the file system offers that: less work for the processor, and no memory is taken.
-        nbytes: of all blocks.
+        nbytes: of all blocks, if that is known: the file gets its place on the disk at once.
 
     Raises:
         OSError: when the file system refuses; `path` is then as it was.
@@ -114,10 +114,11 @@ def replace_file(disk: Disk, path: Path, blocks: Iterable[memoryview], nbytes: i
     disk.sync_folder(path.parent)
 
 
-def _write_file(disk: Disk, path: Path, blocks: Iterable[memoryview], nbytes: int) -> None:
+def _write_file(disk: Disk, path: Path, blocks: Iterable[memoryview], nbytes: int | None) -> None:
     descriptor = disk.create(path)
     try:
-        disk.allocate(descriptor, nbytes)
+        if nbytes is not None:
+            disk.allocate(descriptor, nbytes)
         offset = 0
         for block in blocks:
             _write_block(disk, descriptor, block, offset)

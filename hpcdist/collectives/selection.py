@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpcdist.collectives import halving, hierarchical, hierarchical_cuda, mpi, nccl, ring, shared_memory
+from hpcdist.collectives import halving, hierarchical, hierarchical_cuda, mpi, nccl, nccl_joining, ring, shared_memory
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import SUM, Op
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
@@ -130,7 +130,7 @@ def on_device(group: Group, op: Op, implementation: Implementation, dtype: str) 
         return nccl.all_reduce
     is_asked = implementation in (Implementation.AUTO, Implementation.HIERARCHICAL)
     is_carried = op.name in nccl.OPS and dtype in nccl.DTYPES
-    if not is_asked or not is_carried or not nccl.is_available(group):
+    if not is_asked or not is_carried or not nccl_joining.is_available(group):
         return None
     is_by_lanes = implementation is Implementation.HIERARCHICAL and op is SUM and group.placement.is_even
     return hierarchical_cuda.all_reduce if is_by_lanes else nccl.all_reduce

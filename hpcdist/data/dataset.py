@@ -1,5 +1,6 @@
 """Datasets of rows: from where, in which order, in batches of which size, and what is done to them."""
 
+import functools
 import math
 import os
 import secrets
@@ -14,7 +15,7 @@ from hpcdist.data.hdf5 import Hdf5Source, Paths, expand
 from hpcdist.data.nest import Nest, TensorSpec, as_array, leaves, map_nest, spec_of
 from hpcdist.data.options import SHARD_HINT, AutoShardPolicy, Options
 from hpcdist.data.reading import Cursor, Pipeline, read_pass
-from hpcdist.data.sources import ArraySource, EveryNth, Function, Mapped, RowSource
+from hpcdist.data.sources import ArraySource, EveryNth, Function, Mapped, RowSource, names_of
 from hpcdist.data.streams import Stream
 from hpcdist.data.torch_source import ItemsSource, check_loader, stream_of
 from hpcdist.errors import DataError
@@ -133,7 +134,10 @@ class Dataset(Pipeline):
             DataError: when `generator` cannot be called.
         """
         _check(callable(generator), "from_generator", "a function that returns an iterable", type(generator).__name__)
-        return cls(Stream(lambda: iter(generator(*args)), output_signature), SampleOrder(UNKNOWN))
+        stream = Stream(
+            lambda: iter(generator(*args)), output_signature, lambda: names_of((functools.partial(generator, *args),))
+        )
+        return cls(stream, SampleOrder(UNKNOWN))
 
     def map(self, function: Function, num_parallel_calls: int | None = None) -> "Dataset":
         """Apply a function to every row; after `batch`, to this replica's part of every batch.
@@ -292,14 +296,19 @@ class Dataset(Pipeline):
     def cache(self, filename: str | os.PathLike[str] = "") -> "Dataset":
         """Keep rows after they were read and mapped for the first time; their order stays new in every epoch.
 
-        Every process keeps the rows that it has read.
+        Every process keeps the rows that it has read. In files, FILENAME.*.rows, they are there for other processes
+        and later ones too: each leaves what it has read at the end of a pass, or when all rows are there, in files of
+        its own that come into being whole. Rows that are in none of them are read anew, as are those of files that
+        were cut. The files are of this dataset as far as can be told: its data (of arrays, a sample; of a generator,
+        its name and args), the names of the mapped functions, and the values that functions were made with. After
+        another change remove them.
 
         Args:
-            filename: beside which they are kept on disk, in a file without a name that is gone with the process;
-                default: in memory.
+            filename: what the files are called; default: rows are kept in memory, for this process.
 
         Raises:
-            DataError: after a `map` that follows `batch`, or when there can be no file.
+            DataError: after a `map` that follows `batch`, or when there can be no file; later, for rows that no file
+                can hold, and those of a file that was changed.
         """
         _check(not self.batch_maps, "cache", "a call before the maps of whole batches", "one after them")
         name = os.fspath(filename) or None

@@ -64,6 +64,10 @@ class Hdf5Source(RowSource):
         self._starts = np.cumsum([0, *rows_of_files])
         self.n_files, self.n_rows = len(paths), int(self._starts[-1])
 
+    def describe(self) -> str:
+        """Return the files, the names in them and their rows."""
+        return f"{super().describe()} {leaves(self._names)} in {[os.path.abspath(path) for path in self._paths]}"
+
     def of_files(self, numbers: range) -> "Hdf5Source":
         """Return the rows of some of the files alone."""
         part = copy.copy(self)

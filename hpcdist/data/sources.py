@@ -1,16 +1,22 @@
 """Sources with random access: rows by number, from arrays in memory and from other sources."""
 
+import functools
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from types import CellType
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from hpcdist.data.nest import Nest, call_with, leaves, map_nest, no_rows, spec_of, stack, unstack, zeros_like
 from hpcdist.errors import DataError
 from hpcdist.plan.sample_order import Rows
 
 Function = Callable[..., Any]
+#: Of an object in memory, as it is shown: another one in every process.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class RowSource(ABC):
@@ -27,6 +33,10 @@ class RowSource(ABC):
     @abstractmethod
     def take(self, rows: Rows) -> Nest:
         """Return the given rows of every array, (len(rows), ...) each; `rows` may be empty."""
+
+    def describe(self) -> str:
+        """Return what tells its rows from those of other sources, in this process and later ones, as well as it can."""
+        return f"{type(self).__name__} of {self.n_rows} rows"
 
     def take_many(self, requests: Iterable[Rows]) -> Iterator[Nest]:
         """Yield the rows of every request. A source that reads ahead does so here."""
@@ -49,6 +59,14 @@ class ArraySource(RowSource):
     def __init__(self, tensors: Nest, n_rows: int) -> None:
         self.tensors, self.n_rows = tensors, n_rows
 
+    def describe(self) -> str:
+        """Return a digest of some of the rows, so that other data has another cache."""
+        some = self.take(np.unique(np.linspace(0, max(self.n_rows - 1, 0), 64).astype(np.int64))[: self.n_rows])
+        digest = xxhash.xxh3_64()
+        for array in map(np.asarray, leaves(some)):
+            digest.update(f"{array.shape} {array.dtype}".encode() + array.tobytes())
+        return f"{super().describe()} {digest.hexdigest()}"
+
     def take(self, rows: Rows) -> Nest:
         """Return the rows, copied."""
         return map_nest(lambda array: array[rows], self.tensors)
@@ -60,6 +78,10 @@ class EveryNth(RowSource):
     def __init__(self, source: RowSource, n_shards: int, index: int) -> None:
         self._source, self._n_shards, self._index = source, n_shards, index
         self.n_rows = len(range(index, source.n_rows, n_shards))
+
+    def describe(self) -> str:
+        """Return which rows they are of which source."""
+        return f"{self._source.describe()}[{self._index}::{self._n_shards}]"
 
     def take(self, rows: Rows) -> Nest:
         """Return the rows, numbered within the shard."""
@@ -77,6 +99,10 @@ class Mapped(RowSource):
         self._source, self._functions = source, functions
         self.n_rows, self.n_files = source.n_rows, source.n_files
         self._no_rows: Nest = None
+
+    def describe(self) -> str:
+        """Return the source and the names of the functions."""
+        return f"{self._source.describe()} {names_of(self._functions)}"
 
     def of_files(self, numbers: range) -> RowSource:
         """Return the mapped rows of some of the files alone."""
@@ -97,6 +123,25 @@ class Mapped(RowSource):
             first = self._source.take(np.zeros(1, np.int64)) if self.n_rows else zeros_like(spec_of(nest, 1))
             self._no_rows = no_rows(self._mapped(first))
         return self._no_rows
+
+
+def names_of(functions: tuple[Function, ...]) -> str:
+    """Return the names of functions as text, with digests of the values that they were made with."""
+    return ", ".join(map(_name_of, functions))
+
+
+def _name_of(function: Function) -> str:
+    if isinstance(function, functools.partial):
+        return f"{_name_of(function.func)} of {_digest([function.args, function.keywords])}"
+    if not hasattr(function, "__qualname__"):
+        return f"{type(function).__qualname__} {_digest(function)}"
+    cells = [cell for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
+    held = [*(cell.cell_contents for cell in cells), getattr(function, "__defaults__", None)]
+    return f"{function.__qualname__} {_digest(held)}"
+
+
+def _digest(value: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(_ADDRESS.sub("", repr(value)).encode())
 
 
 def map_row(row: Nest, functions: tuple[Function, ...]) -> Nest:

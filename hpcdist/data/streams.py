@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.data.cache import RowStore
 from hpcdist.data.nest import Nest
-from hpcdist.data.sources import Function, map_row
+from hpcdist.data.row_store import store_of
+from hpcdist.data.sources import Function, map_row, names_of
 from hpcdist.plan.sample_order import UNKNOWN, SampleOrder
 
 
@@ -22,33 +22,44 @@ class Stream:
     Attributes:
         draw: starts anew and returns an iterator over the rows; called once per epoch.
         signature: what a row looks like: a nest of what has a shape and a dtype; None if nobody said.
+        name: returns what tells its rows from those of other streams.
     """
 
     draw: Callable[[], Iterator[Nest]]
     signature: Nest = None
+    name: Callable[[], str] = str
     n_rows = UNKNOWN
     n_files = 0
 
     def shard(self, n_shards: int, index: int) -> "Stream":
         """Return every n-th row; the others are drawn and dropped."""
-        return Stream(lambda: itertools.islice(self.draw(), index, None, n_shards), self.signature)
+        return Stream(
+            lambda: itertools.islice(self.draw(), index, None, n_shards),
+            self.signature,
+            lambda: f"{self.name()}[{index}::{n_shards}]",
+        )
 
     def limited(self, count: int) -> "Stream":
         """Return the first rows."""
-        return Stream(lambda: itertools.islice(self.draw(), count), self.signature)
+        return Stream(lambda: itertools.islice(self.draw(), count), self.signature, lambda: f"{self.name()}[:{count}]")
 
     def mapped(self, functions: tuple[Function, ...]) -> "Stream":
         """Return the rows with functions applied to each."""
-        return Stream(lambda: (map_row(row, functions) for row in self.draw())) if functions else self
+        if not functions:
+            return self
+        return Stream(
+            lambda: (map_row(row, functions) for row in self.draw()),
+            name=lambda: f"{self.name()} {names_of(functions)}",
+        )
 
     def cached(self, filename: str | None) -> "Stream":
-        """Return the rows, drawn once: after the first epoch that came to its end they are kept."""
-        store = RowStore(filename)
-        n_kept: list[int] = []
+        """Return the rows, drawn once: after the first epoch that came to its end they are kept, also by others."""
+        store = store_of(filename, "" if filename is None else f"stream {self.name()}")
 
         def draw() -> Iterator[Nest]:
-            if n_kept:
-                yield from (store[number] for number in range(n_kept[0]))
+            store.refresh()
+            if store.total is not None:
+                yield from (store[number] for number in range(store.total))
                 return
             n_drawn = 0
             for row in self.draw():
@@ -56,9 +67,11 @@ class Stream:
                     store[n_drawn] = row
                 yield row
                 n_drawn += 1
-            n_kept.append(n_drawn)
+            store.refresh()
+            if store.total is None:  # else another process was first
+                store.commit(n_drawn)
 
-        return Stream(draw, self.signature)
+        return Stream(draw, self.signature, self.name)
 
     def shuffled(self, buffer_rows: int, seed: int, epoch: int) -> Generator[Nest, None, None]:
         """Yield the rows of an epoch mixed as in tf.data: each is picked from the next `buffer_rows`."""

@@ -36,6 +36,10 @@ class ItemsSource(RowSource):
         self.n_rows = len(items)
         self._collate: Callable[[list[Any]], Nest] = collate if loader is None else _collate_of(loader)
 
+    def describe(self) -> str:
+        """Return the type and the number of items."""
+        return f"{super().describe()} {type(self._items).__qualname__}"
+
     def take(self, rows: Rows) -> Nest:
         """Return items, read in this process."""
         if len(rows):
@@ -121,7 +125,7 @@ def _start_method(loader: Any) -> str:
 
 def stream_of(items: Any) -> Stream:
     """Return the rows of an IterableDataset, with tensors for arrays and numbers."""
-    return Stream(lambda: (map_nest(_as_tensor, row) for row in items))
+    return Stream(lambda: (map_nest(_as_tensor, row) for row in items), name=lambda: type(items).__qualname__)
 
 
 def _as_tensor(value: Any) -> Any:

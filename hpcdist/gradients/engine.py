@@ -96,14 +96,11 @@ class GradientEngine:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look after every module that is built in the block."""
-        handles = torch_hooks.on_module_built(self._see)
+        """Look after every module and optimizer that is built in the block."""
         try:
-            with torch_hooks.on_copied_or_optimized(self._see, self._optimizers.add):
+            with torch_hooks.on_built(self._see, self._optimizers.add):
                 yield
         finally:
-            for handle in handles:
-                handle.remove()
             self._look_again()
 
     def _see(self, module: nn.Module) -> None:

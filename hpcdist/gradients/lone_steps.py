@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from hpcdist.gradients import torch_hooks
@@ -31,18 +30,10 @@ class LoneSteps:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Look after every module and optimizer that is built in the block."""
-        handles = torch_hooks.on_module_built(self._see)
-        try:
-            with torch_hooks.on_copied_or_optimized(self._see, self._optimizers.add):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with torch_hooks.on_built(self.modules.add, self._optimizers.add):
+            yield
         if self.generators.seed is None:
             self.generators.start(torch.initial_seed())
-
-    def _see(self, module: nn.Module) -> None:
-        self.modules.add(module)
 
     def _before_step(self, optimizer: Optimizer) -> None:
         """Do nothing: gradients are whole already."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpcdist.collectives import hierarchical, mpi, nccl, partials, selection
+from hpcdist.collectives import hierarchical, mpi, nccl_joining, partials, selection
 from hpcdist.collectives.cross_device_ops import CrossDeviceOps, NcclAllReduce
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import SUM
@@ -74,7 +74,7 @@ class Reducer:
         self.is_overlapped = len(group.placement.hosts) > 1
         self.is_on_device = self._implementation is Implementation.NCCL
         if self.is_on_device:
-            nccl.choose_device(group)
+            nccl_joining.choose_device(group)
 
     def start(self, array: Any, bucket: int, is_exact: bool = False, title: str = "gradients") -> Handle | None:
         """Begin to sum a flat array over all ranks; it is ready when the handle's `wait` returns, or now without one.

@@ -59,6 +59,21 @@ def on_module_built(see: Callable[[nn.Module], None]) -> list[Handle]:
 
 
 @contextmanager
+def on_built(see_module: Callable[[nn.Module], None], see_optimizer: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Call see_module for every module, and see_optimizer for every optimizer, that is built, copied or loaded here.
+
+    A module may be seen several times: whenever it is given something.
+    """
+    handles = on_module_built(see_module)
+    try:
+        with on_copied_or_optimized(see_module, see_optimizer):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
 def on_copied_or_optimized(
     see_module: Callable[[nn.Module], None], see_optimizer: Callable[[Optimizer], None]
 ) -> Iterator[None]:

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import PYTHON
+from real_jobs import PYTHON
 
 PROGRAM = "import hpcdist; print(f'{hpcdist.MultiWorkerMirroredStrategy().num_replicas_in_sync} replicas\\n', end='')"
 SITE_MPIRUN = Path("/usr/bin/mpirun.openmpi")

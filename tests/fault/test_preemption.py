@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import MPIRUN, PYTHON
+from real_jobs import MPIRUN, PYTHON
 from test_restart import final_state
 
 pytestmark = pytest.mark.timeout(200)

@@ -112,7 +112,7 @@ def test_your_own_script(clone, clean_environ, root):
 def test_your_own_script_with_replicas(clone, clean_environ, root):
     code, counted = blocks(root, "python")
     strategy, rest = counted.split("\n", 1)
-    above = code.split("\nfor epoch")[0].replace("strategy = hpcdist.MultiWorkerMirroredStrategy()", strategy)
+    above = code.split("\nwith handler")[0].replace("strategy = hpcdist.MultiWorkerMirroredStrategy()", strategy)
     above = above.replace("runs/mine", "runs/counted")
     assert "num_replicas=8" in above
     (clone / "counted.py").write_text(f"{above}\n{rest}\nprint('loss', loss.item())\n")

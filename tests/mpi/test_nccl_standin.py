@@ -9,7 +9,7 @@ import pytest
 from made_up_hosts import kind_of_group
 from mpi4py import MPI
 
-from hpcdist.collectives import all_reduce, cuda, hierarchical_cuda, nccl
+from hpcdist.collectives import all_reduce, cuda, hierarchical_cuda, nccl, nccl_joining
 from hpcdist.collectives.ops import OPS, SUM
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError
@@ -233,12 +233,12 @@ def test_what_one_rank_lacks_is_said_by_all(comm, monkeypatch, make_group, optio
 def test_devices_are_chosen_by_the_place_on_the_host(comm, monkeypatch, make_group):
     group = make_group()
     install(monkeypatch, comm, devices=[f"gpu-{index}" for index in range(comm.size)])
-    assert nccl.choose_device(group) == comm.rank
+    assert nccl_joining.choose_device(group) == comm.rank
     install(monkeypatch, comm, devices=(f"gpu-{comm.rank}",))
-    assert nccl.choose_device(group) == 0
+    assert nccl_joining.choose_device(group) == 0
     install(monkeypatch, comm, devices=None if comm.rank == comm.size - 1 else ("gpu",))
     with pytest.raises(ConfigurationError, match="a GPU and its driver"):
-        nccl.choose_device(group)
+        nccl_joining.choose_device(group)
 
 
 def test_a_rank_that_nccl_fails_on_frees_those_that_wait_for_it(comm, cupy, monkeypatch, make_group):

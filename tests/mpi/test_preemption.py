@@ -297,6 +297,18 @@ def test_a_second_signal_while_saving(comm, shared_path, make_job):
     assert decision(comm, shared_path)["reason"] == "SIGUSR1 on rank 0"
 
 
+def test_signals_do_not_end_a_process_that_is_leaving(comm, make_job):
+    job = make_job()
+    job.handler.stop()
+
+    def leave():
+        with job.handler:
+            job.train(2)
+
+    assert stopped(comm, leave) == 75
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def test_an_error_leaves_the_decision_that_was_made_at_the_start(comm, shared_path, make_job):
     job = make_job()
     with pytest.raises(ZeroDivisionError), job.handler:

@@ -280,11 +280,17 @@ def test_merge_calls_in_loops_and_conditions(strategy):
     assert set(strategy.experimental_local_results(found)) == {50}
 
 
-def test_a_step_in_a_merge_call_is_made_once(strategy):
+def at_zero(strategy):
+    """Return a model whose weights are zero, and what steps it by its gradients."""
     with strategy.scope():
         model = nn.Linear(2, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     nn.init.zeros_(model.weight)
+    return model, optimizer
+
+
+def test_a_step_in_a_merge_call_is_made_once(strategy):
+    model, optimizer = at_zero(strategy)
 
     def fn(replica):
         optimizer.zero_grad()
@@ -296,10 +302,7 @@ def test_a_step_in_a_merge_call_is_made_once(strategy):
 
 
 def test_each_replica_clips_its_own_copy(strategy):
-    with strategy.scope():
-        model = nn.Linear(2, 1, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    nn.init.zeros_(model.weight)
+    model, optimizer = at_zero(strategy)
 
     def fn(replica):
         optimizer.zero_grad()

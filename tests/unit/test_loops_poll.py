@@ -1,7 +1,12 @@
 """Every loop of the jobs polls: one that does not would keep a job from stopping for as long as it runs.
 
-A loop polls if it goes over a distributed dataset, which polls by itself, or calls the handler. A loop around such loops
+<<<<<<< HEAD
+A loop polls if it goes over a distributed dataset, which polls by itself, or calls the handler. A loop around such
+loops need not, nor one that does no work: it calls neither a strategy nor a backward nor a step.
+=======
+A loop polls if it goes over a distributed dataset, which polls by itself, or calls the handler. One around such loops
 need not, nor one that does no work: it calls neither a strategy nor a backward nor a step.
+>>>>>>> stop
 """
 
 import ast
@@ -73,7 +78,7 @@ losses = [strategy.run(step, args=(x,)) for x in loader]
 
 
 def test_a_loop_that_does_not_poll_is_found():
-    assert loops_that_do_not_poll(PLAIN) == [3, 6, 8, 4]
+    assert loops_that_do_not_poll(PLAIN) == [3, 6, 4, 8]
     assert loops_that_do_not_poll(PLAIN.replace("loader", "data").replace("strategy.run(step)", "handler.poll()")) == []
     assert loops_that_do_not_poll("for x in loader:\n    handler.run(strategy.run, step)") == []
     assert loops_that_do_not_poll("for x in loader:\n    print(x)") == []

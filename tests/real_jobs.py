@@ -1,0 +1,79 @@
+"""Real jobs: started in sessions of their own with a time limit, and found again by a mark in their environment."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PYTHON = Path(sys.executable)
+MPIRUN = PYTHON.parent / "mpirun"
+_MARK = "HPC_TEST_JOB"
+
+
+@dataclass
+class Outcome:
+    """What became of a job."""
+
+    code: int
+    output: str
+    seconds: float
+
+
+class Job:
+    """A running job: a launcher and everything that descends from it."""
+
+    def __init__(self, command, environ, folder):
+        self.mark = uuid.uuid4().hex
+        self.started = time.monotonic()
+        self.log = folder / f"job-{self.mark}.log"
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                [str(part) for part in command],
+                env={**environ, _MARK: self.mark},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def processes(self):
+        """Return the pids of all processes of the job that are alive."""
+        needle = f"{_MARK}={self.mark}".encode()
+        found = []
+        for folder in Path("/proc").iterdir():
+            try:
+                if folder.name.isdecimal() and needle in (folder / "environ").read_bytes():
+                    found.append(int(folder.name))
+            except OSError:  # it ended while we looked
+                continue
+        return found
+
+    def ranks(self):
+        """Return the pids of the Python processes of the job."""
+        return [
+            pid for pid in self.processes() if b"python" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
+        ]
+
+    def kill(self, sign=signal.SIGKILL):
+        """Send a signal to every process of the job at once, launcher included."""
+        for pid in self.processes():
+            try:
+                os.kill(pid, sign)
+            except ProcessLookupError:
+                continue
+        self.process.wait(10)
+
+    def wait(self, timeout_s):
+        """Return the outcome; a job that does not end in time is ended and fails the test."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            pytest.fail(f"the job did not end within {timeout_s} s:\n{self.log.read_text()[-4000:]}")
+        return Outcome(code, self.log.read_text(), time.monotonic() - self.started)

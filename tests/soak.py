@@ -1,0 +1,254 @@
+"""Kill one job again and again, on another number of ranks each time: it must end with the bits of an unbroken one.
+
+python tests/soak.py --restarts 500 --seed 20261121 --out soak.json
+
+Each attempt runs the main job with 8 replicas on 2 to 8 ranks, and does one harm at a random moment: SIGKILL, SIGTERM
+or SIGSTOP of the chief, a worker or mpirun; a rank that is suspended for a while, raises, or makes a collective of its
+own. After each: all processes are gone within a bound, nothing is left in shared memory or the folder for temporary
+files, and the next attempt goes on from the newest committed checkpoint. When a run is finished its weights, optimizer,
+cursor and metrics are compared with those of an unbroken run; then a new run begins.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import h5py
+from real_jobs import MPIRUN, PYTHON, Job
+
+ROOT = Path(__file__).resolve().parent.parent
+RANKS = (2, 2, 2, 3, 3, 4, 4, 5, 6, 8)
+#: Harm -> (how often, seconds until all is over). A stuck rank is found by the watchdog after LIMIT_S.
+LIMIT_S = 15.0
+HARMS = {
+    "kill": (8, 15.0),
+    "term": (4, 30.0),
+    "raise": (2, 15.0),
+    "mismatch": (2, LIMIT_S + 15.0),
+    "stop": (2, LIMIT_S + 15.0),
+    "suspend": (2, 60.0),
+}
+OPTIONS = ("--replicas", "8", "--epochs", "5", "--save-every", "4")
+#: What an attempt may end with when it was not harmed in time, or was asked to stop.
+CLEAN = (0, 75)
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--restarts", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=20261121)
+    parser.add_argument("--out", type=Path, help="JSON with every attempt")
+    return parser.parse_args()
+
+
+class Folder:
+    """Where one soak happens: run folders, logs, and the jobs' own temporary files."""
+
+    def __init__(self):
+        self.path = Path(tempfile.mkdtemp(prefix="hpcdist-soak-"))
+        (self.path / "tmp").mkdir()
+        self.shared_before = set(os.listdir("/dev/shm"))
+        self.environ = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI", "HPCDIST_"))},
+            "OMP_NUM_THREADS": "1",
+            "HPCDIST_TIMEOUT_S": str(LIMIT_S),
+            "TMPDIR": str(self.path / "tmp"),
+        }
+
+    def start(self, n_ranks, run_dir):
+        program = [ROOT / "tests" / "harmed_job.py", ROOT / "jobs" / "train.py"]
+        command = [MPIRUN, "-n", n_ranks, PYTHON, *program, "--run-dir", run_dir, *OPTIONS]
+        return Job(command, self.environ, self.path)
+
+    def left_overs(self, job):
+        shared = set(os.listdir("/dev/shm")) - self.shared_before
+        return [*map(str, job.processes()), *shared, *os.listdir(self.path / "tmp")]
+
+
+def final_state(run_dir):
+    """Return all that training left: arrays and state of the last checkpoint, and the metrics."""
+    newest = sorted(run_dir.rglob("step-*.h5"))[-1]
+    with h5py.File(newest) as file:
+        arrays = {name: file["arrays"][name][()].tobytes() for name in file["arrays"]}
+        index = json.loads(file["index"][()].tobytes())
+    return newest.name, arrays, index, (run_dir / "metrics.jsonl").read_text()
+
+
+def newest_step(run_dir):
+    """Return the step of the newest committed checkpoint: of the highest generation that has one. -1 without any."""
+    found = sorted(run_dir.glob("checkpoints/gen-*/step-*.json"))
+    return int(found[-1].stem[5:]) if found else -1
+
+
+class Attempt:
+    """One attempt: started, harmed, and looked at when it is over."""
+
+    def __init__(self, folder, run_dir, chance):
+        self.harm = chance.choices(list(HARMS), [often for often, _ in HARMS.values()])[0]
+        self.n_ranks = chance.choice(RANKS)
+        self.victim = chance.choice(["chief", "worker", "worker", "mpirun"])
+        if self.harm in ("raise", "mismatch") and self.victim == "mpirun":
+            self.victim = "worker"
+        in_training, self.delay_s = chance.random() < 0.8, chance.uniform(0, 2.0)
+        self.committed_before = newest_step(run_dir)
+        self.faults = []
+        self.job = folder.start(self.n_ranks, run_dir)
+        self._wait_for_training(in_training)
+        time.sleep(self.delay_s)
+        self.was_running = self.job.process.poll() is None
+        harmed_at = time.monotonic()
+        if self.was_running:
+            self._do_harm()
+        self._wait_for_end()
+        self.seconds = time.monotonic() - harmed_at
+        self._look(folder, run_dir)
+
+    def _wait_for_training(self, in_training):
+        deadline = time.monotonic() + 60
+        while in_training and "replicas;" not in self._output and self.job.process.poll() is None:
+            if time.monotonic() > deadline:
+                self.faults.append("did not begin to train in 60 s")
+                return
+            time.sleep(0.01)
+
+    @property
+    def _output(self):
+        return self.job.log.read_text()
+
+    def _pid(self):
+        """Return the victim's pid: ranks are told apart by the order in which mpirun's proxy started them."""
+        ranks = sorted(self.job.ranks())
+        if self.victim == "mpirun" or not ranks:
+            return self.job.process.pid
+        return ranks[0] if self.victim == "chief" else ranks[-1]
+
+    def _do_harm(self):
+        signals = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "raise": signal.SIGRTMIN}
+        signals |= {"mismatch": signal.SIGRTMIN + 1, "stop": signal.SIGSTOP, "suspend": signal.SIGSTOP}
+        pid = self._pid()
+        self._send(pid, signals[self.harm])
+        if self.harm == "suspend" or (self.harm == "stop" and pid == self.job.process.pid):
+            time.sleep(1.0)
+            self._send(pid, signal.SIGCONT)
+
+    def _send(self, pid, number):
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            self.was_running = False
+
+    def _wait_for_end(self):
+        bound_s = HARMS[self.harm][1] if self.was_running else 60.0
+        if self.harm in ("suspend", "stop") and self.victim == "mpirun":
+            bound_s = 60.0  # it goes on, and may finish
+        deadline = time.monotonic() + bound_s
+        while (self.job.process.poll() is None or self.job.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if self.job.process.poll() is None or self.job.processes():
+            self.faults.append(f"not over after {bound_s:g} s")
+            self.job.kill()
+
+    def _look(self, folder, run_dir):
+        if left := folder.left_overs(self.job):
+            self.faults.append(f"left {left}")
+        output = self._output
+        self.code = self.job.process.returncode
+        came_from = re.search(r"going on from \S+/step-(\d+)\.h5", output)
+        if came_from and int(came_from[1]) < self.committed_before and "stepped over" not in output:
+            self.faults.append(f"went on from {came_from[1]}, but {self.committed_before} was committed")
+        if "new run" in output and self.committed_before >= 0:
+            self.faults.append("began anew")
+        self.committed = newest_step(run_dir)
+        if self.code == 0 and "finished" not in (run_dir / "decision.json").read_text():
+            self.faults.append("code 0, but the decision is not finished")
+        if self.code not in CLEAN and not self.was_running and self.code != 76:
+            self.faults.append(f"ended by itself with {self.code}")
+        self.tail = output[-3000:] if self.faults else ""
+
+    def record(self):
+        keys = ("harm", "victim", "n_ranks", "delay_s", "was_running", "code", "seconds", "committed", "faults", "tail")
+        return {key: getattr(self, key) for key in keys}
+
+
+class Soak:
+    """Attempt after attempt, run after run."""
+
+    def __init__(self, seed):
+        self.folder = Folder()
+        self.chance = random.Random(seed)
+        self.attempts, self.n_runs, self.wrong = [], 0, []
+        job = self.folder.start(2, self.folder.path / "unbroken")
+        assert job.wait(300).code == 0, job.log.read_text()[-3000:]
+        self.expected = final_state(self.folder.path / "unbroken")
+
+    def one_run(self, n_restarts):
+        """Run one job to its end, or until there were enough restarts."""
+        run_dir = self.folder.path / f"run-{self.n_runs}"
+        while len(self.attempts) < n_restarts:
+            attempt = Attempt(self.folder, run_dir, self.chance)
+            self.attempts.append(attempt)
+            self.tell(attempt)
+            if attempt.code == 76:  # three died before a checkpoint: as the message says
+                (run_dir / "decision.json").unlink(missing_ok=True)
+            if attempt.code == 0:
+                break
+        else:
+            code = self.folder.start(2, run_dir).wait(300).code
+            if code == 76:
+                (run_dir / "decision.json").unlink(missing_ok=True)
+                code = self.folder.start(2, run_dir).wait(300).code
+            assert code == 0
+        self.n_runs += 1
+        if final_state(run_dir) != self.expected:
+            self.wrong.append(run_dir.name)
+        else:
+            shutil.rmtree(run_dir)
+
+    def tell(self, attempt):
+        what = f"{attempt.harm} {attempt.victim} of {attempt.n_ranks}"
+        print(
+            f"{len(self.attempts):4d} {what:24s} code {attempt.code} {attempt.seconds:5.1f} s {attempt.faults}",
+            flush=True,
+        )
+
+    def summary(self):
+        harmed = [attempt for attempt in self.attempts if attempt.was_running]
+        lines = [f"{len(harmed)} harms in {len(self.attempts)} attempts of {self.n_runs} runs on 2-8 ranks"]
+        for harm in HARMS:
+            seconds = sorted(attempt.seconds for attempt in harmed if attempt.harm == harm)
+            if seconds:
+                lines.append(
+                    f"{harm}: {len(seconds)}, over after {statistics.median(seconds):.1f} s (at most {seconds[-1]:.1f})"
+                )
+        lines.append(f"codes {dict(Counter(attempt.code for attempt in self.attempts))}")
+        faults = [fault for attempt in self.attempts for fault in attempt.faults]
+        lines.append(f"{len(faults)} faults {faults[:5]}; runs with other bits: {self.wrong}")
+        return "\n".join(lines), not faults and not self.wrong
+
+
+def main():
+    args = parse_args()
+    soak = Soak(args.seed)
+    while len(soak.attempts) < args.restarts:
+        soak.one_run(args.restarts)
+    text, is_good = soak.summary()
+    print(text)
+    if args.out:
+        args.out.write_text(json.dumps({"seed": args.seed, "attempts": [one.record() for one in soak.attempts]}))
+    if is_good:
+        shutil.rmtree(soak.folder.path)
+    sys.exit(0 if is_good else f"faults: see {soak.folder.path}")
+
+
+if __name__ == "__main__":
+    main()
