@@ -11,8 +11,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 
 say() { echo "$(date +%FT%T) ${SLURM_JOB_NAME} ${SLURM_JOB_ID}: $*" >&2; }
 
-# Print a field of decision.json.
-fact() { sed -n "s/^ *\"$1\": *\"\{0,1\}\([^\"]*[^\",]\)\"\{0,1\},\{0,1\}$/\1/p" "$RUN_DIR/decision.json" 2> /dev/null; }
+# Print a field of decision.json: each has a line.
+fact() { sed -n "/^ *\"$1\": /{s///;s/,\$//;s/^\"\(.*\)\"\$/\1/;s/\\\\\(.\)/\1/g;p}" "$RUN_DIR/decision.json" 2> /dev/null; }
 
 # Run a command and set `code` to its exit code, and `verdict` to the decision that it wrote. None is left where it ended
 # before it could write one, or where another job writes in the run folder by now.
