@@ -20,7 +20,7 @@ OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA
 # What another MPI library may do otherwise when a rank fails: a sample, as the whole file takes minutes.
 OPENMPI_FAILURES = killed or (job_ends and (raise or os._exit or terminated)) or leave_together
 
-.PHONY: train test lint unit mpi openmpi system-mpi fault kills slurm slurm-all hosts gpu bench-quick clean
+.PHONY: train test lint unit mpi openmpi system-mpi fault kills crashes slurm slurm-all hosts gpu bench-quick clean
 
 train: .venv/train.installed
 	$(BIN)/mpirun -n 2 $(BIN)/python jobs/train.py --run-dir $(RUN_DIR)
@@ -77,6 +77,11 @@ fault: .venv/test.installed
 # The main job killed twenty times; `make fault` has a sample.
 kills: .venv/test.installed
 	N_KILLS=20 $(BIN)/python -m pytest --quiet -rP tests/fault/test_restart.py -k again_and_again
+
+# Every case of what `make unit` has a sample of: kills, power cuts, failing calls and hostile files.
+CRASH_TESTS = $(addprefix tests/unit/test_,kill_points.py power_cuts.py disk_faults.py hostile_files.py)
+crashes: .venv/test.installed
+	EVERY_CASE=1 $(BIN)/python -m pytest --quiet -rP $(CRASH_TESTS)
 
 # Skipped, with the reason, where Debian's Slurm packages or root are missing; in CI that is a failure.
 slurm: .venv/test.installed

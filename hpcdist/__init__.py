@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from hpcdist.resilience.metrics_file import MetricsFile as MetricsFile
     from hpcdist.resilience.preemption import PreemptionCheckpointHandler as PreemptionCheckpointHandler
     from hpcdist.resilience.preemption import TerminationConfig as TerminationConfig
+    from hpcdist.resilience.schedule import SaveSchedule as SaveSchedule
     from hpcdist.strategy import metrics as metrics
     from hpcdist.strategy.base import Strategy as Strategy
     from hpcdist.strategy.base import ValueContext as ValueContext
@@ -115,6 +116,7 @@ _MODULES = {
     "TPUClusterResolver": "cluster.tpu",
     "TPUStrategy": "strategy.tpu",
     "Task": "cluster.spec",
+    "SaveSchedule": "resilience.schedule",
     "TerminationConfig": "resilience.preemption",
     "UnionResolver": "cluster.union",
     "ValueContext": "strategy.base",

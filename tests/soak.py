@@ -72,7 +72,8 @@ class Folder:
 
     def left_overs(self, job):
         shared = set(os.listdir("/dev/shm")) - self.shared_before
-        return [*map(str, job.processes()), *shared, *os.listdir(self.path / "tmp")]
+        own = [name for name in os.listdir(self.path / "tmp") if not name.startswith("torchinductor")]  # torch's cache
+        return [*map(str, job.processes()), *shared, *own]
 
 
 def final_state(run_dir):

@@ -9,7 +9,7 @@ import errno
 import fcntl
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 #: Files being written are called NAME.tmp-PID; a reader never looks at them.
@@ -18,6 +18,13 @@ _TEMPORARY = re.compile(r"\.tmp-\d+$")
 _NOT_OFFERED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 #: Direct writes start and end at multiples of this, in the file and in memory.
 ALIGNMENT_BYTES = 4096
+
+
+def _repeat(act: Callable[..., None], *paths: Path) -> None:
+    """Carry out a change of names until no signal interrupts it: Python repeats all other calls, but not these."""
+    while True:
+        with contextlib.suppress(InterruptedError):
+            return act(*paths)
 
 
 class Disk:
@@ -29,7 +36,7 @@ class Disk:
 
     def make_folder(self, path: Path) -> None:
         """Make one folder; its name is durable once its parent is synced."""
-        os.mkdir(path)
+        _repeat(os.mkdir, path)
 
     def create(self, path: Path) -> int:
         """Make an empty file and return its descriptor."""
@@ -57,7 +64,7 @@ class Disk:
 
     def rename(self, path: Path, to: Path) -> None:
         """Give a file another name in its folder, in place of what has that name."""
-        os.replace(path, to)
+        _repeat(os.replace, path, to)
 
     def sync_folder(self, path: Path) -> None:
         """Force the names in a folder to the disk."""
@@ -69,11 +76,11 @@ class Disk:
 
     def remove(self, path: Path) -> None:
         """Remove a file. A crash may bring it back until its folder is synced."""
-        os.unlink(path)
+        _repeat(os.unlink, path)
 
     def remove_folder(self, path: Path) -> None:
         """Remove an empty folder."""
-        os.rmdir(path)
+        _repeat(os.rmdir, path)
 
 
 def make_folders(disk: Disk, path: Path) -> None:
@@ -82,12 +89,21 @@ def make_folders(disk: Disk, path: Path) -> None:
     Raises:
         OSError: when the file system refuses.
     """
-    for folder in [folder for folder in (path, *path.parents) if not folder.exists()][::-1]:
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()][::-1]
+    _sync_name_if_new(disk, missing[0].parent if missing else path)
+    for folder in missing:
         try:
             disk.make_folder(folder)
         except FileExistsError:  # somebody else made it meanwhile
             continue
         disk.sync_folder(folder.parent)
+
+
+def _sync_name_if_new(disk: Disk, folder: Path) -> None:
+    """Make the name of an empty folder durable: who made it may have been killed before that."""
+    if not os.listdir(folder):
+        with contextlib.suppress(PermissionError):  # a parent that we cannot read: others made the folder
+            disk.sync_folder(folder.parent)
 
 
 def replace_file(disk: Disk, path: Path, blocks: Iterable[memoryview], nbytes: int | None = None) -> None:

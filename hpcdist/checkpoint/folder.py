@@ -233,6 +233,7 @@ class CheckpointFolder:
 
     def _remove_orphans(self) -> None:
         """Remove files of steps without manifest, what killed writers left, and earlier attempts' empty folders."""
+        durable.sweep_temporary(self._disk, self.path)
         for generation in generations.generations(self.path):
             if generation <= self.generation:
                 folder = self.path / generations.folder_name(generation)

@@ -12,11 +12,13 @@ from pathlib import Path
 
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
+from hpcdist.checkpoint.safe_open import read_text
 
 _FOLDER = re.compile(r"gen-(\d{4,})$")
 _MANIFEST = re.compile(r"step-(\d{8,})\.json$")
 #: What an attempt started from, and whether it came to an end of its own.
 _ATTEMPT = "attempt.json"
+_MAX_NOTE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, order=True)
@@ -159,9 +161,10 @@ def fruitless_attempts(root: Path, before: int) -> list[Attempt]:
 def _read_attempt(root: Path, generation: int, has_committed: bool) -> Attempt | None:
     path = root / folder_name(generation) / _ATTEMPT
     try:
-        content = json.loads(path.read_text())
-        return Attempt(generation, content["restored"], bool(content["has_ended"]), has_committed)
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        content = json.loads(read_text(path, _MAX_NOTE_BYTES))
+        restored = content["restored"] if type(content["restored"]) is str else None
+        return Attempt(generation, restored, bool(content["has_ended"]), has_committed)
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -108,19 +108,26 @@ def _write_structures(sketch: _Sketch, text: bytes, lengths: dict[str, int]) -> 
     return starts
 
 
-def _stored(dtype: str) -> np.dtype[Any]:
+def stored_dtype(dtype: str) -> np.dtype[Any]:
+    """Return the dtype that arrays of a named dtype are stored in.
+
+    Raises:
+        TypeError: for a name that is none.
+    """
     return np.dtype(_STORED_AS.get(dtype, dtype))
 
 
 def _kind(dtype: str) -> Any:
-    return h5py.h5t.py_create(_stored(dtype), logical=True)
+    return h5py.h5t.py_create(stored_dtype(dtype), logical=True)
 
 
 def _gaps(sketch: _Sketch, starts: dict[str, int], lengths: dict[str, int]) -> list[tuple[int, int]]:
     """Return the parts of the file, as (start, end), that neither HDF5 nor an array writes: padding."""
     written = [(offset, offset + len(data)) for offset, data in sketch.written]
     datasets = [
-        (starts[dtype], starts[dtype] + length * _stored(dtype).itemsize) for dtype, length in lengths.items() if length
+        (starts[dtype], starts[dtype] + length * stored_dtype(dtype).itemsize)
+        for dtype, length in lengths.items()
+        if length
     ]
     gaps, end = [], 0
     for start, stop in [*sorted(written + datasets), (sketch.nbytes, sketch.nbytes)]:

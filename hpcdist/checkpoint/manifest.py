@@ -1,6 +1,7 @@
 """The manifest beside each checkpoint file: with it, and matching it, the file is committed."""
 
 import json
+import stat
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,11 @@ from typing import Any
 import xxhash
 
 from hpcdist.checkpoint.layout import FORMAT
-from hpcdist.checkpoint.safe_open import check_format, digest_file
+from hpcdist.checkpoint.safe_open import check_format, digest_file, read_text
 from hpcdist.errors import CheckpointDamaged
+
+#: Larger ones are not read: what is in it is counted in lines.
+_MAX_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,9 @@ class Manifest:
         Cost: reads the whole file.
         """
         try:
-            found = digest_file(path)
+            status = path.stat()
+            is_read = stat.S_ISREG(status.st_mode) and status.st_size == self.nbytes
+            found = digest_file(path) if is_read else (status.st_size, "")
         except OSError as error:
             raise CheckpointDamaged(f"restore: expected {path}, got {error.strerror}; use another.") from None
         if found != (self.nbytes, self.xxh3_128):
@@ -64,19 +70,36 @@ def read_manifest(path: Path) -> Manifest:
         CheckpointError: when it was written by a newer hpcdist.
     """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_text(path, _MAX_BYTES))
         body, digest = content["manifest"], content["xxh3_128"]
         check_format(body["format"], path)
         own = {part.name: body[part.name] for part in fields(Manifest)}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        body_text = json.dumps(body, sort_keys=True)
+        _check_types(own)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointDamaged(
             f"restore: expected a manifest in {path}, got {type(error).__name__}; use another."
         ) from None
-    if _digest(json.dumps(body, sort_keys=True)) != digest:
+    if _digest(body_text) != digest:
         raise CheckpointDamaged(
             f"restore: expected the manifest as committed in {path}, got another; use another checkpoint."
         )
     return Manifest(**own)
+
+
+def _check_types(own: dict[str, Any]) -> None:
+    """Raise TypeError for a part that is of another type than what is committed: the digest is no signature."""
+    counts, texts = (own["step"], own["nbytes"]), (own["file"], own["xxh3_128"])
+    if not all(type(count) is int and 0 <= count < 1 << 63 for count in counts):
+        raise TypeError("step, nbytes")
+    if not all(type(text) is str and "\0" not in text for text in texts) or type(own["written"]) is not dict:
+        raise TypeError("file, xxh3_128, written")
+    if type(own["metrics"]) is not dict or not all(map(_is_number, (own["time_s"], *own["metrics"].values()))):
+        raise TypeError("time_s, metrics")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < 1 << 63)
 
 
 def _digest(text: str) -> str:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hpcdist.checkpoint.layout import FORMAT
+from hpcdist.checkpoint.layout import FORMAT, stored_dtype
 from hpcdist.checkpoint.tree import NamedArray
 from hpcdist.errors import CheckpointDamaged, CheckpointError, DataError
 
 _BLOCK_BYTES = 4 << 20
+#: Dimensions that an array may have: more than numpy takes anywhere.
+_MAX_DIMENSIONS = 64
+_LAYOUTS = (h5py.h5d.CONTIGUOUS, h5py.h5d.COMPACT)
 
 
 def digest_file(path: Path) -> tuple[int, str]:
@@ -30,6 +34,20 @@ def digest_file(path: Path) -> tuple[int, str]:
             digest.update(block)
             nbytes += len(block)
     return nbytes, digest.hexdigest()
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """Return the text of a file that may be anything: a pipe is not waited for, a device not read to its end.
+
+    Raises:
+        OSError: when it cannot be read.
+        ValueError: when it is no regular file, is too large, or holds no text.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
+            raise ValueError(f"no file of at most {max_bytes} bytes")
+        return file.read().decode()
 
 
 def read_file(path: Path) -> tuple[Any, list[NamedArray]]:
@@ -54,9 +72,9 @@ def read_file(path: Path) -> tuple[Any, list[NamedArray]]:
     rows = index.get("arrays")
     if not isinstance(rows, list) or "state" not in index:
         raise CheckpointDamaged(
-            f"restore: expected state and arrays in the index of {path}, got {list(index)}; use another."
+            f"restore: expected state and arrays in the index of {path}, got {list(index)[:8]}; use another."
         )
-    return index["state"], [_array_at(row, datasets, path) for row in rows]
+    return index["state"], _arrays_of(rows, datasets, path)
 
 
 def check_format(found: Any, path: Path) -> None:
@@ -76,8 +94,11 @@ def _safe_datasets(file: h5py.File, path: Path) -> dict[str, npt.NDArray[Any]]:
     if not isinstance(group, h5py.Group):
         raise CheckpointDamaged(f"restore: expected a group /arrays in {path}, got a dataset; use another file.")
     _check_members(group, None, path)
-    found = {name: _plain(group[name], path) for name in group}
-    return {**found, "index": _plain(file["index"], path)}
+    found = {name: _plain(group[name], stored_dtype(name), path) for name in group}
+    index = _plain(file["index"], np.dtype(np.uint8), path)
+    if sum(dataset.nbytes for dataset in (index, *found.values())) > os.path.getsize(path):
+        raise CheckpointDamaged(f"restore: expected less data than bytes in {path}, got more; use another file.")
+    return {**{name: np.asarray(dataset[()]) for name, dataset in found.items()}, "index": np.asarray(index[()])}
 
 
 def _check_members(group: h5py.Group, expected: set[str] | None, path: Path) -> None:
@@ -93,35 +114,50 @@ def _check_members(group: h5py.Group, expected: set[str] | None, path: Path) -> 
             )
 
 
-def _plain(dataset: Any, path: Path) -> npt.NDArray[Any]:
-    """Return the values of a dataset that is nothing but numbers inside this file."""
+def _plain(dataset: Any, dtype: np.dtype[Any], path: Path) -> h5py.Dataset:
+    """Return a dataset that is nothing but numbers of a dtype inside this file. None of its data is read."""
     is_plain = (
         isinstance(dataset, h5py.Dataset)
-        and dataset.ndim == 1
-        and dataset.dtype.kind in "iufc"
-        and dataset.chunks is None
-        and not dataset.is_virtual
+        and dataset.id.get_create_plist().get_layout() in _LAYOUTS  # first: the size of others is in other files
         and not dataset.external
-        and dataset.nbytes <= os.path.getsize(path)
+        and dataset.ndim == 1
+        and dataset.dtype == dtype
+        and dtype.kind in "iufc"
+        and h5py.check_enum_dtype(dataset.dtype) is None
     )
     if not is_plain:
         raise CheckpointDamaged(f"restore: expected plain datasets in {path}, got {dataset!r}; use another file.")
-    return np.asarray(dataset[()])
+    return dataset
 
 
-def _array_at(row: Any, datasets: dict[str, npt.NDArray[Any]], path: Path) -> NamedArray:
+def _arrays_of(rows: list[Any], datasets: dict[str, npt.NDArray[Any]], path: Path) -> list[NamedArray]:
+    """Return the arrays that rows of the index tell of: they fill the datasets, one after the other."""
+    ends = dict.fromkeys(datasets, 0)
+    arrays = []
+    for row in rows:
+        arrays.append(_array_at(row, ends, datasets, path))
+        ends[arrays[-1].dtype] += arrays[-1].values.size
+    sizes = {name: values.size for name, values in datasets.items()}
+    if ends != sizes:
+        raise CheckpointDamaged(f"restore: expected index rows that fill {path}, got {ends} of {sizes}; use another.")
+    return arrays
+
+
+def _array_at(row: Any, ends: dict[str, int], datasets: dict[str, npt.NDArray[Any]], path: Path) -> NamedArray:
     try:
         name, dtype, shape, offset = row
-        if not all(isinstance(number, int) and number >= 0 for number in (*shape, offset)):
-            raise ValueError(f"shape {shape!r} at {offset!r}")
-        n_elements = math.prod(shape)
-        flat = datasets[dtype][offset : offset + n_elements]
-        values = flat.reshape(shape)
-    except (TypeError, ValueError, KeyError) as error:
+        numbers = [*shape, offset]
+        is_fit = len(numbers) <= _MAX_DIMENSIONS + 1 and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
+        if not is_fit or type(name) is not str or offset != ends[dtype]:
+            raise ValueError(f"{str(row)[:60]} after {ends[dtype]}")
+        values = datasets[dtype][offset : offset + math.prod(shape)].reshape(shape)
+        if dtype == "bool" and (values > 1).any():
+            raise ValueError("truth that is neither 0 nor 1")
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise CheckpointDamaged(
             f"restore: expected index rows that fit {path}, got {_line(error)}; use another."
         ) from None
-    return NamedArray(str(name), str(dtype), values.view(np.bool_) if dtype == "bool" else values)
+    return NamedArray(name, dtype, values.view(np.bool_) if dtype == "bool" else values)
 
 
 def open_data(path: str, names: list[str]) -> tuple[h5py.File, dict[str, h5py.Dataset]]:

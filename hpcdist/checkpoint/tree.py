@@ -75,16 +75,24 @@ def decode(node: Any, from_array: Callable[[Array, str], Any], arrays: list[Name
     Raises:
         CheckpointDamaged: when `node` is not what `encode` makes.
     """
+    try:
+        return _decode(node, from_array, arrays, set(range(len(arrays))))
+    except RecursionError:
+        raise CheckpointDamaged("restore: expected a nest of some depth, got one too deep; use another file.") from None
+
+
+def _decode(node: Any, from_array: Callable[[Array, str], Any], arrays: list[NamedArray], unused: set[int]) -> Any:
     if not isinstance(node, dict):
         return node
     if len(node) == 1:
         ((kind, content),) = node.items()
         if kind == "dict" and _is_list_of_pairs(content):
-            return {key: decode(part, from_array, arrays) for key, part in content}
+            return {key: _decode(part, from_array, arrays, unused) for key, part in content}
         if kind in ("list", "tuple") and isinstance(content, list):
-            parts = [decode(part, from_array, arrays) for part in content]
+            parts = [_decode(part, from_array, arrays, unused) for part in content]
             return tuple(parts) if kind == "tuple" else parts
-        if kind in ("array", "tensor") and isinstance(content, int) and 0 <= content < len(arrays):
+        if kind in ("array", "tensor") and type(content) is int and content in unused:
+            unused.remove(content)  # a copy of it many times over could take more memory than there is
             array = arrays[content]
             return from_array(array.values, array.dtype) if kind == "tensor" else array.values.copy()
     raise CheckpointDamaged(

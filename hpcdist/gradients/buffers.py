@@ -44,7 +44,7 @@ class BufferRecord:
         """
         dtype, tensor = getattr(torch, self.sum_dtype), self.place.tensor
         if not takes_part or tensor is None:
-            return torch.zeros(self.shape.numel(), dtype=dtype)
+            return torch.zeros(self.shape.numel(), dtype=dtype, device="cpu")
         if tensor.shape != self.shape:
             raise GradientError(
                 f"backward: expected buffer {self.place.name!r} of shape {tuple(self.shape)} as at the first step, "

@@ -96,7 +96,10 @@ class GradientEngine:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look after every module and optimizer that is built in the block."""
+        """Look after every module and optimizer that is built in the block, but for modules built in a run in it.
+
+        A plan made in the middle of a step would find replicas that have begun it and others that have not.
+        """
         try:
             with torch_hooks.on_built(self._see, self._optimizers.add):
                 yield
@@ -104,6 +107,8 @@ class GradientEngine:
             self._look_again()
 
     def _see(self, module: nn.Module) -> None:
+        if self.turns.is_running:  # a replica's own, such as a loss or a copy; `step` refuses its parameters
+            return
         self._modules.add(module)
         self._keepers[module] = self
         self._expect_use()
@@ -258,8 +263,8 @@ class GradientEngine:
         if record is None:
             raise GradientError(
                 f"step: expected parameters made in strategy.scope() and in use since, got one of shape "
-                f"{tuple(parameter.shape)} whose gradient was not summed; build it in the scope, enter the scope again "
-                f"after unfreezing, and call the model itself or strategy.run."
+                f"{tuple(parameter.shape)} whose gradient was not summed; build it in the scope before "
+                f"strategy.run, enter the scope again after unfreezing, and call the model itself or strategy.run."
             )
         if record.is_local or self.backward.is_running:
             raise GradientError(

@@ -64,6 +64,11 @@ class Turns:
         return replica
 
     @property
+    def is_running(self) -> bool:
+        """Whether `run` is under way."""
+        return self._is_running
+
+    @property
     def is_last(self) -> bool:
         """Whether the calling replica is the last one here."""
         return self.replica == self.replicas[-1]

@@ -36,9 +36,14 @@ class Durations:
         return ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)] if ordered else 0.0
 
     @property
+    def median(self) -> float:
+        """The usual duration; 0 before the first."""
+        return statistics.median(self._ordered()) if self._last else 0.0
+
+    @property
     def spread(self) -> float:
         """How much longer the long ones are than the usual one."""
-        return self.p99 - statistics.median(self._ordered()) if self._last else 0.0
+        return self.p99 - self.median
 
     def _ordered(self) -> list[float]:
         if self._n_unsorted * 16 > len(self._sorted):  # not at every step: sorting takes as long as a small one

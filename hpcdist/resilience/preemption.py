@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +20,7 @@ from hpcdist.resilience.attempt import Attempt
 from hpcdist.resilience.checkpoint import Checkpoint
 from hpcdist.resilience.deadline import Deadline, Durations
 from hpcdist.resilience.manager import CheckpointManager
+from hpcdist.resilience.schedule import SaveSchedule, is_crossed
 from hpcdist.resilience.stop import StopFlag
 
 
@@ -61,7 +62,7 @@ class PreemptionCheckpointHandler:
         checkpoint_dir: where, if a Checkpoint was given.
         termination_config: see there.
         save_every_steps: save whenever so many steps were made.
-        save_every_s: save when the last one was so many seconds ago, by the chief's clock.
+        schedule: saves by the clock or by the rate of failures, copies in memory, comparisons of ranks.
         time_limit_s: the job will be ended so many seconds from now. An earlier end of the batch job counts.
 
     Attributes:
@@ -82,14 +83,16 @@ class PreemptionCheckpointHandler:
         termination_config: TerminationConfig | None = None,
         *,
         save_every_steps: int | None = None,
-        save_every_s: float | None = None,
+        schedule: SaveSchedule | None = None,
         time_limit_s: float | None = None,
     ) -> None:
         self._config = termination_config or TerminationConfig()
         self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
         self._world = self._manager.checkpoint.world
-        self._every_steps, self._every_s = save_every_steps, save_every_s
-        self._step_times, self._save_times = Durations(), Durations()
+        self._schedule = schedule or SaveSchedule()
+        if save_every_steps is not None:
+            self._schedule = replace(self._schedule, every_steps=save_every_steps)
+        self._step_times, self._save_times, self._stalls = Durations(), Durations(), Durations()
         self._deadline = self._make_deadline(time_limit_s)
         self._attempt = Attempt(self._world, self._manager)
         self._attempt.begin()
@@ -120,7 +123,7 @@ class PreemptionCheckpointHandler:
         self._is_counting_down = False
         self._agreement = Agreement(self._world, self.wants)
         self._polled_at = self._saved_at = time.monotonic()
-        self._step_at_poll = self.step
+        self._step_at_poll = self._kept_up_to = self.step
         self._world.notices.watcher = self
         if self._deadline is not None:
             self._say(self._deadline.describe())
@@ -203,9 +206,9 @@ class PreemptionCheckpointHandler:
         """Whether it is time for a save, by the chief's clock."""
         if not self._world.is_chief or self.step <= self._manager.checkpoint.step:
             return False
-        waited_s = time.monotonic() - self._saved_at
         is_unmeasured = self._deadline is not None and self._deadline.wants_measure
-        return is_unmeasured or (self._every_s is not None and waited_s >= self._every_s)
+        interval_s = self._schedule.interval_s(self._stalls.median if self._stalls.is_measured else None)
+        return is_unmeasured or (interval_s is not None and time.monotonic() - self._saved_at >= interval_s)
 
     def poll(self, *args: Any, **kwargs: Any) -> None:
         """Act on a request to stop or save: the program is between two steps. For loops that nothing else polls in.
@@ -226,8 +229,8 @@ class PreemptionCheckpointHandler:
         save = functools.partial(self._save, *args, **kwargs)
         if Want.STOP in heard:
             self._obey(save)
-        elif has_stepped and (Want.SAVE in heard or self._is_due):
-            save()
+        elif has_stepped:
+            self._keep_up(Want.SAVE in heard, save)
         self._polled_at = time.monotonic()
 
     def _measure(self) -> bool:
@@ -237,10 +240,15 @@ class PreemptionCheckpointHandler:
             self._step_times.add(time.monotonic() - self._polled_at)
         return has_stepped
 
-    @property
-    def _is_due(self) -> bool:
-        every, last = self._every_steps, self._manager.checkpoint.step
-        return every is not None and self.step > last and self.step // every > last // every
+    def _keep_up(self, is_late: bool, save: Callable[[], None]) -> None:
+        """Do after a step what the schedule says."""
+        schedule, last, self._kept_up_to = self._schedule, self._kept_up_to, self.step
+        if is_crossed(schedule.compare_every_steps, self.step, last):
+            self._manager.check_equal()
+        if is_crossed(schedule.in_memory_every_steps, self.step, last):
+            self._manager.save_fast(self.step)
+        if is_late or is_crossed(schedule.every_steps, self.step, self._manager.checkpoint.step):
+            save()
 
     def _save(self, *args: Any, is_last: bool = False, **kwargs: Any) -> None:
         """Save, unless this step is saved. The first one waits for the disk, to know what a save costs."""
@@ -258,6 +266,8 @@ class PreemptionCheckpointHandler:
             self._attempt.committed(self.step)
         if is_first or is_last:
             self._save_times.add(self._saved_at - started)
+        if not is_last:
+            self._stalls.add(self._saved_at - started)
 
     # -- the end --------------------------------------------------------------------------------------------------
 

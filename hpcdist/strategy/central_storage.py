@@ -23,6 +23,10 @@ class CentralStorageStrategy(MirroredStrategy):
     Weights change in `optimizer.step()` and `extended.update`. Other code that writes into them, such as clipping of
     weights, belongs on the chief, between barriers. With one rank, everything is on its device.
 
+    >>> strategy = hpcdist.CentralStorageStrategy()
+    >>> with strategy.scope():
+    ...     model = torch.nn.Linear(64, 10)
+
     Collective: all ranks.
 
     Args:

@@ -19,6 +19,10 @@ from hpcdist.world import make_world
 class MirroredStrategy(MultiWorkerMirroredStrategy):
     """Synchronous training on all ranks of one machine; each rank is one process with one device.
 
+    >>> strategy = hpcdist.MirroredStrategy()
+    >>> with strategy.scope():
+    ...     model = torch.nn.Linear(64, 10)
+
     Collective: all ranks.
 
     Args:

@@ -48,6 +48,10 @@ class MultiWorkerMirroredStrategy(Strategy):
     `optimizer.step()` is the user's own. An evaluator rank is a cluster of
     one.
 
+    >>> strategy = hpcdist.MultiWorkerMirroredStrategy()
+    >>> with strategy.scope():
+    ...     model = torch.nn.Linear(64, 10)
+
     Collective: all ranks.
 
     Args:

@@ -25,6 +25,10 @@ class OneDeviceStrategy(Strategy):
     Nothing is communicated, and the cluster is not looked at: as with tf.distribute, each of several ranks is on its
     own and trains a model of its own, which the first rank says. `is_chief` is true on all of them.
 
+    >>> strategy = hpcdist.OneDeviceStrategy("cpu")
+    >>> with strategy.scope():
+    ...     model = torch.nn.Linear(64, 10)
+
     Not collective.
 
     Args:

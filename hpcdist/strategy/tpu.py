@@ -43,6 +43,10 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
     keyed by step as torch's are. Make the strategy before the first backward of the process, which is when torch looks
     which devices there are. Tried with PJRT_DEVICE=CPU, not on a TPU.
 
+    >>> strategy = hpcdist.TPUStrategy(hpcdist.TPUClusterResolver())
+    >>> with strategy.scope():
+    ...     model = torch.nn.Linear(64, 10)
+
     Collective: all ranks.
 
     Args:

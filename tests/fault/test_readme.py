@@ -102,7 +102,7 @@ def test_the_script_in_sbatch_is_the_one_that_is_shipped(clone, root):
 
 
 def test_your_own_script(clone, clean_environ, root):
-    code, _ = blocks(root, "python")
+    code, *_ = blocks(root, "python")
     (clone / "mine.py").write_text(code)
     run("mpirun -n 2 python mine.py", clone, clean_environ, 60)
     run("python mine.py", clone, clean_environ, 60)
@@ -110,13 +110,34 @@ def test_your_own_script(clone, clean_environ, root):
 
 
 def test_your_own_script_with_replicas(clone, clean_environ, root):
-    code, counted = blocks(root, "python")
+    code, counted, _ = blocks(root, "python")
     strategy, rest = counted.split("\n", 1)
     above = code.split("\nwith handler")[0].replace("strategy = hpcdist.MultiWorkerMirroredStrategy()", strategy)
     above = above.replace("runs/mine", "runs/counted")
     assert "num_replicas=8" in above
     (clone / "counted.py").write_text(f"{above}\n{rest}\nprint('loss', loss.item())\n")
     assert "loss" in run("mpirun -n 3 python counted.py", clone, clean_environ, 60)[0]
+
+
+def test_each_strategy_in_three_lines(clone, clean_environ, root):
+    lines = blocks(root, "python")[2]
+    table = re.findall(r"^\| `(?:hpcdist\.)?(\w+Strategy)\(", (root / "README.md").read_text(), re.M)
+    assert table == [
+        "MultiWorkerMirroredStrategy",
+        "MirroredStrategy",
+        "CentralStorageStrategy",
+        "OneDeviceStrategy",
+        "TPUStrategy",
+    ]
+    calls = [
+        "MultiWorkerMirroredStrategy()",
+        "MirroredStrategy()",
+        "CentralStorageStrategy()",
+        'OneDeviceStrategy("cpu")',
+    ]
+    text = "import hpcdist, torch\n" + "".join(lines.replace("MirroredStrategy()", call) for call in calls)
+    (clone / "three.py").write_text(f"{text}print('made', model)\n")
+    assert "made Linear" in run("mpirun -n 2 python three.py", clone, clean_environ, 60)[0]
 
 
 def test_links_lead_somewhere(root):

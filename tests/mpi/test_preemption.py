@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hpcdist
-from hpcdist.errors import ExitCode, NoProgressError, UsageError
+from hpcdist.errors import DesyncError, ExitCode, NoProgressError, UsageError
 from hpcdist.resilience.stop import SIGNALS
 
 pytestmark = pytest.mark.mpi
@@ -254,7 +254,7 @@ def test_watcher_save_fn_and_exit_fn(comm, make_job):
     assert calls.index("exit") == calls.index("save") + 1
 
 
-@pytest.mark.parametrize("every", [{"save_every_steps": 3}, {"save_every_s": 0.05}])
+@pytest.mark.parametrize("every", [{"save_every_steps": 3}, {"schedule": hpcdist.SaveSchedule(every_s=0.05)}])
 def test_periodic_saves(comm, shared_path, make_job, every):
     job = make_job(**every)
     with job.handler:
@@ -267,6 +267,25 @@ def test_periodic_saves(comm, shared_path, make_job, every):
     else:
         assert 2 <= len(steps) <= 3, "the last three are kept"
     assert decision(comm, shared_path)["decision"] == "finished"
+
+
+def test_copies_and_comparisons_between_steps(comm, make_job):
+    """One bit that changes on one rank ends all of them at the next comparison, with "do not requeue"."""
+    job = make_job(schedule=hpcdist.SaveSchedule(in_memory_every_steps=2, compare_every_steps=3))
+    copied = []
+    job.manager.save_fast = copied.append
+
+    def flip(step):
+        if step == 4 and comm.rank == comm.size - 1:
+            next(job.model.parameters()).data.view(-1)[0] += 1
+
+    if comm.size == 1:
+        job.train(1, flip)
+        assert copied == list(range(2, N_STEPS + 1, 2))
+        return
+    with pytest.raises(DesyncError, match=f"equal models and optimizers on all {comm.size} ranks"):
+        job.train(1, flip)
+    assert copied == [2, 4]
 
 
 def test_a_user_handler_is_called_too_and_gets_its_signal_back(comm, make_job):

@@ -1,5 +1,6 @@
 """Several replicas on each rank: the same bits on any number of ranks, merge points, contexts and values."""
 
+import copy
 import functools
 import sys
 import time
@@ -369,6 +370,28 @@ def test_a_loss_built_in_the_step_does_not_plan_anew(strategy):
 
         for _ in range(2):
             assert collect(strategy, fn)[0] == [pytest.approx(0, abs=1e-5)]
+
+
+@pytest.mark.parametrize("n_replicas", [5, None])
+def test_modules_built_in_a_run_are_the_replica_s_own_until_they_are_stepped(comm, n_replicas):
+    strategy = Strategy(num_replicas=n_replicas)
+
+    def fn(steps):
+        model.zero_grad()
+        weighted, own, copied = nn.CrossEntropyLoss(torch.ones(3)), nn.Linear(3, 3), copy.deepcopy(model)
+        weighted(own(copied(model(torch.ones(1, 3)))), torch.tensor([0])).backward()
+        if steps:
+            torch.optim.SGD(own.parameters(), lr=0.1).step()
+
+    with strategy.scope():
+        model = nn.Linear(3, 3)
+        strategy.run(fn, args=(False,))
+        assert list(strategy._engine._modules) == [model]
+        strategy.run(fn, args=(False,))
+        assert strategy._engine._forward_handle is None
+        if strategy.num_replicas_in_sync > 1:
+            with pytest.raises(GradientError, match=r"build it in the scope before strategy.run"):
+                strategy.run(fn, args=(True,))
 
 
 def test_run_in_a_merge_call_is_refused(strategy):

@@ -1,0 +1,90 @@
+"""Time what the same bits on any number of ranks cost: counted replicas beside plain ones, in one launch.
+
+mpirun -n 2 python benchmarks/replicas.py --out out/replicas
+
+Plain: one replica per rank, whatever sum is fastest. Counted as ranks: the same work, but sums in the order of replicas
+and random numbers keyed by replica. Eight counted: eight parts of the same global batch, shared among the ranks, which
+work on theirs one after another.
+"""
+
+import argparse
+import itertools
+from functools import partial
+from pathlib import Path
+
+import torch
+from harness import AGAIN, run_rounds
+from measure import Environment, timed_block
+from models import MODELS, adam, batches, build
+from report import case, publish
+from torch.nn.functional import cross_entropy
+
+import hpcdist
+from hpcdist.world import make_world
+
+BATCH = 64
+PLAIN = "one replica per rank"
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for replicas.json and replicas.png")
+    parser.add_argument("--model", choices=MODELS, default="mlp")
+    parser.add_argument("--rounds", type=int, default=10, help="pairs of blocks of every contender")
+    parser.add_argument("--steps", type=int, default=40, help="steps of a block")
+    return parser.parse_args()
+
+
+class Trainer:
+    """One way to split the global batch: its strategy, model, optimizer and data."""
+
+    def __init__(self, model, comm, num_replicas):
+        self._comm = comm
+        self._strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=num_replicas)
+        torch.manual_seed(0)
+        with self._strategy.scope():
+            self._model = build(model)
+            self._optimizer = adam(self._model)
+        rows = [torch.cat(parts) for parts in zip(*batches(BATCH, 0, 1), strict=True)]
+        dataset = hpcdist.Dataset.from_tensor_slices(tuple(rows)).batch(BATCH).repeat()
+        taken = itertools.islice(self._strategy.experimental_distribute_dataset(dataset), 16)
+        self._data = itertools.cycle(list(taken))
+
+    def _step(self, inputs, labels):
+        self._optimizer.zero_grad()
+        losses = cross_entropy(self._model(inputs), labels, reduction="none")
+        hpcdist.compute_average_loss(losses, global_batch_size=BATCH).backward()
+        self._optimizer.step()
+
+    def block(self, n_steps):
+        """Return wall and CPU-seconds per step of a block."""
+
+        def run():
+            for _ in range(n_steps):
+                self._strategy.run(self._step, args=next(self._data))
+
+        return timed_block(self._comm, run, n_steps)
+
+
+def main():
+    args = parse_args()
+    comm = make_world().role_comm
+    torch.set_num_threads(1)
+    environment = Environment(comm)
+    trainers = {
+        PLAIN: Trainer(args.model, comm, None),
+        f"counted as ranks, {comm.size} replicas": Trainer(args.model, comm, comm.size),
+        "counted, 8 replicas": Trainer(args.model, comm, 8),
+    }
+    contenders = {name: partial(trainer.block, args.steps) for name, trainer in trainers.items()}
+    contenders[PLAIN + AGAIN] = contenders[PLAIN]
+    for block in contenders.values():
+        block()
+    one = case(f"{args.model}, {comm.size} ranks", *run_rounds(contenders, args.rounds), [PLAIN])
+    record = environment.record()
+    if comm.rank == 0:
+        publish({"label": "replicas", "environment": record, "cases": [one]}, args.out, "replicas")
+
+
+if __name__ == "__main__":
+    main()

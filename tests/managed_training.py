@@ -1,0 +1,27 @@
+"""The same kind of training through a CheckpointManager, on one rank. Importing this starts MPI."""
+
+import functools
+
+import numpy as np
+
+import hpcdist
+from hpcdist.checkpoint.folder import CheckpointFolder
+from hpcdist.checkpoint.generations import Place
+from hpcdist.resilience import manager as manager_module
+
+N_STEPS = 6
+
+
+def run(path, disk, tell):
+    """Train to the end, as far as `disk` lets us; `tell` the place of each checkpoint once `wait` has returned."""
+    manager_module.CheckpointFolder = functools.partial(CheckpointFolder, disk=disk)
+    weights, step = np.linspace(-1, 1, 300), np.zeros((), np.int64)
+    manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(weights=weights, step=step), path, max_to_keep=2)
+    manager.begin_attempt()
+    while step < N_STEPS:
+        step += 1
+        weights[:] = weights * 0.9 + np.sin(np.arange(weights.size) * int(step))
+        manager.save(int(step), blocking=int(step) % 2 == 0)
+        manager.wait()
+        tell(Place(manager.generation, int(step)))
+    manager.end_attempt()

@@ -1,0 +1,90 @@
+"""Read checkpoints that somebody has changed, with little memory and little time for each.
+
+Usage: hostile_reads.py FOLDER FIRST LAST EVERY: those cases of `hostile_files`. Prints a line of JSON for each before
+it is read, and one after: so a crash is told apart.
+"""
+
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import h5py
+from hostile_files import Original, cases
+
+from hpcdist.checkpoint.folder import CheckpointFolder
+from hpcdist.checkpoint.generations import crashed_twice
+from hpcdist.checkpoint.retention import Retention
+from hpcdist.checkpoint.tree import decode
+from hpcdist.errors import CheckpointError
+
+LIMIT_S = 10
+MEMORY_BYTES = 1 << 30
+
+
+class CountingFile(h5py.File):
+    """Counts how often libhdf5 was given a file."""
+
+    n_opened = 0
+
+    def __init__(self, *arguments, **named):
+        CountingFile.n_opened += 1
+        super().__init__(*arguments, **named)
+
+
+def use(path):
+    """Do all that a restart does with a folder, and return what it found."""
+    folder = CheckpointFolder(path)
+    folder.generation = 3
+    crashed_twice(folder.fruitless_attempts())
+    found = folder.read_latest()
+    arrays = [(array.name, array.dtype, array.values.tobytes()) for array in found.arrays]
+    value = decode(found.state, lambda array, dtype: array, found.arrays)
+    Retention(1, keep_every_n_hours=1, keep_best="loss").kept([found.manifest, found.manifest])
+    return repr(found.state), arrays, value is not None
+
+
+def read(path):
+    """Return (outcome, message): refused, read, or what went wrong."""
+    try:
+        return "read", use(path)
+    except CheckpointError as error:
+        return "refused", str(error)[-300:]
+    except Exception as error:
+        return "raised", f"{type(error).__name__}: {str(error)[:300]}"
+
+
+def main():
+    folder, (first, last, every) = Path(sys.argv[1]), map(int, sys.argv[2:])
+    logging.disable()
+    original = Original(folder / f"original-{first}")
+    wanted = use(original.path)
+    h5py.File = CountingFile
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    path = folder / f"case-{first}"
+    for number, case in cases(original, first, last, every):
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(original.path, path)
+        case.make(path)
+        CountingFile.n_opened = 0
+        print(json.dumps({"number": number, "name": case.name, "kind": case.kind}), flush=True)
+        signal.alarm(LIMIT_S)
+        outcome, what = read(path)
+        signal.alarm(0)
+        is_same = outcome == "read" and what == wanted
+        report = {"outcome": outcome, "same": is_same, "opened": CountingFile.n_opened}
+        print(json.dumps({**report, "text": what if outcome == "raised" else ""}), flush=True)
+    shutil.rmtree(path, ignore_errors=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Kill a training before and after each of its operations on the disk, start it again, and compare.
+
+Usage: kill_points.py FOLDER START PROGRAM EVERY: what is there at the start, which program saves (one that uses the
+folder itself, or one with a CheckpointManager), and whether every operation is taken or every second, third...
+Prints one line of JSON. It forks, and so starts no thread and no MPI itself.
+"""
+
+import itertools
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from small_training import STARTS, Training, WatchedDisk, final_bits, newest_place
+
+
+class KillingDisk(WatchedDisk):
+    """Kills the process before or after its nth operation; tells which ones it began."""
+
+    def __init__(self, nth, is_after, told):
+        self.nth, self.is_after, self.told, self.n_calls = nth, is_after, told, 0
+
+    def watch(self, name, act, *arguments):
+        self.n_calls += 1
+        is_last = self.n_calls == self.nth
+        if is_last:
+            os.write(self.told, f"operation {name}\n".encode())
+        if is_last and not self.is_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = act(*arguments)
+        if is_last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+
+def run_plain(path, disk, tell):
+    Training(path, disk, tell).run()
+
+
+def run_managed(path, disk, tell):
+    from managed_training import run  # starts MPI: in the child only, as what forks must not have it
+
+    run(path, disk, tell)
+
+
+PROGRAMS = {"plain": run_plain, "managed": run_managed}
+
+
+def run_and_kill(program, path, nth, is_after):
+    """Run in a child; return whether it was killed, at which operation, and the last place that it had committed."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        disk = KillingDisk(nth, is_after, writing)
+        program(path, disk, lambda place: os.write(writing, f"committed {place.generation} {place.step}\n".encode()))
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as told:
+        lines = [line.split() for line in told]
+    status = os.waitpid(child, 0)[1]
+    assert status in (0, signal.SIGKILL), f"the program ended with status {status}"
+    committed = [(int(line[1]), int(line[2])) for line in lines if line[0] == "committed"]
+    operation = next((line[1] for line in lines if line[0] == "operation"), None)
+    return status != 0, operation, max(committed, default=None)
+
+
+def look_at_one(program, template, folder, expected, nth, is_after):
+    """Return (operation, what is wrong) of one kill point; None when the program has fewer operations."""
+    path = folder / "killed"
+    before = template.joinpath("newest").read_text()
+    shutil.rmtree(path, ignore_errors=True)
+    if (template / "run").exists():
+        shutil.copytree(template / "run", path)
+    was_killed, operation, committed = run_and_kill(program, path, nth, is_after)
+    if not was_killed:
+        return None
+    at_least = max(committed or (0, 0), tuple(json.loads(before) or (0, 0)))
+    newest = newest_place(path)
+    wrong = []
+    if at_least > (0, 0) and (newest is None or (newest.generation, newest.step) < at_least):
+        wrong.append(f"lost {at_least}, found {newest}")
+    run_and_kill(program, path, 0, False)
+    if final_bits(path) != expected:
+        wrong.append("other bits at the end")
+    left = [name.name for name in path.rglob("*") if ".tmp-" in name.name]
+    return operation, wrong + left
+
+
+def main():
+    folder, start, program, every = Path(sys.argv[1]), sys.argv[2], PROGRAMS[sys.argv[3]], int(sys.argv[4])
+    if program is run_managed:
+        import torch  # noqa: F401  here, so that not every child reads it from the disk
+    folder.mkdir(parents=True)
+    template = folder / "template"
+    template.mkdir()
+    newest = STARTS[start](template / "run")
+    (template / "newest").write_text(json.dumps(newest and [newest.generation, newest.step]))
+    run_and_kill(program, folder / "unbroken", 0, False)
+    expected = final_bits(folder / "unbroken")
+    points, wrong = {}, []
+    kills = ((nth, is_after) for nth in itertools.count(1, every) for is_after in (False, True))
+    for nth, is_after in kills:
+        found = look_at_one(program, template, folder, expected, nth, is_after)
+        if found is None:
+            break
+        points[found[0]] = points.get(found[0], 0) + 1
+        wrong += [f"{found[0]} {nth} {'after' if is_after else 'before'}: {text}" for text in found[1]]
+    shutil.rmtree(folder)
+    print(json.dumps({"points": points, "wrong": wrong}))
+
+
+if __name__ == "__main__":
+    logging.disable()  # what is damaged on purpose is stepped over thousands of times
+    main()

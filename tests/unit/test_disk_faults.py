@@ -1,0 +1,133 @@
+"""Any call to the system fails once, at any point: earlier checkpoints stay, the error tells, a restart goes on.
+
+`make crashes` takes every call; else every third. The errors come from below `Disk`, in place of the functions of `os`.
+"""
+
+import errno
+import os
+import re
+import shutil
+from collections import Counter
+
+import pytest
+from small_training import N_STEPS, STARTS, Training, newest_place
+
+from hpcdist.checkpoint import durable
+from hpcdist.errors import CheckpointError, ExitCode
+
+EVERY = 1 if os.environ.get("EVERY_CASE") else 3
+CALLS = ["mkdir", "open", "posix_fallocate", "pwrite", "fsync", "close", "replace", "unlink", "rmdir"]
+REFUSALS = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS]
+#: Old checkpoints that cannot be removed stay, and the log says so: no reason to end a job.
+TOLERATED = ["unlink", "rmdir"]
+#: What the message says that was expected.
+EXPECTED = [
+    r"to write \d+ bytes to step-\d{8}(-\d+)?\.h5",
+    "a folder that can be written",
+    "to name the run",
+    "to note the attempt",
+    "to set damaged checkpoints aside",
+]
+
+
+class FaultyOs:
+    """The module `os` with one call that fails, or writes half of what it is given."""
+
+    def __init__(self, call, nth, code):
+        self.call, self.nth, self.code, self.n_calls = call, nth, code, 0
+
+    def __getattr__(self, name):
+        return self._fail_once if name == self.call else getattr(os, name)
+
+    def _fail_once(self, *arguments):
+        self.n_calls += 1
+        if self.n_calls != self.nth:
+            return getattr(os, self.call)(*arguments)
+        if self.code is None:
+            return os.pwrite(arguments[0], arguments[1][: len(arguments[1]) // 2], arguments[2])
+        if self.call == "close":
+            os.close(*arguments)  # also a close that fails has closed
+        raise OSError(self.code, os.strerror(self.code))
+
+
+@pytest.fixture(params=["fresh", "broken"])
+def template(request, fast_folder):
+    """Return (folder or None, newest sound place in it)."""
+    path = fast_folder / "template"
+    newest = STARTS[request.param](path)
+    return path if path.exists() else None, newest
+
+
+def run_with_fault(path, template, monkeypatch, faulty):
+    """Return (the error or None, the newest place that was committed)."""
+    shutil.rmtree(path, ignore_errors=True)
+    if template[0]:
+        shutil.copytree(template[0], path)
+    told = [template[1]] if template[1] else []
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "os", faulty)
+        try:
+            Training(path, None, told.append).run()
+        except CheckpointError as error:
+            return error, max(told, default=None)
+    return None, max(told, default=None)
+
+
+def faults(call, code, path, template, monkeypatch):
+    """Yield (error, newest committed place) for each nth call that fails."""
+    nth = 1
+    while True:
+        faulty = FaultyOs(call, nth, code)
+        outcome = run_with_fault(path, template, monkeypatch, faulty)
+        if faulty.n_calls < nth:
+            return
+        yield outcome
+        nth += EVERY
+
+
+def goes_on(path, committed):
+    """Hold that what was committed is there, and that a training comes to its end on it."""
+    newest = newest_place(path)
+    assert committed is None or (newest is not None and newest >= committed)
+    Training(path).run()
+    assert newest_place(path).step == N_STEPS
+    assert list(path.rglob("*.tmp-*")) == []
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("code", REFUSALS, ids=lambda code: errno.errorcode[code])
+def test_a_refusal_is_told_and_survived(fast_folder, template, monkeypatch, code):
+    path, counts = fast_folder / "run", Counter()
+    for call in CALLS:
+        for error, committed in faults(call, code, path, template, monkeypatch):
+            counts[call] += 1
+            goes_on(path, committed)
+            if error is None:
+                assert call in TOLERATED
+                continue
+            counts["told"] += 1
+            assert error.exit_code == ExitCode.CHECKPOINT_IO
+            assert os.strerror(code) in str(error)
+            assert str(path) in str(error)
+            assert any(re.search(expected, str(error)) for expected in EXPECTED), error
+            counts["with bytes"] += bool(re.search(EXPECTED[0], str(error)))
+    print(f"{sum(counts[call] for call in CALLS)} refusals: {dict(counts)}")
+    assert counts["with bytes"] > 10
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("code", "calls"),
+    [(errno.EINTR, ["mkdir", "replace", "unlink", "rmdir"]), (None, ["pwrite"])],  # Python repeats the others itself
+    ids=["EINTR", "short write"],
+)
+def test_an_interruption_or_a_short_write_is_no_error(fast_folder, template, monkeypatch, code, calls):
+    path, counts = fast_folder / "run", Counter()
+    for call in calls:
+        for error, committed in faults(call, code, path, template, monkeypatch):
+            counts[call] += 1
+            assert error is None, f"{call}: {error}"
+            assert newest_place(path) == committed
+            goes_on(path, committed)
+    print(f"{sum(counts.values())} interruptions: {dict(counts)}")
+    assert sum(counts.values()) > 2

@@ -1,0 +1,59 @@
+"""Thousands of changed checkpoints: refused, without a crash, in little time and memory, or what was committed is read.
+
+`make crashes` reads all; else all that lie with a digest that fits, and every 20th of the others.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hostile_files import SEED, Original, all_cases, lies
+
+IS_FULL = bool(os.environ.get("EVERY_CASE"))
+PROGRAM = Path(__file__).resolve().parents[1] / "programs" / "hostile_reads.py"
+BATCH = 1000
+
+
+def read_all(folder, environ, first, last, every):
+    """Return (case, report) of each case of a batch, read by a process of its own."""
+    done = subprocess.run(
+        [sys.executable, PROGRAM, folder, *map(str, (first, last, every))],
+        env={**environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, f"status {done.returncode} at {lines[-1:]}: {done.stderr[-2000:]}"
+    return list(zip(lines[::2], lines[1::2], strict=True))
+
+
+def what_is_wrong(case, report):
+    """Return what must not be of a case, or None."""
+    allowed = {
+        "damage": report["outcome"] == "refused" or report["same"],  # such as white space in a manifest
+        "lie": report["outcome"] == "refused",
+        "noise": report["outcome"] in ("refused", "read"),
+        "notes": report["same"],
+    }
+    if not allowed[case["kind"]]:
+        return f"{case['name']}: {report['outcome']} {report['text']}"
+    was_opened = case["kind"] == "damage" and report["outcome"] == "refused" and report["opened"]
+    return f"{case['name']}: given to libhdf5" if was_opened else None
+
+
+@pytest.mark.timeout(1800)
+def test_a_changed_checkpoint_is_refused_or_read_as_it_was(fast_folder, clean_environ):
+    n_cases, n_lies = len(all_cases(Original(fast_folder / "original"))), len(list(lies()))
+    found = read_all(fast_folder, clean_environ, 0, n_lies, 1)
+    every = 1 if IS_FULL else 20
+    for first in range(n_lies, n_cases, BATCH * every):
+        found += read_all(fast_folder, clean_environ, first, first + BATCH * every, every)
+    counts = Counter((case["kind"], report["outcome"]) for case, report in found)
+    print(f"{len(found)} changed checkpoints, seed {SEED}: {dict(counts)}")
+    assert [text for case, report in found if (text := what_is_wrong(case, report))] == []
+    assert len(found) >= (5000 if IS_FULL else 400)
+    assert counts["lie", "refused"] >= 140

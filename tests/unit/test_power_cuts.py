@@ -1,0 +1,295 @@
+"""After a power cut at any point, whatever a disk kept by then, training goes on and nothing committed is lost.
+
+The states are those of the model in `power_cuts.py`. `make crashes` recovers thousands; else it is a sample.
+"""
+
+import contextlib
+import functools
+import itertools
+import os
+import random
+import shutil
+
+import pytest
+from power_cuts import Model, RecordingDisk, digest, write_out
+from small_training import N_STEPS, STARTS, Training, newest_place
+
+from hpcdist.checkpoint.folder import CheckpointFolder
+from hpcdist.checkpoint.generations import Place
+from hpcdist.checkpoint.retention import Retention
+from hpcdist.errors import CheckpointError
+
+IS_FULL = bool(os.environ.get("EVERY_CASE"))
+SEED = 20261122
+#: About so many states are recovered, of those of every nth cut.
+SAMPLE, EVERY_NTH_CUT = (5000, 1) if IS_FULL else (150, 8)
+#: Of the base folder.
+PATH = "run/checkpoints"
+NOTHING = Place(0, 0)
+
+
+@functools.cache
+def weights_after(step):
+    training = Training("nowhere")
+    while training.step < step:
+        training.take_step()
+    return training.weights.tobytes()
+
+
+def make_base(base):
+    """Make the folder that runs begin in: all that is in it is durable, and other things are in it."""
+    base.mkdir()
+    (base / "others").write_text("")
+    return base
+
+
+def record(base, start="fresh", disk=None, **options):
+    """Return (model of what was there, log, newest place) of a whole run below `base`."""
+    make_base(base)
+    newest = NOTHING
+    if start != "fresh":
+        (base / PATH).parent.mkdir()
+        newest = STARTS[start](base / PATH)
+    disk = disk or RecordingDisk(base)
+    before = functools.partial(Model, shutil.copytree(base, base.with_name("before")))
+    Training(base / PATH, disk, lambda place: disk.log.append(("committed", place)), **options).run()
+    return before, disk.log, newest
+
+
+def cuts(before, log, newest, every=1):
+    """Yield (state, place of the newest checkpoint that was committed) for every cut of a log."""
+    model = before()
+    for number in range(len(log) + 1):
+        if number % every == 0:
+            for state in model.states():
+                yield state, newest
+        if number < len(log) and log[number][0] == "committed":
+            newest = log[number][1]
+        elif number < len(log):
+            model.apply(*log[number])
+
+
+def recover(state, base):
+    """Return the place of the checkpoint that is found in a state, or what is wrong with it."""
+    shutil.rmtree(base, ignore_errors=True)
+    base.mkdir()
+    write_out(state, base)
+    try:
+        found = CheckpointFolder(base / PATH).read_latest()
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    if found is None:
+        return NOTHING
+    step, weights = found.state["step"], found.arrays[0].values.tobytes()
+    is_right = weights == weights_after(step) and step == found.place.step
+    return found.place if is_right else f"{found.place}: other bytes"
+
+
+def goes_on(base):
+    """Return whether a training that is started on what was recovered comes to its end."""
+    training = Training(base / PATH).run()
+    return training.weights.tobytes() == weights_after(N_STEPS) and newest_place(base / PATH).step == N_STEPS
+
+
+class Verdicts:
+    """Recovers each distinct state once.
+
+    Args:
+        base: a folder to write them out in.
+        share: so much of them is recovered, chosen by chance.
+        use: called with the folder; whether it can be used further.
+
+    Attributes:
+        n_found: states with repetitions.
+        known: what was recovered from each distinct state.
+    """
+
+    def __init__(self, base, share=1.0, use=goes_on):
+        self.base, self.share, self.use, self.n_found, self.known = base, share, use, 0, {}
+        self.chance = random.Random(SEED)
+
+    def look(self, state, newest):
+        """Return what is wrong with a state; None when all is well, or it is not in the sample."""
+        self.n_found += 1
+        key = digest(state)
+        if key not in self.known:
+            self.known[key] = self._recover(state) if self.chance.random() < self.share else None
+        found = self.known[key]
+        if isinstance(found, str):
+            return found
+        return f"lost {newest}, found {found}" if found is not None and found < newest else None
+
+    def _recover(self, state):
+        found = recover(state, self.base)
+        return found if isinstance(found, str) or self.use(self.base) else "does not come to its end"
+
+    def report(self, what):
+        n_recovered = sum(found is not None for found in self.known.values())
+        print(f"{what}: {self.n_found} states, {len(self.known)} distinct, {n_recovered} recovered, seed {SEED}")
+        return n_recovered
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("start", ["fresh", "broken"])
+def test_power_is_cut_at_any_point(fast_folder, start):
+    every = EVERY_NTH_CUT if start == "broken" else 1
+    run = record(fast_folder / "base", start)
+    n_distinct = len({digest(state) for state, _ in cuts(*run, every)})
+    verdicts = Verdicts(fast_folder / "state", SAMPLE / n_distinct)
+    wrong = [text for cut in cuts(*run, every) if (text := verdicts.look(*cut))]
+    n_recovered = verdicts.report(f"cut, {start} start")
+    assert wrong == []
+    assert n_recovered > 100
+
+
+# -- a process is killed, another one starts, and then the power is cut --------------------------------------------
+
+
+class Killed(BaseException):
+    """What no handler takes for an error of the disk."""
+
+
+class DyingDisk(RecordingDisk):
+    """Records the operations of a process up to its nth, at which it is killed: the log goes on in the next process."""
+
+    def __init__(self, base, nth):
+        super().__init__(base)
+        self.nth, self.n_calls, self.open = nth, 0, set()
+
+    def watch(self, name, act, *arguments):
+        self.n_calls += 1
+        if self.n_calls == self.nth:
+            raise Killed
+        if self.n_calls > self.nth:
+            raise OSError("nothing is done after death")
+        result = super().watch(name, act, *arguments)
+        if name == "create":
+            self.open.add(result)
+        elif name == "close":
+            self.open.remove(arguments[0])
+        return result
+
+
+def record_with_kill(base, nth):
+    """Return what `record` does of a run that is killed and started again."""
+    make_base(base)
+    disk = DyingDisk(base, nth)
+    with contextlib.suppress(Killed):
+        Training(base / PATH, disk, lambda place: disk.log.append(("committed", place))).run()
+    for descriptor in disk.open:
+        os.close(descriptor)
+    again = RecordingDisk(base, disk.log)
+    Training(base / PATH, again, lambda place: disk.log.append(("committed", place))).run()
+    return functools.partial(Model, make_base(base.with_name(f"{base.name}-before"))), disk.log, NOTHING
+
+
+@pytest.mark.timeout(1800)
+def test_power_is_cut_after_a_kill_and_a_restart(fast_folder):
+    """What a process had not synced when it was killed is not synced either when the next one builds on it."""
+    verdicts, wrong = Verdicts(fast_folder / "state", use=lambda base: True), []
+    kills = range(1, 96) if IS_FULL else [*range(2, 8), 34, 65]
+    for nth in kills:
+        run = record_with_kill(fast_folder / f"base-{nth}", nth)
+        found = [verdicts.look(*cut) for cut in cuts(*run, 8)]
+        wrong += [f"killed at operation {nth}: {text}" for text in found if text]
+    verdicts.report(f"cut after each of {len(kills)} kills")
+    assert wrong == []
+
+
+# -- programs that are wrong ------------------------------------------------------------------------------------------
+
+
+def is_temporary(path, suffix):
+    return f"{suffix}.tmp-" in path
+
+
+def without_sync(log):
+    return [entry for entry in log if entry[0] != "sync"]
+
+
+def without_sync_of(suffix, log):
+    return [entry for entry in log if entry[0] != "sync" or not is_temporary(entry[1], suffix)]
+
+
+def without_sync_of_folders(log):
+    return [entry for entry in log if entry[0] != "sync_folder"]
+
+
+def without_sync_of_the_folder_after(operation, suffix, log):
+    """Leave out the sync of a folder right after some operation on names with a suffix."""
+    before = [("", ""), *log]
+    return [
+        entry
+        for entry, last in zip(log, before, strict=False)
+        if not (entry[0] == "sync_folder" and last[0] == operation and last[-1].endswith(suffix))
+    ]
+
+
+def renamed_before_synced(log):
+    names, changed = {entry[1]: entry[2] for entry in log if entry[0] == "rename"}, []
+    for entry in log:
+        if entry[0] == "rename":
+            changed += [entry, ("sync", entry[2])]
+        elif entry[0] != "sync" or entry[1] not in names:
+            changed.append(entry)
+    return changed
+
+
+def in_place(log):
+    """Files are written under their own names."""
+    names = {entry[1]: entry[2] for entry in log if entry[0] == "rename"}
+    kept = [entry for entry in log if entry[0] != "rename"]
+    return [(name, names.get(path, path), *more) for name, path, *more in kept]
+
+
+def split_at_commits(log):
+    """Return (what comes before, [(operations of one file, operations of its manifest, what comes after), ...])."""
+    starts = [n for n, entry in enumerate(log) if entry[0] == "create" and is_temporary(entry[1], ".h5")]
+    parts = [log[start:end] for start, end in itertools.pairwise([*starts, len(log)])]
+    commits = []
+    for part in parts:
+        middle = next(n for n, entry in enumerate(part) if entry[0] == "sync_folder") + 1
+        end = next(n for n, entry in enumerate(part) if entry[0] == "committed")
+        commits.append((part[:middle], part[middle:end], part[end:]))
+    return log[: starts[0]], commits
+
+
+def manifest_before_file(log):
+    before, commits = split_at_commits(log)
+    return before + [entry for data, manifest, after in commits for entry in (*manifest, *data, *after)]
+
+
+def pruned_before_durable(log):
+    before, commits = split_at_commits(log)
+    changed = list(before)
+    for data, manifest, after in commits:
+        removals = [entry for entry in after if entry[0] == "remove"]
+        changed += [*removals, *data, *manifest, *(entry for entry in after if entry not in removals)]
+    return changed
+
+
+BROKEN = {
+    "no sync": without_sync,
+    "no sync of the file": functools.partial(without_sync_of, ".h5"),
+    "no sync of the manifest": functools.partial(without_sync_of, ".json"),
+    "no sync of folders": without_sync_of_folders,
+    "no sync of the folder after the file": functools.partial(without_sync_of_the_folder_after, "rename", ".h5"),
+    "no sync of the folder after the manifest": functools.partial(without_sync_of_the_folder_after, "rename", "8.json"),
+    "no sync of the parent of a new folder": functools.partial(
+        without_sync_of_the_folder_after, "make_folder", "checkpoints"
+    ),
+    "renamed before synced": renamed_before_synced,
+    "written in place": in_place,
+    "manifest before file": manifest_before_file,
+    "pruned before durable": pruned_before_durable,
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_program_that_is_wrong_is_noticed(fast_folder, name):
+    """The tests above would see it: the model has a state in which this program has lost something."""
+    before, log, newest = record(fast_folder / "base", retention=Retention(1))
+    changed, verdicts = BROKEN[name](log), Verdicts(fast_folder / "state", use=lambda base: True)
+    assert changed != log
+    assert any(verdicts.look(*cut) for cut in cuts(before, changed, newest))
+    verdicts.report(f"{name}: noticed")
