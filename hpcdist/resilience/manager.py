@@ -229,6 +229,16 @@ class CheckpointManager:
         """
         return self._restore(set())
 
+    def note_start(self) -> None:
+        """Let this attempt count as one that died, until it has a checkpoint or comes to an end of its own.
+
+        Not collective: for the chief, before `begin_attempt`: restoring may be what kills it.
+
+        Raises:
+            CheckpointError: when it cannot be noted.
+        """
+        self._disk.folder.note_attempt(None, has_ended=False)
+
     def begin_attempt(self) -> str | None:
         """Restore as `restore_or_initialize`, and note what from, so that a job that dies again and again is noticed.
 

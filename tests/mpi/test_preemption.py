@@ -356,6 +356,19 @@ def test_attempts_that_die_again_and_again_are_not_started_a_fourth_time(comm, s
     job.handler.close()
 
 
+def test_attempts_that_die_while_they_restore_count_too(comm, shared_path, make_job, monkeypatch):
+    def die(manager, suspects):
+        raise MemoryError
+
+    monkeypatch.setattr(hpcdist.CheckpointManager, "_restore", die)
+    for verdict in ("requeue", "requeue", "stop"):
+        with pytest.raises(MemoryError):
+            make_job()
+        assert decision(comm, shared_path)["decision"] == verdict
+    with pytest.raises(NoProgressError, match="got 3 attempts in a row died"):
+        make_job()
+
+
 def test_stops_before_any_progress_end_the_chain_too(comm, shared_path, make_job):
     job = make_job()
     with job.handler:

@@ -1,17 +1,25 @@
-"""A private Slurm on this machine: munged, slurmctld and two slurmds from Debian, in one folder, ended by pid."""
+"""A private Slurm on this machine: munged, slurmctld and four slurmds from Debian, in one folder, ended by pid.
 
+Two partitions: jobs in `high` take the nodes of jobs in `low`, which have ten seconds to leave.
+"""
+
+import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue")
-N_NODES = 2
+N_NODES = 4
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -19,10 +27,14 @@ SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CryptoType=crypto/munge
 NodeName=n[1-{n_nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=4 RealMemory=4000
-PartitionName=main Nodes=ALL Default=YES State=UP
+PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=10
+PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -32,6 +44,7 @@ MpiDefault=none
 ReturnToService=2
 SlurmdParameters=config_overrides
 KillWait=5
+SlurmdTimeout=10
 AccountingStorageType=accounting_storage/none
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -52,6 +65,22 @@ def free_ports(count):
     for one in sockets:
         one.close()
     return ports
+
+
+def environ_of(pid):
+    """Return NAME=VALUE of a process; nothing when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def name_of(pid):
+    return Path(f"/proc/{pid}/cmdline").read_text()
 
 
 class Slurm:
@@ -76,11 +105,8 @@ class Slurm:
         )
         self._start_munge()
         self._daemon("slurmctld", "-D", "-f", folder / "slurm.conf")
-        for node in range(1, N_NODES + 1):
-            self._daemon("slurmd", "-D", "-f", folder / "slurm.conf", "-N", f"n{node}")
-        self.wait_for(
-            "idle nodes", lambda: self.client("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == str(N_NODES)
-        )
+        self.nodes = {f"n{node}": self._start_node(f"n{node}") for node in range(1, N_NODES + 1)}
+        self.wait_for_nodes()
 
     def _start_munge(self):
         key = self.folder / "munge.key"
@@ -91,16 +117,44 @@ class Slurm:
         self._daemon("munged", "--foreground", "--force", f"--key-file={key}", *options)
         self.wait_for("munge", (self.folder / "munge.socket").exists)
 
+    def _start_node(self, name):
+        return self._daemon("slurmd", "-D", "-f", self.folder / "slurm.conf", "-N", name)
+
+    def wait_for_nodes(self):
+        """Return when all nodes are idle: what earlier jobs left there is gone."""
+        count = ("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D")
+        self.wait_for("idle nodes", lambda: self.client(*count).strip() == str(N_NODES))
+
+    def kill_node(self, name):
+        """Kill everything that runs on a node, as if its plug was pulled."""
+        ranks = [pid for pid in self.processes() if f"SLURMD_NODENAME={name}" in environ_of(pid)]
+        shepherds = {parent_of(pid) for pid in ranks} - set(ranks)
+        assert all(name_of(pid).startswith("slurmstepd") for pid in shepherds), shepherds
+        self.nodes[name].kill()
+        self.nodes[name].wait(10)
+        for pid in [*shepherds, *ranks]:
+            os.kill(pid, signal.SIGKILL)
+        return len(ranks)
+
+    def restart_node(self, name):
+        self.daemons.remove(self.nodes[name])
+        self.nodes[name] = self._start_node(name)
+
+    def processes(self):
+        """Return the pids of what runs in jobs of this Slurm."""
+        needle = f"SLURM_CONF={self.folder}/slurm.conf"
+        return [int(entry.name) for entry in Path("/proc").iterdir() if needle in environ_of(entry.name)]
+
     def _daemon(self, *command):
         log = open(self.folder / f"{command[0]}-{len(self.daemons)}.out", "w")
         with log:
-            self.daemons.append(
-                subprocess.Popen(
-                    [str(part) for part in command], env=self.environ, stdout=log, stderr=log, cwd=self.folder
-                )
+            daemon = subprocess.Popen(
+                [str(part) for part in command], env=self.environ, stdout=log, stderr=log, cwd=self.folder
             )
+        self.daemons.append(daemon)
+        return daemon
 
-    def client(self, *command, cwd=None, environ=None):
+    def client(self, *command, cwd=None, environ=None, timeout_s=30):
         """Run a client command and return what it prints."""
         done = subprocess.run(
             [str(part) for part in command],
@@ -108,22 +162,22 @@ class Slurm:
             cwd=cwd,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=timeout_s,
             check=False,
         )
         assert done.returncode == 0, f"{command}: {done.stderr}{self.logs()}"
         return done.stdout
 
-    def state(self, job):
-        """Return a job's state, such as RUNNING or COMPLETED."""
+    def fact(self, job, name):
+        """Return what Slurm says of a job, such as JobState: RUNNING, COMPLETED..."""
         text = self.client("scontrol", "--oneliner", "show", "job", job)
-        return text.split("JobState=")[1].split()[0]
+        return text.split(f" {name}=")[1].split()[0]
 
-    def wait_for(self, what, is_true, timeout_s=60):
+    def wait_for(self, what, is_true, timeout_s=60, describe=str):
         deadline = time.monotonic() + timeout_s
         while not is_true():
             if time.monotonic() > deadline:
-                pytest.fail(f"waited {timeout_s} s for {what}{self.logs()}")
+                pytest.fail(f"waited {timeout_s} s for {what}: {describe()}{self.logs()}")
             time.sleep(0.1)
 
     def logs(self):
@@ -142,8 +196,160 @@ class Slurm:
             daemon.wait(20)
 
 
+class Job:
+    """A batch job, submitted with one of the repository's recipes from a folder that stands for the repository."""
+
+    def __init__(self, slurm, folder, recipe, sbatch, options, environ):
+        names = [option.partition("=")[2] for option in sbatch if option.startswith("--job-name=")]
+        self.slurm, self.folder, self.name = slurm, folder, (names or [f"hpcdist-{recipe}"])[0]
+        self.run_dir = folder / environ.get("RUN_DIR", f"runs/{self.name}")
+        command = ("sbatch", "--parsable", *sbatch, f"slurm/{recipe}.sbatch", *options)
+        self.id = slurm.client(*command, cwd=folder, environ=environ).strip()
+
+    @property
+    def state(self):
+        return self.slurm.fact(self.id, "JobState")
+
+    @property
+    def log(self):
+        path = self.folder / f"{self.name}-{self.id}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    @property
+    def n_restarts(self):
+        return int(self.slurm.fact(self.id, "Restarts"))
+
+    @property
+    def nodes(self):
+        return self.slurm.client("scontrol", "show", "hostnames", self.slurm.fact(self.id, "NodeList")).split()
+
+    @property
+    def decision(self):
+        return json.loads((self.run_dir / "decision.json").read_text())
+
+    def wait_for(self, what, is_true, timeout_s=60):
+        """Wait; a job that ends meanwhile fails the test."""
+
+        def is_true_or_ended():
+            return is_true() or (self.state not in ("PENDING", "RUNNING", "COMPLETING") and self._fail(what, is_true))
+
+        self.slurm.wait_for(what, is_true_or_ended, timeout_s, lambda: self.log[-3000:])
+
+    def _fail(self, what, is_true):
+        if not is_true():
+            pytest.fail(f"job {self.id} is {self.state} without {what}:\n{self.log[-3000:]}")
+        return True
+
+    def wait_for_text(self, text, count=1, timeout_s=60):
+        self.wait_for(repr(text), lambda: self.log.count(text) >= count, timeout_s)
+
+    def end(self, timeout_s=120):
+        """Wait for the job's end; return its state and its exit code."""
+        ends = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED")
+        self.slurm.wait_for(
+            f"the end of job {self.id}", lambda: self.state in ends, timeout_s, lambda: self.log[-3000:]
+        )
+        return self.state, int(self.slurm.fact(self.id, "ExitCode").split(":")[0])
+
+    def wait_for_restart(self, count):
+        self.wait_for(f"restart {count}", lambda: self.n_restarts == count)
+
+    def wait_for_training(self, attempt=1):
+        """Return when an attempt has made some steps and saved some of them."""
+        has_saved = f"{self.run_dir}/checkpoints/gen-{attempt:04d}/"
+
+        def is_training():
+            return any(str(path).startswith(has_saved) for path in self.run_dir.rglob("step-*.json"))
+
+        self.wait_for(f"a checkpoint of attempt {attempt}", is_training, 120)
+
+    def final_state(self):
+        return final_state(self.run_dir)
+
+    def finish(self, timeout_s=120):
+        """Wait until the job has finished well; return its log."""
+        assert self.end(timeout_s) == ("COMPLETED", 0), self.log[-3000:]
+        assert self.decision["decision"] == "finished"
+        return self.log
+
+
+def final_state(run_dir):
+    """Return everything that training left: arrays and state of the last checkpoint, and the metrics."""
+    newest = sorted((run_dir / "checkpoints").rglob("*.h5"))[-1]
+    with h5py.File(newest) as file:
+        arrays = {name: file["arrays"][name][()].tobytes() for name in file["arrays"]}
+        index = json.loads(file["index"][()].tobytes())
+    return newest.name, arrays, index, (run_dir / "metrics.jsonl").read_text()
+
+
 @pytest.fixture(scope="session")
-def slurm(clean_environ):
+def data(tmp_path_factory):
+    """Return a folder with a small MNIST: four steps of 16 rows are an epoch."""
+    folder, numbers = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    for name, count in (("train", 64), ("t10k", 16)):
+        for kind, array in (
+            ("images-idx3", numbers.integers(0, 256, (count, 8, 8), np.uint8)),
+            ("labels-idx1", numbers.integers(0, 10, count, np.uint8)),
+        ):
+            head = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+            (folder / f"{name}-{kind}-ubyte").write_bytes(head + array.tobytes())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def options(data):
+    """Return options of jobs/train.py: 240 steps, four replicas whatever the number of ranks."""
+    return ("--data", data, "--batch", 16, "--epochs", 60, "--save-every", 20, "--replicas", 4)
+
+
+@pytest.fixture(scope="session")
+def unbroken(slurm, root, options, tmp_path_factory):
+    """Return what a run with these options leaves that is never stopped: one process, without Slurm."""
+    run_dir = tmp_path_factory.mktemp("unbroken")
+    slurm.client(sys.executable, root / "jobs" / "train.py", *options, "--run-dir", run_dir, timeout_s=120)
+    return final_state(run_dir)
+
+
+@pytest.fixture
+def folder(root, tmp_path):
+    """Return a folder that stands for the repository: logs and run folders of the test are in it."""
+    for name in ("slurm", "jobs"):
+        (tmp_path / name).symlink_to(root / name)
+    return tmp_path
+
+
+@pytest.fixture
+def submit(slurm, folder):
+    """Return submit(): it starts a job, by default on two nodes with a rank on each. Its remains are ended."""
+    jobs = []
+
+    def submit(recipe, *options, nodes=2, ranks=1, sbatch=(), environ=None):
+        placement = ("--exclusive", f"--nodes={nodes}", f"--ntasks-per-node={ranks}")
+        environ = {"PROBE_PACE_S": "0.05", **(environ or {})}
+        jobs.append(Job(slurm, folder, recipe, (*placement, *sbatch), options, environ))
+        return jobs[-1]
+
+    yield submit
+    for job in jobs:
+        subprocess.run(["scancel", "--quiet", job.id], env=slurm.environ, check=False, timeout=30, capture_output=True)
+    slurm.wait_for_nodes()
+
+
+@pytest.fixture
+def preempt(slurm, folder):
+    """Return preempt(job): a job of more importance takes all nodes, until the job is in the queue again."""
+
+    def preempt(job):
+        n_restarts = job.n_restarts
+        options = ("--partition=high", "--exclusive", f"--nodes={N_NODES}", "--time=1", "--output=/dev/null")
+        slurm.client("sbatch", *options, "--wrap", "true", cwd=folder)
+        job.wait_for_restart(n_restarts + 1)
+
+    return preempt
+
+
+@pytest.fixture(scope="session")
+def slurm(clean_environ, root):
     missing = [program for program in PROGRAMS if not shutil.which(program, path=os.environ["PATH"] + ":/usr/sbin")]
     reason = f"{', '.join(missing)} not installed" if missing else "it takes root" if os.geteuid() else ""
     if reason:
@@ -155,7 +361,9 @@ def slurm(clean_environ):
     running = None
     try:
         path = f"{clean_environ['PATH']}:/usr/sbin"
-        running = Slurm(folder, {**clean_environ, "PATH": path, "OMP_NUM_THREADS": "1"})
+        modules = os.pathsep.join([str(root / "tests" / "slurm" / "probe"), str(root)])
+        own = {"PATH": path, "PYTHON": sys.executable, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1"}
+        running = Slurm(folder, {**clean_environ, **own})
         yield running
     finally:
         if running is not None:

