@@ -87,6 +87,12 @@ crashes: .venv/test.installed
 mutants: .venv/test.installed
 	$(BIN)/python tests/mutants.py
 
+# One job harmed again and again, on changing numbers of ranks: about an hour for 500.
+N_RESTARTS ?= 500
+soak: .venv/test.installed
+	mkdir -p out
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --restarts $(N_RESTARTS) --out out/soak.json
+
 # Skipped, with the reason, where Debian's Slurm packages or root are missing; in CI that is a failure.
 slurm: .venv/test.installed
 	$(BIN)/python -m pytest --quiet tests/slurm

@@ -30,6 +30,9 @@ def parse_args():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/train"))
     parser.add_argument("--save-every", type=positive, default=100, metavar="STEPS")
+    parser.add_argument(
+        "--copy-every", type=positive, metavar="STEPS", help="to the memory of each node; default: never"
+    )
     return parser.parse_args()
 
 
@@ -83,8 +86,10 @@ def main():
     metrics = hpcdist.MetricsFile(args.run_dir / "metrics.jsonl")
     objects = {"model": model, "optimizer": optimizer, "data": batches, "strategy": strategy, "mean_loss": mean_loss}
     checkpoint = hpcdist.Checkpoint(**objects, metrics=metrics)
-    manager = hpcdist.CheckpointManager(checkpoint, args.run_dir / "checkpoints")
-    handler = hpcdist.PreemptionCheckpointHandler(strategy.cluster_resolver, manager, save_every_steps=args.save_every)
+    memory = "/dev/shm" if args.copy_every else None
+    manager = hpcdist.CheckpointManager(checkpoint, args.run_dir / "checkpoints", fast_directory=memory)
+    schedule = hpcdist.SaveSchedule(every_steps=args.save_every, in_memory_every_steps=args.copy_every)
+    handler = hpcdist.PreemptionCheckpointHandler(strategy.cluster_resolver, manager, schedule=schedule)
 
     def say(text):
         if strategy.is_chief:

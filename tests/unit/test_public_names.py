@@ -70,5 +70,15 @@ def test_flags_of_the_job_are_frozen():
     """A new flag is a decision: users' scripts depend on each of them."""
     text = (ROOT / "jobs" / "train.py").read_text()
     flags = re.findall(r'add_argument\("(--[\w-]+)"', text)
-    assert flags == ["--model", "--data", "--epochs", "--batch", "--replicas", "--seed", "--run-dir", "--save-every"]
+    assert flags == [
+        "--model",
+        "--data",
+        "--epochs",
+        "--batch",
+        "--replicas",
+        "--seed",
+        "--run-dir",
+        "--save-every",
+        "--copy-every",
+    ]
     assert text.count("\n") <= 150
