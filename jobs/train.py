@@ -30,9 +30,7 @@ def parse_args():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/train"))
     parser.add_argument("--save-every", type=positive, default=100, metavar="STEPS")
-    parser.add_argument(
-        "--copy-every", type=positive, metavar="STEPS", help="to the memory of each node; default: never"
-    )
+    parser.add_argument("--copy-every", type=positive, metavar="STEPS", help="to the memory of each node")
     return parser.parse_args()
 
 
