@@ -1,6 +1,5 @@
 """Datasets of rows: from where, in which order, in batches of which size, and what is done to them."""
 
-import functools
 import math
 import os
 import secrets
@@ -12,10 +11,11 @@ import torch
 
 from hpcdist.data.cache import Cached
 from hpcdist.data.hdf5 import Hdf5Source, Paths, expand
+from hpcdist.data.identity import digest_of
 from hpcdist.data.nest import Nest, TensorSpec, as_array, leaves, map_nest, spec_of
 from hpcdist.data.options import SHARD_HINT, AutoShardPolicy, Options
 from hpcdist.data.reading import Cursor, Pipeline, read_pass
-from hpcdist.data.sources import ArraySource, EveryNth, Function, Mapped, RowSource, names_of
+from hpcdist.data.sources import ArraySource, EveryNth, Function, Mapped, RowSource
 from hpcdist.data.streams import Stream
 from hpcdist.data.torch_source import ItemsSource, check_loader, stream_of
 from hpcdist.errors import DataError
@@ -134,9 +134,7 @@ class Dataset(Pipeline):
             DataError: when `generator` cannot be called.
         """
         _check(callable(generator), "from_generator", "a function that returns an iterable", type(generator).__name__)
-        stream = Stream(
-            lambda: iter(generator(*args)), output_signature, lambda: names_of((functools.partial(generator, *args),))
-        )
+        stream = Stream(lambda: iter(generator(*args)), output_signature, lambda: digest_of((generator, args)))
         return cls(stream, SampleOrder(UNKNOWN))
 
     def map(self, function: Function, num_parallel_calls: int | None = None) -> "Dataset":
@@ -299,16 +297,17 @@ class Dataset(Pipeline):
         Every process keeps the rows that it has read. In files, FILENAME.*.rows, they are there for other processes
         and later ones too: each leaves what it has read at the end of a pass, or when all rows are there, in files of
         its own that come into being whole. Rows that are in none of them are read anew, as are those of files that
-        were cut. The files are of this dataset as far as can be told: its data (of arrays, a sample; of a generator,
-        its name and args), the names of the mapped functions, and the values that functions were made with. After
-        another change remove them.
+        were cut. The files are of this dataset as far as `hpcdist.data.identity.digest_of` can tell: its data (of HDF5
+        files: name, size and time of change), the generator with its args, the mapped functions, what they hold and the
+        globals that they use; not other files that are read. After a change that is not noticed remove them.
 
         Args:
             filename: what the files are called; default: rows are kept in memory, for this process.
 
         Raises:
-            DataError: after a `map` that follows `batch`, or when there can be no file; later, for rows that no file
-                can hold, and those of a file that was changed.
+            DataError: after a `map` that follows `batch`, or when there can be no file; with a filename, for functions
+                and data that cannot be told from others, such as those that hold open files or locks; later, for rows
+                that no file can hold, and those of a file that was changed.
         """
         _check(not self.batch_maps, "cache", "a call before the maps of whole batches", "one after them")
         name = os.fspath(filename) or None

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hpcdist.checkpoint.safe_open import open_data
+from hpcdist.data.identity import digest_of
 from hpcdist.data.nest import Nest, leaves, map_nest
 from hpcdist.data.sources import RowSource
 from hpcdist.errors import DataError
@@ -65,8 +66,10 @@ class Hdf5Source(RowSource):
         self.n_files, self.n_rows = len(paths), int(self._starts[-1])
 
     def describe(self) -> str:
-        """Return the files, the names in them and their rows."""
-        return f"{super().describe()} {leaves(self._names)} in {[os.path.abspath(path) for path in self._paths]}"
+        """Return the files with their size and time of change, the names in them and their rows."""
+        stats = [(os.path.abspath(path), os.stat(path)) for path in self._paths]
+        files = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+        return f"{super().describe()} {digest_of((self._names, files))}"
 
     def of_files(self, numbers: range) -> "Hdf5Source":
         """Return the rows of some of the files alone."""

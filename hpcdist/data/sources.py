@@ -1,22 +1,17 @@
 """Sources with random access: rows by number, from arrays in memory and from other sources."""
 
-import functools
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from types import CellType
 from typing import Any
 
 import numpy as np
-import xxhash
 
+from hpcdist.data.identity import digest_of
 from hpcdist.data.nest import Nest, call_with, leaves, map_nest, no_rows, spec_of, stack, unstack, zeros_like
 from hpcdist.errors import DataError
 from hpcdist.plan.sample_order import Rows
 
 Function = Callable[..., Any]
-#: Of an object in memory, as it is shown: another one in every process.
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class RowSource(ABC):
@@ -35,7 +30,11 @@ class RowSource(ABC):
         """Return the given rows of every array, (len(rows), ...) each; `rows` may be empty."""
 
     def describe(self) -> str:
-        """Return what tells its rows from those of other sources, in this process and later ones, as well as it can."""
+        """Return what tells its rows from those of other sources, in this process and later ones; see `digest_of`.
+
+        Raises:
+            DataError: when that cannot be told.
+        """
         return f"{type(self).__name__} of {self.n_rows} rows"
 
     def take_many(self, requests: Iterable[Rows]) -> Iterator[Nest]:
@@ -60,12 +59,8 @@ class ArraySource(RowSource):
         self.tensors, self.n_rows = tensors, n_rows
 
     def describe(self) -> str:
-        """Return a digest of some of the rows, so that other data has another cache."""
-        some = self.take(np.unique(np.linspace(0, max(self.n_rows - 1, 0), 64).astype(np.int64))[: self.n_rows])
-        digest = xxhash.xxh3_64()
-        for array in map(np.asarray, leaves(some)):
-            digest.update(f"{array.shape} {array.dtype}".encode() + array.tobytes())
-        return f"{super().describe()} {digest.hexdigest()}"
+        """Return a digest of all the rows. Cost: they are read once."""
+        return f"{super().describe()} {digest_of(self.tensors)}"
 
     def take(self, rows: Rows) -> Nest:
         """Return the rows, copied."""
@@ -101,8 +96,8 @@ class Mapped(RowSource):
         self._no_rows: Nest = None
 
     def describe(self) -> str:
-        """Return the source and the names of the functions."""
-        return f"{self._source.describe()} {names_of(self._functions)}"
+        """Return the source and a digest of the functions."""
+        return f"{self._source.describe()} {digest_of(self._functions)}"
 
     def of_files(self, numbers: range) -> RowSource:
         """Return the mapped rows of some of the files alone."""
@@ -123,25 +118,6 @@ class Mapped(RowSource):
             first = self._source.take(np.zeros(1, np.int64)) if self.n_rows else zeros_like(spec_of(nest, 1))
             self._no_rows = no_rows(self._mapped(first))
         return self._no_rows
-
-
-def names_of(functions: tuple[Function, ...]) -> str:
-    """Return the names of functions as text, with digests of the values that they were made with."""
-    return ", ".join(map(_name_of, functions))
-
-
-def _name_of(function: Function) -> str:
-    if isinstance(function, functools.partial):
-        return f"{_name_of(function.func)} of {_digest([function.args, function.keywords])}"
-    if not hasattr(function, "__qualname__"):
-        return f"{type(function).__qualname__} {_digest(function)}"
-    cells = [cell for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
-    held = [*(cell.cell_contents for cell in cells), getattr(function, "__defaults__", None)]
-    return f"{function.__qualname__} {_digest(held)}"
-
-
-def _digest(value: Any) -> str:
-    return xxhash.xxh3_64_hexdigest(_ADDRESS.sub("", repr(value)).encode())
 
 
 def map_row(row: Nest, functions: tuple[Function, ...]) -> Nest:

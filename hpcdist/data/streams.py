@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from hpcdist.data.identity import digest_of
 from hpcdist.data.nest import Nest
 from hpcdist.data.row_store import store_of
-from hpcdist.data.sources import Function, map_row, names_of
+from hpcdist.data.sources import Function, map_row
 from hpcdist.plan.sample_order import UNKNOWN, SampleOrder
 
 
@@ -49,7 +50,7 @@ class Stream:
             return self
         return Stream(
             lambda: (map_row(row, functions) for row in self.draw()),
-            name=lambda: f"{self.name()} {names_of(functions)}",
+            name=lambda: f"{self.name()} {digest_of(functions)}",
         )
 
     def cached(self, filename: str | None) -> "Stream":

@@ -16,6 +16,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from hpcdist.data.identity import digest_of
 from hpcdist.data.nest import Nest, map_nest, no_rows
 from hpcdist.data.sources import RowSource
 from hpcdist.data.streams import Stream
@@ -37,8 +38,9 @@ class ItemsSource(RowSource):
         self._collate: Callable[[list[Any]], Nest] = collate if loader is None else _collate_of(loader)
 
     def describe(self) -> str:
-        """Return the type and the number of items."""
-        return f"{super().describe()} {type(self._items).__qualname__}"
+        """Return a digest of the dataset and of how its items are joined."""
+        in_workers = self._loader.worker_init_fn if self._loader is not None and self._loader.num_workers else None
+        return f"{super().describe()} {digest_of((self._items, self._collate, in_workers))}"
 
     def take(self, rows: Rows) -> Nest:
         """Return items, read in this process."""
@@ -125,7 +127,7 @@ def _start_method(loader: Any) -> str:
 
 def stream_of(items: Any) -> Stream:
     """Return the rows of an IterableDataset, with tensors for arrays and numbers."""
-    return Stream(lambda: (map_nest(_as_tensor, row) for row in items), name=lambda: type(items).__qualname__)
+    return Stream(lambda: (map_nest(_as_tensor, row) for row in items), name=lambda: digest_of(items))
 
 
 def _as_tensor(value: Any) -> Any:

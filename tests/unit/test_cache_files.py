@@ -1,6 +1,8 @@
 """Caches in files: what a process leaves is found by later ones and by others beside it, whole or not at all."""
 
+import errno
 import functools
+import os
 import subprocess
 import sys
 import threading
@@ -12,6 +14,7 @@ import torch
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset
 from hpcdist.data.row_file import pack, unpack
+from hpcdist.data.row_store import FileStore
 from hpcdist.errors import DataError
 
 N_ROWS = 12
@@ -145,6 +148,89 @@ def test_no_bit_may_change(tmp_path, calls):
         for other in files_of(tmp_path):
             other.unlink()
     assert n_refused == 3 * (8 + 2)  # what the rows hold; without the rest the file is read anew
+
+
+MANY_FILES = """
+import resource, sys
+import numpy as np
+from hpcdist.data.row_store import FileStore
+folder, n_files = sys.argv[1], 80
+for number in range(n_files):
+    store = FileStore(folder, "key")
+    store[number] = np.array(number)
+    store.commit()
+    del store
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+stores = [FileStore(folder, "key") for _ in range(3)]
+held = []
+try:
+    while True:
+        held.append(open("/dev/null"))
+except OSError:
+    pass
+for store in stores:
+    assert [int(store[number]) for number in range(n_files)] == list(range(n_files))
+for one in held:
+    one.close()
+"""
+
+
+def test_many_files_need_few_descriptors(tmp_path):
+    """With all others in use, a store gets on with those that it has."""
+    call = [sys.executable, "-c", MANY_FILES, str(tmp_path / "c")]
+    found = subprocess.run(call, capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EACCES])
+def test_a_file_that_cannot_be_opened_now_is_found_later(number, tmp_path, monkeypatch, calls, caplog):
+    expected = read(arrays().map(square).cache(tmp_path / "c"))
+    real, is_refused = os.open, True
+    calls.clear()  # which `square` uses: another list is another dataset
+
+    def refusing(path, *args, **more):
+        if is_refused and str(path).endswith(".rows"):
+            raise OSError(number, os.strerror(number), path)
+        return real(path, *args, **more)
+
+    monkeypatch.setattr(os, "open", refusing)
+    dataset = arrays().map(square).cache(tmp_path / "c")
+    assert os.strerror(number) in caplog.text
+    assert "remove" not in caplog.text
+    assert ("ulimit -n" in caplog.text) == (number != errno.EACCES)
+    is_refused = False
+    assert read(dataset) == expected
+    assert calls == []
+    assert len(files_of(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(("number", "advice"), [(errno.EMFILE, "ulimit -n"), (errno.ENOENT, "its rows are read anew")])
+def test_a_file_that_is_gone_ends_the_pass_with_advice(number, advice, tmp_path, monkeypatch, calls):
+    read(arrays().map(square).cache(tmp_path / "c"))
+    calls.clear()
+    dataset = arrays().map(square).cache(tmp_path / "c")
+    dataset.source._store._files.close()
+
+    def refusing(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", refusing)
+    with pytest.raises(DataError, match=f"cache: expected the file of rows .*{os.strerror(number)}.*{advice}"):
+        read(dataset)
+
+
+def test_no_advice_to_make_folders_or_room_where_files_are_short(tmp_path, monkeypatch):
+    def refusing(*_, **__):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    store = FileStore(str(tmp_path / "c"), "key")
+    store[0] = np.zeros(1)
+    monkeypatch.setattr("hpcdist.data.row_store.write_rows", refusing)
+    with pytest.raises(DataError, match="to be written, got .*; allow more open files"):
+        store.commit()
+    monkeypatch.setattr("tempfile.TemporaryFile", refusing)
+    with pytest.raises(DataError, match="expected a folder .*; allow more open files"):
+        FileStore(str(tmp_path / "c"), "key")
 
 
 def other_square(x):
