@@ -9,7 +9,7 @@ from torch import Tensor
 from hpcdist.strategy import context
 from hpcdist.strategy.packed_reduce import is_sparse
 from hpcdist.strategy.reduce_op import ReduceOp
-from hpcdist.strategy.values import leaves_of, map_leaves
+from hpcdist.strategy.values import form_of, leaves_of, map_leaves
 
 if TYPE_CHECKING:
     from hpcdist.strategy.base import Strategy
@@ -55,8 +55,9 @@ class ReplicaContext:
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
         """Return a nest of tensors or arrays, each reduced over all replicas.
 
-        Collective: all replicas, in the same order of calls. Same shapes and dtypes required on every replica: yes. The
-        gradient of a dense tensor's reduction is the reduction of the gradient; a sparse one's has none.
+        Collective: all replicas, in the same order of calls. Same shapes, dtypes and nest required on every replica:
+        yes; the keys of a dict in any order. The gradient of a dense tensor's reduction is the reduction of the
+        gradient; a sparse one's has none.
 
         Args:
             reduce_op: SUM or MEAN.
@@ -64,18 +65,20 @@ class ReplicaContext:
                 embedding with sparse=True, becomes one with the entries of all replicas, not coalesced.
             options: taken for tf.distribute's sake.
 
+        Raises:
+            UsageError: when the nest, or shape, dtype or kind of a value differs among replicas; on every one.
+
         Cost: one all-reduce for each dtype in the nest, and two gathers for each sparse tensor.
         """
         self._require("all_reduce")
-        op, leaves = ReduceOp.parse(reduce_op), leaves_of(value)
-        reduced = iter(self._reduce_leaves(op, leaves) if leaves else ())
+        reduced = iter(self._reduce_leaves(ReduceOp.parse(reduce_op), leaves_of(value), form_of(value)))
         return map_leaves(lambda _: next(reduced), value)
 
-    def _reduce_leaves(self, op: ReduceOp, leaves: list[Any]) -> Sequence[Any]:
+    def _reduce_leaves(self, op: ReduceOp, leaves: list[Any], form: str = "") -> Sequence[Any]:
         if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             given = [leaf.detach() if is_sparse(leaf) else leaf for leaf in leaves]
-            return _AllReduce.apply(op, self, *given)  # type: ignore[no-untyped-call, no-any-return]
-        return self.strategy._reduce_in_replica(op, leaves)
+            return _AllReduce.apply(op, self, form, *given)  # type: ignore[no-untyped-call, no-any-return]
+        return self.strategy._reduce_in_replica(op, leaves, form)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Return a nest of tensors or arrays, each joined along `axis` over all replicas, in their order.
@@ -138,10 +141,10 @@ class OnlyReplica(ReplicaContext):
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, op: ReduceOp, replica: ReplicaContext, *leaves: Any) -> tuple[Any, ...]:
+    def forward(ctx: Any, op: ReduceOp, replica: ReplicaContext, form: str, *leaves: Any) -> tuple[Any, ...]:
         ctx.op, ctx.replica = op, replica
-        reduced = replica.strategy._reduce_in_replica(op, leaves)
-        ctx.is_needed = ctx.needs_input_grad[2:]
+        reduced = replica.strategy._reduce_in_replica(op, leaves, form)
+        ctx.is_needed = ctx.needs_input_grad[3:]
         fixed = [one for one, is_needed in zip(reduced, ctx.is_needed, strict=True) if not is_needed]
         ctx.mark_non_differentiable(*(one for one in fixed if isinstance(one, Tensor)))
         return tuple(reduced)
@@ -150,7 +153,7 @@ class _AllReduce(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         wanted = [one for one, is_needed in zip(gradients, ctx.is_needed, strict=True) if is_needed]
         reduced = iter(ctx.replica.strategy._reduce_in_replica(ctx.op, wanted))
-        return None, None, *(next(reduced) if is_needed else None for is_needed in ctx.is_needed)
+        return None, None, None, *(next(reduced) if is_needed else None for is_needed in ctx.is_needed)
 
 
 class _AllGather(torch.autograd.Function):
