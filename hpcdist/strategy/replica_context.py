@@ -41,13 +41,17 @@ class ReplicaContext:
 
         Gradients and buffers are shared by no two replicas: `merge_fn` finds those of this process's last one. What it
         changes of them (`optimizer.zero_grad()`, clipping) all replicas of this process see when they go on; what it
-        leaves alone stays what it was for each. Its random numbers are those of code outside `run`, where
-        `num_replicas` was given.
+        leaves alone stays what it was for each. Where `num_replicas` was given, its random numbers are those of code
+        outside `run`, and it may not change buffers that replicas have changed on their own, such as BatchNorm's
+        between forward and backward. What it raises is raised in every replica.
 
         Args:
             merge_fn: gets the arguments of all local replicas as PerReplica values.
             args: as for `run`.
             kwargs: as for `run`.
+
+        Raises:
+            UsageError: for a change of such buffers; on every rank.
         """
         self._require("merge_call")
         return self.strategy._merge_call(self, merge_fn, args, kwargs or {})
