@@ -4,14 +4,10 @@ A file holds the values of the rows one after another; (rows, 4) int64 numbers: 
 checksum; JSON: key, total and layouts; and an end of fixed size, with a checksum over numbers and JSON.
 """
 
-import errno
-import functools
 import json
 import os
 import struct
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,18 +25,13 @@ _END = struct.Struct("<8sQQQ")
 _MAGIC = b"hpcdrow1"
 _KINDS = "biufcSUmM"
 _BLOCK_BYTES = 1 << 20
-_OPEN_FILES = 8
-#: What to do where too many files are open.
-MORE_FILES = "allow more open files (ulimit -n)"
-#: Returns `n_bytes` from `start` of a file: reader(n_bytes, start).
-Reader = Callable[[int, int], bytearray]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row is: `n_bytes` from `start` in a file, which `reader` reads, of some layout, with some checksum."""
+    """Where a row is: `n_bytes` from `start` in a file that is open, of some layout, with some checksum."""
 
-    reader: Reader
+    descriptor: int
     start: int
     n_bytes: int
     layout: str
@@ -50,89 +41,20 @@ class Place:
         """Return the row's bytes.
 
         Raises:
-            DataError: when they are not what was written, or the file cannot be opened any more.
+            DataError: when they are not what was written.
         """
-        found = self.reader(self.n_bytes, self.start)
+        found = bytearray()
+        while len(found) < self.n_bytes:
+            part = os.pread(self.descriptor, self.n_bytes - len(found), self.start + len(found))
+            if not part:
+                break
+            found += part
         if checksum_of(found) != self.checksum:
             raise DataError(
                 "cache: expected the row that was written, got another one in a damaged file; remove the files of this "
                 "cache, and they are made anew."
             )
         return bytes(found)
-
-
-def read_at(descriptor: int, n_bytes: int, start: int) -> bytearray:
-    """Return bytes of a file that is open; fewer where it ends."""
-    found = bytearray()
-    while len(found) < n_bytes:
-        part = os.pread(descriptor, n_bytes - len(found), start + len(found))
-        if not part:
-            break
-        found += part
-    return found
-
-
-class OpenFiles:
-    """Files that are opened when they are read: the few that were read last stay open. For any thread."""
-
-    def __init__(self) -> None:
-        self._open: OrderedDict[str, int] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def read(self, path: str, n_bytes: int, start: int) -> bytearray:
-        """Return bytes of a file; fewer where it ends.
-
-        Raises:
-            DataError: when it cannot be opened.
-        """
-        with self._lock:
-            try:
-                descriptor = self._opened(path)
-            except OSError as error:
-                raise DataError(
-                    f"cache: expected the file of rows {path!r}, got {error}; "
-                    f"{MORE_FILES if is_short_of_files(error) else 'start again, and its rows are read anew'}."
-                ) from None
-            return read_at(descriptor, n_bytes, start)
-
-    def index(self, path: str) -> tuple[str, int | None, dict[int, Place]]:
-        """Return key, total and rows of a file. What the rows hold is looked at when they are read.
-
-        Raises:
-            ValueError: when it is no file of rows, or not the one that was written.
-            OSError: when it cannot be opened or read.
-        """
-        with self._lock:
-            return _read_index(self._opened(path), functools.partial(self.read, path))
-
-    def close(self) -> None:
-        """Close them all; those that are read again are opened again."""
-        with self._lock:
-            while self._open:
-                self._close_oldest()
-
-    def _opened(self, path: str) -> int:
-        if path not in self._open:
-            if len(self._open) >= _OPEN_FILES:
-                self._close_oldest()
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                if not is_short_of_files(error) or not self._open:
-                    raise
-                self._close_oldest()
-                return self._opened(path)
-            self._open[path] = descriptor
-        self._open.move_to_end(path)
-        return self._open[path]
-
-    def _close_oldest(self) -> None:
-        os.close(self._open.popitem(last=False)[1])
-
-
-def is_short_of_files(error: OSError) -> bool:
-    """Return whether too many files are open, of this process or on this machine: nothing is wrong with the file."""
-    return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def checksum_of(data: bytes | bytearray) -> int:
@@ -226,7 +148,12 @@ def _joined(pieces: Iterable[bytes]) -> Iterator[memoryview]:
     yield memoryview(block)
 
 
-def _read_index(descriptor: int, reader: Reader) -> tuple[str, int | None, dict[int, Place]]:
+def read_index(descriptor: int) -> tuple[str, int | None, dict[int, Place]]:
+    """Return key, total and rows of a file that is open. What the rows hold is looked at when they are read.
+
+    Raises:
+        ValueError: when it is no file of rows, or not the one that was written.
+    """
     size = os.fstat(descriptor).st_size
     end = os.pread(descriptor, _END.size, max(0, size - _END.size))
     magic, n_index, n_header, checksum = _END.unpack(end) if len(end) == _END.size else (b"", 0, 0, 0)
@@ -237,7 +164,7 @@ def _read_index(descriptor: int, reader: Reader) -> tuple[str, int | None, dict[
     header = json.loads(data[n_index:])
     numbers = np.frombuffer(data[:n_index], "<i8").reshape(-1, 4).tolist()
     rows = {
-        number: Place(reader, begin, following[1] - begin, header["layouts"][layout], row_checksum)
+        number: Place(descriptor, begin, following[1] - begin, header["layouts"][layout], row_checksum)
         for (number, begin, layout, row_checksum), following in pairwise(numbers)
     }
     return header["key"], header["total"], rows

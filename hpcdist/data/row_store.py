@@ -1,6 +1,5 @@
 """Rows by number, kept in memory or in files."""
 
-import functools
 import glob
 import logging
 import os
@@ -15,17 +14,7 @@ import numpy as np
 import torch
 
 from hpcdist.data.nest import Nest, map_nest
-from hpcdist.data.row_file import (
-    MORE_FILES,
-    OpenFiles,
-    Place,
-    checksum_of,
-    is_short_of_files,
-    pack,
-    read_at,
-    unpack,
-    write_rows,
-)
+from hpcdist.data.row_file import Place, checksum_of, pack, read_index, unpack, write_rows
 from hpcdist.errors import DataError
 
 logger = logging.getLogger("hpcdist")
@@ -90,7 +79,6 @@ class FileStore:
 
     New rows go to a file without a name, which is gone with the process however that ends. `commit` makes one with a
     name of its own of those that came since the last one, so that any number of processes may do so side by side.
-    However many files there are, only a few are open at a time.
     Files of another key are left alone; files that were cut or changed are, too, with a warning.
 
     Used by the caller's thread and by prefetch's.
@@ -116,11 +104,10 @@ class FileStore:
             self._spool = tempfile.TemporaryFile(dir=os.path.dirname(filename) or ".", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise DataError(
-                f"cache: expected a folder for {filename!r} that can be written, got {error}; "
-                f"{MORE_FILES if is_short_of_files(error) else 'make it'}."
+                f"cache: expected a folder for {filename!r} that can be written, got {error}; make it."
             ) from None
-        self._files = OpenFiles()
-        weakref.finalize(self, _close, self._spool, self._files)
+        self._open: list[int] = []
+        weakref.finalize(self, _close, self._spool, self._open)
         self.refresh()
 
     def __len__(self) -> int:
@@ -134,8 +121,7 @@ class FileStore:
         with self._lock:
             start, self._end = self._end, self._end + len(data)
             _write_at(self._spool.fileno(), data, start)
-            reader = functools.partial(read_at, self._spool.fileno())
-            place = Place(reader, start, len(data), layout, checksum_of(data))
+            place = Place(self._spool.fileno(), start, len(data), layout, checksum_of(data))
             self._places[number] = self._new[number] = place
 
     def __getitem__(self, number: int) -> Nest:
@@ -146,25 +132,25 @@ class FileStore:
         """Look for files that were left since the last time."""
         with self._lock:
             for path in sorted(glob.glob(f"{glob.escape(self._filename)}.*.rows")):
-                if path not in self._seen and self._is_added(path):
+                if path not in self._seen:
                     self._seen.add(path)
+                    self._add(path)
 
-    def _is_added(self, path: str) -> bool:
-        """Take up the rows of a file, if it is of this dataset; return False where it is to be looked at again."""
+    def _add(self, path: str) -> None:
+        descriptor = -1
         try:
-            key, total, places = self._files.index(path)
-        except OSError as error:
-            advice = f"; {MORE_FILES}" if is_short_of_files(error) else ""
-            logger.warning("cache: expected to open %r, got %s; its rows are read anew%s.", path, error, advice)
-            return False
-        except ValueError as error:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            key, total, places = read_index(descriptor)
+        except (OSError, ValueError) as error:
             logger.warning("cache: expected rows in %r, got %s; they are read anew, remove the file.", path, error)
-            return True
+            key, total, places = "", None, {}
         if key == self._key and places:
+            self._open.append(descriptor)
             for number, place in places.items():
                 self._places.setdefault(number, place)
             self.total = self.total if total is None else total
-        return True
+        elif descriptor >= 0:
+            os.close(descriptor)
 
     @property
     def is_commit_due(self) -> bool:
@@ -188,15 +174,13 @@ class FileStore:
             try:
                 write_rows(Path(path), self._key, total, sorted(new.items()))
             except OSError as error:
-                raise DataError(
-                    f"cache: expected {path!r} to be written, got {error}; "
-                    f"{MORE_FILES if is_short_of_files(error) else 'make room'}."
-                ) from None
+                raise DataError(f"cache: expected {path!r} to be written, got {error}; make room.") from None
 
 
-def _close(spool: Any, files: OpenFiles) -> None:
+def _close(spool: Any, descriptors: list[int]) -> None:
     spool.close()
-    files.close()
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _write_at(descriptor: int, data: bytes, start: int) -> None:
