@@ -3,10 +3,11 @@
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 
 from hpcdist.data.nest import Nest, call_with, has_empty_array, no_rows, stack, zeros_like
 from hpcdist.data.prefetch import read_ahead
@@ -51,7 +52,8 @@ class Pipeline:
         Raises:
             DataError: for a stream that has neither rows nor a signature.
         """
-        return no_rows(batch_mapped(self, self._first_row()))
+        with on_host():
+            return no_rows(batch_mapped(self, self._first_row()))
 
     def _first_row(self) -> Nest:
         """Return a part with the first row, or a made-up one where there is none."""
@@ -122,10 +124,35 @@ def read_pass(pipeline: Pipeline, cursor: Cursor, split: Split) -> Items:
         items = _stream_batches(pipeline, pipeline.source, cursor, split)
     else:
         items = _row_batches(pipeline, pipeline.source, cursor, split)
-    if pipeline.prefetch_batches:
-        items = read_ahead(items, pipeline.prefetch_batches)
+    yield from read(items, pipeline.prefetch_batches)
+
+
+def read(items: Items, n_ahead: int) -> Items:
+    """Yield the items, at most `n_ahead` of them read before they are asked for.
+
+    What is read and mapped for them is on the host, wherever tensors of the caller are made.
+    """
+    items = _read_on_host(items)
+    if n_ahead:
+        items = read_ahead(items, n_ahead)
     with closing(items):
         yield from items
+
+
+def _read_on_host(items: Items) -> Items:
+    with closing(items):
+        while True:
+            with on_host():
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+
+def on_host() -> AbstractContextManager[object]:
+    """Make tensors of the block on the host; no time is spent in every call where they are anyway."""
+    host = torch.device("cpu")
+    return nullcontext() if torch.get_default_device() == host else host
 
 
 def _row_batches(

@@ -2,14 +2,12 @@
 
 import math
 from collections.abc import Generator, Iterator
-from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpcdist.data.nest import Nest
 from hpcdist.data.options import AutoShardPolicy
-from hpcdist.data.prefetch import read_ahead
-from hpcdist.data.reading import Cursor, batch_mapped, mapped
+from hpcdist.data.reading import Cursor, batch_mapped, mapped, read
 from hpcdist.errors import DataError
 from hpcdist.plan.sample_order import SampleOrder
 
@@ -51,11 +49,7 @@ class Shards:
 
     def read_pass(self, cursor: Cursor, replicas: range) -> Generator[tuple[Cursor, list[Nest]], None, None]:
         """Yield (cursor after it, parts) of every step from the cursor to the end of its pass."""
-        items: Generator[tuple[Cursor, list[Nest]], None, None] = self._read(cursor, replicas)
-        if self._dataset.prefetch_batches:
-            items = read_ahead(items, self._dataset.prefetch_batches)
-        with closing(items):
-            yield from items
+        return read(self._read(cursor, replicas), self._dataset.prefetch_batches)
 
     def _read(self, cursor: Cursor, replicas: range) -> Generator[tuple[Cursor, list[Nest]], None, None]:
         sources = [mapped(self._sources[replica], self._dataset.row_maps) for replica in replicas]

@@ -4,7 +4,7 @@
 `bucket_set.py`. This file knows about the backward as a whole.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -35,6 +35,7 @@ class BackwardSum:
         handed: rows of the parts that each local replica was handed, to weigh it by.
         is_running: whether a backward is under way, or one ended in an error.
         notices: what ranks tell each other with every sum.
+        on_averaged: called when buffers are the same on all replicas again.
     """
 
     def __init__(self, reducer: Reducer, is_mean: bool | None) -> None:
@@ -43,6 +44,7 @@ class BackwardSum:
         self.is_mean = is_mean
         self.handed = [HandedRows() for _ in reducer.own_replicas]
         self.notices = Notices()
+        self.on_averaged: Callable[[], None] | None = None
         self._records: list[ParameterRecord] = []
         self._buffers: list[BufferRecord] = []
         self._is_syncing = True
@@ -192,6 +194,8 @@ class BackwardSum:
             record.publish(n_touched)
         if self._buffers:
             average_buffers(self._buffers, contributions, counted[len(self._records) :], self._reducer)
+        if self.on_averaged is not None:
+            self.on_averaged()
 
 
 def refuse_graph(record: ParameterRecord) -> None:

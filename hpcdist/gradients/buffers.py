@@ -12,7 +12,7 @@ from torch import Tensor
 from hpcdist.errors import GradientError
 from hpcdist.gradients.model_plan import BufferPlace
 from hpcdist.gradients.reducer import Reducer
-from hpcdist.gradients.tensors import SUM_DTYPES, dtype_name
+from hpcdist.gradients.tensors import SUM_DTYPES, dtype_name, have_same_bits
 
 
 class BufferRecord:
@@ -34,7 +34,7 @@ class BufferRecord:
     def is_changed(self) -> bool:
         """Whether the buffer differs from what it was when it was averaged last."""
         tensor = self.place.tensor
-        return tensor is not None and not torch.equal(tensor, self._kept)
+        return tensor is not None and not have_same_bits(tensor, self._kept)
 
     def contribution(self, takes_part: bool) -> Tensor:
         """Return what this replica adds to the sum: a flat host tensor, zero when it does not take part.

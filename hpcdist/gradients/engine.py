@@ -24,13 +24,14 @@ from hpcdist.gradients.backward import BackwardSum
 from hpcdist.gradients.buffers import BufferRecord
 from hpcdist.gradients.central_storage import CentralStorage
 from hpcdist.gradients.generators import StepGenerators
+from hpcdist.gradients.merged_buffers import MergedBuffers
 from hpcdist.gradients.model_plan import IdentitySet, ModelPlan, ModuleSet, explain_difference, plan_model
 from hpcdist.gradients.record import ParameterRecord
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.replica_backward import ReplicaBackwardSum
 from hpcdist.gradients.replica_state import ReplicaState
 from hpcdist.gradients.tensors import from_array, layout, to_array
-from hpcdist.gradients.turns import Turns
+from hpcdist.gradients.turns import Switched, Turns
 from hpcdist.world import World
 
 logger = logging.getLogger("hpcdist")
@@ -72,14 +73,16 @@ class GradientEngine:
         own, self._n_replicas = reducer.own_replicas, reducer.replicas.n_replicas
         self.generators = StepGenerators(None if is_counted else self._comm.rank)
         self._state = ReplicaState(own[-1])
-        switched = [self._state] if len(own) > 1 else []
-        self.turns = Turns(own, [*switched, self.generators] if is_counted else switched)
+        self._merged = MergedBuffers(functools.partial(world.agree, comm=self._comm))
+        counted: list[Switched] = [self._merged, self.generators] if is_counted else []
+        self.turns = Turns(own, [*counted, self._state] if len(own) > 1 else counted)
         self.backward: BackwardSum = (
             BackwardSum(reducer, is_mean)
             if len(own) == 1
             else ReplicaBackwardSum(reducer, is_mean, self.turns, self._state)
         )
         self.backward.notices = world.notices
+        self.backward.on_averaged = self._merged.share if is_counted else None
         self.storage: CentralStorage | None = None
         self._stepped: dict[int | None, list[Tensor | None]] = {}
         self._modules = ModuleSet()
@@ -207,6 +210,7 @@ class GradientEngine:
         self._parameters = {id(owner): record for record, owner in alive}
         self.backward.plan(alive, [BufferRecord(place, tensor) for place, tensor in plan.averaged])
         self._state.watch([record for record, _ in alive], plan.buffers)
+        self._merged.watch(plan.buffers)
 
     def _record_of(self, parameter: nn.Parameter) -> ParameterRecord | None:
         record = self._parameters.get(id(parameter))

@@ -67,9 +67,11 @@ class StepGenerators:
         replica = self._who
         self.leave(replica)
         self._bring_back(_OUTSIDE)
-        yield
-        self.leave(_OUTSIDE)
-        self._bring_back(replica)
+        try:
+            yield
+        finally:
+            self.leave(_OUTSIDE)
+            self._bring_back(replica)
 
     def leave(self, replica: int | str) -> None:
         """Keep where a replica is in its numbers, until the next step."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hpcdist.gradients.model_plan import BufferPlace
 from hpcdist.gradients.record import ParameterRecord
+from hpcdist.gradients.tensors import have_same_bits
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,10 @@ class ReplicaState:
         yield
         now = self._now()
         gradients = [
-            after is not found or _differ(value, after)
+            after is not found or not have_same_bits(value, after)
             for found, value, after in zip(before.gradients, values, now.gradients, strict=True)
         ]
-        buffers = [_differ(*pair) for pair in zip(before.buffers, now.buffers, strict=True)]
+        buffers = [not have_same_bits(*pair) for pair in zip(before.buffers, now.buffers, strict=True)]
         for replica, own in self._saved.items():
             self._saved[replica] = _Saved(
                 self._lend_changed(own.gradients, now.gradients, gradients),
@@ -116,7 +117,3 @@ class ReplicaState:
             [None if parameter is None else parameter.grad for parameter in parameters],
             [None if tensor is None else tensor.clone() for tensor in tensors],
         )
-
-
-def _differ(one: Tensor | None, other: Tensor | None) -> bool:
-    return (one is None) != (other is None) or (one is not None and other is not None and not torch.equal(one, other))

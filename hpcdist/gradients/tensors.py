@@ -39,6 +39,19 @@ def layout(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tuple(tensor.stride())} {dtype_name(tensor)}"
 
 
+def have_same_bits(one: Tensor | None, other: Tensor | None) -> bool:
+    """Return whether two tensors hold the same bits, NaNs too, in the same dtype and shape; or there is neither."""
+    if one is None or other is None or one is other:
+        return one is other
+    is_alike = one.dtype == other.dtype and one.shape == other.shape
+    return is_alike and torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    whole = {2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.uint8)
+    return tensor.detach().contiguous().reshape(-1).view(whole)
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill one block of memory, in any order of dimensions."""
     expected = 1

@@ -56,6 +56,7 @@ class Turns:
         self._is_running = False
         self._brought: list[Any] = [None] * len(replicas)
         self._results: Sequence[Any] = ()
+        self._error: Exception | None = None
 
     @property
     def replica(self) -> int | None:
@@ -162,20 +163,24 @@ class Turns:
         A single replica may call it anywhere: outside `run`, and in the threads that autograd has for devices.
 
         Raises:
-            DesyncError: as `meet`.
+            What `combine` raises, in all local replicas. DesyncError: as `meet`.
         """
         if len(self.replicas) == 1:
-            return self._merge_alone(brought, combine)
-        place, replica = self.place, self.replica
+            return self._outside(combine, [brought])[0]
+        place = self.place
         self._brought[place] = brought
         self.meet(point)
         if self.is_last:
-            self._local.replica = None
-            self._results = combine(self._brought)
-            self._local.replica = replica
-        result = self._results[place]
+            self._error = None
+            try:
+                self._results = self._outside(combine, self._brought)
+            except Exception as error:  # noqa: BLE001 - each replica raises it, as a single one would
+                self._error = error
+        results, raised = self._results, self._error
         self.part()
-        return result
+        if raised is not None:
+            raise raised
+        return results[place]
 
     @contextmanager
     def between(self) -> Iterator[None]:
@@ -185,10 +190,11 @@ class Turns:
                 stack.enter_context(state.merging())
             yield
 
-    def _merge_alone(self, brought: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
+    def _outside(self, combine: Callable[[list[Any]], Sequence[Any]], brought: list[Any]) -> Sequence[Any]:
+        """Return combine(brought), which belongs to no replica."""
         replica, self._local.replica = self.replica, None
         try:
-            return combine([brought])[0]
+            return combine(brought)
         finally:
             self._local.replica = replica
 

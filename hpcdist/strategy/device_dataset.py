@@ -12,17 +12,27 @@ from hpcdist.strategy.values import map_leaves
 
 
 def on_device(nest: Any, device: torch.device) -> Any:
-    """Return a nest with tensors on their way to a device in place of tensors and arrays."""
+    """Return a nest with tensors on their way to a device in place of tensors and arrays; text stays an array."""
 
     def move(leaf: Any) -> Any:
-        if not isinstance(leaf, (Tensor, np.ndarray)):
+        host = _as_tensor(leaf)
+        if host is None:
             return leaf
-        host = torch.as_tensor(leaf)
         if device.type == "cuda" and host.device.type == "cpu" and not host.is_pinned():
             host = host.pin_memory()
         return host.to(device, non_blocking=True)
 
     return map_leaves(move, nest)
+
+
+def _as_tensor(leaf: Any) -> Tensor | None:
+    """Return a tensor, or an array as a tensor on the host; None where torch has no such dtype."""
+    if not isinstance(leaf, np.ndarray):
+        return leaf if isinstance(leaf, Tensor) else None
+    try:
+        return torch.as_tensor(leaf, device="cpu")
+    except TypeError:
+        return None
 
 
 class DeviceDataset:

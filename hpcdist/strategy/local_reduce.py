@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ def reduce_rows(op: ReduceOp, values: list[Any], axis: Axis, sum_rows: SumRows) 
     arrays = [as_array(value) for value in values]
     axes = [_axes(axis, array.ndim) for array in arrays]
     totals = [_total(array, own) for array, own in zip(arrays, axes, strict=True)]
-    check_alike([[f"{one.shape} {one.dtype}"] for one in totals], sum_rows)
+    check_alike([[describe(*pair)] for pair in zip(values, (one.shape for one in totals), strict=True)], sum_rows)
     total = sum_rows([one.reshape(-1) for one in totals]).reshape(totals[0].shape)
     n_elements = 1.0
     if op is ReduceOp.MEAN:
@@ -118,6 +118,14 @@ def as_array(value: Any) -> Array:
     return array.astype(np.int64) if array.dtype.kind == "b" else array
 
 
+def describe(value: Any, shape: Iterable[int]) -> str:
+    """Return the shape of what is summed, and the dtype and kind of what was given for it, as text."""
+    if isinstance(value, Tensor):
+        return f"{tuple(shape)} {str(value.dtype).removeprefix('torch.')}"
+    kind = "number" if isinstance(value, (int, float, complex)) else "array"
+    return f"{tuple(shape)} {np.asarray(value).dtype} {kind}"
+
+
 def _axes(axis: Axis, n_dims: int) -> tuple[int, ...]:
     given = () if axis is None else tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
     for one in map(operator.index, given):
@@ -139,7 +147,7 @@ def check_alike(values: list[list[str]], sum_rows: SumRows) -> float:
     for thousands of replicas.
 
     Args:
-        values: shape and dtype of each value of each local replica.
+        values: shape, dtype and kind of each value of each local replica, and what else must be alike.
         sum_rows: see `reduce_rows`.
     """
     marks = [float(xxhash.xxh3_64_intdigest("; ".join(own).encode()) % (1 << 20)) for own in values]
@@ -148,7 +156,7 @@ def check_alike(values: list[list[str]], sum_rows: SumRows) -> float:
         found = ", ".join("; ".join(own) for own in values)
         raise UsageError(
             f"reduce: expected values of the same shape and dtype on every replica, got {found} here and others "
-            f"elsewhere; pass the axis that differs."
+            f"elsewhere; pass the axis that differs, and the same nest of tensors, arrays or numbers everywhere."
         )
     return float(sums[0])
 

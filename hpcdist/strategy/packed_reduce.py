@@ -1,5 +1,6 @@
 """Several values reduced over all replicas at once: one sum for each dtype; sparse tensors are joined."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -7,11 +8,17 @@ import torch
 from torch import Tensor
 
 from hpcdist.gradients.tensors import from_array
-from hpcdist.strategy.local_reduce import Array, Gather, SumRows, as_array, check_alike, divided, like
+from hpcdist.strategy.local_reduce import Array, Gather, SumRows, as_array, check_alike, describe, divided, like
 from hpcdist.strategy.reduce_op import ReduceOp
 
 
-def reduce_packed(op: ReduceOp, values: list[list[Any]], sum_rows: SumRows, gather: Gather) -> list[Any]:
+def reduce_packed(
+    op: ReduceOp,
+    values: list[list[Any]],
+    sum_rows: SumRows,
+    gather: Gather,
+    forms: Sequence[str] = (),
+) -> list[Any]:
     """Return values, each reduced over all replicas, on the host.
 
     A sum of dense values has the bits that a sum of each alone has, where sums are in the order of replicas. The sum of
@@ -22,14 +29,18 @@ def reduce_packed(op: ReduceOp, values: list[list[Any]], sum_rows: SumRows, gath
         values: the lists of this rank's replicas: torch tensors, dense or sparse COO, numpy arrays or numbers.
         sum_rows: returns the sum over all replicas of flat host arrays, one of each local replica.
         gather: returns the (rows, ...) arrays of all ranks joined, in their order.
+        forms: of the nest that each replica's values are the leaves of; default: lists.
 
     Raises:
-        UsageError: when shape, dtype or layout of a value differ among replicas; on every rank.
+        UsageError: when the forms, or shape, dtype, layout or kind of a value differ among replicas; on every rank.
 
     Cost: a sum of three numbers, and one for each dtype of the dense values; two gathers for each sparse tensor.
     """
     parts: list[list[Any]] = [[one if is_sparse(one) else as_array(one) for one in own] for own in values]
-    n_replicas = check_alike([[_describe(part) for part in own] for own in parts], sum_rows)
+    described = [list(map(_describe, *pair)) for pair in zip(values, parts, strict=True)]
+    for own, form in zip(described, forms, strict=False):
+        own.append(form)
+    n_replicas = check_alike(described, sum_rows)
     reduced: dict[int, Any] = {}
     for places in _packs(parts[0]):
         totals = _sum_pack([[own[place] for place in places] for own in parts], sum_rows)
@@ -46,10 +57,10 @@ def is_sparse(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.sparse_coo
 
 
-def _describe(part: Array | Tensor) -> str:
+def _describe(value: Any, part: Array | Tensor) -> str:
     if isinstance(part, Tensor):
-        return f"sparse {tuple(part.shape)} {part.dtype} with {part.sparse_dim()} sparse dimensions"
-    return f"{part.shape} {part.dtype}"
+        return f"sparse {describe(value, part.shape)} with {part.sparse_dim()} sparse dimensions"
+    return describe(value, part.shape)
 
 
 def _packs(parts: list[Any]) -> list[list[int]]:

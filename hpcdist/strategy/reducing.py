@@ -116,14 +116,21 @@ class Reducing:
             raise error
         return rows, 0
 
-    def _reduce_in_replica(self, op: ReduceOp, leaves: Sequence[Any]) -> list[Any]:
-        """Return the leaves of a nest, each reduced over all replicas, where they were."""
+    def _reduce_in_replica(self, op: ReduceOp, leaves: Sequence[Any], form: str = "") -> list[Any]:
+        """Return the leaves of a nest, each reduced over all replicas, where they were.
+
+        Args:
+            op: SUM or MEAN.
+            leaves: of the nest.
+            form: of the nest; see `form_of`.
+        """
 
         def combine(brought: list[Any]) -> list[Any]:
-            reduced = reduce_packed(op, brought, self._sum_over_replicas, self._gather_over_ranks)
+            values, forms = [own for own, _ in brought], [form for _, form in brought]
+            reduced = reduce_packed(op, values, self._sum_over_replicas, self._gather_over_ranks, forms)
             return [[copy_of(one) for one in reduced] for _ in brought]
 
-        found = self._turns.merge("an all_reduce", [self._brought(leaf) for leaf in leaves], combine)
+        found = self._turns.merge("an all_reduce", ([self._brought(leaf) for leaf in leaves], form), combine)
         return [beside(leaf, one) for leaf, one in zip(leaves, found, strict=True)]
 
     def _brought(self, leaf: Any) -> Any:

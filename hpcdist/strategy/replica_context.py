@@ -9,7 +9,7 @@ from torch import Tensor
 from hpcdist.strategy import context
 from hpcdist.strategy.packed_reduce import is_sparse
 from hpcdist.strategy.reduce_op import ReduceOp
-from hpcdist.strategy.values import leaves_of, map_leaves
+from hpcdist.strategy.values import form_of, leaves_of, map_leaves
 
 if TYPE_CHECKING:
     from hpcdist.strategy.base import Strategy
@@ -41,13 +41,17 @@ class ReplicaContext:
 
         Gradients and buffers are shared by no two replicas: `merge_fn` finds those of this process's last one. What it
         changes of them (`optimizer.zero_grad()`, clipping) all replicas of this process see when they go on; what it
-        leaves alone stays what it was for each. Its random numbers are those of code outside `run`, where
-        `num_replicas` was given.
+        leaves alone stays what it was for each. Where `num_replicas` was given, its random numbers are those of code
+        outside `run`, and it may not change buffers that replicas have changed on their own, such as BatchNorm's
+        between forward and backward. What it raises is raised in every replica.
 
         Args:
             merge_fn: gets the arguments of all local replicas as PerReplica values.
             args: as for `run`.
             kwargs: as for `run`.
+
+        Raises:
+            UsageError: for a change of such buffers; on every rank.
         """
         self._require("merge_call")
         return self.strategy._merge_call(self, merge_fn, args, kwargs or {})
@@ -55,8 +59,9 @@ class ReplicaContext:
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
         """Return a nest of tensors or arrays, each reduced over all replicas.
 
-        Collective: all replicas, in the same order of calls. Same shapes and dtypes required on every replica: yes. The
-        gradient of a dense tensor's reduction is the reduction of the gradient; a sparse one's has none.
+        Collective: all replicas, in the same order of calls. Same shapes, dtypes and nest required on every replica:
+        yes; the keys of a dict in any order. The gradient of a dense tensor's reduction is the reduction of the
+        gradient; a sparse one's has none.
 
         Args:
             reduce_op: SUM or MEAN.
@@ -64,18 +69,20 @@ class ReplicaContext:
                 embedding with sparse=True, becomes one with the entries of all replicas, not coalesced.
             options: taken for tf.distribute's sake.
 
+        Raises:
+            UsageError: when the nest, or shape, dtype or kind of a value differs among replicas; on every one.
+
         Cost: one all-reduce for each dtype in the nest, and two gathers for each sparse tensor.
         """
         self._require("all_reduce")
-        op, leaves = ReduceOp.parse(reduce_op), leaves_of(value)
-        reduced = iter(self._reduce_leaves(op, leaves) if leaves else ())
+        reduced = iter(self._reduce_leaves(ReduceOp.parse(reduce_op), leaves_of(value), form_of(value)))
         return map_leaves(lambda _: next(reduced), value)
 
-    def _reduce_leaves(self, op: ReduceOp, leaves: list[Any]) -> Sequence[Any]:
+    def _reduce_leaves(self, op: ReduceOp, leaves: list[Any], form: str = "") -> Sequence[Any]:
         if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             given = [leaf.detach() if is_sparse(leaf) else leaf for leaf in leaves]
-            return _AllReduce.apply(op, self, *given)  # type: ignore[no-untyped-call, no-any-return]
-        return self.strategy._reduce_in_replica(op, leaves)
+            return _AllReduce.apply(op, self, form, *given)  # type: ignore[no-untyped-call, no-any-return]
+        return self.strategy._reduce_in_replica(op, leaves, form)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Return a nest of tensors or arrays, each joined along `axis` over all replicas, in their order.
@@ -138,10 +145,10 @@ class OnlyReplica(ReplicaContext):
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, op: ReduceOp, replica: ReplicaContext, *leaves: Any) -> tuple[Any, ...]:
+    def forward(ctx: Any, op: ReduceOp, replica: ReplicaContext, form: str, *leaves: Any) -> tuple[Any, ...]:
         ctx.op, ctx.replica = op, replica
-        reduced = replica.strategy._reduce_in_replica(op, leaves)
-        ctx.is_needed = ctx.needs_input_grad[2:]
+        reduced = replica.strategy._reduce_in_replica(op, leaves, form)
+        ctx.is_needed = ctx.needs_input_grad[3:]
         fixed = [one for one, is_needed in zip(reduced, ctx.is_needed, strict=True) if not is_needed]
         ctx.mark_non_differentiable(*(one for one in fixed if isinstance(one, Tensor)))
         return tuple(reduced)
@@ -150,7 +157,7 @@ class _AllReduce(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         wanted = [one for one, is_needed in zip(gradients, ctx.is_needed, strict=True) if is_needed]
         reduced = iter(ctx.replica.strategy._reduce_in_replica(ctx.op, wanted))
-        return None, None, *(next(reduced) if is_needed else None for is_needed in ctx.is_needed)
+        return None, None, None, *(next(reduced) if is_needed else None for is_needed in ctx.is_needed)
 
 
 class _AllGather(torch.autograd.Function):

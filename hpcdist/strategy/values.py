@@ -29,9 +29,13 @@ class Mirrored(DistributedValues):
 
 
 def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
-    """Return a nest of tuples, lists and dicts with function(leaf) in place of every leaf."""
+    """Return a nest of tuples, lists and dicts with function(leaf) in place of every leaf.
+
+    Parts of dicts are visited in the order of their sorted keys, as in TensorFlow: replicas may build them in any.
+    """
     if isinstance(nest, dict):
-        return type(nest)((key, map_leaves(function, part)) for key, part in nest.items())
+        parts_of = {key: map_leaves(function, nest[key]) for key in _sorted_keys(nest)}
+        return type(nest)((key, parts_of[key]) for key in nest)
     if isinstance(nest, (tuple, list)):
         parts = [map_leaves(function, part) for part in nest]
         return type(nest)(*parts) if hasattr(nest, "_fields") else type(nest)(parts)
@@ -39,10 +43,24 @@ def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
 
 
 def leaves_of(nest: Any) -> list[Any]:
-    """Return the leaves of a nest, depth first."""
+    """Return the leaves of a nest, depth first; see `map_leaves` for their order."""
     found: list[Any] = []
     map_leaves(found.append, nest)
     return found
+
+
+def form_of(nest: Any) -> str:
+    """Return a nest's keys and lengths as text, with * for leaves: equal for nests whose leaves belong together."""
+    if isinstance(nest, dict):
+        return "{" + ", ".join(f"{key!r}: {form_of(nest[key])}" for key in _sorted_keys(nest)) + "}"
+    return f"[{', '.join(map(form_of, nest))}]" if isinstance(nest, (tuple, list)) else "*"
+
+
+def _sorted_keys(nest: dict[Any, Any]) -> list[Any]:
+    try:
+        return sorted(nest)
+    except TypeError:  # such as numbers beside texts
+        return sorted(nest, key=repr)
 
 
 def select(place: int, nest: Any) -> Any:
@@ -71,7 +89,7 @@ def regroup(nests: Sequence[Any], is_single_kept: bool = False) -> Any:
     """
     first = nests[0]
     if isinstance(first, dict):
-        _check_alike(nests, [tuple(nest) if isinstance(nest, dict) else None for nest in nests])
+        _check_alike(nests, [_sorted_keys(nest) if isinstance(nest, dict) else None for nest in nests])
         return type(first)((key, regroup([nest[key] for nest in nests], is_single_kept)) for key in first)
     if isinstance(first, (tuple, list)):
         _check_alike(nests, [len(nest) if isinstance(nest, type(first)) else None for nest in nests])

@@ -128,6 +128,53 @@ def test_leaves_that_differ_are_an_error_on_all(strategy):
         strategy.run(fn)
 
 
+def test_leaves_of_dicts_are_found_by_their_keys(strategy):
+    """Whatever the order in which replicas build them."""
+
+    def fn():
+        pairs = [("a", torch.tensor(1.0)), ("b", torch.tensor(10.0)), (3, [np.ones(1)])]
+        nest = dict(pairs if number() % 2 else pairs[::-1])
+        total = hpcdist.get_replica_context().all_reduce("sum", nest)
+        joined = hpcdist.get_replica_context().all_gather({key: torch.ones(1) * 2 for key in nest}, axis=0)
+        assert list(total) == list(joined) == list(nest)
+        return total["a"].item(), total["b"].item(), total[3][0].item()
+
+    n = strategy.num_replicas_in_sync
+    assert set(of_all(strategy, fn)) == {(n, 10 * n, n)}
+    parts = strategy.run(lambda: {"a": 1, "b": 2} if number() % 2 else {"b": 2, "a": 1})
+    assert strategy.reduce("sum", parts["b"], axis=None) == 2 * n
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        ({"a": 1.0, "b": 2.0}, {"a": 1.0, "c": 2.0}),
+        ([1.0, [2.0, 3.0]], [[1.0, 2.0], 3.0]),
+        ([], [1.0]),
+        (torch.ones(2), torch.ones(2, dtype=torch.bfloat16)),
+        (torch.ones(2), np.ones(2, np.float32)),
+        (np.ones(()), 1.0),
+        (torch.eye(2).to_sparse(), torch.eye(2, dtype=torch.bfloat16).to_sparse()),
+    ],
+    ids=["keys", "lengths", "nothing", "dtype", "array", "number", "dtype of sparse tensors"],
+)
+def test_nests_and_kinds_that_differ_are_an_error_on_all(strategy, comm, first, other):
+    if strategy.num_replicas_in_sync == 1:
+        pytest.skip("one replica cannot differ")
+    with pytest.raises(ValueError, match="expected values of the same shape and dtype on every replica"):
+        strategy.run(lambda: hpcdist.get_replica_context().all_reduce("sum", other if number() else first))
+
+
+@pytest.mark.parametrize("axis", [None, 0])
+def test_dtypes_that_differ_are_an_error_on_all(strategy, axis):
+    if strategy.num_replicas_in_sync == 1:
+        pytest.skip("one replica cannot differ")
+    dtypes = [torch.bfloat16 if replica else torch.float32 for replica in strategy._own_replicas]
+    values = hpcdist.PerReplica([torch.ones(2, dtype=dtype) for dtype in dtypes])
+    with pytest.raises(ValueError, match=r"on every replica, got \(2?,?\) b?float"):
+        strategy.reduce("mean", values, axis=axis)
+
+
 # -- sparse ------------------------------------------------------------------------------------------------------------
 
 

@@ -111,6 +111,43 @@ def test_batches_are_moved_to_the_devices_given(comm, replicas, fetch):
     )
 
 
+def in_steps(dataset):
+    """Return rows that are mapped to tensors where torch makes them, one by one and in whole batches."""
+    return dataset.map(lambda x: torch.tensor(float(x))).batch(4).map(lambda x: (x, torch.ones(len(x))))
+
+
+@pytest.mark.parametrize("fetch", [None, False])
+@pytest.mark.parametrize("n_ahead", [0, 2])
+@pytest.mark.parametrize("policy", ["OFF", "DATA", "HINT", "stream"])
+def test_rows_are_read_on_the_host_inside_a_scope(comm, policy, n_ahead, fetch):
+    rows = np.arange(8.0)
+    dataset = hpcdist.Dataset.from_tensor_slices(rows)
+    if policy == "HINT":
+        dataset = dataset.shard(hpcdist.SHARD_HINT, hpcdist.SHARD_HINT)
+    if policy == "stream":
+        dataset = hpcdist.Dataset.from_generator(lambda: iter(rows))
+    else:
+        options = hpcdist.Options()
+        options.experimental_distribute.auto_shard_policy = hpcdist.AutoShardPolicy[policy]
+        dataset = dataset.with_options(options)
+    strategy = hpcdist.MirroredStrategy(["meta"] * comm.size, gradient_op="sum")
+    options = hpcdist.InputOptions(experimental_fetch_to_device=fetch)
+    batches = strategy.experimental_distribute_dataset(in_steps(dataset).prefetch(n_ahead), options)
+    with strategy.scope():
+        assert len(batches.element_spec) == 2
+        found = [x for batch in batches for x in batch]
+    assert {x.device.type for x in found} == {"meta" if fetch is None else "cpu"}
+
+
+def test_text_stays_on_the_host(comm):
+    strategy = hpcdist.MirroredStrategy(["meta"] * comm.size, gradient_op="sum")
+    texts = np.array(["a", "b"] * comm.size)
+    dataset = hpcdist.Dataset.from_tensor_slices((texts, np.arange(len(texts)))).batch(len(texts))
+    text, number = next(iter(strategy.experimental_distribute_dataset(dataset)))
+    assert text.tolist() == ["a", "b"]
+    assert number.device.type == "meta"
+
+
 def test_parts_weigh_by_their_rows_when_batches_are_moved(comm):
     """Nothing is read ahead: a backward knows the rows of the part in use."""
     strategy = hpcdist.MirroredStrategy(["meta"] * comm.size, gradient_op="mean")

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from local_replicas import Strategy, collect
+from local_replicas import Strategy, collect, ids
+from mpi4py import MPI
 from torch import nn
 
 import hpcdist
@@ -83,11 +84,103 @@ def test_buffers_changed_in_a_merge_call_are_every_replica_s(strategy):
     norm = make_model(strategy, lambda: nn.BatchNorm1d(1, momentum=1.0))
 
     def fn(replica):
-        norm(torch.full((2, 1), float(replica)))
+        norm.running_mean.fill_(replica)
         in_merge(lambda: norm.running_var.fill_(9))
+        in_merge(lambda: norm.running_var.mul_(0.5))
         return [norm.running_mean.item() == replica, norm.running_var.item()]
 
-    assert collect(strategy, fn) == [[True], [9]]
+    assert collect(strategy, fn) == [[True], [4.5]]
+
+
+class Held(nn.Module):
+    """A weight, and a buffer that is not all numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+        self.register_buffer("b", torch.tensor([float("nan"), 0.0]))
+
+
+def test_a_merge_call_that_does_nothing_changes_no_nan(strategy):
+    model = make_model(strategy, Held)
+
+    def fn(replica):
+        model.b[1] = replica
+        model.w.grad = torch.tensor([float("nan") if replica else 1.0])
+        own = model.w.grad
+        in_merge(lambda: None)
+        return [model.b[1].item() == replica, model.w.grad is own]
+
+    assert collect(strategy, fn) == [[True], [True]]
+
+
+@pytest.mark.parametrize("factor", [0.5, float("nan")])
+@pytest.mark.parametrize("n_replicas", [2, 5])
+def test_a_change_of_buffers_that_are_a_replica_s_own_is_refused_on_all_ranks(comm, n_replicas, factor):
+    strategy = Strategy(num_replicas=max(n_replicas, comm.size))
+    model = make_model(strategy, Held)
+
+    def fn(replica):
+        model.b[1] = replica  # on the first one nothing changes
+        in_merge(lambda: model.b.mul_(factor))
+
+    with pytest.raises(hpcdist.errors.UsageError, match=r"merge_call: expected no change of buffers .* got one of 'b'"):
+        strategy.run(fn, args=(ids(strategy),))
+
+
+def train_with_merges(strategy):
+    """Return what some steps leave that change gradients, buffers and random numbers in merge_calls."""
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.2), Held())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norm, held, drawn = model[1], model[3], []
+    held.forward = lambda x: x * held.w
+    ema = torch.optim.swa_utils.AveragedModel(model)
+
+    def after_backward():
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norm.running_var.mul_(0.5).add_(torch.rand(3))
+        held.b.add_(1)
+        drawn.append(torch.rand(1).item())
+        ema.update_parameters(model)
+
+    def step(replica):
+        in_merge(lambda: held.b.mul_(0.5).add_(1))
+        optimizer.zero_grad()
+        model(torch.full((2, 2), replica + 1.0)).square().sum().backward()
+        in_merge(after_backward)
+        optimizer.step()
+
+    for _ in range(3):
+        strategy.run(step, args=(ids(strategy),))
+    states = [*model.state_dict().values(), *ema.state_dict().values()]
+    return [state.view(torch.uint8).tolist() for state in states if state.dim()], drawn
+
+
+def test_what_merge_calls_leave_does_not_depend_on_ranks(comm):
+    n_replicas = max(2, comm.size)
+    alone = Strategy(hpcdist.MPIClusterResolver(comm=MPI.COMM_SELF), num_replicas=n_replicas)
+    expected = train_with_merges(alone)
+    assert train_with_merges(Strategy(num_replicas=n_replicas)) == expected
+
+
+def test_an_error_in_a_merge_call_is_every_replica_s_to_catch(strategy):
+    """Also the random numbers are the replica's again."""
+
+    def fn(merges):
+        first = torch.rand(1).item()
+        if merges:
+            with pytest.raises(KeyError, match="mine"):
+                in_merge(lambda: {}["mine"])
+        return hpcdist.get_replica_context() is not None, first, torch.rand(1).item()
+
+    make_model(strategy)
+    found = []
+    for merges in (True, False):
+        strategy._engine.generators.restore(seed=0, step=1)
+        found.append([strategy.experimental_local_results(one) for one in strategy.run(fn, args=(merges,))])
+    assert found[0] == found[1]
 
 
 def test_a_merge_call_draws_the_same_numbers_on_all_ranks_and_none_of_a_replica_s(strategy, comm):
