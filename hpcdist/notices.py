@@ -1,14 +1,15 @@
 """What ranks tell each other with every sum of gradients, so that it costs no message of its own.
 
-A notice is a number that is summed along: each rank adds what it wants, and all learn what any of them wanted. Who sums
-calls `send` and `receive`; who wants something is the watcher.
+A notice is two numbers that are summed along, of those who want a stop and those who want a save: all learn what any of
+them wanted. Who sums calls `send` and `receive`; who wants something is the watcher.
 """
 
 import enum
+from collections.abc import Sequence
 from typing import Protocol
 
-#: What a request for a save counts: more than there are replicas that can ask for a stop. Sums stay exact in float32.
-_SAVE_WEIGHT = 1 << 14
+#: How many numbers a notice is.
+N_NUMBERS = 2
 
 
 class Want(enum.IntFlag):
@@ -42,14 +43,14 @@ class Notices:
         self.n_carried = 0
         self._heard = Want.NOTHING
 
-    def send(self) -> float:
-        """Return what this rank adds to a sum: a whole number."""
-        return 0.0 if self.watcher is None else encode(self.watcher.wants())
+    def send(self) -> tuple[float, float]:
+        """Return what this rank adds to sums."""
+        return encode(Want.NOTHING if self.watcher is None else self.watcher.wants())
 
-    def receive(self, total: float) -> None:
-        """Take note of the sum over all replicas."""
+    def receive(self, totals: Sequence[float]) -> None:
+        """Take note of the sums over all replicas."""
         self.n_carried += 1
-        self._heard |= decode(total)
+        self._heard |= decode(totals)
 
     def take(self) -> Want:
         """Return what was wanted since the last call; equal on all ranks."""
@@ -66,12 +67,12 @@ class Notices:
 of_one_rank = Notices()
 
 
-def encode(want: Want) -> float:
-    """Return a wish as a number that can be summed over fewer than 2**14 replicas, in float32 too."""
-    return float((Want.STOP in want) + _SAVE_WEIGHT * (Want.SAVE in want))
+def encode(want: Want) -> tuple[float, float]:
+    """Return a wish as numbers that can be summed over up to 2**24 replicas, in float32 too."""
+    return float(Want.STOP in want), float(Want.SAVE in want)
 
 
-def decode(total: float) -> Want:
-    """Return what any of the replicas wanted, of the sum of what all did."""
-    n_saves, n_stops = divmod(int(total), _SAVE_WEIGHT)
+def decode(totals: Sequence[float]) -> Want:
+    """Return what any of the replicas wanted, of the sums of what all did."""
+    n_stops, n_saves = totals
     return (Want.STOP if n_stops else Want.NOTHING) | (Want.SAVE if n_saves else Want.NOTHING)

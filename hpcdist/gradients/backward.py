@@ -17,7 +17,7 @@ from hpcdist.gradients.buffers import BufferRecord, average_buffers, gather_chan
 from hpcdist.gradients.record import ParameterRecord
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.rows import HandedRows
-from hpcdist.notices import Notices
+from hpcdist.notices import N_NUMBERS, Notices
 
 #: Backwards are numbered modulo this, so that sums of squares over thousands of replicas are exact in float32.
 _NUMBERS = 31
@@ -63,7 +63,7 @@ class BackwardSum:
         """Sum these from now on. Collective on several hosts: all replicas."""
         self._records = [record for record, _ in records]
         self._buffers = buffers
-        n_counts = len(records) + len(buffers) + 4
+        n_counts = len(records) + len(buffers) + 3 + N_NUMBERS
         self._buckets = BucketSet(records, n_counts, self._reducer)
 
     def hook(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
@@ -176,18 +176,18 @@ class BackwardSum:
     def _counts(self, changed: list[bool], weight: float) -> list[float]:
         """Return what is summed along: who has which gradient and buffer, the weight, which backward, and notices."""
         number, touched = self._n_sums % _NUMBERS, (record.is_touched for record in self._records)
-        return [*touched, *changed, weight, number, number * number, self.notices.send()]
+        return [*touched, *changed, weight, number, number * number, *self.notices.send()]
 
     def _publish(self, totals: list[float], contributions: list[list[Tensor | None]]) -> None:
         """Make sums and averages what parameters and buffers hold. Collective where buffers changed: all ranks."""
-        *counted, total, numbers, squares, noticed = totals
+        *counted, total, numbers, squares = totals[:-N_NUMBERS]
         if self._n_replicas * squares != numbers * numbers:
             self._is_broken = True
             raise GradientError(
                 f"backward: expected every replica at the same backward, got number {self._n_sums} here and others "
                 f"elsewhere; let all ranks run the same steps, also those without rows."
             )
-        self.notices.receive(noticed)
+        self.notices.receive(totals[-N_NUMBERS:])
         if self.is_mean and total not in (0, 1):
             self._buckets.divide(total)
         for record, n_touched in zip(self._records, counted, strict=False):

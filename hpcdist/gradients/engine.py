@@ -217,12 +217,14 @@ class GradientEngine:
         return record if record is not None and record.parameter is parameter else None
 
     def _warn_of_equal_batches(self, batch: Any) -> None:
-        """Say so when every replica is fed the same rows: a plain DataLoader does that."""
+        """Say so when every rank is fed the same rows: a plain DataLoader does that."""
+        if self._comm.size == 1:
+            return
         digest = _digest(batch)
         is_equal = self._world.all_equal(digest, self._comm)
         if is_equal and digest and self._comm.rank == 0:
             logger.warning(
-                "strategy: expected each of %d replicas to be fed its own part of the batch, got the same first batch "
+                "strategy: expected each of %d ranks to be fed its own part of the batch, got the same first batch "
                 "on all; if it comes from a plain DataLoader, use strategy.experimental_distribute_dataset.",
                 self._comm.size,
             )

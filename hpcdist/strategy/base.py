@@ -58,7 +58,7 @@ class Strategy(Reducing):
         """Make this the current strategy; modules built in the block are kept equal on all replicas.
 
         Not collective: models are made equal at their first use. A scope may be entered again inside itself. Modules
-        built inside `run` are the replica's own, and an optimizer that steps them raises.
+        built inside `run` are the replica's own; with more than one replica, an optimizer that steps them raises.
 
         Raises:
             RuntimeError: inside `run`, or inside another strategy.

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from hpcdist.errors import UsageError
 from hpcdist.strategy.base import Strategy, strategies_of_losses
 
@@ -22,16 +24,16 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         A 0-d tensor or number; zero for a global batch of zero.
 
     Raises:
-        UsageError: for a loss without rows and no global_batch_size, a negative global_batch_size, or when the strategy
-            was made with gradient_op=ReduceOp.MEAN, which would divide twice.
+        UsageError: for a loss without rows and no global_batch_size, a negative global_batch_size, weights that do not
+            fit the loss, or when the strategy was made with gradient_op=ReduceOp.MEAN, which would divide twice.
     """
     strategies = strategies_of_losses()
     if global_batch_size is None:
         global_batch_size = _local_rows(per_example_loss) * _n_replicas(strategies, "compute_average_loss")
-    if global_batch_size < 0:
+    if np.ndim(global_batch_size) or global_batch_size < 0:
         raise UsageError(
-            f"compute_average_loss: expected global_batch_size of at least 0, got {global_batch_size}; give the rows "
-            f"of all replicas."
+            f"compute_average_loss: expected global_batch_size as a number of at least 0, got {global_batch_size}; "
+            f"give the rows of all replicas."
         )
     if len(strategies) > 1 and not all(strategy.is_summing for strategy in strategies):
         raise UsageError(
@@ -43,10 +45,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
             "compute_average_loss: expected a strategy that sums gradients, got gradient_op=ReduceOp.MEAN; use the "
             "mean over the local batch as loss, or gradient_op=ReduceOp.SUM."
         )
-    weighted = (
-        per_example_loss if sample_weight is None else per_example_loss * _fitted(sample_weight, per_example_loss)
-    )
-    total = weighted.sum()
+    total = (per_example_loss if sample_weight is None else _weighted(per_example_loss, sample_weight)).sum()
     return total / global_batch_size if global_batch_size else total * 0.0
 
 
@@ -61,6 +60,16 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     """
     total = regularization_loss.sum() if hasattr(regularization_loss, "sum") else regularization_loss
     return total / _n_replicas(strategies_of_losses(), "scale_regularization_loss")
+
+
+def _weighted(losses: Any, weight: Any) -> Any:
+    try:
+        return losses * _fitted(weight, losses)
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(
+            f"compute_average_loss: expected sample_weight that fits losses of shape {tuple(losses.shape)}, got shape "
+            f"{tuple(getattr(weight, 'shape', ()))}; give one weight for each example."
+        ) from error
 
 
 def _fitted(weight: Any, losses: Any) -> Any:

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from mpi4py import MPI
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.checkpoint import checkpoint
@@ -728,6 +729,17 @@ def test_the_same_first_batch_on_every_rank_is_reported_once(strategy, comm, cap
     assert [len(texts) for texts in reports] == [n_expected] + [0] * (comm.size - 1)
     if n_expected:
         assert "got the same first batch on all; if it comes from a plain DataLoader, use strategy." in reports[0][0]
+
+
+def test_nothing_is_said_of_one_rank_that_has_several_replicas(caplog):
+    strategy = hpcdist.MultiWorkerMirroredStrategy(
+        hpcdist.MPIClusterResolver(comm=MPI.COMM_SELF), num_replicas=3, gradient_op="sum"
+    )
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+    with caplog.at_level(logging.WARNING, "hpcdist"):
+        strategy.run(lambda x: model(x).sum().backward(), args=(torch.ones(2, 1),))
+    assert caplog.records == []
 
 
 def test_dropout_draws_by_seed_step_and_replica(comm):

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import hpcdist
+from hpcdist.errors import UsageError
 
 pytestmark = pytest.mark.mpi
 
@@ -54,3 +55,12 @@ def test_weights_of_an_average_loss(strategy, shape, weights, expected):
         assert float(hpcdist.compute_average_loss(losses, given)) == pytest.approx(expected / (2 * n))
     found = total(strategy, lambda: hpcdist.compute_average_loss(losses.numpy(), np.asarray(given), 5))
     assert found == pytest.approx(n * expected / 5)
+
+
+@pytest.mark.parametrize("kind", [torch.ones, np.ones])
+def test_what_does_not_fit_a_loss_is_a_usage_error(strategy, kind):
+    with strategy.scope():
+        with pytest.raises(UsageError, match=r"sample_weight that fits losses of shape \(3,\), got shape \(7,\)"):
+            hpcdist.compute_average_loss(kind(3), sample_weight=kind(7), global_batch_size=3)
+        with pytest.raises(UsageError, match="global_batch_size as a number"):
+            hpcdist.compute_average_loss(kind(3), global_batch_size=np.array([4, 4]))

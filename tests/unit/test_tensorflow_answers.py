@@ -10,13 +10,21 @@ import pytest
 import torch
 
 import hpcdist
+from hpcdist.errors import DataError, UsageError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "oracle"))
-from cases import Case, PerReplica, cases
+from cases import Case, Error, PerReplica, cases
 
 pytest.importorskip("mpi4py.MPI")
 #: Where an order of sums is not the same, and for means, which TensorFlow's graphs multiply by the inverse.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-6}
+#: What hpcdist raises where TensorFlow raises; nothing else will do.
+ERRORS = {
+    "ValueError": (UsageError, DataError),
+    "InvalidArgumentError": (UsageError,),
+    "TypeError": (TypeError,),
+    "NotImplementedError": (NotImplementedError,),
+}
 
 
 @cache
@@ -158,8 +166,8 @@ def difference(case: Case) -> str:
     """Return how hpcdist's answer differs from TensorFlow's; empty text when it does not."""
     try:
         found = CALLS[case.kind](strategy_of(case.n_replicas), **case.arguments)
-    except (ValueError, TypeError, RuntimeError) as error:
-        return "" if case.error else f"{type(error).__name__}: {error}"
+    except Exception as error:
+        return error_difference(error, case.error)
     if case.error:
         return f"no error; TensorFlow: {case.error}"
     try:
@@ -167,6 +175,31 @@ def difference(case: Case) -> str:
     except AssertionError as error:
         return f"{found} is not {case.expected} {error}"
     return ""
+
+
+def error_difference(error, recorded) -> str:
+    """Return how an error differs from TensorFlow's; empty text when it is of the class that stands for it."""
+    if recorded is None:
+        return f"{type(error).__name__}: {error}"
+    is_of_dtypes = recorded.type == "TypeError" and "that don't all match" in recorded.message
+    expected = (UsageError,) if is_of_dtypes else ERRORS[recorded.type]
+    return "" if type(error) in expected else f"{type(error).__name__}: {error}; TensorFlow: {recorded}"
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "is_fine"),
+    [
+        (UsageError("x"), "ValueError", True),
+        (DataError("x"), "ValueError", True),
+        (ValueError("x"), "ValueError", False),
+        (RuntimeError("x"), "InvalidArgumentError", False),
+        (UsageError("x"), "TypeError", False),
+        (TypeError("x"), "TypeError", True),
+    ],
+)
+def test_errors_of_other_classes_are_found(error, name, is_fine):
+    assert (error_difference(error, Error(name, "")) == "") == is_fine
+    assert error_difference(error, None)
 
 
 # -- variables ---------------------------------------------------------------------------------------------------------
@@ -215,9 +248,9 @@ def is_variable_meant_otherwise(variable, action) -> bool:
 def variable_difference(variable, action, expected, is_exact) -> str:
     try:
         found = outcome(variable, action)
-    except (ValueError, RuntimeError, NotImplementedError) as error:
-        if not expected["error"]:
-            return f"{type(error).__name__}: {error}"
+    except Exception as error:
+        if text := error_difference(error, expected["error"]):
+            return text
     else:
         if expected["error"]:
             return f"no error; TensorFlow: {expected['error']}"
@@ -232,7 +265,7 @@ def test_variables_as_tensorflow():
     for case in cases("variable"):
         is_on_read = case.arguments["synchronization"] == "ON_READ"
         if case.error or (is_on_read and case.arguments["trainable"]):  # which tf.Variable's documentation excludes
-            with pytest.raises(ValueError):
+            with pytest.raises(UsageError):
                 make_variable(case)
             continue
         variable = make_variable(case)
