@@ -54,7 +54,7 @@ requeue() {
   local job=$SLURM_JOB_ID state
   if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then job=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}; fi
   state=$(show_job)
-  if [[ -n $state && $state != *JobState=RUNNING* ]]; then
+  if [[ $state =~ JobState=(CANCELLED|COMPLETING) ]]; then
     say "exit code $code, not requeued: Slurm ends the job"
   else # also when preempted: before 24.05 Slurm requeues no job that ends in time
     say "exit code $code, to be requeued: $1"

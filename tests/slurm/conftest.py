@@ -20,6 +20,7 @@ import pytest
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue")
 N_NODES = 4
+ENDS = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -231,7 +232,7 @@ class Job:
         """Wait; a job that ends meanwhile fails the test."""
 
         def is_true_or_ended():
-            return is_true() or (self.state not in ("PENDING", "RUNNING", "COMPLETING") and self._fail(what, is_true))
+            return is_true() or (self.state in ENDS and self._fail(what, is_true))
 
         self.slurm.wait_for(what, is_true_or_ended, timeout_s, lambda: self.log[-3000:])
 
@@ -245,9 +246,8 @@ class Job:
 
     def end(self, timeout_s=120):
         """Wait for the job's end; return its state and its exit code."""
-        ends = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED")
         self.slurm.wait_for(
-            f"the end of job {self.id}", lambda: self.state in ends, timeout_s, lambda: self.log[-3000:]
+            f"the end of job {self.id}", lambda: self.state in ENDS, timeout_s, lambda: self.log[-3000:]
         )
         return self.state, int(self.slurm.fact(self.id, "ExitCode").split(":")[0])
 
@@ -303,11 +303,25 @@ def options(data):
 
 
 @pytest.fixture(scope="session")
-def unbroken(slurm, root, options, tmp_path_factory):
-    """Return what a run with these options leaves that is never stopped: one process, without Slurm."""
-    run_dir = tmp_path_factory.mktemp("unbroken")
-    slurm.client(sys.executable, root / "jobs" / "train.py", *options, "--run-dir", run_dir, timeout_s=120)
-    return final_state(run_dir)
+def run_unbroken(slurm, root, options, tmp_path_factory):
+    """Return run_unbroken(): what a run leaves that is never stopped, of one process, without Slurm."""
+    known = {}
+
+    def run_unbroken(epochs):
+        if epochs not in known:
+            run_dir = tmp_path_factory.mktemp("unbroken")
+            more = ("--epochs", epochs, "--run-dir", run_dir)
+            slurm.client(sys.executable, root / "jobs" / "train.py", *options, *more, timeout_s=240)
+            known[epochs] = final_state(run_dir)
+        return known[epochs]
+
+    return run_unbroken
+
+
+@pytest.fixture(scope="session")
+def unbroken(run_unbroken):
+    """Return what an unbroken run with `options` leaves."""
+    return run_unbroken(60)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import environ_of, final_state, name_of
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 takes_long = pytest.mark.skipif("SLURM_ALL" not in os.environ, reason="takes long: make slurm-all")
 OPENMPI_AS_ROOT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -69,6 +69,7 @@ def test_open_mpi_preempted(slurm, submit, root, options, unbroken, preempt):
     print(next(line for line in text.splitlines() if "to be requeued" in line))
 
 
+@takes_long
 def test_a_task_of_an_array_is_requeued_on_its_own(slurm, submit, data):
     small = ("--data", data, "--batch", 16, "--epochs", 40, "--save-every", 8)
     job = submit("train-array", *small, nodes=1, sbatch=("--array=1-2",))
@@ -88,6 +89,7 @@ def test_a_task_of_an_array_is_requeued_on_its_own(slurm, submit, data):
     assert final_state(first)[1] != final_state(second)[1], "their seeds differ"
 
 
+@takes_long
 def test_without_scontrol_the_command_to_run_is_printed(slurm, submit, options, unbroken, folder):
     programs = folder / "bin"
     programs.mkdir()

@@ -139,6 +139,11 @@ def test_a_job_that_slurm_has_ended(leave, state):
     assert "requeued 7" not in output
 
 
+@pytest.mark.parametrize("state", ["SIGNALING", "SUSPENDED", "CONFIGURING"])
+def test_a_job_that_runs_has_other_names_too(leave, state):
+    assert "requeued 7" in leave(75, STOPPED, STATE=state)[1]
+
+
 @pytest.mark.parametrize("way", [{"scontrol": False}, {"REQUEUE_CODE": "1"}], ids=["missing", "refuses"])
 def test_scontrol_that_does_not_help(leave, way):
     got, output = leave(75, STOPPED, **way)
