@@ -1,5 +1,6 @@
 """Real jobs: started in sessions of their own with a time limit, and found again by a mark in their environment."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+import h5py
 import pytest
 
 PYTHON = Path(sys.executable)
@@ -77,3 +79,12 @@ class Job:
             self.kill()
             pytest.fail(f"the job did not end within {timeout_s} s:\n{self.log.read_text()[-4000:]}")
         return Outcome(code, self.log.read_text(), time.monotonic() - self.started)
+
+
+def final_state(run_dir):
+    """Return everything that training left: arrays and state of the last checkpoint, and the metrics."""
+    newest = sorted((run_dir / "checkpoints").rglob("*.h5"))[-1]
+    with h5py.File(newest) as file:
+        arrays = {name: file["arrays"][name][()].tobytes() for name in file["arrays"]}
+        index = json.loads(file["index"][()].tobytes())
+    return newest.name, arrays, index, (run_dir / "metrics.jsonl").read_text()

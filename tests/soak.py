@@ -23,8 +23,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import h5py
-from real_jobs import MPIRUN, PYTHON, Job
+from real_jobs import MPIRUN, PYTHON, Job, final_state
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = (2, 2, 2, 3, 3, 4, 4, 5, 6, 8)
@@ -74,15 +73,6 @@ class Folder:
         shared = set(os.listdir("/dev/shm")) - self.shared_before
         own = [name for name in os.listdir(self.path / "tmp") if not name.startswith("torchinductor")]  # torch's cache
         return [*map(str, job.processes()), *shared, *own]
-
-
-def final_state(run_dir):
-    """Return all that training left: arrays and state of the last checkpoint, and the metrics."""
-    newest = sorted(run_dir.rglob("step-*.h5"))[-1]
-    with h5py.File(newest) as file:
-        arrays = {name: file["arrays"][name][()].tobytes() for name in file["arrays"]}
-        index = json.loads(file["index"][()].tobytes())
-    return newest.name, arrays, index, (run_dir / "metrics.jsonl").read_text()
 
 
 def newest_step(run_dir):

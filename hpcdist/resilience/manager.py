@@ -1,46 +1,31 @@
 """CheckpointManager: saves and restores a Checkpoint in one folder, collectively; the disk is the chief's."""
 
 import atexit
-import json
 import logging
 import operator
 import os
-import platform
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from typing import Any
 
-import numpy as np
-
-from hpcdist.checkpoint.folder import CheckpointFolder, Found
+from hpcdist.checkpoint.folder import CheckpointFolder
 from hpcdist.checkpoint.generations import Place, crashed_twice
 from hpcdist.checkpoint.image import BLOCK_BYTES
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.tier import Tier
-from hpcdist.checkpoint.tree import NamedArray
-from hpcdist.collectives import mpi
-from hpcdist.collectives.group import group_of
 from hpcdist.errors import CheckpointError, UsageError
-from hpcdist.gradients.numerics import describe_numerics
-from hpcdist.mpi import MPI, library_name
+from hpcdist.mpi import MPI
 from hpcdist.resilience.checkpoint import Checkpoint
+from hpcdist.resilience.circumstances import describe, warn_of_changes
 from hpcdist.resilience.desync import digest_of, require_equal
 from hpcdist.resilience.fast_tier import FastTier
+from hpcdist.resilience.newest import NewestState
 
 logger = logging.getLogger("hpcdist")
 
-#: Facts that the bits of further training depend on; a restore under others warns.
-_BITS_DEPEND_ON = ("ranks", "hosts", "threads", "instruction_set", "torch", "mpi", "all_reduce", "wire", "replicas")
-#: They do not depend on these where the number of replicas was given.
-_OF_PLACEMENT = ("ranks", "hosts", "mpi")
-
-
 #: While the chief writes, it tells the others so this often.
 BEAT_S = 5.0
-#: A place as one number that all ranks compare: the generation above so many bits of the step.
-_STEP_BITS = 40
 
 
 class CheckpointManager:
@@ -280,10 +265,11 @@ class CheckpointManager:
 
     def _restore(self, suspects: set[str]) -> str | None:
         self.wait()
-        found, place, root = self._find(suspects)
+        newest = NewestState(self._world, self._disk.folder, self._memory)
+        found, place, root = newest.find(suspects)
         if place is None:
             return None
-        state, arrays = self._broadcast(found, root)
+        state, arrays = newest.broadcast(found, root)
         path = self._world.broadcast_text(str(found.path) if found else "", root, self._comm)
         with self._world.agreed(self._comm):
             self.checkpoint.apply(state, arrays, os.path.basename(path))
@@ -292,70 +278,12 @@ class CheckpointManager:
         if self._memory is not None:
             self._memory.go_on_from(place)
         if found:
-            _warn_of_changes(found.manifest.written, self._written())
+            warn_of_changes(found.manifest.written, self._written())
         self._restored, self.checkpoint.step = place, place.step
         return path
 
-    def _find(self, suspects: set[str]) -> tuple[Found | None, Place | None, int]:
-        """Return the newest checkpoint on the rank that has read it, and on all ranks its place and that rank.
-
-        Copies in memory are looked for first; the chief then reads the disk unless they are as new.
-        """
-        found = self._memory.find() if self._memory is not None else None
-        if found is not None and str(found.place) in suspects:
-            found = None
-        in_memory, _ = self._newest(found)
-        with self._world.agreed(self._comm):
-            if self._comm.rank == 0:
-                found = self._read_disk(suspects, in_memory) or found
-        place, root = self._newest(found)
-        return (found if self._comm.rank == root else None), place, root
-
-    def _read_disk(self, suspects: set[str], in_memory: Place | None) -> Found | None:
-        """Return the newest checkpoint on disk; None if there is none, or memory has one that is as new."""
-        on_disk = self._disk.folder.places()
-        if in_memory is not None and not (on_disk and on_disk[-1] > in_memory):
-            return None
-        try:
-            found = self._disk.folder.read_latest(suspects)
-        except CheckpointError as error:
-            if in_memory is None:
-                raise
-            logger.warning("restore: goes on from memory: %s", error)
-            return None
-        return found if found and (in_memory is None or found.place > in_memory) else None
-
-    def _newest(self, found: Found | None) -> tuple[Place | None, int]:
-        """Return the newest place on any rank, and the first rank that has it."""
-        own = -1 if found is None else found.place.generation << _STEP_BITS | found.place.step
-        newest = self._world.all_reduce_int(own, MPI.MAX, self._comm)
-        root = self._world.all_reduce_int(self._comm.rank if own == newest else self._comm.size, MPI.MIN, self._comm)
-        return (None if newest < 0 else Place(newest >> _STEP_BITS, newest & ((1 << _STEP_BITS) - 1))), root
-
-    def _broadcast(self, found: Found | None, root: int) -> tuple[Any, list[NamedArray]]:
-        rows = [[a.name, a.dtype, a.values.dtype.str, a.values.shape] for a in found.arrays] if found else []
-        text = json.dumps([found.state, rows]) if found else ""
-        state, rows = json.loads(self._world.broadcast_text(text, root, self._comm))
-        group, arrays = group_of(self._comm), []
-        for number, (name, dtype, stored, shape) in enumerate(rows):
-            values = np.ascontiguousarray(found.arrays[number].values) if found else np.empty(shape, np.dtype(stored))
-            with group.recorded("broadcast", values):
-                mpi.broadcast(values, group.comm, root)
-            arrays.append(NamedArray(name, dtype, values.reshape(shape)))
-        return state, arrays
-
     def _written(self) -> dict[str, Any]:
-        return {
-            **{package: version(package) for package in ("hpcdist", "numpy", "h5py", "mpi4py")},
-            **describe_numerics(),
-            **self.checkpoint.describe_sums(),
-            "python": platform.python_version(),
-            "mpi": library_name(),
-            "ranks": self._comm.size,
-            "hosts": self._world.n_hosts,
-            "host": platform.node(),
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
+        return describe(self._world, self.checkpoint.describe_sums())
 
 
 def _finish(manager: "weakref.ref[CheckpointManager]") -> None:
@@ -363,12 +291,3 @@ def _finish(manager: "weakref.ref[CheckpointManager]") -> None:
     alive = manager()
     if alive is not None:
         alive._disk.finish()
-
-
-def _warn_of_changes(written: dict[str, Any], now: dict[str, Any]) -> None:
-    is_counted = now.get("replicas") is not None and written.get("replicas") == now["replicas"]
-    telling = [key for key in _BITS_DEPEND_ON if not (is_counted and key in _OF_PLACEMENT)]
-    known = [key for key in telling if key in written and key in now]  # an older file may not tell
-    changes = [f"{key} {written[key]} -> {now[key]}" for key in known if written[key] != now[key]]
-    if changes:
-        logger.warning("restore: bits may differ from an unbroken run, as these changed: %s", ", ".join(changes))

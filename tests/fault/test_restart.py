@@ -1,14 +1,13 @@
 """The main job is killed with SIGKILL and started again by the same command: it ends with the same bits."""
 
-import json
 import os
 import random
 import subprocess
 import time
 
-import h5py
 import numpy as np
 import pytest
+from real_jobs import final_state
 
 SEED = 20261121
 N_KILLS = int(os.environ.get("N_KILLS", "8"))  # `make kills`: 20
@@ -16,15 +15,6 @@ N_KILLS = int(os.environ.get("N_KILLS", "8"))  # `make kills`: 20
 
 def command(root, run_dir, *more):
     return [root / "jobs" / "train.py", "--run-dir", run_dir, "--epochs", "12", "--save-every", "4", *more]
-
-
-def final_state(run_dir):
-    """Return everything that training left: arrays and state of the last checkpoint, and the metrics."""
-    newest = sorted((run_dir / "checkpoints").rglob("*.h5"))[-1]
-    with h5py.File(newest) as file:
-        arrays = {name: file["arrays"][name][()].tobytes() for name in file["arrays"]}
-        index = json.loads(file["index"][()].tobytes())
-    return newest.name, arrays, index, (run_dir / "metrics.jsonl").read_text()
 
 
 def finish(start, root, run_dir, n_ranks=2, *more):

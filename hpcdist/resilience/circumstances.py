@@ -1,0 +1,43 @@
+"""What a checkpoint was written with, as far as the bits of further training depend on it."""
+
+import logging
+import platform
+import time
+from importlib.metadata import version
+from typing import Any
+
+from hpcdist.gradients.numerics import describe_numerics
+from hpcdist.mpi import library_name
+from hpcdist.world import World
+
+logger = logging.getLogger("hpcdist")
+
+#: Facts that the bits of further training depend on; a restore under others warns.
+_BITS_DEPEND_ON = ("ranks", "hosts", "threads", "instruction_set", "torch", "mpi", "all_reduce", "wire", "replicas")
+#: They do not depend on these where the number of replicas was given.
+_OF_PLACEMENT = ("ranks", "hosts", "mpi")
+
+
+def describe(world: World, sums: dict[str, Any]) -> dict[str, Any]:
+    """Return versions, ranks, hosts, threads and time of now, and how gradients are summed. Not collective."""
+    return {
+        **{package: version(package) for package in ("hpcdist", "numpy", "h5py", "mpi4py")},
+        **describe_numerics(),
+        **sums,
+        "python": platform.python_version(),
+        "mpi": library_name(),
+        "ranks": world.role_comm.size,
+        "hosts": world.n_hosts,
+        "host": platform.node(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def warn_of_changes(written: dict[str, Any], now: dict[str, Any]) -> None:
+    """Say in the log what has changed since a checkpoint was written, if bits may differ for it."""
+    is_counted = now.get("replicas") is not None and written.get("replicas") == now["replicas"]
+    telling = [key for key in _BITS_DEPEND_ON if not (is_counted and key in _OF_PLACEMENT)]
+    known = [key for key in telling if key in written and key in now]  # an older file may not tell
+    changes = [f"{key} {written[key]} -> {now[key]}" for key in known if written[key] != now[key]]
+    if changes:
+        logger.warning("restore: bits may differ from an unbroken run, as these changed: %s", ", ".join(changes))

@@ -1,0 +1,95 @@
+"""The newest state on any rank, on the chief's disk or in the memory of a node, and how all ranks get it."""
+
+import json
+import logging
+from typing import Any
+
+import numpy as np
+
+from hpcdist.checkpoint.folder import CheckpointFolder, Found
+from hpcdist.checkpoint.generations import Place
+from hpcdist.checkpoint.tree import NamedArray
+from hpcdist.collectives import mpi
+from hpcdist.collectives.group import group_of
+from hpcdist.errors import CheckpointError
+from hpcdist.mpi import MPI
+from hpcdist.resilience.fast_tier import FastTier
+from hpcdist.world import World
+
+logger = logging.getLogger("hpcdist")
+
+#: A place as one number that all ranks compare: the generation above so many bits of the step.
+_STEP_BITS = 40
+
+
+class NewestState:
+    """Finds the newest state and hands it to all ranks.
+
+    Args:
+        world: chief and workers.
+        disk: the folder; only the chief reads it.
+        memory: the copies of this node, on its first rank; None elsewhere.
+    """
+
+    def __init__(self, world: World, disk: CheckpointFolder, memory: FastTier | None) -> None:
+        self._world = world
+        self._comm = world.role_comm
+        self._disk = disk
+        self._memory = memory
+
+    def find(self, suspects: set[str]) -> tuple[Found | None, Place | None, int]:
+        """Return the newest checkpoint on the rank that has read it, and on all ranks its place and that rank.
+
+        Copies in memory are looked for first; the chief then reads the disk unless they are as new.
+
+        Collective: chief and workers.
+
+        Args:
+            suspects: places that are taken only if there is no other on the disk.
+
+        Raises:
+            CheckpointError: when there are checkpoints and none verifies; on every rank alike.
+        """
+        found = self._memory.find() if self._memory is not None else None
+        if found is not None and str(found.place) in suspects:
+            found = None
+        in_memory, _ = self._newest(found)
+        with self._world.agreed(self._comm):
+            if self._comm.rank == 0:
+                found = self._read_disk(suspects, in_memory) or found
+        place, root = self._newest(found)
+        return (found if self._comm.rank == root else None), place, root
+
+    def _read_disk(self, suspects: set[str], in_memory: Place | None) -> Found | None:
+        """Return the newest checkpoint on disk; None if there is none, or memory has one that is as new."""
+        on_disk = self._disk.places()
+        if in_memory is not None and not (on_disk and on_disk[-1] > in_memory):
+            return None
+        try:
+            found = self._disk.read_latest(suspects)
+        except CheckpointError as error:
+            if in_memory is None:
+                raise
+            logger.warning("restore: goes on from memory: %s", error)
+            return None
+        return found if found and (in_memory is None or found.place > in_memory) else None
+
+    def _newest(self, found: Found | None) -> tuple[Place | None, int]:
+        """Return the newest place on any rank, and the first rank that has it."""
+        own = -1 if found is None else found.place.generation << _STEP_BITS | found.place.step
+        newest = self._world.all_reduce_int(own, MPI.MAX, self._comm)
+        root = self._world.all_reduce_int(self._comm.rank if own == newest else self._comm.size, MPI.MIN, self._comm)
+        return (None if newest < 0 else Place(newest >> _STEP_BITS, newest & ((1 << _STEP_BITS) - 1))), root
+
+    def broadcast(self, found: Found | None, root: int) -> tuple[Any, list[NamedArray]]:
+        """Return the state and arrays that `root` has found, on all ranks. Collective: chief and workers."""
+        rows = [[a.name, a.dtype, a.values.dtype.str, a.values.shape] for a in found.arrays] if found else []
+        text = json.dumps([found.state, rows]) if found else ""
+        state, rows = json.loads(self._world.broadcast_text(text, root, self._comm))
+        group, arrays = group_of(self._comm), []
+        for number, (name, dtype, stored, shape) in enumerate(rows):
+            values = np.ascontiguousarray(found.arrays[number].values) if found else np.empty(shape, np.dtype(stored))
+            with group.recorded("broadcast", values):
+                mpi.broadcast(values, group.comm, root)
+            arrays.append(NamedArray(name, dtype, values.reshape(shape)))
+        return state, arrays
