@@ -49,6 +49,14 @@ answering_nodes() {
   done | sort --version-sort | paste --serial --delimiters=,
 }
 
+# Give back the memory of some nodes, which has copies of the state: a job that died could not remove them.
+forget_copies() {
+  local id
+  id=$(cat "$RUN_DIR/checkpoints/run-id" 2> /dev/null) || return 0
+  timeout 30 srun --quiet --overlap --nodelist="$1" --nodes="$2" --ntasks="$2" \
+    rm -rf "/dev/shm/hpcdist-$UID-$id" < /dev/null
+}
+
 # Put the job into the queue again. It starts from the top, in its old log.
 requeue() {
   local job=$SLURM_JOB_ID state

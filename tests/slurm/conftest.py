@@ -14,9 +14,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
+from real_jobs import final_state
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue")
 N_NODES = 4
@@ -271,15 +271,6 @@ class Job:
         assert self.end(timeout_s) == ("COMPLETED", 0), self.log[-3000:]
         assert self.decision["decision"] == "finished"
         return self.log
-
-
-def final_state(run_dir):
-    """Return everything that training left: arrays and state of the last checkpoint, and the metrics."""
-    newest = sorted((run_dir / "checkpoints").rglob("*.h5"))[-1]
-    with h5py.File(newest) as file:
-        arrays = {name: file["arrays"][name][()].tobytes() for name in file["arrays"]}
-        index = json.loads(file["index"][()].tobytes())
-    return newest.name, arrays, index, (run_dir / "metrics.jsonl").read_text()
 
 
 @pytest.fixture(scope="session")
