@@ -97,13 +97,18 @@ class CheckpointFolder:
             return path.read_text()
 
     def remove(self) -> None:
-        """Remove the folder with all checkpoints: of a run that needs none any more, or on memory that others need.
+        """Remove all checkpoints of this attempt and of those before it, and the folder unless a later one is in it.
 
         Raises:
             CheckpointError: when the file system refuses.
         """
         with self.explained("save", "to remove checkpoints"):
-            shutil.rmtree(self.path, ignore_errors=False)
+            found = generations.generations(self.path)
+            for generation in found:
+                if generation <= self.generation:
+                    shutil.rmtree(self.path / generations.folder_name(generation))
+            if not any(generation > self.generation for generation in found):
+                shutil.rmtree(self.path)
 
     def places(self) -> list[Place]:
         """Return where checkpoints are, oldest first; not verified.
@@ -116,21 +121,26 @@ class CheckpointFolder:
 
     # -- attempts -------------------------------------------------------------------------------------------------
 
-    def fruitless_attempts(self) -> list[Attempt]:
-        """Return the attempts right before this one that died before they had a checkpoint, the newest first.
+    def fruitless_attempts(self, first_step: int | None = None) -> list[Attempt]:
+        """Return the attempts right before this one that died before they came further, the newest first.
+
+        Args:
+            first_step: the step that this one goes on from, if that is known.
 
         Raises:
             CheckpointError: when the folder cannot be read.
         """
         with self.explained("restore", "a folder that can be read"):
-            return generations.fruitless_attempts(self.path, self.generation)
+            return generations.fruitless_attempts(self.path, self.generation, first_step)
 
     def note_attempt(self, restored: str | None, has_ended: bool) -> None:
         """Write down what this attempt went on from, and whether it has ended by itself.
 
         Raises:
+            AttemptReplaced: when a later attempt has begun.
             CheckpointError: when it cannot be written.
         """
+        self.check_current()
         with self.explained("save", "to note the attempt"):
             generations.write_attempt(self._disk, self.path, self.generation, restored, has_ended)
 

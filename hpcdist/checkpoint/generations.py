@@ -16,6 +16,9 @@ from hpcdist.checkpoint.safe_open import read_text
 
 _FOLDER = re.compile(r"gen-(\d{4,})$")
 _MANIFEST = re.compile(r"step-(\d{8,})\.json$")
+_STEP = re.compile(r"step-(\d+)$")
+#: What an attempt went on from, as long as it has not found out.
+RESTORING = ""
 #: What an attempt started from, and whether it came to an end of its own.
 _ATTEMPT = "attempt.json"
 _MAX_NOTE_BYTES = 1 << 20
@@ -112,9 +115,9 @@ class Attempt:
 
     Attributes:
         generation: its number.
-        restored: the checkpoint that it went on from; None when it began anew.
+        restored: the checkpoint that it went on from; None when it began anew, `RESTORING` when it did not come so far.
         has_ended: it came to an end of its own, be it that it was stopped or finished.
-        has_committed: it has left a checkpoint.
+        has_committed: it has left a checkpoint of a later step than it went on from.
     """
 
     generation: int
@@ -127,6 +130,17 @@ class Attempt:
         """Whether it died before it had a checkpoint."""
         return not (self.has_ended or self.has_committed)
 
+    @property
+    def first_step(self) -> int | None:
+        """The step that it went on from; -1 when it began anew, None when it did not come so far."""
+        return None if self.restored == RESTORING else step_of(self.restored)
+
+
+def step_of(place: str | None) -> int:
+    """Return the step of a place as a `Place` is written; -1 without one."""
+    match = _STEP.search(place or "")
+    return int(match[1]) if match else -1
+
 
 def write_attempt(disk: Disk, root: Path, generation: int, restored: str | None, has_ended: bool) -> None:
     """Write down what an attempt went on from, and whether it has ended.
@@ -138,40 +152,50 @@ def write_attempt(disk: Disk, root: Path, generation: int, restored: str | None,
     durable.replace_text(disk, root / folder_name(generation) / _ATTEMPT, text)
 
 
-def fruitless_attempts(root: Path, before: int) -> list[Attempt]:
-    """Return the attempts right before a generation that died before they had a checkpoint, the newest first.
+def fruitless_attempts(root: Path, before: int, first_step: int | None = None) -> list[Attempt]:
+    """Return the attempts right before a generation that died before they came further, the newest first.
 
-    Attempts that wrote nothing down (they died even earlier, or do not restart by themselves) do not count.
+    One came further if it left a checkpoint of a later step than it went on from, or if the next one went on from a
+    later step than it: its copies in memory were found. Attempts that wrote nothing down (they died even earlier, or do
+    not restart by themselves) do not count.
+
+    Args:
+        root: the folder of all generations.
+        before: the generation.
+        first_step: the step that its attempt goes on from, if that is known.
 
     Raises:
         OSError: when a folder cannot be read.
     """
     found: list[Attempt] = []
-    committed = {place.generation for place in places(root)}
+    last = {place.generation: place.step for place in places(root)}
     for generation in reversed([number for number in generations(root) if number < before]):
-        attempt = _read_attempt(root, generation, generation in committed)
-        if attempt is None and generation not in committed:
+        attempt = _read_attempt(root, generation, last.get(generation, -1))
+        if attempt is None and generation not in last:
             continue
         if attempt is None or not attempt.is_fruitless:
             break
+        if first_step is not None and attempt.first_step is not None and first_step > attempt.first_step:
+            break
         found.append(attempt)
+        first_step = attempt.first_step if attempt.first_step is not None else first_step
     return found
 
 
-def _read_attempt(root: Path, generation: int, has_committed: bool) -> Attempt | None:
+def _read_attempt(root: Path, generation: int, last_step: int) -> Attempt | None:
     path = root / folder_name(generation) / _ATTEMPT
     try:
         content = json.loads(read_text(path, _MAX_NOTE_BYTES))
         restored = content["restored"] if type(content["restored"]) is str else None
-        return Attempt(generation, restored, bool(content["has_ended"]), has_committed)
+        return Attempt(generation, restored, bool(content["has_ended"]), last_step > step_of(restored))
     except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 def crashed_twice(attempts: list[Attempt]) -> set[str]:
     """Return the checkpoints that two of some fruitless attempts went on from: they may be what kills the job."""
-    restored = [attempt.restored for attempt in attempts if attempt.restored is not None]
-    return {name for name in restored if restored.count(name) >= 2}
+    restored = [attempt.restored for attempt in attempts if attempt.restored not in (None, RESTORING)]
+    return {name for name in restored if name and restored.count(name) >= 2}
 
 
 def remove_generation(disk: Disk, root: Path, generation: int) -> None:

@@ -25,12 +25,12 @@ class Tier:
 
     Attributes:
         folder: see above.
-        n_committed: checkpoints that are durable.
+        verified_step: of the last checkpoint that is durable and was read back; -1 before.
     """
 
     def __init__(self, folder: CheckpointFolder, retention: Retention) -> None:
         self.folder = folder
-        self.n_committed = 0
+        self.verified_step = -1
         self._retention = retention
         self._image = FileImage()
         self._writer = BackgroundWriter()
@@ -68,8 +68,8 @@ class Tier:
 
     def _tidy(self, committing: "Future[Manifest]") -> None:
         if committing.exception() is None:
-            self.n_committed += 1
             self.folder.prune(committing.result(), self._retention)
+            self.verified_step = committing.result().step
 
     def is_committing(self, for_s: float) -> bool:
         """Return whether the last save is not durable yet, after waiting for it for some seconds."""

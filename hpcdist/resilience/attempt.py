@@ -28,6 +28,7 @@ class Attempt:
         self.folder = Path(manager.directory).parent
         self._file = DecisionFile(self.folder)
         self._n_idle = 0
+        self._has_earlier = False
         self._step: int | None = None
 
     def begin(self) -> None:
@@ -41,12 +42,22 @@ class Attempt:
             if self._world.is_chief:
                 self._begin()
 
+    def renew(self) -> None:
+        """Write it down again, now that it is known what the attempt goes on from. Raises as `begin`."""
+        with self._world.agreed(self._world.role_comm):
+            if self._world.is_chief:
+                self._decide()
+
     def _begin(self) -> None:
         earlier = self._file.read()
-        decision = at_start(self._manager.fruitless_attempts, earlier is not None)
         self._step, self._n_idle = (earlier or {}).get("step"), int((earlier or {}).get("idle_stops", 0))
-        if decision.exit_code is None:
+        self._has_earlier = earlier is not None
+        if at_start(self._manager.fruitless_attempts, self._has_earlier).exit_code is None:
             self._manager.note_start()  # before "requeue" is written: who dies right after it counts
+        self._decide()
+
+    def _decide(self) -> None:
+        decision = at_start(self._manager.fruitless_attempts, self._has_earlier)
         self._write(decision)
         if decision.exit_code is not None:
             raise NoProgressError(
@@ -95,6 +106,7 @@ class Attempt:
                 self._write(decision)
 
     def _write(self, decision: Decision) -> None:
+        self._manager.check_current()
         self._file.write(
             decision,
             self._step,

@@ -23,6 +23,8 @@ logger = logging.getLogger("hpcdist")
 class FastTier:
     """The copies of one node, kept by its first rank. Copies that cannot be made are told once, and done without.
 
+    Memory: on each node the room that a file is laid out in, the copy, and while a newer one is written that too.
+
     Args:
         directory: on a file system in memory, such as /dev/shm; every node has its own.
         run_id: names the run, so that no other's copies are taken for its own.
@@ -32,17 +34,17 @@ class FastTier:
     def __init__(self, directory: str | os.PathLike[str], run_id: str, generation: int) -> None:
         self._tier: Tier | None = None
         self._path = Path(directory) / f"hpcdist-{os.getuid()}-{run_id}"
+        self._folder = CheckpointFolder(self._path)
         self._try(lambda: self._begin(generation))
 
     def _begin(self, generation: int) -> None:
-        folder = CheckpointFolder(self._path)
-        folder.begin(generation)
-        self._tier = Tier(folder, Retention(max_to_keep=1))
+        self._folder.begin(generation)
+        self._tier = Tier(self._folder, Retention(max_to_keep=1))
 
     def _try(self, act: Callable[[], Any]) -> None:
         try:
             act()
-        except CheckpointError as error:
+        except (CheckpointError, OSError, MemoryError) as error:
             self._tier = None
             logger.warning("fast tier: goes on without copies in memory on this node: %s", error)
 
@@ -73,9 +75,7 @@ class FastTier:
             self._try(tier.finish)
 
     def remove(self) -> None:
-        """Give the memory back: this run needs no copies any more."""
-        tier = self._tier
-        if tier is not None:
-            self.finish()
-            self._try(tier.folder.remove)
-            self._tier = None
+        """Give the memory back: this attempt needs no copies any more, nor do those before it."""
+        self.finish()
+        self._try(self._folder.remove)
+        self._tier = None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpcdist.checkpoint.folder import CheckpointFolder
-from hpcdist.checkpoint.generations import Place, crashed_twice
+from hpcdist.checkpoint.generations import RESTORING, Place, crashed_twice
 from hpcdist.checkpoint.image import BLOCK_BYTES
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.tier import Tier
@@ -21,6 +21,7 @@ from hpcdist.resilience.circumstances import describe, warn_of_changes
 from hpcdist.resilience.desync import digest_of, require_equal
 from hpcdist.resilience.fast_tier import FastTier
 from hpcdist.resilience.newest import NewestState
+from hpcdist.world import end_job
 
 logger = logging.getLogger("hpcdist")
 
@@ -43,6 +44,10 @@ class CheckpointManager:
         best_mode: "min" or "max": which value is best.
         fast_directory: on every node a folder in memory, such as /dev/shm, for the copies of `save_fast`. A restore
             takes the newest state that verifies, wherever it is.
+
+    Attributes:
+        checkpoint: see above.
+        latest_path: of the last checkpoint that was saved or restored.
 
     Raises:
         CheckpointError: when the folder cannot be written; on every rank alike.
@@ -67,12 +72,14 @@ class CheckpointManager:
         self._n_fruitless = self._n_blocks = 0
         self._moved_s = 0.0
         self._restored: Place | None = None
+        self._is_in_memory = False
+        self.latest_path: str | None = None
         with self._world.agreed(self._comm):
             if self._is_writer:
                 self._disk.folder.begin()
                 self._n_fruitless = len(self._disk.folder.fruitless_attempts())
         self._memory = None if fast_directory is None else self._begin_fast_tier(fast_directory)
-        atexit.register(_finish, weakref.ref(self))
+        atexit.register(_finish, weakref.ref(self), os.getpid())
 
     def _begin_fast_tier(self, directory: str | os.PathLike[str]) -> FastTier | None:
         """Return the copies of this node on its first rank, None on others."""
@@ -95,11 +102,18 @@ class CheckpointManager:
 
     @property
     def fruitless_attempts(self) -> int:
-        """How many attempts in a row, this one included, have not committed a checkpoint: known to the chief.
+        """How many attempts in a row, this one included, have not come further than they were: known to the chief.
+
+        An attempt has come further when a checkpoint of a later step than it went on from is durable and was read back,
+        or when the next one went on from a later step: from a copy in memory.
 
         Attempts before this one count if they used `begin_attempt`, and did not come to `end_attempt`.
         """
-        return 0 if self._disk.n_committed else self._n_fruitless + 1
+        return 0 if self._disk.verified_step > self._first_step else self._n_fruitless + 1
+
+    @property
+    def _first_step(self) -> int:
+        return -1 if self._restored is None else self._restored.step
 
     # -- save -----------------------------------------------------------------------------------------------------
 
@@ -132,7 +146,8 @@ class CheckpointManager:
         if blocking:
             self._wait_for(self._disk.is_committing, self._disk.finish_commit)
         self.checkpoint.step = step
-        return self._world.broadcast_text(path, 0, self._comm)
+        self.latest_path = self._world.broadcast_text(path, 0, self._comm)
+        return self.latest_path
 
     def save_fast(self, step: int) -> None:
         """Copy the state after `step` optimizer steps to the memory of every node; see `fast_directory`.
@@ -168,6 +183,17 @@ class CheckpointManager:
         with self._world.agreed(self._comm):
             if self._is_writer:
                 finish()
+
+    def finish_at_exit(self) -> None:
+        """Wait for the disk of this process, as long as it comes forward. Not collective.
+
+        Raises:
+            CheckpointError: when the last save cannot be written.
+        """
+        self._n_blocks, self._moved_s = self._disk.n_blocks, time.monotonic()
+        while self._disk.is_busy(1.0):
+            self._require_progress()
+        self._disk.finish()
 
     def _is_chief_busy(self, is_busy: Callable[[float], bool]) -> bool:
         """Return whether the chief is still writing. Collective: chief and workers; each turn is bounded."""
@@ -222,7 +248,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: when it cannot be noted.
         """
-        self._disk.folder.note_attempt(None, has_ended=False)
+        self._disk.folder.note_attempt(RESTORING, has_ended=False)
 
     def begin_attempt(self) -> str | None:
         """Restore as `restore_or_initialize`, and note what from, so that a job that dies again and again is noticed.
@@ -242,7 +268,16 @@ class CheckpointManager:
             logger.warning("restore: %s is stepped over: two attempts died after it, before they had another", suspect)
         path = self._restore(set(self._world.broadcast_text(" ".join(suspects), 0, self._comm).split()))
         self._note_attempt(has_ended=False)
+        with self._world.agreed(self._comm):
+            if self._is_writer:  # again: what was restored tells whether those before had come further
+                self._n_fruitless = len(self._disk.folder.fruitless_attempts(self._first_step))
+        if self._is_in_memory:  # to the disk, before its copies may go
+            self.save(self.checkpoint.step, blocking=False)
         return path
+
+    def check_current(self) -> None:
+        """Raise AttemptReplaced if a later attempt of this run has begun. Not collective: for the chief."""
+        self._disk.folder.check_current()
 
     def end_attempt(self) -> None:
         """Note that this attempt comes to an end of its own: it finished, or was asked to stop.
@@ -267,6 +302,7 @@ class CheckpointManager:
         self.wait()
         newest = NewestState(self._world, self._disk.folder, self._memory)
         found, place, root = newest.find(suspects)
+        self._is_in_memory = newest.is_in_memory
         if place is None:
             return None
         state, arrays = newest.broadcast(found, root)
@@ -279,15 +315,19 @@ class CheckpointManager:
             self._memory.go_on_from(place)
         if found:
             warn_of_changes(found.manifest.written, self._written())
-        self._restored, self.checkpoint.step = place, place.step
+        self._restored, self.checkpoint.step, self.latest_path = place, place.step, path
         return path
 
     def _written(self) -> dict[str, Any]:
         return describe(self._world, self.checkpoint.describe_sums())
 
 
-def _finish(manager: "weakref.ref[CheckpointManager]") -> None:
+def _finish(manager: "weakref.ref[CheckpointManager]", pid: int) -> None:
     """Let a save that is under way end before the process does."""
     alive = manager()
-    if alive is not None:
-        alive._disk.finish()
+    if alive is None or os.getpid() != pid:  # a forked child has no such thread
+        return
+    try:
+        alive.finish_at_exit()
+    except CheckpointError as error:  # Python would print it and leave with 0
+        end_job(f"hpcdist: {error}\n", int(error.exit_code))

@@ -36,9 +36,12 @@ class NewestState:
         self._comm = world.role_comm
         self._disk = disk
         self._memory = memory
+        self.is_in_memory = False
 
     def find(self, suspects: set[str]) -> tuple[Found | None, Place | None, int]:
         """Return the newest checkpoint on the rank that has read it, and on all ranks its place and that rank.
+
+        `is_in_memory` tells from then on whether it was a copy in memory.
 
         Copies in memory are looked for first; the chief then reads the disk unless they are as new.
 
@@ -58,6 +61,7 @@ class NewestState:
             if self._comm.rank == 0:
                 found = self._read_disk(suspects, in_memory) or found
         place, root = self._newest(found)
+        self.is_in_memory = place is not None and place == in_memory
         return (found if self._comm.rank == root else None), place, root
 
     def _read_disk(self, suspects: set[str], in_memory: Place | None) -> Found | None:

@@ -67,7 +67,6 @@ class PreemptionCheckpointHandler:
 
     Attributes:
         restored_path: of the checkpoint that was restored; None for a new run.
-        latest_path: of the last one that was saved or restored.
 
     Raises:
         UsageError: without a folder, or outside the main thread.
@@ -114,7 +113,8 @@ class PreemptionCheckpointHandler:
 
     def _begin(self) -> None:
         """Restore, and listen from now on."""
-        self.restored_path = self.latest_path = self._manager.begin_attempt()
+        self.restored_path = self._manager.begin_attempt()
+        self._attempt.renew()
         self._base = self._manager.checkpoint.step
         self._n_runs = 0
         self._base_of_world = self._world.step or 0
@@ -127,6 +127,11 @@ class PreemptionCheckpointHandler:
         self._world.notices.watcher = self
         if self._deadline is not None:
             self._say(self._deadline.describe())
+
+    @property
+    def latest_path(self) -> str | None:
+        """The path of the last checkpoint that was saved or restored."""
+        return self._manager.latest_path
 
     def _say(self, text: str) -> None:
         if self._world.is_chief:
@@ -260,7 +265,7 @@ class PreemptionCheckpointHandler:
                 self._config.save_fn(*args, **kwargs)
                 self._manager.checkpoint.step = self.step
             else:
-                self.latest_path = self._manager.save(self.step, *args, blocking=is_last or is_first, **kwargs)
+                self._manager.save(self.step, *args, blocking=is_last or is_first, **kwargs)
         self._saved_at, self._has_saved = time.monotonic(), True
         if is_first:
             self._attempt.committed(self.step)

@@ -163,3 +163,41 @@ def test_a_copy_that_killed_two_attempts_is_stepped_over(run):
     for _ in range(2):
         assert run.attempt().begin_attempt().endswith("step-00000007.h5")
     assert run.attempt().begin_attempt().endswith("step-00000005.h5")
+
+
+def test_what_was_restored_from_memory_goes_to_the_disk_before_the_memory_goes(run, comm):
+    """A job that died at step 7, and is asked to stop, or ends, right after it went on from there."""
+    first = run.attempt()
+    first.begin_attempt()
+    save(run, first, 5, is_fast=False)
+    save(run, first, 7, is_fast=True)
+    second = run.attempt()
+    assert second.begin_attempt().endswith("step-00000007.h5")
+    second.end_attempt()
+    assert not run.files()
+    assert second.latest_path == hpcdist.latest_checkpoint(run.disk)
+    third = run.attempt()
+    assert "checkpoints" in third.begin_attempt()
+    assert (run.values == 7).all()
+
+
+def test_an_attempt_that_came_further_in_memory_was_not_in_vain(run, comm):
+    first = run.attempt()
+    first.begin_attempt()
+    for step in (10, 20, 30, 40, 50):
+        assert first.fruitless_attempts == (1 if comm.rank == 0 else first.fruitless_attempts)
+        save(run, first, step, is_fast=True)
+        first = run.attempt()
+        first.begin_attempt()
+        first.wait()
+    died_at_once = run.attempt()
+    died_at_once.begin_attempt()
+    assert died_at_once.fruitless_attempts == (2 if comm.rank == 0 else died_at_once.fruitless_attempts)
+
+
+def test_the_memory_of_a_later_attempt_is_left_alone(run):
+    first = run.attempt()
+    second = run.attempt()
+    save(run, second, 3, is_fast=True)
+    first._memory and first._memory.remove()
+    assert run.files() == ["step-00000003.h5"]

@@ -8,7 +8,7 @@ import pytest
 
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.checkpoint.folder import CheckpointFolder, latest_checkpoint
-from hpcdist.checkpoint.generations import Place, crashed_twice
+from hpcdist.checkpoint.generations import RESTORING, Place, crashed_twice
 from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.layout import lay_out
 from hpcdist.checkpoint.manifest import Manifest
@@ -428,3 +428,43 @@ def test_empty_generations_stay_until_there_is_a_checkpoint(tmp_path):
     commit(folder, 1)
     prune(folder, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gen-0003"]
+
+
+def test_a_checkpoint_that_was_found_damaged_was_no_progress(tmp_path):
+    """A disk that spoils what is written: each attempt goes on from step 5 and leaves a step 10 that is damaged."""
+    commit(die(tmp_path, None), 5)
+    for n_before in range(3):
+        folder = attempt(tmp_path)
+        folder.note_attempt(RESTORING, has_ended=False)
+        place = folder.read_latest().place
+        assert place == Place(1, 5)
+        folder.go_on_from(place)
+        folder.note_attempt(str(place), has_ended=False)
+        assert len(folder.fruitless_attempts(place.step)) == n_before
+        damage(commit(folder, 10))
+
+
+def test_who_dies_while_it_restores_counts(tmp_path):
+    commit(die(tmp_path, None), 5)
+    for _ in range(2):
+        die(tmp_path, RESTORING)
+    folder = attempt(tmp_path)
+    assert len(folder.fruitless_attempts()) == len(folder.fruitless_attempts(5)) == 2
+    assert crashed_twice(folder.fruitless_attempts()) == set()
+
+
+def test_the_next_one_went_on_from_a_later_step_so_this_one_came_further(tmp_path):
+    die(tmp_path, None)
+    die(tmp_path, "gen-0001/step-00000050")  # in memory
+    die(tmp_path, "gen-0002/step-00000090")
+    folder = attempt(tmp_path)
+    assert [one.generation for one in folder.fruitless_attempts()] == [3]
+    assert [one.generation for one in folder.fruitless_attempts(90)] == [3]
+    assert folder.fruitless_attempts(91) == []
+
+
+def test_a_replaced_attempt_notes_nothing(tmp_path):
+    first = die(tmp_path, None)
+    attempt(tmp_path)
+    with pytest.raises(AttemptReplaced):
+        first.note_attempt(None, has_ended=True)
