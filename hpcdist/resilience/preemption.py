@@ -294,6 +294,7 @@ class PreemptionCheckpointHandler:
         if self._config.exit_fn is not None:
             self._config.exit_fn()
         else:
+            self._flag.ignore_signals()
             sys.exit(int(code))
 
     def _require_same_step(self) -> None:

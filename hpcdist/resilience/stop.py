@@ -63,6 +63,10 @@ class StopFlag:
         """Give the signals back to who had them before."""
         self._signals.close()
 
+    def ignore_signals(self) -> None:
+        """Take no more signals until the process has ended."""
+        self._signals.ignore()
+
     def ask(self, reason: str) -> None:
         """Ask for a stop; from any thread."""
         if self.reason is None:
@@ -149,6 +153,12 @@ class SignalFlag:
             if signal.getsignal(number) is self._handler:  # a handler that C code installed cannot be put back
                 signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
         self._earlier = {}
+
+    def ignore(self) -> None:
+        """Ignore the signals from now on: the process is leaving, and Python gives handlers up before its very end."""
+        for number in self._earlier:
+            if signal.getsignal(number) is self._handler:
+                signal.signal(number, signal.SIG_IGN)
 
     def reset(self) -> None:
         """Give a forked child the system's defaults: it must end when it is told to."""

@@ -144,3 +144,25 @@ print(os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status)
 def test_a_forked_child_ends_when_it_is_told_to():
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, env=os.environ)
     assert done.stdout.strip() == str(int(signal.SIGTERM)), done.stdout + done.stderr
+
+
+def test_signals_that_come_while_python_ends_do_not_kill_it(tmp_path):
+    """Python gives its handlers up before it is gone: what comes then would end the process with another code."""
+    code = """
+import os, signal, sys
+from hpcdist.resilience.stop import SIGNALS, StopFlag
+
+class Late:
+    def __del__(self):  # when modules are torn down, after handlers were given up
+        for number in SIGNALS:
+            os.kill(os.getpid(), number)
+
+flag = StopFlag("rank 0")
+flag.watch_signals()
+flag.ignore_signals()
+sys.modules["late"] = type(sys)("late")
+sys.modules["late"].it = Late()
+sys.exit(75)
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    assert done.returncode == 75
