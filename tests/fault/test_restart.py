@@ -10,7 +10,7 @@ import pytest
 from real_jobs import final_state
 
 SEED = 20261121
-N_KILLS = int(os.environ.get("N_KILLS", "8"))  # `make kills`: 20
+N_KILLS = int(os.environ.get("N_KILLS", "4"))  # `make kills`: 20
 
 
 def command(root, run_dir, *more):
