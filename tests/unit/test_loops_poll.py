@@ -1,7 +1,7 @@
 """Every loop of the jobs polls: one that does not would keep a job from stopping for as long as it runs.
 
-A loop polls if it goes over a distributed dataset, which polls by itself, or calls the handler. One around such loops
-need not, nor one that does no work: it calls neither a strategy nor a backward nor a step.
+A loop polls if it goes over a distributed dataset, which polls by itself, or calls the handler. A loop around such
+loops need not, nor one that does no work: it calls neither a strategy nor a backward nor a step.
 """
 
 import ast
