@@ -7,6 +7,7 @@
 
 set -uo pipefail
 : "${RUN_DIR:=runs/$SLURM_JOB_NAME}" "${PYTHON:=.venv/bin/python}" # to be set before sbatch, if need be
+early_deaths=$RUN_DIR/early-deaths # a line for each launch in a row that died before its program had begun
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 
 say() { echo "$(date +%FT%T) ${SLURM_JOB_NAME} ${SLURM_JOB_ID}: $*" >&2; }
@@ -15,14 +16,20 @@ say() { echo "$(date +%FT%T) ${SLURM_JOB_NAME} ${SLURM_JOB_ID}: $*" >&2; }
 fact() { sed -n "/^ *\"$1\": /{s///;s/,\$//;s/^\"\(.*\)\"\$/\1/;s/\\\\\(.\)/\1/g;p}" "$RUN_DIR/decision.json" 2> /dev/null; }
 
 # Run a command and set `code` to its exit code, and `verdict` to the decision that it wrote. None is left where it ended
-# before it could write one, or where another job writes in the run folder by now.
+# before it could write one, or where another job writes in the run folder by now. `earlier` is what stood there before,
+# of any job, if it still stands.
 launch() {
   local before
   before=$(fact attempt)
   "$@"
   code=$?
-  verdict=none
-  if [[ $(fact job) == "$SLURM_JOB_ID" && $(fact attempt) != "$before" ]]; then verdict=$(fact decision); fi
+  verdict=none earlier=none
+  if [[ $(fact attempt) == "$before" ]]; then
+    earlier=$(fact decision)
+  elif [[ $(fact job) == "$SLURM_JOB_ID" ]]; then
+    verdict=$(fact decision)
+    rm -f "$early_deaths"
+  fi
 }
 
 # Whether the launch ended without having been asked to, and without a reason of its own.
@@ -71,6 +78,17 @@ requeue() {
   exit 75
 }
 
+# Whether a launch that died before it had begun is to be repeated: three times in a row, in a run that is under way.
+is_repeated() {
+  local deaths
+  if [[ $earlier != requeue ]]; then return 1; fi
+  echo "$(date +%FT%T) job $SLURM_JOB_ID: exit code $code" >> "$early_deaths" || return 1
+  mapfile -t deaths < "$early_deaths"
+  if ((${#deaths[@]} <= 3)); then return 0; fi
+  rm -f "$early_deaths" # who submits it again wants other tries
+  return 1
+}
+
 # End the script as decision.json says.
 leave() {
   local why
@@ -81,6 +99,7 @@ leave() {
     *:stop) why=$(fact reason) code=76 ;;
     *)
       if ((code == 0 || code > 128)) && is_called_off; then requeue "called off before it had begun"; fi
+      if is_repeated; then requeue "died before it had begun"; fi
       why="exit code $code before it had begun"
       if ((code == 0)); then code=1; fi
       ;;

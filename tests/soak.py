@@ -4,9 +4,11 @@ python tests/soak.py --restarts 500 --seed 20261121 --out soak.json
 
 Each attempt runs the main job with 8 replicas on 2 to 8 ranks, and does one harm at a random moment: SIGKILL, SIGTERM
 or SIGSTOP of the chief, a worker or mpirun; a rank that is suspended for a while, raises, or makes a collective of its
-own. After each: all processes are gone within a bound, nothing is left in shared memory or the folder for temporary
-files, and the next attempt goes on from the newest committed checkpoint. When a run is finished its weights, optimizer,
-cursor and metrics are compared with those of an unbroken run; then a new run begins.
+own. Half of the attempts copy their state to memory. After each: all processes are gone within a bound, the exit code
+is one that the harm allows, nothing is left in shared memory (but copies for the next attempt) or the folder for
+temporary files, and the next attempt goes on from the newest committed checkpoint and sweeps what was half written.
+When a run is finished its weights, optimizer, cursor and metrics are compared with those of an unbroken run; then a new
+run begins.
 """
 
 import argparse
@@ -64,15 +66,26 @@ class Folder:
             "TMPDIR": str(self.path / "tmp"),
         }
 
-    def start(self, n_ranks, run_dir):
+    def start(self, n_ranks, run_dir, *more):
         program = [ROOT / "tests" / "harmed_job.py", ROOT / "jobs" / "train.py"]
-        command = [MPIRUN, "-n", n_ranks, PYTHON, *program, "--run-dir", run_dir, *OPTIONS]
+        command = [MPIRUN, "-n", n_ranks, PYTHON, *program, "--run-dir", run_dir, *OPTIONS, *more]
         return Job(command, self.environ, self.path)
 
     def left_overs(self, job):
         shared = set(os.listdir("/dev/shm")) - self.shared_before
         own = [name for name in os.listdir(self.path / "tmp") if not name.startswith("torchinductor")]  # torch's cache
         return [*map(str, job.processes()), *shared, *own]
+
+
+def copies(run_dir):
+    """Return the folder in memory with copies of the state of a run; None if it never had one."""
+    path = run_dir / "checkpoints" / "run-id"
+    return Path(f"/dev/shm/hpcdist-{os.getuid()}-{path.read_text()}") if path.exists() else None
+
+
+def half_written(run_dir):
+    """Return files outside of generations that are being written, or were when their writer died."""
+    return {path for folder in (run_dir, run_dir / "checkpoints") for path in folder.glob("*.tmp-*")}
 
 
 def newest_step(run_dir):
@@ -91,12 +104,13 @@ class Attempt:
         if self.harm in ("raise", "mismatch") and self.victim == "mpirun":
             self.victim = "worker"
         in_training, self.delay_s = chance.random() < 0.8, chance.uniform(0, 2.0)
-        self.committed_before = newest_step(run_dir)
+        self.has_copies = chance.random() < 0.5
+        self.committed_before, self.half_written_before = newest_step(run_dir), half_written(run_dir)
         self.faults = []
-        self.job = folder.start(self.n_ranks, run_dir)
+        self.job = folder.start(self.n_ranks, run_dir, *(("--copy-every", "3") if self.has_copies else ()))
         self._wait_for_training(in_training)
         time.sleep(self.delay_s)
-        self.was_running = self.job.process.poll() is None
+        self.was_running, self.was_training = self.job.process.poll() is None, "replicas;" in self._output
         harmed_at = time.monotonic()
         if self.was_running:
             self._do_harm()
@@ -119,7 +133,9 @@ class Attempt:
     def _pid(self):
         """Return the victim's pid: ranks are told apart by the order in which mpirun's proxy started them."""
         ranks = sorted(self.job.ranks())
-        if self.victim == "mpirun" or not ranks:
+        if not ranks:
+            self.victim = "mpirun"
+        if self.victim == "mpirun":
             return self.job.process.pid
         return ranks[0] if self.victim == "chief" else ranks[-1]
 
@@ -150,24 +166,44 @@ class Attempt:
             self.job.kill()
 
     def _look(self, folder, run_dir):
-        if left := folder.left_overs(self.job):
-            self.faults.append(f"left {left}")
         output = self._output
         self.code = self.job.process.returncode
-        came_from = re.search(r"going on from \S+/step-(\d+)\.h5", output)
+        is_removed = self.has_copies and self.code in CLEAN
+        kept = None if is_removed else copies(run_dir)
+        if left := [name for name in folder.left_overs(self.job) if kept is None or name != kept.name]:
+            self.faults.append(f"left {left}")
+        came_from = re.search(r"going on from \S+/step-(\d+)(?:-\d+)?\.h5", output)
         if came_from and int(came_from[1]) < self.committed_before and "stepped over" not in output:
             self.faults.append(f"went on from {came_from[1]}, but {self.committed_before} was committed")
         if "new run" in output and self.committed_before >= 0:
             self.faults.append("began anew")
         self.committed = newest_step(run_dir)
-        if self.code == 0 and "finished" not in (run_dir / "decision.json").read_text():
+        left = sorted(path.name for path in half_written(run_dir) & self.half_written_before)
+        if left and self.code in CLEAN and self.committed > self.committed_before:  # it came to sweep
+            self.faults.append(f"left since an attempt before {left}")
+        decision = run_dir / "decision.json"
+        is_finished = decision.exists() and "finished" in decision.read_text()
+        if self.code == 0 and not is_finished:
             self.faults.append("code 0, but the decision is not finished")
-        if self.code not in CLEAN and not self.was_running and self.code != 76:
-            self.faults.append(f"ended by itself with {self.code}")
+        allowed = self._allowed_codes(is_finished)
+        if allowed and self.code not in allowed:
+            self.faults.append(f"code {self.code}, not one of {allowed}")
         self.tail = output[-3000:] if self.faults else ""
 
+    def _allowed_codes(self, is_finished):
+        """Return the codes that it may end with; none for any, as launchers differ in what they make of dead ranks."""
+        before_training = () if self.was_training else (76,)  # three died before a checkpoint
+        if not self.was_running:
+            return (*CLEAN, 76)
+        if self.harm == "suspend" or (self.harm == "stop" and self.victim == "mpirun"):
+            return (0, *before_training)
+        if self.harm == "term" and self.victim != "mpirun" and self.was_training and not is_finished:
+            return CLEAN  # before training a signal kills, and also when the handler is done
+        return ()
+
     def record(self):
-        keys = ("harm", "victim", "n_ranks", "delay_s", "was_running", "code", "seconds", "committed", "faults", "tail")
+        keys = ("harm", "victim", "n_ranks", "has_copies", "delay_s", "was_running", "was_training", "code", "seconds")
+        keys += ("committed", "faults", "tail")
         return {key: getattr(self, key) for key in keys}
 
 
@@ -199,6 +235,8 @@ class Soak:
                 (run_dir / "decision.json").unlink(missing_ok=True)
                 code = self.folder.start(2, run_dir).wait(300).code
             assert code == 0
+        if left := copies(run_dir):  # by an attempt that died before one without copies
+            shutil.rmtree(left, ignore_errors=True)
         self.n_runs += 1
         if final_state(run_dir) != self.expected:
             self.wrong.append(run_dir.name)

@@ -61,7 +61,7 @@ def leave(root, tmp_path, clean_environ):
 def without_scontrol(folder):
     programs = folder / "few"
     programs.mkdir()
-    for name in ("bash", "cp", "date", "sed"):
+    for name in ("bash", "cp", "date", "rm", "sed"):
         (programs / name).symlink_to(next(f"{place}/{name}" for place in ("/bin", "/usr/bin") if os.path.exists(place)))
     return str(programs)
 
@@ -103,13 +103,49 @@ def test_the_end(leave, code, decision, expected):
     assert "has died" not in output
 
 
-@pytest.mark.parametrize("before", [None, DIED, SAVED, FINISHED])
+@pytest.mark.parametrize("before", [None, STOP, FINISHED], ids=["none", "stop", "finished"])
 @pytest.mark.parametrize(("code", "expected"), [(0, 1), (1, 1), (143, 143)])
 def test_a_launch_that_ended_before_it_wrote_is_not_taken_for_an_earlier_one(leave, before, code, expected):
     got, output = leave(code, before=before)
     assert got == expected
     assert "requeued" not in output
     assert f"not run again: exit code {code} before it had begun" in output
+
+
+@pytest.mark.parametrize("before", [DIED, SAVED, STOPPED], ids=["died", "saved", "stopped"])
+@pytest.mark.parametrize(("code", "last"), [(0, 1), (1, 1), (137, 137)])
+def test_a_run_that_is_under_way_survives_three_launches_in_a_row_that_died_early(leave, before, code, last):
+    for _ in range(2):  # who submits it again after the end has three more
+        for _ in range(3):
+            got, output = leave(code, before=before, SLURM_JOB_ID="9")
+            assert got == 75
+            assert f"requeued 9\njob 9: exit code {code}" in output or "requeued 9" in output
+            assert f"exit code {code}, to be requeued: died before it had begun" in output
+        got, output = leave(code, before=before, SLURM_JOB_ID="9")
+        assert got == last
+        assert "requeued" not in output
+        assert f"not run again: exit code {code} before it had begun" in output
+
+
+def test_a_launch_that_began_ends_the_row_of_early_deaths(leave, tmp_path):
+    for _ in range(3):
+        for _ in range(3):
+            assert leave(1, before=SAVED)[0] == 75
+        assert leave(1, SAVED, before=DIED)[0] == 75
+        assert not (tmp_path / "run" / "early-deaths").exists()
+
+
+@pytest.mark.parametrize("code", [2, 76, 78])
+def test_some_codes_are_no_early_deaths(leave, tmp_path, code):
+    assert leave(code, before=SAVED)[0] == code
+    assert not (tmp_path / "run" / "early-deaths").exists()
+
+
+def test_early_deaths_that_cannot_be_counted_end_the_run(leave, tmp_path):
+    (tmp_path / "run" / "early-deaths").mkdir()
+    got, output = leave(137, before=SAVED)
+    assert got == 137
+    assert "requeued" not in output
 
 
 def test_the_decision_of_another_job_is_not_taken_for_its_own(leave):
