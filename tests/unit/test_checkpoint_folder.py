@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 
+from hpcdist.checkpoint import manifest, safe_open
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.checkpoint.folder import CheckpointFolder, latest_checkpoint
 from hpcdist.checkpoint.generations import Place, crashed_twice
@@ -14,7 +15,7 @@ from hpcdist.checkpoint.layout import lay_out
 from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.tree import NamedArray
-from hpcdist.errors import AttemptReplaced, CheckpointError, UsageError
+from hpcdist.errors import AttemptReplaced, CheckpointDamaged, CheckpointError, UsageError
 
 
 class FailingDisk(Disk):
@@ -428,3 +429,71 @@ def test_empty_generations_stay_until_there_is_a_checkpoint(tmp_path):
     commit(folder, 1)
     prune(folder, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gen-0003"]
+
+
+READS = {
+    "manifest": (manifest, "read_text"),
+    "digest": (manifest, "digest_file"),
+    "hdf5": (safe_open, "_read_datasets"),
+}
+IN_TEXT = "Can't read data (file read failed: file descriptor = 3, errno = 5, error message = 'Input/output error')"
+
+
+def fail_reads(monkeypatch, read, error, n_times):
+    """Let the first reads of some kind fail; return the pauses that are made."""
+    module, name = READS[read]
+    whole, pauses, errors = getattr(module, name), [], [error] * n_times
+
+    def fail(*arguments):
+        if errors:
+            raise errors.pop()
+        return whole(*arguments)
+
+    monkeypatch.setattr(module, name, fail)
+    monkeypatch.setattr(safe_open.time, "sleep", pauses.append)
+    return pauses
+
+
+ERRORS = [
+    *(OSError(code, os.strerror(code)) for code in (errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ENOMEM)),
+    OSError(IN_TEXT),
+]
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: str(error.errno))
+def test_a_file_that_cannot_be_read_is_not_damaged(folder, monkeypatch, read, error):
+    commit(folder, 1)
+    commit(folder, 2)
+    pauses = fail_reads(monkeypatch, read, error, 2)
+    assert folder.read_latest().place == Place(1, 2), "it was well at the third try"
+    assert 0 < sum(pauses) <= 1
+    pauses = fail_reads(monkeypatch, read, error, 100)
+    with pytest.raises(
+        CheckpointError, match=r"step-00000002.*(Input/output|Stale|denied|open files|memory)"
+    ) as caught:
+        folder.read_latest()
+    assert not isinstance(caught.value, CheckpointDamaged)
+    assert len(pauses) == 2
+    monkeypatch.undo()
+    folder.go_on_from(folder.read_latest().place)
+    assert not list(folder.path.rglob("*.bad"))
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_file_that_is_gone_was_pruned_or_is_damage(folder, monkeypatch, read):
+    commit(folder, 1)
+    commit(folder, 2)
+    gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    fail_reads(monkeypatch, read, gone, 1)
+    assert folder.read_latest().place == Place(1, 2), "a second listing tells"
+    fail_reads(monkeypatch, read, gone, 2)
+    assert folder.read_latest().place == Place(1, 1)
+    assert folder._damaged == [Place(1, 2)]
+
+
+def test_blocks_that_are_read_back_count_as_progress(folder, monkeypatch):
+    monkeypatch.setattr(safe_open, "_BLOCK_BYTES", 1 << 10)
+    commit(folder, 1, n_elements=1 << 10)
+    folder.prune(folder.newest, Retention(3))
+    assert folder.n_blocks_read >= 4
