@@ -54,7 +54,7 @@ MANIFEST_FIRST = """            blocks = list(image.blocks(digest))
 MUTANTS = [
     Mutant("fsync of a file", DURABLE, "        os.fsync(descriptor)\n\n    def close", "\n    def close", FAULTS),
     Mutant("fsync of a folder", DURABLE, "            os.fsync(descriptor)\n", "            pass\n", FAULTS),
-    Mutant("sync before rename", DURABLE, "        disk.sync(descriptor)\n", "", FOLDER),
+    Mutant("sync before rename", DURABLE, "\n        disk.sync(descriptor)\n", "\n", FOLDER),
     Mutant("sync of the folder after it", DURABLE, "    disk.sync_folder(path.parent)\n", "", FOLDER),
     Mutant(
         "writing beside",

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from hpcdist.checkpoint import manifest, safe_open
+from hpcdist.checkpoint import durable, manifest, safe_open
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.checkpoint.folder import CheckpointFolder, latest_checkpoint
 from hpcdist.checkpoint.generations import Place, crashed_twice
@@ -14,6 +14,7 @@ from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.layout import lay_out
 from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.checkpoint.retention import Retention
+from hpcdist.checkpoint.tier import Tier
 from hpcdist.checkpoint.tree import NamedArray
 from hpcdist.errors import AttemptReplaced, CheckpointDamaged, CheckpointError, UsageError
 
@@ -494,6 +495,20 @@ def test_a_file_that_is_gone_was_pruned_or_is_damage(folder, monkeypatch, read):
 
 def test_blocks_that_are_read_back_count_as_progress(folder, monkeypatch):
     monkeypatch.setattr(safe_open, "_BLOCK_BYTES", 1 << 10)
-    commit(folder, 1, n_elements=1 << 10)
-    folder.prune(folder.newest, Retention(3))
+    tier = Tier(folder, Retention(3))
+    tier.save(1, {"dict": []}, [NamedArray("x", "float32", np.ones(1 << 10, np.float32))], {}, {})
+    tier.finish()
     assert folder.n_blocks_read >= 4
+    assert tier.n_blocks > folder.n_blocks_read
+
+
+@pytest.mark.parametrize(("is_direct", "n_syncs"), [(False, 1 + 3), (True, 1)])
+def test_cached_writes_are_synced_on_the_way(tmp_path, monkeypatch, is_direct, n_syncs):
+    """The sync at the end, which no block tells of, never takes long."""
+    monkeypatch.setattr(durable, "SYNC_EVERY_BYTES", 2 * 4096)
+    monkeypatch.setattr(durable, "_set_direct", lambda descriptor, is_wanted: is_direct)
+    disk, syncs = Disk(), []
+    monkeypatch.setattr(disk, "sync", syncs.append)
+    durable.replace_file(disk, tmp_path / "file", [memoryview(bytes(4096))] * 7)
+    assert len(syncs) == n_syncs
+    assert (tmp_path / "file").stat().st_size == 7 * 4096
