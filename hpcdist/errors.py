@@ -11,6 +11,7 @@ HpcdistError                70  an internal fault, and the base of all below
 ├── CollectiveTimeoutError  70  a rank did not arrive in time
 └── CheckpointError         74  a checkpoint cannot be written or read
     ├── CheckpointDamaged   74  the file is not what was committed
+    │   └── CheckpointMissing 74  it is not there
     └── AttemptReplaced     76  a later attempt of the job writes now; do not requeue
 """
 
@@ -95,6 +96,10 @@ class CheckpointError(HpcdistError, RuntimeError):
 
 class CheckpointDamaged(CheckpointError):
     """The file is not what was committed: truncated, changed, or incomplete."""
+
+
+class CheckpointMissing(CheckpointDamaged):
+    """The file is not there: it was lost, or pruned since its folder was listed."""
 
 
 class AttemptReplaced(CheckpointError):

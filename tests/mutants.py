@@ -54,7 +54,7 @@ MANIFEST_FIRST = """            blocks = list(image.blocks(digest))
 MUTANTS = [
     Mutant("fsync of a file", DURABLE, "        os.fsync(descriptor)\n\n    def close", "\n    def close", FAULTS),
     Mutant("fsync of a folder", DURABLE, "            os.fsync(descriptor)\n", "            pass\n", FAULTS),
-    Mutant("sync before rename", DURABLE, "        disk.sync(descriptor)\n", "", FOLDER),
+    Mutant("sync before rename", DURABLE, "\n        disk.sync(descriptor)\n", "\n", FOLDER),
     Mutant("sync of the folder after it", DURABLE, "    disk.sync_folder(path.parent)\n", "", FOLDER),
     Mutant(
         "writing beside",
@@ -73,7 +73,15 @@ MUTANTS = [
     Mutant("EINVAL of direct writes", DURABLE, "not (is_direct and error.errno == errno.EINVAL)", "True", FAULTS),
     Mutant("no room to allocate", DURABLE, "raise\n\n    def write", "return\n\n    def write", FAULTS),
     Mutant("the fence", CHECKPOINTS, "        if newest > self.generation:", "        if newest < 0:", FOLDER),
-    Mutant("verify before prune", CHECKPOINTS, "        newest.verify(self._own / newest.file)\n", "", FOLDER),
+    Mutant(
+        "verify before prune",
+        CHECKPOINTS,
+        "        newest.verify(self._own / newest.file, self._count_block)\n",
+        "",
+        FOLDER,
+    ),
+    Mutant("an error is no damage", SAFE, "        if number in _NO_FILE:\n", "        if True:\n", FOLDER),
+    Mutant("list again", CHECKPOINTS, "isinstance(error, CheckpointMissing) and not is_again", "False", FOLDER),
     Mutant("verify before reading", CHECKPOINTS, "                manifest.verify(path)\n", "", HOSTILE),
     Mutant("step and name", CHECKPOINTS, "if manifest.step != place.step or", "if False and", FOLDER),
     Mutant("file before manifest", CHECKPOINTS, IN_ORDER, MANIFEST_FIRST, FOLDER),

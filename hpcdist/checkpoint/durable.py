@@ -18,6 +18,9 @@ _TEMPORARY = re.compile(r"\.tmp-\d+$")
 _NOT_OFFERED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 #: Direct writes start and end at multiples of this, in the file and in memory.
 ALIGNMENT_BYTES = 4096
+#: Writes through the page cache are forced to the disk this often, so that the last sync has little left to do: a save
+#: counts as stuck when no block is written for long.
+SYNC_EVERY_BYTES = 256 << 20
 
 
 def _repeat(act: Callable[..., None], *paths: Path) -> None:
@@ -135,10 +138,13 @@ def _write_file(disk: Disk, path: Path, blocks: Iterable[memoryview], nbytes: in
     try:
         if nbytes is not None:
             disk.allocate(descriptor, nbytes)
-        offset = 0
+        offset = n_cached = 0
         for block in blocks:
-            _write_block(disk, descriptor, block, offset)
+            n_cached += _write_block(disk, descriptor, block, offset)
             offset += len(block)
+            if n_cached >= SYNC_EVERY_BYTES:
+                n_cached = 0
+                disk.sync(descriptor)
         disk.sync(descriptor)
     except BaseException:
         with contextlib.suppress(OSError):  # the first error tells
@@ -147,9 +153,9 @@ def _write_file(disk: Disk, path: Path, blocks: Iterable[memoryview], nbytes: in
     disk.close(descriptor)
 
 
-def _write_block(disk: Disk, descriptor: int, block: memoryview, offset: int) -> None:
-    """Write a whole block, past the page cache as long as what is left of it is aligned."""
-    is_offered = True
+def _write_block(disk: Disk, descriptor: int, block: memoryview, offset: int) -> int:
+    """Write a whole block, past the page cache as long as what is left of it is aligned; return bytes in the cache."""
+    is_offered, n_cached = True, 0
     while block:
         is_direct = is_offered and _set_direct(descriptor, (len(block) | offset) % ALIGNMENT_BYTES == 0)
         try:
@@ -160,6 +166,8 @@ def _write_block(disk: Disk, descriptor: int, block: memoryview, offset: int) ->
             is_offered = _set_direct(descriptor, False)  # its blocks are larger than ours
             continue
         block, offset = block[done:], offset + done
+        n_cached += 0 if is_direct else done
+    return n_cached
 
 
 def _set_direct(descriptor: int, is_wanted: bool) -> bool:

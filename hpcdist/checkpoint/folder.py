@@ -21,7 +21,7 @@ from hpcdist.checkpoint.manifest import Manifest, read_manifest
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.safe_open import read_file
 from hpcdist.checkpoint.tree import NamedArray
-from hpcdist.errors import AttemptReplaced, CheckpointDamaged, CheckpointError
+from hpcdist.errors import AttemptReplaced, CheckpointDamaged, CheckpointError, CheckpointMissing
 
 logger = logging.getLogger("hpcdist")
 
@@ -62,11 +62,12 @@ class CheckpointFolder:
     Attributes:
         path: of the folder.
         generation: of this attempt; 0 before `begin`.
+        n_blocks_read: blocks read back so far.
     """
 
     def __init__(self, folder: str | os.PathLike[str], disk: Disk | None = None) -> None:
         self.path = Path(folder)
-        self.generation = 0
+        self.generation = self.n_blocks_read = 0
         self._disk = disk or Disk()
         self._last_before = -1
         self._damaged: list[Place] = []
@@ -222,8 +223,9 @@ class CheckpointFolder:
 
         Raises:
             CheckpointDamaged: when the newest checkpoint is not what was written; nothing is removed then.
+            CheckpointError: when the file system cannot read it; likewise.
         """
-        newest.verify(self._own / newest.file)
+        newest.verify(self._own / newest.file, self._count_block)
         try:
             manifests = {place: manifest for place in self.places() if (manifest := self._readable(place))}
             kept = retention.kept(list(manifests.values()))
@@ -233,6 +235,9 @@ class CheckpointFolder:
             self._remove_orphans()
         except (OSError, CheckpointError) as error:
             logger.warning("old checkpoints stay in %s: %s", self.path, error)
+
+    def _count_block(self) -> None:
+        self.n_blocks_read += 1
 
     def _readable(self, place: Place) -> Manifest | None:
         """Return a manifest, or None where it is damaged: such a checkpoint is neither counted nor removed."""
@@ -271,7 +276,8 @@ class CheckpointFolder:
             but: places that are stepped over too, unless there is no other.
 
         Raises:
-            CheckpointError: when there are checkpoints and none verifies, or one is of a newer format.
+            CheckpointError: when there are checkpoints and none verifies, one is of a newer format, or the file system
+                cannot read one: what is newest is not known then.
         """
         found: Found | None = self._first_sound(
             lambda place, manifest, path: Found(place, path, manifest, *read_file(path)), but
@@ -283,7 +289,9 @@ class CheckpointFolder:
         found: Path | None = self._first_sound(lambda place, manifest, path: path)
         return found
 
-    def _first_sound(self, use: Callable[[Place, Manifest, Path], Any], but: Collection[str] = ()) -> Any:
+    def _first_sound(
+        self, use: Callable[[Place, Manifest, Path], Any], but: Collection[str] = (), is_again: bool = False
+    ) -> Any:
         found, self._damaged = self.places()[::-1], []
         wanted = [place for place in found if str(place) not in but]
         for place in [*wanted, *(place for place in found if place not in wanted)]:
@@ -293,6 +301,8 @@ class CheckpointFolder:
                 manifest.verify(path)
                 return use(place, manifest, path)
             except CheckpointDamaged as error:
+                if isinstance(error, CheckpointMissing) and not is_again:  # pruned since it was listed?
+                    return self._first_sound(use, but, is_again=True)
                 self._damaged.append(place)
                 logger.warning("step %d is skipped: %s", place.step, error)
         if found:
@@ -354,7 +364,8 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     Not collective. Checkpoints that are damaged are skipped, and the log says why.
 
     Raises:
-        CheckpointError: when there are checkpoints and none verifies, or one was written by a newer hpcdist.
+        CheckpointError: when there are checkpoints and none verifies, one was written by a newer hpcdist, or the file
+            system cannot read one.
     """
     found = CheckpointFolder(directory).latest()
     return None if found is None else str(found)

@@ -2,6 +2,7 @@
 
 import json
 import stat
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import xxhash
 
 from hpcdist.checkpoint.layout import FORMAT
-from hpcdist.checkpoint.safe_open import check_format, digest_file, read_text
+from hpcdist.checkpoint.safe_open import check_format, digest_file, read_patiently, read_text
 from hpcdist.errors import CheckpointDamaged
 
 #: Larger ones are not read: what is in it is counted in lines.
@@ -44,17 +45,26 @@ class Manifest:
         body = json.dumps(asdict(self), sort_keys=True)
         return json.dumps({"manifest": asdict(self), "xxh3_128": _digest(body)}, sort_keys=True, indent=1)
 
-    def verify(self, path: Path) -> None:
+    def verify(self, path: Path, on_block: Callable[[], None] = lambda: None) -> None:
         """Raise CheckpointDamaged unless the file at `path` is, byte for byte, what was committed.
+
+        Args:
+            path: of the file.
+            on_block: called after each block that was read.
+
+        Raises:
+            CheckpointDamaged: see above.
+            CheckpointError: when the file system cannot read the file, which says nothing of its content.
 
         Cost: reads the whole file.
         """
-        try:
+
+        def read() -> tuple[int, str]:
             status = path.stat()
             is_read = stat.S_ISREG(status.st_mode) and status.st_size == self.nbytes
-            found = digest_file(path) if is_read else (status.st_size, "")
-        except OSError as error:
-            raise CheckpointDamaged(f"restore: expected {path}, got {error.strerror}; use another.") from None
+            return digest_file(path, on_block) if is_read else (status.st_size, "")
+
+        found = read_patiently(path, read)
         if found != (self.nbytes, self.xxh3_128):
             what = f"{found[0]} bytes" if found[0] != self.nbytes else "other bytes"
             raise CheckpointDamaged(
@@ -66,17 +76,17 @@ def read_manifest(path: Path) -> Manifest:
     """Return the manifest at `path`.
 
     Raises:
-        CheckpointDamaged: when it cannot be read, or is not, to the letter, what was committed.
-        CheckpointError: when it was written by a newer hpcdist.
+        CheckpointDamaged: when it is not, to the letter, what was committed.
+        CheckpointError: when it was written by a newer hpcdist, or the file system cannot read it.
     """
     try:
-        content = json.loads(read_text(path, _MAX_BYTES))
+        content = json.loads(read_patiently(path, lambda: read_text(path, _MAX_BYTES)))
         body, digest = content["manifest"], content["xxh3_128"]
         check_format(body["format"], path)
         own = {part.name: body[part.name] for part in fields(Manifest)}
         body_text = json.dumps(body, sort_keys=True)
         _check_types(own)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointDamaged(
             f"restore: expected a manifest in {path}, got {type(error).__name__}; use another."
         ) from None

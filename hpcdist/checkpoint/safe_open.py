@@ -1,11 +1,15 @@
 """Opens HDF5 files that nobody vouches for: plain datasets inside the file are read, anything else is refused."""
 
+import errno
 import json
 import math
 import os
+import re
 import stat
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import h5py
 import numpy as np
@@ -14,16 +18,62 @@ import xxhash
 
 from hpcdist.checkpoint.layout import FORMAT, stored_dtype
 from hpcdist.checkpoint.tree import NamedArray
-from hpcdist.errors import CheckpointDamaged, CheckpointError, DataError
+from hpcdist.errors import CheckpointDamaged, CheckpointError, CheckpointMissing, DataError
 
 _BLOCK_BYTES = 4 << 20
 #: Dimensions that an array may have: more than numpy takes anywhere.
 _MAX_DIMENSIONS = 64
+#: What is said of a name that leads to nothing, or to no file: the disk is well, what was committed is not there.
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
+#: Pauses before a file that could not be read is tried again: a network file system may be well a moment later.
+_PAUSES_S = (0.1, 0.4)
+_HDF5_ERRNO = re.compile(r"\berrno = (\d+)")
 _LAYOUTS = (h5py.h5d.CONTIGUOUS, h5py.h5d.COMPACT)
 
 
-def digest_file(path: Path) -> tuple[int, str]:
+_Read = TypeVar("_Read")
+
+
+def read_patiently(path: Path, read: Callable[[], _Read]) -> _Read:
+    """Return what `read` returns; call it again, a few times, where the file system could not read.
+
+    Such an error says nothing of what was committed: whoever took it for damage would go on from an older checkpoint.
+
+    Raises:
+        CheckpointError: when the file system still cannot read `path`.
+        CheckpointMissing: when there is no such file.
+    """
+    for pause_s in (*_PAUSES_S, None):
+        try:
+            return read()
+        except OSError as error:
+            number, reason = _errno_of(error), error.strerror or _line(error)
+            if number is None:  # HDF5 has read it, and it is no HDF5
+                raise
+        if number in _NO_FILE:
+            raise CheckpointMissing(f"restore: expected {path}, got {reason}; use another.")
+        if pause_s is not None:
+            time.sleep(pause_s)
+    raise CheckpointError(
+        f"restore: expected to read {path}, got {reason}, {len(_PAUSES_S) + 1} times; see to the file system and run "
+        f"again. Checkpoints are untouched."
+    )
+
+
+def _errno_of(error: OSError) -> int | None:
+    """Return the number that the file system gave, also where HDF5 hides it in its text; None if there is none."""
+    if error.errno is not None:
+        return error.errno
+    match = _HDF5_ERRNO.search(str(error))
+    return int(match[1]) if match else None
+
+
+def digest_file(path: Path, on_block: Callable[[], None] = lambda: None) -> tuple[int, str]:
     """Return (bytes, xxh3-128 hex digest) of a file.
+
+    Args:
+        path: of the file.
+        on_block: called after each of its blocks: reading comes forward.
 
     Raises:
         OSError: when it cannot be read.
@@ -33,6 +83,7 @@ def digest_file(path: Path) -> tuple[int, str]:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
             nbytes += len(block)
+            on_block()
     return nbytes, digest.hexdigest()
 
 
@@ -58,14 +109,13 @@ def read_file(path: Path) -> tuple[Any, list[NamedArray]]:
 
     Raises:
         CheckpointDamaged: when the file is not laid out as `layout.lay_out` does.
-        CheckpointError: when it was written by a newer hpcdist.
+        CheckpointError: when it was written by a newer hpcdist, or the file system cannot read it.
     """
     try:
-        with h5py.File(path, "r", locking=False) as file:
-            datasets = _safe_datasets(file, path)
-            index = json.loads(datasets.pop("index").tobytes())
+        datasets = read_patiently(path, lambda: _read_datasets(path))
+        index = json.loads(datasets.pop("index").tobytes())
     except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
-        if isinstance(error, CheckpointDamaged):
+        if isinstance(error, CheckpointError):
             raise
         raise CheckpointDamaged(f"restore: expected a checkpoint in {path}, got {_line(error)}; use another.") from None
     check_format(index.get("format") if isinstance(index, dict) else None, path)
@@ -86,6 +136,11 @@ def check_format(found: Any, path: Path) -> None:
             f"restore: expected checkpoint format up to {FORMAT}, got {found} in {path}; install the hpcdist that "
             f"wrote it, or move the file away to go on from an older one."
         )
+
+
+def _read_datasets(path: Path) -> dict[str, npt.NDArray[Any]]:
+    with h5py.File(path, "r", locking=False) as file:
+        return _safe_datasets(file, path)
 
 
 def _safe_datasets(file: h5py.File, path: Path) -> dict[str, npt.NDArray[Any]]:

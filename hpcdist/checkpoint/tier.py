@@ -81,8 +81,8 @@ class Tier:
 
     @property
     def n_blocks(self) -> int:
-        """Blocks handed to the disk so far: as long as it goes up, a save that takes long is not stuck."""
-        return self._image.n_blocks
+        """Blocks written and read back so far: as long as it goes up, a save that takes long is not stuck."""
+        return self._image.n_blocks + self.folder.n_blocks_read
 
     def finish_commit(self) -> None:
         """Return when the last save is durable.

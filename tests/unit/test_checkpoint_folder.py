@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 
+from hpcdist.checkpoint import durable, manifest, safe_open
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.checkpoint.folder import CheckpointFolder, latest_checkpoint
 from hpcdist.checkpoint.generations import RESTORING, Place, crashed_twice
@@ -13,8 +14,9 @@ from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.layout import lay_out
 from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.checkpoint.retention import Retention
+from hpcdist.checkpoint.tier import Tier
 from hpcdist.checkpoint.tree import NamedArray
-from hpcdist.errors import AttemptReplaced, CheckpointError, UsageError
+from hpcdist.errors import AttemptReplaced, CheckpointDamaged, CheckpointError, UsageError
 
 
 class FailingDisk(Disk):
@@ -468,3 +470,85 @@ def test_a_replaced_attempt_notes_nothing(tmp_path):
     attempt(tmp_path)
     with pytest.raises(AttemptReplaced):
         first.note_attempt(None, has_ended=True)
+
+
+READS = {
+    "manifest": (manifest, "read_text"),
+    "digest": (manifest, "digest_file"),
+    "hdf5": (safe_open, "_read_datasets"),
+}
+IN_TEXT = "Can't read data (file read failed: file descriptor = 3, errno = 5, error message = 'Input/output error')"
+
+
+def fail_reads(monkeypatch, read, error, n_times):
+    """Let the first reads of some kind fail; return the pauses that are made."""
+    module, name = READS[read]
+    whole, pauses, errors = getattr(module, name), [], [error] * n_times
+
+    def fail(*arguments):
+        if errors:
+            raise errors.pop()
+        return whole(*arguments)
+
+    monkeypatch.setattr(module, name, fail)
+    monkeypatch.setattr(safe_open.time, "sleep", pauses.append)
+    return pauses
+
+
+ERRORS = [
+    *(OSError(code, os.strerror(code)) for code in (errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ENOMEM)),
+    OSError(IN_TEXT),
+]
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: str(error.errno))
+def test_a_file_that_cannot_be_read_is_not_damaged(folder, monkeypatch, read, error):
+    commit(folder, 1)
+    commit(folder, 2)
+    pauses = fail_reads(monkeypatch, read, error, 2)
+    assert folder.read_latest().place == Place(1, 2), "it was well at the third try"
+    assert 0 < sum(pauses) <= 1
+    pauses = fail_reads(monkeypatch, read, error, 100)
+    with pytest.raises(
+        CheckpointError, match=r"step-00000002.*(Input/output|Stale|denied|open files|memory)"
+    ) as caught:
+        folder.read_latest()
+    assert not isinstance(caught.value, CheckpointDamaged)
+    assert len(pauses) == 2
+    monkeypatch.undo()
+    folder.go_on_from(folder.read_latest().place)
+    assert not list(folder.path.rglob("*.bad"))
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_file_that_is_gone_was_pruned_or_is_damage(folder, monkeypatch, read):
+    commit(folder, 1)
+    commit(folder, 2)
+    gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    fail_reads(monkeypatch, read, gone, 1)
+    assert folder.read_latest().place == Place(1, 2), "a second listing tells"
+    fail_reads(monkeypatch, read, gone, 2)
+    assert folder.read_latest().place == Place(1, 1)
+    assert folder._damaged == [Place(1, 2)]
+
+
+def test_blocks_that_are_read_back_count_as_progress(folder, monkeypatch):
+    monkeypatch.setattr(safe_open, "_BLOCK_BYTES", 1 << 10)
+    tier = Tier(folder, Retention(3))
+    tier.save(1, {"dict": []}, [NamedArray("x", "float32", np.ones(1 << 10, np.float32))], {}, {})
+    tier.finish()
+    assert folder.n_blocks_read >= 4
+    assert tier.n_blocks > folder.n_blocks_read
+
+
+@pytest.mark.parametrize(("is_direct", "n_syncs"), [(False, 1 + 3), (True, 1)])
+def test_cached_writes_are_synced_on_the_way(tmp_path, monkeypatch, is_direct, n_syncs):
+    """The sync at the end, which no block tells of, never takes long."""
+    monkeypatch.setattr(durable, "SYNC_EVERY_BYTES", 2 * 4096)
+    monkeypatch.setattr(durable, "_set_direct", lambda descriptor, is_wanted: is_direct)
+    disk, syncs = Disk(), []
+    monkeypatch.setattr(disk, "sync", syncs.append)
+    durable.replace_file(disk, tmp_path / "file", [memoryview(bytes(4096))] * 7)
+    assert len(syncs) == n_syncs
+    assert (tmp_path / "file").stat().st_size == 7 * 4096
