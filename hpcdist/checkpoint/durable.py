@@ -194,8 +194,17 @@ def replace_text(disk: Disk, path: Path, text: str) -> None:
     replace_file(disk, path, [memoryview(data)], len(data))
 
 
-def sweep_temporary(disk: Disk, folder: Path) -> None:
-    """Remove what writers that were killed left behind. Only one process may write to the folder."""
+def sweep_temporary(disk: Disk, folder: Path, of: str = "") -> None:
+    """Remove what writers that were killed left behind. Only one process may write there.
+
+    Args:
+        disk: the seam.
+        folder: where.
+        of: the name of the only file that is meant; default: all.
+
+    Raises:
+        OSError: when the file system refuses.
+    """
     for name in os.listdir(folder):
-        if _TEMPORARY.search(name):
+        if _TEMPORARY.search(name) and name.startswith(of):
             disk.remove(folder / name)

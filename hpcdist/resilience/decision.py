@@ -109,6 +109,7 @@ class DecisionFile:
         content = {"decision": decision.verdict.value, "reason": decision.reason, "step": step, **facts}
         content["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         try:
+            durable.sweep_temporary(self._disk, self.path.parent, f"{self.path.name}.")
             durable.replace_text(self._disk, self.path, json.dumps(content, indent=1) + "\n")
         except OSError as error:
             raise CheckpointError(

@@ -88,6 +88,7 @@ class MetricsFile:
     def _rewrite(self, lines: list[str]) -> None:
         if self._file is not None:
             self._file.close()
+        durable.sweep_temporary(durable.Disk(), self.path.parent, f"{self.path.name}.")
         durable.replace_text(durable.Disk(), self.path, "".join(lines))
         self._file = open(self.path, "a")  # noqa: SIM115  open as long as this object lives
         weakref.finalize(self, self._file.close)

@@ -60,3 +60,10 @@ def test_a_file_that_cannot_be_understood_counts_as_none(tmp_path, text):
 def test_a_folder_that_is_gone(tmp_path):
     with pytest.raises(CheckpointError, match=r"decision: expected to write .*decision.json, got No such file"):
         DecisionFile(tmp_path / "gone").write(at_end(), 1)
+
+
+def test_what_a_killed_writer_left_is_swept(tmp_path):
+    (tmp_path / "decision.json.tmp-123").write_text("half")
+    (tmp_path / "mine.tmp-123").write_text("another's")
+    DecisionFile(tmp_path).write(at_end(), 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["decision.json", "mine.tmp-123"]
