@@ -17,16 +17,19 @@ class Attempt:
     Args:
         world: who they are.
         manager: of the checkpoints; the run folder is the parent of its folder.
+        is_counted: whether an attempt without a newer checkpoint of the manager came no further. Where somebody else
+            saves, nobody can know: the verdict is "requeue" then, until the program finishes.
 
     Attributes:
         folder: the run folder.
     """
 
-    def __init__(self, world: World, manager: CheckpointManager) -> None:
+    def __init__(self, world: World, manager: CheckpointManager, is_counted: bool = True) -> None:
         self._world = world
         self._manager = manager
         self.folder = Path(manager.directory).parent
         self._file = DecisionFile(self.folder)
+        self._is_counted = is_counted
         self._n_idle = 0
         self._step: int | None = None
 
@@ -43,7 +46,8 @@ class Attempt:
 
     def _begin(self) -> None:
         earlier = self._file.read()
-        decision = at_start(self._manager.fruitless_attempts, earlier is not None)
+        n_fruitless = self._manager.fruitless_attempts if self._is_counted else 0
+        decision = at_start(n_fruitless, earlier is not None)
         self._step, self._n_idle = (earlier or {}).get("step"), int((earlier or {}).get("idle_stops", 0))
         if decision.exit_code is None:
             self._manager.note_start()  # before "requeue" is written: who dies right after it counts
@@ -71,7 +75,7 @@ class Attempt:
         """
         self._manager.end_attempt()
         has_newer = self._manager.fruitless_attempts == 0
-        self._n_idle = 0 if has_newer else self._n_idle + 1
+        self._n_idle = 0 if has_newer or not self._is_counted else self._n_idle + 1
         decision = at_stop(reason, self._n_idle)
         self._note(decision, step)
         code = decision.exit_code or ExitCode.RUN_AGAIN

@@ -101,6 +101,11 @@ class CheckpointManager:
         """
         return 0 if self._disk.n_committed else self._n_fruitless + 1
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is not durable and read back yet: known to the chief."""
+        return self._is_writer and self._disk.is_busy(0)
+
     # -- save -----------------------------------------------------------------------------------------------------
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None, *, blocking: bool = True) -> str:

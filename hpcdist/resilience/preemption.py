@@ -34,7 +34,8 @@ class TerminationConfig:
         exit_fn: called on every rank after the last save; default: `sys.exit(75)`, "saved, run me again".
         grace_period: seconds from the request to the end. With it a save is made at once, training goes on, and another
             is made shortly before the end. Default: stop at once.
-        save_fn: makes the saves in place of `manager.save(step)`; called on all ranks.
+        save_fn: makes the saves in place of `manager.save(step)`; called on all ranks. Whether an attempt came
+            further is not known then: it is run again however many ended before, and never ends with 76 for that.
     """
 
     termination_watcher_fn: Callable[[], Any] | None = None
@@ -94,7 +95,7 @@ class PreemptionCheckpointHandler:
             self._schedule = replace(self._schedule, every_steps=save_every_steps)
         self._step_times, self._save_times, self._stalls = Durations(), Durations(), Durations()
         self._deadline = self._make_deadline(time_limit_s)
-        self._attempt = Attempt(self._world, self._manager)
+        self._attempt = Attempt(self._world, self._manager, is_counted=self._config.save_fn is None)
         self._attempt.begin()
         if isinstance(self._world.notices.watcher, PreemptionCheckpointHandler):
             self._world.notices.watcher.close()
@@ -110,7 +111,12 @@ class PreemptionCheckpointHandler:
     def _make_deadline(self, time_limit_s: float | None) -> Deadline | None:
         ends = [job_end(read_environment()), None if time_limit_s is None else time.time() + time_limit_s]
         known = [end for end in ends if end is not None]
-        return Deadline(min(known), self._step_times, self._save_times) if known else None
+        return Deadline(min(known), self._step_times, self._save_times, n_saves=self._n_saves_at_end) if known else None
+
+    def _n_saves_at_end(self) -> int:
+        """Return how many saves the end takes if it comes after this step: one that is due or under way comes first."""
+        is_due = self._is_late or is_crossed(self._schedule.every_steps, self.step + 1, self._manager.checkpoint.step)
+        return 2 if is_due or self._manager.is_saving else 1
 
     def _begin(self) -> None:
         """Restore, and listen from now on."""
@@ -264,8 +270,7 @@ class PreemptionCheckpointHandler:
         self._saved_at, self._has_saved = time.monotonic(), True
         if is_first:
             self._attempt.committed(self.step)
-        if is_first or is_last:
-            self._save_times.add(self._saved_at - started)
+            self._save_times.add(time.monotonic() - started)  # with what follows the last save too: it is read back
         if not is_last:
             self._stalls.add(self._saved_at - started)
 
@@ -311,7 +316,7 @@ class PreemptionCheckpointHandler:
         self._is_counting_down = True
         if self._flag.since is not None:
             end = time.time() + grace_s - (time.monotonic() - self._flag.since)
-            self._countdown = Deadline(end, self._step_times, self._save_times)
+            self._countdown = Deadline(end, self._step_times, self._save_times, n_saves=self._n_saves_at_end)
 
     def _flag_down(self) -> None:
         """Remove the stop file: the next attempt shall run."""
