@@ -12,7 +12,7 @@ from hpcdist.world import World
 class Attempt:
     """Writes decisions at the turns of an attempt. The chief decides and writes.
 
-    Collective: chief and workers, at every method.
+    Collective: chief and workers, at every method but `left`.
 
     Args:
         world: who they are.
@@ -89,6 +89,19 @@ class Attempt:
         """
         self._manager.end_attempt()
         self._note(at_end(), step)
+
+    def left(self, step: int) -> None:
+        """Note that the program came to its end, on a rank that is leaving; nothing if another attempt has begun.
+
+        Not collective.
+
+        Raises:
+            CheckpointError: as `stopped`.
+        """
+        if self._world.is_chief and (self._file.read() or {}).get("attempt") == self._manager.generation:
+            self._manager.note_end()
+            self._step, self._n_idle = step, 0
+            self._write(at_end())
 
     def _note(self, decision: Decision, step: int) -> None:
         with self._world.agreed(self._world.role_comm):

@@ -65,7 +65,7 @@ class CheckpointManager:
         self._disk = Tier(CheckpointFolder(directory), Retention(max_to_keep, keep_every_n_hours, keep_best, best_mode))
         self._is_writer = self._world.is_chief
         self._n_fruitless = self._n_blocks = 0
-        self._moved_s = 0.0
+        self._moved_s, self._has_lost = 0.0, False
         self._restored: Place | None = None
         with self._world.agreed(self._comm):
             if self._is_writer:
@@ -262,11 +262,24 @@ class CheckpointManager:
         if self._memory is not None:
             self._memory.remove()
 
+    def note_end(self) -> None:
+        """Note as `end_attempt`, on a chief that is leaving: its last save is written, or could not be. Not collective.
+
+        Raises:
+            CheckpointError: when it cannot be noted, or the last save could not be written.
+        """
+        if self._has_lost:
+            raise CheckpointError(f"save: expected the last checkpoint in {self.directory}, got an error; see above.")
+        self._disk.folder.note_attempt(self._restored_name, has_ended=True)
+
+    @property
+    def _restored_name(self) -> str | None:
+        return None if self._restored is None else str(self._restored)
+
     def _note_attempt(self, has_ended: bool) -> None:
-        restored = None if self._restored is None else str(self._restored)
         with self._world.agreed(self._comm):
             if self._is_writer:
-                self._disk.folder.note_attempt(restored, has_ended)
+                self._disk.folder.note_attempt(self._restored_name, has_ended)
 
     def _restore(self, suspects: set[str]) -> str | None:
         self.wait()
@@ -295,4 +308,6 @@ def _finish(manager: "weakref.ref[CheckpointManager]") -> None:
     """Let a save that is under way end before the process does."""
     alive = manager()
     if alive is not None:
+        alive._has_lost = True
         alive._disk.finish()
+        alive._has_lost = False

@@ -22,6 +22,7 @@ from hpcdist.resilience.deadline import Deadline, Durations
 from hpcdist.resilience.manager import CheckpointManager
 from hpcdist.resilience.schedule import SaveSchedule, is_crossed
 from hpcdist.resilience.stop import StopFlag
+from hpcdist.world import call_when_done
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class PreemptionCheckpointHandler:
     has not happened: a loop that must not be cut in two, such as an evaluation, is passed to `run` as a whole.
 
     As a context manager it saves the last steps at the end, and says in `decision.json` that the job is finished.
+    Without `with` that is said when all ranks have left the program with code 0; its last steps are not saved then.
 
     Collective: chief and workers. Latest checkpoints are restored when it is made, which must be in the main thread.
 
@@ -131,6 +133,7 @@ class PreemptionCheckpointHandler:
         self._polled_at = self._saved_at = time.monotonic()
         self._step_at_poll = self._kept_up_to = self.step
         self._world.notices.watcher = self
+        call_when_done(self._left)
         if self._deadline is not None:
             self._say(self._deadline.describe())
 
@@ -329,6 +332,15 @@ class PreemptionCheckpointHandler:
                     f"the next attempt stops at once."
                 ) from None
 
+    def _left(self) -> None:
+        """Note that the program is finished: all ranks have left it with code 0, whoever used no `with`."""
+        if self._is_done:  # noted, or stopped
+            return
+        try:
+            self._attempt.left(self._manager.checkpoint.step)
+        except CheckpointError as error:
+            print(f"hpcdist: {error}", file=sys.stderr, flush=True)
+
     def close(self) -> None:
         """Listen no more: give the signals back to who had them. Not collective."""
         self._flag.close()
@@ -348,6 +360,8 @@ class PreemptionCheckpointHandler:
                 self._is_done = True
                 self._save(is_last=True)
                 self._attempt.finished(self._manager.checkpoint.step)
+            elif not issubclass(kind, SystemExit):  # a program that goes on after an error is not finished
+                call_when_done(None)
         finally:
             self.close()
 
