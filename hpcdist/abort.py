@@ -20,6 +20,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn, TextIO
 
+import numpy as np
+
 from hpcdist.errors import ExitCode, HpcdistError, report_agreed
 from hpcdist.mpi import MPI
 
@@ -49,6 +51,7 @@ class AbortHooks:
 
     Attributes:
         is_leaving: whether this rank has left its program, and waits for others to leave theirs.
+        on_done: called before `on_leave` when all ranks have left theirs with code 0; not collective.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class AbortHooks:
         self._previous_hook = sys.excepthook
         self._exit: _RecordedExit | None = None
         self.is_leaving = False
+        self.on_done: Callable[[], None] | None = None
 
     def install(self) -> None:
         """Install the hooks. Not collective."""
@@ -116,11 +120,13 @@ class AbortHooks:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(self._leaving_code())
+        code = self._leaving_code()
         if MPI.Is_finalized() or self._comm.size == 1:
+            self._tell_done(code)
             return
         self.is_leaving = True
-        code = self._leaving_code()
-        request = self._comm.Ibarrier()
+        worst = np.zeros(1, np.int32)
+        request = self._comm.Iallreduce(np.array([code], np.int32), worst, MPI.MAX)
         started, is_told = time.monotonic(), False
         limit_s = LAST_CALL_S if self._exit else UNKNOWN_CALL_S
         while not request.Test():
@@ -132,7 +138,12 @@ class AbortHooks:
                 stack = self._exit.stack if self._exit else []
                 self._abort("left with a non-zero exit" if code else "finished, but others did not", stack, code or 1)
             time.sleep(0.002)
+        self._tell_done(int(worst[0]))
         self._on_leave()
+
+    def _tell_done(self, worst_code: int) -> None:
+        if worst_code == ExitCode.DONE and self.on_done is not None:
+            self.on_done()
 
     @property
     def _is_forked(self) -> bool:

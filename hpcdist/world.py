@@ -7,7 +7,7 @@ else uses. Set-up errors are agreed: every rank raises the same text.
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -310,6 +310,15 @@ def end_job(report: str, code: int) -> NoReturn:
 def has_left() -> bool:
     """Return whether this rank has left its program and waits for others to leave. Not collective; from any thread."""
     return _hooks is not None and _hooks.is_leaving
+
+
+def call_when_done(act: Callable[[], None] | None) -> None:
+    """Have `act` called, in place of what was given before, once all ranks have left their programs with code 0.
+
+    It may write to disks, and must not communicate: whether others have one is not known. Not collective.
+    """
+    if _hooks is not None:
+        _hooks.on_done = act
 
 
 def _install_hooks() -> None:

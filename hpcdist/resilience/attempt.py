@@ -12,21 +12,24 @@ from hpcdist.world import World
 class Attempt:
     """Writes decisions at the turns of an attempt. The chief decides and writes.
 
-    Collective: chief and workers, at every method.
+    Collective: chief and workers, at every method but `left`.
 
     Args:
         world: who they are.
         manager: of the checkpoints; the run folder is the parent of its folder.
+        is_counted: whether an attempt without a newer checkpoint of the manager came no further. Where somebody else
+            saves, nobody can know: the verdict is "requeue" then, until the program finishes.
 
     Attributes:
         folder: the run folder.
     """
 
-    def __init__(self, world: World, manager: CheckpointManager) -> None:
+    def __init__(self, world: World, manager: CheckpointManager, is_counted: bool = True) -> None:
         self._world = world
         self._manager = manager
         self.folder = Path(manager.directory).parent
         self._file = DecisionFile(self.folder)
+        self._is_counted = is_counted
         self._n_idle = 0
         self._has_earlier = False
         self._step: int | None = None
@@ -52,12 +55,16 @@ class Attempt:
         earlier = self._file.read()
         self._step, self._n_idle = (earlier or {}).get("step"), int((earlier or {}).get("idle_stops", 0))
         self._has_earlier = earlier is not None
-        if at_start(self._manager.fruitless_attempts, self._has_earlier).exit_code is None:
+        if at_start(self._n_fruitless, self._has_earlier).exit_code is None:
             self._manager.note_start()  # before "requeue" is written: who dies right after it counts
         self._decide()
 
+    @property
+    def _n_fruitless(self) -> int:
+        return self._manager.fruitless_attempts if self._is_counted else 0
+
     def _decide(self) -> None:
-        decision = at_start(self._manager.fruitless_attempts, self._has_earlier)
+        decision = at_start(self._n_fruitless, self._has_earlier)
         self._write(decision)
         if decision.exit_code is not None:
             raise NoProgressError(
@@ -82,7 +89,7 @@ class Attempt:
         """
         self._manager.end_attempt()
         has_newer = self._manager.fruitless_attempts == 0
-        self._n_idle = 0 if has_newer else self._n_idle + 1
+        self._n_idle = 0 if has_newer or not self._is_counted else self._n_idle + 1
         decision = at_stop(reason, self._n_idle)
         self._note(decision, step)
         code = decision.exit_code or ExitCode.RUN_AGAIN
@@ -96,6 +103,19 @@ class Attempt:
         """
         self._manager.end_attempt()
         self._note(at_end(), step)
+
+    def left(self, step: int) -> None:
+        """Note that the program came to its end, on a rank that is leaving; nothing if another attempt has begun.
+
+        Not collective.
+
+        Raises:
+            CheckpointError: as `stopped`.
+        """
+        if self._world.is_chief and (self._file.read() or {}).get("attempt") == self._manager.generation:
+            self._manager.note_end()
+            self._step, self._n_idle = step, 0
+            self._write(at_end())
 
     def _note(self, decision: Decision, step: int) -> None:
         with self._world.agreed(self._world.role_comm):

@@ -56,14 +56,14 @@ def slack_s(step: Durations, save: Durations) -> float:
     return max(MIN_SLACK_S, step.spread + save.spread)
 
 
-def needed_s(step: Durations, save: Durations) -> float:
-    """Return the time that the end of a job takes: the step that is under way, a save, and slack."""
-    return step.p99 + save.p99 + slack_s(step, save)
+def needed_s(step: Durations, save: Durations, n_saves: int = 1) -> float:
+    """Return the time that the end of a job takes: the step that is under way, saves, and slack."""
+    return step.p99 + n_saves * save.p99 + slack_s(step, save)
 
 
-def must_stop(left_s: float, step: Durations, save: Durations) -> bool:
-    """Return whether the next step may be the last that leaves time for a save."""
-    return left_s <= needed_s(step, save)
+def must_stop(left_s: float, step: Durations, save: Durations, n_saves: int = 1) -> bool:
+    """Return whether the next step may be the last that leaves time for so many saves."""
+    return left_s <= needed_s(step, save, n_saves)
 
 
 class Deadline:
@@ -71,15 +71,24 @@ class Deadline:
 
     Args:
         end: when, by `clock`.
-        step, save: measured durations; shared with who measures.
+        step, save: measured durations; shared with who measures. That of a save lasts until it was read back and noted.
         clock: seconds since 1970, as batch systems give the end.
+        n_saves: returns how many saves the end will take: 2 where it has to wait for one before it can make its own.
     """
 
-    def __init__(self, end: float, step: Durations, save: Durations, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        end: float,
+        step: Durations,
+        save: Durations,
+        clock: Callable[[], float] = time.time,
+        n_saves: Callable[[], int] = lambda: 1,
+    ) -> None:
         self._end = end
         self._start = clock()
         self._step, self._save = step, save
         self._clock = clock
+        self._n_saves = n_saves
 
     @property
     def left_s(self) -> float:
@@ -89,7 +98,7 @@ class Deadline:
     @property
     def is_near(self) -> bool:
         """Whether to stop now."""
-        return must_stop(self.left_s, self._step, self._save)
+        return must_stop(self.left_s, self._step, self._save, self._n_saves())
 
     @property
     def wants_measure(self) -> bool:
@@ -98,16 +107,17 @@ class Deadline:
 
     @property
     def can_save(self) -> bool:
-        """Whether a save fits into the time left."""
-        return self.left_s > self._save.p99
+        """Whether the last save fits into the time left, with the one before it if that is under way."""
+        return self.left_s > self._n_saves() * self._save.p99
 
     def describe(self) -> str:
         """Return the rule with what is known now, as one line."""
-        save = f"{self._save.p99:.3g} s" if self._save.is_measured else "not measured yet"
+        n_saves = self._n_saves()
+        save = f"{n_saves * self._save.p99:.3g} s" if self._save.is_measured else "not measured yet"
         line = (
-            f"deadline in {self.left_s:.0f} s; stops when p99 step + p99 save + slack is left, now "
+            f"deadline in {self.left_s:.0f} s; stops when p99 step + p99 saves + slack is left, now "
             f"{self._step.p99:.3g} s + {save} + {slack_s(self._step, self._save):.3g} s"
         )
-        if must_stop(self.left_s, self._step, self._save):
+        if must_stop(self.left_s, self._step, self._save, n_saves):
             return f"{line}: no step fits in, so this attempt stops at once"
         return line

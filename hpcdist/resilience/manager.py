@@ -115,6 +115,11 @@ class CheckpointManager:
     def _first_step(self) -> int:
         return -1 if self._restored is None else self._restored.step
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is not durable and read back yet: known to the chief."""
+        return self._is_writer and self._disk.is_busy(0)
+
     # -- save -----------------------------------------------------------------------------------------------------
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None, *, blocking: bool = True) -> str:
@@ -292,11 +297,22 @@ class CheckpointManager:
         if self._memory is not None:
             self._memory.remove()
 
+    def note_end(self) -> None:
+        """Note as `end_attempt`, on a chief that is leaving, whose last save is written. Not collective.
+
+        Raises:
+            CheckpointError: when it cannot be noted.
+        """
+        self._disk.folder.note_attempt(self._restored_name, has_ended=True)
+
+    @property
+    def _restored_name(self) -> str | None:
+        return None if self._restored is None else str(self._restored)
+
     def _note_attempt(self, has_ended: bool) -> None:
-        restored = None if self._restored is None else str(self._restored)
         with self._world.agreed(self._comm):
             if self._is_writer:
-                self._disk.folder.note_attempt(restored, has_ended)
+                self._disk.folder.note_attempt(self._restored_name, has_ended)
 
     def _restore(self, suspects: set[str]) -> str | None:
         self.wait()

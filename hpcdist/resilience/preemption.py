@@ -22,6 +22,7 @@ from hpcdist.resilience.deadline import Deadline, Durations
 from hpcdist.resilience.manager import CheckpointManager
 from hpcdist.resilience.schedule import SaveSchedule, is_crossed
 from hpcdist.resilience.stop import StopFlag
+from hpcdist.world import call_when_done
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class TerminationConfig:
         exit_fn: called on every rank after the last save; default: `sys.exit(75)`, "saved, run me again".
         grace_period: seconds from the request to the end. With it a save is made at once, training goes on, and another
             is made shortly before the end. Default: stop at once.
-        save_fn: makes the saves in place of `manager.save(step)`; called on all ranks.
+        save_fn: makes the saves in place of `manager.save(step)`; called on all ranks. Whether an attempt came
+            further is not known then: it is run again however many ended before, and never ends with 76 for that.
     """
 
     termination_watcher_fn: Callable[[], Any] | None = None
@@ -53,6 +55,7 @@ class PreemptionCheckpointHandler:
     has not happened: a loop that must not be cut in two, such as an evaluation, is passed to `run` as a whole.
 
     As a context manager it saves the last steps at the end, and says in `decision.json` that the job is finished.
+    Without `with` that is said when all ranks have left the program with code 0; its last steps are not saved then.
 
     Collective: chief and workers. Latest checkpoints are restored when it is made, which must be in the main thread.
 
@@ -93,7 +96,7 @@ class PreemptionCheckpointHandler:
             self._schedule = replace(self._schedule, every_steps=save_every_steps)
         self._step_times, self._save_times, self._stalls = Durations(), Durations(), Durations()
         self._deadline = self._make_deadline(time_limit_s)
-        self._attempt = Attempt(self._world, self._manager)
+        self._attempt = Attempt(self._world, self._manager, is_counted=self._config.save_fn is None)
         self._attempt.begin()
         if isinstance(self._world.notices.watcher, PreemptionCheckpointHandler):
             self._world.notices.watcher.close()
@@ -109,7 +112,12 @@ class PreemptionCheckpointHandler:
     def _make_deadline(self, time_limit_s: float | None) -> Deadline | None:
         ends = [job_end(read_environment()), None if time_limit_s is None else time.time() + time_limit_s]
         known = [end for end in ends if end is not None]
-        return Deadline(min(known), self._step_times, self._save_times) if known else None
+        return Deadline(min(known), self._step_times, self._save_times, n_saves=self._n_saves_at_end) if known else None
+
+    def _n_saves_at_end(self) -> int:
+        """Return how many saves the end takes if it comes after this step: one that is due or under way comes first."""
+        is_due = self._is_late or is_crossed(self._schedule.every_steps, self.step + 1, self._manager.checkpoint.step)
+        return 2 if is_due or self._manager.is_saving else 1
 
     def _begin(self) -> None:
         """Restore, and listen from now on."""
@@ -125,6 +133,7 @@ class PreemptionCheckpointHandler:
         self._polled_at = self._saved_at = time.monotonic()
         self._step_at_poll = self._kept_up_to = self.step
         self._world.notices.watcher = self
+        call_when_done(self._left)
         if self._deadline is not None:
             self._say(self._deadline.describe())
 
@@ -269,8 +278,7 @@ class PreemptionCheckpointHandler:
         self._saved_at, self._has_saved = time.monotonic(), True
         if is_first:
             self._attempt.committed(self.step)
-        if is_first or is_last:
-            self._save_times.add(self._saved_at - started)
+            self._save_times.add(time.monotonic() - started)  # with what follows the last save too: it is read back
         if not is_last:
             self._stalls.add(self._saved_at - started)
 
@@ -317,7 +325,7 @@ class PreemptionCheckpointHandler:
         self._is_counting_down = True
         if self._flag.since is not None:
             end = time.time() + grace_s - (time.monotonic() - self._flag.since)
-            self._countdown = Deadline(end, self._step_times, self._save_times)
+            self._countdown = Deadline(end, self._step_times, self._save_times, n_saves=self._n_saves_at_end)
 
     def _flag_down(self) -> None:
         """Remove the stop file: the next attempt shall run."""
@@ -329,6 +337,15 @@ class PreemptionCheckpointHandler:
                     f"stop: expected to remove {self._attempt.folder / 'stop'}, got {error.strerror}; remove it, or "
                     f"the next attempt stops at once."
                 ) from None
+
+    def _left(self) -> None:
+        """Note that the program is finished: all ranks have left it with code 0, whoever used no `with`."""
+        if self._is_done:  # noted, or stopped
+            return
+        try:
+            self._attempt.left(self._manager.checkpoint.step)
+        except CheckpointError as error:
+            print(f"hpcdist: {error}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Listen no more: give the signals back to who had them. Not collective."""
@@ -349,6 +366,8 @@ class PreemptionCheckpointHandler:
                 self._is_done = True
                 self._save(is_last=True)
                 self._attempt.finished(self._manager.checkpoint.step)
+            elif not issubclass(kind, SystemExit):  # a program that goes on after an error is not finished
+                call_when_done(None)
         finally:
             self.close()
 

@@ -154,3 +154,44 @@ def test_a_call_and_a_handler_of_the_users(start, tmp_path, way, reason):
     told = json.loads((tmp_path / "run" / "decision.json").read_text())
     assert (told["reason"], told["step"]) == (reason, 6)
     assert outcome.output.count("the handler of the user") == (way == "signal")
+
+
+WITHOUT_WITH = """
+import os, signal, sys, time
+import torch, hpcdist
+
+strategy = hpcdist.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = torch.nn.Linear(2, 1)
+checkpoint = hpcdist.Checkpoint(model=model, strategy=strategy)
+def train(handler):
+    for _ in range({n_steps}):
+        handler.run(hpcdist.all_reduce, torch.ones(1))
+train(hpcdist.PreemptionCheckpointHandler(None, checkpoint, sys.argv[1] + "/checkpoints", save_every_steps=2))
+rank = strategy.world.rank
+{end}
+"""
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("n_steps", "end", "code", "verdict"),
+    [
+        (5, "", 0, "finished"),
+        (0, "sys.exit()", 0, "finished"),
+        (5, "sys.exit(3)", 3, "requeue"),
+        (5, "sys.exit(3 * (rank == 0))", 3, "requeue"),
+        (5, "1 / 0", 1, "requeue"),
+        (5, "os.kill(os.getpid(), signal.SIGKILL)", None, "requeue"),
+    ],
+)
+def test_a_program_without_with_is_finished_when_all_ranks_leave_it_well(
+    start, tmp_path, n_ranks, n_steps, end, code, verdict
+):
+    outcome = start(n_ranks, "-c", WITHOUT_WITH.format(n_steps=n_steps, end=end), tmp_path / "run").wait(60)
+    if code is not None:
+        assert outcome.code == code, outcome.output[-3000:]
+    told = json.loads((tmp_path / "run" / "decision.json").read_text())
+    assert (told["decision"], told["step"]) == (verdict, {0: 0, 5: 4 if verdict == "finished" else 2}[n_steps])
+    note = json.loads((tmp_path / "run" / "checkpoints" / "gen-0001" / "attempt.json").read_text())
+    assert note["has_ended"] == (verdict == "finished")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import hpcdist
+from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.errors import DesyncError, ExitCode, NoProgressError, UsageError
 from hpcdist.resilience.stop import SIGNALS
 
@@ -240,6 +241,19 @@ def test_a_grace_period_is_used_for_training(comm, shared_path, make_job, capfd)
     assert steps[-1] == f"step-{job.handler.step:08d}.json", "one at the end"
 
 
+def test_what_a_save_costs_is_with_its_read_back(comm, make_job, monkeypatch):
+    verify = Manifest.verify
+    monkeypatch.setattr(Manifest, "verify", lambda *arguments: (time.sleep(0.5), verify(*arguments)))
+    job, n_saves = make_job(time_limit_s=600, save_every_steps=5), []
+    job.train(1, lambda step: n_saves.append(job.handler._n_saves_at_end()))
+    assert job.handler._save_times.p99 >= 0.5
+    assert n_saves[:6] == [1, 1, 1, 2, 2, 1], "one is due after the fifth"
+    job.manager.save(N_STEPS, blocking=False)
+    assert job.handler._n_saves_at_end() == (2 if comm.rank == 0 else 1), "one is read back"
+    job.manager.wait()
+    assert job.handler._n_saves_at_end() == 1
+
+
 def test_watcher_save_fn_and_exit_fn(comm, make_job):
     calls = []
     config = hpcdist.TerminationConfig(
@@ -380,6 +394,22 @@ def test_stops_before_any_progress_end_the_chain_too(comm, shared_path, make_job
         told = decision(comm, shared_path)
         assert (told["decision"], told["attempt"], told["idle_stops"]) == (verdict, attempt, attempt - 1)
         job.handler.close()
+
+
+def test_with_save_fn_nobody_counts(comm, shared_path, make_job):
+    """What save_fn saves is unknown: three preempted attempts in a row are three that came further, for all we know."""
+    saves = []
+    config = hpcdist.TerminationConfig(save_fn=lambda: saves.append("saved"))
+    for attempt in range(1, 5):
+        job = make_job(termination_config=config)
+        assert stopped(comm, lambda job=job: job.train(1, lambda step, job=job: job.handler.stop())) == 75
+        told = decision(comm, shared_path)
+        assert (told["decision"], told["attempt"], told["idle_stops"]) == ("requeue", attempt, 0)
+        job.handler.close()
+    assert len(saves) == 4
+    for _ in range(4):
+        make_job(termination_config=config).handler.close()
+        assert decision(comm, shared_path)["decision"] == "requeue"
 
 
 def test_a_later_handler_takes_over(comm, make_job):

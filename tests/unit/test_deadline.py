@@ -44,6 +44,18 @@ def test_the_rule(left_s):
     assert must_stop(left_s, step, save) == (left_s <= 12.0)
 
 
+def test_a_save_under_way_is_waited_for():
+    step, save, n_saves = durations(1.0), durations(20.0), [1]
+    assert needed_s(step, save, 2) == 1.0 + 2 * 20.0 + MIN_SLACK_S
+    deadline = Deadline(1040.0, step, save, lambda: 1000.0, lambda: n_saves[0])
+    assert deadline.can_save
+    assert not deadline.is_near
+    n_saves[0] = 2
+    assert deadline.is_near
+    assert "1 s + 40 s + 5 s" in deadline.describe()
+    assert not deadline.can_save
+
+
 def test_a_deadline_comes_nearer_and_says_so():
     now = [1000.0]
     step, save = durations(), durations()
