@@ -123,7 +123,7 @@ MUTANTS = [
     Mutant("size of the data", SAFE, "(index, *found.values())) > os.path.getsize(path)", "()) > 0", HOSTILE),
     Mutant("rows fill the datasets", SAFE, "    if ends != sizes:", "    if False:", HOSTILE),
     Mutant("format", SAFE, "    if found > FORMAT:", "    if found > 99:", FILE),
-    Mutant("died twice", GENERATIONS, "restored.count(name) >= 2", "restored.count(name) >= 1", FOLDER),
+    Mutant("died twice", GENERATIONS, "steps.count(step) >= 2", "steps.count(step) >= 1", FOLDER),
     Mutant(
         "one generation each",
         GENERATIONS,

@@ -267,13 +267,13 @@ class CheckpointFolder:
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    def read_latest(self, but: Collection[str] = ()) -> Found | None:
+    def read_latest(self, but: Collection[int] = ()) -> Found | None:
         """Return the latest checkpoint that verifies; None when there is none.
 
         Damaged ones are stepped over, with the reason in the log.
 
         Args:
-            but: places that are stepped over too, unless there is no other.
+            but: steps that are passed over too, unless there is no other.
 
         Raises:
             CheckpointError: when there are checkpoints and none verifies, one is of a newer format, or the file system
@@ -290,10 +290,10 @@ class CheckpointFolder:
         return found
 
     def _first_sound(
-        self, use: Callable[[Place, Manifest, Path], Any], but: Collection[str] = (), is_again: bool = False
+        self, use: Callable[[Place, Manifest, Path], Any], but: Collection[int] = (), is_again: bool = False
     ) -> Any:
         found, self._damaged = self.places()[::-1], []
-        wanted = [place for place in found if str(place) not in but]
+        wanted = [place for place in found if place.step not in but]
         for place in [*wanted, *(place for place in found if place not in wanted)]:
             try:
                 manifest = self._manifest(place)

@@ -192,10 +192,10 @@ def _read_attempt(root: Path, generation: int, last_step: int) -> Attempt | None
         return None
 
 
-def crashed_twice(attempts: list[Attempt]) -> set[str]:
-    """Return the checkpoints that two of some fruitless attempts went on from: they may be what kills the job."""
-    restored = [attempt.restored for attempt in attempts if attempt.restored not in (None, RESTORING)]
-    return {name for name in restored if name and restored.count(name) >= 2}
+def crashed_twice(attempts: list[Attempt]) -> set[int]:
+    """Return the steps that two of some fruitless attempts went on from: their state may be what kills the job."""
+    steps = [attempt.first_step for attempt in attempts]
+    return {step for step in steps if step is not None and step >= 0 and steps.count(step) >= 2}
 
 
 def remove_generation(disk: Disk, root: Path, generation: int) -> None:

@@ -265,13 +265,16 @@ class CheckpointManager:
         Raises:
             CheckpointError: as `restore_or_initialize`.
         """
-        suspects: set[str] = set()
+        suspects: set[int] = set()
         with self._world.agreed(self._comm):
             if self._is_writer:
                 suspects = crashed_twice(self._disk.folder.fruitless_attempts())
         for suspect in suspects:
-            logger.warning("restore: %s is stepped over: two attempts died after it, before they had another", suspect)
-        path = self._restore(set(self._world.broadcast_text(" ".join(suspects), 0, self._comm).split()))
+            logger.warning(
+                "restore: step %d is stepped over: two attempts died after it, before they had another", suspect
+            )
+        text = self._world.broadcast_text(" ".join(map(str, suspects)), 0, self._comm)
+        path = self._restore({int(step) for step in text.split()})
         self._note_attempt(has_ended=False)
         with self._world.agreed(self._comm):
             if self._is_writer:  # again: what was restored tells whether those before had come further
@@ -314,7 +317,7 @@ class CheckpointManager:
             if self._is_writer:
                 self._disk.folder.note_attempt(self._restored_name, has_ended)
 
-    def _restore(self, suspects: set[str]) -> str | None:
+    def _restore(self, suspects: set[int]) -> str | None:
         self.wait()
         newest = NewestState(self._world, self._disk.folder, self._memory)
         found, place, root = newest.find(suspects)

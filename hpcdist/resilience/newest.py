@@ -38,7 +38,7 @@ class NewestState:
         self._memory = memory
         self.is_in_memory = False
 
-    def find(self, suspects: set[str]) -> tuple[Found | None, Place | None, int]:
+    def find(self, suspects: set[int]) -> tuple[Found | None, Place | None, int]:
         """Return the newest checkpoint on the rank that has read it, and on all ranks its place and that rank.
 
         `is_in_memory` tells from then on whether it was a copy in memory.
@@ -48,13 +48,13 @@ class NewestState:
         Collective: chief and workers.
 
         Args:
-            suspects: places that are taken only if there is no other on the disk.
+            suspects: steps that are taken only if there is no other on the disk.
 
         Raises:
             CheckpointError: when there are checkpoints and none verifies; on every rank alike.
         """
         found = self._memory.find() if self._memory is not None else None
-        if found is not None and str(found.place) in suspects:
+        if found is not None and found.place.step in suspects:
             found = None
         in_memory, _ = self._newest(found)
         with self._world.agreed(self._comm):
@@ -64,7 +64,7 @@ class NewestState:
         self.is_in_memory = place is not None and place == in_memory
         return (found if self._comm.rank == root else None), place, root
 
-    def _read_disk(self, suspects: set[str], in_memory: Place | None) -> Found | None:
+    def _read_disk(self, suspects: set[int], in_memory: Place | None) -> Found | None:
         """Return the newest checkpoint on disk; None if there is none, or memory has one that is as new."""
         on_disk = self._disk.places()
         if in_memory is not None and not (on_disk and on_disk[-1] > in_memory):

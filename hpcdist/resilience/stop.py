@@ -122,6 +122,7 @@ class SignalFlag:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._earlier: dict[signal.Signals, Any] = {}
+        self._ignored: set[signal.Signals] = set()
         self._handler = self._receive  # one object, to be recognized by
 
     def install(self, signals: Sequence[signal.Signals]) -> None:
@@ -150,7 +151,8 @@ class SignalFlag:
     def close(self) -> None:
         """Put the earlier handlers back, where nobody has put others in place of these."""
         for number, earlier in self._earlier.items():
-            if signal.getsignal(number) is self._handler:  # a handler that C code installed cannot be put back
+            is_ours = signal.getsignal(number) is (signal.SIG_IGN if number in self._ignored else self._handler)
+            if is_ours:  # a handler that C code installed cannot be put back
                 signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
         self._earlier = {}
 
@@ -159,6 +161,7 @@ class SignalFlag:
         for number in self._earlier:
             if signal.getsignal(number) is self._handler:
                 signal.signal(number, signal.SIG_IGN)
+                self._ignored.add(number)
 
     def reset(self) -> None:
         """Give a forked child the system's defaults: it must end when it is told to."""
