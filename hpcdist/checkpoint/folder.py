@@ -232,7 +232,7 @@ class CheckpointFolder:
             for place, manifest in manifests.items():
                 if not any(manifest is one for one in kept):
                     self._disk.remove(place.manifest(self.path))
-            self._remove_orphans()
+            self._remove_orphans(has_progressed=newest.step > self._last_before)
         except (OSError, CheckpointError) as error:
             logger.warning("old checkpoints stay in %s: %s", self.path, error)
 
@@ -246,15 +246,18 @@ class CheckpointFolder:
         except CheckpointError:
             return None
 
-    def _remove_orphans(self) -> None:
-        """Remove files of steps without manifest, what killed writers left, and earlier attempts' empty folders."""
+    def _remove_orphans(self, has_progressed: bool) -> None:
+        """Remove files of steps without manifest, and what killed writers left.
+
+        Notes of attempts that died go once this one has come further: until then they are counted.
+        """
         durable.sweep_temporary(self._disk, self.path)
         for generation in generations.generations(self.path):
             if generation <= self.generation:
                 folder = self.path / generations.folder_name(generation)
                 durable.sweep_temporary(self._disk, folder)
                 self._remove_unnamed(folder)
-                if generation < self.generation:
+                if has_progressed and generation < self.generation:
                     generations.remove_generation(self._disk, self.path, generation)
 
     def _remove_unnamed(self, folder: Path) -> None:

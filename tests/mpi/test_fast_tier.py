@@ -161,7 +161,9 @@ def test_a_copy_that_killed_two_attempts_is_stepped_over(run):
     save(run, first, 5, is_fast=False)
     save(run, first, 7, is_fast=True)
     for _ in range(2):
-        assert run.attempt().begin_attempt().endswith("step-00000007.h5")
+        dies = run.attempt()
+        assert dies.begin_attempt().endswith("step-00000007.h5")
+        dies.wait()
     assert run.attempt().begin_attempt().endswith("step-00000005.h5")
 
 

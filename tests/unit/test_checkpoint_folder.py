@@ -446,6 +446,23 @@ def test_a_checkpoint_that_was_found_damaged_was_no_progress(tmp_path):
         damage(commit(folder, 10))
 
 
+def test_a_save_of_the_step_that_was_restored_forgets_no_attempt_that_died(tmp_path):
+    """As is made of a state that was found in memory."""
+    commit(die(tmp_path, None), 5)
+    for _ in range(2):
+        die(tmp_path, "gen-0001/step-00000005")
+    folder = die(tmp_path, "gen-0001/step-00000005")
+    folder.go_on_from(Place(1, 5))
+    commit(folder, 5)
+    prune(folder, 3)
+    assert len(attempt(tmp_path).fruitless_attempts()) == 3
+    folder = attempt(tmp_path)
+    folder.go_on_from(Place(4, 5))
+    commit(folder, 6)
+    prune(folder, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gen-0001", "gen-0004", "gen-0006"]
+
+
 def test_who_dies_while_it_restores_counts(tmp_path):
     commit(die(tmp_path, None), 5)
     for _ in range(2):
