@@ -173,16 +173,15 @@ rank = strategy.world.rank
 """
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2])
 @pytest.mark.parametrize(
-    ("n_steps", "end", "code", "verdict"),
+    ("n_ranks", "n_steps", "end", "code", "verdict"),
     [
-        (5, "", 0, "finished"),
-        (0, "sys.exit()", 0, "finished"),
-        (5, "sys.exit(3)", 3, "requeue"),
-        (5, "sys.exit(3 * (rank == 0))", 3, "requeue"),
-        (5, "1 / 0", 1, "requeue"),
-        (5, "os.kill(os.getpid(), signal.SIGKILL)", None, "requeue"),
+        (1, 5, "", 0, "finished"),
+        (1, 5, "1 / 0", 1, "requeue"),
+        (2, 0, "sys.exit()", 0, "finished"),
+        (2, 5, "", 0, "finished"),
+        (2, 5, "sys.exit(3 * (rank == 0))", 3, "requeue"),
+        (2, 5, "os.kill(os.getpid(), signal.SIGKILL)", None, "requeue"),
     ],
 )
 def test_a_program_without_with_is_finished_when_all_ranks_leave_it_well(
