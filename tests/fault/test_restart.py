@@ -79,7 +79,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(start, root, tmp_path
 
 @pytest.mark.timeout(200)
 def test_the_cnn_resumes_on_four_ranks(start, root, tmp_path):
-    options = ("--model", "cnn", "--epochs", "4")
+    options = ("--model", "cnn", "--epochs", "2")
     finish(start, root, tmp_path / "unbroken", 4, *options)
     job = start(4, *command(root, tmp_path / "killed", *options))
     deadline = time.monotonic() + 60
