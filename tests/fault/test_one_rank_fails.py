@@ -147,7 +147,7 @@ for act in (lambda: 1 / 0, lambda: sys.exit(3), lambda: exit(4)):
     assert "hpcdist:" not in outcome.output
 
 
-@pytest.mark.parametrize("leave", ["", "sys.exit(0)", "exit()", "raise SystemExit(0)"])
+@pytest.mark.parametrize("leave", ["", "raise SystemExit(0)"])
 def test_a_rank_that_is_done_waits_for_one_that_saves(start, tmp_path, leave):
     """The chief is busy for longer than a failing rank would wait: leaving early with success must not end it."""
     text = WORLD + f"if rank == 0:\n    time.sleep(6)\n    print('saved')\n{leave}"
