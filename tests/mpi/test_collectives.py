@@ -208,12 +208,15 @@ def test_debug_names_the_rank_that_calls_something_else(comm, monkeypatch):
 
 
 def test_threads_end_with_their_group(comm):
-    own = comm.Dup()
-    before = threading.active_count()
+    def threads():
+        return {thread for thread in threading.enumerate() if thread.name == "hpcdist-communication"}
+
+    own, before = comm.Dup(), threads()
     hpcdist.all_reduce_async(np.ones(3), comm=own).wait()
-    assert threading.active_count() > before
+    made = threads() - before
+    assert made
     own.Free()
     deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
+    while threads() & made and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert threading.active_count() <= before
+    assert not threads() & made
