@@ -10,10 +10,9 @@ PIP_INSTALL = python -m pip install --quiet $(PIP_ARGS) --constraint constraints
 MPI_TESTS = python -m pytest --quiet --color=no --with-mpi tests/mpi
 # What depends most on the MPI library and on the number of ranks: the whole takes minutes each time.
 SOME_MPI_TESTS = $(MPI_TESTS:tests/mpi=$(addprefix tests/mpi/test_,$(SOME_FILES)))
-SOME_FILES = algorithms.py all_reduce.py collectives.py world.py gradients.py overlap.py replicas.py checkpoint.py inputs.py \
-	preemption.py fast_tier.py
+SOME_FILES = algorithms.py collectives.py gradients.py overlap.py checkpoint.py preemption.py
 FEW_MPI_TESTS = $(MPI_TESTS:tests/mpi=$(addprefix tests/mpi/test_,$(FEW_FILES)))
-FEW_FILES = collectives.py gradients.py replicas.py checkpoint.py
+FEW_FILES = collectives.py gradients.py world.py checkpoint.py
 GPU_TESTS = python -m pytest --quiet --color=no --with-mpi tests/gpu
 SITE_PACKAGES = import sysconfig; print(sysconfig.get_path('purelib'))
 # Open MPI refuses root, and more ranks than cores, unless it is told; its window component complains without reason.
@@ -62,7 +61,7 @@ mpi: .venv/test.installed
 	$(BIN)/mpirun -n 1 $(BIN)/$(FEW_MPI_TESTS)
 	$(BIN)/mpirun -n 2 $(BIN)/$(MPI_TESTS)
 	$(BIN)/mpirun -n 3 $(BIN)/$(SOME_MPI_TESTS)
-	$(BIN)/mpirun -n 4 $(BIN)/$(FEW_MPI_TESTS)
+	$(BIN)/mpirun -n 4 $(BIN)/$(MPI_TESTS)/test_replicas.py
 
 # The whole of tests/mpi on every number of ranks: takes a quarter of an hour.
 mpi-all: .venv/test.installed
