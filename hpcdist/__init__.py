@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpcdist import cluster_resolver as cluster_resolver
     from hpcdist import experimental as experimental
-    from hpcdist.checkpoint.folder import latest_checkpoint as latest_checkpoint
+    from hpcdist.checkpoint.reader import latest_checkpoint as latest_checkpoint
     from hpcdist.cluster.mpi import MPIClusterResolver as MPIClusterResolver
     from hpcdist.cluster.resolver import ClusterResolver as ClusterResolver
     from hpcdist.cluster.resolver import SimpleClusterResolver as SimpleClusterResolver
@@ -137,7 +137,7 @@ _MODULES = {
     "has_strategy": "strategy.base",
     "in_cross_replica_context": "strategy.base",
     "initialize_tpu_system": "strategy.tpu",
-    "latest_checkpoint": "checkpoint.folder",
+    "latest_checkpoint": "checkpoint.reader",
     "reduce_scatter": "collectives.reduce_scatter",
     "scale_regularization_loss": "strategy.losses",
 }

@@ -38,6 +38,7 @@ class Mutant:
 
 
 DURABLE, MANIFEST, SAFE = "checkpoint/durable.py", "checkpoint/manifest.py", "checkpoint/safe_open.py"
+READER = "checkpoint/reader.py"
 CHECKPOINTS, GENERATIONS, MANAGER = "checkpoint/folder.py", "checkpoint/generations.py", "resilience/manager.py"
 
 IN_ORDER = """            durable.replace_file(self._disk, path, image.blocks(digest), image.nbytes)
@@ -81,24 +82,25 @@ MUTANTS = [
         FOLDER,
     ),
     Mutant("an error is no damage", SAFE, "        if number in _NO_FILE:\n", "        if True:\n", FOLDER),
-    Mutant("list again", CHECKPOINTS, "isinstance(error, CheckpointMissing) and not is_again", "False", FOLDER),
-    Mutant("verify before reading", CHECKPOINTS, "                manifest.verify(path)\n", "", HOSTILE),
-    Mutant("step and name", CHECKPOINTS, "if manifest.step != place.step or", "if False and", FOLDER),
+    Mutant("list again", READER, "isinstance(error, CheckpointMissing) and not is_again", "False", FOLDER),
+    Mutant("verify before reading", READER, "                manifest.verify(path)\n", "", HOSTILE),
+    Mutant("step and name", READER, "if manifest.step != place.step or", "if False and", FOLDER),
     Mutant("file before manifest", CHECKPOINTS, IN_ORDER, MANIFEST_FIRST, FOLDER),
     Mutant("room before writing", CHECKPOINTS, "            self._check_space(image.nbytes)\n", "", FOLDER),
     Mutant(
         "order of generations",
-        CHECKPOINTS,
-        "found, self._damaged = self.places()[::-1], []",
-        "found, self._damaged = sorted(self.places(), key=lambda place: -place.step), []",
+        READER,
+        "found, self.damaged = self.places()[::-1], []",
+        "found, self.damaged = sorted(self.places(), key=lambda place: -place.step), []",
         FOLDER,
     ),
     Mutant("another name for a step saved again", CHECKPOINTS, "while name in names and", "while False and", FOLDER),
+    Mutant("the dead are counted", CHECKPOINTS, "if has_progressed and generation <", "if generation <", FOLDER),
     Mutant("steps go up", CHECKPOINTS, "        if step < last:", "        if step < -1:", FOLDER),
-    Mutant("damaged ones set aside", CHECKPOINTS, "for place in self._damaged:", "for place in ():", FOLDER),
+    Mutant("damaged ones set aside", CHECKPOINTS, "for place in self.damaged:", "for place in ():", FOLDER),
     Mutant(
         "no silent start anew",
-        CHECKPOINTS,
+        READER,
         "        if found:\n            raise",
         "        if 0:\n            raise",
         FOLDER,

@@ -1,13 +1,8 @@
-"""A folder of checkpoints: commit, the latest that verifies, and which are kept."""
+"""A folder of checkpoints, for the attempt that writes into it: commit, and which are kept."""
 
 import logging
 import os
-import re
 import secrets
-import shutil
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +13,18 @@ from hpcdist.checkpoint.durable import Disk
 from hpcdist.checkpoint.generations import Attempt, Place
 from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.manifest import Manifest, read_manifest
+from hpcdist.checkpoint.reader import CheckpointReader, step_of
 from hpcdist.checkpoint.retention import Retention
-from hpcdist.checkpoint.safe_open import read_file
-from hpcdist.checkpoint.tree import NamedArray
-from hpcdist.errors import AttemptReplaced, CheckpointDamaged, CheckpointError, CheckpointMissing
+from hpcdist.errors import AttemptReplaced, CheckpointError
 
 logger = logging.getLogger("hpcdist")
 
-_DATA = re.compile(r"step-(\d{8,})(-\d+)?\.h5$")
 #: Room for names and for manifests, in a check of free space.
 _OVERHEAD_BYTES = 1 << 16
 
 
-@dataclass(frozen=True)
-class Found:
-    """A checkpoint that was read.
-
-    Attributes:
-        place: where it was.
-        path: of its file.
-        manifest: what was committed.
-        state: as JSON.
-        arrays: its arrays.
-    """
-
-    place: Place
-    path: Path
-    manifest: Manifest
-    state: Any
-    arrays: list[NamedArray]
-
-
-class CheckpointFolder:
-    """Committed checkpoints: a manifest `gen-0001/step-00001200.json`, and the file beside it that it names.
+class CheckpointFolder(CheckpointReader):
+    """Reads and writes checkpoints.
 
     One attempt of a job writes, in a generation of its own; any process may read. A step that is saved again gets a
     file of another name, `step-00001200-1.h5`, so that its manifest names one whole file at any time.
@@ -66,11 +40,10 @@ class CheckpointFolder:
     """
 
     def __init__(self, folder: str | os.PathLike[str], disk: Disk | None = None) -> None:
-        self.path = Path(folder)
+        super().__init__(folder)
         self.generation = self.n_blocks_read = 0
         self._disk = disk or Disk()
         self._last_before = -1
-        self._damaged: list[Place] = []
 
     def begin(self, generation: int | None = None) -> None:
         """Start to write: make a new generation. A process that wrote here before is replaced from now on.
@@ -96,29 +69,6 @@ class CheckpointFolder:
             if not path.exists():
                 durable.replace_text(self._disk, path, secrets.token_hex(8))
             return path.read_text()
-
-    def remove(self) -> None:
-        """Remove all checkpoints of this attempt and of those before it, and the folder unless a later one is in it.
-
-        Raises:
-            CheckpointError: when the file system refuses.
-        """
-        with self.explained("save", "to remove checkpoints"):
-            found = generations.generations(self.path)
-            for generation in found:
-                if generation <= self.generation:
-                    shutil.rmtree(self.path / generations.folder_name(generation))
-            if not any(generation > self.generation for generation in found):
-                shutil.rmtree(self.path)
-
-    def places(self) -> list[Place]:
-        """Return where checkpoints are, oldest first; not verified.
-
-        Raises:
-            CheckpointError: when the folder is there and cannot be read.
-        """
-        with self.explained("restore", "a folder that can be read"):
-            return generations.places(self.path)
 
     # -- attempts -------------------------------------------------------------------------------------------------
 
@@ -242,7 +192,7 @@ class CheckpointFolder:
     def _readable(self, place: Place) -> Manifest | None:
         """Return a manifest, or None where it is damaged: such a checkpoint is neither counted nor removed."""
         try:
-            return self._manifest(place)
+            return self.manifest(place)
         except CheckpointError:
             return None
 
@@ -263,67 +213,10 @@ class CheckpointFolder:
     def _remove_unnamed(self, folder: Path) -> None:
         names = generations.names_in(folder)
         for name in names:
-            step = _step_of(name)
+            step = step_of(name)
             manifest = f"step-{step:08d}.json"
             if step >= 0 and (manifest not in names or read_manifest(folder / manifest).file != name):
                 self._disk.remove(folder / name)
-
-    # -- reading --------------------------------------------------------------------------------------------------
-
-    def read_latest(self, but: Collection[int] = ()) -> Found | None:
-        """Return the latest checkpoint that verifies; None when there is none.
-
-        Damaged ones are stepped over, with the reason in the log.
-
-        Args:
-            but: steps that are passed over too, unless there is no other.
-
-        Raises:
-            CheckpointError: when there are checkpoints and none verifies, one is of a newer format, or the file system
-                cannot read one: what is newest is not known then.
-        """
-        found: Found | None = self._first_sound(
-            lambda place, manifest, path: Found(place, path, manifest, *read_file(path)), but
-        )
-        return found
-
-    def latest(self) -> Path | None:
-        """Return the path of the latest checkpoint that verifies, else as `read_latest`."""
-        found: Path | None = self._first_sound(lambda place, manifest, path: path)
-        return found
-
-    def _first_sound(
-        self, use: Callable[[Place, Manifest, Path], Any], but: Collection[int] = (), is_again: bool = False
-    ) -> Any:
-        found, self._damaged = self.places()[::-1], []
-        wanted = [place for place in found if place.step not in but]
-        for place in [*wanted, *(place for place in found if place not in wanted)]:
-            try:
-                manifest = self._manifest(place)
-                path = place.manifest(self.path).with_name(manifest.file)
-                manifest.verify(path)
-                return use(place, manifest, path)
-            except CheckpointDamaged as error:
-                if isinstance(error, CheckpointMissing) and not is_again:  # pruned since it was listed?
-                    return self._first_sound(use, but, is_again=True)
-                self._damaged.append(place)
-                logger.warning("step %d is skipped: %s", place.step, error)
-        if found:
-            raise CheckpointError(
-                f"restore: expected a checkpoint that verifies in {self.path}, got {len(found)} damaged; restore one "
-                f"from a backup, or start with a new run folder."
-            )
-        return None
-
-    def _manifest(self, place: Place) -> Manifest:
-        path = place.manifest(self.path)
-        manifest = read_manifest(path)
-        if manifest.step != place.step or _step_of(manifest.file) != place.step:
-            raise CheckpointDamaged(
-                f"restore: expected the manifest of step {place.step} in {path}, got that of step {manifest.step} and "
-                f"{manifest.file!r}; give the file its own name again."
-            )
-        return manifest
 
     def go_on_from(self, used: Place) -> None:
         """Expect steps after the checkpoint in use; rename those that `read_latest` found damaged to *.bad.
@@ -332,43 +225,10 @@ class CheckpointFolder:
             CheckpointError: when the folder cannot be written.
         """
         with self.explained("restore", "to set damaged checkpoints aside"):
-            for place in self._damaged:
+            for place in self.damaged:
                 path = place.manifest(self.path)
-                data = [name for name in generations.names_in(path.parent) if _step_of(name) == place.step]
+                data = [name for name in generations.names_in(path.parent) if step_of(name) == place.step]
                 for name in [*data, path.name]:
                     self._disk.rename(path.with_name(name), path.with_name(f"{name}.bad"))
                 self._disk.sync_folder(path.parent)
-        self._damaged, self._last_before = [], used.step
-
-    @contextmanager
-    def explained(self, operation: str, expected: str) -> Iterator[None]:
-        """Turn what the file system or HDF5 says in the block into a CheckpointError."""
-        try:
-            yield
-        except (OSError, RuntimeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
-            raise CheckpointError(
-                f"{operation}: expected {expected} in {self.path}, got {reason}; free space or choose another folder. "
-                f"Earlier checkpoints are untouched."
-            ) from None
-
-
-def _step_of(name: str) -> int:
-    """Return the step that a data file is of; -1 for other files."""
-    match = _DATA.fullmatch(name)
-    return int(match[1]) if match else -1
-
-
-def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
-    """Return the path of the latest checkpoint in `directory` that verifies; None when there is none.
-
-    Not collective. Checkpoints that are damaged are skipped, and the log says why.
-
-    Raises:
-        CheckpointError: when there are checkpoints and none verifies, one was written by a newer hpcdist, or the file
-            system cannot read one.
-    """
-    found = CheckpointFolder(directory).latest()
-    return None if found is None else str(found)
+        self.damaged, self._last_before = [], used.step

@@ -6,12 +6,15 @@ file system for it. The memory is gone with the allocation: checkpoints on disk 
 
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpcdist.checkpoint.folder import CheckpointFolder, Found
+from hpcdist.checkpoint import generations
+from hpcdist.checkpoint.folder import CheckpointFolder
 from hpcdist.checkpoint.generations import Place
+from hpcdist.checkpoint.reader import CheckpointReader, Found
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.tier import Tier
 from hpcdist.checkpoint.tree import NamedArray
@@ -57,7 +60,7 @@ class FastTier:
     def find(self) -> Found | None:
         """Return the newest copy that verifies; None without one."""
         try:
-            return CheckpointFolder(self._path).read_latest()
+            return CheckpointReader(self._path).read_latest()
         except CheckpointError as error:
             logger.warning("fast tier: %s", error)
             return None
@@ -77,5 +80,13 @@ class FastTier:
     def remove(self) -> None:
         """Give the memory back: this attempt needs no copies any more, nor do those before it."""
         self.finish()
-        self._try(self._folder.remove)
+        self._try(self._remove)
         self._tier = None
+
+    def _remove(self) -> None:
+        found = generations.generations(self._path)
+        for generation in found:
+            if generation <= self._folder.generation:
+                shutil.rmtree(self._path / generations.folder_name(generation))
+        if not any(generation > self._folder.generation for generation in found):
+            shutil.rmtree(self._path)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.checkpoint.folder import CheckpointFolder, Found
 from hpcdist.checkpoint.generations import Place
+from hpcdist.checkpoint.reader import CheckpointReader, Found
 from hpcdist.checkpoint.tree import NamedArray
 from hpcdist.collectives import mpi
 from hpcdist.collectives.group import group_of
@@ -31,7 +31,7 @@ class NewestState:
         memory: the copies of this node, on its first rank; None elsewhere.
     """
 
-    def __init__(self, world: World, disk: CheckpointFolder, memory: FastTier | None) -> None:
+    def __init__(self, world: World, disk: CheckpointReader, memory: FastTier | None) -> None:
         self._world = world
         self._comm = world.role_comm
         self._disk = disk

@@ -83,24 +83,18 @@ def test_only_the_newest_copy_stays(run):
     assert run.files() == ["step-00000004.h5"]
 
 
-def test_a_damaged_copy_on_one_node_is_replaced_by_another_nodes(run, comm):
+def cut_the_copy(memory):
+    path = next(memory.rglob("*.h5"))
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("harm", [cut_the_copy, shutil.rmtree], ids=["damaged", "lost"])
+def test_another_node_stands_in_for_one_whose_copy_is_damaged_or_lost(run, comm, harm):
     first = run.attempt()
     save(run, first, 5, is_fast=False)
     save(run, first, 7, is_fast=True)
     if comm.rank == 0:
-        path = next(run.memory.rglob("*.h5"))
-        path.write_bytes(path.read_bytes()[:-1])
-    comm.Barrier()
-    run.attempt().restore_or_initialize()
-    assert (run.values == (7 if comm.size > 1 else 5)).all()
-
-
-def test_the_memory_of_a_lost_node_is_not_needed(run, comm):
-    first = run.attempt()
-    save(run, first, 5, is_fast=False)
-    save(run, first, 7, is_fast=True)
-    if comm.rank == 0:
-        shutil.rmtree(run.memory)
+        harm(run.memory)
     comm.Barrier()
     assert run.attempt().begin_attempt() is not None
     assert (run.values == (7 if comm.size > 1 else 5)).all()

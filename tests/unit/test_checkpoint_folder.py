@@ -8,11 +8,12 @@ import pytest
 
 from hpcdist.checkpoint import durable, manifest, safe_open
 from hpcdist.checkpoint.durable import Disk
-from hpcdist.checkpoint.folder import CheckpointFolder, latest_checkpoint
+from hpcdist.checkpoint.folder import CheckpointFolder
 from hpcdist.checkpoint.generations import RESTORING, Place, crashed_twice
 from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.layout import lay_out
 from hpcdist.checkpoint.manifest import Manifest
+from hpcdist.checkpoint.reader import latest_checkpoint
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.tier import Tier
 from hpcdist.checkpoint.tree import NamedArray
@@ -547,7 +548,7 @@ def test_a_file_that_is_gone_was_pruned_or_is_damage(folder, monkeypatch, read):
     assert folder.read_latest().place == Place(1, 2), "a second listing tells"
     fail_reads(monkeypatch, read, gone, 2)
     assert folder.read_latest().place == Place(1, 1)
-    assert folder._damaged == [Place(1, 2)]
+    assert folder.damaged == [Place(1, 2)]
 
 
 def test_blocks_that_are_read_back_count_as_progress(folder, monkeypatch):

@@ -1,0 +1,159 @@
+"""A folder of checkpoints, for any process: the latest one that verifies. Nothing is changed on the disk."""
+
+import logging
+import os
+import re
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcdist.checkpoint import generations
+from hpcdist.checkpoint.generations import Place
+from hpcdist.checkpoint.manifest import Manifest, read_manifest
+from hpcdist.checkpoint.safe_open import read_file
+from hpcdist.checkpoint.tree import NamedArray
+from hpcdist.errors import CheckpointDamaged, CheckpointError, CheckpointMissing
+
+logger = logging.getLogger("hpcdist")
+
+_DATA = re.compile(r"step-(\d{8,})(-\d+)?\.h5$")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that was read.
+
+    Attributes:
+        place: where it was.
+        path: of its file.
+        manifest: what was committed.
+        state: as JSON.
+        arrays: its arrays.
+    """
+
+    place: Place
+    path: Path
+    manifest: Manifest
+    state: Any
+    arrays: list[NamedArray]
+
+
+class CheckpointReader:
+    """Committed checkpoints: a manifest `gen-0001/step-00001200.json`, and the file beside it that it names.
+
+    Args:
+        folder: need not be there.
+
+    Attributes:
+        path: of the folder.
+        damaged: where the last search found checkpoints that do not verify.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.path = Path(folder)
+        self.damaged: list[Place] = []
+
+    def places(self) -> list[Place]:
+        """Return where checkpoints are, oldest first; not verified.
+
+        Raises:
+            CheckpointError: when the folder is there and cannot be read.
+        """
+        with self.explained("restore", "a folder that can be read"):
+            return generations.places(self.path)
+
+    def read_latest(self, but: Collection[int] = ()) -> Found | None:
+        """Return the latest checkpoint that verifies; None when there is none.
+
+        Damaged ones are stepped over, with the reason in the log.
+
+        Args:
+            but: steps that are passed over too, unless there is no other.
+
+        Raises:
+            CheckpointError: when there are checkpoints and none verifies, one is of a newer format, or the file system
+                cannot read one: what is newest is not known then.
+        """
+        found: Found | None = self._first_sound(
+            lambda place, manifest, path: Found(place, path, manifest, *read_file(path)), but
+        )
+        return found
+
+    def latest(self) -> Path | None:
+        """Return the path of the latest checkpoint that verifies, else as `read_latest`."""
+        found: Path | None = self._first_sound(lambda place, manifest, path: path)
+        return found
+
+    def _first_sound(
+        self, use: Callable[[Place, Manifest, Path], Any], but: Collection[int] = (), is_again: bool = False
+    ) -> Any:
+        found, self.damaged = self.places()[::-1], []
+        wanted = [place for place in found if place.step not in but]
+        for place in [*wanted, *(place for place in found if place not in wanted)]:
+            try:
+                manifest = self.manifest(place)
+                path = place.manifest(self.path).with_name(manifest.file)
+                manifest.verify(path)
+                return use(place, manifest, path)
+            except CheckpointDamaged as error:
+                if isinstance(error, CheckpointMissing) and not is_again:  # pruned since it was listed?
+                    return self._first_sound(use, but, is_again=True)
+                self.damaged.append(place)
+                logger.warning("step %d is skipped: %s", place.step, error)
+        if found:
+            raise CheckpointError(
+                f"restore: expected a checkpoint that verifies in {self.path}, got {len(found)} damaged; restore one "
+                f"from a backup, or start with a new run folder."
+            )
+        return None
+
+    def manifest(self, place: Place) -> Manifest:
+        """Return the manifest at a place.
+
+        Raises:
+            CheckpointDamaged: when it is not the one that was committed there.
+            CheckpointError: when the file system cannot read it.
+        """
+        path = place.manifest(self.path)
+        manifest = read_manifest(path)
+        if manifest.step != place.step or step_of(manifest.file) != place.step:
+            raise CheckpointDamaged(
+                f"restore: expected the manifest of step {place.step} in {path}, got that of step {manifest.step} and "
+                f"{manifest.file!r}; give the file its own name again."
+            )
+        return manifest
+
+    @contextmanager
+    def explained(self, operation: str, expected: str) -> Iterator[None]:
+        """Turn what the file system or HDF5 says in the block into a CheckpointError."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+            raise CheckpointError(
+                f"{operation}: expected {expected} in {self.path}, got {reason}; free space or choose another folder. "
+                f"Earlier checkpoints are untouched."
+            ) from None
+
+
+def step_of(name: str) -> int:
+    """Return the step that a data file is of; -1 for other files."""
+    match = _DATA.fullmatch(name)
+    return int(match[1]) if match else -1
+
+
+def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
+    """Return the path of the latest checkpoint in `directory` that verifies; None when there is none.
+
+    Not collective. Checkpoints that are damaged are skipped, and the log says why.
+
+    Raises:
+        CheckpointError: when there are checkpoints and none verifies, one was written by a newer hpcdist, or the file
+            system cannot read one.
+    """
+    found = CheckpointReader(directory).latest()
+    return None if found is None else str(found)
