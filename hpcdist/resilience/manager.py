@@ -4,29 +4,24 @@ import atexit
 import logging
 import operator
 import os
-import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hpcdist.checkpoint.folder import CheckpointFolder
 from hpcdist.checkpoint.generations import RESTORING, Place, crashed_twice
-from hpcdist.checkpoint.image import BLOCK_BYTES
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.tier import Tier
 from hpcdist.errors import CheckpointError, UsageError
-from hpcdist.mpi import MPI
 from hpcdist.resilience.checkpoint import Checkpoint
 from hpcdist.resilience.circumstances import describe, warn_of_changes
 from hpcdist.resilience.desync import digest_of, require_equal
 from hpcdist.resilience.fast_tier import FastTier
 from hpcdist.resilience.newest import NewestState
+from hpcdist.resilience.progress import DiskProgress
 from hpcdist.world import end_job
 
 logger = logging.getLogger("hpcdist")
-
-#: While the chief writes, it tells the others so this often.
-BEAT_S = 5.0
 
 
 class CheckpointManager:
@@ -69,8 +64,8 @@ class CheckpointManager:
         self._comm = self._world.role_comm
         self._disk = Tier(CheckpointFolder(directory), Retention(max_to_keep, keep_every_n_hours, keep_best, best_mode))
         self._is_writer = self._world.is_chief
-        self._n_fruitless = self._n_blocks = 0
-        self._moved_s = 0.0
+        self._progress = DiskProgress(self._world, self._disk)
+        self._n_fruitless = 0
         self._restored: Place | None = None
         self._is_in_memory = False
         self.latest_path: str | None = None
@@ -149,7 +144,7 @@ class CheckpointManager:
                 state = self.checkpoint.collect(gathered)
                 path = str(self._disk.save(step, *state, self._written(), metrics or {}))
         if blocking:
-            self._wait_for(self._disk.is_committing, self._disk.finish_commit)
+            self._progress.wait_for(self._disk.is_committing, self._disk.finish_commit)
         self.checkpoint.step = step
         self.latest_path = self._world.broadcast_text(path, 0, self._comm)
         return self.latest_path
@@ -176,49 +171,9 @@ class CheckpointManager:
         Raises:
             CheckpointError: when it cannot be written, on every rank alike.
         """
-        self._wait_for(self._disk.is_busy, self._disk.finish)
+        self._progress.wait_for(self._disk.is_busy, self._disk.finish)
         if self._memory is not None:
             self._memory.finish()
-
-    def _wait_for(self, is_busy: Callable[[float], bool], finish: Callable[[], None]) -> None:
-        """Wait for the chief's disk for as long as it comes forward, which the chief tells others now and then."""
-        self._n_blocks, self._moved_s = self._disk.n_blocks, time.monotonic()
-        while self._is_chief_busy(is_busy):
-            pass
-        with self._world.agreed(self._comm):
-            if self._is_writer:
-                finish()
-
-    def finish_at_exit(self) -> None:
-        """Wait for the disk of this process, as long as it comes forward. Not collective.
-
-        Raises:
-            CheckpointError: when the last save cannot be written.
-        """
-        self._n_blocks, self._moved_s = self._disk.n_blocks, time.monotonic()
-        while self._disk.is_busy(1.0):
-            self._require_progress()
-        self._disk.finish()
-
-    def _is_chief_busy(self, is_busy: Callable[[float], bool]) -> bool:
-        """Return whether the chief is still writing. Collective: chief and workers; each turn is bounded."""
-        own = False
-        with self._world.agreed(self._comm):
-            if self._is_writer:
-                own = is_busy(min(BEAT_S, self._world.timeout_s / 4))
-                self._require_progress()
-        return self._world.all_reduce_int(int(own), MPI.MAX, self._comm) > 0
-
-    def _require_progress(self) -> None:
-        now = time.monotonic()
-        if self._disk.n_blocks != self._n_blocks:
-            self._n_blocks, self._moved_s = self._disk.n_blocks, now
-        if now - self._moved_s > self._world.timeout_s:
-            raise CheckpointError(
-                f"save: expected the disk of {self.directory} to take {BLOCK_BYTES} bytes within "
-                f"{self._world.timeout_s:g} s, got none written; look after the file system (HPCDIST_TIMEOUT_S sets "
-                f"the limit)."
-            )
 
     def check_equal(self) -> None:
         """Raise unless all ranks hold the same models and optimizers, bit for bit. Checkpoints are left as they are.
@@ -347,6 +302,6 @@ def _finish(manager: "weakref.ref[CheckpointManager]", pid: int) -> None:
     if alive is None or os.getpid() != pid:  # a forked child has no such thread
         return
     try:
-        alive.finish_at_exit()
+        alive._progress.finish_alone()
     except CheckpointError as error:  # Python would print it and leave with 0
         end_job(f"hpcdist: {error}\n", int(error.exit_code))
