@@ -10,9 +10,11 @@ PIP_INSTALL = python -m pip install --quiet $(PIP_ARGS) --constraint constraints
 MPI_TESTS = python -m pytest --quiet --color=no --with-mpi tests/mpi
 # What depends most on the MPI library and on the number of ranks: the whole takes minutes each time.
 SOME_MPI_TESTS = $(MPI_TESTS:tests/mpi=$(addprefix tests/mpi/test_,$(SOME_FILES)))
-SOME_FILES = algorithms.py collectives.py gradients.py overlap.py checkpoint.py preemption.py
+SOME_FILES = algorithms.py collectives.py gradients.py checkpoint.py
 FEW_MPI_TESTS = $(MPI_TESTS:tests/mpi=$(addprefix tests/mpi/test_,$(FEW_FILES)))
 FEW_FILES = collectives.py gradients.py world.py checkpoint.py
+OPENMPI_TESTS = $(MPI_TESTS:tests/mpi=$(addprefix tests/mpi/test_,$(OPENMPI_FILES)))
+OPENMPI_FILES = algorithms.py all_reduce.py collectives.py gradients.py world.py
 GPU_TESTS = python -m pytest --quiet --color=no --with-mpi tests/gpu
 SITE_PACKAGES = import sysconfig; print(sysconfig.get_path('purelib'))
 # Open MPI refuses root, and more ranks than cores, unless it is told; its window component complains without reason.
@@ -22,7 +24,7 @@ OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA
 # What another MPI library may do otherwise when a rank fails: a sample, as the whole file takes minutes.
 OPENMPI_FAILURES = killed or (job_ends and (raise or os._exit or terminated)) or leave_together
 
-.PHONY: train test lint unit mpi mpi-all openmpi system-mpi fault kills crashes mutants soak slurm slurm-all hosts gpu bench-quick clean
+.PHONY: train test lint unit mpi mpi-all openmpi system-mpi fault fault-all kills crashes mutants soak slurm slurm-all hosts gpu bench-quick clean
 
 train: .venv/train.installed
 	$(BIN)/mpirun -n 2 $(BIN)/python jobs/train.py --run-dir $(RUN_DIR)
@@ -68,7 +70,7 @@ mpi-all: .venv/test.installed
 	for ranks in 1 2 3 4; do $(BIN)/mpirun -n $$ranks $(BIN)/$(MPI_TESTS) || exit; done
 
 openmpi: .venv-openmpi/test.installed
-	$(OPENMPI_ENV) $(OPENMPI_BIN)/mpirun -n 2 $(OPENMPI_BIN)/$(FEW_MPI_TESTS) tests/mpi/test_algorithms.py tests/mpi/test_all_reduce.py
+	$(OPENMPI_ENV) $(OPENMPI_BIN)/mpirun -n 2 $(OPENMPI_BIN)/$(OPENMPI_TESTS)
 	$(OPENMPI_ENV) $(OPENMPI_BIN)/python -m pytest --quiet tests/fault/test_one_rank_fails.py -k "$(OPENMPI_FAILURES)"
 
 # Debian's Open MPI stands for a site's own MPI. Where it is not installed this says so; in CI that is a failure.
@@ -80,6 +82,10 @@ system-mpi: .venv/test.installed
 	else echo "Debian's openmpi-bin is not installed: the tests with a site MPI did not run"; test -z "$$CI"; fi
 
 fault: .venv/test.installed
+	$(BIN)/python -m pytest --quiet tests/fault -m "not long"
+
+# With further ways to fail, signals, models and disks: takes a quarter of an hour.
+fault-all: .venv/test.installed
 	$(BIN)/python -m pytest --quiet tests/fault
 
 # The main job killed twenty times; `make fault` has a sample.

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from hpcdist.resilience.manager import CheckpointManager as CheckpointManager
     from hpcdist.resilience.metrics_file import MetricsFile as MetricsFile
     from hpcdist.resilience.preemption import PreemptionCheckpointHandler as PreemptionCheckpointHandler
-    from hpcdist.resilience.preemption import TerminationConfig as TerminationConfig
     from hpcdist.resilience.schedule import SaveSchedule as SaveSchedule
+    from hpcdist.resilience.termination import TerminationConfig as TerminationConfig
     from hpcdist.strategy import metrics as metrics
     from hpcdist.strategy.base import Strategy as Strategy
     from hpcdist.strategy.base import ValueContext as ValueContext
@@ -117,7 +117,7 @@ _MODULES = {
     "TPUStrategy": "strategy.tpu",
     "Task": "cluster.spec",
     "SaveSchedule": "resilience.schedule",
-    "TerminationConfig": "resilience.preemption",
+    "TerminationConfig": "resilience.termination",
     "UnionResolver": "cluster.union",
     "ValueContext": "strategy.base",
     "Variable": "strategy.variables",

@@ -3,18 +3,24 @@
 Everything else imports `MPI` from here. MPI is started when this module is first imported.
 """
 
+import faulthandler
 import sys
 import warnings
 from collections.abc import Mapping
 from types import TracebackType
 
-from hpcdist.cluster.environment import launcher_of, read_environment
+from hpcdist import segments
+from hpcdist.cluster.environment import launcher_of, read_environment, timeout_s
 from hpcdist.errors import ConfigurationError, report_agreed
 
 __all__ = ["MPI", "check_launcher", "library_name", "refuse"]
 
 #: How the MPICH wheel names itself. It cannot be started over PMIx, which is all that Open MPI's mpirun offers.
 _MPICH_WHEEL = "/p/mpich/"
+#: A rank waits at least so long for others to start MPI: all read their programs first, from one slow file system.
+MIN_START_S = 60.0
+#: The same where HPCDIST_TIMEOUT_S makes no sense.
+START_S = 600.0
 
 
 def _load() -> None:
@@ -23,6 +29,20 @@ def _load() -> None:
 
     if "mpi4py.MPI" not in sys.modules:
         mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+
+
+def _start_with_all_ranks() -> None:
+    """Start MPI; a rank that waits too long for others to come ends itself, and shows that it was here."""
+    try:
+        limit_s = max(timeout_s(read_environment()), MIN_START_S)
+    except ConfigurationError:  # told by all ranks together, once they have started
+        limit_s = START_S
+    # MPI keeps the interpreter lock meanwhile: only a thread that does without can end the process
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=2)
+    try:
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def refuse(error: ConfigurationError, environ: Mapping[str, str]) -> None:
@@ -70,7 +90,9 @@ if not MPI.Is_initialized():
     with warnings.catch_warnings():
         # mpi4py's own hint at a foreign launcher; world.py refuses it with the cure
         warnings.filterwarnings("ignore", message="suspicious MPI execution environment")
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        _start_with_all_ranks()
+segments.unlink_own()
+segments.sweep_stale()
 
 
 def library_name() -> str:

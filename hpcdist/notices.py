@@ -36,11 +36,12 @@ class Notices:
     Attributes:
         watcher: who wants something; None where nobody does.
         n_carried: sums that carried notices so far; equal on all ranks at the same point of the program.
+        n_steps: steps that optimizers of the strategies have made so far; equal likewise.
     """
 
     def __init__(self) -> None:
         self.watcher: Watcher | None = None
-        self.n_carried = 0
+        self.n_carried = self.n_steps = 0
         self._heard = Want.NOTHING
 
     def send(self) -> tuple[float, float]:
@@ -63,7 +64,7 @@ class Notices:
             self.watcher.poll()
 
 
-#: Of a process that is a job of its own: strategies of one replica tell it of their loops without starting MPI.
+#: Of a process that is a job of its own: strategies of one replica tell it of their loops and steps, without MPI.
 of_one_rank = Notices()
 
 

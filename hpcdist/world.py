@@ -5,7 +5,6 @@ else uses. Set-up errors are agreed: every rank raises the same text.
 """
 
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,9 +31,6 @@ from hpcdist.cluster.tf_config import TFConfigClusterResolver
 from hpcdist.errors import CollectiveTimeoutError, ConfigurationError, HpcdistError, error_class
 from hpcdist.mpi import MPI, library_name
 from hpcdist.notices import Notices, of_one_rank
-
-#: Names under which MPICH shares memory in a node. It leaves them behind when a rank is killed.
-_MPICH_SEGMENT = re.compile(r"/dev/shm/mpich_shm_\S+")
 
 #: A longer pause between two looks at a request counts as this: the job was suspended.
 AWAKE_S = 1.0
@@ -76,7 +72,6 @@ class World:
         self.debug: frozenset[str] = frozenset()
         environ = self._agreed_environment()
         node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self._unlink_segments(node)
         self.spec, tasks = self._agreed_tasks(resolver, environ, node)
         self.task = self._task = tasks[self.rank]
         self.cores_per_rank = _cores_per_rank(node)
@@ -254,15 +249,6 @@ class World:
         self.node_comm = self.role_comm.Split_type(MPI.COMM_TYPE_SHARED, self.role_comm.rank)
         self.lane_comm = self.role_comm.Split(self.node_comm.rank, self.role_comm.rank)
         self.n_hosts = self.all_reduce_int(int(self.node_comm.rank == 0), MPI.SUM, self.role_comm)
-
-    def _unlink_segments(self, node: MPI.Comm) -> None:
-        """Take the names of MPICH's shared segments away once every rank of the host has opened them."""
-        self.wait(node.Ibarrier())
-        if node.rank == 0 and os.path.exists("/proc/self/maps"):
-            with open("/proc/self/maps") as maps:
-                for name in set(_MPICH_SEGMENT.findall(maps.read())):
-                    if os.path.exists(name):
-                        os.unlink(name)
 
 
 def _default_resolver(environ: Mapping[str, str]) -> ClusterResolver:

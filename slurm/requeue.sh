@@ -7,7 +7,7 @@
 
 set -uo pipefail
 : "${RUN_DIR:=runs/$SLURM_JOB_NAME}" "${PYTHON:=.venv/bin/python}" # to be set before sbatch, if need be
-early_deaths=$RUN_DIR/early-deaths # a line for each launch in a row that died before its program had begun
+early_deaths=$RUN_DIR/early-deaths # a line for each launch in a row that ended before its program had begun
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 
 say() { echo "$(date +%FT%T) ${SLURM_JOB_NAME} ${SLURM_JOB_ID}: $*" >&2; }
@@ -15,18 +15,25 @@ say() { echo "$(date +%FT%T) ${SLURM_JOB_NAME} ${SLURM_JOB_ID}: $*" >&2; }
 # Print a field of decision.json: each has a line.
 fact() { sed -n "/^ *\"$1\": /{s///;s/,\$//;s/^\"\(.*\)\"\$/\1/;s/\\\\\(.\)/\1/g;p}" "$RUN_DIR/decision.json" 2> /dev/null; }
 
+# Whether this job wrote decision.json, not one that has the run folder by now, or had it before.
+is_own() { [[ $(fact job) == "$SLURM_JOB_ID" ]]; }
+
+# Print what differs after every write of decision.json, which replaces it: its time has whole seconds, and attempts count
+# from 1 again where the checkpoints were removed. `cat` comes first: on NFS what `stat` says is fresh after an open.
+stamp() { { cat "$RUN_DIR/decision.json" && stat --format='%i %y' "$RUN_DIR/decision.json"; } 2> /dev/null; }
+
 # Run a command and set `code` to its exit code, and `verdict` to the decision that it wrote. None is left where it ended
 # before it could write one, or where another job writes in the run folder by now. `earlier` is what stood there before,
 # of any job, if it still stands.
 launch() {
   local before
-  before=$(fact attempt)
+  before=$(stamp)
   "$@"
   code=$?
   verdict=none earlier=none
-  if [[ $(fact attempt) == "$before" ]]; then
+  if [[ $(stamp) == "$before" ]]; then
     earlier=$(fact decision)
-  elif [[ $(fact job) == "$SLURM_JOB_ID" ]]; then
+  elif is_own; then
     verdict=$(fact decision)
     rm -f "$early_deaths"
   fi
@@ -43,10 +50,19 @@ has_died() {
 
 show_job() { scontrol show job "$SLURM_JOB_ID" 2> /dev/null; }
 
-# Whether Slurm has asked the job to end: it was preempted, or its time is nearly over.
-is_called_off() {
-  [[ $(show_job) =~ PreemptTime=[0-9] ]] || ((${SLURM_JOB_END_TIME:-9999999999} - $(date +%s) < 180))
+# Whether the job was preempted, since it started last.
+is_preempted() {
+  local state started preempted
+  state=$(show_job)
+  [[ $state =~ PreemptTime=([0-9T:-]+) ]] && preempted=${BASH_REMATCH[1]}
+  [[ $state =~ StartTime=([0-9T:-]+) ]] && started=${BASH_REMATCH[1]}
+  [[ -n ${preempted:-} && ! $preempted < ${started:-} ]]
 }
+
+is_out_of_time() { ((${SLURM_JOB_END_TIME:-9999999999} - $(date +%s) < 180)); }
+
+# Whether Slurm has asked the job to end.
+is_called_off() { is_out_of_time || is_preempted; }
 
 # Print the nodes of the allocation that start a process, with commas: Slurm takes minutes to notice one that is lost.
 answering_nodes() {
@@ -56,32 +72,41 @@ answering_nodes() {
   done | sort --version-sort | paste --serial --delimiters=,
 }
 
-# Give back the memory of some nodes, which has copies of the state: a job that died could not remove them.
+# Give back the memory of some nodes, which has copies of the state: a job that died could not remove them. Where another
+# job has the run by now, they are left: it may use them on the same nodes.
 forget_copies() {
   local id
-  id=$(cat "$RUN_DIR/checkpoints/run-id" 2> /dev/null) || return 0
+  if [[ -z $1 ]] || ! is_own; then return 0; fi
+  id=$(cat "$RUN_DIR/checkpoints/run-id" 2> /dev/null)
+  if ! [[ $id =~ ^[0-9a-f]+$ ]]; then return 0; fi
   timeout 30 srun --quiet --overlap --nodelist="$1" --nodes="$2" --ntasks="$2" \
     rm -rf "/dev/shm/hpcdist-$UID-$id" < /dev/null
 }
 
-# Put the job into the queue again. It starts from the top, in its old log.
+# Put the job into the queue again. It starts from the top, in its old log. A busy slurmctld has about a minute to answer.
 requeue() {
-  local job=$SLURM_JOB_ID state
+  local job=$SLURM_JOB_ID pause state
   if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then job=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}; fi
-  state=$(show_job)
-  if [[ $state =~ JobState=(CANCELLED|COMPLETING) ]]; then
-    say "exit code $code, not requeued: Slurm ends the job"
-  else # also when preempted: before 24.05 Slurm requeues no job that ends in time
-    say "exit code $code, to be requeued: $1"
-    scontrol requeue "$job" || say "to go on, run: scontrol requeue $job"
-  fi
+  say "exit code $code, to be requeued: $1"
+  for pause in ${REQUEUE_PAUSES_S:-0 2 4 8 16 32}; do
+    type -P scontrol > /dev/null || break
+    sleep "$pause"
+    state=$(show_job) # without an answer it is not known whether the job was cancelled
+    if [[ $state =~ JobState=(CANCELLED|COMPLETING) ]]; then
+      say "not requeued: Slurm ends the job"
+      exit 75
+    fi
+    # Also when preempted: before 24.05 Slurm requeues no job that ends in time.
+    if [[ -n $state ]] && scontrol requeue "$job"; then exit 75; fi
+  done
+  say "to go on, run: scontrol requeue $job"
   exit 75
 }
 
-# Whether a launch that died before it had begun is to be repeated: three times in a row, in a run that is under way.
+# Whether a launch that ended before it had begun is to be repeated: three times in a row.
 is_repeated() {
   local deaths
-  if [[ $earlier != requeue ]]; then return 1; fi
+  mkdir -p "$RUN_DIR" # a new run may have none yet
   echo "$(date +%FT%T) job $SLURM_JOB_ID: exit code $code" >> "$early_deaths" || return 1
   mapfile -t deaths < "$early_deaths"
   if ((${#deaths[@]} <= 3)); then return 0; fi
@@ -98,8 +123,13 @@ leave() {
     *:requeue) requeue "$(fact reason)" ;;
     *:stop) why=$(fact reason) code=76 ;;
     *)
-      if ((code == 0 || code > 128)) && is_called_off; then requeue "called off before it had begun"; fi
-      if is_repeated; then requeue "died before it had begun"; fi
+      why=
+      if [[ $earlier == requeue ]]; then why="died before it had begun"; fi # the run is under way
+      if ((code == 0 || code > 128)); then
+        if is_preempted; then requeue "preempted before it had begun"; fi # that may well happen many times
+        if is_out_of_time; then why="out of time before it had begun"; fi # or a start that hangs: it counts
+      fi
+      if [[ -n $why ]] && is_repeated; then requeue "$why"; fi
       why="exit code $code before it had begun"
       if ((code == 0)); then code=1; fi
       ;;

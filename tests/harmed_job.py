@@ -1,5 +1,7 @@
 """Runs a program and does it harm when it is told to.
 
+It starts in half the time: optimizers import torch's compiler only to be left alone by it, and a stand-in does.
+
 On SIGRTMIN its main thread raises; on SIGRTMIN + 1 this rank makes a collective that no other makes.
 
 python harmed_job.py PROGRAM [its arguments]
@@ -8,6 +10,7 @@ python harmed_job.py PROGRAM [its arguments]
 import runpy
 import signal
 import sys
+import types
 
 import numpy as np
 import torch
@@ -35,6 +38,9 @@ def cross_entropy_or_harm(*args, **kwargs):
 
 
 torch.nn.functional.cross_entropy = cross_entropy_or_harm
+sys.modules["torch._dynamo"] = torch._dynamo = types.SimpleNamespace(
+    disable=lambda fn, *args, **kwargs: fn, graph_break=lambda: None
+)
 signal.signal(signal.SIGRTMIN, fail)
 signal.signal(signal.SIGRTMIN + 1, ask_mismatch)
 sys.argv = sys.argv[1:]

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import torch
 import xxhash
 
 from hpcdist.checkpoint.folder import CheckpointFolder
 from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.layout import lay_out
 from hpcdist.checkpoint.safe_open import digest_file
-from hpcdist.checkpoint.tree import NamedArray
+from hpcdist.resilience.checkpoint import Checkpoint
 
 SEED = 20261123
 DATA, MANIFEST = "gen-0001/step-00000004.h5", "gen-0001/step-00000004.json"
@@ -40,6 +41,19 @@ class Case:
     make: Callable[[Path], None]
 
 
+def objects(seed):
+    """Return a Checkpoint of a module, an optimizer and an array, with an array of each dtype: float32 comes first."""
+    numbers = np.random.RandomState(seed)
+    model = torch.nn.Linear(10, 40, bias=False)
+    model.load_state_dict({"weight": torch.from_numpy(numbers.standard_normal((40, 10)).astype("f4"))})
+    model.register_buffer("b", torch.from_numpy(np.arange(9) % 2 == seed % 2))
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    parameter.grad = torch.from_numpy(numbers.standard_normal(3))
+    optimizer = torch.optim.SGD([parameter], 0.1, momentum=0.9)
+    optimizer.step()
+    return Checkpoint(model=model, optimizer=optimizer, n=np.arange(50) + seed)
+
+
 class Original:
     """A sound checkpoint, in generation 1; an attempt after it left its notes."""
 
@@ -47,13 +61,7 @@ class Original:
         self.path = path
         folder, image = CheckpointFolder(path), FileImage()
         folder.begin()
-        random_numbers = np.random.RandomState(SEED)
-        arrays = [
-            NamedArray("w", "float32", random_numbers.standard_normal((40, 10)).astype("f4")),
-            NamedArray("n", "int64", np.arange(50)),
-            NamedArray("b", "bool", (np.arange(9) % 2).astype(np.uint8)),
-        ]
-        lay_out(image, {"dict": [["w", {"array": 0}], ["n", {"array": 1}], ["b", {"array": 2}]]}, arrays)
+        lay_out(image, *objects(SEED).collect({}))
         folder.commit(4, folder.new_data_path(4), image, {"by": "test"}, metrics={"loss": 0.5})
         later = CheckpointFolder(path)
         later.begin()
@@ -280,6 +288,7 @@ FILES = {
     "subarrays": replace("arrays/float32", (4,), np.dtype(("f4", (1 << 10,)))),
     "another type": replace("arrays/float32", (400,), "f8"),
     "other bytes of a number": replace("arrays/float32", (400,), ">f4"),
+    "other bytes of a whole number": replace("arrays/int64", (50,), ">i8"),
     "an enumeration": replace("arrays/float32", (400,), h5py.enum_dtype({"a": 1}, "i4")),
     "truth of floats": replace("arrays/bool", (9,), "f8"),
     "truth of 7": replace("arrays/bool", data=np.full(9, 7, np.uint8)),
@@ -292,7 +301,7 @@ FILES = {
     "no arrays": lambda file: file.__delitem__("arrays"),
     "an array less": lambda file: file.__delitem__("arrays/float32"),
     "more at the root": lambda file: file.create_dataset("more", (3,), "f4"),
-    "more than the index tells": lambda file: file.create_dataset("arrays/float64", (3,), "f8"),
+    "more than the index tells": lambda file: file.create_dataset("arrays/float16", (3,), "f2"),
 }
 
 
@@ -307,6 +316,76 @@ def set_part(name, value):
 def nested(depth):
     return '{"format": 1, "arrays": [], "state": ' + '{"list": [' * depth + "]}" * depth + "}"
 
+
+def set_node(name, node):
+    """Return a change of what is told of one object."""
+    return lambda index: index["state"]["objects"].__setitem__(name, node)
+
+
+def set_item(name, key, node):
+    """Return a change of one item of the dict that an object is told to be; the order stays."""
+
+    def change(index):
+        for pair in index["state"]["objects"][name]["dict"]:
+            if pair[0] == key:
+                pair[1] = node
+
+    return change
+
+
+def without_state(part):
+    return lambda index: index["state"].__delitem__(part)
+
+
+def group(*pairs):
+    """Return a change that leaves the optimizer one group of these items."""
+    return set_item("optimizer", "param_groups", {"list": [{"dict": list(pairs)}]})
+
+
+#: Changes of the state, which only those who load it can tell.
+STATES = {
+    "a number": set_part("state", 7),
+    "null": set_part("state", None),
+    "a list": set_part("state", [["objects", {}], ["kinds", {}]]),
+    "without objects": without_state("objects"),
+    "without kinds": without_state("kinds"),
+    "objects a list": lambda index: index["state"].update(objects=["model", "optimizer", "n"]),
+    "kinds a list": lambda index: index["state"].update(kinds=["module", "SGD", "ndarray"]),
+    "kinds of lists": lambda index: index["state"].update(kinds={"model": [], "optimizer": [], "n": []}),
+    "an object less": lambda index: index["state"]["objects"].__delitem__("n"),
+    "an object more": set_node("more", {"dict": []}),
+    "nothing for a module": set_node("model", None),
+    "a list for a module": set_node("model", {"list": [{"tensor": 0}]}),
+    "a tensor for a module": set_node("model", {"tensor": 0}),
+    "weights under a number": set_node("model", {"dict": [[0, {"tensor": 0}], ["b", {"tensor": 1}]]}),
+    "weights and a number": set_node("model", {"dict": [["weight", {"tensor": 0}], ["b", {"tensor": 1}], [0, 0]]}),
+    "weights that are a number": set_item("model", "weight", 7),
+    "weights that are no tensor": set_item("model", "weight", {"array": 0}),
+    "weights of another tensor": set_item("model", "weight", {"tensor": 1}),
+    "a number for an optimizer": set_node("optimizer", 7),
+    "a list for an optimizer": set_node("optimizer", {"list": []}),
+    "nothing in an optimizer": set_node("optimizer", {"dict": []}),
+    "groups null": set_item("optimizer", "param_groups", None),
+    "groups a dict": set_item("optimizer", "param_groups", {"dict": []}),
+    "groups none": set_item("optimizer", "param_groups", {"list": []}),
+    "groups of numbers": set_item("optimizer", "param_groups", {"list": [0]}),
+    "group without parameters": group(["lr", 0.1]),
+    "parameters a number": group(["params", 1]),
+    "parameters of lists": group(["params", {"list": [{"list": []}]}]),
+    "parameters too many": group(["params", {"list": [0, 1]}]),
+    "optimizer's state null": set_item("optimizer", "state", None),
+    "optimizer's state a list": set_item("optimizer", "state", {"list": []}),
+    "optimizer's state of numbers": set_item("optimizer", "state", {"dict": [[0, 7]]}),
+    "an array that is a number": set_node("n", 7),
+    "an array that is a dict": set_node("n", {"dict": []}),
+    "an array of another shape": set_node("n", {"array": 0}),
+    "an array that is not there": set_node("n", {"array": 9}),
+    "an array of truth": set_node("n", {"array": True}),
+    "an array of a negative number": set_node("n", {"array": -1}),
+    "the same array often": set_node("n", {"list": [{"array": 0}] * 1_000_000}),
+    "deep nests": set_node("n", json.loads('{"list": [' * 300 + "]}" * 300)),
+    "a pickle": set_node("n", {"pickle": "gASVAA=="}),
+}
 
 #: Changes of the index.
 INDICES = {
@@ -343,11 +422,6 @@ INDICES = {
     "dtype index": set_row(0, "w", "index", [10], 0),
     "name list": set_row(0, ["w"], "float32", [40, 10], 0),
     "the same array often": set_part("arrays", [["w", "float32", [40, 10], 0]] * 10_000),
-    "the same array in the state often": set_part("state", {"list": [{"array": 0}] * 1_000_000}),
-    "array of nothing": set_part("state", {"array": 9}),
-    "array of truth": set_part("state", {"array": True}),
-    "array negative": set_part("state", {"array": -1}),
-    "a pickle in the state": set_part("state", {"pickle": "gASVAA=="}),
 }
 
 #: Changes of the manifest.
@@ -471,6 +545,8 @@ def lies():
         yield Case("lie", f"file: {name}", in_file(change))
     for name, change in INDICES.items():
         yield Case("lie", f"index: {name}", in_index(change))
+    for name, change in STATES.items():
+        yield Case("lie", f"state: {name}", in_index(change))
     for name, parts in MANIFESTS.items():
         yield Case("lie", f"manifest: {name}", in_manifest(**parts))
     for name, make in OTHERS.items():

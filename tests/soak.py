@@ -25,12 +25,18 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 from real_jobs import MPIRUN, PYTHON, Job, final_state
+from sklearn.datasets import load_digits
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = (2, 2, 2, 3, 3, 4, 4, 5, 6, 8)
 #: Harm -> (how often, seconds until all is over). A stuck rank is found by the watchdog after LIMIT_S.
-LIMIT_S = 15.0
+LIMIT_S = 10.0
+#: How long hpcdist waits for all ranks to start MPI, and some time to end.
+START_S = 75.0
+#: Age at which a segment that MPICH left must be gone: hpcdist's STALE_S, and the longest time to the next start.
+SEGMENT_S = 700
 HARMS = {
     "kill": (8, 15.0),
     "term": (4, 30.0),
@@ -58,6 +64,8 @@ class Folder:
     def __init__(self):
         self.path = Path(tempfile.mkdtemp(prefix="hpcdist-soak-"))
         (self.path / "tmp").mkdir()
+        write_digits(self.path / "data")
+        self.segments = set()
         self.shared_before = set(os.listdir("/dev/shm"))
         self.environ = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI", "HPCDIST_"))},
@@ -68,13 +76,43 @@ class Folder:
 
     def start(self, n_ranks, run_dir, *more):
         program = [ROOT / "tests" / "harmed_job.py", ROOT / "jobs" / "train.py"]
-        command = [MPIRUN, "-n", n_ranks, PYTHON, *program, "--run-dir", run_dir, *OPTIONS, *more]
+        command = [
+            MPIRUN,
+            "-n",
+            n_ranks,
+            PYTHON,
+            *program,
+            "--run-dir",
+            run_dir,
+            "--data",
+            self.path / "data",
+            *OPTIONS,
+            *more,
+        ]
         return Job(command, self.environ, self.path)
 
     def left_overs(self, job):
-        shared = set(os.listdir("/dev/shm")) - self.shared_before
+        shared = {name for name in set(os.listdir("/dev/shm")) - self.shared_before if not self.is_young_segment(name)}
         own = [name for name in os.listdir(self.path / "tmp") if not name.startswith("torchinductor")]  # torch's cache
         return [*map(str, job.processes()), *shared, *own]
+
+    def is_young_segment(self, name):
+        """Return whether MPICH made it in a start that was cut short; a later start removes it when it is old."""
+        is_young = time.time() - os.stat(f"/dev/shm/{name}").st_mtime < SEGMENT_S
+        if name.startswith("mpich_shm_") and is_young:
+            self.segments.add(name)
+            return True
+        return False
+
+
+def write_digits(folder):
+    """Write scikit-learn's digits as MNIST's files: ranks then need not import it, which takes a second each."""
+    folder.mkdir()
+    digits = load_digits()
+    for name, rows in (("train", slice(1437)), ("t10k", slice(1437, None))):
+        for kind, values in (("images-idx3", digits.images[rows] * 15), ("labels-idx1", digits.target[rows])):
+            header = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">u4").tobytes()
+            (folder / f"{name}-{kind}-ubyte").write_bytes(header + values.astype(np.uint8).tobytes())
 
 
 def copies(run_dir):
@@ -106,7 +144,7 @@ class Attempt:
         in_training, self.delay_s = chance.random() < 0.8, chance.uniform(0, 2.0)
         self.has_copies = chance.random() < 0.5
         self.committed_before, self.half_written_before = newest_step(run_dir), half_written(run_dir)
-        self.faults = []
+        self.faults, self.was_done = [], False
         self.job = folder.start(self.n_ranks, run_dir, *(("--copy-every", "3") if self.has_copies else ()))
         self._wait_for_training(in_training)
         time.sleep(self.delay_s)
@@ -142,7 +180,7 @@ class Attempt:
     def _do_harm(self):
         signals = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "raise": signal.SIGRTMIN}
         signals |= {"mismatch": signal.SIGRTMIN + 1, "stop": signal.SIGSTOP, "suspend": signal.SIGSTOP}
-        pid = self._pid()
+        pid = self.pid = self._pid()
         self._send(pid, signals[self.harm])
         if self.harm == "suspend" or (self.harm == "stop" and pid == self.job.process.pid):
             time.sleep(1.0)
@@ -156,14 +194,25 @@ class Attempt:
 
     def _wait_for_end(self):
         bound_s = HARMS[self.harm][1] if self.was_running else 60.0
+        if self.harm == "stop" and not self.was_training:
+            bound_s = START_S  # before MPI has started
         if self.harm in ("suspend", "stop") and self.victim == "mpirun":
             bound_s = 60.0  # it goes on, and may finish
-        deadline = time.monotonic() + bound_s
-        while (self.job.process.poll() is None or self.job.processes()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if self.job.process.poll() is None or self.job.processes():
+        if not self._is_over_in(bound_s) and self.harm == "stop" and re.search(r"^test accuracy", self._output, re.M):
+            self._send(self.pid, signal.SIGCONT)  # who has finished is waited for, for a day: it may be busy
+            self.was_done = True
+        if not self._is_over_in(LIMIT_S if self.was_done else 0.0):
             self.faults.append(f"not over after {bound_s:g} s")
             self.job.kill()
+
+    def _is_over_in(self, bound_s):
+        """Return whether the job has ended with all its processes, after waiting for that."""
+        deadline = time.monotonic() + bound_s
+        while is_there := self.job.process.poll() is None or self.job.processes():
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        return not is_there
 
     def _look(self, folder, run_dir):
         output = self._output
@@ -178,6 +227,8 @@ class Attempt:
         if "new run" in output and self.committed_before >= 0:
             self.faults.append("began anew")
         self.committed = newest_step(run_dir)
+        if self.committed < self.committed_before:
+            self.faults.append(f"{self.committed_before} was committed and is gone, the newest is {self.committed}")
         left = sorted(path.name for path in half_written(run_dir) & self.half_written_before)
         if left and self.code in CLEAN and self.committed > self.committed_before:  # it came to sweep
             self.faults.append(f"left since an attempt before {left}")
@@ -188,6 +239,8 @@ class Attempt:
         allowed = self._allowed_codes(is_finished)
         if allowed and self.code not in allowed:
             self.faults.append(f"code {self.code}, not one of {allowed}")
+        if self.code == 76 and "expected attempts that come further" not in output:
+            self.faults.append("code 76 without three attempts that died")
         self.tail = output[-3000:] if self.faults else ""
 
     def _allowed_codes(self, is_finished):
@@ -202,7 +255,18 @@ class Attempt:
         return ()
 
     def record(self):
-        keys = ("harm", "victim", "n_ranks", "has_copies", "delay_s", "was_running", "was_training", "code", "seconds")
+        keys = (
+            "harm",
+            "victim",
+            "n_ranks",
+            "has_copies",
+            "delay_s",
+            "was_running",
+            "was_training",
+            "was_done",
+            "code",
+            "seconds",
+        )
         keys += ("committed", "faults", "tail")
         return {key: getattr(self, key) for key in keys}
 
@@ -259,6 +323,9 @@ class Soak:
                 lines.append(
                     f"{harm}: {len(seconds)}, over after {statistics.median(seconds):.1f} s (at most {seconds[-1]:.1f})"
                 )
+        lines.append(
+            f"{len(self.folder.segments)} segments of MPICH left for a while by ranks that were killed in MPI_Init"
+        )
         lines.append(f"codes {dict(Counter(attempt.code for attempt in self.attempts))}")
         faults = [fault for attempt in self.attempts for fault in attempt.faults]
         lines.append(f"{len(faults)} faults {faults[:5]}; runs with other bits: {self.wrong}")
@@ -270,10 +337,11 @@ def main():
     soak = Soak(args.seed)
     while len(soak.attempts) < args.restarts:
         soak.one_run(args.restarts)
-    text, is_good = soak.summary()
+        text, is_good = soak.summary()
+        if args.out:  # after each run, should it be cut short
+            records = [one.record() for one in soak.attempts]
+            args.out.write_text(json.dumps({"seed": args.seed, "summary": text, "attempts": records}))
     print(text)
-    if args.out:
-        args.out.write_text(json.dumps({"seed": args.seed, "attempts": [one.record() for one in soak.attempts]}))
     if is_good:
         shutil.rmtree(soak.folder.path)
     sys.exit(0 if is_good else f"faults: see {soak.folder.path}")

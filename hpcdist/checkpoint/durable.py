@@ -5,6 +5,7 @@ rename, fsync the folder. (T. Pillai et al., All File Systems Are Not Created Eq
 """
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -23,11 +24,23 @@ ALIGNMENT_BYTES = 4096
 SYNC_EVERY_BYTES = 256 << 20
 
 
-def _repeat(act: Callable[..., None], *paths: Path) -> None:
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+def _fallocate(descriptor: int, nbytes: int) -> None:
+    """Call fallocate(2). Where a file system has none, posix_fallocate writes into each block: the whole file twice."""
+    while _libc.fallocate(descriptor, 0, 0, nbytes) != 0:
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
+def _repeat(act: Callable[..., None], *arguments: Path | int) -> None:
     """Carry out a change of names until no signal interrupts it: Python repeats all other calls, but not these."""
     while True:
         with contextlib.suppress(InterruptedError):
-            return act(*paths)
+            return act(*arguments)
 
 
 class Disk:
@@ -37,9 +50,9 @@ class Disk:
         OSError: from every method, when the file system refuses.
     """
 
-    def make_folder(self, path: Path) -> None:
-        """Make one folder; its name is durable once its parent is synced."""
-        _repeat(os.mkdir, path)
+    def make_folder(self, path: Path, mode: int = 0o777) -> None:
+        """Make one folder; its name is durable once its parent is synced. The umask takes from the mode."""
+        _repeat(os.mkdir, path, mode)
 
     def create(self, path: Path) -> int:
         """Make an empty file and return its descriptor."""
@@ -48,7 +61,7 @@ class Disk:
     def allocate(self, descriptor: int, nbytes: int) -> None:
         """Give a new file its size and its place on the disk, where the file system can."""
         try:
-            os.posix_fallocate(descriptor, 0, nbytes)
+            _fallocate(descriptor, nbytes)
         except OSError as error:
             if error.errno not in _NOT_OFFERED:
                 raise

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import secrets
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ import xxhash
 
 from hpcdist.checkpoint import durable, generations
 from hpcdist.checkpoint.durable import Disk
-from hpcdist.checkpoint.generations import Attempt, Place
+from hpcdist.checkpoint.generations import AttemptNote, Place
 from hpcdist.checkpoint.image import FileImage
-from hpcdist.checkpoint.manifest import Manifest, read_manifest
+from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.checkpoint.reader import CheckpointReader, step_of
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.errors import AttemptReplaced, CheckpointError
@@ -36,12 +37,11 @@ class CheckpointFolder(CheckpointReader):
     Attributes:
         path: of the folder.
         generation: of this attempt; 0 before `begin`.
-        n_blocks_read: blocks read back so far.
     """
 
     def __init__(self, folder: str | os.PathLike[str], disk: Disk | None = None) -> None:
         super().__init__(folder)
-        self.generation = self.n_blocks_read = 0
+        self.generation = 0
         self._disk = disk or Disk()
         self._last_before = -1
 
@@ -68,11 +68,17 @@ class CheckpointFolder(CheckpointReader):
         with self.explained("save", "to name the run"):
             if not path.exists():
                 durable.replace_text(self._disk, path, secrets.token_hex(8))
-            return path.read_text()
+            name = path.read_text()
+        if not re.fullmatch(r"\w+", name):
+            raise CheckpointError(
+                f"restore: expected the name of the run in {path}, got {name[:40]!r}; remove the file, and with it the "
+                f"way to copies in memory."
+            )
+        return name
 
     # -- attempts -------------------------------------------------------------------------------------------------
 
-    def fruitless_attempts(self, first_step: int | None = None) -> list[Attempt]:
+    def fruitless_attempts(self, first_step: int | None = None) -> list[AttemptNote]:
         """Return the attempts right before this one that died before they came further, the newest first.
 
         Args:
@@ -177,6 +183,7 @@ class CheckpointFolder(CheckpointReader):
         """
         newest.verify(self._own / newest.file, self._count_block)
         try:
+            self.check_current()
             manifests = {place: manifest for place in self.places() if (manifest := self._readable(place))}
             kept = retention.kept(list(manifests.values()))
             for place, manifest in manifests.items():
@@ -185,9 +192,6 @@ class CheckpointFolder(CheckpointReader):
             self._remove_orphans(has_progressed=newest.step > self._last_before)
         except (OSError, CheckpointError) as error:
             logger.warning("old checkpoints stay in %s: %s", self.path, error)
-
-    def _count_block(self) -> None:
-        self.n_blocks_read += 1
 
     def _readable(self, place: Place) -> Manifest | None:
         """Return a manifest, or None where it is damaged: such a checkpoint is neither counted nor removed."""
@@ -206,16 +210,21 @@ class CheckpointFolder(CheckpointReader):
             if generation <= self.generation:
                 folder = self.path / generations.folder_name(generation)
                 durable.sweep_temporary(self._disk, folder)
-                self._remove_unnamed(folder)
+                self._remove_unnamed(generation)
                 if has_progressed and generation < self.generation:
                     generations.remove_generation(self._disk, self.path, generation)
 
-    def _remove_unnamed(self, folder: Path) -> None:
+    def _remove_unnamed(self, generation: int) -> None:
+        """Remove data files that no manifest names; one that cannot be read may name any of its step."""
+        folder = self.path / generations.folder_name(generation)
         names = generations.names_in(folder)
         for name in names:
-            step = step_of(name)
-            manifest = f"step-{step:08d}.json"
-            if step >= 0 and (manifest not in names or read_manifest(folder / manifest).file != name):
+            place = Place(generation, step_of(name))
+            if place.step < 0:
+                continue
+            is_there = place.manifest(self.path).name in names
+            manifest = self._readable(place) if is_there else None
+            if not is_there or (manifest is not None and manifest.file != name):
                 self._disk.remove(folder / name)
 
     def go_on_from(self, used: Place) -> None:

@@ -1,7 +1,8 @@
 """Generations: each attempt of a job writes into a folder of its own, `gen-0001`, `gen-0002`, ...
 
-A process of an earlier attempt that is still alive somewhere (a zombie) can only touch its own folder, and notices at
-its next commit that it has been replaced. Readers take the highest generation that has a checkpoint.
+A process of an earlier attempt that is still alive somewhere (a zombie) writes into its own folder only, and notices at
+its next commit that it has been replaced. Pruning alone reaches into the folders of other attempts: checkpoints that
+are not kept go, whoever wrote them. Readers take the highest generation that has a checkpoint.
 """
 
 import json
@@ -110,8 +111,8 @@ def make_generation(disk: Disk, root: Path, number: int | None = None) -> int:
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """What is known of an attempt.
+class AttemptNote:
+    """What is written down of an attempt.
 
     Attributes:
         generation: its number.
@@ -152,7 +153,7 @@ def write_attempt(disk: Disk, root: Path, generation: int, restored: str | None,
     durable.replace_text(disk, root / folder_name(generation) / _ATTEMPT, text)
 
 
-def fruitless_attempts(root: Path, before: int, first_step: int | None = None) -> list[Attempt]:
+def fruitless_attempts(root: Path, before: int, first_step: int | None = None) -> list[AttemptNote]:
     """Return the attempts right before a generation that died before they came further, the newest first.
 
     One came further if it left a checkpoint of a later step than it went on from, or if the next one went on from a
@@ -167,7 +168,7 @@ def fruitless_attempts(root: Path, before: int, first_step: int | None = None) -
     Raises:
         OSError: when a folder cannot be read.
     """
-    found: list[Attempt] = []
+    found: list[AttemptNote] = []
     last = {place.generation: place.step for place in places(root)}
     for generation in reversed([number for number in generations(root) if number < before]):
         attempt = _read_attempt(root, generation, last.get(generation, -1))
@@ -182,17 +183,17 @@ def fruitless_attempts(root: Path, before: int, first_step: int | None = None) -
     return found
 
 
-def _read_attempt(root: Path, generation: int, last_step: int) -> Attempt | None:
+def _read_attempt(root: Path, generation: int, last_step: int) -> AttemptNote | None:
     path = root / folder_name(generation) / _ATTEMPT
     try:
         content = json.loads(read_text(path, _MAX_NOTE_BYTES))
         restored = content["restored"] if type(content["restored"]) is str else None
-        return Attempt(generation, restored, bool(content["has_ended"]), last_step > step_of(restored))
+        return AttemptNote(generation, restored, bool(content["has_ended"]), last_step > step_of(restored))
     except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def crashed_twice(attempts: list[Attempt]) -> set[int]:
+def crashed_twice(attempts: list[AttemptNote]) -> set[int]:
     """Return the steps that two of some fruitless attempts went on from: their state may be what kills the job."""
     steps = [attempt.first_step for attempt in attempts]
     return {step for step in steps if step is not None and step >= 0 and steps.count(step) >= 2}

@@ -1,7 +1,9 @@
 """A checkpoint file in memory, byte for byte as on the disk: the copy that a background writer works from."""
 
 import mmap
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,10 @@ from hpcdist.checkpoint.durable import ALIGNMENT_BYTES
 
 #: Hashed and written in one go: long enough for the disk, short enough for what was hashed to be in the cache still.
 BLOCK_BYTES = 4 << 20
+#: One core alone does not copy as fast as memory allows; more than a few do not copy faster.
+MAX_COPIERS = 4
+#: Where an array belongs in the file, in bytes, and the array.
+Placed = tuple[int, npt.NDArray[Any]]
 
 
 class FileImage:
@@ -45,9 +51,28 @@ class FileImage:
         else:
             np.copyto(place.view(values.dtype).reshape(values.shape), values)
 
+    def put_all(self, placed: list[Placed]) -> None:
+        """Copy arrays to places that do not overlap, in as many threads as pay."""
+        pieces = [piece for offset, values in placed for piece in _pieces(offset, values)]
+        nbytes = sum(values.nbytes for _, values in placed)
+        n_copiers = min(MAX_COPIERS, len(os.sched_getaffinity(0)), 1 + nbytes // (2 * BLOCK_BYTES))
+        with ThreadPoolExecutor(MAX_COPIERS) as threads:
+            others = [threads.submit(self._put_each, pieces[first::n_copiers]) for first in range(1, n_copiers)]
+            self._put_each(pieces[::n_copiers])
+        for other in others:
+            other.result()
+
+    def _put_each(self, placed: list[Placed]) -> None:
+        for offset, values in placed:
+            self.put(offset, values)
+
     def clear(self, offset: int, end: int) -> None:
         """Fill a part of the file with zeros."""
         self._bytes[offset:end] = 0
+
+    def digest(self) -> str:
+        """Return the xxh3-128 hex digest of the content."""
+        return xxhash.xxh3_128_hexdigest(self._room[: self.nbytes])
 
     def blocks(self, digest: "xxhash.xxh3_128") -> Iterator[memoryview]:
         """Yield the content in order, and add it to `digest` on the way."""
@@ -61,3 +86,14 @@ class FileImage:
         if whole < self.nbytes:
             digest.update(content[whole:])
             yield content[whole:]
+
+
+def _pieces(offset: int, values: npt.NDArray[Any]) -> Iterator[Placed]:
+    """Yield an array in pieces of at most `BLOCK_BYTES`; whole if it is not contiguous."""
+    if not values.flags.c_contiguous:
+        yield offset, values
+        return
+    flat = values.reshape(-1)
+    step = BLOCK_BYTES // values.itemsize
+    for start in range(0, flat.size, step):
+        yield offset + start * values.itemsize, flat[start : start + step]

@@ -49,11 +49,16 @@ class CheckpointReader:
     Attributes:
         path: of the folder.
         damaged: where the last search found checkpoints that do not verify.
+        n_blocks_read: blocks read so far: as long as it goes up, a file that takes long is not stuck.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.path = Path(folder)
         self.damaged: list[Place] = []
+        self.n_blocks_read = 0
+
+    def _count_block(self) -> None:
+        self.n_blocks_read += 1
 
     def places(self) -> list[Place]:
         """Return where checkpoints are, oldest first; not verified.
@@ -64,21 +69,27 @@ class CheckpointReader:
         with self.explained("restore", "a folder that can be read"):
             return generations.places(self.path)
 
-    def read_latest(self, but: Collection[int] = ()) -> Found | None:
+    def read_latest(
+        self, but: Collection[int] = (), before_reading: Callable[[Place], None] = lambda place: None
+    ) -> Found | None:
         """Return the latest checkpoint that verifies; None when there is none.
 
         Damaged ones are stepped over, with the reason in the log.
 
         Args:
             but: steps that are passed over too, unless there is no other.
+            before_reading: is called with the place of one that verifies.
 
         Raises:
             CheckpointError: when there are checkpoints and none verifies, one is of a newer format, or the file system
                 cannot read one: what is newest is not known then.
         """
-        found: Found | None = self._first_sound(
-            lambda place, manifest, path: Found(place, path, manifest, *read_file(path)), but
-        )
+
+        def read(place: Place, manifest: Manifest, path: Path) -> Found:
+            before_reading(place)
+            return Found(place, path, manifest, *read_file(path, self._count_block))
+
+        found: Found | None = self._first_sound(read, but)
         return found
 
     def latest(self) -> Path | None:
@@ -95,7 +106,7 @@ class CheckpointReader:
             try:
                 manifest = self.manifest(place)
                 path = place.manifest(self.path).with_name(manifest.file)
-                manifest.verify(path)
+                manifest.verify(path, self._count_block)
                 return use(place, manifest, path)
             except CheckpointDamaged as error:
                 if isinstance(error, CheckpointMissing) and not is_again:  # pruned since it was listed?

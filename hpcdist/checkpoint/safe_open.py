@@ -101,18 +101,22 @@ def read_text(path: Path, max_bytes: int) -> str:
         return file.read().decode()
 
 
-def read_file(path: Path) -> tuple[Any, list[NamedArray]]:
+def read_file(path: Path, on_block: Callable[[], None] = lambda: None) -> tuple[Any, list[NamedArray]]:
     """Return (state, arrays) of a checkpoint file whose digest was checked.
 
     Only plain, contiguous datasets under the names above are read: links that lead elsewhere, virtual and external
     datasets, filters and sizes beyond the file are refused before any of their data is read.
+
+    Args:
+        path: of the file.
+        on_block: called after each block of the arrays: reading comes forward.
 
     Raises:
         CheckpointDamaged: when the file is not laid out as `layout.lay_out` does.
         CheckpointError: when it was written by a newer hpcdist, or the file system cannot read it.
     """
     try:
-        datasets = read_patiently(path, lambda: _read_datasets(path))
+        datasets = read_patiently(path, lambda: _read_datasets(path, on_block))
         index = json.loads(datasets.pop("index").tobytes())
     except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
         if isinstance(error, CheckpointError):
@@ -138,12 +142,22 @@ def check_format(found: Any, path: Path) -> None:
         )
 
 
-def _read_datasets(path: Path) -> dict[str, npt.NDArray[Any]]:
+def _read_datasets(path: Path, on_block: Callable[[], None]) -> dict[str, npt.NDArray[Any]]:
     with h5py.File(path, "r", locking=False) as file:
-        return _safe_datasets(file, path)
+        return {name: _read(dataset, on_block) for name, dataset in _safe_datasets(file, path).items()}
 
 
-def _safe_datasets(file: h5py.File, path: Path) -> dict[str, npt.NDArray[Any]]:
+def _read(dataset: h5py.Dataset, on_block: Callable[[], None]) -> npt.NDArray[Any]:
+    values = np.empty(dataset.shape, dataset.dtype)
+    step = _BLOCK_BYTES // dataset.dtype.itemsize
+    for start in range(0, len(values), step):
+        values[start : start + step] = dataset[start : start + step]
+        on_block()
+    return values
+
+
+def _safe_datasets(file: h5py.File, path: Path) -> dict[str, h5py.Dataset]:
+    """Return the datasets of a checkpoint. None of their data is read."""
     _check_members(file, {"index", "arrays"}, path)
     group = file["arrays"]
     if not isinstance(group, h5py.Group):
@@ -153,7 +167,7 @@ def _safe_datasets(file: h5py.File, path: Path) -> dict[str, npt.NDArray[Any]]:
     index = _plain(file["index"], np.dtype(np.uint8), path)
     if sum(dataset.nbytes for dataset in (index, *found.values())) > os.path.getsize(path):
         raise CheckpointDamaged(f"restore: expected less data than bytes in {path}, got more; use another file.")
-    return {**{name: np.asarray(dataset[()]) for name, dataset in found.items()}, "index": np.asarray(index[()])}
+    return {**found, "index": index}
 
 
 def _check_members(group: h5py.Group, expected: set[str] | None, path: Path) -> None:

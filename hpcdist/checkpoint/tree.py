@@ -48,6 +48,7 @@ def encode(value: Any, name: str, to_array: Callable[[Any], tuple[Array, str]], 
         return {kind: [encode(v, f"{name}/{i}", to_array, arrays) for i, v in enumerate(value)]}
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
         array = np.asarray(value)
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)  # the name of a dtype does not tell the order
         return {"array": _append(NamedArray(name, array.dtype.name, array), arrays)}
     if hasattr(value, "new_tensor"):
         array, dtype = to_array(value)

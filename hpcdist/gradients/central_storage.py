@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from hpcdist.gradients.tensors import is_dense
 
 #: Bytes that a parameter's place is a multiple of, so that no two share a cache line.
 _ALIGNMENT = 64
+#: Those whose strategies are in use.
+_alive: "weakref.WeakSet[CentralStorage]" = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class CentralStorage:
         self._is_chief = group.rank == 0
         self._places: list[_Place] = []
         self._adopted: IdentitySet[nn.Parameter] = IdentitySet()
+        _alive.add(self)
 
     @torch.no_grad()
     def adopt(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -122,6 +126,12 @@ class CentralStorage:
     def _wait(self) -> None:
         with self._group.recorded("change of central parameters", None):
             self._group.barrier.wait()
+
+
+def is_stepped_by_chief(optimizer: Any) -> bool:
+    """Return whether the chief alone makes an optimizer's steps, so that others have none of its state."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return any(storage.holds(parameter) for storage in list(_alive) for parameter in parameters)
 
 
 def _is_on_host(parameter: Tensor) -> bool:

@@ -309,6 +309,7 @@ class GradientEngine:
         if any(parameter in self._trained for parameter in parameters):
             self.generators.advance()
             self._world.step = self.generators.step
+            self._world.notices.n_steps += 1
         if replica is not None and self._n_replicas > 1 and self._is_ours(optimizer, parameters):
             self.turns.part()
 

@@ -10,6 +10,7 @@ from torch.optim.optimizer import Optimizer
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.generators import StepGenerators
 from hpcdist.gradients.model_plan import IdentitySet, ModuleSet
+from hpcdist.notices import of_one_rank
 
 
 class LoneSteps:
@@ -41,6 +42,7 @@ class LoneSteps:
     def _after_step(self, optimizer: Optimizer) -> None:
         if optimizer in self._optimizers or self._steps_ours(optimizer):
             self.generators.advance()
+            of_one_rank.n_steps += 1
 
     def _steps_ours(self, optimizer: Optimizer) -> bool:
         own = self.modules.parameters()

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 
+from hpcdist.errors import DesyncError
 from hpcdist.mpi import MPI
 from hpcdist.notices import Want
 from hpcdist.world import World
@@ -48,6 +49,29 @@ class Agreement:
             return self._world.notices.take()
         self._n_polls += 1
         return self._ask() if self._n_polls >= self._every else Want.NOTHING
+
+    def require_same_step(self, step: int) -> None:
+        """Raise unless all ranks of the role have made as many steps. Collective: they.
+
+        Raises:
+            DesyncError: on every rank alike.
+        """
+        if not self._world.all_equal(str(step), self._world.role_comm):
+            error = DesyncError(
+                f"PreemptionCheckpointHandler: expected all ranks to stop after the same step, got {step} here; "
+                f"let all ranks make the same steps and polls."
+            )
+            self._world.agree(error, self._world.role_comm)
+
+    def first_reason(self, own: str | None) -> str | None:
+        """Return the reason of the lowest rank of the role that has one, on all of them. Collective: they."""
+        comm = self._world.role_comm
+        lowest = self._world.all_reduce_int(comm.size if own is None else comm.rank, MPI.MIN, comm)
+        return None if lowest == comm.size else self._world.broadcast_text(own or "", lowest, comm)
+
+    def any_rank(self, is_true: bool) -> bool:
+        """Return whether it is true on any rank of the role. Collective: they."""
+        return self._world.all_reduce_int(int(is_true), MPI.MAX, self._world.role_comm) > 0
 
     def _start_again(self) -> None:
         self._n_polls, self._every, self._since = 0, FIRST_POLLS, self._clock()

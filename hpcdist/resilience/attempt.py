@@ -1,18 +1,30 @@
 """One attempt of a job, as the run folder tells of it: what to do if it dies, and what became of it."""
 
+import logging
 from pathlib import Path
 
 from hpcdist.cluster.environment import job_id, read_environment
-from hpcdist.errors import ExitCode, NoProgressError
-from hpcdist.resilience.decision import Decision, DecisionFile, Verdict, at_end, at_first_commit, at_start, at_stop
+from hpcdist.errors import CheckpointError, DesyncError, ExitCode, NoProgressError
+from hpcdist.resilience.decision import (
+    Decision,
+    DecisionFile,
+    Verdict,
+    at_desync,
+    at_end,
+    at_first_commit,
+    at_start,
+    at_stop,
+)
 from hpcdist.resilience.manager import CheckpointManager
 from hpcdist.world import World
+
+logger = logging.getLogger("hpcdist")
 
 
 class Attempt:
     """Writes decisions at the turns of an attempt. The chief decides and writes.
 
-    Collective: chief and workers, at every method but `left`.
+    Collective: chief and workers, at every method but `gave_up` and `left`.
 
     Args:
         world: who they are.
@@ -103,6 +115,17 @@ class Attempt:
         """
         self._manager.end_attempt()
         self._note(at_end(), step)
+
+    def gave_up(self, error: DesyncError) -> None:
+        """Note that ranks differ: nobody shall run it again before a person has looked.
+
+        Not collective: ranks that differ may not be at the same place. Where it cannot be written the log says so.
+        """
+        if self._world.is_chief:
+            try:
+                self._write(at_desync(str(error)))
+            except CheckpointError as unwritten:
+                logger.warning("%s", unwritten)
 
     def left(self, step: int) -> None:
         """Note that the program came to its end, on a rank that is leaving; nothing if another attempt has begun.

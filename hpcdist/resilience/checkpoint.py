@@ -1,12 +1,15 @@
 """Checkpoint: training objects to named arrays and back."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from hpcdist.checkpoint.tree import NamedArray, decode, encode
-from hpcdist.errors import CheckpointError, DataError, UsageError
+from hpcdist.errors import CheckpointDamaged, CheckpointError, DataError, UsageError
+from hpcdist.gradients.central_storage import is_stepped_by_chief
 from hpcdist.gradients.tensors import from_array, to_array
+from hpcdist.resilience.metrics_file import MetricsFile
 from hpcdist.world import World, make_world
 
 
@@ -73,6 +76,18 @@ class Checkpoint:
         equal = {name: item for name, item in self._objects.items() if _is_equal_everywhere(item)}
         return {name: encode(item.state_dict(), name, to_array, arrays) for name, item in equal.items()}, arrays
 
+    def claim_files(self) -> None:
+        """Let metrics files begin anew: the attempts before this one were replaced.
+
+        Not collective: for the chief.
+
+        Raises:
+            CheckpointError: when one cannot be written.
+        """
+        for item in self._objects.values():
+            if isinstance(item, MetricsFile):
+                item.claim()
+
     def apply(self, state: Any, arrays: list[NamedArray], source: str) -> None:
         """Load a state into all objects.
 
@@ -82,16 +97,19 @@ class Checkpoint:
             source: name of the file, for messages.
 
         Raises:
+            CheckpointDamaged: when the state is not what `collect` returns, whatever digest it has; likewise.
             CheckpointError: when the objects, or the shapes in a module, are others; nothing is loaded then.
         """
         kinds = {name: _kind(item) for name, item in self._objects.items()}
-        if state["kinds"] != kinds:
+        nodes, their_kinds = _parts_of(state, source)
+        if their_kinds != kinds:
             raise CheckpointError(
-                f"restore: expected objects {kinds}, got {state['kinds']} in {source}; make Checkpoint(...) with the "
-                f"same objects, or start with a new run folder."
+                f"restore: expected objects {kinds}, got {str(their_kinds)[:1000]} in {source}; make Checkpoint(...) "
+                f"with the same objects, or start with a new run folder."
             )
-        loaded = {name: decode(node, from_array, arrays) for name, node in state["objects"].items()}
+        loaded = {name: _decoded(name, node, arrays, source) for name, node in nodes.items()}
         for name, item in self._objects.items():
+            _check_shape(name, item, loaded[name], source)
             _check_layout(name, item, loaded[name], source)
         for name, item in self._objects.items():
             _load(name, item, loaded[name], source)
@@ -102,13 +120,59 @@ def _state_of(item: Any) -> Any:
 
 
 def _is_equal_everywhere(item: Any) -> bool:
-    """Return whether an object is a module or an optimizer; others may be a rank's own, or the chief's."""
-    return hasattr(item, "named_parameters") or hasattr(item, "param_groups")
+    """Return whether an object is a module, or an optimizer of all ranks; others may be one rank's own."""
+    return hasattr(item, "named_parameters") or (hasattr(item, "param_groups") and not is_stepped_by_chief(item))
 
 
 def _kind(item: Any) -> str:
     """Return what an object is to a checkpoint: modules are told apart by their arrays, all else by its class."""
     return "module" if hasattr(item, "named_parameters") else type(item).__name__
+
+
+def _damaged(expected: str, found: Any, source: str) -> CheckpointDamaged:
+    return CheckpointDamaged(f"restore: expected {expected} in {source}, got {str(found)[:60]!r}; use another.")
+
+
+def _parts_of(state: Any, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the nodes and the kinds of the objects in a state that may be any JSON: a digest is no signature."""
+    nodes, kinds = (state.get("objects"), state.get("kinds")) if isinstance(state, dict) else (None, None)
+    if not isinstance(nodes, dict) or not isinstance(kinds, dict) or nodes.keys() != kinds.keys():
+        raise _damaged("objects, each with its kind,", state, source)
+    return nodes, kinds
+
+
+def _decoded(name: str, node: Any, arrays: list[NamedArray], source: str) -> Any:
+    try:
+        return decode(node, from_array, arrays)
+    except CheckpointDamaged as error:
+        raise CheckpointDamaged(f"{error} ({name!r} in {source})") from None
+    except (TypeError, ValueError) as error:  # numbers that no tensor has
+        raise _damaged(f"tensors for {name!r}", error, source) from None
+
+
+def _check_shape(name: str, item: Any, loaded: Any, source: str) -> None:
+    """Raise CheckpointDamaged unless `loaded` is a nest such as a module or an optimizer returns for its state."""
+    if hasattr(item, "param_groups"):
+        if _is_optimizer_state(item.state_dict()) and not _is_optimizer_state(loaded):  # wrappers keep more
+            raise _damaged(f"groups of parameters and a dict for each parameter of {name!r}", loaded, source)
+    elif hasattr(item, "named_parameters") and not isinstance(loaded, Mapping):
+        raise _damaged(f"a dict of arrays for {name!r}", loaded, source)
+
+
+def _is_optimizer_state(loaded: Any) -> bool:
+    parts = loaded if isinstance(loaded, Mapping) else {}
+    groups, states = parts.get("param_groups"), parts.get("state")
+    return (
+        isinstance(groups, list)
+        and all(isinstance(group, Mapping) and _is_list_of_names(group.get("params")) for group in groups)
+        and isinstance(states, Mapping)
+        and all(isinstance(state, Mapping) for key, state in states.items() if isinstance(key, int))
+    )
+
+
+def _is_list_of_names(value: Any) -> bool:
+    """Return whether a value names parameters as optimizers do: by numbers, some by text."""
+    return isinstance(value, list) and all(type(name) in (int, str) for name in value)
 
 
 def _check_layout(name: str, item: Any, loaded: Any, source: str) -> None:
@@ -130,15 +194,16 @@ def _check_layout(name: str, item: Any, loaded: Any, source: str) -> None:
             )
 
 
-def _layouts(state: dict[str, Any]) -> dict[str, str]:
-    return {
-        key: f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-        for key, value in state.items()
-        if hasattr(value, "shape")
-    }
+def _layouts(state: Mapping[str, Any]) -> dict[str, str]:
+    return {key: f"{tuple(value.shape)} {_dtype_of(value)}" for key, value in state.items() if hasattr(value, "shape")}
 
 
-def _group_sizes(state: dict[str, Any]) -> dict[str, str]:
+def _dtype_of(value: Any) -> str:
+    """Return the name of a tensor's or an array's dtype, in whatever order its bytes are: it is saved in ours."""
+    return value.dtype.name if isinstance(value.dtype, np.dtype) else str(value.dtype).removeprefix("torch.")
+
+
+def _group_sizes(state: Mapping[str, Any]) -> dict[str, str]:
     return {
         f"group {number}": f"{len(group['params'])} parameters" for number, group in enumerate(state["param_groups"])
     }
@@ -150,9 +215,11 @@ def _load(name: str, item: Any, loaded: Any, source: str) -> None:
             item[...] = loaded
         else:
             item.load_state_dict(loaded)
+    except CheckpointError:
+        raise
     except DataError as error:
         raise CheckpointError(str(error)) from None
-    except (ValueError, RuntimeError, KeyError) as error:
+    except (ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         text = " ".join(str(error).split())
         raise CheckpointError(
             f"restore: expected {source} to fit {name!r}, got {type(error).__name__} ({text}); build the same objects, "

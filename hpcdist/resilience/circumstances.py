@@ -3,6 +3,7 @@
 import logging
 import platform
 import time
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -21,7 +22,7 @@ _OF_PLACEMENT = ("ranks", "hosts", "mpi")
 def describe(world: World, sums: dict[str, Any]) -> dict[str, Any]:
     """Return versions, ranks, hosts, threads and time of now, and how gradients are summed. Not collective."""
     return {
-        **{package: version(package) for package in ("hpcdist", "numpy", "h5py", "mpi4py")},
+        **_versions(),
         **describe_numerics(),
         **sums,
         "python": platform.python_version(),
@@ -31,6 +32,11 @@ def describe(world: World, sums: dict[str, Any]) -> dict[str, Any]:
         "host": platform.node(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+@cache  # they are read from files, while training waits
+def _versions() -> dict[str, str]:
+    return {package: version(package) for package in ("hpcdist", "numpy", "h5py", "mpi4py")}
 
 
 def warn_of_changes(written: dict[str, Any], now: dict[str, Any]) -> None:

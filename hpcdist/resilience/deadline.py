@@ -1,5 +1,6 @@
 """When to stop so that the last save is done before the job is ended: the rule, and the measures it takes."""
 
+import bisect
 import statistics
 import time
 from collections import deque
@@ -15,14 +16,15 @@ class Durations:
     """The last few durations of one kind, in seconds."""
 
     def __init__(self) -> None:
-        self._last: deque[float] = deque(maxlen=N_REMEMBERED)
+        self._last: deque[float] = deque()
         self._sorted: list[float] = []
-        self._n_unsorted = 0
 
     def add(self, seconds: float) -> None:
         """Remember one more; the oldest is forgotten."""
+        if len(self._last) == N_REMEMBERED:
+            del self._sorted[bisect.bisect_left(self._sorted, self._last.popleft())]
         self._last.append(seconds)
-        self._n_unsorted += 1
+        bisect.insort(self._sorted, seconds)
 
     @property
     def is_measured(self) -> bool:
@@ -32,23 +34,18 @@ class Durations:
     @property
     def p99(self) -> float:
         """A duration that 99 in 100 do not exceed; 0 before the first."""
-        ordered = self._ordered()
-        return ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)] if ordered else 0.0
+        n = len(self._sorted)
+        return self._sorted[min(n - 1, n * 99 // 100)] if n else 0.0
 
     @property
     def median(self) -> float:
         """The usual duration; 0 before the first."""
-        return statistics.median(self._ordered()) if self._last else 0.0
+        return statistics.median(self._sorted) if self._sorted else 0.0
 
     @property
     def spread(self) -> float:
         """How much longer the long ones are than the usual one."""
         return self.p99 - self.median
-
-    def _ordered(self) -> list[float]:
-        if self._n_unsorted * 16 > len(self._sorted):  # not at every step: sorting takes as long as a small one
-            self._sorted, self._n_unsorted = sorted(self._last), 0
-        return self._sorted
 
 
 def slack_s(step: Durations, save: Durations) -> float:

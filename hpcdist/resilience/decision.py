@@ -72,6 +72,11 @@ def at_stop(reason: str, n_idle: int) -> Decision:
     return Decision(Verdict.REQUEUE, reason, ExitCode.RUN_AGAIN)
 
 
+def at_desync(reason: str) -> Decision:
+    """Decide what shall happen after ranks turned out to differ: another attempt may differ again, unnoticed."""
+    return Decision(Verdict.STOP, reason, ExitCode.DO_NOT_REQUEUE)
+
+
 def at_end() -> Decision:
     """Decide what shall happen after the program's end."""
     return Decision(Verdict.FINISHED, "the program came to its end", ExitCode.DONE)

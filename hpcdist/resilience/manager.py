@@ -1,27 +1,24 @@
 """CheckpointManager: saves and restores a Checkpoint in one folder, collectively; the disk is the chief's."""
 
-import atexit
-import logging
 import operator
 import os
-import weakref
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpcdist.checkpoint.folder import CheckpointFolder
-from hpcdist.checkpoint.generations import RESTORING, Place, crashed_twice
+from hpcdist.checkpoint.generations import Place
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.tier import Tier
-from hpcdist.errors import CheckpointError, UsageError
+from hpcdist.errors import CheckpointError, DesyncError, UsageError
+from hpcdist.resilience.at_exit import finish_at_exit
 from hpcdist.resilience.checkpoint import Checkpoint
 from hpcdist.resilience.circumstances import describe, warn_of_changes
 from hpcdist.resilience.desync import digest_of, require_equal
 from hpcdist.resilience.fast_tier import FastTier
+from hpcdist.resilience.history import History
 from hpcdist.resilience.newest import NewestState
 from hpcdist.resilience.progress import DiskProgress
-from hpcdist.world import end_job
-
-logger = logging.getLogger("hpcdist")
 
 
 class CheckpointManager:
@@ -43,6 +40,7 @@ class CheckpointManager:
     Attributes:
         checkpoint: see above.
         latest_path: of the last checkpoint that was saved or restored.
+        last_save_s: how long the save before the last took on the chief, until it was read back; None elsewhere.
 
     Raises:
         CheckpointError: when the folder cannot be written; on every rank alike.
@@ -62,38 +60,43 @@ class CheckpointManager:
         self.checkpoint = checkpoint
         self._world = checkpoint.world
         self._comm = self._world.role_comm
-        self._disk = Tier(CheckpointFolder(directory), Retention(max_to_keep, keep_every_n_hours, keep_best, best_mode))
+        self._tier = Tier(CheckpointFolder(directory), Retention(max_to_keep, keep_every_n_hours, keep_best, best_mode))
         self._is_writer = self._world.is_chief
-        self._progress = DiskProgress(self._world, self._disk)
-        self._n_fruitless = 0
-        self._restored: Place | None = None
+        self._progress = DiskProgress(self._world, self._tier)
+        self._history = History(self._tier.folder)
         self._is_in_memory = False
         self.latest_path: str | None = None
+        self.last_save_s: float | None = None
+        self._collect_s = 0.0
         with self._world.agreed(self._comm):
             if self._is_writer:
-                self._disk.folder.begin()
-                self._n_fruitless = len(self._disk.folder.fruitless_attempts())
+                self._tier.folder.begin()
+                self._history.count()
+                self.check_current()
+                checkpoint.claim_files()
         self._memory = None if fast_directory is None else self._begin_fast_tier(fast_directory)
-        atexit.register(_finish, weakref.ref(self), os.getpid())
+        finish_at_exit(self, self._progress)
 
     def _begin_fast_tier(self, directory: str | os.PathLike[str]) -> FastTier | None:
         """Return the copies of this node on its first rank, None on others."""
+        if self._world.task.type not in ("chief", "worker"):  # an evaluator only reads
+            return None
         run_id = ""
         with self._world.agreed(self._comm):
             if self._is_writer:
-                run_id = self._disk.folder.run_id()
+                run_id = self._tier.folder.run_id()
         run_id, generation = self._world.broadcast_text(f"{run_id} {self.generation}", 0, self._comm).split()
         return FastTier(directory, run_id, int(generation)) if self._world.node_comm.rank == 0 else None
 
     @property
     def directory(self) -> str:
         """The folder of the checkpoints."""
-        return str(self._disk.folder.path)
+        return str(self._tier.folder.path)
 
     @property
     def generation(self) -> int:
         """The number of this attempt: known to the chief."""
-        return self._disk.folder.generation
+        return self._tier.folder.generation
 
     @property
     def fruitless_attempts(self) -> int:
@@ -104,16 +107,12 @@ class CheckpointManager:
 
         Attempts before this one count if they used `begin_attempt`, and did not come to `end_attempt`.
         """
-        return 0 if self._disk.verified_step > self._first_step else self._n_fruitless + 1
-
-    @property
-    def _first_step(self) -> int:
-        return -1 if self._restored is None else self._restored.step
+        return self._history.n_fruitless(self._tier.verified_step)
 
     @property
     def is_saving(self) -> bool:
         """Whether a save is not durable and read back yet: known to the chief."""
-        return self._is_writer and self._disk.is_busy(0)
+        return self._is_writer and self._tier.is_busy(0)
 
     # -- save -----------------------------------------------------------------------------------------------------
 
@@ -125,7 +124,8 @@ class CheckpointManager:
 
         Args:
             step: optimizer steps taken; not before the last one in the folder.
-            metrics: numbers that are stored in the manifest, on the chief; see `keep_best`.
+            metrics: numbers that are stored in the manifest, on the chief; see `keep_best`. Without them, a step that
+                is saved again keeps those that it has.
             blocking: whether to return when the file is durable; else as soon as the state was copied.
 
         Raises:
@@ -137,17 +137,41 @@ class CheckpointManager:
         step = operator.index(step)
         if step < 0:
             raise UsageError(f"save: expected a step of at least 0, got {step}; count optimizer steps.")
+        return self._save(step, metrics, blocking, is_changed=True)
+
+    def save_if_changed(self, step: int) -> str:
+        """Save as `save`, unless the chief's state is what was saved or restored last.
+
+        A checkpoint of the same step is replaced, and keeps its metrics.
+
+        Collective: chief and workers.
+
+        Raises:
+            CheckpointError: as `save`.
+
+        Cost: one copy of the arrays on the chief, a look at each byte of it, and where it has changed that of `save`.
+        """
+        return self._save(step, None, blocking=True, is_changed=False)
+
+    def _save(self, step: int, metrics: Mapping[str, float] | None, blocking: bool, is_changed: bool) -> str:
         self.wait()
+        self._measure_last()
+        started = time.monotonic()
         path, gathered = "", self.checkpoint.gather()
         with self._world.agreed(self._comm):
             if self._is_writer:
                 state = self.checkpoint.collect(gathered)
-                path = str(self._disk.save(step, *state, self._written(), metrics or {}))
+                self._collect_s = time.monotonic() - started
+                path = str(self._tier.save(step, *state, self._written(), metrics, is_changed) or self.latest_path)
         if blocking:
-            self._progress.wait_for(self._disk.is_committing, self._disk.finish_commit)
+            self._progress.wait_for(self._tier.is_committing, self._tier.finish_commit)
         self.checkpoint.step = step
         self.latest_path = self._world.broadcast_text(path, 0, self._comm)
         return self.latest_path
+
+    def _measure_last(self) -> None:
+        if self._tier.last_save_s is not None:
+            self.last_save_s = self._collect_s + self._tier.last_save_s
 
     def save_fast(self, step: int) -> None:
         """Copy the state after `step` optimizer steps to the memory of every node; see `fast_directory`.
@@ -157,11 +181,15 @@ class CheckpointManager:
 
         Collective: chief and workers.
 
-        Cost: one copy of the arrays on the first rank of each node; no disk.
+        Raises:
+            CheckpointError: when the records of a MetricsFile cannot be made durable, on every rank alike.
+
+        Cost: one copy of the arrays on the first rank of each node; no disk, but for new records of a MetricsFile.
         """
         gathered = self.checkpoint.gather()
-        if self._memory is not None:
-            self._memory.save(step, *self.checkpoint.collect(gathered), self._written())
+        with self._world.agreed(self._comm):
+            if self._memory is not None and (self._memory.is_kept or self._is_writer):  # it makes metrics durable
+                self._memory.save(step, *self.checkpoint.collect(gathered), self._written())
 
     def wait(self) -> None:
         """Return when the last save is durable and was read back.
@@ -171,12 +199,14 @@ class CheckpointManager:
         Raises:
             CheckpointError: when it cannot be written, on every rank alike.
         """
-        self._progress.wait_for(self._disk.is_busy, self._disk.finish)
+        self._progress.wait_for(self._tier.is_busy, self._tier.finish)
         if self._memory is not None:
             self._memory.finish()
 
     def check_equal(self) -> None:
-        """Raise unless all ranks hold the same models and optimizers, bit for bit. Checkpoints are left as they are.
+        """Raise unless all ranks hold the same models and optimizers, bit for bit.
+
+        Checkpoints are left as they are; copies in memory are removed.
 
         Collective: chief and workers.
 
@@ -185,7 +215,12 @@ class CheckpointManager:
 
         Cost: every rank reads its models and optimizers once; two all-reduces of 8 bytes.
         """
-        require_equal(digest_of(*self.checkpoint.collect_equal()), self._world)
+        try:
+            require_equal(digest_of(*self.checkpoint.collect_equal()), self._world)
+        except DesyncError:
+            if self._memory is not None:  # copied since ranks were last compared, maybe from one that is wrong
+                self._memory.remove()
+            raise
 
     # -- restore --------------------------------------------------------------------------------------------------
 
@@ -198,7 +233,7 @@ class CheckpointManager:
             CheckpointError: when no checkpoint verifies, or it is of another model or a newer format; on every rank
             alike.
         """
-        return self._restore(set())
+        return self._restore(set(), lambda place: None)
 
     def note_start(self) -> None:
         """Let this attempt count as one that died, until it has a checkpoint or comes to an end of its own.
@@ -208,7 +243,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: when it cannot be noted.
         """
-        self._disk.folder.note_attempt(RESTORING, has_ended=False)
+        self._history.note_start()
 
     def begin_attempt(self) -> str | None:
         """Restore as `restore_or_initialize`, and note what from, so that a job that dies again and again is noticed.
@@ -223,24 +258,24 @@ class CheckpointManager:
         suspects: set[int] = set()
         with self._world.agreed(self._comm):
             if self._is_writer:
-                suspects = crashed_twice(self._disk.folder.fruitless_attempts())
-        for suspect in suspects:
-            logger.warning(
-                "restore: step %d is stepped over: two attempts died after it, before they had another", suspect
-            )
+                suspects = self._history.suspects()
         text = self._world.broadcast_text(" ".join(map(str, suspects)), 0, self._comm)
-        path = self._restore({int(step) for step in text.split()})
-        self._note_attempt(has_ended=False)
+        try:
+            path = self._restore({int(step) for step in text.split()}, self._history.note_place)
+        except CheckpointError:  # it has not died of what it read: that is no suspect
+            if self._is_writer:
+                self.note_start()
+            raise
         with self._world.agreed(self._comm):
-            if self._is_writer:  # again: what was restored tells whether those before had come further
-                self._n_fruitless = len(self._disk.folder.fruitless_attempts(self._first_step))
+            if self._is_writer:
+                self._history.count()
         if self._is_in_memory:  # to the disk, before its copies may go
             self.save(self.checkpoint.step, blocking=False)
         return path
 
     def check_current(self) -> None:
         """Raise AttemptReplaced if a later attempt of this run has begun. Not collective: for the chief."""
-        self._disk.folder.check_current()
+        self._tier.folder.check_current()
 
     def end_attempt(self) -> None:
         """Note that this attempt comes to an end of its own: it finished, or was asked to stop.
@@ -251,7 +286,9 @@ class CheckpointManager:
             CheckpointError: when it cannot be noted, or the last save cannot be written; on every rank alike.
         """
         self.wait()
-        self._note_attempt(has_ended=True)
+        with self._world.agreed(self._comm):
+            if self._is_writer:
+                self._history.note_end()
         if self._memory is not None:
             self._memory.remove()
 
@@ -261,22 +298,16 @@ class CheckpointManager:
         Raises:
             CheckpointError: when it cannot be noted.
         """
-        self._disk.folder.note_attempt(self._restored_name, has_ended=True)
+        self._history.note_end()
 
-    @property
-    def _restored_name(self) -> str | None:
-        return None if self._restored is None else str(self._restored)
-
-    def _note_attempt(self, has_ended: bool) -> None:
-        with self._world.agreed(self._comm):
-            if self._is_writer:
-                self._disk.folder.note_attempt(self._restored_name, has_ended)
-
-    def _restore(self, suspects: set[int]) -> str | None:
+    def _restore(self, suspects: set[int], note: Callable[[Place | None], None]) -> str | None:
         self.wait()
-        newest = NewestState(self._world, self._disk.folder, self._memory)
-        found, place, root = newest.find(suspects)
+        newest = NewestState(self._world, self._tier, self._progress, self._memory)
+        found, place, root = newest.find(suspects, note)
         self._is_in_memory = newest.is_in_memory
+        with self._world.agreed(self._comm):
+            if self._is_writer and (place is None or newest.is_in_memory):
+                note(place)
         if place is None:
             return None
         state, arrays = newest.broadcast(found, root)
@@ -284,24 +315,15 @@ class CheckpointManager:
         with self._world.agreed(self._comm):
             self.checkpoint.apply(state, arrays, os.path.basename(path))
             if self._is_writer:
-                self._disk.folder.go_on_from(place)
+                self._tier.folder.go_on_from(place)
+                self._tier.last = found.manifest if found else None
         if self._memory is not None:
             self._memory.go_on_from(place)
         if found:
             warn_of_changes(found.manifest.written, self._written())
-        self._restored, self.checkpoint.step, self.latest_path = place, place.step, path
+        self._history.restored(place)
+        self.checkpoint.step, self.latest_path = place.step, path
         return path
 
     def _written(self) -> dict[str, Any]:
         return describe(self._world, self.checkpoint.describe_sums())
-
-
-def _finish(manager: "weakref.ref[CheckpointManager]", pid: int) -> None:
-    """Let a save that is under way end before the process does."""
-    alive = manager()
-    if alive is None or os.getpid() != pid:  # a forked child has no such thread
-        return
-    try:
-        alive._progress.finish_alone()
-    except CheckpointError as error:  # Python would print it and leave with 0
-        end_job(f"hpcdist: {error}\n", int(error.exit_code))

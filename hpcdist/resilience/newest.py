@@ -2,18 +2,21 @@
 
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from hpcdist.checkpoint.generations import Place
-from hpcdist.checkpoint.reader import CheckpointReader, Found
+from hpcdist.checkpoint.reader import Found
+from hpcdist.checkpoint.tier import Tier
 from hpcdist.checkpoint.tree import NamedArray
 from hpcdist.collectives import mpi
 from hpcdist.collectives.group import group_of
 from hpcdist.errors import CheckpointError
 from hpcdist.mpi import MPI
 from hpcdist.resilience.fast_tier import FastTier
+from hpcdist.resilience.progress import DiskProgress
 from hpcdist.world import World
 
 logger = logging.getLogger("hpcdist")
@@ -27,18 +30,22 @@ class NewestState:
 
     Args:
         world: chief and workers.
-        disk: the folder; only the chief reads it.
+        tier: the chief's, on the disk; unused elsewhere.
+        progress: of that tier: others wait as long as it comes forward.
         memory: the copies of this node, on its first rank; None elsewhere.
     """
 
-    def __init__(self, world: World, disk: CheckpointReader, memory: FastTier | None) -> None:
+    def __init__(self, world: World, tier: Tier, progress: DiskProgress, memory: FastTier | None) -> None:
         self._world = world
         self._comm = world.role_comm
-        self._disk = disk
+        self._tier = tier
+        self._progress = progress
         self._memory = memory
         self.is_in_memory = False
 
-    def find(self, suspects: set[int]) -> tuple[Found | None, Place | None, int]:
+    def find(
+        self, suspects: set[int], before_reading: Callable[[Place], None]
+    ) -> tuple[Found | None, Place | None, int]:
         """Return the newest checkpoint on the rank that has read it, and on all ranks its place and that rank.
 
         `is_in_memory` tells from then on whether it was a copy in memory.
@@ -49,6 +56,7 @@ class NewestState:
 
         Args:
             suspects: steps that are taken only if there is no other on the disk.
+            before_reading: is called on the chief with the place of one that it reads from the disk.
 
         Raises:
             CheckpointError: when there are checkpoints and none verifies; on every rank alike.
@@ -57,20 +65,22 @@ class NewestState:
         if found is not None and found.place.step in suspects:
             found = None
         in_memory, _ = self._newest(found)
-        with self._world.agreed(self._comm):
-            if self._comm.rank == 0:
-                found = self._read_disk(suspects, in_memory) or found
+        if self._comm.rank == 0:
+            self._tier.read(lambda: self._read_disk(suspects, in_memory, before_reading))
+        found = self._progress.wait_for(self._tier.is_reading, self._tier.finish_reading) or found
         place, root = self._newest(found)
         self.is_in_memory = place is not None and place == in_memory
         return (found if self._comm.rank == root else None), place, root
 
-    def _read_disk(self, suspects: set[int], in_memory: Place | None) -> Found | None:
+    def _read_disk(
+        self, suspects: set[int], in_memory: Place | None, before_reading: Callable[[Place], None]
+    ) -> Found | None:
         """Return the newest checkpoint on disk; None if there is none, or memory has one that is as new."""
-        on_disk = self._disk.places()
+        on_disk = self._tier.folder.places()
         if in_memory is not None and not (on_disk and on_disk[-1] > in_memory):
             return None
         try:
-            found = self._disk.read_latest(suspects)
+            found = self._tier.folder.read_latest(suspects, before_reading)
         except CheckpointError as error:
             if in_memory is None:
                 raise

@@ -7,42 +7,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from hpcdist.cluster.environment import job_end, read_environment
 from hpcdist.errors import CheckpointError, DesyncError, UsageError
-from hpcdist.mpi import MPI
 from hpcdist.notices import Want
 from hpcdist.resilience.agreement import Agreement
 from hpcdist.resilience.attempt import Attempt
 from hpcdist.resilience.checkpoint import Checkpoint
 from hpcdist.resilience.deadline import Deadline, Durations
 from hpcdist.resilience.manager import CheckpointManager
-from hpcdist.resilience.schedule import SaveSchedule, is_crossed
+from hpcdist.resilience.saves import AttemptSaves
+from hpcdist.resilience.schedule import SaveSchedule
+from hpcdist.resilience.steps import StepCount
 from hpcdist.resilience.stop import StopFlag
+from hpcdist.resilience.termination import TerminationConfig
 from hpcdist.world import call_when_done
-
-
-@dataclass(frozen=True)
-class TerminationConfig:
-    """How a job learns of its end, and how it leaves.
-
-    Attributes:
-        termination_watcher_fn: returns whether the job is about to be ended; called between steps, at most once a
-            second, on each rank; it must not block. Signals, stop file and deadline are obeyed too.
-        exit_fn: called on every rank after the last save; default: `sys.exit(75)`, "saved, run me again".
-        grace_period: seconds from the request to the end. With it a save is made at once, training goes on, and another
-            is made shortly before the end. Default: stop at once.
-        save_fn: makes the saves in place of `manager.save(step)`; called on all ranks. Whether an attempt came
-            further is not known then: it is run again however many ended before, and never ends with 76 for that.
-    """
-
-    termination_watcher_fn: Callable[[], Any] | None = None
-    exit_fn: Callable[[], Any] | None = None
-    grace_period: float | None = None
-    save_fn: Callable[..., Any] | None = None
 
 
 class PreemptionCheckpointHandler:
@@ -52,7 +34,8 @@ class PreemptionCheckpointHandler:
     file called `stop` in the run folder (the parent of the checkpoints' folder), or by `stop`. It is obeyed between two
     steps: where a distributed dataset is asked for its next batch, also in evaluation, where `run` is called with no
     batch asked for since, and in `poll`. Every rank must come there equally often. What follows a loop that was stopped
-    has not happened: a loop that must not be cut in two, such as an evaluation, is passed to `run` as a whole.
+    has not happened: what must not be cut in two is passed to `run` as a whole, such as an evaluation, or the backwards
+    that add up gradients for one step of the optimizer, which no checkpoint has.
 
     As a context manager it saves the last steps at the end, and says in `decision.json` that the job is finished.
     Without `with` that is said when all ranks have left the program with code 0; its last steps are not saved then.
@@ -91,12 +74,13 @@ class PreemptionCheckpointHandler:
         self._config = termination_config or TerminationConfig()
         self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
         self._world = self._manager.checkpoint.world
-        self._schedule = schedule or SaveSchedule()
+        schedule = schedule or SaveSchedule()
         if save_every_steps is not None:
-            self._schedule = replace(self._schedule, every_steps=save_every_steps)
-        self._step_times, self._save_times, self._stalls = Durations(), Durations(), Durations()
-        self._deadline = self._make_deadline(time_limit_s)
+            schedule = replace(schedule, every_steps=save_every_steps)
         self._attempt = Attempt(self._world, self._manager, is_counted=self._config.save_fn is None)
+        self._saves = AttemptSaves(self._manager, self._attempt, schedule, self._config.save_fn)
+        self._step_times = Durations()
+        self._deadline = self._make_deadline(time_limit_s)
         self._attempt.begin()
         if isinstance(self._world.notices.watcher, PreemptionCheckpointHandler):
             self._world.notices.watcher.close()
@@ -112,26 +96,23 @@ class PreemptionCheckpointHandler:
     def _make_deadline(self, time_limit_s: float | None) -> Deadline | None:
         ends = [job_end(read_environment()), None if time_limit_s is None else time.time() + time_limit_s]
         known = [end for end in ends if end is not None]
-        return Deadline(min(known), self._step_times, self._save_times, n_saves=self._n_saves_at_end) if known else None
+        return self._deadline_at(min(known)) if known else None
 
-    def _n_saves_at_end(self) -> int:
-        """Return how many saves the end takes if it comes after this step: one that is due or under way comes first."""
-        is_due = self._is_late or is_crossed(self._schedule.every_steps, self.step + 1, self._manager.checkpoint.step)
-        return 2 if is_due or self._manager.is_saving else 1
+    def _deadline_at(self, end: float) -> Deadline:
+        return Deadline(end, self._step_times, self._saves.times, n_saves=lambda: self._saves.n_at_end(self.step))
 
     def _begin(self) -> None:
         """Restore, and listen from now on."""
         self.restored_path = self._manager.begin_attempt()
         self._attempt.renew()
-        self._base = self._manager.checkpoint.step
-        self._n_runs = 0
-        self._base_of_world = self._world.step or 0
-        self._is_busy = self._is_done = self._has_saved = self._is_polled = False
+        self._steps = StepCount(self._world.notices, self._manager.checkpoint.step)
+        self._is_busy = self._is_done = self._is_polled = False
         self._countdown: Deadline | None = None
         self._is_counting_down = False
         self._agreement = Agreement(self._world, self.wants)
-        self._polled_at = self._saved_at = time.monotonic()
-        self._step_at_poll = self._kept_up_to = self.step
+        self._polled_at = time.monotonic()
+        self._step_at_poll = self.step
+        self._saves.begin(self.step, is_restored=self.restored_path is not None)
         self._world.notices.watcher = self
         call_when_done(self._left)
         if self._deadline is not None:
@@ -150,24 +131,26 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """Calls of `run` and `save_checkpoint_if_preempted`, those of earlier attempts included: steps made so far."""
-        return self._base + self._n_runs
+        """Steps made so far, those of earlier attempts included; the name is TensorFlow's."""
+        return self.step
 
     @property
     def step(self) -> int:
-        """What a checkpoint is named by: `total_run_calls`, or optimizer steps where neither call is used."""
-        return self._base + (self._n_runs or (self._world.step or 0) - self._base_of_world)
+        """Steps made so far, what a checkpoint is named by: calls of `run` and `save_checkpoint_if_preempted`.
+
+        Where the optimizer steps outside of them, its steps; calls in which it does not step are none then.
+        """
+        return self._steps.value
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return fn(*args, **kwargs): one step, which is not stopped in its middle.
+        """Return fn(*args, **kwargs): one step, or an evaluation, which is not stopped in its middle.
 
         Collective where a stop is obeyed, before the call: chief and workers.
         """
         if not self._is_polled:  # no batch was asked for since the last step
             self.poll()
-        with self._busy():
+        with self._steps.call(), self._busy():
             result = fn(*args, **kwargs)
-        self._n_runs += 1
         self._is_polled = False
         return result
 
@@ -180,7 +163,7 @@ class PreemptionCheckpointHandler:
             args: for `save_fn` or, after the step, `manager.save`.
             kwargs: see args.
         """
-        self._n_runs += 1
+        self._steps.tell(self._manager.checkpoint.step)
         self.poll(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -209,20 +192,18 @@ class PreemptionCheckpointHandler:
         if self._is_done:
             return Want.NOTHING
         wants_stop = self._is_end_near if self._is_counting_down else self._is_end_near or self._flag.reason is not None
-        return (Want.STOP if wants_stop else Want.NOTHING) | (Want.SAVE if self._is_late else Want.NOTHING)
+        is_late = self._world.is_chief and (self._saves.is_late(self.step) or self._wants_measure)
+        return (Want.STOP if wants_stop else Want.NOTHING) | (Want.SAVE if is_late else Want.NOTHING)
 
     @property
     def _is_end_near(self) -> bool:
         return any(deadline is not None and deadline.is_near for deadline in (self._deadline, self._countdown))
 
     @property
-    def _is_late(self) -> bool:
-        """Whether it is time for a save, by the chief's clock."""
-        if not self._world.is_chief or self.step <= self._manager.checkpoint.step:
-            return False
+    def _wants_measure(self) -> bool:
+        """Whether a save should be made to know what one costs before the deadline."""
         is_unmeasured = self._deadline is not None and self._deadline.wants_measure
-        interval_s = self._schedule.interval_s(self._stalls.median if self._stalls.is_measured else None)
-        return is_unmeasured or (interval_s is not None and time.monotonic() - self._saved_at >= interval_s)
+        return is_unmeasured and self.step > self._manager.checkpoint.step
 
     def poll(self, *args: Any, **kwargs: Any) -> None:
         """Act on a request to stop or save: the program is between two steps. For loops that nothing else polls in.
@@ -240,12 +221,29 @@ class PreemptionCheckpointHandler:
         has_stepped = self._measure()
         self._is_polled = True
         heard = self._agreement.poll()
-        save = functools.partial(self._save, *args, **kwargs)
+        with self._giving_up():
+            self._act(heard, has_stepped, functools.partial(self._save, *args, **kwargs))
+        self._polled_at = time.monotonic()
+
+    def _act(self, heard: Want, has_stepped: bool, save: Callable[..., None]) -> None:
         if Want.STOP in heard:
             self._obey(save)
         elif has_stepped:
-            self._keep_up(Want.SAVE in heard, save)
-        self._polled_at = time.monotonic()
+            self._saves.note_saved()
+            self._saves.check_and_copy(self.step)
+            if Want.SAVE in heard or self._saves.is_due(self.step):
+                save()
+
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Note it in the run folder if ranks turn out to differ: exit codes are not enough."""
+        try:
+            yield
+        except DesyncError as error:
+            if error.is_agreed:
+                self._is_done = True
+                self._attempt.gave_up(error)
+            raise
 
     def _measure(self) -> bool:
         """Return whether a step was made since the last poll; remember how long it took."""
@@ -254,39 +252,17 @@ class PreemptionCheckpointHandler:
             self._step_times.add(time.monotonic() - self._polled_at)
         return has_stepped
 
-    def _keep_up(self, is_late: bool, save: Callable[[], None]) -> None:
-        """Do after a step what the schedule says."""
-        schedule, last, self._kept_up_to = self._schedule, self._kept_up_to, self.step
-        if is_crossed(schedule.compare_every_steps, self.step, last):
-            self._manager.check_equal()
-        if is_crossed(schedule.in_memory_every_steps, self.step, last):
-            self._manager.save_fast(self.step)
-        if is_late or is_crossed(schedule.every_steps, self.step, self._manager.checkpoint.step):
-            save()
-
     def _save(self, *args: Any, is_last: bool = False, **kwargs: Any) -> None:
-        """Save, unless this step is saved. The first one waits for the disk, to know what a save costs."""
-        if self.step == self._manager.checkpoint.step and (self._has_saved or self.restored_path is not None):
-            return
-        started, is_first = time.monotonic(), not self._has_saved
         with self._busy():
-            if self._config.save_fn is not None:
-                self._config.save_fn(*args, **kwargs)
-                self._manager.checkpoint.step = self.step
-            else:
-                self._manager.save(self.step, *args, blocking=is_last or is_first, **kwargs)
-        self._saved_at, self._has_saved = time.monotonic(), True
-        if is_first:
-            self._attempt.committed(self.step)
-            self._save_times.add(time.monotonic() - started)  # with what follows the last save too: it is read back
-        if not is_last:
-            self._stalls.add(self._saved_at - started)
+            self._saves.save(self.step, is_last, *args, **kwargs)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _obey(self, save: Callable[..., None]) -> None:
-        self._require_same_step()
-        reason, is_urgent = self._agree_on_reason()
+        self._agreement.require_same_step(self.step)
+        is_end_near = self._deadline is not None and self._deadline.is_near
+        reason = self._agreement.first_reason(self._flag.reason or ("deadline" if is_end_near else None)) or "deadline"
+        is_urgent = self._agreement.any_rank(is_end_near)
         if self._config.grace_period and not self._is_counting_down and not is_urgent:
             self._say(f"{reason}: saves at step {self.step} and goes on for a part of {self._config.grace_period:g} s")
             save()
@@ -305,27 +281,11 @@ class PreemptionCheckpointHandler:
             self._flag.ignore_signals()
             sys.exit(int(code))
 
-    def _require_same_step(self) -> None:
-        if not self._world.all_equal(str(self.step), self._world.role_comm):
-            error = DesyncError(
-                f"PreemptionCheckpointHandler: expected all ranks to stop after the same step, got {self.step} here; "
-                f"let all ranks make the same steps and polls."
-            )
-            self._world.agree(error, self._world.role_comm)
-
-    def _agree_on_reason(self) -> tuple[str, bool]:
-        """Return why the lowest rank that asked did so, and whether it was for the deadline; on all ranks."""
-        comm, is_urgent = self._world.role_comm, self._deadline is not None and self._deadline.is_near
-        own = self._flag.reason or ("deadline" if is_urgent else None)
-        lowest = self._world.all_reduce_int(comm.size if own is None else comm.rank, MPI.MIN, comm)
-        reason = self._world.broadcast_text(own or "", min(lowest, comm.size - 1), comm)
-        return reason or "deadline", self._world.all_reduce_int(int(is_urgent), MPI.MAX, comm) > 0
-
     def _count_down(self, grace_s: float) -> None:
         self._is_counting_down = True
         if self._flag.since is not None:
             end = time.time() + grace_s - (time.monotonic() - self._flag.since)
-            self._countdown = Deadline(end, self._step_times, self._save_times, n_saves=self._n_saves_at_end)
+            self._countdown = self._deadline_at(end)
 
     def _flag_down(self) -> None:
         """Remove the stop file: the next attempt shall run."""
@@ -362,10 +322,14 @@ class PreemptionCheckpointHandler:
         if self._is_done:  # signals that come now must not end a process that is leaving
             return
         try:
-            if kind is None:
+            if kind is None or (isinstance(error, SystemExit) and not error.code):
                 self._is_done = True
-                self._save(is_last=True)
+                with self._giving_up(), self._busy():
+                    self._saves.end(self.step)
                 self._attempt.finished(self._manager.checkpoint.step)
+            elif isinstance(error, DesyncError) and error.is_agreed:
+                self._is_done = True
+                self._attempt.gave_up(error)
             elif not issubclass(kind, SystemExit):  # a program that goes on after an error is not finished
                 call_when_done(None)
         finally:

@@ -2,37 +2,42 @@
 
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from hpcdist.checkpoint.image import BLOCK_BYTES
 from hpcdist.checkpoint.tier import Tier
 from hpcdist.errors import CheckpointError
 from hpcdist.mpi import MPI
-from hpcdist.world import World
+from hpcdist.world import AWAKE_S, World
 
-#: While the chief writes, it tells the others so this often.
+#: While the chief's disk is busy, it tells the others so this often.
 BEAT_S = 5.0
+
+_Result = TypeVar("_Result")
 
 
 class DiskProgress:
-    """Tells a disk that is slow from one that is stuck, and lets all ranks know.
+    """Tells a disk that is slow from one that is stuck, and lets all ranks of a role know.
+
+    It is the disk of the role's rank 0, called the chief here. An evaluator is alone in its role, and reads by itself.
 
     Args:
-        world: chief and workers.
-        disk: what the chief writes with; unused elsewhere.
+        world: chief and workers, or an evaluator.
+        tier: what their rank 0 reads and writes with; unused elsewhere.
     """
 
-    def __init__(self, world: World, disk: Tier) -> None:
+    def __init__(self, world: World, tier: Tier) -> None:
         self._world = world
-        self._disk = disk
+        self._tier = tier
         self._begin()
 
     def _begin(self) -> None:
-        self._n_blocks, self._moved_s = self._disk.n_blocks, time.monotonic()
+        self._n_blocks, self._waited_s, self._looked_s = self._tier.n_blocks, 0.0, time.monotonic()
 
-    def wait_for(self, is_busy: Callable[[float], bool], finish: Callable[[], None]) -> None:
-        """Wait until the chief's disk is no longer busy, then have the chief finish.
+    def wait_for(self, is_busy: Callable[[float], bool], finish: Callable[[], _Result]) -> _Result | None:
+        """Wait until the chief's disk is no longer busy, then have the chief finish; return what that returns there.
 
-        Collective: chief and workers.
+        Collective: the ranks of the role.
 
         Args:
             is_busy: of the chief's tier: waits for some seconds and returns whether to go on.
@@ -44,9 +49,16 @@ class DiskProgress:
         self._begin()
         while self._is_chief_busy(is_busy):
             pass
+        result = None
         with self._world.agreed(self._world.role_comm):
-            if self._world.is_chief:
-                finish()
+            if self._world.role_comm.rank == 0:
+                result = finish()
+        return result
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no save of this process is under way, and none has failed that nobody was told of."""
+        return self._tier.is_settled
 
     def finish_alone(self) -> None:
         """Wait for the disk of this process, as long as it comes forward. Not collective.
@@ -55,26 +67,27 @@ class DiskProgress:
             CheckpointError: when the last save cannot be written.
         """
         self._begin()
-        while self._disk.is_busy(1.0):
+        while self._tier.is_busy(1.0):
             self._require_progress()
-        self._disk.finish()
+        self._tier.finish()
 
     def _is_chief_busy(self, is_busy: Callable[[float], bool]) -> bool:
-        """Return whether the chief is still writing. Collective: chief and workers; each turn is bounded."""
+        """Return whether the chief is still writing. Collective: they; each turn is bounded."""
         own = False
         with self._world.agreed(self._world.role_comm):
-            if self._world.is_chief:
+            if self._world.role_comm.rank == 0:
                 own = is_busy(min(BEAT_S, self._world.timeout_s / 4))
                 self._require_progress()
         return self._world.all_reduce_int(int(own), MPI.MAX, self._world.role_comm) > 0
 
     def _require_progress(self) -> None:
         now = time.monotonic()
-        if self._disk.n_blocks != self._n_blocks:
-            self._n_blocks, self._moved_s = self._disk.n_blocks, now
-        if now - self._moved_s > self._world.timeout_s:
+        self._waited_s += min(now - self._looked_s, BEAT_S + AWAKE_S)  # more: the job was suspended
+        self._looked_s = now
+        if self._tier.n_blocks != self._n_blocks:
+            self._n_blocks, self._waited_s = self._tier.n_blocks, 0.0
+        if self._waited_s > self._world.timeout_s:
             raise CheckpointError(
-                f"save: expected the disk of {self._disk.folder.path} to take {BLOCK_BYTES} bytes within "
-                f"{self._world.timeout_s:g} s, got none written; look after the file system (HPCDIST_TIMEOUT_S sets "
-                f"the limit)."
+                f"checkpoint: expected the disk of {self._tier.folder.path} to take or give {BLOCK_BYTES} bytes within "
+                f"{self._world.timeout_s:g} s, got none; look after the file system (HPCDIST_TIMEOUT_S sets the limit)."
             )

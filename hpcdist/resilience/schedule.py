@@ -16,7 +16,8 @@ class SaveSchedule:
         mtbf_s: mean seconds between two failures of this job: it saves as often as loses least time in all, which is
             every sqrt(2 * cost of a save * mtbf_s) seconds, the cost being what saves have been measured to hold up.
         in_memory_every_steps: copy to the memory of every node so often; see `fast_directory` of CheckpointManager.
-        compare_every_steps: check so often that all ranks hold equal models and optimizers.
+        compare_every_steps: check so often, and before each save, that all ranks hold equal models and optimizers.
+            Optimizers of CentralStorageStrategy are left out: the chief alone has their state.
 
     Raises:
         UsageError: for values that are not above 0.

@@ -1,5 +1,6 @@
 """Who asks for a stop: a signal, a deadline, a file, a function of the user's, a call. One flag for all of them."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hpcdist.checkpoint.durable import Disk
 from hpcdist.errors import UsageError
 
 #: What batch systems send before they end a job, or can be told to send.
@@ -21,7 +23,7 @@ WATCHER_LOOK_S = 1.0
 
 
 class StopFlag:
-    """Whether this rank wants the job to stop, and why. Once it wants to, it does until `lower` is called.
+    """Whether this rank wants the job to stop, and why. Once it wants to, it always does.
 
     Not collective.
 
@@ -30,6 +32,7 @@ class StopFlag:
         file: the file that asks for a stop while it exists; None on ranks that do not look.
         watcher: returns whether the job is about to be ended; it must not block.
         clock: seconds that only go up.
+        disk: the seam to the file system.
 
     Attributes:
         since: when the request came, by `clock`; None without one.
@@ -41,11 +44,13 @@ class StopFlag:
         file: Path | None = None,
         watcher: Callable[[], Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        disk: Disk | None = None,
     ) -> None:
         self._place = place
         self._file = file
         self._watcher = watcher
         self._clock = clock
+        self._disk = disk or Disk()
         self._reason: str | None = None
         self._signals = SignalFlag()
         self._file_looked_at = self._watcher_looked_at = -float("inf")
@@ -92,7 +97,7 @@ class StopFlag:
         if self._file is None or self._clock() - self._file_looked_at < FILE_LOOK_S:
             return False
         self._file_looked_at = self._clock()
-        return self._file.exists()
+        return os.path.exists(self._file)  # a file system that cannot tell has no file: Path.exists would raise
 
     def _is_watcher_alarmed(self) -> bool:
         if self._watcher is None or self._clock() - self._watcher_looked_at < WATCHER_LOOK_S:
@@ -107,7 +112,8 @@ class StopFlag:
             OSError: when it is there and cannot be removed.
         """
         if self._file is not None:
-            self._file.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                self._disk.remove(self._file)
 
 
 class SignalFlag:

@@ -22,8 +22,15 @@ while True:
 """
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("name", ["shared_memory", "hierarchical", "ring", "halving", "async"])
+LONG = {("hierarchical", "stopped"), ("halving", "stopped"), ("async", "stopped"), ("halving", "killed")}
+CASES = [
+    pytest.param(name, sign, id=f"{name}-{how}", marks=[pytest.mark.long] if (name, how) in LONG else [])
+    for name in ("shared_memory", "hierarchical", "ring", "halving", "async")
+    for how, sign in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP))
+]
+
+
+@pytest.mark.parametrize(("name", "sign"), CASES)
 def test_a_rank_that_is_gone_ends_the_job(start, nothing_left, tmp_path, name, sign):
     """The ranks do nothing but reduce 16 MB again and again: the signal finds rank 1 inside the algorithm."""
     program, pids = tmp_path / "program.py", tmp_path / "pids"

@@ -77,7 +77,13 @@ def ends_with_the_same_bits(launch, run_dir, unbroken):
     assert (told["decision"], told["attempt"]) == ("finished", 2)
 
 
-@pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 1), (signal.SIGUSR2, 0)], ids=["term", "usr2"])
+@pytest.mark.parametrize(
+    ("number", "rank"),
+    [
+        pytest.param(signal.SIGTERM, 1, id="term"),
+        pytest.param(signal.SIGUSR2, 0, id="usr2", marks=pytest.mark.long),
+    ],
+)
 def test_a_signal_to_one_rank(launch, tmp_path, unbroken, number, rank):
     job = launch()
     in_training(job)

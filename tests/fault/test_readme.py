@@ -117,7 +117,7 @@ def test_your_own_script_with_replicas(clone, clean_environ, root):
     above = code.split("\nwith handler")[0].replace("strategy = hpcdist.MultiWorkerMirroredStrategy()", strategy)
     above = above.replace("runs/mine", "runs/counted")
     assert "num_replicas=8" in above
-    (clone / "counted.py").write_text(f"{above}\n{rest}\nprint('loss', loss.item())\n")
+    (clone / "counted.py").write_text(f"{above}\n{rest}\nprint(f'loss {{loss.item()}}')\n")
     assert "loss" in run("mpirun -n 3 python counted.py", clone, clean_environ, 60)[0]
 
 
@@ -138,7 +138,7 @@ def test_each_strategy_in_three_lines(clone, clean_environ, root):
         'OneDeviceStrategy("cpu")',
     ]
     text = "import hpcdist, torch\n" + "".join(lines.replace("MirroredStrategy()", call) for call in calls)
-    (clone / "three.py").write_text(f"{text}print('made', model)\n")
+    (clone / "three.py").write_text(f"{text}print(f'made {{model}}')\n")
     assert "made Linear" in run("mpirun -n 2 python three.py", clone, clean_environ, 60)[0]
 
 

@@ -78,6 +78,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(start, root, tmp_path
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.long
 def test_the_cnn_resumes_on_four_ranks(start, root, tmp_path):
     options = ("--model", "cnn", "--epochs", "2")
     finish(start, root, tmp_path / "unbroken", 4, *options)
@@ -148,6 +149,7 @@ def test_a_full_disk_ends_the_job_and_room_lets_it_go_on(start, root, tmp_path, 
     assert final_state(small_disk / "run") == final_state(tmp_path / "unbroken")
 
 
+@pytest.mark.long
 def test_a_read_only_disk(start, root, small_disk):
     finish(start, root, small_disk / "run", 1, "--epochs", "1", "--save-every", "100")
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)

@@ -311,3 +311,26 @@ def test_a_process_that_is_stuck_in_abort_ends_itself(start, tmp_path):
     assert outcome.code != 0
     assert outcome.output.startswith("the report\n")
     assert "line 6 in <lambda>" in outcome.output
+
+
+NEVER_STARTS = """
+import faulthandler, os, signal
+if int(os.environ["PMI_RANK"]) == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+dump_later = faulthandler.dump_traceback_later
+def soon(limit_s, **options):
+    print(f"limit {limit_s:g} s", flush=True)
+    dump_later(limit_s / 30, **options)
+faulthandler.dump_traceback_later = soon
+import hpcdist
+hpcdist.all_reduce([1.0])
+"""
+
+
+def test_a_rank_that_does_not_start_mpi_is_not_waited_for_for_ever(start, root, tmp_path):
+    """Before MPI has started no rank can ask another: each ends itself."""
+    outcome = begin(start, root, tmp_path, NEVER_STARTS).wait(30)
+    assert outcome.code != 0
+    assert "_start_with_all_ranks" in outcome.output
+    assert "limit 60 s" in outcome.output, "starting takes longer than a collective"
+    assert "Timeout (0:00:02" in outcome.output

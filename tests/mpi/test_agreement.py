@@ -135,7 +135,7 @@ def test_micro_batches_under_no_sync(comm, watcher):
     for number, x in enumerate(batches, 1):
         if number == 2 and rank_wants:
             watcher.want = Want.STOP
-        with strategy.no_sync():
+        with strategy.scope(), strategy.no_sync():
             hpcdist.compute_average_loss(model(x).square().sum(1), global_batch_size=BATCH).backward()
         if watcher.learnt:
             break

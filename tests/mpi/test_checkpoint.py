@@ -1,3 +1,5 @@
+import atexit
+import gc
 import json
 import logging
 import os
@@ -10,6 +12,8 @@ import torch
 from torch import nn
 
 import hpcdist
+from hpcdist.checkpoint import durable, safe_open
+from hpcdist.checkpoint.reader import CheckpointReader
 from hpcdist.collectives.group import group_of
 from hpcdist.errors import CheckpointError
 from hpcdist.mpi import MPI
@@ -187,11 +191,57 @@ def test_an_evaluator_does_not_take_part_in_the_workers_saves(comm, shared_path)
     if comm.size == 1:
         pytest.skip("an evaluator and a worker need two ranks")
     strategy = hpcdist.MultiWorkerMirroredStrategy(hpcdist.MPIClusterResolver("worker:*,evaluator:1"))
+    folders = {"directory": shared_path / "disk", "fast_directory": shared_path / "memory"}
     if strategy.cluster_resolver.task_type == "worker":
-        manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(strategy=strategy), shared_path)
+        manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(strategy=strategy), **folders)
         assert manager.save(1).endswith("step-00000001.h5")
     comm.Barrier()
-    assert (shared_path / "gen-0001" / "step-00000001.json").exists()
+    assert (shared_path / "disk" / "gen-0001" / "step-00000001.json").exists()
+    if strategy.cluster_resolver.task_type == "evaluator":
+        hpcdist.CheckpointManager(hpcdist.Checkpoint(strategy=strategy), **folders)
+    comm.Barrier()
+    assert [path.name for path in (shared_path / "disk").glob("gen-*")] == ["gen-0001"]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_the_end_waits_for_a_save_whose_manager_nobody_holds(comm, shared_path, monkeypatch, caplog, is_replaced):
+    """Who lets go of it, maybe the thread that writes, waits for nothing; that it was replaced ends no job."""
+    later, gate, sync = [], threading.Event(), durable.Disk.sync
+    monkeypatch.setattr(atexit, "register", lambda act, *given, **more: later.append(lambda: act(*given, **more)))
+
+    def sync_when_told(disk, descriptor):
+        if threading.current_thread() is not threading.main_thread():
+            gate.wait(30)
+        sync(disk, descriptor)
+
+    monkeypatch.setattr(durable.Disk, "sync", sync_when_told)
+    manager = hpcdist.CheckpointManager(Job(comm).checkpoint, shared_path)
+    manager.save(1, blocking=False)
+    later.clear()
+    del manager
+    gc.collect()
+    if is_replaced and comm.rank == 0:
+        (shared_path / "gen-0002").mkdir()
+    gate.set()
+    assert len(later) == (comm.rank == 0)
+    for finish in later:
+        finish()
+    comm.Barrier()
+    assert (shared_path / "gen-0001" / "step-00000001.json").exists() != is_replaced
+    assert ("another attempt of this job" in caplog.text) == (is_replaced and comm.rank == 0)
+
+
+def test_an_attempt_that_is_left_over_adds_no_record_to_the_next_ones(comm, shared_path):
+    """The one that has written nothing yet would put its file in the place of the other's."""
+    files = [hpcdist.MetricsFile(shared_path / "metrics.jsonl") for _ in range(2)]
+    managers = [hpcdist.CheckpointManager(hpcdist.Checkpoint(metrics=file), shared_path / "disk") for file in files]
+    files[1].write(1, loss=1.0)
+    files[0].write(1, loss=0.0)
+    files[1].write(2, loss=2.0)
+    comm.Barrier()
+    records = [json.loads(line) for line in (shared_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["loss"] for record in records] == [1.0, 2.0]
+    assert len(managers) == 2
 
 
 def test_of_other_data(comm, shared_path):
@@ -311,7 +361,7 @@ def test_a_disk_that_is_slow_is_waited_for_and_one_that_is_stuck_is_not(comm, sh
     delays_s[0] = 3.0
     started = time.monotonic()
     text = raised_everywhere(comm, lambda: manager.save(2))
-    assert "to take 4194304 bytes within 1 s, got none written" in text
+    assert "to take or give 4194304 bytes within 1 s, got none" in text
     assert time.monotonic() - started < 3
     monkeypatch.undo()
     manager.wait()
@@ -422,3 +472,74 @@ def test_refuses_what_has_no_state(item):
         hpcdist.Checkpoint(item=item)
     with pytest.raises(ValueError, match="max_to_keep"):
         hpcdist.CheckpointManager(hpcdist.Checkpoint(), "x", max_to_keep=0)
+
+
+def test_a_step_saved_again_because_something_changed_keeps_its_metrics(comm, shared_path):
+    values = np.zeros(3)
+
+    def attempt():
+        return hpcdist.CheckpointManager(hpcdist.Checkpoint(values=values), shared_path, keep_best="loss")
+
+    def found():
+        comm.Barrier()
+        reader = CheckpointReader(shared_path)
+        return [(str(place), reader.manifest(place).file, reader.manifest(place).metrics) for place in reader.places()]
+
+    manager = attempt()
+    manager.save(5, {"loss": 0.25})
+    manager.save_if_changed(5)
+    assert found() == [("gen-0001/step-00000005", "step-00000005.h5", {"loss": 0.25})]
+    values += 1
+    assert manager.save_if_changed(5).endswith("gen-0001/step-00000005-1.h5")
+    assert found() == [("gen-0001/step-00000005", "step-00000005-1.h5", {"loss": 0.25})]
+    manager = attempt()
+    manager.restore_or_initialize()
+    assert manager.save_if_changed(5).endswith("gen-0001/step-00000005-1.h5"), "the one that was restored"
+    values += 1
+    assert manager.save_if_changed(5).endswith("gen-0002/step-00000005.h5")
+    assert found()[-1][2] == {"loss": 0.25}
+    manager.save(6)
+    assert found()[-1][2] == {}
+
+
+@pytest.mark.parametrize(("kind", "found"), [(MemoryError, 1), (CheckpointError, 2)])
+def test_a_checkpoint_that_kills_who_loads_it_twice_is_stepped_over(comm, shared_path, monkeypatch, kind, found):
+    """What an attempt reads is noted before it is loaded. One that another model refuses has killed nobody."""
+    job = Job(comm)
+    manager = job.manager(shared_path)
+    manager.save(1)
+    manager.save(2)
+    manager.end_attempt()
+
+    def die(*_):
+        raise kind("no")
+
+    for n_died in range(3):
+        manager = job.manager(shared_path)
+        if comm.rank == 0:
+            manager.note_start()
+        if n_died < 2:
+            with monkeypatch.context() as patched:
+                patched.setattr(hpcdist.Checkpoint, "apply", die)
+                with pytest.raises(kind):
+                    manager.begin_attempt()
+    assert manager.begin_attempt().endswith(f"step-0000000{found}.h5")
+
+
+def test_a_large_file_may_take_longer_to_read_than_a_collective(comm, shared_path, monkeypatch):
+    values = np.arange(5 << 20, dtype=float)  # 10 blocks
+    manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(values=values), shared_path)
+    manager.save(1)
+    manager.wait()
+
+    def read(dataset, on_block, plain=safe_open._read):
+        return plain(dataset, lambda: (time.sleep(0.2), on_block()))
+
+    monkeypatch.setattr(manager.checkpoint.world, "timeout_s", 1.0)
+    if comm.rank == 0:
+        monkeypatch.setattr(safe_open, "_read", read)
+    values[:] = 0
+    started = time.monotonic()
+    assert manager.restore_or_initialize().endswith("step-00000001.h5")
+    assert time.monotonic() - started > 2 or comm.rank > 0
+    assert np.array_equal(values, np.arange(5 << 20, dtype=float))

@@ -1,10 +1,14 @@
+import json
+
 import pytest
 import torch
 from torch import nn
 
 import hpcdist
 from hpcdist.errors import DesyncError
+from hpcdist.mpi import MPI
 from hpcdist.resilience.desync import odd_ranks
+from hpcdist.world import make_world
 
 pytestmark = pytest.mark.mpi
 
@@ -50,6 +54,74 @@ def test_one_bit_on_one_rank_is_named(comm, job, part):
     assert f"equal models and optimizers on all {comm.size} ranks, got others on rank {named};" in str(caught.value)
     assert caught.value.is_agreed
     assert caught.value.exit_code == 76
+
+
+def test_where_ranks_are_compared_nothing_is_saved_that_differs(comm, job, shared_path, monkeypatch):
+    """A comparison comes before each save, however seldom the schedule asks for one; copies in memory are removed."""
+    if comm.size == 1:
+        pytest.skip("ranks that differ take two of them")
+    model, optimizer, _ = job
+    monkeypatch.setattr(make_world(), "node_comm", MPI.COMM_SELF)
+    memory = shared_path / f"node-{comm.rank}"
+    manager = hpcdist.CheckpointManager(
+        hpcdist.Checkpoint(model=model, optimizer=optimizer), shared_path / "run" / "checkpoints", fast_directory=memory
+    )
+    schedule = hpcdist.SaveSchedule(every_steps=2, in_memory_every_steps=1, compare_every_steps=100)
+
+    def train():
+        with hpcdist.PreemptionCheckpointHandler(None, manager, schedule=schedule) as handler:
+            for _ in range(4):  # each call acts on the step before it
+                handler.run(lambda: None)
+            manager.wait()
+            assert list(memory.rglob("*.h5")), "a copy of step 3"
+            with torch.no_grad():
+                model[0].weight[0, 0] += comm.rank
+            handler.run(lambda: None)
+
+    with pytest.raises(DesyncError):
+        train()
+    comm.Barrier()
+    assert [path.name for path in (shared_path / "run").rglob("step-*.json")] == ["step-00000002.json"]
+    assert not list(memory.iterdir())
+    told = json.loads((shared_path / "run" / "decision.json").read_text())
+    assert (told["decision"], told["step"]) == ("stop", 2)
+    assert told["reason"].startswith("desync check: expected equal models")
+
+
+@pytest.mark.parametrize("n_steps", [0, 1], ids=["restored", "saved"])
+def test_ranks_are_compared_before_the_end_too_though_its_step_was_saved_before(comm, job, shared_path, n_steps):
+    if comm.size == 1:
+        pytest.skip("ranks that differ take two of them")
+    model, optimizer, _ = job
+    checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer)
+    hpcdist.CheckpointManager(checkpoint, shared_path / "run" / "checkpoints").save(3)
+    manager = hpcdist.CheckpointManager(checkpoint, shared_path / "run" / "checkpoints")
+    schedule = hpcdist.SaveSchedule(every_steps=2, compare_every_steps=100)
+
+    def train_and_end():
+        with hpcdist.PreemptionCheckpointHandler(None, manager, schedule=schedule) as handler, torch.no_grad():
+            for _ in range(n_steps):
+                handler.run(lambda: None)
+            handler.poll()
+            assert checkpoint.step == 3 + n_steps
+            model[0].weight[0, 0] += comm.rank
+
+    with pytest.raises(DesyncError):
+        train_and_end()
+    named = [path.name for path in (shared_path / "run").rglob("step-*.h5")]
+    assert len(named) == 1 + (n_steps > 0), "nothing is written that differs"
+
+
+def test_an_optimizer_that_the_chief_steps_alone_is_not_compared(comm, shared_path):
+    strategy = hpcdist.CentralStorageStrategy(gradient_op="sum")
+    with strategy.scope():
+        model = nn.Linear(3, 4)
+        optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(6, 3)).square().sum().backward()
+    optimizer.step()
+    assert bool(optimizer.state) == (comm.rank == 0)
+    checkpoint = hpcdist.Checkpoint(strategy=strategy, model=model, optimizer=optimizer)
+    hpcdist.CheckpointManager(checkpoint, shared_path).check_equal()
 
 
 @pytest.mark.parametrize(

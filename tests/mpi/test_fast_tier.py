@@ -1,5 +1,6 @@
 """Copies in memory: the newest state that verifies wins, wherever it is."""
 
+import errno
 import logging
 import os
 import shutil
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import hpcdist
+from hpcdist.errors import CheckpointError
 from hpcdist.mpi import MPI
 from hpcdist.world import make_world
 
@@ -133,11 +135,39 @@ def test_memory_that_is_full_is_told_and_done_without(run, comm, caplog, monkeyp
         patch.setattr(os, "pwrite", fail)
         manager.save_fast(3)
         manager.wait()
+        if comm.rank > 0:
+            patch.setattr(manager.checkpoint, "collect", lambda gathered: pytest.fail("nobody takes the state"))
         manager.save_fast(4)
     assert caplog.text.count("goes on without copies in memory on this node") == 1
     save(run, manager, 5, is_fast=False)
     run.attempt().restore_or_initialize()
     assert (run.values == 5).all()
+
+
+def test_metrics_that_cannot_be_made_durable_fail_a_copy_on_all_ranks(comm, shared_path, monkeypatch):
+    metrics = hpcdist.MetricsFile(shared_path / "metrics.jsonl")
+    checkpoint = hpcdist.Checkpoint(metrics=metrics)
+    manager = hpcdist.CheckpointManager(checkpoint, shared_path / "disk", fast_directory=shared_path / "memory")
+    metrics.write(1, loss=0.5)
+    manager.save_fast(1)
+    manager.wait()
+
+    def fail(descriptor):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        metrics.write(2, loss=0.25)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            manager.save_fast(2)
+
+
+def test_the_name_of_a_run_that_is_none_is_refused_on_all_ranks(comm, shared_path):
+    (shared_path / "disk").mkdir(exist_ok=True)
+    (shared_path / "disk" / "run-id").write_text("x/../.. y")
+    comm.Barrier()
+    with pytest.raises(CheckpointError, match="expected the name of the run"):
+        hpcdist.CheckpointManager(hpcdist.Checkpoint(x=np.zeros(1)), shared_path / "disk", fast_directory=shared_path)
 
 
 def test_the_memory_is_given_back_at_the_end(run):

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -23,7 +24,9 @@ N_STEPS = ROWS // BATCH
 class Job:
     """A model, its data and a handler over one run folder."""
 
-    def __init__(self, folder, make_strategy=hpcdist.MultiWorkerMirroredStrategy, num_replicas=None, **options):
+    def __init__(
+        self, folder, make_strategy=hpcdist.MultiWorkerMirroredStrategy, num_replicas=None, metrics=None, **options
+    ):
         torch.manual_seed(3)
         self.strategy = strategy = make_strategy(num_replicas=num_replicas, gradient_op="sum")
         with strategy.scope():
@@ -33,7 +36,11 @@ class Job:
         self.batches = self.distribute(rows)
         self.test_batches = self.distribute(rows)
         checkpoint = hpcdist.Checkpoint(
-            model=self.model, optimizer=self.optimizer, data=self.batches, strategy=strategy
+            model=self.model,
+            optimizer=self.optimizer,
+            data=self.batches,
+            strategy=strategy,
+            **({} if metrics is None else {"metrics": metrics}),
         )
         self.manager = hpcdist.CheckpointManager(checkpoint, folder / "checkpoints")
         self.handler = hpcdist.PreemptionCheckpointHandler(strategy.cluster_resolver, self.manager, **options)
@@ -152,6 +159,93 @@ def test_a_stop_in_evaluation(comm, shared_path, make_job):
     assert (told["reason"], told["step"]) == ("the user on rank 0", N_STEPS)
 
 
+def test_an_evaluation_passed_to_run_is_no_step_where_optimizers_step_by_themselves(comm, shared_path, make_job):
+    """README's loop, with saves: they go on after the evaluation, under the optimizer's steps."""
+    job = make_job(schedule=hpcdist.SaveSchedule(every_steps=3))
+    saved = []
+
+    def evaluate():
+        saved.append(job.manager.checkpoint.step)
+        return job.strategy.reduce("sum", torch.tensor(float(sum(len(x) for x in job.test_batches))), axis=None)
+
+    with job.handler:
+        for _ in range(2):
+            for x in job.batches:
+                job.step(x)
+            assert job.handler.run(evaluate) == ROWS
+    assert saved == [6, 15]
+    assert job.handler.total_run_calls == 2 * N_STEPS
+    assert decision(comm, shared_path)["step"] == 2 * N_STEPS
+
+
+def test_the_steps_of_a_strategy_of_one_replica_count(comm, shared_path):
+    if comm.size > 1:
+        pytest.skip("one device is a job of one rank")
+    strategy = hpcdist.OneDeviceStrategy("cpu")
+    with strategy.scope():
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = strategy.experimental_distribute_dataset(
+        hpcdist.Dataset.from_tensor_slices(torch.ones(ROWS, 3)).batch(BATCH)
+    )
+    checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, data=batches)
+    with hpcdist.PreemptionCheckpointHandler(None, checkpoint, shared_path / "run", save_every_steps=3) as handler:
+        for x in batches:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    assert handler.step == N_STEPS
+    assert sorted(path.name for path in shared_path.rglob("step-*.h5")) == [
+        f"step-0000000{step}.h5" for step in (3, 6, N_STEPS)
+    ]
+
+
+def test_the_end_saves_what_has_changed_since_the_last_step_was_saved(comm, shared_path, make_job):
+    """Records of metrics, say; a program that comes to its end again and changes nothing writes nothing."""
+    metrics = hpcdist.MetricsFile(shared_path / "metrics.jsonl")
+
+    def files():
+        comm.Barrier()
+        return sorted(str(path.relative_to(shared_path)) for path in shared_path.rglob("step-*.h5"))
+
+    def run():
+        job = make_job(save_every_steps=N_STEPS, metrics=metrics)
+        with job.handler:
+            job.train(1)
+            job.handler.poll()  # the last step is saved here
+            before = files()
+            if len(metrics) == 0:
+                metrics.write(N_STEPS, loss=0.5)
+        return before
+
+    first = f"run/checkpoints/gen-0001/step-0000000{N_STEPS}"
+    assert run() == [f"{first}.h5"]
+    assert files() == [f"{first}-1.h5"]
+    run()
+    assert files() == [f"{first}-1.h5"], "nothing has changed"
+    assert len(metrics) == 1
+    metrics.load_state_dict({"records": 0, "last_step": -1})
+    run()
+    assert len(metrics) == 1, "the record was in the checkpoint"
+
+
+@pytest.mark.parametrize("code", [0, None])
+def test_an_early_end_by_sys_exit_saves_too(comm, shared_path, make_job, code):
+    job = make_job()
+
+    def train():
+        with job.handler:
+            for x in job.batches:
+                job.step(x)
+                if job.handler.step == 3:
+                    sys.exit(code)
+
+    assert stopped(comm, train) == code
+    told = decision(comm, shared_path)
+    assert (told["decision"], told["step"]) == ("finished", 3)
+    assert job.handler.latest_path.endswith("step-00000003.h5")
+
+
 def test_an_evaluation_passed_to_run_is_not_cut_in_two(comm, shared_path, make_job):
     job = make_job()
     job.handler.stop()
@@ -222,7 +316,7 @@ def test_a_deadline(comm, shared_path, make_job, capfd):
     assert stopped(comm, lambda: job.train(10**6, lambda step: time.sleep(0.02))) == 75
     assert 0.5 < time.monotonic() - started < 4
     assert decision(comm, shared_path)["reason"] == "deadline"
-    assert job.handler._save_times.is_measured, "a first save was made to know what one costs"
+    assert job.handler._saves.times.is_measured, "a first save was made to know what one costs"
 
 
 def test_a_grace_period_is_used_for_training(comm, shared_path, make_job, capfd):
@@ -245,13 +339,25 @@ def test_what_a_save_costs_is_with_its_read_back(comm, make_job, monkeypatch):
     verify = Manifest.verify
     monkeypatch.setattr(Manifest, "verify", lambda *arguments: (time.sleep(0.5), verify(*arguments)))
     job, n_saves = make_job(time_limit_s=600, save_every_steps=5), []
-    job.train(1, lambda step: n_saves.append(job.handler._n_saves_at_end()))
-    assert job.handler._save_times.p99 >= 0.5
+    job.train(1, lambda step: n_saves.append(job.handler._saves.n_at_end(job.handler.step)))
+    assert job.handler._saves.times.p99 >= 0.5
     assert n_saves[:6] == [1, 1, 1, 2, 2, 1], "one is due after the fifth"
     job.manager.save(N_STEPS, blocking=False)
-    assert job.handler._n_saves_at_end() == (2 if comm.rank == 0 else 1), "one is read back"
+    assert job.handler._saves.n_at_end(job.handler.step) == (2 if comm.rank == 0 else 1), "one is read back"
     job.manager.wait()
-    assert job.handler._n_saves_at_end() == 1
+    assert job.handler._saves.n_at_end(job.handler.step) == 1
+
+
+def test_saves_that_become_slower_are_measured_too(comm, make_job, monkeypatch):
+    verify, delay_s = Manifest.verify, [0.0]
+    monkeypatch.setattr(Manifest, "verify", lambda *arguments: (time.sleep(delay_s[0]), verify(*arguments)))
+    job = make_job(time_limit_s=600, save_every_steps=2)
+
+    def slow_down(step):
+        delay_s[0] = 0.5 if step >= 3 else 0.0
+
+    job.train(1, slow_down)
+    assert (job.handler._saves.times.p99 >= 0.5) == (comm.rank == 0), "the chief alone has to know"
 
 
 def test_watcher_save_fn_and_exit_fn(comm, make_job):
@@ -340,6 +446,7 @@ def test_signals_do_not_end_a_process_that_is_leaving(comm, make_job):
 
     assert stopped(comm, leave) == 75
     os.kill(os.getpid(), signal.SIGTERM)
+    assert [signal.getsignal(number) for number in SIGNALS] == [signal.SIG_IGN] * 3, "handlers go before Python's end"
 
 
 def test_an_error_leaves_the_decision_that_was_made_at_the_start(comm, shared_path, make_job):
@@ -370,8 +477,19 @@ def test_attempts_that_die_again_and_again_are_not_started_a_fourth_time(comm, s
     job.handler.close()
 
 
+def test_a_checkpoint_saved_by_hand_renews_the_decision(comm, shared_path, make_job):
+    """The third attempt of a run without a checkpoint begins with "stop", whoever saves later."""
+    for _ in range(2):
+        make_job().handler.close()
+    job = make_job()
+    assert decision(comm, shared_path)["decision"] == "stop"
+    job.train(1, lambda step: job.manager.save(step, {"loss": 1.0}, blocking=False) if step == 2 else None)
+    told = decision(comm, shared_path)
+    assert (told["decision"], told["step"], told["fruitless_attempts"]) == ("requeue", 2, 0)
+
+
 def test_attempts_that_die_while_they_restore_count_too(comm, shared_path, make_job, monkeypatch):
-    def die(manager, suspects):
+    def die(manager, suspects, note):
         raise MemoryError
 
     monkeypatch.setattr(hpcdist.CheckpointManager, "_restore", die)

@@ -1,4 +1,7 @@
+import contextlib
 import json
+import mmap
+import os
 
 import pytest
 from mpi4py import MPI
@@ -7,6 +10,7 @@ from hpcdist.cluster.mpi import MPIClusterResolver
 from hpcdist.cluster.spec import Task
 from hpcdist.cluster.tf_config import TFConfigClusterResolver
 from hpcdist.errors import CheckpointError, CollectiveTimeoutError, ConfigurationError, DataError
+from hpcdist.segments import sweep_stale
 from hpcdist.world import World, make_world
 
 pytestmark = pytest.mark.mpi
@@ -160,3 +164,24 @@ def test_a_rank_that_does_not_come_is_waited_for_only_so_long(world, comm):
 
 def test_the_process_wide_world_is_made_once():
     assert make_world() is make_world()
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm")
+def test_segments_that_a_killed_start_left_are_swept_when_they_are_old_and_nobody_has_them(comm):
+    names = {kind: f"/dev/shm/mpich_shm_test{os.getpid()}{kind}_0" for kind in ("old", "young", "open")}
+    try:
+        for kind, name in names.items():
+            with open(name, "wb") as file:
+                file.write(bytes(mmap.PAGESIZE))
+            if kind != "young":
+                os.utime(name, (0, 0))
+        with open(names["open"], "r+b") as file, mmap.mmap(file.fileno(), 0):
+            comm.Barrier()  # every rank has made its own; all sweep at once
+            sweep_stale()
+            comm.Barrier()
+            assert {kind for kind, name in names.items() if os.path.exists(name)} == {"young", "open"}
+            comm.Barrier()
+    finally:
+        for name in names.values():
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)

@@ -16,12 +16,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import h5py
-from hostile_files import Original, cases
+from hostile_files import Original, cases, objects
 
 from hpcdist.checkpoint.folder import CheckpointFolder
 from hpcdist.checkpoint.generations import crashed_twice
 from hpcdist.checkpoint.retention import Retention
-from hpcdist.checkpoint.tree import decode
 from hpcdist.errors import CheckpointError
 
 LIMIT_S = 10
@@ -44,10 +43,20 @@ def use(path):
     folder.generation = 3
     crashed_twice(folder.fruitless_attempts())
     found = folder.read_latest()
-    arrays = [(array.name, array.dtype, array.values.tobytes()) for array in found.arrays]
-    value = decode(found.state, lambda array, dtype: array, found.arrays)
+    checkpoint = objects(seed=1)
+    checkpoint.apply(found.state, found.arrays, found.path.name)
     Retention(1, keep_every_n_hours=1, keep_best="loss").kept([found.manifest, found.manifest])
-    return repr(found.state), arrays, value is not None
+    return [
+        (repr(state), [content(array) for array in arrays]) for state, arrays in found_and_loaded(found, checkpoint)
+    ]
+
+
+def found_and_loaded(found, checkpoint):
+    return (found.state, found.arrays), checkpoint.collect({})
+
+
+def content(array):
+    return array.name, array.dtype, array.values.tobytes()
 
 
 def read(path):

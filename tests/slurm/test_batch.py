@@ -29,7 +29,7 @@ def test_to_the_end_and_the_same_command_again(submit, data):
 def test_preempted_again_and_again_it_ends_with_the_same_bits(folder, submit, preempt, options, run_unbroken):
     """No step is lost, and the log is not truncated."""
     signals = folder / "signals"
-    epochs = 30 * N_PREEMPTIONS
+    epochs = max(60, 15 * N_PREEMPTIONS)  # each attempt makes about 20 of 4 * epochs steps
     job = submit("train", *options, "--epochs", epochs, environ={"PROBE_SIGNALS": str(signals)})
     latencies_s = []
     for attempt in range(1, N_PREEMPTIONS + 1):

@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+import time
 
 import h5py
 import numpy as np
 import pytest
 import xxhash
 
+from hpcdist.checkpoint import image as image_module
 from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.layout import FORMAT, lay_out
 from hpcdist.checkpoint.manifest import Manifest, read_manifest
@@ -262,6 +264,13 @@ def test_a_smaller_file_after_a_larger_one_holds_nothing_of_it(tmp_path):
     assert (tmp_path / "small.h5").read_bytes() == (tmp_path / "fresh.h5").read_bytes()
 
 
+def test_the_same_state_is_the_same_file_at_any_time(tmp_path):
+    write_file(tmp_path / "first.h5", STATE, arrays(*ALL))
+    time.sleep(1.1)  # HDF5 keeps times in whole seconds
+    write_file(tmp_path / "second.h5", STATE, arrays(*ALL))
+    assert (tmp_path / "first.h5").read_bytes() == (tmp_path / "second.h5").read_bytes()
+
+
 def test_arrays_of_any_strides(tmp_path):
     square = np.arange(12.0).reshape(3, 4)
     views = [square.T, square[:, ::2], square[::-1], np.broadcast_to(square[0], (2, 4))]
@@ -277,3 +286,25 @@ def test_large_arrays_start_where_the_disk_takes_them_directly(tmp_path):
     path.write_bytes(b"".join(image.blocks(xxhash.xxh3_128())))
     with h5py.File(path) as file:
         assert file["arrays/float32"].id.get_offset() % 4096 == 0
+
+
+@pytest.mark.parametrize("n_copiers", [1, 2, 3, 4])
+def test_large_arrays_are_copied_whole_by_any_number_of_threads(tmp_path, monkeypatch, n_copiers):
+    """Pieces of odd lengths, dtypes and strides, more and fewer than there are threads."""
+    monkeypatch.setattr(image_module, "MAX_COPIERS", n_copiers)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    random = np.random.default_rng(0)
+    per_block = image_module.BLOCK_BYTES // 8
+    values = {
+        "long": random.random(3 * per_block + 1),
+        "block": random.random(per_block),
+        "transposed": random.random((per_block // 512 + 3, 700)).T,
+        "bytes": random.integers(0, 255, 5_000_001, np.uint8),
+        "scalar": np.float32(3.5),
+    }
+    named = [NamedArray(name, str(array.dtype), np.asarray(array)) for name, array in values.items()]
+    write_file(tmp_path / "file.h5", None, named)
+    same = {
+        found.name: np.array_equal(found.values, values[found.name]) for found in read_file(tmp_path / "file.h5")[1]
+    }
+    assert same == dict.fromkeys(values, True)

@@ -160,13 +160,22 @@ def test_a_damaged_newest_one_is_noticed_before_others_are_removed(folder):
 
 
 def test_a_damaged_manifest_neither_counts_nor_goes(folder):
+    """Nor does its file; what is pruned beside it takes its file along."""
     for step in (1, 2, 3, 4):
         commit(folder, step)
     Place(1, 3).manifest(folder.path).write_text("?")
     prune(folder, 2)
-    assert [name for name in names(folder) if name.endswith("json")] == [
-        f"gen-0001/step-0000000{step}.json" for step in (2, 3, 4)
-    ]
+    assert names(folder) == [f"gen-0001/step-0000000{step}.{kind}" for step in (2, 3, 4) for kind in ("h5", "json")]
+
+
+def test_a_later_attempt_leaves_nothing_to_prune(folder, caplog):
+    """A process that was replaced removes nothing any more."""
+    for step in (1, 2, 3):
+        commit(folder, step)
+    attempt(folder.path)
+    prune(folder, 1)
+    assert "another attempt of this job has begun" in caplog.text
+    assert len([name for name in names(folder) if name.endswith("json")]) == 3
 
 
 def test_leftovers_of_killed_writers_are_swept(folder):
@@ -274,6 +283,18 @@ class RecordingDisk(Disk):
             return real(*arguments)
 
         return operation
+
+
+def test_room_is_allocated_before_a_file_is_written(tmp_path):
+    disk = Disk()
+    descriptor = disk.create(tmp_path / "file")
+    disk.allocate(descriptor, 1 << 20)
+    disk.close(descriptor)
+    status = (tmp_path / "file").stat()
+    assert status.st_size == 1 << 20
+    assert status.st_blocks * 512 >= 1 << 20
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        disk.allocate(descriptor, 1)
 
 
 def test_commit_is_file_then_folder_then_manifest_then_folder(tmp_path):

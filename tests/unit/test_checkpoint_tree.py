@@ -39,6 +39,21 @@ def test_arrays_come_back_with_dtype_shape_and_bits():
         assert found[key].tobytes() == value.tobytes()
 
 
+@pytest.mark.parametrize("dtype", [">f8", ">i2", ">u4", ">f2", ">c16", "<f4", "=i8"])
+def test_arrays_of_another_byte_order_come_back_with_their_values(dtype):
+    value = np.arange(6).reshape(2, 3).astype(dtype)
+    found, arrays = round_trip({"w": value})
+    assert (found["w"] == value).all()
+    assert found["w"].shape == (2, 3)
+    assert arrays[0].values.dtype == np.dtype(arrays[0].dtype), "the bytes are what the name says"
+
+
+def test_arrays_of_our_byte_order_are_not_copied():
+    value, arrays = np.arange(4.0), []
+    encode(value, "x", refuse, arrays)
+    assert arrays[0].values is value
+
+
 @pytest.mark.parametrize("value", [object(), {1.5: 0}, {None: 0}, [set()], {"f": print}, np.array(["text"]), b"bytes"])
 def test_refuses_what_is_no_data(value):
     with pytest.raises(CheckpointError, match="save: expected"):

@@ -17,7 +17,7 @@ from hpcdist.checkpoint import durable
 from hpcdist.errors import CheckpointError, ExitCode
 
 EVERY = 1 if os.environ.get("EVERY_CASE") else 3
-CALLS = ["mkdir", "open", "posix_fallocate", "pwrite", "fsync", "close", "replace", "unlink", "rmdir"]
+CALLS = ["mkdir", "open", "_fallocate", "pwrite", "fsync", "close", "replace", "unlink", "rmdir"]
 REFUSALS = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS]
 #: Old checkpoints that cannot be removed stay, and the log says so: no reason to end a job.
 TOLERATED = ["unlink", "rmdir"]
@@ -29,6 +29,10 @@ EXPECTED = [
     "to note the attempt",
     "to set damaged checkpoints aside",
 ]
+
+
+#: What `durable` calls by itself, past `os`.
+OWN_CALLS = {"_fallocate": durable._fallocate}
 
 
 class FaultyOs:
@@ -43,7 +47,7 @@ class FaultyOs:
     def _fail_once(self, *arguments):
         self.n_calls += 1
         if self.n_calls != self.nth:
-            return getattr(os, self.call)(*arguments)
+            return (OWN_CALLS.get(self.call) or getattr(os, self.call))(*arguments)
         if self.code is None:
             return os.pwrite(arguments[0], arguments[1][: len(arguments[1]) // 2], arguments[2])
         if self.call == "close":
@@ -67,6 +71,8 @@ def run_with_fault(path, template, monkeypatch, faulty):
     told = [template[1]] if template[1] else []
     with monkeypatch.context() as patch:
         patch.setattr(durable, "os", faulty)
+        if faulty.call in OWN_CALLS:
+            patch.setattr(durable, faulty.call, faulty._fail_once)
         try:
             Training(path, None, told.append).run()
         except CheckpointError as error:

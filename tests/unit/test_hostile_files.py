@@ -56,4 +56,4 @@ def test_a_changed_checkpoint_is_refused_or_read_as_it_was(fast_folder, clean_en
     print(f"{len(found)} changed checkpoints, seed {SEED}: {dict(counts)}")
     assert [text for case, report in found if (text := what_is_wrong(case, report))] == []
     assert len(found) >= (5000 if IS_FULL else 400)
-    assert counts["lie", "refused"] >= 140
+    assert counts["lie", "refused"] >= 175

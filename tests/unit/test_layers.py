@@ -17,6 +17,7 @@ LAYERS = {
     "world": 2,
     "abort": 2,
     "mpi": 2,
+    "segments": 1,
     "notices": 1,
     "collectives": 3,
     "gradients": 4,
@@ -91,6 +92,13 @@ def names_used(path):
 def test_only_one_file_reads_the_environment_and_none_writes_it():
     users = {name for name, path in MODULES.items() if names_used(path) & {"environ", "getenv", "putenv", "environb"}}
     assert users == {"cluster.environment"}
+
+
+def test_only_one_file_changes_a_disk():
+    """What it does can be made to fail, or be replayed. What may be lost is apart: names in memory, and caches."""
+    changes = r"os\.(fsync|fdatasync|unlink|remove|rename|replace|rmdir|mkdir|makedirs|pwrite)\b|rmtree|\.unlink\("
+    users = {name for name, path in MODULES.items() if re.search(changes, path.read_text())}
+    assert users == {"checkpoint.durable", "segments", "resilience.fast_tier", "data.row_store"}
 
 
 def test_imports_are_statements():

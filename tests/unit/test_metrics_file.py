@@ -1,11 +1,13 @@
 """MetricsFile: kills at any byte, records that are written again, and processes that are left over."""
 
+import errno
 import json
 import os
 
 import pytest
 
-from hpcdist.errors import CheckpointError, UsageError
+from hpcdist.checkpoint.durable import Disk
+from hpcdist.errors import CheckpointDamaged, CheckpointError, ExitCode, UsageError
 from hpcdist.resilience.metrics_file import MetricsFile
 
 
@@ -50,16 +52,18 @@ def test_the_chief_alone_writes(path):
     assert not path.parent.exists()
 
 
-def test_a_restart_keeps_what_the_checkpoint_knew_of(path):
-    file = written(path, [1, 2])
+@pytest.mark.parametrize("earlier", [[], [1, 2]], ids=["new folder", "records of an earlier run"])
+def test_a_restart_keeps_what_the_checkpoint_knew_of(path, earlier):
+    written(path, earlier)
+    file = written(path, [5, 6])
     state = file.state_dict()
-    file.write(3)
+    file.write(7)
     again = MetricsFile(path, OneRank())
     again.load_state_dict(state)
     assert len(again) == 2
-    assert [record["step"] for record in records(path)] == [1, 2]
-    again.write(3, loss=9)
-    assert records(path)[-1] == {"step": 3, "loss": 9}
+    assert [record["step"] for record in records(path)] == [*earlier, 5, 6]
+    again.write(7, loss=9)
+    assert records(path)[-1] == {"step": 7, "loss": 9}
 
 
 def test_a_checkpoint_of_the_same_step_before_and_after_its_record(path):
@@ -104,6 +108,19 @@ def test_a_process_that_is_left_over_writes_to_no_effect(path):
     assert [record["loss"] for record in records(path)] == [0.5, 1.0, "of the new attempt"]
 
 
+def test_a_process_that_is_left_over_without_a_record_writes_to_no_effect(path):
+    """It has begun, and written nothing until a later attempt has; that one may have restored nothing either."""
+    zombie = MetricsFile(path, OneRank())
+    zombie.claim()
+    again = MetricsFile(path, OneRank())
+    again.claim()
+    again.write(3, loss="of the new attempt")
+    zombie.write(2, loss="of the zombie")
+    again.write(4, loss="of the new attempt")
+    zombie.load_state_dict({"records": 0, "last_step": 0})
+    assert [record["loss"] for record in records(path)] == ["of the new attempt"] * 2
+
+
 def test_lost_records_are_told(path, caplog):
     state = written(path, [1, 2]).state_dict()
     path.unlink()
@@ -133,3 +150,45 @@ def test_records_are_durable_before_a_checkpoint_counts_them(path, monkeypatch):
     monkeypatch.setattr(os, "fsync", synced.append)
     file.state_dict()
     assert synced == [file._file.fileno()]
+
+
+class FullDisk(Disk):
+    """A disk that takes nothing any more, once it is full."""
+
+    is_full = False
+
+    def sync(self, descriptor):
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().sync(descriptor)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda file: file.state_dict(),
+        lambda file: MetricsFile(file.path, OneRank(), disk=file._disk).load_state_dict({"records": 1, "last_step": 1}),
+        lambda file: MetricsFile(file.path, OneRank(), disk=file._disk).claim(),
+        lambda file: MetricsFile(file.path, OneRank(), disk=file._disk).write(2),
+    ],
+    ids=["state_dict", "load_state_dict", "claim", "write"],
+)
+def test_a_disk_that_is_full_is_told(path, act):
+    disk = FullDisk()
+    file = MetricsFile(path, OneRank(), disk=disk)
+    file.write(1)
+    disk.is_full = True
+    with pytest.raises(CheckpointError, match="No space left on device; free space") as caught:
+        act(file)
+    assert caught.value.exit_code == ExitCode.CHECKPOINT_IO
+    assert records(path) == [{"step": 1}], "what was there stays"
+
+
+@pytest.mark.parametrize(
+    "state", [None, [], {}, {"records": 1}, {"records": -1, "last_step": 1}, {"records": "1", "last_step": 1}]
+)
+def test_a_state_that_is_none_drops_no_records(path, state):
+    file = written(path, [1, 2])
+    with pytest.raises(CheckpointDamaged, match="metrics: expected a number of records"):
+        file.load_state_dict(state)
+    assert len(records(path)) == len(file) == 2

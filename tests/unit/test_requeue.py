@@ -12,33 +12,55 @@ from hpcdist.resilience.decision import DecisionFile, at_end, at_first_commit, a
 pytestmark = pytest.mark.timeout(60)
 SCRIPT = """
 source slurm/requeue.sh
-program() { if [[ -n $WRITES ]]; then cp "$WRITES" "$RUN_DIR/decision.json"; fi; return "$CODE"; }
+program() {
+  if [[ -n $WRITES ]]; then cp "$WRITES" "$RUN_DIR/new" && mv "$RUN_DIR/new" "$RUN_DIR/decision.json"; fi
+  return "$CODE"
+}
 launch program
 if has_died; then echo has died; fi
 leave
 """
 SCONTROL = """#!/usr/bin/env bash
-if [[ $1 == requeue ]]; then echo "requeued $2"; exit "$REQUEUE_CODE"; fi
-echo "JobId=7 JobState=$STATE Reason=None PreemptTime=$PREEMPTED"
+if [[ $2 == hostnames ]]; then echo n1; echo n2; exit; fi
+if [[ $1 == requeue ]]; then
+  echo >> "$0.tries"
+  mapfile -t tries < "$0.tries"
+  if ((${#tries[@]} <= REFUSALS)); then exit 1; fi
+  echo "requeued $2"
+  exit
+fi
+if [[ -z $STATE ]]; then exit 1; fi
+echo "JobId=7 JobState=$STATE Reason=None"
+echo "   StartTime=2026-11-21T11:00:00 EndTime=2026-11-21T13:00:00 Deadline=N/A"
+echo "   PreemptEligibleTime=2026-11-21T11:00:00 PreemptTime=$PREEMPTED"
 """
+PREEMPTED = {"PREEMPTED": "2026-11-21T12:00:00"}
+
+
+def nearly_over():
+    return {"SLURM_JOB_END_TIME": str(int(time.time()) + 100)}
+
+
+def add_program(folder, name, text):
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
 
 
 @pytest.fixture
 def leave(root, tmp_path, clean_environ):
     """Return leave(): launch a program with an exit code and a decision; the script's exit code and output."""
     (tmp_path / "run").mkdir()
-    (tmp_path / "bin").mkdir()
 
-    def leave(code, decision=None, before=None, scontrol=True, job="7", **environ):
+    def leave(code, decision=None, before=None, scontrol=True, job="7", attempt=2, **environ):
         file = DecisionFile(tmp_path / "run")
         if before is not None:
             file.write(before, 3, attempt=1, job="7")
         written = DecisionFile(tmp_path)
         if decision is not None:
-            written.write(decision, 5, attempt=2, job=job)
+            written.write(decision, 5, attempt=attempt, job=job)
         if scontrol:
-            (tmp_path / "bin" / "scontrol").write_text(SCONTROL)
-            (tmp_path / "bin" / "scontrol").chmod(0o755)
+            add_program(tmp_path / "bin", "scontrol", SCONTROL)
         own = {
             "PATH": f"{tmp_path / 'bin'}:{clean_environ['PATH']}" if scontrol else without_scontrol(tmp_path),
             "RUN_DIR": str(tmp_path / "run"),
@@ -48,7 +70,8 @@ def leave(root, tmp_path, clean_environ):
             "CODE": str(code),
             "STATE": "RUNNING",
             "PREEMPTED": "None",
-            "REQUEUE_CODE": "0",
+            "REFUSALS": "0",
+            "REQUEUE_PAUSES_S": "0 0 0",
         }
         done = subprocess.run(
             ["bash", "-c", SCRIPT], env={**own, **environ}, cwd=root, capture_output=True, text=True, timeout=20
@@ -61,7 +84,7 @@ def leave(root, tmp_path, clean_environ):
 def without_scontrol(folder):
     programs = folder / "few"
     programs.mkdir()
-    for name in ("bash", "cp", "date", "rm", "sed"):
+    for name in ("bash", "cat", "cp", "date", "mv", "rm", "sed", "stat"):
         (programs / name).symlink_to(next(f"{place}/{name}" for place in ("/bin", "/usr/bin") if os.path.exists(place)))
     return str(programs)
 
@@ -88,7 +111,7 @@ def test_requeue(leave, code, decision):
 @pytest.mark.parametrize("code", [2, 76, 78])
 @pytest.mark.parametrize("decision", [None, DIED, STOPPED], ids=["none", "died", "stopped"])
 def test_codes_after_which_nothing_is_run_again(leave, code, decision):
-    got, output = leave(code, decision, PREEMPTED="2026-11-21T12:00:00")
+    got, output = leave(code, decision, **PREEMPTED)
     assert got == code
     assert "requeued" not in output
     assert "has died" not in output
@@ -114,12 +137,15 @@ def test_a_launch_that_ended_before_it_wrote_is_not_taken_for_an_earlier_one(lea
 
 @pytest.mark.parametrize("before", [DIED, SAVED, STOPPED], ids=["died", "saved", "stopped"])
 @pytest.mark.parametrize(("code", "last"), [(0, 1), (1, 1), (137, 137)])
-def test_a_run_that_is_under_way_survives_three_launches_in_a_row_that_died_early(leave, before, code, last):
+def test_a_run_that_is_under_way_survives_three_launches_in_a_row_that_died_early(leave, tmp_path, before, code, last):
     for _ in range(2):  # who submits it again after the end has three more
-        for _ in range(3):
+        for count in range(1, 4):
             got, output = leave(code, before=before, SLURM_JOB_ID="9")
             assert got == 75
-            assert f"requeued 9\njob 9: exit code {code}" in output or "requeued 9" in output
+            assert "requeued 9\n" in output
+            lines = (tmp_path / "run" / "early-deaths").read_text().splitlines()
+            assert len(lines) == count
+            assert lines[-1].endswith(f" job 9: exit code {code}")
             assert f"exit code {code}, to be requeued: died before it had begun" in output
         got, output = leave(code, before=before, SLURM_JOB_ID="9")
         assert got == last
@@ -154,14 +180,58 @@ def test_the_decision_of_another_job_is_not_taken_for_its_own(leave):
     assert "requeued" not in output
 
 
-@pytest.mark.parametrize(
-    "called_off", [{"PREEMPTED": "2026-11-21T12:00:00"}, {"SLURM_JOB_END_TIME": str(int(time.time()) + 100)}], ids=str
-)
+@pytest.mark.parametrize("is_last", [True, False], ids=["last", "attempt"])
+@pytest.mark.parametrize(("code", "decision", "expected"), [(0, FINISHED, 0), (75, STOPPED, 75), (137, STOP, 76)])
+def test_a_decision_that_says_what_stood_there_is_its_own(leave, code, decision, expected, is_last):
+    """Whose checkpoints were removed begins with attempt 1 again."""
+    got, output = leave(code, decision, before=decision if is_last else DIED, attempt=1)
+    assert got == expected
+    assert "before it had begun" not in output
+
+
+def test_a_decision_that_was_written_again_word_for_word_is_its_own(leave, tmp_path):
+    got, output = leave(0, before=FINISHED, WRITES=str(tmp_path / "run" / "decision.json"))
+    assert got == 0
+    assert "before it had begun" not in output
+
+
+@pytest.mark.parametrize("called_off", [PREEMPTED, nearly_over()], ids=["preempted", "time"])
 @pytest.mark.parametrize(("code", "expected"), [(0, 75), (143, 75), (1, 1)])
 def test_called_off_before_it_had_begun(leave, called_off, code, expected):
     got, output = leave(code, **called_off)
     assert got == expected
     assert ("requeued 7" in output) == (expected == 75)
+
+
+@pytest.mark.parametrize("before", [None, SAVED, FINISHED], ids=["none", "saved", "finished"])
+@pytest.mark.parametrize(("code", "last"), [(0, 1), (138, 138), (139, 139)])
+def test_a_start_that_is_out_of_time_again_and_again_ends_the_run(leave, tmp_path, before, code, last):
+    for count in range(3):
+        if count == 0 and before is None:
+            (tmp_path / "run").rmdir()
+        got, output = leave(code, before=before, **nearly_over())
+        assert got == 75
+        assert "requeued 7\n" in output
+        assert f"exit code {code}, to be requeued: out of time before it had begun" in output
+    got, output = leave(code, before=before, **nearly_over())
+    assert got == last
+    assert "requeued" not in output
+    assert f"not run again: exit code {code} before it had begun" in output
+
+
+@pytest.mark.parametrize("before", [None, SAVED], ids=["none", "saved"])
+def test_preemptions_before_it_had_begun_are_not_counted(leave, tmp_path, before):
+    for _ in range(5):
+        got, output = leave(143, before=before, **PREEMPTED, **nearly_over())
+        assert got == 75
+        assert "exit code 143, to be requeued: preempted before it had begun" in output
+    assert not (tmp_path / "run" / "early-deaths").exists()
+
+
+def test_a_preemption_before_the_job_started_last_is_none(leave):
+    got, output = leave(143, PREEMPTED="2026-11-21T10:59:59")
+    assert got == 143
+    assert "requeued" not in output
 
 
 def test_a_task_of_an_array(leave):
@@ -180,11 +250,101 @@ def test_a_job_that_runs_has_other_names_too(leave, state):
     assert "requeued 7" in leave(75, STOPPED, STATE=state)[1]
 
 
-@pytest.mark.parametrize("way", [{"scontrol": False}, {"REQUEUE_CODE": "1"}], ids=["missing", "refuses"])
+@pytest.mark.parametrize(
+    "way", [{"scontrol": False}, {"REFUSALS": "99"}, {"STATE": ""}], ids=["missing", "refuses", "mute"]
+)
 def test_scontrol_that_does_not_help(leave, way):
     got, output = leave(75, STOPPED, **way)
     assert got == 75
+    assert "requeued 7" not in output
     assert output.rstrip().endswith("to go on, run: scontrol requeue 7")
+
+
+def test_scontrol_that_helps_in_the_end(leave):
+    got, output = leave(75, STOPPED, REFUSALS="2")
+    assert got == 75
+    assert output.count("requeued 7\n") == 1
+    assert "to go on, run" not in output
+
+
+def test_a_busy_slurmctld_has_a_minute(leave, tmp_path):
+    add_program(tmp_path / "bin", "sleep", f'#!/usr/bin/env bash\necho "$1" >> {tmp_path}/pauses\n')
+    leave(75, STOPPED, REFUSALS="99", REQUEUE_PAUSES_S="")
+    pauses = [int(pause) for pause in (tmp_path / "pauses").read_text().split()]
+    assert pauses[0] == 0
+    assert 45 <= sum(pauses) <= 90
+    assert len((tmp_path / "bin" / "scontrol.tries").read_text()) == len(pauses) > 3
+
+
+SRUN = """#!/usr/bin/env bash
+case " $* " in
+  *" true ") exit ;;
+  *" rm -rf "*) echo "removes ${*: -1}"; exit ;;
+esac
+echo >> "$0.launches"
+mapfile -t launches < "$0.launches"
+job=$SLURM_JOB_ID
+if ((${#launches[@]} == TAKEN_OVER_AT)); then job=8; fi
+printf '{\n "decision": "requeue",\n "reason": "died",\n "attempt": %d,\n "job": "%s"\n}\n' ${#launches[@]} $job \
+  > "$RUN_DIR/decision.json"
+exit "$CODE"
+"""
+
+
+@pytest.fixture
+def train(root, tmp_path, clean_environ):
+    """Return train(): the recipe for srun, where all launches end alike; its exit code, number of launches, output."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "run-id").write_text("abc")
+    add_program(tmp_path / "bin", "scontrol", SCONTROL)
+    add_program(tmp_path / "bin", "srun", SRUN)
+
+    def train(code, **environ):
+        own = {
+            "PATH": f"{tmp_path / 'bin'}:{clean_environ['PATH']}",
+            "RUN_DIR": str(tmp_path / "run"),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NAME": "job",
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "CODE": str(code),
+            "TAKEN_OVER_AT": "0",
+            "STATE": "RUNNING",
+            "PREEMPTED": "None",
+            "REFUSALS": "0",
+        }
+        done = subprocess.run(
+            ["bash", "slurm/train.sbatch"], env={**own, **environ}, cwd=root, capture_output=True, text=True, timeout=30
+        )
+        n_launches = len((tmp_path / "bin" / "srun.launches").read_text().splitlines())
+        return done.returncode, n_launches, done.stdout + done.stderr
+
+    return train
+
+
+def test_each_restart_that_is_announced_takes_place(train):
+    got, n_launches, output = train(137)
+    assert got == 75
+    assert n_launches == 7
+    assert [f"restart {number} inside the allocation, on n1,n2" in output for number in range(1, 8)] == [True] * 6 + [
+        False
+    ]
+    assert output.count(f"removes /dev/shm/hpcdist-{os.getuid()}-abc") == 1
+    assert "requeued 7\n" in output
+
+
+@pytest.mark.parametrize(("taken_over_at", "removes"), [("0", True), ("1", False)], ids=["its own", "of another job"])
+def test_copies_are_removed_unless_another_job_has_the_run(train, taken_over_at, removes):
+    got, n_launches, output = train(76, TAKEN_OVER_AT=taken_over_at)
+    assert (got, n_launches) == (76, 1)
+    assert ("removes" in output) == removes
+
+
+def test_copies_are_left_when_the_job_ends_in_good_order(train):
+    got, n_launches, output = train(75)
+    assert (got, n_launches) == (75, 1)
+    assert "removes" not in output
 
 
 def test_the_fields_are_those_of_the_file(tmp_path):

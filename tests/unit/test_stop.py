@@ -1,5 +1,6 @@
 """The stop flag: signals, a file, a function, a call; who had the signals before, and forked children."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import threading
 
 import pytest
 
+from hpcdist.checkpoint.durable import Disk
 from hpcdist.errors import UsageError
 from hpcdist.resilience.stop import SIGNALS, StopFlag
 
@@ -95,6 +97,34 @@ def test_the_file_is_looked_for_at_most_every_two_seconds(tmp_path):
     flag.remove_file()
     assert not (tmp_path / "stop").exists()
     assert StopFlag("rank 0", file=tmp_path / "stop", clock=clock).reason is None
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES], ids=lambda code: errno.errorcode[code])
+def test_a_file_system_that_cannot_tell_ends_no_job(tmp_path, monkeypatch, code):
+    """The chief looks in the middle of a sum: an error there would end all ranks."""
+    clock = Clock()
+    flag = StopFlag("rank 0", file=tmp_path / "stop", clock=clock)
+
+    def fail(*arguments, **more):
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", fail)
+        assert flag.reason is None
+    (tmp_path / "stop").touch()
+    clock.now += 2.1
+    assert flag.reason == f"stop file {tmp_path / 'stop'}"
+
+
+def test_a_stop_file_that_cannot_be_removed_is_told(tmp_path):
+    class ReadOnlyDisk(Disk):
+        def remove(self, path):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    (tmp_path / "stop").touch()
+    with pytest.raises(OSError, match="Read-only"):
+        StopFlag("rank 0", file=tmp_path / "stop", disk=ReadOnlyDisk()).remove_file()
+    StopFlag("rank 0", file=tmp_path / "other", disk=Disk()).remove_file()
 
 
 def test_the_users_function_is_called_at_most_every_second():

@@ -1,0 +1,152 @@
+"""The saves of one attempt: those that are due, copies and comparisons between them, and the last one."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hpcdist.resilience.attempt import Attempt
+from hpcdist.resilience.deadline import Durations
+from hpcdist.resilience.manager import CheckpointManager
+from hpcdist.resilience.schedule import SaveSchedule, is_crossed
+
+
+class AttemptSaves:
+    """Does after a step what a schedule says, and measures what saves cost.
+
+    Args:
+        manager: makes them.
+        attempt: is told of the first.
+        schedule: when.
+        save_fn: makes saves in place of the manager; None: nobody does.
+
+    Attributes:
+        times: of saves until they were read back: of the first on all ranks, of all on the chief.
+    """
+
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        attempt: Attempt,
+        schedule: SaveSchedule,
+        save_fn: Callable[..., Any] | None,
+    ) -> None:
+        self._manager = manager
+        self._attempt = attempt
+        self._schedule = schedule
+        self._save_fn = save_fn
+        self.times, self._stalls = Durations(), Durations()
+        self.begin(0, is_restored=False)
+
+    def begin(self, step: int, is_restored: bool) -> None:
+        """Count from here.
+
+        Args:
+            step: steps made so far.
+            is_restored: whether that step is in a checkpoint.
+        """
+        self._has_saved, self._is_restored = False, is_restored
+        self._saved_at, self._kept_up_to = time.monotonic(), step
+        self._began_at, self._latest_at_begin = self._manager.checkpoint.step, self._manager.latest_path
+        self._is_noted = False
+        self._compared_at: int | None = None
+
+    def is_late(self, step: int) -> bool:
+        """Return whether it is time for a save, by the clock of this process."""
+        interval_s = self._schedule.interval_s(self._stalls.median if self._stalls.is_measured else None)
+        waited_s = time.monotonic() - self._saved_at
+        return step > self._manager.checkpoint.step and interval_s is not None and waited_s >= interval_s
+
+    def is_due(self, step: int) -> bool:
+        """Return whether it is time for a save, by the number of steps. Equal on all ranks."""
+        return is_crossed(self._schedule.every_steps, step, self._manager.checkpoint.step)
+
+    def n_at_end(self, step: int) -> int:
+        """Return how many saves the end takes if it comes after this step: one that is due or under way comes first."""
+        return 2 if self.is_late(step) or self.is_due(step + 1) or self._manager.is_saving else 1
+
+    def check_and_copy(self, step: int) -> None:
+        """Compare the ranks and copy the state to memory, if it is time. Collective where it is: chief and workers.
+
+        Raises:
+            DesyncError: when ranks differ; on every rank alike.
+        """
+        last, self._kept_up_to = self._kept_up_to, step
+        if is_crossed(self._schedule.compare_every_steps, step, last):
+            self._compare(step)
+        if is_crossed(self._schedule.in_memory_every_steps, step, last):
+            self._manager.save_fast(step)
+
+    def note_saved(self) -> None:
+        """Tell the attempt of a checkpoint that the program saved by hand, as of the first that is due.
+
+        Collective where there is one: chief and workers.
+
+        Raises:
+            CheckpointError: when it cannot be written, on every rank alike.
+        """
+        if self._has_saved or self._is_noted or self._save_fn is not None:
+            return
+        step, path = self._manager.checkpoint.step, self._manager.latest_path
+        if step > self._began_at and path != self._latest_at_begin:  # another manager may save the same Checkpoint
+            self._attempt.committed(step)
+            self._is_noted = True
+
+    def _compare(self, step: int) -> None:
+        if step != self._compared_at:
+            self._manager.check_equal()
+            self._compared_at = step
+
+    def _compare_before_save(self, step: int) -> None:
+        if self._schedule.compare_every_steps is not None:
+            self._compare(step)
+
+    def _is_saved(self, step: int) -> bool:
+        return step == self._manager.checkpoint.step and (self._has_saved or self._is_restored)
+
+    def end(self, step: int) -> None:
+        """Save at the program's end: also what has changed since this step was saved, such as records of metrics.
+
+        Collective: chief and workers. Raises as `save`.
+        """
+        self._compared_at = None  # what follows the last step may have made ranks differ
+        if not self._is_saved(step):
+            self.save(step, is_last=True)
+        elif self._save_fn is None:
+            self._compare_before_save(step)
+            self._manager.save_if_changed(step)
+
+    def save(self, step: int, is_last: bool, *args: Any, **kwargs: Any) -> None:
+        """Save, unless this step is saved. The first one waits for the disk, to know what a save costs.
+
+        Where ranks are compared at all they are before each save too: what is saved is known to be equal on all.
+
+        Collective: chief and workers.
+
+        Args:
+            step: steps made so far.
+            is_last: whether to wait for the disk too.
+            args: for `save_fn` or, after the step, `manager.save`.
+            kwargs: see args.
+
+        Raises:
+            CheckpointError: when it cannot be written, on every rank alike.
+            DesyncError: when ranks differ; on every rank alike.
+        """
+        if self._is_saved(step):
+            return
+        started, is_first = time.monotonic(), not self._has_saved
+        self._compare_before_save(step)
+        compare_s = time.monotonic() - started
+        if self._save_fn is not None:
+            self._save_fn(*args, **kwargs)
+            self._manager.checkpoint.step = step
+        else:
+            self._manager.save(step, *args, blocking=is_last or is_first, **kwargs)
+        self._saved_at, self._has_saved = time.monotonic(), True
+        if is_first:
+            self._attempt.committed(step)
+            self.times.add(time.monotonic() - started)  # with what follows the last save too: it is read back
+        elif self._manager.last_save_s is not None:  # of the one before, which this one has waited for
+            self.times.add(compare_s + self._manager.last_save_s)
+        if not is_last:
+            self._stalls.add(self._saved_at - started)

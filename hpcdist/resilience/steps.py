@@ -1,0 +1,55 @@
+"""What counts as a step of a job, whichever way its program is written."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hpcdist.notices import Notices
+
+
+class StepCount:
+    """Counts calls of `run`, or steps of the optimizer where they are made outside of such calls.
+
+    A program whose optimizer steps outside may pass an evaluation to `run`: a call without a step is none there. Where
+    the program says itself that a step was made, those of the optimizer do not count.
+
+    Not collective; equal on all ranks that make equal steps and calls.
+
+    Args:
+        notices: count the steps of optimizers.
+        base: steps made by earlier attempts.
+    """
+
+    def __init__(self, notices: Notices, base: int) -> None:
+        self._notices = notices
+        self._counted = base
+        self._seen = notices.n_steps
+        self._is_outside = self._is_inside = self._is_told = False
+
+    @property
+    def value(self) -> int:
+        """Steps made so far, with those of earlier attempts."""
+        n_steps = 0 if self._is_told else self._notices.n_steps - self._seen
+        return self._counted + (min(n_steps, 1) if self._is_inside else n_steps)
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Count the block as a call; one that raises, only if the optimizer has stepped in it."""
+        self._is_outside = self._is_outside or self._notices.n_steps > self._seen
+        self._counted, self._seen, self._is_inside = self.value, self._notices.n_steps, True
+        is_whole = False
+        try:
+            yield
+            is_whole = True
+        finally:
+            has_stepped = self._notices.n_steps > self._seen
+            self._counted += int(has_stepped or (is_whole and not self._is_outside))
+            self._seen, self._is_inside = self._notices.n_steps, False
+
+    def tell(self, saved: int) -> None:
+        """Count a step that the program says it made.
+
+        Args:
+            saved: the last number that was saved: before the first such word it may be one of the optimizer's.
+        """
+        self._counted = max(self._counted + 1, saved)
+        self._seen, self._is_told = self._notices.n_steps, True

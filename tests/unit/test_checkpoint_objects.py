@@ -1,0 +1,62 @@
+"""Objects of a Checkpoint to a state and back, without ranks or files: orders of bytes, and states that are none."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from hpcdist.checkpoint.tree import NamedArray
+from hpcdist.errors import CheckpointDamaged, CheckpointError
+from hpcdist.resilience.checkpoint import Checkpoint
+
+
+def saved(**objects):
+    """Return the state and copies of the arrays, as a file gives them back."""
+    state, arrays = Checkpoint(**objects).collect({})
+    return json.loads(json.dumps(state)), [NamedArray(a.name, a.dtype, a.values.copy()) for a in arrays]
+
+
+@pytest.mark.parametrize(("before", "now"), [(">f8", ">f8"), (">f8", "<f8"), ("<f8", ">f8")])
+def test_an_array_of_another_byte_order_is_restored(before, now):
+    state, arrays = saved(values=np.arange(5).astype(before))
+    values = np.zeros(5, now)
+    Checkpoint(values=values).apply(state, arrays, "file")
+    assert values.tolist() == [0, 1, 2, 3, 4]
+    assert values.dtype == np.dtype(now)
+
+
+def test_an_array_of_another_precision_is_refused():
+    with pytest.raises(CheckpointError, match=r"\(5,\) float64, got 1, 'values' \(5,\) float32 in file"):
+        Checkpoint(values=np.zeros(5, ">f8")).apply(*saved(values=np.zeros(5, ">f4")), "file")
+
+
+def test_a_state_that_is_none_is_damage_that_names_the_file():
+    """What must be refused is told in hostile_files.py."""
+    model = torch.nn.Linear(2, 1)
+    state, arrays = saved(model=model)
+    for changed in (7, {**state, "objects": {"model": 7}}, {**state, "objects": {"model": {"pickle": 0}}}):
+        with pytest.raises(CheckpointDamaged, match="step-00000004.h5") as caught:
+            Checkpoint(model=model).apply(changed, arrays, "step-00000004.h5")
+        assert "\n" not in str(caught.value)
+
+
+def test_numbers_that_no_tensor_has_are_damage():
+    state, arrays = saved(model=torch.nn.Linear(2, 1, bias=False))
+    arrays[0] = NamedArray("model/weight", ">f4", arrays[0].values.astype(">f4"))
+    with pytest.raises(CheckpointDamaged, match="expected tensors for 'model' in file"):
+        Checkpoint(model=torch.nn.Linear(2, 1, bias=False)).apply(state, arrays, "file")
+
+
+def test_optimizers_that_name_their_parameters_are_restored():
+    class Named(torch.optim.SGD):
+        def state_dict(self):
+            state = super().state_dict()
+            return {"state": {"weight": 1}, "param_groups": [{**state["param_groups"][0], "params": ["weight"]}]}
+
+        def load_state_dict(self, state):
+            self.loaded = state
+
+    optimizer = Named([torch.zeros(2)], 0.1)
+    Checkpoint(optimizer=optimizer).apply(*saved(optimizer=optimizer), "file")
+    assert optimizer.loaded["state"] == {"weight": 1}

@@ -1,0 +1,117 @@
+"""Copies in memory, where all users of a node may write: a folder that others made, or can write to, is refused."""
+
+import os
+import shutil
+import stat
+
+import numpy as np
+import pytest
+
+from hpcdist.checkpoint.tree import NamedArray
+from hpcdist.resilience.fast_tier import FastTier
+
+RUN = "0123456789abcdef"
+
+
+@pytest.fixture
+def memory(tmp_path):
+    return tmp_path / "shm"
+
+
+@pytest.fixture
+def own(memory):
+    """Return the folder that the copies of this user and run belong into."""
+    return memory / f"hpcdist-{os.getuid()}-{RUN}"
+
+
+def copied(memory, generation, step):
+    tier = FastTier(memory, RUN, generation)
+    tier.save(step, {}, [NamedArray("w", "float64", np.full(9, step, float))], {})
+    tier.finish()
+    return tier
+
+
+def step_in(memory, generation=2):
+    found = FastTier(memory, RUN, generation).find()
+    return None if found is None else found.place.step
+
+
+def test_nobody_else_sees_copies_whatever_the_umask(memory, own):
+    before = os.umask(0)
+    try:
+        copied(memory, 1, 5)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    assert step_in(memory) == 5
+
+
+def is_link(memory, own, monkeypatch):
+    own.rename(memory / "elsewhere")
+    own.symlink_to(memory / "elsewhere")
+
+
+def can_be_written_by(mode):
+    return lambda memory, own, monkeypatch: own.chmod(mode)
+
+
+def is_of_another_user(memory, own, monkeypatch):
+    of_own = os.lstat
+
+    def lstat(path, **more):
+        mode, inode, device, n_links, uid, *rest = of_own(path, **more)
+        return os.stat_result([mode, inode, device, n_links, uid + (str(path) == str(own)), *rest])
+
+    monkeypatch.setattr(os, "lstat", lstat)
+
+
+TAKEN = {
+    "a link": is_link,
+    "of a group": can_be_written_by(0o770),
+    "of all": can_be_written_by(0o707),
+    "of another user": is_of_another_user,
+}
+
+
+@pytest.mark.parametrize("take", TAKEN.values(), ids=TAKEN)
+def test_copies_that_others_can_have_written_are_not_taken(memory, own, monkeypatch, caplog, take):
+    copied(memory, 9999, 7)
+    take(memory, own, monkeypatch)
+    before = sorted(memory.rglob("*"))
+    tier = FastTier(memory, RUN, 2)
+    assert "goes on without copies in memory on this node: fast tier: expected a folder that only user" in caplog.text
+    tier.save(8, {}, [], {})
+    assert tier.find() is None
+    tier.finish()
+    assert sorted(memory.rglob("*")) == before
+
+
+def test_a_folder_that_is_taken_meanwhile_is_neither_read_nor_emptied(memory, own, monkeypatch):
+    """Where the folder around it is not sticky: in memory it is."""
+    checkpoints = memory / "elsewhere"
+    tier = copied(memory, 2, 7)
+    shutil.copytree(own, checkpoints)
+    shutil.rmtree(own)
+    own.symlink_to(checkpoints)
+    assert tier.find() is None
+    tier.remove()
+    assert list(checkpoints.rglob("*.h5"))
+
+
+@pytest.mark.parametrize("run", ["x/../../kept", "../kept", "\0", "/etc"])
+def test_the_name_of_a_run_leads_nowhere_else(memory, run):
+    kept = memory.parent / "kept"
+    (memory / f"hpcdist-{os.getuid()}-x").mkdir(parents=True)
+    (kept / "gen-0001").mkdir(parents=True)
+    tier = FastTier(memory, run, 1)
+    assert [path.parent for path in memory.rglob("gen-0001")] != []
+    assert tier.find() is None
+    tier.remove()
+    assert (kept / "gen-0001").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_told_once(memory, caplog):
+    memory.write_text("a file")
+    tier = FastTier(memory, RUN, 1)
+    assert tier.find() is None
+    assert caplog.text.count("fast tier") == 1

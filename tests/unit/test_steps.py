@@ -1,0 +1,71 @@
+"""What counts as a step: programs of every kind, as the calls and optimizer steps that they make."""
+
+from contextlib import nullcontext
+
+import pytest
+
+from hpcdist.notices import Notices
+from hpcdist.resilience.steps import StepCount
+
+STEP, EVALUATE, TRAIN, GAN, TELL = "step", "evaluate", "train", "gan", "tell"
+
+
+def count(events, base=0, made_before=0, saved=0):
+    """Return the values after each of some events."""
+    notices = Notices()
+    notices.n_steps = made_before
+    steps = StepCount(notices, base)
+    values = []
+    for event in events:
+        with steps.call() if event in (EVALUATE, TRAIN, GAN) else nullcontext():
+            for _ in range({STEP: 1, TRAIN: 1, GAN: 2}.get(event, 0)):
+                notices.n_steps += 1
+                assert steps.value <= max(values, default=base) + 1
+        if event == TELL:
+            steps.tell(saved)
+        values.append(steps.value)
+    return values
+
+
+@pytest.mark.parametrize(
+    ("events", "values"),
+    [
+        ([], []),
+        ([STEP] * 3, [1, 2, 3]),
+        ([TRAIN] * 3, [1, 2, 3]),
+        ([GAN] * 3, [1, 2, 3]),
+        ([EVALUATE] * 3, [1, 2, 3]),  # numpy: nothing tells a step from an evaluation
+        ([STEP, STEP, EVALUATE, STEP], [1, 2, 2, 3]),
+        ([EVALUATE, STEP, EVALUATE, EVALUATE, STEP], [1, 2, 2, 2, 3]),
+        ([TRAIN, TRAIN, EVALUATE, TRAIN], [1, 2, 3, 4]),  # as in TensorFlow
+        ([TELL] * 3, [1, 2, 3]),
+        ([STEP, TELL, STEP, TELL], [1, 1, 1, 2]),
+        ([STEP, STEP, TELL, STEP, STEP, TELL], [1, 2, 1, 1, 1, 2]),  # a GAN's: two until the program tells
+        ([STEP, TRAIN, STEP, EVALUATE], [1, 2, 3, 3]),
+    ],
+)
+def test_values(events, values):
+    assert count(events) == values
+    assert count(events, base=500, made_before=77) == [500 + value for value in values]
+
+
+def test_what_was_saved_is_not_gone_back_behind():
+    assert count([STEP, STEP, STEP, TELL, TELL], saved=2) == [1, 2, 3, 2, 3]
+
+
+@pytest.mark.parametrize("n_steps", [0, 1, 2])
+def test_a_call_that_raises_counts_if_the_optimizer_has_stepped(n_steps):
+    notices = Notices()
+    steps = StepCount(notices, 10)
+
+    def fail():
+        with steps.call():
+            notices.n_steps += n_steps
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert steps.value == 10 + min(n_steps, 1)
+    with steps.call():
+        pass
+    assert steps.value == 11 + min(n_steps, 1), "nothing was taken for a step outside"
