@@ -138,6 +138,8 @@ class AbortHooks:
                 stack = self._exit.stack if self._exit else []
                 self._abort("left with a non-zero exit" if code else "finished, but others did not", stack, code or 1)
             time.sleep(0.002)
+        # A launcher terminates the others as soon as one has ended with a code. Theirs is known too: let it be seen.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._tell_done(int(worst[0]))
         self._on_leave()
 

@@ -22,9 +22,9 @@ is_own() { [[ $(fact job) == "$SLURM_JOB_ID" ]]; }
 # from 1 again where the checkpoints were removed. `cat` comes first: on NFS what `stat` says is fresh after an open.
 stamp() { { cat "$RUN_DIR/decision.json" && stat --format='%i %y' "$RUN_DIR/decision.json"; } 2> /dev/null; }
 
-# Run a command and set `code` to its exit code, and `verdict` to the decision that it wrote. None is left where it ended
-# before it could write one, or where another job writes in the run folder by now. `earlier` is what stood there before,
-# of any job, if it still stands.
+# Run a command and set `code` to its exit code, and `verdict` to the decision that it wrote: "none" where it ended before
+# it could write one, "another" where another job writes in the run folder by now. `earlier` is what stood there before, of
+# any job, if it still stands.
 launch() {
   local before
   before=$(stamp)
@@ -36,6 +36,8 @@ launch() {
   elif is_own; then
     verdict=$(fact decision)
     rm -f "$early_deaths"
+  else
+    verdict=another
   fi
 }
 
@@ -122,6 +124,7 @@ leave() {
     *:finished) exit "$code" ;;
     *:requeue) requeue "$(fact reason)" ;;
     *:stop) why=$(fact reason) code=76 ;;
+    *:another) why="job $(fact job) has taken over $RUN_DIR" code=76 ;;
     *)
       why=
       if [[ $earlier == requeue ]]; then why="died before it had begun"; fi # the run is under way

@@ -111,9 +111,9 @@ while True:
     nothing_left(job)
 
 
-def run(start, tmp_path, text, n_ranks=2):
+def run(start, tmp_path, text, n_ranks=2, first=""):
     program = tmp_path / "program.py"
-    program.write_text("import sys, time\nimport numpy as np\nimport hpcdist\n" + text)
+    program.write_text(first + "import sys, time\nimport numpy as np\nimport hpcdist\n" + text)
     job = start(n_ranks, program)
     return job, job.wait(40)
 
@@ -135,6 +135,13 @@ def test_all_ranks_leave_together_with_their_code(start, nothing_left, tmp_path,
     assert outcome.code == 75
     assert "hpcdist:" not in outcome.output
     nothing_left(job)
+
+
+def test_who_is_terminated_after_all_have_left_keeps_its_code(start, tmp_path):
+    """srun --kill-on-bad-exit does so to the slower ones, as soon as the first has ended."""
+    late = "import atexit, os, signal\natexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))\n"
+    _, outcome = run(start, tmp_path, WORLD + "sys.exit(75)", first=late)
+    assert outcome.code == 75
 
 
 def test_what_is_caught_ends_nothing(start, tmp_path):

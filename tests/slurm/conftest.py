@@ -3,6 +3,7 @@
 Two partitions: jobs in `high` take the nodes of jobs in `low`, which have ten seconds to leave.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -193,8 +194,16 @@ class Slurm:
         time.sleep(0.5)
         for daemon in reversed(self.daemons):
             daemon.terminate()
+        deadline = time.monotonic() + 20
         for daemon in self.daemons:
-            daemon.wait(20)
+            try:
+                daemon.wait(max(0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:  # a slurmd waits for its threads, which may wait for a node that is gone
+                daemon.kill()
+                daemon.wait(10)
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 class Job:

@@ -174,10 +174,14 @@ def test_early_deaths_that_cannot_be_counted_end_the_run(leave, tmp_path):
     assert "requeued" not in output
 
 
-def test_the_decision_of_another_job_is_not_taken_for_its_own(leave):
-    got, output = leave(137, SAVED, before=DIED, job="8")
-    assert got == 137
+@pytest.mark.parametrize("called_off", [{}, PREEMPTED], ids=["unasked", "preempted"])
+@pytest.mark.parametrize("code", [0, 75, 137, 143])
+def test_a_job_whose_run_another_has_taken_over_ends(leave, tmp_path, code, called_off):
+    got, output = leave(code, SAVED, before=DIED, job="8", **called_off)
+    assert got == 76
     assert "requeued" not in output
+    assert "has died" not in output
+    assert f"not run again: job 8 has taken over {tmp_path / 'run'}" in output
 
 
 @pytest.mark.parametrize("is_last", [True, False], ids=["last", "attempt"])
@@ -334,9 +338,13 @@ def test_each_restart_that_is_announced_takes_place(train):
     assert "requeued 7\n" in output
 
 
-@pytest.mark.parametrize(("taken_over_at", "removes"), [("0", True), ("1", False)], ids=["its own", "of another job"])
-def test_copies_are_removed_unless_another_job_has_the_run(train, taken_over_at, removes):
-    got, n_launches, output = train(76, TAKEN_OVER_AT=taken_over_at)
+@pytest.mark.parametrize(
+    ("code", "taken_over_at", "removes"),
+    [(76, "0", True), (76, "1", False), (137, "1", False)],
+    ids=["its own", "of another job", "killed, of another job"],
+)
+def test_copies_are_removed_unless_another_job_has_the_run(train, code, taken_over_at, removes):
+    got, n_launches, output = train(code, TAKEN_OVER_AT=taken_over_at)
     assert (got, n_launches) == (76, 1)
     assert ("removes" in output) == removes
 
