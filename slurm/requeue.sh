@@ -126,8 +126,8 @@ leave() {
     *:stop) why=$(fact reason) code=76 ;;
     *:another) why="job $(fact job) has taken over $RUN_DIR" code=76 ;;
     *)
-      why=
-      if [[ $earlier == requeue ]]; then why="died before it had begun"; fi # the run is under way
+      why= # what ran before may run again, and what a signal ended too: a wrong command ends with 127 at most
+      if [[ $earlier == requeue ]] || ((code > 128)); then why="died before it had begun"; fi
       if ((code == 0 || code > 128)); then
         if is_preempted; then requeue "preempted before it had begun"; fi # that may well happen many times
         if is_out_of_time; then why="out of time before it had begun"; fi # or a start that hangs: it counts

@@ -127,7 +127,7 @@ def test_the_end(leave, code, decision, expected):
 
 
 @pytest.mark.parametrize("before", [None, STOP, FINISHED], ids=["none", "stop", "finished"])
-@pytest.mark.parametrize(("code", "expected"), [(0, 1), (1, 1), (143, 143)])
+@pytest.mark.parametrize(("code", "expected"), [(0, 1), (1, 1), (127, 127)])
 def test_a_launch_that_ended_before_it_wrote_is_not_taken_for_an_earlier_one(leave, before, code, expected):
     got, output = leave(code, before=before)
     assert got == expected
@@ -135,9 +135,16 @@ def test_a_launch_that_ended_before_it_wrote_is_not_taken_for_an_earlier_one(lea
     assert f"not run again: exit code {code} before it had begun" in output
 
 
-@pytest.mark.parametrize("before", [DIED, SAVED, STOPPED], ids=["died", "saved", "stopped"])
-@pytest.mark.parametrize(("code", "last"), [(0, 1), (1, 1), (137, 137)])
-def test_a_run_that_is_under_way_survives_three_launches_in_a_row_that_died_early(leave, tmp_path, before, code, last):
+@pytest.mark.parametrize(
+    ("before", "code", "last"),
+    [
+        *((before, code, last) for before in (DIED, SAVED, STOPPED) for code, last in ((0, 1), (1, 1), (137, 137))),
+        *((before, code, code) for before in (None, STOP, FINISHED) for code in (134, 143)),
+    ],
+)
+def test_three_launches_in_a_row_may_die_early_in_a_run_that_is_under_way_or_by_signals(
+    leave, tmp_path, before, code, last
+):
     for _ in range(2):  # who submits it again after the end has three more
         for count in range(1, 4):
             got, output = leave(code, before=before, SLURM_JOB_ID="9")
@@ -233,8 +240,8 @@ def test_preemptions_before_it_had_begun_are_not_counted(leave, tmp_path, before
 
 
 def test_a_preemption_before_the_job_started_last_is_none(leave):
-    got, output = leave(143, PREEMPTED="2026-11-21T10:59:59")
-    assert got == 143
+    got, output = leave(0, PREEMPTED="2026-11-21T10:59:59")
+    assert got == 1
     assert "requeued" not in output
 
 
