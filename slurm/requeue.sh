@@ -8,9 +8,19 @@
 set -uo pipefail
 : "${RUN_DIR:=runs/$SLURM_JOB_NAME}" "${PYTHON:=.venv/bin/python}" # to be set before sbatch, if need be
 early_deaths=$RUN_DIR/early-deaths # a line for each launch in a row that ended before its program had begun
+# What scontrol calls the job: by its id alone, one task of an array stands for all of them.
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 
 say() { echo "$(date +%FT%T) ${SLURM_JOB_NAME} ${SLURM_JOB_ID}: $*" >&2; }
+
+for option; do
+  if [[ $option == --run-dir || $option == --run-dir=* ]]; then
+    say "expected the run folder in the variable RUN_DIR, got the option $option; set RUN_DIR=FOLDER before sbatch"
+    exit 2
+  fi
+done
 
 # Print a field of decision.json: each has a line.
 fact() { sed -n "/^ *\"$1\": /{s///;s/,\$//;s/^\"\(.*\)\"\$/\1/;s/\\\\\(.\)/\1/g;p}" "$RUN_DIR/decision.json" 2> /dev/null; }
@@ -50,7 +60,7 @@ has_died() {
   esac
 }
 
-show_job() { scontrol show job "$SLURM_JOB_ID" 2> /dev/null; }
+show_job() { scontrol show job "$job" 2> /dev/null; }
 
 # Whether the job was preempted, since it started last.
 is_preempted() {
@@ -87,8 +97,7 @@ forget_copies() {
 
 # Put the job into the queue again. It starts from the top, in its old log. A busy slurmctld has about a minute to answer.
 requeue() {
-  local job=$SLURM_JOB_ID pause state
-  if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then job=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}; fi
+  local pause state
   say "exit code $code, to be requeued: $1"
   for pause in ${REQUEUE_PAUSES_S:-0 2 4 8 16 32}; do
     type -P scontrol > /dev/null || break
@@ -97,6 +106,10 @@ requeue() {
     if [[ $state =~ JobState=(CANCELLED|COMPLETING) ]]; then
       say "not requeued: Slurm ends the job"
       exit 75
+    fi
+    if [[ $state =~ Restarts=([0-9]+) ]] && ((BASH_REMATCH[1] > ${SLURM_RESTART_COUNT:-0})); then
+      say "not requeued: Slurm gave up this node, and has started the job again"
+      exit 76
     fi
     # Also when preempted: before 24.05 Slurm requeues no job that ends in time.
     if [[ -n $state ]] && scontrol requeue "$job"; then exit 75; fi

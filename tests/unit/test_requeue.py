@@ -6,6 +6,7 @@ import subprocess
 import time
 
 import pytest
+from stand_ins import SCONTROL, add_program
 
 from hpcdist.resilience.decision import DecisionFile, at_end, at_first_commit, at_start, at_stop
 
@@ -20,31 +21,11 @@ launch program
 if has_died; then echo has died; fi
 leave
 """
-SCONTROL = """#!/usr/bin/env bash
-if [[ $2 == hostnames ]]; then echo n1; echo n2; exit; fi
-if [[ $1 == requeue ]]; then
-  echo >> "$0.tries"
-  mapfile -t tries < "$0.tries"
-  if ((${#tries[@]} <= REFUSALS)); then exit 1; fi
-  echo "requeued $2"
-  exit
-fi
-if [[ -z $STATE ]]; then exit 1; fi
-echo "JobId=7 JobState=$STATE Reason=None"
-echo "   StartTime=2026-11-21T11:00:00 EndTime=2026-11-21T13:00:00 Deadline=N/A"
-echo "   PreemptEligibleTime=2026-11-21T11:00:00 PreemptTime=$PREEMPTED"
-"""
 PREEMPTED = {"PREEMPTED": "2026-11-21T12:00:00"}
 
 
 def nearly_over():
     return {"SLURM_JOB_END_TIME": str(int(time.time()) + 100)}
-
-
-def add_program(folder, name, text):
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(text)
-    (folder / name).chmod(0o755)
 
 
 @pytest.fixture
@@ -70,6 +51,7 @@ def leave(root, tmp_path, clean_environ):
             "CODE": str(code),
             "STATE": "RUNNING",
             "PREEMPTED": "None",
+            "RESTARTS": "0",
             "REFUSALS": "0",
             "REQUEUE_PAUSES_S": "0 0 0",
         }
@@ -245,8 +227,28 @@ def test_a_preemption_before_the_job_started_last_is_none(leave):
     assert "requeued" not in output
 
 
-def test_a_task_of_an_array(leave):
-    assert "requeued 5_3" in leave(75, STOPPED, SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="3")[1]
+ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+
+
+def test_a_task_of_an_array_whose_first_was_cancelled(leave):
+    """The last task has the id of the array; asked for that, scontrol tells of all tasks."""
+    got, output = leave(75, STOPPED, **ARRAY)
+    assert got == 75
+    assert "requeued 7_3" in output
+
+
+def test_a_task_of_an_array_whose_first_was_preempted(leave):
+    assert leave(0, **ARRAY)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("restarts", "own", "expected"), [("1", "0", 76), ("2", "1", 76), ("1", "1", 75), ("0", "2", 75)]
+)
+def test_a_job_that_slurm_has_started_again_elsewhere(leave, restarts, own, expected):
+    """A job keeps its id; a variable of the job that submitted this one may be left."""
+    got, output = leave(143, DIED, RESTARTS=restarts, SLURM_RESTART_COUNT=own)
+    assert got == expected
+    assert ("requeued 7" in output) == (expected == 75)
 
 
 @pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING"])
@@ -285,81 +287,6 @@ def test_a_busy_slurmctld_has_a_minute(leave, tmp_path):
     assert pauses[0] == 0
     assert 45 <= sum(pauses) <= 90
     assert len((tmp_path / "bin" / "scontrol.tries").read_text()) == len(pauses) > 3
-
-
-SRUN = """#!/usr/bin/env bash
-case " $* " in
-  *" true ") exit ;;
-  *" rm -rf "*) echo "removes ${*: -1}"; exit ;;
-esac
-echo >> "$0.launches"
-mapfile -t launches < "$0.launches"
-job=$SLURM_JOB_ID
-if ((${#launches[@]} == TAKEN_OVER_AT)); then job=8; fi
-printf '{\n "decision": "requeue",\n "reason": "died",\n "attempt": %d,\n "job": "%s"\n}\n' ${#launches[@]} $job \
-  > "$RUN_DIR/decision.json"
-exit "$CODE"
-"""
-
-
-@pytest.fixture
-def train(root, tmp_path, clean_environ):
-    """Return train(): the recipe for srun, where all launches end alike; its exit code, number of launches, output."""
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / "run-id").write_text("abc")
-    add_program(tmp_path / "bin", "scontrol", SCONTROL)
-    add_program(tmp_path / "bin", "srun", SRUN)
-
-    def train(code, **environ):
-        own = {
-            "PATH": f"{tmp_path / 'bin'}:{clean_environ['PATH']}",
-            "RUN_DIR": str(tmp_path / "run"),
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NAME": "job",
-            "SLURM_JOB_NODELIST": "n[1-2]",
-            "SLURM_JOB_NUM_NODES": "2",
-            "SLURM_NTASKS_PER_NODE": "2",
-            "CODE": str(code),
-            "TAKEN_OVER_AT": "0",
-            "STATE": "RUNNING",
-            "PREEMPTED": "None",
-            "REFUSALS": "0",
-        }
-        done = subprocess.run(
-            ["bash", "slurm/train.sbatch"], env={**own, **environ}, cwd=root, capture_output=True, text=True, timeout=30
-        )
-        n_launches = len((tmp_path / "bin" / "srun.launches").read_text().splitlines())
-        return done.returncode, n_launches, done.stdout + done.stderr
-
-    return train
-
-
-def test_each_restart_that_is_announced_takes_place(train):
-    got, n_launches, output = train(137)
-    assert got == 75
-    assert n_launches == 7
-    assert [f"restart {number} inside the allocation, on n1,n2" in output for number in range(1, 8)] == [True] * 6 + [
-        False
-    ]
-    assert output.count(f"removes /dev/shm/hpcdist-{os.getuid()}-abc") == 1
-    assert "requeued 7\n" in output
-
-
-@pytest.mark.parametrize(
-    ("code", "taken_over_at", "removes"),
-    [(76, "0", True), (76, "1", False), (137, "1", False)],
-    ids=["its own", "of another job", "killed, of another job"],
-)
-def test_copies_are_removed_unless_another_job_has_the_run(train, code, taken_over_at, removes):
-    got, n_launches, output = train(code, TAKEN_OVER_AT=taken_over_at)
-    assert (got, n_launches) == (76, 1)
-    assert ("removes" in output) == removes
-
-
-def test_copies_are_left_when_the_job_ends_in_good_order(train):
-    got, n_launches, output = train(75)
-    assert (got, n_launches) == (75, 1)
-    assert "removes" not in output
 
 
 def test_the_fields_are_those_of_the_file(tmp_path):

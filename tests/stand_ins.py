@@ -1,0 +1,29 @@
+"""Stand-ins for programs of Slurm, in a folder that comes first on a test's PATH."""
+
+#: Answers as the variables STATE, RESTARTS, PREEMPTED and REFUSALS say. Asked for an array, it tells of all its tasks.
+SCONTROL = """#!/usr/bin/env bash
+if [[ $2 == hostnames ]]; then echo n1; echo n2; exit; fi
+if [[ $1 == requeue ]]; then
+  echo >> "$0.tries"
+  mapfile -t tries < "$0.tries"
+  if ((${#tries[@]} <= REFUSALS)); then exit 1; fi
+  echo "requeued $2"
+  exit
+fi
+if [[ -z $STATE ]]; then exit 1; fi
+if [[ -n ${SLURM_ARRAY_JOB_ID:-} && $3 != *_* ]]; then
+  echo "JobId=6 ArrayJobId=7 ArrayTaskId=1 JobState=CANCELLED Reason=None"
+  echo "   StartTime=2026-11-21T11:00:00 PreemptTime=2026-11-21T12:00:00"
+fi
+echo "JobId=7 JobState=$STATE Reason=None"
+echo "   Requeue=1 Restarts=$RESTARTS BatchFlag=1"
+echo "   StartTime=2026-11-21T11:00:00 EndTime=2026-11-21T13:00:00 Deadline=N/A"
+echo "   PreemptEligibleTime=2026-11-21T11:00:00 PreemptTime=$PREEMPTED"
+"""
+
+
+def add_program(folder, name, text):
+    """Make a program in a folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)

@@ -1,0 +1,155 @@
+"""What the recipes do around their launches, with stand-ins for Slurm's programs: restarts, copies, options, chains."""
+
+import os
+import subprocess
+
+import pytest
+from stand_ins import SCONTROL, add_program
+
+pytestmark = pytest.mark.timeout(60)
+RECIPES = ("train", "train-mpirun", "train-array", "train-chain")
+SRUN = """#!/usr/bin/env bash
+case " $* " in
+  *" true ") exit ;;
+  *" rm -rf "*) echo "removes ${*: -1}"; exit ;;
+esac
+echo >> "$0.launches"
+mapfile -t launches < "$0.launches"
+job=$SLURM_JOB_ID
+if ((${#launches[@]} == TAKEN_OVER_AT)); then job=8; fi
+printf '{\n "decision": "requeue",\n "reason": "died",\n "attempt": %d,\n "job": "%s"\n}\n' ${#launches[@]} $job \
+  > "$RUN_DIR/decision.json"
+exit "$CODE"
+"""
+
+
+@pytest.fixture
+def train(root, tmp_path, clean_environ):
+    """Return train(): the recipe for srun, where all launches end alike; its exit code, number of launches, output."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "run-id").write_text("abc")
+    add_program(tmp_path / "bin", "scontrol", SCONTROL)
+    add_program(tmp_path / "bin", "srun", SRUN)
+
+    def train(code, **environ):
+        own = {
+            "PATH": f"{tmp_path / 'bin'}:{clean_environ['PATH']}",
+            "RUN_DIR": str(tmp_path / "run"),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NAME": "job",
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "CODE": str(code),
+            "TAKEN_OVER_AT": "0",
+            "STATE": "RUNNING",
+            "PREEMPTED": "None",
+            "RESTARTS": "0",
+            "REFUSALS": "0",
+        }
+        done = subprocess.run(
+            ["bash", "slurm/train.sbatch"], env={**own, **environ}, cwd=root, capture_output=True, text=True, timeout=30
+        )
+        n_launches = len((tmp_path / "bin" / "srun.launches").read_text().splitlines())
+        return done.returncode, n_launches, done.stdout + done.stderr
+
+    return train
+
+
+def test_each_restart_that_is_announced_takes_place(train):
+    got, n_launches, output = train(137)
+    assert got == 75
+    assert n_launches == 7
+    assert [f"restart {number} inside the allocation, on n1,n2" in output for number in range(1, 8)] == [True] * 6 + [
+        False
+    ]
+    assert output.count(f"removes /dev/shm/hpcdist-{os.getuid()}-abc") == 1
+    assert "requeued 7\n" in output
+
+
+@pytest.mark.parametrize(
+    ("code", "taken_over_at", "removes"),
+    [(76, "0", True), (76, "1", False), (137, "1", False)],
+    ids=["its own", "of another job", "killed, of another job"],
+)
+def test_copies_are_removed_unless_another_job_has_the_run(train, code, taken_over_at, removes):
+    got, n_launches, output = train(code, TAKEN_OVER_AT=taken_over_at)
+    assert (got, n_launches) == (76, 1)
+    assert ("removes" in output) == removes
+
+
+@pytest.mark.parametrize("options", [["--run-dir", "here"], ["--epochs", "3", "--run-dir=here"]])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_run_folder_is_no_option(root, clean_environ, recipe, options):
+    own = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job", "SLURM_ARRAY_TASK_ID": "1"}
+    command = ["bash", f"slurm/{recipe}.sbatch", *options]
+    done = subprocess.run(command, env={**clean_environ, **own}, cwd=root, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 2
+    assert f"got the option {options[-1] if len(options) > 2 else options[0]}; set RUN_DIR=FOLDER" in done.stderr
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_submitted_from_another_folder(root, tmp_path, clean_environ, recipe):
+    own = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job", "SLURM_ARRAY_TASK_ID": "1"}
+    command = ["bash", root / "slurm" / f"{recipe}.sbatch"]
+    done = subprocess.run(
+        command, env={**clean_environ, **own}, cwd=tmp_path, capture_output=True, text=True, timeout=20
+    )
+    assert done.returncode == 78
+    assert f"expected the repository's folder, got {tmp_path}; submit from there" in done.stderr
+    assert "command not found" not in done.stderr
+
+
+def test_copies_are_left_when_the_job_ends_in_good_order(train):
+    got, n_launches, output = train(75)
+    assert (got, n_launches) == (75, 1)
+    assert "removes" not in output
+
+
+SBATCH = """#!/usr/bin/env bash
+if [[ ${0##*/} == "$REFUSED" ]]; then echo "refused" >&2; exit 1; fi
+if [[ $0 == */sbatch ]]; then echo "$SUBMITTED"; else echo "${0##*/} $*"; fi
+"""
+
+
+@pytest.fixture
+def chain(root, tmp_path, clean_environ):
+    """Return chain(): the recipe for chains, whose program finishes; its exit code and output."""
+    (tmp_path / "run").mkdir()
+    for name in ("sbatch", "scancel"):
+        add_program(tmp_path / "bin", name, SBATCH)
+    add_program(tmp_path / "bin", "srun", SRUN.replace("requeue", "finished"))
+
+    def chain(**environ):
+        own = {
+            "PATH": f"{tmp_path / 'bin'}:{clean_environ['PATH']}",
+            "RUN_DIR": str(tmp_path / "run"),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NAME": "job",
+            "SLURM_JOB_PARTITION": "low",
+            "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "CODE": "0",
+            "TAKEN_OVER_AT": "0",
+            "SUBMITTED": "8",
+            "REFUSED": "none",
+        }
+        command = ["bash", "slurm/train-chain.sbatch"]
+        done = subprocess.run(command, env={**own, **environ}, cwd=root, capture_output=True, text=True, timeout=30)
+        return done.returncode, done.stdout + done.stderr
+
+    return chain
+
+
+@pytest.mark.parametrize(("submitted", "withdrawn"), [("8", "scancel 8"), ("8;c1", "scancel --clusters=c1 8")])
+def test_a_chain_that_is_finished_withdraws_its_next_job(chain, submitted, withdrawn):
+    got, output = chain(SUBMITTED=submitted)
+    assert got == 0
+    assert withdrawn in output.splitlines()
+    _, output = chain(SUBMITTED=submitted, REFUSED="scancel")
+    assert output.rstrip().endswith(f"to end the chain, run: {withdrawn}")
+
+
+def test_a_chain_without_a_next_job_does_not_begin(chain, tmp_path):
+    assert chain(REFUSED="sbatch")[0] == 1
+    assert not (tmp_path / "run" / "decision.json").exists()
