@@ -133,7 +133,8 @@ def replace_file(disk: Disk, path: Path, blocks: Iterable[memoryview], nbytes: i
         nbytes: of all blocks, if that is known: the file gets its place on the disk at once.
 
     Raises:
-        OSError: when the file system refuses; `path` is then as it was.
+        OSError: when the file system refuses; `path` is then as it was, or, if only its name could not be made durable,
+            the new file.
     """
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
@@ -201,7 +202,8 @@ def replace_text(disk: Disk, path: Path, text: str) -> None:
     """Make `path` a file of some text, wholly or not at all.
 
     Raises:
-        OSError: when the file system refuses; `path` is then as it was.
+        OSError: when the file system refuses; `path` is then as it was, or, if only its name could not be made durable,
+            the new file.
     """
     data = text.encode()
     replace_file(disk, path, [memoryview(data)], len(data))

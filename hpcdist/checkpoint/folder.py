@@ -121,7 +121,7 @@ class CheckpointFolder(CheckpointReader):
         """Return the path of the file that the next commit of a step writes.
 
         Raises:
-            CheckpointError: when the folder has a later step.
+            CheckpointError: when the folder has a later step, or cannot be read.
         """
         own = [place.step for place in self.places() if place.generation == self.generation]
         last = max([*own, self._last_before])
@@ -130,7 +130,9 @@ class CheckpointFolder(CheckpointReader):
                 f"save: expected a step after {last}, the last one in {self.path}, got {step}; restore first, or "
                 f"choose another folder."
             )
-        names, name, number = set(generations.names_in(self._own)), f"step-{step:08d}.h5", 0
+        with self.explained("save", "a folder that can be read"):
+            names = set(generations.names_in(self._own))
+        name, number = f"step-{step:08d}.h5", 0
         while name in names and f"step-{step:08d}.json" in names:
             number += 1
             name = f"step-{step:08d}-{number}.h5"
@@ -166,7 +168,7 @@ class CheckpointFolder(CheckpointReader):
     def _check_space(self, nbytes: int) -> None:
         status = os.statvfs(self.path)
         free = status.f_bavail * status.f_frsize
-        if free < nbytes + _OVERHEAD_BYTES:
+        if status.f_blocks and free < nbytes + _OVERHEAD_BYTES:  # a file system without a size, such as ramfs, tells 0
             raise CheckpointError(
                 f"save: expected {nbytes + _OVERHEAD_BYTES} bytes free in {self.path}, got {free}; free some space. "
                 f"Earlier checkpoints are untouched."

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import xxhash
 
 from hpcdist.checkpoint.durable import ALIGNMENT_BYTES
+from hpcdist.errors import CheckpointError
 
 #: Hashed and written in one go: long enough for the disk, short enough for what was hashed to be in the cache still.
 BLOCK_BYTES = 4 << 20
@@ -34,9 +35,19 @@ class FileImage:
         self.nbytes = self.n_blocks = 0
 
     def resize(self, nbytes: int) -> None:
-        """Make room for a file of `nbytes`, whose content is undefined then. Costs nothing if there was room for it."""
+        """Make room for a file of `nbytes`, whose content is undefined then. Costs nothing if there was room for it.
+
+        Raises:
+            CheckpointError: when there is no memory for it.
+        """
         if len(self._bytes) < nbytes:
-            room = mmap.mmap(-1, -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+            try:
+                room = mmap.mmap(-1, -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+            except OSError as error:
+                raise CheckpointError(
+                    f"save: expected {nbytes} bytes of memory for a copy of the state, got {error.strerror}; ask for "
+                    f"more. Earlier checkpoints are untouched."
+                ) from None
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 room.madvise(mmap.MADV_HUGEPAGE)  # copies into it are a tenth faster
             self._room = memoryview(room)

@@ -20,6 +20,10 @@ from hpcdist.checkpoint.tree import NamedArray
 FORMAT = 1
 #: How dtypes are stored that numpy or HDF5 does not have.
 _STORED_AS = {"bfloat16": "uint16", "bool": "uint8"}
+#: Dtypes that arrays have in numpy and in HDF5: numpy makes more of other names, such as "(2,f4", than it can bear.
+_NUMBERS: dict[str, np.dtype[Any]] = {
+    name: np.dtype(name) for name in sorted({np.dtype(code).name for code in "bhilqBHILQefdgFDG"})
+}
 
 
 def lay_out(image: FileImage, state: Any, arrays: list[NamedArray]) -> None:
@@ -119,9 +123,9 @@ def stored_dtype(dtype: str) -> np.dtype[Any]:
     """Return the dtype that arrays of a named dtype are stored in.
 
     Raises:
-        TypeError: for a name that is none.
+        KeyError: for a name that is none.
     """
-    return np.dtype(_STORED_AS.get(dtype, dtype))
+    return _NUMBERS[_STORED_AS.get(dtype, dtype)]
 
 
 def _kind(dtype: str) -> Any:

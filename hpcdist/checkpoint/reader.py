@@ -145,9 +145,10 @@ class CheckpointReader:
             if isinstance(error, CheckpointError):
                 raise
             reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+            advice = "free space or choose another folder" if operation == "save" else "see to it and run again"
             raise CheckpointError(
-                f"{operation}: expected {expected} in {self.path}, got {reason}; free space or choose another folder. "
-                f"Earlier checkpoints are untouched."
+                f"{operation}: expected {expected} in {self.path}, got {reason}; {advice}. Earlier checkpoints are "
+                f"untouched."
             ) from None
 
 

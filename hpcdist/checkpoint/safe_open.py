@@ -17,7 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from hpcdist.checkpoint.layout import FORMAT, stored_dtype
-from hpcdist.checkpoint.tree import NamedArray
+from hpcdist.checkpoint.tree import NamedArray, is_too_deep
 from hpcdist.errors import CheckpointDamaged, CheckpointError, CheckpointMissing, DataError
 
 _BLOCK_BYTES = 4 << 20
@@ -118,6 +118,8 @@ def read_file(path: Path, on_block: Callable[[], None] = lambda: None) -> tuple[
     try:
         datasets = read_patiently(path, lambda: _read_datasets(path, on_block))
         index = json.loads(datasets.pop("index").tobytes())
+        if is_too_deep(index):
+            raise ValueError("nests in nests without end")
     except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
         if isinstance(error, CheckpointError):
             raise

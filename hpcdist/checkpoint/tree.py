@@ -10,6 +10,10 @@ import numpy.typing as npt
 from hpcdist.errors import CheckpointDamaged, CheckpointError
 
 Array = npt.NDArray[Any]
+#: Nests in nests that a checkpoint may have: Python's own limit depends on who calls.
+MAX_DEPTH = 100
+#: The same as levels of JSON, three for each nest, and some around them.
+_MAX_LEVELS = 3 * MAX_DEPTH + 8
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,9 @@ class NamedArray:
     values: Array
 
 
-def encode(value: Any, name: str, to_array: Callable[[Any], tuple[Array, str]], arrays: list[NamedArray]) -> Any:
+def encode(
+    value: Any, name: str, to_array: Callable[[Any], tuple[Array, str]], arrays: list[NamedArray], depth: int = 0
+) -> Any:
     """Return `value` as JSON, its arrays moved to `arrays`.
 
     Args:
@@ -35,17 +41,23 @@ def encode(value: Any, name: str, to_array: Callable[[Any], tuple[Array, str]], 
         name: of the value, for messages and for the arrays in it.
         to_array: returns (array, dtype name) of a tensor, which is a leaf with new_tensor().
         arrays: the list that arrays are appended to.
+        depth: of nests around the value.
 
     Raises:
-        CheckpointError: for a value of another type.
+        CheckpointError: for a value of another type, or nests deeper than `MAX_DEPTH`.
     """
+    if depth > MAX_DEPTH:
+        raise CheckpointError(
+            f"save: expected at most {MAX_DEPTH} nests in nests, got more in {name[:60]!r}; flatten it."
+        )
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
-        return {"dict": [[_key(k, name), encode(v, f"{name}/{k}", to_array, arrays)] for k, v in value.items()]}
+        parts = value.items()
+        return {"dict": [[_key(k, name), encode(v, f"{name}/{k}", to_array, arrays, depth + 1)] for k, v in parts]}
     if isinstance(value, (list, tuple)):
         kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [encode(v, f"{name}/{i}", to_array, arrays) for i, v in enumerate(value)]}
+        return {kind: [encode(v, f"{name}/{i}", to_array, arrays, depth + 1) for i, v in enumerate(value)]}
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
         array = np.asarray(value)
         array = array.astype(array.dtype.newbyteorder("="), copy=False)  # the name of a dtype does not tell the order
@@ -76,10 +88,16 @@ def decode(node: Any, from_array: Callable[[Array, str], Any], arrays: list[Name
     Raises:
         CheckpointDamaged: when `node` is not what `encode` makes.
     """
-    try:
-        return _decode(node, from_array, arrays, set(range(len(arrays))))
-    except RecursionError:
-        raise CheckpointDamaged("restore: expected a nest of some depth, got one too deep; use another file.") from None
+    return _decode(node, from_array, arrays, set(range(len(arrays))))
+
+
+def is_too_deep(json: Any) -> bool:
+    """Return whether JSON has more levels than a state may have. Costs a look at each node; does not recur."""
+    level = [json]
+    for _ in range(_MAX_LEVELS):
+        parts = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, (dict, list))]
+        level = [part for nest in parts for part in nest]
+    return bool(level)
 
 
 def _decode(node: Any, from_array: Callable[[Array, str], Any], arrays: list[NamedArray], unused: set[int]) -> Any:

@@ -21,9 +21,6 @@ from hpcdist.world import World
 
 logger = logging.getLogger("hpcdist")
 
-#: A place as one number that all ranks compare: the generation above so many bits of the step.
-_STEP_BITS = 40
-
 
 class NewestState:
     """Finds the newest state and hands it to all ranks.
@@ -90,10 +87,12 @@ class NewestState:
 
     def _newest(self, found: Found | None) -> tuple[Place | None, int]:
         """Return the newest place on any rank, and the first rank that has it."""
-        own = -1 if found is None else found.place.generation << _STEP_BITS | found.place.step
-        newest = self._world.all_reduce_int(own, MPI.MAX, self._comm)
+        own = Place(-1, -1) if found is None else found.place
+        generation = self._world.all_reduce_int(own.generation, MPI.MAX, self._comm)
+        step = self._world.all_reduce_int(own.step if own.generation == generation else -1, MPI.MAX, self._comm)
+        newest = Place(generation, step)
         root = self._world.all_reduce_int(self._comm.rank if own == newest else self._comm.size, MPI.MIN, self._comm)
-        return (None if newest < 0 else Place(newest >> _STEP_BITS, newest & ((1 << _STEP_BITS) - 1))), root
+        return (None if generation < 0 else newest), root
 
     def broadcast(self, found: Found | None, root: int) -> tuple[Any, list[NamedArray]]:
         """Return the state and arrays that `root` has found, on all ranks. Collective: chief and workers."""

@@ -13,18 +13,18 @@ from collections import Counter
 import pytest
 from small_training import N_STEPS, STARTS, Training, newest_place
 
-from hpcdist.checkpoint import durable
+from hpcdist.checkpoint import durable, folder, generations
 from hpcdist.errors import CheckpointError, ExitCode
 
 EVERY = 1 if os.environ.get("EVERY_CASE") else 3
-CALLS = ["mkdir", "open", "_fallocate", "pwrite", "fsync", "close", "replace", "unlink", "rmdir"]
+CALLS = ["mkdir", "open", "_fallocate", "pwrite", "fsync", "close", "replace", "unlink", "rmdir", "listdir", "statvfs"]
 REFUSALS = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS]
-#: Old checkpoints that cannot be removed stay, and the log says so: no reason to end a job.
-TOLERATED = ["unlink", "rmdir"]
+#: Old checkpoints that cannot be removed, or looked for, stay, and the log says so: no reason to end a job.
+TOLERATED = ["unlink", "rmdir", "listdir"]
 #: What the message says that was expected.
 EXPECTED = [
     r"to write \d+ bytes to step-\d{8}(-\d+)?\.h5",
-    "a folder that can be written",
+    "a folder that can be (written|read)",
     "to name the run",
     "to note the attempt",
     "to set damaged checkpoints aside",
@@ -70,7 +70,8 @@ def run_with_fault(path, template, monkeypatch, faulty):
         shutil.copytree(template[0], path)
     told = [template[1]] if template[1] else []
     with monkeypatch.context() as patch:
-        patch.setattr(durable, "os", faulty)
+        for module in (durable, folder, generations):
+            patch.setattr(module, "os", faulty)
         if faulty.call in OWN_CALLS:
             patch.setattr(durable, faulty.call, faulty._fail_once)
         try:
