@@ -22,7 +22,7 @@ from typing import NoReturn, TextIO
 
 import numpy as np
 
-from hpcdist.errors import ExitCode, HpcdistError, report_agreed
+from hpcdist.errors import ExitCode, HpcdistError, report_agreed, tell
 from hpcdist.mpi import MPI
 
 #: How long a failing rank waits for others that leave by themselves, before it ends them.
@@ -36,6 +36,8 @@ FINISH_LIMIT_S = 86400.0
 #: Ranks other than 0 hold their report back this long, and a little longer each, so that a failure of all ranks is
 #: printed by the first one only: a launcher takes about half a second to end the others.
 HOLD_BACK_S, MAX_HOLD_BACK_S = 1.5, 3.0
+#: What a rank sends while it is busy: that it does.
+_NOTHING = np.empty(0, np.uint8)
 #: If the MPI library's abort does not return, this process ends itself.
 ABORT_LIMIT_S = 10.0
 
@@ -69,6 +71,7 @@ class AbortHooks:
         self._pid = os.getpid()
         self._previous_hook = sys.excepthook
         self._exit: _RecordedExit | None = None
+        self._beats: list[MPI.Request] = []
         self.is_leaving = False
         self.on_done: Callable[[], None] | None = None
 
@@ -130,10 +133,12 @@ class AbortHooks:
         started, is_told = time.monotonic(), False
         limit_s = LAST_CALL_S if self._exit else UNKNOWN_CALL_S
         while not request.Test():
+            if self._has_heard_of_work():
+                started = time.monotonic()
             waited_s = time.monotonic() - started
             if waited_s > SILENCE_S and not is_told:
                 is_told = True
-                print(f"hpcdist: {self._describe()} is done and waits for other ranks", file=sys.stderr, flush=True)
+                tell(f"{self._describe()} is done and waits for other ranks")
             if waited_s > (limit_s if code else FINISH_LIMIT_S):
                 stack = self._exit.stack if self._exit else []
                 self._abort("left with a non-zero exit" if code else "finished, but others did not", stack, code or 1)
@@ -142,6 +147,25 @@ class AbortHooks:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._tell_done(int(worst[0]))
         self._on_leave()
+
+    def tell_busy(self) -> None:
+        """Let ranks that have left go on waiting for this one, which has work to do before it leaves. Not collective.
+
+        To be told at least every second, from the main thread.
+        """
+        if not (MPI.Is_finalized() or self._is_forked):
+            for rank in range(self._comm.size):
+                if rank != self._comm.rank:
+                    self._beats.append(self._comm.Isend(_NOTHING, rank))
+            self._beats = [beat for beat in self._beats if not beat.Test()]
+
+    def _has_heard_of_work(self) -> bool:
+        """Return whether any rank has told that it is busy since the last call."""
+        n_heard = 0
+        while self._comm.Iprobe():
+            self._comm.Recv(_NOTHING)
+            n_heard += 1
+        return n_heard > 0
 
     def _tell_done(self, worst_code: int) -> None:
         if worst_code == ExitCode.DONE and self.on_done is not None:
@@ -161,10 +185,10 @@ class AbortHooks:
     def _abort(self, what: str, report: list[str], code: int) -> NoReturn:
         if self._comm.rank > 0:
             time.sleep(min(HOLD_BACK_S + 0.05 * self._comm.rank, MAX_HOLD_BACK_S))
-        sys.stdout.flush()
-        where = f"hpcdist: {self._describe()} on {MPI.Get_processor_name()}: {what}; ending the job with code {code}\n"
-        sys.stderr.write(where + "".join(report))
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # full, closed, or none from the start
+            sys.stdout.flush()
+        where = f"{self._describe()} on {MPI.Get_processor_name()}: {what}; ending the job with code {code}"
+        tell("\n".join([where, *"".join(report).splitlines()]))
         end_job(self._comm, "", code)
 
 
@@ -174,7 +198,7 @@ def end_job(comm: MPI.Comm, report: str, code: int) -> NoReturn:
     Not collective. Takes no lock that a hanging thread may hold; MPI's Abort is its only call of MPI. A process that
     Abort leaves alive ends itself after `ABORT_LIMIT_S`.
     """
-    if report:
+    with contextlib.suppress(OSError, ValueError):  # closed, or on a disk that is full
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, report.encode())
     # mpi4py keeps the interpreter lock in Abort: only a thread that does without can end a process that is stuck there
     faulthandler.dump_traceback_later(ABORT_LIMIT_S, exit=True, file=2)

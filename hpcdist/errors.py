@@ -15,6 +15,7 @@ HpcdistError                70  an internal fault, and the base of all below
     └── AttemptReplaced     76  a later attempt of the job writes now; do not requeue
 """
 
+import contextlib
 import enum
 import sys
 
@@ -130,5 +131,12 @@ def report_agreed(error: BaseException, is_speaker: bool) -> None:
     """
     if isinstance(error, HpcdistError) and error.is_agreed:
         if is_speaker if error.is_speaker is None else error.is_speaker:
-            print(f"hpcdist: {error}", file=sys.stderr, flush=True)
+            tell(str(error))
         sys.exit(int(error.exit_code))
+
+
+def tell(text: str) -> None:
+    """Print a line on standard error. Where that cannot be written, nobody is told: it must not end a job."""
+    if sys.stderr is not None:  # the process may have been started without
+        with contextlib.suppress(OSError, ValueError):
+            print(f"hpcdist: {text}", file=sys.stderr, flush=True)

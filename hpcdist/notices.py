@@ -13,11 +13,11 @@ N_NUMBERS = 2
 
 
 class Want(enum.IntFlag):
-    """What a rank wants all ranks to do at the end of the step."""
+    """What a rank wants all ranks to do at the end of the step. Of several, the largest may be all that is heard."""
 
     NOTHING = 0
-    STOP = 1
-    SAVE = 2
+    SAVE = 1
+    STOP = 2  # saves too
 
 
 class Watcher(Protocol):

@@ -29,7 +29,7 @@ from hpcdist.cluster.resolver import ClusterResolver, SimpleClusterResolver
 from hpcdist.cluster.spec import ClusterSpec, Task
 from hpcdist.cluster.tf_config import TFConfigClusterResolver
 from hpcdist.errors import CollectiveTimeoutError, ConfigurationError, HpcdistError, error_class
-from hpcdist.mpi import MPI, library_name
+from hpcdist.mpi import MPI, bounded_start, library_name, start_timeout_s
 from hpcdist.notices import Notices, of_one_rank
 
 #: A longer pause between two looks at a request counts as this: the job was suspended.
@@ -63,13 +63,14 @@ class World:
 
     def __init__(self, resolver: ClusterResolver | None = None, comm: MPI.Comm | None = None) -> None:
         given = comm or getattr(resolver, "comm", None) or MPI.COMM_WORLD
-        self.comm: MPI.Comm = given.Dup()
-        self.rank, self.size = self.comm.rank, self.comm.size
+        self.rank, self.size = given.rank, given.size
         self.step: int | None = None
         self.notices = of_one_rank if self.size == 1 else Notices()
         self._task: Task | None = None
-        self.timeout_s = 600.0
+        self.timeout_s = start_timeout_s()
         self.debug: frozenset[str] = frozenset()
+        self.wait(given.Ibarrier())  # all are there: what makes communicators waits for nobody then
+        self.comm: MPI.Comm = given.Dup()
         environ = self._agreed_environment()
         node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.spec, tasks = self._agreed_tasks(resolver, environ, node)
@@ -298,6 +299,12 @@ def has_left() -> bool:
     return _hooks is not None and _hooks.is_leaving
 
 
+def tell_busy() -> None:
+    """Let ranks that have left their programs wait for this one, for some seconds more. Not collective; main thread."""
+    if _hooks is not None:
+        _hooks.tell_busy()
+
+
 def call_when_done(act: Callable[[], None] | None) -> None:
     """Have `act` called, in place of what was given before, once all ranks have left their programs with code 0.
 
@@ -312,7 +319,8 @@ def _install_hooks() -> None:
     global _hooks
     if _hooks is None:
         launcher = launcher_of(read_environment())
-        comm = MPI.COMM_WORLD.Dup()
+        with bounded_start():
+            comm = MPI.COMM_WORLD.Dup()
         is_speaker = comm.rank == 0 and (launcher is None or comm.size > 1 or launcher.rank == 0)
         _hooks = AbortHooks(comm, _describe_process, is_speaker, _free_process_world)
         _hooks.install()

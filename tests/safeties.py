@@ -138,7 +138,7 @@ MUTANTS = [
     ),
     Mutant("suspects", MANAGER, "suspects = self._history.suspects()", "pass", RANKS),
     Mutant("set aside on restore", MANAGER, "self._tier.folder.go_on_from(place)", "pass", RANKS),
-    Mutant("an end of its own", MANAGER, "self._history.note_end()\n        if", "pass\n        if", RANKS),
+    Mutant("an end of its own", MANAGER, "self._history.note_end()\n        self", "pass\n        self", RANKS),
     Mutant(
         "a failed read-back is told",
         "hpcdist/checkpoint/tier.py",

@@ -61,6 +61,7 @@ class Group:
         watchdog: Watchdog | None = None,
     ) -> None:
         self.world = world
+        world.wait(comm.Ibarrier())  # all are there: what makes communicators waits for nobody then
         self.comm: MPI.Comm = comm.Dup()
         self.rank, self.size = self.comm.rank, self.comm.size
         self.node_comm = self._split_node()

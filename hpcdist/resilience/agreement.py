@@ -40,7 +40,7 @@ class Agreement:
         self.n_messages = 0
 
     def poll(self) -> Want:
-        """Return what any rank wanted; the same on all ranks. Collective: the ranks of the role."""
+        """Return what any rank wanted, or the most of it; the same on all ranks. Collective: the ranks of the role."""
         if self._world.role_comm.size == 1:
             return self._wants()
         if self._world.notices.n_carried > self._n_seen:
@@ -79,7 +79,8 @@ class Agreement:
     def _ask(self) -> Want:
         """Return what any rank wants now, and agree on when to ask again. Collective: the ranks of the role.
 
-        Cost: one all-reduce of 8 bytes. The largest number wins: what is wanted first, then the time between polls.
+        Cost: one all-reduce of 8 bytes. The largest number wins: what is wanted first, then the time between polls. A
+        stop on one rank hides a save on another.
         """
         elapsed_us = int((self._clock() - self._since) * 1e6 / self._n_polls)
         own = int(self._wants()) << _TIME_BITS | min(elapsed_us, (1 << _TIME_BITS) - 1)

@@ -65,7 +65,7 @@ class Attempt:
 
     def _begin(self) -> None:
         earlier = self._file.read()
-        self._step, self._n_idle = (earlier or {}).get("step"), int((earlier or {}).get("idle_stops", 0))
+        self._step, self._n_idle = (earlier or {}).get("step"), (earlier or {}).get("idle_stops", 0)
         self._has_earlier = earlier is not None
         if at_start(self._n_fruitless, self._has_earlier).exit_code is None:
             self._manager.note_start()  # before "requeue" is written: who dies right after it counts
@@ -93,8 +93,8 @@ class Attempt:
         self._manager.wait()
         self._note(at_first_commit(), step)
 
-    def stopped(self, reason: str, step: int) -> ExitCode:
-        """Note that the attempt was asked to stop, and return the exit code for all ranks.
+    def stopped(self, reason: str, step: int) -> tuple[ExitCode, str]:
+        """Note that the attempt was asked to stop, and return the exit code for all ranks, and why it is that.
 
         Raises:
             CheckpointError: when it cannot be written, or the last save could not; on every rank alike.
@@ -104,8 +104,9 @@ class Attempt:
         self._n_idle = 0 if has_newer or not self._is_counted else self._n_idle + 1
         decision = at_stop(reason, self._n_idle)
         self._note(decision, step)
-        code = decision.exit_code or ExitCode.RUN_AGAIN
-        return ExitCode(int(self._world.broadcast_text(str(code.value), 0, self._world.role_comm)))
+        own = f"{(decision.exit_code or ExitCode.RUN_AGAIN).value} {decision.reason}"
+        code, _, why = self._world.broadcast_text(own, 0, self._world.role_comm).partition(" ")
+        return ExitCode(int(code)), why
 
     def finished(self, step: int) -> None:
         """Note that the program came to its end.
@@ -130,11 +131,12 @@ class Attempt:
     def left(self, step: int) -> None:
         """Note that the program came to its end, on a rank that is leaving; nothing if another attempt has begun.
 
-        Not collective.
+        Copies in memory are removed. Not collective.
 
         Raises:
             CheckpointError: as `stopped`.
         """
+        self._manager.forget_copies()
         if self._world.is_chief and (self._file.read() or {}).get("attempt") == self._manager.generation:
             self._manager.note_end()
             self._step, self._n_idle = step, 0

@@ -98,12 +98,14 @@ class DecisionFile:
         """Return what was written last; None when there is no file, or none that can be understood."""
         try:
             content = json.loads(self.path.read_text())
+            if not _is_decision(content):
+                raise ValueError("expected the facts of an attempt")
+            return dict(content)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             logger.warning("decision: %s is not used: %s", self.path, error)
             return None
-        return content if isinstance(content, dict) else None
 
     def write(self, decision: Decision, step: int | None, **facts: int | str | None) -> None:
         """Write a decision with the step of the last checkpoint.
@@ -121,3 +123,12 @@ class DecisionFile:
                 f"decision: expected to write {self.path}, got {error.strerror}; free space or choose another run "
                 f"folder. Checkpoints are untouched."
             ) from None
+
+
+def _is_decision(content: Any) -> bool:
+    """Return whether what is counted on from one attempt to the next is there: anybody may have written in the file."""
+    return (
+        isinstance(content, dict)
+        and isinstance(content.get("step"), int | None)
+        and isinstance(content.get("idle_stops", 0), int)
+    )

@@ -24,6 +24,7 @@ class History:
         self._folder = folder
         self._restored: Place | None = None
         self._n_before = 0
+        self._suspects: set[int] = set()
 
     @property
     def first_step(self) -> int:
@@ -35,17 +36,19 @@ class History:
         return 0 if last_step > self.first_step else self._n_before + 1
 
     def count(self) -> None:
-        """Count those before this one: again when it has restored, as what it found tells whether they came further."""
+        """Count those before this one: again when it has restored, as what it found tells whether they came further.
+
+        The log then names the suspects that were stepped over.
+        """
         self._n_before = len(self._folder.fruitless_attempts(self.first_step))
+        for step in self._suspects:
+            if step > self.first_step:
+                logger.warning("restore: step %d was stepped over: two attempts died after it, before another", step)
 
     def suspects(self) -> set[int]:
         """Return the steps that two attempts in a row went on from, only to die before they had another."""
-        suspects = crashed_twice(self._folder.fruitless_attempts())
-        for step in suspects:
-            logger.warning(
-                "restore: step %d is stepped over: two attempts died after it, before they had another", step
-            )
-        return suspects
+        self._suspects = crashed_twice(self._folder.fruitless_attempts())
+        return self._suspects
 
     def restored(self, place: Place) -> None:
         """Remember what this attempt goes on from. On all ranks."""

@@ -40,6 +40,8 @@ class CheckpointManager:
     Attributes:
         checkpoint: see above.
         latest_path: of the last checkpoint that was saved or restored.
+        saved_step: the step of that; before, the step that the Checkpoint was at. Other managers may save it too.
+        saved_at: when that was, by `time.monotonic`.
         last_save_s: how long the save before the last took on the chief, until it was read back; None elsewhere.
 
     Raises:
@@ -68,6 +70,7 @@ class CheckpointManager:
         self.latest_path: str | None = None
         self.last_save_s: float | None = None
         self._collect_s = 0.0
+        self.note_saved(checkpoint.step)
         with self._world.agreed(self._comm):
             if self._is_writer:
                 self._tier.folder.begin()
@@ -165,9 +168,14 @@ class CheckpointManager:
                 path = str(self._tier.save(step, *state, self._written(), metrics, is_changed) or self.latest_path)
         if blocking:
             self._progress.wait_for(self._tier.is_committing, self._tier.finish_commit)
-        self.checkpoint.step = step
         self.latest_path = self._world.broadcast_text(path, 0, self._comm)
+        self.note_saved(step)
         return self.latest_path
+
+    def note_saved(self, step: int) -> None:
+        """Take note that a step is safe: of a save here, or by somebody else in this manager's place. On all ranks."""
+        self.checkpoint.step = self.saved_step = step
+        self.saved_at = time.monotonic()
 
     def _measure_last(self) -> None:
         if self._tier.last_save_s is not None:
@@ -218,8 +226,7 @@ class CheckpointManager:
         try:
             require_equal(digest_of(*self.checkpoint.collect_equal()), self._world)
         except DesyncError:
-            if self._memory is not None:  # copied since ranks were last compared, maybe from one that is wrong
-                self._memory.remove()
+            self.forget_copies()  # made since ranks were last compared, maybe by one that is wrong
             raise
 
     # -- restore --------------------------------------------------------------------------------------------------
@@ -263,8 +270,9 @@ class CheckpointManager:
         try:
             path = self._restore({int(step) for step in text.split()}, self._history.note_place)
         except CheckpointError:  # it has not died of what it read: that is no suspect
-            if self._is_writer:
-                self.note_start()
+            with self._world.agreed(self._comm):
+                if self._is_writer:
+                    self.note_start()
             raise
         with self._world.agreed(self._comm):
             if self._is_writer:
@@ -289,8 +297,7 @@ class CheckpointManager:
         with self._world.agreed(self._comm):
             if self._is_writer:
                 self._history.note_end()
-        if self._memory is not None:
-            self._memory.remove()
+        self.forget_copies()
 
     def note_end(self) -> None:
         """Note as `end_attempt`, on a chief that is leaving, whose last save is written. Not collective.
@@ -299,6 +306,11 @@ class CheckpointManager:
             CheckpointError: when it cannot be noted.
         """
         self._history.note_end()
+
+    def forget_copies(self) -> None:
+        """Remove the copies in the memory of this node, if this rank keeps them: they are needed no more."""
+        if self._memory is not None:
+            self._memory.remove()
 
     def _restore(self, suspects: set[int], note: Callable[[Place | None], None]) -> str | None:
         self.wait()
@@ -309,6 +321,7 @@ class CheckpointManager:
             if self._is_writer and (place is None or newest.is_in_memory):
                 note(place)
         if place is None:
+            self.note_saved(self.checkpoint.step)
             return None
         state, arrays = newest.broadcast(found, root)
         path = self._world.broadcast_text(str(found.path) if found else "", root, self._comm)
@@ -322,7 +335,8 @@ class CheckpointManager:
         if found:
             warn_of_changes(found.manifest.written, self._written())
         self._history.restored(place)
-        self.checkpoint.step, self.latest_path = place.step, path
+        self.latest_path = path
+        self.note_saved(place.step)
         return path
 
     def _written(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import operator
 import os
 import weakref
 from pathlib import Path
@@ -79,7 +80,9 @@ class MetricsFile:
 
         Raises:
             UsageError: for a step that is not after that of the last record.
+            TypeError: for one that is no whole number.
         """
+        step = operator.index(step)
         if step <= self._last_step:
             raise UsageError(
                 f"MetricsFile: expected a step after the last record's {self._last_step}, got {step}; put what belongs "

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from hpcdist.cluster.environment import job_end, read_environment
-from hpcdist.errors import CheckpointError, DesyncError, UsageError
+from hpcdist.errors import CheckpointError, DesyncError, ExitCode, UsageError, tell
 from hpcdist.notices import Want
 from hpcdist.resilience.agreement import Agreement
 from hpcdist.resilience.attempt import Attempt
@@ -125,7 +125,7 @@ class PreemptionCheckpointHandler:
 
     def _say(self, text: str) -> None:
         if self._world.is_chief:
-            print(f"hpcdist: {text}", file=sys.stderr, flush=True)
+            tell(text)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class PreemptionCheckpointHandler:
             args: for `save_fn` or, after the step, `manager.save`.
             kwargs: see args.
         """
-        self._steps.tell(self._manager.checkpoint.step)
+        self._steps.tell(self._manager.saved_step)
         self.poll(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -203,7 +203,7 @@ class PreemptionCheckpointHandler:
     def _wants_measure(self) -> bool:
         """Whether a save should be made to know what one costs before the deadline."""
         is_unmeasured = self._deadline is not None and self._deadline.wants_measure
-        return is_unmeasured and self.step > self._manager.checkpoint.step
+        return is_unmeasured and self.step > self._manager.saved_step
 
     def poll(self, *args: Any, **kwargs: Any) -> None:
         """Act on a request to stop or save: the program is between two steps. For loops that nothing else polls in.
@@ -273,8 +273,10 @@ class PreemptionCheckpointHandler:
         self._is_done = True
         save(is_last=True)
         self._flag_down()
-        code = self._attempt.stopped(reason, self._manager.checkpoint.step)
+        code, why = self._attempt.stopped(reason, self._manager.saved_step)
         self._say(f"{reason}: stopped after step {self.step}, saved in {self._manager.directory}")
+        if code is ExitCode.DO_NOT_REQUEUE:
+            self._say(f"not to be run again: {why}; give it time for a save, or see to what takes so long")
         if self._config.exit_fn is not None:
             self._config.exit_fn()
         else:
@@ -303,9 +305,9 @@ class PreemptionCheckpointHandler:
         if self._is_done:  # noted, or stopped
             return
         try:
-            self._attempt.left(self._manager.checkpoint.step)
+            self._attempt.left(self._manager.saved_step)
         except CheckpointError as error:
-            print(f"hpcdist: {error}", file=sys.stderr, flush=True)
+            tell(str(error))
 
     def close(self) -> None:
         """Listen no more: give the signals back to who had them. Not collective."""
@@ -326,7 +328,7 @@ class PreemptionCheckpointHandler:
                 self._is_done = True
                 with self._giving_up(), self._busy():
                     self._saves.end(self.step)
-                self._attempt.finished(self._manager.checkpoint.step)
+                self._attempt.finished(self._manager.saved_step)
             elif isinstance(error, DesyncError) and error.is_agreed:
                 self._is_done = True
                 self._attempt.gave_up(error)

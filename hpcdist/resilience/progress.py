@@ -33,6 +33,7 @@ class DiskProgress:
 
     def _begin(self) -> None:
         self._n_blocks, self._waited_s, self._looked_s = self._tier.n_blocks, 0.0, time.monotonic()
+        self._is_stuck = False
 
     def wait_for(self, is_busy: Callable[[float], bool], finish: Callable[[], _Result]) -> _Result | None:
         """Wait until the chief's disk is no longer busy, then have the chief finish; return what that returns there.
@@ -60,14 +61,22 @@ class DiskProgress:
         """Whether no save of this process is under way, and none has failed that nobody was told of."""
         return self._tier.is_settled
 
-    def finish_alone(self) -> None:
-        """Wait for the disk of this process, as long as it comes forward. Not collective.
+    def finish_alone(self, while_waiting: Callable[[], None]) -> None:
+        """Wait for the disk of this process, as long as it comes forward; not for one that was found stuck.
+
+        Not collective.
+
+        Args:
+            while_waiting: is called about once a second.
 
         Raises:
             CheckpointError: when the last save cannot be written.
         """
+        if self._is_stuck:  # which was told
+            return
         self._begin()
         while self._tier.is_busy(1.0):
+            while_waiting()
             self._require_progress()
         self._tier.finish()
 
@@ -87,6 +96,7 @@ class DiskProgress:
         if self._tier.n_blocks != self._n_blocks:
             self._n_blocks, self._waited_s = self._tier.n_blocks, 0.0
         if self._waited_s > self._world.timeout_s:
+            self._is_stuck = True
             raise CheckpointError(
                 f"checkpoint: expected the disk of {self._tier.folder.path} to take or give {BLOCK_BYTES} bytes within "
                 f"{self._world.timeout_s:g} s, got none; look after the file system (HPCDIST_TIMEOUT_S sets the limit)."

@@ -45,20 +45,19 @@ class AttemptSaves:
             is_restored: whether that step is in a checkpoint.
         """
         self._has_saved, self._is_restored = False, is_restored
-        self._saved_at, self._kept_up_to = time.monotonic(), step
-        self._began_at, self._latest_at_begin = self._manager.checkpoint.step, self._manager.latest_path
+        self._kept_up_to, self._began_at = step, self._manager.saved_step
         self._is_noted = False
         self._compared_at: int | None = None
 
     def is_late(self, step: int) -> bool:
         """Return whether it is time for a save, by the clock of this process."""
         interval_s = self._schedule.interval_s(self._stalls.median if self._stalls.is_measured else None)
-        waited_s = time.monotonic() - self._saved_at
-        return step > self._manager.checkpoint.step and interval_s is not None and waited_s >= interval_s
+        waited_s = time.monotonic() - self._manager.saved_at
+        return step > self._manager.saved_step and interval_s is not None and waited_s >= interval_s
 
     def is_due(self, step: int) -> bool:
         """Return whether it is time for a save, by the number of steps. Equal on all ranks."""
-        return is_crossed(self._schedule.every_steps, step, self._manager.checkpoint.step)
+        return is_crossed(self._schedule.every_steps, step, self._manager.saved_step)
 
     def n_at_end(self, step: int) -> int:
         """Return how many saves the end takes if it comes after this step: one that is due or under way comes first."""
@@ -86,9 +85,8 @@ class AttemptSaves:
         """
         if self._has_saved or self._is_noted or self._save_fn is not None:
             return
-        step, path = self._manager.checkpoint.step, self._manager.latest_path
-        if step > self._began_at and path != self._latest_at_begin:  # another manager may save the same Checkpoint
-            self._attempt.committed(step)
+        if self._manager.saved_step > self._began_at:
+            self._attempt.committed(self._manager.saved_step)
             self._is_noted = True
 
     def _compare(self, step: int) -> None:
@@ -101,7 +99,7 @@ class AttemptSaves:
             self._compare(step)
 
     def _is_saved(self, step: int) -> bool:
-        return step == self._manager.checkpoint.step and (self._has_saved or self._is_restored)
+        return step == self._manager.saved_step and (self._has_saved or self._is_restored)
 
     def end(self, step: int) -> None:
         """Save at the program's end: also what has changed since this step was saved, such as records of metrics.
@@ -139,14 +137,14 @@ class AttemptSaves:
         compare_s = time.monotonic() - started
         if self._save_fn is not None:
             self._save_fn(*args, **kwargs)
-            self._manager.checkpoint.step = step
+            self._manager.note_saved(step)
         else:
             self._manager.save(step, *args, blocking=is_last or is_first, **kwargs)
-        self._saved_at, self._has_saved = time.monotonic(), True
+        self._has_saved, stall_s = True, time.monotonic() - started
         if is_first:
             self._attempt.committed(step)
             self.times.add(time.monotonic() - started)  # with what follows the last save too: it is read back
         elif self._manager.last_save_s is not None:  # of the one before, which this one has waited for
             self.times.add(compare_s + self._manager.last_save_s)
         if not is_last:
-            self._stalls.add(self._saved_at - started)
+            self._stalls.add(stall_s)

@@ -10,8 +10,9 @@ class TerminationConfig:
     """How a job learns of its end, and how it leaves.
 
     Attributes:
-        termination_watcher_fn: returns whether the job is about to be ended; called between steps, at most once a
-            second, on each rank; it must not block. Signals, stop file and deadline are obeyed too.
+        termination_watcher_fn: returns whether the job is about to be ended; called at most once a second, on each
+            rank, between steps and while gradients are summed; it must not block. Signals, stop file and deadline are
+            obeyed too.
         exit_fn: called on every rank after the last save; default: `sys.exit(75)`, "saved, run me again".
         grace_period: seconds from the request to the end. With it a save is made at once, training goes on, and another
             is made shortly before the end. Default: stop at once.

@@ -171,7 +171,9 @@ checkpoint = hpcdist.Checkpoint(model=model, strategy=strategy)
 def train(handler):
     for _ in range({n_steps}):
         handler.run(hpcdist.all_reduce, torch.ones(1))
-train(hpcdist.PreemptionCheckpointHandler(None, checkpoint, sys.argv[1] + "/checkpoints", save_every_steps=2))
+manager = hpcdist.CheckpointManager(checkpoint, sys.argv[1] + "/checkpoints", fast_directory=sys.argv[1] + "/memory")
+schedule = hpcdist.SaveSchedule(every_steps=2, in_memory_every_steps=1)
+train(hpcdist.PreemptionCheckpointHandler(None, manager, schedule=schedule))
 rank = strategy.world.rank
 {end}
 """
@@ -198,3 +200,4 @@ def test_a_program_without_with_is_finished_when_all_ranks_leave_it_well(
     assert (told["decision"], told["step"]) == (verdict, {0: 0, 5: 4 if verdict == "finished" else 2}[n_steps])
     note = json.loads((tmp_path / "run" / "checkpoints" / "gen-0001" / "attempt.json").read_text())
     assert note["has_ended"] == (verdict == "finished")
+    assert os.listdir(tmp_path / "run" / "memory") == [] or verdict == "requeue"

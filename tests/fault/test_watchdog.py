@@ -313,6 +313,29 @@ def test_a_process_that_is_stuck_in_abort_ends_itself(start, tmp_path):
     assert "line 6 in <lambda>" in outcome.output
 
 
+NEVER_COMES = """
+import sys, time
+import hpcdist, hpcdist.mpi
+hpcdist.mpi.MIN_START_S = 2.0
+if sys.argv[1] == "to a second world":
+    hpcdist.MultiWorkerMirroredStrategy()
+if hpcdist.mpi.MPI.COMM_WORLD.rank == 1:
+    time.sleep(60)
+hpcdist.MultiWorkerMirroredStrategy(hpcdist.SimpleClusterResolver(hpcdist.ClusterSpec({})))
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [("to the first world", "in _install_hooks"), ("to a second world", "world: expected every rank within 2 s")],
+)
+def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(start, tmp_path, where, told):
+    outcome = start(2, "-c", NEVER_COMES, where, environ={"HPCDIST_TIMEOUT_S": "2"}).wait(30)
+    assert outcome.code != 0
+    assert outcome.seconds < 20
+    assert told in outcome.output
+
+
 NEVER_STARTS = """
 import faulthandler, os, signal
 if int(os.environ["PMI_RANK"]) == 1:

@@ -100,6 +100,16 @@ def test_stop_and_save_by_different_ranks_ride_together(comm, watcher):
     assert watcher.learnt[-1:] == ([(2, Want.STOP | Want.SAVE)] if comm.size > 1 else [(1, Want.STOP | Want.SAVE)])
 
 
+def test_a_stop_by_one_rank_is_heard_beside_a_save_by_another(comm, watcher):
+    """By messages too, of which one number has to tell all."""
+    watcher.want = Want.STOP if comm.rank == comm.size - 1 else Want.SAVE
+    for _ in range(2 * MAX_POLLS):
+        watcher.poll()
+    heard = same_everywhere(comm, watcher.learnt)
+    assert heard
+    assert all(Want.STOP in want for _, want in heard)
+
+
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_a_loop_without_gradients_agrees_by_messages(comm, watcher, is_fast):
     _, model, batches, _ = build()

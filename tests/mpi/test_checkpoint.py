@@ -13,6 +13,7 @@ from torch import nn
 
 import hpcdist
 from hpcdist.checkpoint import durable, safe_open
+from hpcdist.checkpoint.folder import CheckpointFolder
 from hpcdist.checkpoint.reader import CheckpointReader
 from hpcdist.collectives.group import group_of
 from hpcdist.errors import CheckpointError
@@ -281,6 +282,22 @@ def test_only_damaged_ones_is_an_error_on_all_ranks(comm, shared_path):
         (shared_path / "gen-0001" / "step-00000001.h5").write_bytes(b"")
     comm.Barrier()
     assert "got 1 damaged" in raised_everywhere(comm, manager.restore_or_initialize)
+    assert "got 1 damaged" in raised_everywhere(comm, manager.begin_attempt)
+    if comm.rank == 0:
+        CheckpointFolder(shared_path).begin()
+    comm.Barrier()
+    assert "another attempt of this job has begun" in raised_everywhere(comm, manager.begin_attempt)
+
+
+def test_any_number_may_be_a_step(comm, shared_path):
+    values = np.zeros(2)
+    manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(values=values), shared_path)
+    for step in (1 << 40, 1_200_000_000_000, (1 << 63) - 1):
+        manager.save(step)
+        second = hpcdist.CheckpointManager(hpcdist.Checkpoint(values=values), shared_path)
+        second.restore_or_initialize()
+        assert second.saved_step == second.checkpoint.step == step
+        manager = second
 
 
 def test_a_folder_that_cannot_be_made(comm, shared_path):
@@ -362,6 +379,8 @@ def test_a_disk_that_is_slow_is_waited_for_and_one_that_is_stuck_is_not(comm, sh
     started = time.monotonic()
     text = raised_everywhere(comm, lambda: manager.save(2))
     assert "to take or give 4194304 bytes within 1 s, got none" in text
+    if comm.rank == 0:
+        manager._progress.finish_alone(lambda: None)  # as at the end of the program: it was told
     assert time.monotonic() - started < 3
     monkeypatch.undo()
     manager.wait()
@@ -400,8 +419,10 @@ def test_attempts_that_die_are_counted_and_their_checkpoint_is_stepped_over(comm
         manager = Job(comm).manager(shared_path)
         assert manager.begin_attempt().endswith("gen-0001/step-00000002.h5")
         assert manager.fruitless_attempts == (n_before + 1 if comm.rank == 0 else 1)
+    assert "stepped over" not in caplog.text
     third = Job(comm).manager(shared_path)
     assert third.begin_attempt().endswith("gen-0001/step-00000001.h5")
+    assert caplog.text.count("step 2 was stepped over: two attempts died") == (1 if comm.rank == 0 else 0)
     third.end_attempt()
     fourth = Job(comm).manager(shared_path)
     assert fourth.begin_attempt().endswith("gen-0001/step-00000002.h5")

@@ -501,7 +501,7 @@ def test_attempts_that_die_while_they_restore_count_too(comm, shared_path, make_
         make_job()
 
 
-def test_stops_before_any_progress_end_the_chain_too(comm, shared_path, make_job):
+def test_stops_before_any_progress_end_the_chain_too(comm, shared_path, make_job, capfd):
     job = make_job()
     with job.handler:
         job.train(1)
@@ -512,6 +512,8 @@ def test_stops_before_any_progress_end_the_chain_too(comm, shared_path, make_job
         told = decision(comm, shared_path)
         assert (told["decision"], told["attempt"], told["idle_stops"]) == (verdict, attempt, attempt - 1)
         job.handler.close()
+    why = "not to be run again: 3 attempts in a row were stopped without a newer checkpoint"
+    assert capfd.readouterr().err.count(why) == (1 if comm.rank == 0 else 0)
 
 
 def test_with_save_fn_nobody_counts(comm, shared_path, make_job):

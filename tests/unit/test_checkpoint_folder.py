@@ -1,4 +1,5 @@
 import errno
+import mmap
 import os
 import subprocess
 import sys
@@ -247,6 +248,22 @@ def test_a_full_disk_is_noticed_before_anything_is_written(folder, monkeypatch):
     with pytest.raises(CheckpointError, match="bytes free in .*, got 36864"):
         commit(folder, 2)
     assert latest_value(folder) == 1
+
+
+def test_a_file_system_without_a_size_is_not_full(folder, monkeypatch):
+    """As ramfs, and tmpfs without a limit."""
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255)))
+    commit(folder, 1)
+    assert latest_value(folder) == 1
+
+
+def test_memory_for_a_copy_that_is_missing_is_told(monkeypatch):
+    def refuse(*arguments):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(CheckpointError, match="expected 5000 bytes of memory for a copy .*, got Cannot"):
+        FileImage().resize(5000)
 
 
 def test_a_disk_that_fills_while_hdf5_writes(folder):

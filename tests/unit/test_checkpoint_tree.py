@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from hpcdist.checkpoint.tree import decode, encode
+from hpcdist.checkpoint.tree import MAX_DEPTH, decode, encode, is_too_deep
 from hpcdist.errors import CheckpointDamaged, CheckpointError
 
 
@@ -27,6 +27,24 @@ def test_plain_values_come_back_as_they_were(value):
     assert found == value
     assert type(found) is type(value)
     assert arrays == []
+
+
+@pytest.mark.parametrize("nest", [lambda inner: {"a": inner}, lambda inner: [inner], lambda inner: (inner,)])
+def test_nests_in_nests_come_back_up_to_a_depth(nest):
+    value = 1
+    for _ in range(MAX_DEPTH):
+        value = nest(value)
+    assert round_trip(value)[0] == value
+    assert not is_too_deep({"state": {"objects": {"x": encode(value, "x", refuse, [])}}})
+    with pytest.raises(CheckpointError, match=f"save: expected at most {MAX_DEPTH} nests in nests, got more in 'x/"):
+        encode(nest(value), "x", refuse, [])
+
+
+def test_a_nest_in_itself_is_refused():
+    value = []
+    value.append(value)
+    with pytest.raises(CheckpointError, match="nests in nests"):
+        encode(value, "x", refuse, [])
 
 
 def test_arrays_come_back_with_dtype_shape_and_bits():

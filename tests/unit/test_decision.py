@@ -51,7 +51,9 @@ def test_the_file_is_replaced(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["decision.json"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", "\xff", "[" * 100_000, '{"idle_stops": null}', '{"idle_stops": [1]}', '{"step": "x"}']
+)
 def test_a_file_that_cannot_be_understood_counts_as_none(tmp_path, text):
     (tmp_path / "decision.json").write_bytes(text.encode("latin-1"))
     assert DecisionFile(tmp_path).read() is None
