@@ -6,6 +6,7 @@ Two partitions: jobs in `high` take the nodes of jobs in `low`, which have ten s
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -46,7 +47,7 @@ MpiDefault=none
 ReturnToService=2
 SlurmdParameters=config_overrides
 KillWait=5
-SlurmdTimeout=10
+SlurmdTimeout=20
 AccountingStorageType=accounting_storage/none
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -59,14 +60,13 @@ TmpFS={folder}/tmp-%n
 
 
 def free_ports(count):
-    """Return ports that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    """Return the first of so many ports in a row that nobody has now: below those that connections are given."""
+    for first in random.sample(range(10000, 32000, count), 100):
+        with contextlib.ExitStack() as sockets, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                sockets.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+    pytest.fail(f"expected {count} free ports in a row, got none")
 
 
 def environ_of(pid):
@@ -94,14 +94,14 @@ class Slurm:
         self.daemons = []
         for name in ("state", *(f"tmp-n{node}" for node in range(1, N_NODES + 1))):
             (folder / name).mkdir()
-        first = next(port for port in free_ports(20) if port + N_NODES < 65536)
+        first = free_ports(N_NODES + 1)
         (folder / "slurm.conf").write_text(
             CONFIGURATION.format(
                 host=socket.gethostname().split(".")[0],
                 folder=folder,
-                port=free_ports(1)[0],
-                first=first,
-                last=first + N_NODES - 1,
+                port=first,
+                first=first + 1,
+                last=first + N_NODES,
                 n_nodes=N_NODES,
             )
         )
@@ -135,7 +135,8 @@ class Slurm:
         self.nodes[name].kill()
         self.nodes[name].wait(10)
         for pid in [*shepherds, *ranks]:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # with its shepherd, or another rank
+                os.kill(pid, signal.SIGKILL)
         return len(ranks)
 
     def restart_node(self, name):
@@ -156,19 +157,22 @@ class Slurm:
         self.daemons.append(daemon)
         return daemon
 
-    def client(self, *command, cwd=None, environ=None, timeout_s=30):
-        """Run a client command and return what it prints."""
-        done = subprocess.run(
-            [str(part) for part in command],
-            env={**self.environ, **(environ or {})},
-            cwd=cwd,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-        assert done.returncode == 0, f"{command}: {done.stderr}{self.logs()}"
-        return done.stdout
+    def client(self, *command, cwd=None, environ=None, timeout_s=60):
+        """Run a client command and return what it prints. One that only asks is repeated: slurmctld may be busy."""
+        n_tries = 5 if command[0] in ("sinfo", "squeue") or "show" in command else 1
+        for _ in range(n_tries):
+            done = subprocess.run(
+                [str(part) for part in command],
+                env={**self.environ, **(environ or {})},
+                cwd=cwd,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                check=False,
+            )
+            if done.returncode == 0:
+                return done.stdout
+        pytest.fail(f"{command}: {done.stderr}{self.logs()}")
 
     def fact(self, job, name):
         """Return what Slurm says of a job, such as JobState: RUNNING, COMPLETED..."""
@@ -351,13 +355,19 @@ def submit(slurm, folder):
 
 @pytest.fixture
 def preempt(slurm, folder):
-    """Return preempt(job): a job of more importance takes all nodes, until the job is in the queue again."""
+    """Return preempt(job): a job of more importance takes all nodes, until the job is in the queue again.
+
+    It returns what the job had decided.
+    """
 
     def preempt(job):
         n_restarts = job.n_restarts
         options = ("--partition=high", "--exclusive", f"--nodes={N_NODES}", "--time=1", "--output=/dev/null")
         slurm.client("sbatch", *options, "--wrap", "true", cwd=folder)
+        job.wait_for_text("to be requeued: ", n_restarts + 1)
+        decision = job.decision
         job.wait_for_restart(n_restarts + 1)
+        return decision
 
     return preempt
 
