@@ -13,6 +13,8 @@ SOME_MPI_TESTS = $(MPI_TESTS:tests/mpi=$(addprefix tests/mpi/test_,$(SOME_FILES)
 SOME_FILES = algorithms.py collectives.py gradients.py checkpoint.py
 FEW_MPI_TESTS = $(MPI_TESTS:tests/mpi=$(addprefix tests/mpi/test_,$(FEW_FILES)))
 FEW_FILES = collectives.py gradients.py world.py checkpoint.py
+SYSTEM_TESTS = $(MPI_TESTS:tests/mpi=$(addprefix tests/mpi/test_,$(SYSTEM_FILES)))
+SYSTEM_FILES = collectives.py world.py checkpoint.py
 OPENMPI_TESTS = $(MPI_TESTS:tests/mpi=$(addprefix tests/mpi/test_,$(OPENMPI_FILES)))
 OPENMPI_FILES = algorithms.py all_reduce.py collectives.py gradients.py world.py
 GPU_TESTS = python -m pytest --quiet --color=no --with-mpi tests/gpu
@@ -78,7 +80,7 @@ SYSTEM_MPIRUN := $(firstword $(wildcard /usr/bin/mpirun.openmpi))
 SYSTEM_LIBMPI := $(firstword $(wildcard /usr/lib/*/libmpi.so.40))
 system-mpi: .venv/test.installed
 	@if [ -n "$(SYSTEM_MPIRUN)" ] && [ -n "$(SYSTEM_LIBMPI)" ]; then \
-	$(OPENMPI_ENV) MPI4PY_LIBMPI=$(SYSTEM_LIBMPI) $(SYSTEM_MPIRUN) -n 2 $(BIN)/$(FEW_MPI_TESTS); \
+	$(OPENMPI_ENV) MPI4PY_LIBMPI=$(SYSTEM_LIBMPI) $(SYSTEM_MPIRUN) -n 2 $(BIN)/$(SYSTEM_TESTS); \
 	else echo "Debian's openmpi-bin is not installed: the tests with a site MPI did not run"; test -z "$$CI"; fi
 
 fault: .venv/test.installed
