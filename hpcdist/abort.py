@@ -120,8 +120,7 @@ class AbortHooks:
     def _leave(self) -> None:
         """Wait for all ranks to leave; a rank that leaves by a failing exit waits briefly, then ends the others."""
         if self._is_forked:  # going on would finalize MPI under the rank's feet
-            sys.stdout.flush()
-            sys.stderr.flush()
+            _flush()
             os._exit(self._leaving_code())
         code = self._leaving_code()
         if MPI.Is_finalized() or self._comm.size == 1:
@@ -185,8 +184,7 @@ class AbortHooks:
     def _abort(self, what: str, report: list[str], code: int) -> NoReturn:
         if self._comm.rank > 0:
             time.sleep(min(HOLD_BACK_S + 0.05 * self._comm.rank, MAX_HOLD_BACK_S))
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # full, closed, or none from the start
-            sys.stdout.flush()
+        _flush()
         where = f"{self._describe()} on {MPI.Get_processor_name()}: {what}; ending the job with code {code}"
         tell("\n".join([where, *"".join(report).splitlines()]))
         end_job(self._comm, "", code)
@@ -241,6 +239,13 @@ def _lasting_stderr() -> TextIO | None:
     late, as our hook does not return.
     """
     return sys.__stderr__ if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ else sys.stderr
+
+
+def _flush() -> None:
+    """Write out what was printed, as far as that is possible."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # full, closed, or none from the start
+            stream.flush()
 
 
 def _code_of(error: BaseException | None) -> int:

@@ -136,7 +136,8 @@ def report_agreed(error: BaseException, is_speaker: bool) -> None:
 
 
 def tell(text: str) -> None:
-    """Print a line on standard error. Where that cannot be written, nobody is told: it must not end a job."""
+    """Print on standard error, in one piece. Where that cannot be written, nobody is told: it must not end a job."""
     if sys.stderr is not None:  # the process may have been started without
         with contextlib.suppress(OSError, ValueError):
-            print(f"hpcdist: {text}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"hpcdist: {text}\n")
+            sys.stderr.flush()

@@ -6,15 +6,14 @@ Everything else imports `MPI` from here. MPI is started when this module is firs
 import faulthandler
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from types import TracebackType
 
 from hpcdist import segments
 from hpcdist.cluster.environment import launcher_of, read_environment, timeout_s
 from hpcdist.errors import ConfigurationError, report_agreed
 
-__all__ = ["MPI", "bounded_start", "check_launcher", "library_name", "refuse", "start_timeout_s"]
+__all__ = ["MPI", "check_launcher", "library_name", "refuse", "start_timeout_s"]
 
 #: How the MPICH wheel names itself. It cannot be started over PMIx, which is all that Open MPI's mpirun offers.
 _MPICH_WHEEL = "/p/mpich/"
@@ -40,20 +39,14 @@ def start_timeout_s() -> float:
         return START_S
 
 
-@contextmanager
-def bounded_start() -> Iterator[None]:
-    """End this process, and show that it was here, if it waits in the block too long for others to come."""
+def _start_with_all_ranks() -> None:
+    """Start MPI; a rank that waits too long for others to come ends itself, and shows that it was here."""
     # MPI keeps the interpreter lock meanwhile: only a thread that does without can end the process
     faulthandler.dump_traceback_later(start_timeout_s(), exit=True, file=2)
     try:
-        yield
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
     finally:
         faulthandler.cancel_dump_traceback_later()
-
-
-def _start_with_all_ranks() -> None:
-    with bounded_start():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
 
 
 def refuse(error: ConfigurationError, environ: Mapping[str, str]) -> None:

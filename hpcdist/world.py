@@ -29,11 +29,35 @@ from hpcdist.cluster.resolver import ClusterResolver, SimpleClusterResolver
 from hpcdist.cluster.spec import ClusterSpec, Task
 from hpcdist.cluster.tf_config import TFConfigClusterResolver
 from hpcdist.errors import CollectiveTimeoutError, ConfigurationError, HpcdistError, error_class
-from hpcdist.mpi import MPI, bounded_start, library_name, start_timeout_s
+from hpcdist.mpi import MPI, library_name, start_timeout_s
 from hpcdist.notices import Notices, of_one_rank
 
 #: A longer pause between two looks at a request counts as this: the job was suspended.
 AWAKE_S = 1.0
+
+
+def wait_for_ranks(request: MPI.Request, timeout_s: float, place: str) -> None:
+    """Wait for a non-blocking collective.
+
+    Args:
+        request: of the collective.
+        timeout_s: at most, without the time that the job is suspended.
+        place: who this rank is.
+
+    Raises:
+        CollectiveTimeoutError: on this rank.
+    """
+    started = last = time.monotonic()
+    waited_s = 0.0
+    while not request.Test():
+        now = time.monotonic()
+        waited_s, last = waited_s + min(now - last, AWAKE_S), now
+        if waited_s > timeout_s:
+            raise CollectiveTimeoutError(
+                f"world: expected every rank within {timeout_s:g} s, got no answer from some on {place}; look for a "
+                f"rank that took another path or stopped (HPCDIST_TIMEOUT_S sets the limit)."
+            )
+        time.sleep(0 if now - started < 0.001 else min(waited_s / 10, 0.005))
 
 
 class World:
@@ -165,17 +189,7 @@ class World:
         Raises:
             CollectiveTimeoutError: on this rank; it ends the job, as others may be anywhere.
         """
-        started = last = time.monotonic()
-        waited_s = 0.0
-        while not request.Test():
-            now = time.monotonic()
-            waited_s, last = waited_s + min(now - last, AWAKE_S), now
-            if waited_s > self.timeout_s:
-                raise CollectiveTimeoutError(
-                    f"world: expected every rank within {self.timeout_s:g} s, got no answer from some on {self}; look "
-                    f"for a rank that took another path or stopped (HPCDIST_TIMEOUT_S sets the limit)."
-                )
-            time.sleep(0 if now - started < 0.001 else min(waited_s / 10, 0.005))
+        wait_for_ranks(request, self.timeout_s, str(self))
 
     def _agreed_environment(self) -> Mapping[str, str]:
         environ: Mapping[str, str] = {}
@@ -319,11 +333,19 @@ def _install_hooks() -> None:
     global _hooks
     if _hooks is None:
         launcher = launcher_of(read_environment())
-        with bounded_start():
-            comm = MPI.COMM_WORLD.Dup()
+        _wait_for_world()
+        comm = MPI.COMM_WORLD.Dup()
         is_speaker = comm.rank == 0 and (launcher is None or comm.size > 1 or launcher.rank == 0)
         _hooks = AbortHooks(comm, _describe_process, is_speaker, _free_process_world)
         _hooks.install()
+
+
+def _wait_for_world() -> None:
+    """Return when all ranks are here. There are no hooks yet that would end the job if one does not come."""
+    try:
+        wait_for_ranks(MPI.COMM_WORLD.Ibarrier(), start_timeout_s(), _describe_process())
+    except CollectiveTimeoutError as error:
+        end_job(f"hpcdist: {error}\n", int(error.exit_code))
 
 
 def _describe_process() -> str:

@@ -51,6 +51,9 @@ launch() {
   fi
 }
 
+# Whether a signal ended the launch, as far as its exit code tells.
+is_signalled() { ((code > 128)); }
+
 # Whether the launch ended without having been asked to, and without a reason of its own.
 has_died() {
   case $code:$verdict in
@@ -140,8 +143,8 @@ leave() {
     *:another) why="job $(fact job) has taken over $RUN_DIR" code=76 ;;
     *)
       why= # what ran before may run again, and what a signal ended too: a wrong command ends with 127 at most
-      if [[ $earlier == requeue ]] || ((code > 128)); then why="died before it had begun"; fi
-      if ((code == 0 || code > 128)); then
+      if [[ $earlier == requeue ]] || is_signalled; then why="died before it had begun"; fi
+      if ((code == 0)) || is_signalled; then
         if is_preempted; then requeue "preempted before it had begun"; fi # that may well happen many times
         if is_out_of_time; then why="out of time before it had begun"; fi # or a start that hangs: it counts
       fi

@@ -15,7 +15,7 @@ from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.checkpoint.safe_open import read_text
 
-_FOLDER = re.compile(r"gen-(\d{4,})$")
+_FOLDER = re.compile(r"gen-(\d{4,18})$")  # what fits into 63 bits
 _MANIFEST = re.compile(r"step-(\d{8,})\.json$")
 _STEP = re.compile(r"step-(\d+)$")
 #: What an attempt went on from, as long as it has not found out.

@@ -138,8 +138,8 @@ class CheckpointManager:
         Cost: one copy of the arrays on the chief, and with `blocking` the time of writing them.
         """
         step = operator.index(step)
-        if step < 0:
-            raise UsageError(f"save: expected a step of at least 0, got {step}; count optimizer steps.")
+        if not 0 <= step < 1 << 63:
+            raise UsageError(f"save: expected a step from 0 to 2**63 - 1, got {step}; count optimizer steps.")
         return self._save(step, metrics, blocking, is_changed=True)
 
     def save_if_changed(self, step: int) -> str:

@@ -62,7 +62,7 @@ class DiskProgress:
         return self._tier.is_settled
 
     def finish_alone(self, while_waiting: Callable[[], None]) -> None:
-        """Wait for the disk of this process, as long as it comes forward; not for one that was found stuck.
+        """Wait for the disk of this process, as long as it comes forward; no longer for one that was found stuck.
 
         Not collective.
 
@@ -72,10 +72,9 @@ class DiskProgress:
         Raises:
             CheckpointError: when the last save cannot be written.
         """
-        if self._is_stuck:  # which was told
-            return
-        self._begin()
-        while self._tier.is_busy(1.0):
+        if not self._is_stuck:
+            self._begin()
+        while self._tier.is_busy(0 if self._is_stuck else 1.0):
             while_waiting()
             self._require_progress()
         self._tier.finish()

@@ -197,13 +197,17 @@ time.sleep(30)
     assert outcome.output.count("expected a folder that can be written") == 1
 
 
-def test_a_forked_child_is_not_the_rank(start, tmp_path):
+@pytest.mark.parametrize("stream", ["sys.stdout", "open('/dev/full', 'w')", "None"])
+def test_a_forked_child_is_not_the_rank(start, tmp_path, stream):
+    """Also one whose output cannot be written."""
     text = (
         WORLD
-        + """
+        + f"""
 import os
 child = os.fork()
 if child == 0:
+    sys.stdout = {stream}
+    print("in the child")
     if rank == 1:
         raise ValueError("in the child")
     sys.exit(3)

@@ -82,7 +82,7 @@ def test_make_test_is_what_runs_here(root):
 
 
 @pytest.mark.timeout(200)
-def test_the_four_ways(clone, clean_environ, root):
+def test_the_three_ways(clone, clean_environ, root):
     one, four, _, again = commands(root)[2:]
     assert again == four
     assert "1 replicas; new run" in run(one, clone, clean_environ, 60)[0]

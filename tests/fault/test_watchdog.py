@@ -325,15 +325,12 @@ hpcdist.MultiWorkerMirroredStrategy(hpcdist.SimpleClusterResolver(hpcdist.Cluste
 """
 
 
-@pytest.mark.parametrize(
-    ("where", "told"),
-    [("to the first world", "in _install_hooks"), ("to a second world", "world: expected every rank within 2 s")],
-)
-def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(start, tmp_path, where, told):
+@pytest.mark.parametrize("where", ["to the first world", "to a second world"])
+def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(start, tmp_path, where):
     outcome = start(2, "-c", NEVER_COMES, where, environ={"HPCDIST_TIMEOUT_S": "2"}).wait(30)
-    assert outcome.code != 0
+    assert outcome.code in (70, 9)
     assert outcome.seconds < 20
-    assert told in outcome.output
+    assert "world: expected every rank within 2 s, got no answer from some on rank 0" in outcome.output
 
 
 NEVER_STARTS = """

@@ -16,7 +16,7 @@ from hpcdist.checkpoint import durable, safe_open
 from hpcdist.checkpoint.folder import CheckpointFolder
 from hpcdist.checkpoint.reader import CheckpointReader
 from hpcdist.collectives.group import group_of
-from hpcdist.errors import CheckpointError
+from hpcdist.errors import CheckpointError, UsageError
 from hpcdist.mpi import MPI
 
 pytestmark = pytest.mark.mpi
@@ -182,8 +182,9 @@ def test_of_another_optimizer_or_precision(comm, shared_path):
 def test_steps_are_whole_numbers(comm, shared_path):
     manager = Job(comm).manager(shared_path)
     assert manager.save(np.int64(3)).endswith("step-00000003.h5")
-    with pytest.raises(ValueError, match="step of at least 0, got -1"):
-        manager.save(-1)
+    for step in (-1, 1 << 63):
+        with pytest.raises(UsageError, match=rf"expected a step from 0 to 2\*\*63 - 1, got {step};"):
+            manager.save(step)
     with pytest.raises(TypeError):
         manager.save(1.5)
 
@@ -380,7 +381,8 @@ def test_a_disk_that_is_slow_is_waited_for_and_one_that_is_stuck_is_not(comm, sh
     text = raised_everywhere(comm, lambda: manager.save(2))
     assert "to take or give 4194304 bytes within 1 s, got none" in text
     if comm.rank == 0:
-        manager._progress.finish_alone(lambda: None)  # as at the end of the program: it was told
+        with pytest.raises(CheckpointError, match="got none"):  # as at the end of the program, at once
+            manager._progress.finish_alone(lambda: None)
     assert time.monotonic() - started < 3
     monkeypatch.undo()
     manager.wait()

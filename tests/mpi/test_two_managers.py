@@ -1,13 +1,12 @@
 """A handler's manager beside another one of the same Checkpoint, such as that of the best: each keeps its promises."""
 
-import time
-
 import numpy as np
 import pytest
 
 import hpcdist
 
 pytestmark = pytest.mark.mpi
+HOUR_S = 3600.0
 
 
 class Job:
@@ -74,12 +73,14 @@ def test_the_last_save_does_not_depend_on_the_other(comm, shared_path, make_job)
 
 
 def test_a_save_by_hand_puts_off_the_one_by_the_clock(comm, shared_path, make_job):
-    job = make_job(every_s=0.4)
-
-    def save_by_hand(step):
-        time.sleep(0.01)
-        if step % 10 == 0:
-            job.manager.save(step)
-
-    job.count_to(100, save_by_hand)
-    assert set(steps_in(comm, shared_path / "run")) == set(range(10, 101, 10))
+    job = make_job(every_s=HOUR_S)
+    job.count_to(3)
+    job.manager.saved_at -= HOUR_S  # as if an hour had gone by
+    job.other.save(3)
+    job.manager.save(3)
+    job.count_to(64)  # of which several ask for what is wanted
+    assert steps_in(comm, shared_path / "run") == [3]
+    job.manager.saved_at -= HOUR_S
+    job.other.save(67)
+    job.count_to(64)
+    assert len(steps_in(comm, shared_path / "run")) == 2

@@ -106,6 +106,30 @@ def test_copies_are_left_when_the_job_ends_in_good_order(train):
     assert "removes" not in output
 
 
+@pytest.mark.parametrize(("code", "expected"), [(15, 75), (6, 75), (143, 75), (3, 3), (127, 127)])
+def test_mpich_s_mpirun_that_a_signal_ended_before_it_had_begun(root, tmp_path, clean_environ, code, expected):
+    """It ends with the number of the signal, where others add 128 to it."""
+    add_program(tmp_path / "bin", "scontrol", SCONTROL)
+    add_program(tmp_path / "bin", "mpirun", f"#!/usr/bin/env bash\nexit {code}\n")
+    own = {
+        "PATH": f"{tmp_path / 'bin'}:{clean_environ['PATH']}",
+        "MPIRUN": "mpirun",
+        "RUN_DIR": str(tmp_path / "run"),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "job",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "STATE": "RUNNING",
+        "PREEMPTED": "None",
+        "RESTARTS": "0",
+        "REFUSALS": "0",
+    }
+    command = ["bash", "slurm/train-mpirun.sbatch"]
+    done = subprocess.run(command, env={**clean_environ, **own}, cwd=root, capture_output=True, text=True, timeout=20)
+    assert done.returncode == expected
+    assert ("requeued 7" in done.stdout) == (expected == 75)
+
+
 SBATCH = """#!/usr/bin/env bash
 if [[ ${0##*/} == "$REFUSED" ]]; then echo "refused" >&2; exit 1; fi
 if [[ $0 == */sbatch ]]; then echo "$SUBMITTED"; else echo "${0##*/} $*"; fi
