@@ -9,6 +9,7 @@ STOP, DEADLINE, DECISION = "unit/test_stop.py", "unit/test_deadline.py", "unit/t
 HANDLER, AGREE = "mpi/test_preemption.py", "mpi/test_agreement.py"
 RECIPES, METRICS = "unit/test_requeue.py", "unit/test_metrics_file.py"
 OWN_MEMORY, TREE = "unit/test_memory_of_others.py", "unit/test_checkpoint_tree.py"
+TWO, PROGRESS = "mpi/test_two_managers.py", "hpcdist/resilience/progress.py"
 
 
 @dataclass(frozen=True)
@@ -300,4 +301,34 @@ MUTANTS = [
     Mutant("early deaths end a chain", "slurm/requeue.sh", "if ((${#deaths[@]} <= 3)); then", "if true; then", RECIPES),
     Mutant("code 0 without a word", "slurm/requeue.sh", "if ((code == 0)); then code=1; fi", ":", RECIPES),
     Mutant("cancelled jobs", "slurm/requeue.sh", "(CANCELLED|COMPLETING)", "(NEVER)", RECIPES),
+    Mutant("started again elsewhere", "slurm/requeue.sh", "BASH_REMATCH[1] > ${SLURM_RESTART_COUNT:-0}", "0", RECIPES),
+    Mutant(
+        "a task of an array",
+        "slurm/requeue.sh",
+        'scontrol show job "$job"',
+        'scontrol show job "$SLURM_JOB_ID"',
+        RECIPES,
+    ),
+    Mutant("taken over", "slurm/requeue.sh", "    verdict=another", "    verdict=none", RECIPES),
+    Mutant("a chain is withdrawn", "slurm/train-chain.sbatch", '! "${withdraw[@]}"', "false", "unit/test_recipes.py"),
+    Mutant("a stop beside a save", "hpcdist/notices.py", "SAVE = 1\n    STOP = 2", "STOP = 1\n    SAVE = 2", AGREE),
+    Mutant(
+        "own saves",
+        SAVES,
+        "return step == self._manager.saved_step",
+        "return step == self._manager.checkpoint.step",
+        TWO,
+    ),
+    Mutant("own schedule", SAVES, "step, self._manager.saved_step)", "step, self._manager.checkpoint.step)", TWO),
+    Mutant("a stuck disk is no success", PROGRESS, "0 if self._is_stuck else 1.0", "0) and not (self._is_stuck", RANKS),
+    Mutant(
+        "names of dtypes",
+        "hpcdist/checkpoint/layout.py",
+        "_NUMBERS[_STORED_AS.get(dtype, dtype)]",
+        "np.dtype(_STORED_AS.get(dtype, dtype))",
+        HOSTILE,
+    ),
+    Mutant("depth of states", SAFE, "if is_too_deep(index):", "if False:", HOSTILE),
+    Mutant("depth of nests", "hpcdist/checkpoint/tree.py", "if depth > MAX_DEPTH:", "if False:", TREE),
+    Mutant("unlimited memory", CHECKPOINTS, "if status.f_blocks and free", "if free", FOLDER),
 ]
