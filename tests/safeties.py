@@ -9,7 +9,7 @@ STOP, DEADLINE, DECISION = "unit/test_stop.py", "unit/test_deadline.py", "unit/t
 HANDLER, AGREE = "mpi/test_preemption.py", "mpi/test_agreement.py"
 RECIPES, METRICS = "unit/test_requeue.py", "unit/test_metrics_file.py"
 OWN_MEMORY, TREE = "unit/test_memory_of_others.py", "unit/test_checkpoint_tree.py"
-TWO, PROGRESS = "mpi/test_two_managers.py", "hpcdist/resilience/progress.py"
+TWO = "mpi/test_two_managers.py"
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,6 @@ MUTANTS = [
         TWO,
     ),
     Mutant("own schedule", SAVES, "step, self._manager.saved_step)", "step, self._manager.checkpoint.step)", TWO),
-    Mutant("a stuck disk is no success", PROGRESS, "0 if self._is_stuck else 1.0", "0) and not (self._is_stuck", RANKS),
     Mutant(
         "names of dtypes",
         "hpcdist/checkpoint/layout.py",

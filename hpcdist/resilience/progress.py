@@ -62,7 +62,7 @@ class DiskProgress:
         return self._tier.is_settled
 
     def finish_alone(self, while_waiting: Callable[[], None]) -> None:
-        """Wait for the disk of this process, as long as it comes forward; no longer for one that was found stuck.
+        """Wait for the disk of this process, as long as it comes forward; a second for one that was found stuck.
 
         Not collective.
 
@@ -74,7 +74,7 @@ class DiskProgress:
         """
         if not self._is_stuck:
             self._begin()
-        while self._tier.is_busy(0 if self._is_stuck else 1.0):
+        while self._tier.is_busy(1.0):
             while_waiting()
             self._require_progress()
         self._tier.finish()
