@@ -327,7 +327,7 @@ MUTANTS = [
         "np.dtype(_STORED_AS.get(dtype, dtype))",
         HOSTILE,
     ),
-    Mutant("depth of states", SAFE, "if is_too_deep(index):", "if False:", HOSTILE),
+    Mutant("depth of states", SAFE, "if is_too_deep(index):", "if False:", FILE),
     Mutant("depth of nests", "hpcdist/checkpoint/tree.py", "if depth > MAX_DEPTH:", "if False:", TREE),
     Mutant("unlimited memory", CHECKPOINTS, "if status.f_blocks and free", "if free", FOLDER),
 ]

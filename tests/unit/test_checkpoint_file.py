@@ -67,6 +67,20 @@ def test_scalars_and_nothing_at_all(tmp_path):
     assert read_file(path) == (None, [])
 
 
+@pytest.mark.parametrize(("depth", "is_read"), [(100, True), (200, False)])
+def test_a_state_that_is_nested_deeper_than_any_is_saved(tmp_path, depth, is_read):
+    """Python would read it, and fail on the way to the other ranks."""
+    path, state = tmp_path / "file.h5", 1
+    for _ in range(depth):
+        state = {"list": [state]}
+    write_file(path, state, [])
+    if is_read:
+        assert read_file(path) == (state, [])
+    else:
+        with pytest.raises(CheckpointDamaged, match="nests in nests without end"):
+            read_file(path)
+
+
 def test_any_hdf5_reader_can_open_it(path):
     with h5py.File(path) as file:
         assert set(file) == {"index", "arrays"}
