@@ -320,16 +320,17 @@ hpcdist.mpi.MIN_START_S = 2.0
 if sys.argv[1] == "to a second world":
     hpcdist.MultiWorkerMirroredStrategy()
 if hpcdist.mpi.MPI.COMM_WORLD.rank == 1:
-    time.sleep(60)
+    time.sleep(10)
 hpcdist.MultiWorkerMirroredStrategy(hpcdist.SimpleClusterResolver(hpcdist.ClusterSpec({})))
 """
 
 
 @pytest.mark.parametrize("where", ["to the first world", "to a second world"])
 def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(start, tmp_path, where):
+    """Nor for ever by mpirun: MPICH's was seen, once in 90 times, to leave the late rank alone, which then ends itself."""
     outcome = start(2, "-c", NEVER_COMES, where, environ={"HPCDIST_TIMEOUT_S": "2"}).wait(30)
     assert outcome.code in (70, 9)
-    assert outcome.seconds < 20
+    assert outcome.seconds < 25
     assert "world: expected every rank within 2 s, got no answer from some on rank 0" in outcome.output
 
 

@@ -86,7 +86,8 @@ def pytest_timeout_cancel_timer(item):
 
 @pytest.fixture(scope="session")
 def comm():
-    """Return all ranks, private to the tests."""
+    """Return all ranks, private to the tests. The process's own world is there then, whichever test comes first."""
+    make_world()
     return _COMM
 
 
