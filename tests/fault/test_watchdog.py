@@ -327,7 +327,7 @@ hpcdist.MultiWorkerMirroredStrategy(hpcdist.SimpleClusterResolver(hpcdist.Cluste
 
 @pytest.mark.parametrize("where", ["to the first world", "to a second world"])
 def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(start, tmp_path, where):
-    """Nor for ever by mpirun: MPICH's was seen, once in 90 times, to leave the late rank alone, which then ends itself."""
+    """Nor where MPICH's mpirun leaves the late rank alone, as was seen once in 90 times: it then ends itself."""
     outcome = start(2, "-c", NEVER_COMES, where, environ={"HPCDIST_TIMEOUT_S": "2"}).wait(30)
     assert outcome.code in (70, 9)
     assert outcome.seconds < 25
