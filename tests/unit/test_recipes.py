@@ -24,14 +24,11 @@ exit "$CODE"
 
 
 @pytest.fixture
-def train(root, tmp_path, clean_environ):
-    """Return train(): the recipe for srun, where all launches end alike; its exit code, number of launches, output."""
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / "run-id").write_text("abc")
+def run_recipe(root, tmp_path, clean_environ):
+    """Return run_recipe(name, **environ): a recipe in a job of its own; its exit code and output."""
     add_program(tmp_path / "bin", "scontrol", SCONTROL)
-    add_program(tmp_path / "bin", "srun", SRUN)
 
-    def train(code, **environ):
+    def run_recipe(name, **environ):
         own = {
             "PATH": f"{tmp_path / 'bin'}:{clean_environ['PATH']}",
             "RUN_DIR": str(tmp_path / "run"),
@@ -39,19 +36,31 @@ def train(root, tmp_path, clean_environ):
             "SLURM_JOB_NAME": "job",
             "SLURM_JOB_NODELIST": "n[1-2]",
             "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_JOB_PARTITION": "low",
             "SLURM_NTASKS_PER_NODE": "2",
-            "CODE": str(code),
             "TAKEN_OVER_AT": "0",
             "STATE": "RUNNING",
             "PREEMPTED": "None",
             "RESTARTS": "0",
             "REFUSALS": "0",
         }
-        done = subprocess.run(
-            ["bash", "slurm/train.sbatch"], env={**own, **environ}, cwd=root, capture_output=True, text=True, timeout=30
-        )
-        n_launches = len((tmp_path / "bin" / "srun.launches").read_text().splitlines())
-        return done.returncode, n_launches, done.stdout + done.stderr
+        command = ["bash", f"slurm/{name}.sbatch"]
+        done = subprocess.run(command, env={**own, **environ}, cwd=root, capture_output=True, text=True, timeout=30)
+        return done.returncode, done.stdout + done.stderr
+
+    return run_recipe
+
+
+@pytest.fixture
+def train(run_recipe, tmp_path):
+    """Return train(): the recipe for srun, where all launches end alike; its exit code, number of launches, output."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "run-id").write_text("abc")
+    add_program(tmp_path / "bin", "srun", SRUN)
+
+    def train(code, **environ):
+        got, output = run_recipe("train", CODE=str(code), **environ)
+        return got, len((tmp_path / "bin" / "srun.launches").read_text().splitlines()), output
 
     return train
 
@@ -107,27 +116,12 @@ def test_copies_are_left_when_the_job_ends_in_good_order(train):
 
 
 @pytest.mark.parametrize(("code", "expected"), [(15, 75), (6, 75), (143, 75), (3, 3), (127, 127)])
-def test_mpich_s_mpirun_that_a_signal_ended_before_it_had_begun(root, tmp_path, clean_environ, code, expected):
+def test_mpich_s_mpirun_that_a_signal_ended_before_it_had_begun(run_recipe, tmp_path, code, expected):
     """It ends with the number of the signal, where others add 128 to it."""
-    add_program(tmp_path / "bin", "scontrol", SCONTROL)
     add_program(tmp_path / "bin", "mpirun", f"#!/usr/bin/env bash\nexit {code}\n")
-    own = {
-        "PATH": f"{tmp_path / 'bin'}:{clean_environ['PATH']}",
-        "MPIRUN": "mpirun",
-        "RUN_DIR": str(tmp_path / "run"),
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NAME": "job",
-        "SLURM_JOB_NUM_NODES": "1",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "STATE": "RUNNING",
-        "PREEMPTED": "None",
-        "RESTARTS": "0",
-        "REFUSALS": "0",
-    }
-    command = ["bash", "slurm/train-mpirun.sbatch"]
-    done = subprocess.run(command, env={**clean_environ, **own}, cwd=root, capture_output=True, text=True, timeout=20)
-    assert done.returncode == expected
-    assert ("requeued 7" in done.stdout) == (expected == 75)
+    got, output = run_recipe("train-mpirun", MPIRUN="mpirun")
+    assert got == expected
+    assert ("requeued 7" in output) == (expected == 75)
 
 
 SBATCH = """#!/usr/bin/env bash
@@ -137,32 +131,13 @@ if [[ $0 == */sbatch ]]; then echo "$SUBMITTED"; else echo "${0##*/} $*"; fi
 
 
 @pytest.fixture
-def chain(root, tmp_path, clean_environ):
+def chain(run_recipe, tmp_path):
     """Return chain(): the recipe for chains, whose program finishes; its exit code and output."""
     (tmp_path / "run").mkdir()
     for name in ("sbatch", "scancel"):
         add_program(tmp_path / "bin", name, SBATCH)
     add_program(tmp_path / "bin", "srun", SRUN.replace("requeue", "finished"))
-
-    def chain(**environ):
-        own = {
-            "PATH": f"{tmp_path / 'bin'}:{clean_environ['PATH']}",
-            "RUN_DIR": str(tmp_path / "run"),
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NAME": "job",
-            "SLURM_JOB_PARTITION": "low",
-            "SLURM_JOB_NUM_NODES": "1",
-            "SLURM_NTASKS_PER_NODE": "2",
-            "CODE": "0",
-            "TAKEN_OVER_AT": "0",
-            "SUBMITTED": "8",
-            "REFUSED": "none",
-        }
-        command = ["bash", "slurm/train-chain.sbatch"]
-        done = subprocess.run(command, env={**own, **environ}, cwd=root, capture_output=True, text=True, timeout=30)
-        return done.returncode, done.stdout + done.stderr
-
-    return chain
+    return lambda **environ: run_recipe("train-chain", **{"CODE": "0", "SUBMITTED": "8", "REFUSED": "none", **environ})
 
 
 @pytest.mark.parametrize(("submitted", "withdrawn"), [("8", "scancel 8"), ("8;c1", "scancel --clusters=c1 8")])
