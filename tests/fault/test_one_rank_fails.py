@@ -151,7 +151,7 @@ for act in (lambda: 1 / 0, lambda: sys.exit(3), lambda: exit(4)):
         act()
     except (ZeroDivisionError, SystemExit) as error:
         code = getattr(error, "code", None)
-        print("caught", code)
+        print(f"caught {code}\\n", end="")  # in one piece, or that of the other rank comes between
 """
     _, outcome = run(start, tmp_path, WORLD + caught)
     assert outcome.code == 0, outcome.output
@@ -211,7 +211,8 @@ if child == 0:
     if rank == 1:
         raise ValueError("in the child")
     sys.exit(3)
-print("child left with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(f"child left with {{code}}\\n", end="")
 hpcdist.all_reduce(np.ones(1))
 """
     )
