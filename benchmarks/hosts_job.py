@@ -14,7 +14,7 @@ from hpcdist.collectives.group import group_of
 from hpcdist.collectives.ops import SUM
 from hpcdist.gradients.wire import HalfWire
 from hpcdist.mpi import MPI
-from hpcdist.world import make_world
+from hpcdist.process import make_world
 
 
 def bytes_sent():

@@ -17,7 +17,8 @@ from hpcdist.errors import CollectiveError, ExitCode, HpcdistError
 from hpcdist.mpi import MPI
 from hpcdist.plan.lanes import LanePlan, plan_lanes
 from hpcdist.plan.placement import plan_placement
-from hpcdist.world import World, end_job, has_left, make_world
+from hpcdist.process import end_job, has_left, make_world
+from hpcdist.world import World
 
 T = TypeVar("T")
 #: Cell of a rank's cells on the board in which it counts its collectives; the barrier uses the first three.

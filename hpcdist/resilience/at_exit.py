@@ -6,8 +6,8 @@ import os
 import weakref
 
 from hpcdist.errors import AttemptReplaced, CheckpointError
+from hpcdist.process import end_job, tell_busy
 from hpcdist.resilience.progress import DiskProgress
-from hpcdist.world import end_job, tell_busy
 
 logger = logging.getLogger("hpcdist")
 

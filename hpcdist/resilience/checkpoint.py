@@ -9,8 +9,9 @@ from hpcdist.checkpoint.tree import NamedArray, decode, encode
 from hpcdist.errors import CheckpointDamaged, CheckpointError, DataError, UsageError
 from hpcdist.gradients.central_storage import is_stepped_by_chief
 from hpcdist.gradients.tensors import from_array, to_array
+from hpcdist.process import make_world
 from hpcdist.resilience.metrics_file import MetricsFile
-from hpcdist.world import World, make_world
+from hpcdist.world import World
 
 
 class Checkpoint:

@@ -12,7 +12,8 @@ from typing import Any, BinaryIO
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.errors import CheckpointDamaged, CheckpointError, UsageError
-from hpcdist.world import World, make_world
+from hpcdist.process import make_world
+from hpcdist.world import World
 
 logger = logging.getLogger("hpcdist")
 

@@ -14,6 +14,7 @@ from typing import Any
 from hpcdist.cluster.environment import job_end, read_environment
 from hpcdist.errors import CheckpointError, DesyncError, ExitCode, UsageError, tell
 from hpcdist.notices import Want
+from hpcdist.process import call_when_done
 from hpcdist.resilience.agreement import Agreement
 from hpcdist.resilience.attempt import Attempt
 from hpcdist.resilience.checkpoint import Checkpoint
@@ -24,7 +25,6 @@ from hpcdist.resilience.schedule import SaveSchedule
 from hpcdist.resilience.steps import StepCount
 from hpcdist.resilience.stop import StopFlag
 from hpcdist.resilience.termination import TerminationConfig
-from hpcdist.world import call_when_done
 
 
 class PreemptionCheckpointHandler:

@@ -33,11 +33,12 @@ from hpcdist.gradients.turns import Turns
 from hpcdist.mpi import MPI
 from hpcdist.plan.devices import plan_devices
 from hpcdist.plan.replicas import ReplicaPlan
+from hpcdist.process import make_world
 from hpcdist.strategy import context
 from hpcdist.strategy.base import Strategy, get_strategy
 from hpcdist.strategy.reduce_op import ReduceOp
 from hpcdist.strategy.values import regroup
-from hpcdist.world import World, make_world
+from hpcdist.world import World
 
 
 class MultiWorkerMirroredStrategy(Strategy):

@@ -14,7 +14,7 @@ import itertools, os, pathlib, signal, sys, time
 import numpy as np
 import hpcdist
 from hpcdist.collectives import group
-from hpcdist.world import make_world
+from hpcdist.process import make_world
 
 folder, rank = pathlib.Path(sys.argv[1]), make_world().rank
 if ALONE:
@@ -158,7 +158,7 @@ BUSY = """
 import sys, time
 import numpy as np
 import hpcdist
-from hpcdist.world import make_world
+from hpcdist.process import make_world
 for number in range(3):
     hpcdist.all_reduce(np.ones(number))
 if make_world().rank == int(sys.argv[1]):
@@ -178,7 +178,7 @@ THREADS = """
 import time
 import numpy as np
 import hpcdist
-from hpcdist.world import make_world
+from hpcdist.process import make_world
 hpcdist.all_reduce(np.ones(5))
 handle = hpcdist.all_reduce_async(np.ones(6))
 if make_world().rank == 1:
@@ -240,7 +240,7 @@ import sys
 import numpy as np
 import hpcdist
 from hpcdist.collectives.fingerprint import Fingerprints
-from hpcdist.world import make_world
+from hpcdist.process import make_world
 
 world = make_world()
 checks = Fingerprints(world.comm, world) if "collectives" in world.debug else None

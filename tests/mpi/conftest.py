@@ -13,8 +13,8 @@ from made_up_hosts import kind_of_group
 from mpi4py import MPI
 
 from hpcdist.collectives.group import group_of
+from hpcdist.process import make_world
 from hpcdist.strategy import multi_worker
-from hpcdist.world import make_world
 
 _COMM = MPI.COMM_WORLD.Dup()
 

@@ -6,8 +6,8 @@ from torch import nn
 
 import hpcdist
 from hpcdist.notices import Want
+from hpcdist.process import make_world
 from hpcdist.resilience.agreement import FIRST_POLLS, MAX_POLLS, Agreement
-from hpcdist.world import make_world
 
 pytestmark = pytest.mark.mpi
 ROWS, BATCH = 96, 12

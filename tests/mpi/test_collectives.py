@@ -12,7 +12,7 @@ from hpcdist.collectives import fingerprint, group, mpi, shared_memory
 from hpcdist.collectives.group import Group, group_of
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError
-from hpcdist.world import make_world
+from hpcdist.process import make_world
 
 pytestmark = pytest.mark.mpi
 

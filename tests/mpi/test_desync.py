@@ -7,8 +7,8 @@ from torch import nn
 import hpcdist
 from hpcdist.errors import DesyncError
 from hpcdist.mpi import MPI
+from hpcdist.process import make_world
 from hpcdist.resilience.desync import odd_ranks
-from hpcdist.world import make_world
 
 pytestmark = pytest.mark.mpi
 

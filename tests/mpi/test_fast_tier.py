@@ -11,7 +11,7 @@ import pytest
 import hpcdist
 from hpcdist.errors import CheckpointError
 from hpcdist.mpi import MPI
-from hpcdist.world import make_world
+from hpcdist.process import make_world
 
 pytestmark = pytest.mark.mpi
 

@@ -13,7 +13,7 @@ from hpcdist.collectives import all_reduce, cuda, hierarchical_cuda, nccl, nccl_
 from hpcdist.collectives.ops import OPS, SUM
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError
-from hpcdist.world import make_world
+from hpcdist.process import make_world
 
 pytestmark = pytest.mark.mpi
 

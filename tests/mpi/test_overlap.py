@@ -14,8 +14,8 @@ from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.wire import HalfWire
 from hpcdist.plan.buckets import Limits
+from hpcdist.process import make_world
 from hpcdist.strategy import multi_worker
-from hpcdist.world import make_world
 
 pytestmark = pytest.mark.mpi
 

@@ -10,8 +10,9 @@ from hpcdist.cluster.mpi import MPIClusterResolver
 from hpcdist.cluster.spec import Task
 from hpcdist.cluster.tf_config import TFConfigClusterResolver
 from hpcdist.errors import CheckpointError, CollectiveTimeoutError, ConfigurationError, DataError
+from hpcdist.process import make_world
 from hpcdist.segments import sweep_stale
-from hpcdist.world import World, make_world
+from hpcdist.world import World
 
 pytestmark = pytest.mark.mpi
 

@@ -10,7 +10,7 @@ from hpcdist.collectives import halving, hierarchical, ring
 from hpcdist.collectives.group import group_of
 from hpcdist.collectives.ops import SUM
 from hpcdist.gradients.wire import HalfWire
-from hpcdist.world import make_world
+from hpcdist.process import make_world
 
 world, n_elements = make_world(), int(sys.argv[1])
 group = group_of(world.role_comm)

@@ -7,7 +7,7 @@ from report import bytes_sent_by_hosts, print_result
 
 import hpcdist
 from hpcdist.mpi import MPI
-from hpcdist.world import make_world
+from hpcdist.process import make_world
 
 world = make_world()
 rows = []

@@ -5,7 +5,7 @@ import os
 from report import print_result
 
 from hpcdist.mpi import MPI, library_name
-from hpcdist.world import make_world
+from hpcdist.process import make_world
 
 world = make_world()
 facts = {
