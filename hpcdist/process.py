@@ -24,7 +24,7 @@ def make_world(resolver: ClusterResolver | None = None) -> World:
 
     A later explicit resolver, or one of fewer ranks than were started, makes a world of its own.
 
-    Collective where a world is made: all ranks, or those of the resolver.
+    Collective where a world is made: at the first call in a program all ranks, later those of the resolver.
 
     Raises:
         ConfigurationError: as `World`; on every rank alike.

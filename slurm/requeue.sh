@@ -8,9 +8,6 @@
 set -uo pipefail
 : "${RUN_DIR:=runs/$SLURM_JOB_NAME}" "${PYTHON:=.venv/bin/python}" # to be set before sbatch, if need be
 early_deaths=$RUN_DIR/early-deaths # a line for each launch in a row that ended before its program had begun
-# What scontrol calls the job: by its id alone, one task of an array stands for all of them.
-job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-job=${job:-$SLURM_JOB_ID}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 
 say() { echo "$(date +%FT%T) ${SLURM_JOB_NAME} ${SLURM_JOB_ID}: $*" >&2; }
@@ -36,18 +33,24 @@ stamp() { { cat "$RUN_DIR/decision.json" && stat --format='%i %y' "$RUN_DIR/deci
 # it could write one, "another" where another job writes in the run folder by now. `earlier` is what stood there before, of
 # any job, if it still stands.
 launch() {
-  local before
-  before=$(stamp)
+  local before was pause
+  before=$(stamp) was=$(fact decision)
   "$@"
   code=$?
   verdict=none earlier=none
+  for pause in ${READ_PAUSES_S:-2 4 8 16 32}; do # a file server may be away, and what ended the program may be that
+    if [[ -z $before || -n $(fact decision) ]]; then break; fi
+    sleep "$pause"
+  done
   if [[ $(stamp) == "$before" ]]; then
     earlier=$(fact decision)
   elif is_own; then
     verdict=$(fact decision)
     rm -f "$early_deaths"
-  else
+  elif [[ -n $(fact decision) ]]; then
     verdict=another
+  else
+    earlier=$was # it cannot be read any more
   fi
 }
 
@@ -63,18 +66,45 @@ has_died() {
   esac
 }
 
-show_job() { scontrol show job "$job" 2> /dev/null; }
+# Set `state` to what Slurm says of this job, on one line. The last task of an array has the id of the whole: asked for
+# that, scontrol tells of all tasks.
+look_up() { state=$(scontrol --oneliner show job "$SLURM_JOB_ID" 2> /dev/null | grep "^JobId=$SLURM_JOB_ID "); }
+
+# Print a field of `state`, such as JobState.
+field() {
+  local pattern=" $1=([^ ]+)"
+  [[ " $state" =~ $pattern ]] && echo "${BASH_REMATCH[1]}"
+}
+
+# Print what scontrol calls this job alone, by `state`. SLURM_ARRAY_JOB_ID may be left from the job that submitted this one.
+name() {
+  local task
+  if task=$(field ArrayTaskId); then echo "$(field ArrayJobId)_$task"; else echo "$SLURM_JOB_ID"; fi
+}
 
 # Whether the job was preempted, since it started last.
 is_preempted() {
-  local state started preempted
-  state=$(show_job)
-  [[ $state =~ PreemptTime=([0-9T:-]+) ]] && preempted=${BASH_REMATCH[1]}
-  [[ $state =~ StartTime=([0-9T:-]+) ]] && started=${BASH_REMATCH[1]}
-  [[ -n ${preempted:-} && ! $preempted < ${started:-} ]]
+  local state preempted
+  look_up
+  preempted=$(field PreemptTime)
+  [[ $preempted == [0-9]* && ! $preempted < $(field StartTime) ]]
 }
 
-is_out_of_time() { ((${SLURM_JOB_END_TIME:-9999999999} - $(date +%s) < 180)); }
+# Print when the job's time is over, in seconds since 1970; nothing if that is not known.
+end_time() {
+  local state end
+  look_up
+  if ! { end=$(field EndTime) && date --date="$end" +%s 2> /dev/null; }; then echo "${SLURM_JOB_END_TIME:-}"; fi
+}
+
+is_out_of_time() {
+  local end
+  end=$(end_time)
+  [[ $end =~ ^[0-9]+$ ]] && ((end - $(date +%s) < 180))
+}
+# For the program: older versions of Slurm do not set it.
+SLURM_JOB_END_TIME=$(end_time)
+export SLURM_JOB_END_TIME
 
 # Whether Slurm has asked the job to end.
 is_called_off() { is_out_of_time || is_preempted; }
@@ -83,7 +113,7 @@ is_called_off() { is_out_of_time || is_preempted; }
 answering_nodes() {
   local node
   for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
-    (timeout 30 srun --quiet --overlap --nodes=1 --ntasks=1 --nodelist="$node" true < /dev/null 2> /dev/null && echo "$node") &
+    (timeout --kill-after=5 30 srun --quiet --overlap --nodes=1 --ntasks=1 --nodelist="$node" true < /dev/null 2> /dev/null && echo "$node") &
   done | sort --version-sort | paste --serial --delimiters=,
 }
 
@@ -94,30 +124,39 @@ forget_copies() {
   if [[ -z $1 ]] || ! is_own; then return 0; fi
   id=$(cat "$RUN_DIR/checkpoints/run-id" 2> /dev/null)
   if ! [[ $id =~ ^[0-9a-f]+$ ]]; then return 0; fi
-  timeout 30 srun --quiet --overlap --nodelist="$1" --nodes="$2" --ntasks="$2" \
+  timeout --kill-after=5 30 srun --quiet --overlap --nodelist="$1" --nodes="$2" --ntasks="$2" \
     rm -rf "/dev/shm/hpcdist-$UID-$id" < /dev/null
+}
+
+# Have the last of some nodes watch over the node of this script.
+watch_from() {
+  if [[ -n ${watcher:-} ]]; then kill "$watcher" 2> /dev/null; fi
+  RUN_DIR=$RUN_DIR srun --quiet --overlap --nodes=1 --ntasks=1 --nodelist="$(scontrol show hostnames "$1" | tail -1)" \
+    bash slurm/watch.sh < /dev/null &
+  watcher=$!
+  trap 'kill "$watcher" 2> /dev/null' EXIT
 }
 
 # Put the job into the queue again. It starts from the top, in its old log. A busy slurmctld has about a minute to answer.
 requeue() {
-  local pause state
+  local pause state=
   say "exit code $code, to be requeued: $1"
   for pause in ${REQUEUE_PAUSES_S:-0 2 4 8 16 32}; do
     type -P scontrol > /dev/null || break
     sleep "$pause"
-    state=$(show_job) # without an answer it is not known whether the job was cancelled
-    if [[ $state =~ JobState=(CANCELLED|COMPLETING) ]]; then
+    look_up # without an answer it is not known whether the job was cancelled
+    if [[ $(field JobState) == @(CANCELLED|COMPLETING) ]]; then
       say "not requeued: Slurm ends the job"
       exit 75
     fi
-    if [[ $state =~ Restarts=([0-9]+) ]] && ((BASH_REMATCH[1] > ${SLURM_RESTART_COUNT:-0})); then
+    if (($(field Restarts) + 0 > ${SLURM_RESTART_COUNT:-0})); then
       say "not requeued: Slurm gave up this node, and has started the job again"
       exit 76
     fi
     # Also when preempted: before 24.05 Slurm requeues no job that ends in time.
-    if [[ -n $state ]] && scontrol requeue "$job"; then exit 75; fi
+    if [[ -n $state ]] && scontrol requeue "$(name)"; then exit 75; fi
   done
-  say "to go on, run: scontrol requeue $job"
+  say "to go on, run: scontrol requeue $(name)"
   exit 75
 }
 

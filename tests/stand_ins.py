@@ -11,14 +11,13 @@ if [[ $1 == requeue ]]; then
   exit
 fi
 if [[ -z $STATE ]]; then exit 1; fi
-if [[ -n ${SLURM_ARRAY_JOB_ID:-} && $3 != *_* ]]; then
-  echo "JobId=6 ArrayJobId=7 ArrayTaskId=1 JobState=CANCELLED Reason=None"
-  echo "   StartTime=2026-11-21T11:00:00 PreemptTime=2026-11-21T12:00:00"
+if [[ -n $ARRAY ]]; then
+  echo "JobId=6 ArrayJobId=7 ArrayTaskId=1 JobState=CANCELLED Restarts=0 StartTime=2026-11-21T11:00:00" \
+    "EndTime=2026-11-21T11:00:30 PreemptTime=2026-11-21T12:00:00"
 fi
-echo "JobId=7 JobState=$STATE Reason=None"
-echo "   Requeue=1 Restarts=$RESTARTS BatchFlag=1"
-echo "   StartTime=2026-11-21T11:00:00 EndTime=2026-11-21T13:00:00 Deadline=N/A"
-echo "   PreemptEligibleTime=2026-11-21T11:00:00 PreemptTime=$PREEMPTED"
+echo "JobId=$SLURM_JOB_ID $ARRAY JobName=job JobState=$STATE Reason=None Requeue=1 Restarts=$RESTARTS BatchFlag=1" \
+  "StartTime=2026-11-21T11:00:00 EndTime=$END Deadline=N/A PreemptEligibleTime=2026-11-21T11:00:00" \
+  "PreemptTime=$PREEMPTED BatchHost=n1 NodeList=$NODES"
 """
 
 

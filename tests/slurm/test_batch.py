@@ -76,6 +76,25 @@ def test_a_lost_node_and_the_job_goes_on_in_its_allocation(slurm, submit, option
     assert job.decision["attempt"] == 2
 
 
+def test_a_lost_node_that_the_batch_script_was_on(slurm, submit, options, unbroken):
+    """Slurm lets the job run on without a script, as it lets it run on without any other node."""
+    job = submit("train", *options, environ={"WATCH_PAUSE_S": "1"})
+    job.wait_for_training()
+    lost = job.nodes[0]
+    try:
+        assert slurm.kill_node(lost) >= 2, "a rank, and the script"
+        killed = time.monotonic()
+        job.wait_for_restart(1)
+        print(f"requeued {time.monotonic() - killed:.1f} s after the loss of the script")
+        text = job.finish()
+    finally:
+        slurm.restart_node(lost)
+    assert "the node of the batch script is lost" in text
+    assert "exit code 137, to be requeued: " in text
+    assert job.final_state() == unbroken
+    assert job.decision["attempt"] == 2
+
+
 def test_a_rank_that_dies_at_each_start_has_three_attempts(submit, options, folder):
     path = folder / "runs" / "hpcdist-train" / "decision.json"
     job = submit("train", *options, environ={"PROBE_DIE_AFTER": str(path)})

@@ -43,6 +43,9 @@ def run_recipe(root, tmp_path, clean_environ):
             "PREEMPTED": "None",
             "RESTARTS": "0",
             "REFUSALS": "0",
+            "ARRAY": "",
+            "END": "Unknown",
+            "NODES": "n[1-2]",
         }
         command = ["bash", f"slurm/{name}.sbatch"]
         done = subprocess.run(command, env={**own, **environ}, cwd=root, capture_output=True, text=True, timeout=30)
@@ -115,7 +118,7 @@ def test_copies_are_left_when_the_job_ends_in_good_order(train):
     assert "removes" not in output
 
 
-@pytest.mark.parametrize(("code", "expected"), [(15, 75), (6, 75), (143, 75), (3, 3), (127, 127)])
+@pytest.mark.parametrize(("code", "expected"), [(15, 75), (6, 75), (7, 75), (10, 75), (143, 75), (3, 3), (127, 127)])
 def test_mpich_s_mpirun_that_a_signal_ended_before_it_had_begun(run_recipe, tmp_path, code, expected):
     """It ends with the number of the signal, where others add 128 to it."""
     add_program(tmp_path / "bin", "mpirun", f"#!/usr/bin/env bash\nexit {code}\n")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import time
 
@@ -14,7 +15,13 @@ pytestmark = pytest.mark.timeout(60)
 SCRIPT = """
 source slurm/requeue.sh
 program() {
-  if [[ -n $WRITES ]]; then cp "$WRITES" "$RUN_DIR/new" && mv "$RUN_DIR/new" "$RUN_DIR/decision.json"; fi
+  if [[ -n $AWAY_S ]]; then rm "$RUN_DIR/decision.json"; fi
+  if [[ -n $WRITES ]]; then
+    cp "$WRITES" "$RUN_DIR/new"
+    mv="mv $RUN_DIR/new $RUN_DIR/decision.json"
+    if [[ -n $AWAY_S ]]; then (sleep $AWAY_S; $mv) & else $mv; fi
+  fi
+  echo "ends at $SLURM_JOB_END_TIME"
   return "$CODE"
 }
 launch program
@@ -26,6 +33,11 @@ PREEMPTED = {"PREEMPTED": "2026-11-21T12:00:00"}
 
 def nearly_over():
     return {"SLURM_JOB_END_TIME": str(int(time.time()) + 100)}
+
+
+def nearly_over_as_slurm_says():
+    """As after `scontrol update TimeLimit`, or where an older Slurm sets no variable."""
+    return {"END": time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 100))}
 
 
 @pytest.fixture
@@ -53,7 +65,12 @@ def leave(root, tmp_path, clean_environ):
             "PREEMPTED": "None",
             "RESTARTS": "0",
             "REFUSALS": "0",
+            "ARRAY": "",
+            "END": "Unknown",
+            "NODES": "n[1-2]",
             "REQUEUE_PAUSES_S": "0 0 0",
+            "READ_PAUSES_S": "0.1 0.1 0.8",
+            "AWAY_S": "",
         }
         done = subprocess.run(
             ["bash", "-c", SCRIPT], env={**own, **environ}, cwd=root, capture_output=True, text=True, timeout=20
@@ -66,7 +83,7 @@ def leave(root, tmp_path, clean_environ):
 def without_scontrol(folder):
     programs = folder / "few"
     programs.mkdir()
-    for name in ("bash", "cat", "cp", "date", "mv", "rm", "sed", "stat"):
+    for name in ("bash", "cat", "cp", "date", "grep", "mv", "rm", "sed", "sleep", "stat"):
         (programs / name).symlink_to(next(f"{place}/{name}" for place in ("/bin", "/usr/bin") if os.path.exists(place)))
     return str(programs)
 
@@ -173,6 +190,30 @@ def test_a_job_whose_run_another_has_taken_over_ends(leave, tmp_path, code, call
     assert f"not run again: job 8 has taken over {tmp_path / 'run'}" in output
 
 
+@pytest.mark.parametrize(("before", "expected"), [(SAVED, 75), (STOP, 74)], ids=["under way", "stop"])
+def test_a_decision_that_cannot_be_read_any_more_is_what_it_was_before(leave, before, expected):
+    """As where the file server is away that the program has died of."""
+    got, output = leave(74, before=before, AWAY_S="0")
+    assert got == expected
+    assert "taken over" not in output
+    assert ("requeued 7" in output) == (expected == 75)
+
+
+def test_a_decision_that_cannot_be_read_at_once_is_waited_for(leave):
+    """As where the file server comes back."""
+    got, output = leave(137, SAVED, before=DIED, AWAY_S="0.4")
+    assert got == 75
+    assert f"exit code 137, to be requeued: {SAVED.reason}" in output
+
+
+@pytest.mark.parametrize("end", [nearly_over(), nearly_over_as_slurm_says()], ids=["variable", "slurm"])
+def test_the_program_is_told_when_its_time_is_over(leave, end):
+    _, output = leave(0, FINISHED, **end)
+    told = float(re.search(r"ends at (\d+)", output)[1])
+    assert told == pytest.approx(time.time() + 100, abs=60)
+    assert "ends at \n" in leave(0, FINISHED)[1]
+
+
 @pytest.mark.parametrize("is_last", [True, False], ids=["last", "attempt"])
 @pytest.mark.parametrize(("code", "decision", "expected"), [(0, FINISHED, 0), (75, STOPPED, 75), (137, STOP, 76)])
 def test_a_decision_that_says_what_stood_there_is_its_own(leave, code, decision, expected, is_last):
@@ -188,7 +229,7 @@ def test_a_decision_that_was_written_again_word_for_word_is_its_own(leave, tmp_p
     assert "before it had begun" not in output
 
 
-@pytest.mark.parametrize("called_off", [PREEMPTED, nearly_over()], ids=["preempted", "time"])
+@pytest.mark.parametrize("called_off", [PREEMPTED, nearly_over(), nearly_over_as_slurm_says()], ids=["preempted", "time", "slurm"])
 @pytest.mark.parametrize(("code", "expected"), [(0, 75), (143, 75), (1, 1)])
 def test_called_off_before_it_had_begun(leave, called_off, code, expected):
     got, output = leave(code, **called_off)
@@ -227,7 +268,7 @@ def test_a_preemption_before_the_job_started_last_is_none(leave):
     assert "requeued" not in output
 
 
-ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+ARRAY = {"ARRAY": "ArrayJobId=7 ArrayTaskId=3"}
 
 
 def test_a_task_of_an_array_whose_first_was_cancelled(leave):
@@ -239,6 +280,13 @@ def test_a_task_of_an_array_whose_first_was_cancelled(leave):
 
 def test_a_task_of_an_array_whose_first_was_preempted(leave):
     assert leave(0, **ARRAY)[0] == 1
+
+
+def test_a_job_that_a_task_of_an_array_has_submitted_is_no_such_task(leave):
+    """It has the variables of the one that submitted it."""
+    got, output = leave(75, STOPPED, SLURM_ARRAY_JOB_ID="50", SLURM_ARRAY_TASK_ID="1")
+    assert got == 75
+    assert "requeued 7\n" in output
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Put a job into the queue again whose batch script is lost with its node: with --no-kill Slurm lets such a job run on,
+# without a script, until its time is over. train.sbatch has this run on another node.
+trap '' USR1 PIPE # all steps get the first before the time is over; the second comes when what reads our output is lost
+source slurm/requeue.sh
+
+# Whether Slurm has taken the script's node away from the job, as it does when a node has not answered for SlurmdTimeout.
+is_script_lost() {
+  local host
+  look_up
+  host=$(field BatchHost) && ! scontrol show hostnames "$(field NodeList)" | grep --quiet --line-regexp --fixed-strings "$host"
+}
+
+state=
+while ! is_script_lost; do sleep "${WATCH_PAUSE_S:-30}"; done
+log=$(field StdErr)
+if [[ -f $log ]]; then exec 2>> "$log"; fi
+say "the node of the batch script is lost"
+code=137 verdict=none earlier=$(fact decision)
+if is_own; then verdict=$earlier; fi
+(leave)
+if (($? != 75)); then scancel "$(name)"; fi # nobody else would end it
