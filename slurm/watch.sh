@@ -6,9 +6,11 @@ source slurm/requeue.sh
 
 # Whether Slurm has taken the script's node away from the job, as it does when a node has not answered for SlurmdTimeout.
 is_script_lost() {
-  local host
+  local host left newline=$'\n'
   look_up
-  host=$(field BatchHost) && ! scontrol show hostnames "$(field NodeList)" | grep --quiet --line-regexp --fixed-strings "$host"
+  host=$(field BatchHost)
+  left=$(scontrol show hostnames "$(field NodeList)" 2> /dev/null)
+  [[ $(field JobState) == RUNNING && -n $host && -n $left && $newline$left$newline != *"$newline$host$newline"* ]]
 }
 
 state=

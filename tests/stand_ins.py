@@ -2,7 +2,11 @@
 
 #: Answers as the variables STATE, RESTARTS, PREEMPTED and REFUSALS say. Asked for an array, it tells of all its tasks.
 SCONTROL = """#!/usr/bin/env bash
-if [[ $2 == hostnames ]]; then echo n1; echo n2; exit; fi
+if [[ $2 == hostnames ]]; then
+  if [[ $3 != n2 ]]; then echo n1; fi
+  echo n2
+  exit
+fi
 if [[ $1 == requeue ]]; then
   echo >> "$0.tries"
   mapfile -t tries < "$0.tries"
@@ -17,7 +21,7 @@ if [[ -n $ARRAY ]]; then
 fi
 echo "JobId=$SLURM_JOB_ID $ARRAY JobName=job JobState=$STATE Reason=None Requeue=1 Restarts=$RESTARTS BatchFlag=1" \
   "StartTime=2026-11-21T11:00:00 EndTime=$END Deadline=N/A PreemptEligibleTime=2026-11-21T11:00:00" \
-  "PreemptTime=$PREEMPTED BatchHost=n1 NodeList=$NODES"
+  "PreemptTime=$PREEMPTED BatchHost=n1 NodeList=$NODES StdErr=$RUN_DIR/log"
 """
 
 

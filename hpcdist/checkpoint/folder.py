@@ -4,6 +4,8 @@ import logging
 import os
 import re
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,8 @@ class CheckpointFolder(CheckpointReader):
     def begin(self, generation: int | None = None) -> None:
         """Start to write: make a new generation. A process that wrote here before is replaced from now on.
 
+        What it left half written goes at once: on a disk that is nearly full the first save may need the room.
+
         Args:
             generation: its number, if the attempt has one already; default: the next.
 
@@ -57,6 +61,8 @@ class CheckpointFolder(CheckpointReader):
         with self.explained("save", "a folder that can be written"):
             self.generation = generations.make_generation(self._disk, self.path, generation)
             self._last_before = max((place.step for place in self.places()), default=-1)
+        with self._tolerated("what was left half written stays"):
+            self._remove_orphans()
 
     def run_id(self) -> str:
         """Return the name of the run that lives in this folder, drawn when its first attempt began.
@@ -90,8 +96,8 @@ class CheckpointFolder(CheckpointReader):
         with self.explained("restore", "a folder that can be read"):
             return generations.fruitless_attempts(self.path, self.generation, first_step)
 
-    def note_attempt(self, restored: str | None, has_ended: bool) -> None:
-        """Write down what this attempt went on from, and whether it has ended by itself.
+    def note_attempt(self, restored: str | None, has_ended: bool = False, has_trained: bool = False) -> None:
+        """Write down what this attempt went on from, whether it has come to a save, and whether it ended by itself.
 
         Raises:
             AttemptReplaced: when a later attempt has begun.
@@ -99,7 +105,7 @@ class CheckpointFolder(CheckpointReader):
         """
         self.check_current()
         with self.explained("save", "to note the attempt"):
-            generations.write_attempt(self._disk, self.path, self.generation, restored, has_ended)
+            generations.write_attempt(self._disk, self.path, self.generation, restored, has_ended, has_trained)
 
     @property
     def _own(self) -> Path:
@@ -159,7 +165,11 @@ class CheckpointFolder(CheckpointReader):
         self.check_current()
         with self.explained("save", f"to write {image.nbytes} bytes to {path.name}"):
             self._check_space(image.nbytes)
-            durable.replace_file(self._disk, path, image.blocks(digest), image.nbytes)
+            try:
+                durable.replace_file(self._disk, path, image.blocks(digest), image.nbytes)
+            except FileNotFoundError:  # a later attempt has removed it
+                self.check_current()
+                raise
             self.check_current()
             manifest = Manifest(step, path.name, image.nbytes, digest.hexdigest(), written, **more)
             durable.replace_text(self._disk, self._own / f"step-{step:08d}.json", manifest.to_text())
@@ -184,16 +194,24 @@ class CheckpointFolder(CheckpointReader):
             CheckpointError: when the file system cannot read it; likewise.
         """
         newest.verify(self._own / newest.file, self._count_block)
-        try:
+        with self._tolerated("old checkpoints stay"):
             self.check_current()
             manifests = {place: manifest for place in self.places() if (manifest := self._readable(place))}
             kept = retention.kept(list(manifests.values()))
             for place, manifest in manifests.items():
                 if not any(manifest is one for one in kept):
                     self._disk.remove(place.manifest(self.path))
-            self._remove_orphans(has_progressed=newest.step > self._last_before)
+            self._remove_orphans()
+            if newest.step > self._last_before:
+                self._remove_empty_generations()
+
+    @contextmanager
+    def _tolerated(self, what_stays: str) -> Iterator[None]:
+        """Only tell in the log why something cannot be removed."""
+        try:
+            yield
         except (OSError, CheckpointError) as error:
-            logger.warning("old checkpoints stay in %s: %s", self.path, error)
+            logger.warning("%s in %s: %s", what_stays, self.path, error)
 
     def _readable(self, place: Place) -> Manifest | None:
         """Return a manifest, or None where it is damaged: such a checkpoint is neither counted nor removed."""
@@ -202,19 +220,22 @@ class CheckpointFolder(CheckpointReader):
         except CheckpointError:
             return None
 
-    def _remove_orphans(self, has_progressed: bool) -> None:
-        """Remove files of steps without manifest, and what killed writers left.
-
-        Notes of attempts that died go once this one has come further: until then they are counted.
-        """
+    def _remove_orphans(self) -> None:
+        """Remove files of steps without manifest, and what killed writers left."""
         durable.sweep_temporary(self._disk, self.path)
-        for generation in generations.generations(self.path):
-            if generation <= self.generation:
-                folder = self.path / generations.folder_name(generation)
-                durable.sweep_temporary(self._disk, folder)
-                self._remove_unnamed(generation)
-                if has_progressed and generation < self.generation:
-                    generations.remove_generation(self._disk, self.path, generation)
+        for generation in self._generations():
+            durable.sweep_temporary(self._disk, self.path / generations.folder_name(generation))
+            self._remove_unnamed(generation)
+
+    def _remove_empty_generations(self) -> None:
+        """Remove notes of attempts that died, as this one has come further: until then they are counted."""
+        for generation in self._generations():
+            if generation < self.generation:
+                generations.remove_generation(self._disk, self.path, generation)
+
+    def _generations(self) -> list[int]:
+        """Return the generations up to this one."""
+        return [generation for generation in generations.generations(self.path) if generation <= self.generation]
 
     def _remove_unnamed(self, generation: int) -> None:
         """Remove data files that no manifest names; one that cannot be read may name any of its step."""

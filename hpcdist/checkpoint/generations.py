@@ -118,12 +118,14 @@ class AttemptNote:
         generation: its number.
         restored: the checkpoint that it went on from; None when it began anew, `RESTORING` when it did not come so far.
         has_ended: it came to an end of its own, be it that it was stopped or finished.
+        has_trained: it has come to a save, whatever became of that: what it went on from can be trained on.
         has_committed: it has left a checkpoint of a later step than it went on from.
     """
 
     generation: int
     restored: str | None
     has_ended: bool
+    has_trained: bool
     has_committed: bool
 
     @property
@@ -143,13 +145,15 @@ def step_of(place: str | None) -> int:
     return int(match[1]) if match else -1
 
 
-def write_attempt(disk: Disk, root: Path, generation: int, restored: str | None, has_ended: bool) -> None:
-    """Write down what an attempt went on from, and whether it has ended.
+def write_attempt(
+    disk: Disk, root: Path, generation: int, restored: str | None, has_ended: bool, has_trained: bool
+) -> None:
+    """Write down what an attempt went on from, and how far it has come; see `AttemptNote`.
 
     Raises:
         OSError: when the file system refuses.
     """
-    text = json.dumps({"restored": restored, "has_ended": has_ended})
+    text = json.dumps({"restored": restored, "has_ended": has_ended, "has_trained": has_trained})
     durable.replace_text(disk, root / folder_name(generation) / _ATTEMPT, text)
 
 
@@ -188,14 +192,18 @@ def _read_attempt(root: Path, generation: int, last_step: int) -> AttemptNote | 
     try:
         content = json.loads(read_text(path, _MAX_NOTE_BYTES))
         restored = content["restored"] if type(content["restored"]) is str else None
-        return AttemptNote(generation, restored, bool(content["has_ended"]), last_step > step_of(restored))
+        has_ended, has_trained = bool(content["has_ended"]), bool(content.get("has_trained"))
+        return AttemptNote(generation, restored, has_ended, has_trained, last_step > step_of(restored))
     except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 def crashed_twice(attempts: list[AttemptNote]) -> set[int]:
-    """Return the steps that two of some fruitless attempts went on from: their state may be what kills the job."""
-    steps = [attempt.first_step for attempt in attempts]
+    """Return the steps that two of some fruitless attempts went on from: their state may be what kills the job.
+
+    One that came to a save did not die of its state: of a full disk, or of a save that takes too long.
+    """
+    steps = [attempt.first_step for attempt in attempts if not attempt.has_trained]
     return {step for step in steps if step is not None and step >= 0 and steps.count(step) >= 2}
 
 

@@ -23,6 +23,7 @@ class History:
     def __init__(self, folder: CheckpointFolder) -> None:
         self._folder = folder
         self._restored: Place | None = None
+        self._is_noted = self._has_trained = False
         self._n_before = 0
         self._suspects: set[int] = set()
 
@@ -56,11 +57,18 @@ class History:
 
     def note_start(self) -> None:
         """Let this attempt count as one that died, though it has not read anything yet."""
-        self._folder.note_attempt(RESTORING, has_ended=False)
+        self._folder.note_attempt(RESTORING)
 
     def note_place(self, place: Place | None) -> None:
         """Note what this attempt goes on from, before that is read and loaded, which may kill it."""
-        self._folder.note_attempt(_name(place), has_ended=False)
+        self._folder.note_attempt(_name(place))
+        self._is_noted = True
+
+    def note_save(self, step: int) -> None:
+        """Note before the first save of a step later than what this attempt went on from that it has come so far."""
+        if self._is_noted and not self._has_trained and step > self.first_step:
+            self._folder.note_attempt(_name(self._restored), has_trained=True)
+            self._has_trained = True
 
     def note_end(self) -> None:
         """Note that this attempt comes to an end of its own."""

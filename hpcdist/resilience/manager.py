@@ -163,6 +163,7 @@ class CheckpointManager:
         path, gathered = "", self.checkpoint.gather()
         with self._world.agreed(self._comm):
             if self._is_writer:
+                self._history.note_save(step)
                 state = self.checkpoint.collect(gathered)
                 self._collect_s = time.monotonic() - started
                 path = str(self._tier.save(step, *state, self._written(), metrics, is_changed) or self.latest_path)

@@ -435,6 +435,27 @@ def test_attempts_that_die_are_counted_and_their_checkpoint_is_stepped_over(comm
     assert last.begin_attempt().endswith(f"gen-000{fourth.generation if comm.rank == 0 else 5}/step-00000003.h5")
 
 
+def test_attempts_whose_saves_fail_are_counted_and_their_checkpoint_stays_in_use(comm, shared_path, monkeypatch):
+    first = Job(comm).manager(shared_path)
+    first.begin_attempt()
+    for step in (1, 2):
+        first.save(step)
+    first.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointFolder, "_check_space", full)
+        for _ in range(2):
+            manager = Job(comm).manager(shared_path)
+            assert manager.begin_attempt().endswith("gen-0001/step-00000002.h5")
+            assert "the disk is full" in raised_everywhere(comm, lambda: manager.save(3))  # noqa: B023
+    last = Job(comm).manager(shared_path)
+    assert last.begin_attempt().endswith("gen-0001/step-00000002.h5")
+    assert last.fruitless_attempts == (3 if comm.rank == 0 else 1)
+
+
+def full(folder, nbytes):
+    raise CheckpointError(f"save: expected {nbytes} bytes in {folder.path}, got none: the disk is full")
+
+
 def test_an_attempt_that_was_replaced_ends(comm, shared_path):
     first, second = (Job(comm).manager(shared_path) for _ in range(2))
     text = raised_everywhere(comm, lambda: first.save(1))

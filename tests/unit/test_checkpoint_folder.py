@@ -430,9 +430,46 @@ def test_an_attempt_that_is_overtaken_takes_the_next_number(tmp_path):
     assert attempt(tmp_path, OvertakenDisk()).generation == 2
 
 
-def die(path, restored, has_ended=False):
+class BesideDisk(Disk):
+    """Another attempt begins right before this one gives a data file its name."""
+
+    def rename(self, path, to):
+        if to.suffix == ".h5":
+            attempt(to.parents[1])
+        super().rename(path, to)
+
+
+def test_who_is_replaced_while_it_writes_is_told_so(tmp_path):
+    """Though what it writes was removed as the remains of a killed attempt."""
+    with pytest.raises(AttemptReplaced, match="expected generation 1 to be the newest"):
+        commit(attempt(tmp_path, BesideDisk()), 1)
+    assert not list(tmp_path.rglob("step-*"))
+
+
+def test_what_killed_writers_left_goes_before_the_first_save(tmp_path):
+    """Where the disk is nearly full that would fail without the room."""
+    first = attempt(tmp_path)
+    kept = commit(first, 1)
+    for name in ("step-00000002.h5.tmp-99", "step-00000002.h5", "step-00000001-1.h5"):
+        (kept.parent / name).write_bytes(b"half")
+    (tmp_path / "run-id.tmp-99").write_text("half")
+    (kept.parent / "step-00000003.h5.bad").write_bytes(b"to be looked at")
+    attempt(tmp_path)
+    names = {"step-00000001.h5", "step-00000001.json", "step-00000003.h5.bad"}
+    assert {path.name for path in kept.parent.iterdir()} == names
+    assert {path.name for path in tmp_path.iterdir()} == {"gen-0001", "gen-0002"}
+
+
+def test_what_cannot_be_removed_is_told(tmp_path, disk, caplog):
+    (commit(attempt(tmp_path), 1).parent / "step-00000002.h5").write_bytes(b"half")
+    disk.fail("remove", errno.EIO)
+    assert attempt(tmp_path, disk).generation == 2
+    assert "what was left half written stays in " in caplog.text
+
+
+def die(path, restored, **more):
     folder = attempt(path)
-    folder.note_attempt(restored, has_ended)
+    folder.note_attempt(restored, **more)
     return folder
 
 
@@ -446,6 +483,19 @@ def test_attempts_without_a_checkpoint_are_counted(tmp_path):
     assert [one.generation for one in found] == [4, 3]
     assert crashed_twice(found) == {5}
     assert crashed_twice(found[:1]) == set()
+
+
+def test_attempts_that_came_to_a_save_are_counted_and_no_suspects_of_their_checkpoint(tmp_path):
+    """A disk that is full, or a save that is cut off again and again, says nothing against what was restored."""
+    commit(die(tmp_path, None), 5)
+    for _ in range(2):
+        die(tmp_path, "gen-0001/step-00000005", has_trained=True)
+    die(tmp_path, "gen-0001/step-00000005")
+    found = attempt(tmp_path).fruitless_attempts()
+    assert len(found) == 3
+    assert crashed_twice(found) == set()
+    die(tmp_path, "gen-0001/step-00000005")
+    assert crashed_twice(attempt(tmp_path).fruitless_attempts()) == {5}
 
 
 def test_an_attempt_that_ended_by_itself_breaks_the_row(tmp_path):

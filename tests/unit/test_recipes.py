@@ -12,6 +12,7 @@ SRUN = """#!/usr/bin/env bash
 case " $* " in
   *" true ") exit ;;
   *" rm -rf "*) echo "removes ${*: -1}"; exit ;;
+  *" slurm/watch.sh "*) echo "watches from $*"; exec sleep 60 ;;
 esac
 echo >> "$0.launches"
 mapfile -t launches < "$0.launches"
@@ -77,6 +78,14 @@ def test_each_restart_that_is_announced_takes_place(train):
     ]
     assert output.count(f"removes /dev/shm/hpcdist-{os.getuid()}-abc") == 1
     assert "requeued 7\n" in output
+
+
+def test_another_node_watches_over_that_of_the_script_at_each_launch(train):
+    """And no longer than the script is there."""
+    _, n_launches, output = train(137)
+    assert output.count("watches from --quiet --overlap --nodes=1 --ntasks=1 --nodelist=n2 bash") == n_launches == 7
+    _, _, output = train(75, SLURM_JOB_NUM_NODES="1")
+    assert "watches" not in output
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import time
 
@@ -45,7 +46,7 @@ def leave(root, tmp_path, clean_environ):
     """Return leave(): launch a program with an exit code and a decision; the script's exit code and output."""
     (tmp_path / "run").mkdir()
 
-    def leave(code, decision=None, before=None, scontrol=True, job="7", attempt=2, **environ):
+    def leave(code, decision=None, before=None, scontrol=True, job="7", attempt=2, script=SCRIPT, **environ):
         file = DecisionFile(tmp_path / "run")
         if before is not None:
             file.write(before, 3, attempt=1, job="7")
@@ -73,7 +74,7 @@ def leave(root, tmp_path, clean_environ):
             "AWAY_S": "",
         }
         done = subprocess.run(
-            ["bash", "-c", SCRIPT], env={**own, **environ}, cwd=root, capture_output=True, text=True, timeout=20
+            ["bash", "-c", script], env={**own, **environ}, cwd=root, capture_output=True, text=True, timeout=20
         )
         return done.returncode, done.stdout + done.stderr
 
@@ -206,9 +207,9 @@ def test_a_decision_that_cannot_be_read_at_once_is_waited_for(leave):
     assert f"exit code 137, to be requeued: {SAVED.reason}" in output
 
 
-@pytest.mark.parametrize("end", [nearly_over(), nearly_over_as_slurm_says()], ids=["variable", "slurm"])
+@pytest.mark.parametrize("end", [nearly_over, nearly_over_as_slurm_says], ids=["variable", "slurm"])
 def test_the_program_is_told_when_its_time_is_over(leave, end):
-    _, output = leave(0, FINISHED, **end)
+    _, output = leave(0, FINISHED, **end())
     told = float(re.search(r"ends at (\d+)", output)[1])
     assert told == pytest.approx(time.time() + 100, abs=60)
     assert "ends at \n" in leave(0, FINISHED)[1]
@@ -229,7 +230,10 @@ def test_a_decision_that_was_written_again_word_for_word_is_its_own(leave, tmp_p
     assert "before it had begun" not in output
 
 
-@pytest.mark.parametrize("called_off", [PREEMPTED, nearly_over(), nearly_over_as_slurm_says()], ids=["preempted", "time", "slurm"])
+CALLED_OFF = {"preempted": PREEMPTED, "time": nearly_over(), "slurm": nearly_over_as_slurm_says()}
+
+
+@pytest.mark.parametrize("called_off", CALLED_OFF.values(), ids=CALLED_OFF)
 @pytest.mark.parametrize(("code", "expected"), [(0, 75), (143, 75), (1, 1)])
 def test_called_off_before_it_had_begun(leave, called_off, code, expected):
     got, output = leave(code, **called_off)
@@ -341,3 +345,38 @@ def test_the_fields_are_those_of_the_file(tmp_path):
     file = DecisionFile(tmp_path)
     file.write(DIED, 5, attempt=2, job="7")
     assert set(json.loads(file.path.read_text())) >= {"decision", "reason", "attempt", "job"}
+
+
+WATCH = "(sleep 2; kill $$) & exec bash slurm/watch.sh"
+
+
+@pytest.mark.parametrize(
+    ("decision", "does"),
+    [
+        (SAVED, f"exit code 137, to be requeued: {SAVED.reason}"),
+        (None, "exit code 137, to be requeued: died before it had begun"),
+        (STOP, f"not run again: {STOP.reason}"),
+        (FINISHED, "ends 7"),
+    ],
+    ids=["saved", "none", "stop", "finished"],
+)
+def test_a_job_that_has_lost_the_node_of_its_script(leave, tmp_path, decision, does):
+    """It is requeued, if it is to go on, else ended: there is no script that would come to an end."""
+    add_program(tmp_path / "bin", "scancel", "#!/usr/bin/env bash\necho ends $*\n")
+    (tmp_path / "run" / "log").write_text("the log so far\n")
+    _, output = leave(0, before=decision, script=WATCH, NODES="n2")
+    log = (tmp_path / "run" / "log").read_text()
+    assert log.startswith("the log so far\n")
+    assert "the node of the batch script is lost" in log
+    assert does in log + output
+    assert ("requeued 7" in output) != ("ends 7" in output)
+
+
+UNKNOWN = {"there": {}, "no answer": {"STATE": ""}, "requeued": {"STATE": "PENDING", "NODES": "n2"}}
+
+
+@pytest.mark.parametrize("environ", UNKNOWN.values(), ids=UNKNOWN)
+def test_a_job_whose_script_is_not_known_to_be_lost_is_let_alone(leave, environ):
+    got, output = leave(0, before=SAVED, script=WATCH, WATCH_PAUSE_S="0.1", **environ)
+    assert got == -signal.SIGTERM
+    assert output == ""
