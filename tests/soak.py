@@ -122,8 +122,8 @@ def copies(run_dir):
 
 
 def half_written(run_dir):
-    """Return files outside of generations that are being written, or were when their writer died."""
-    return {path for folder in (run_dir, run_dir / "checkpoints") for path in folder.glob("*.tmp-*")}
+    """Return files that are being written, or were when their writer died."""
+    return set(run_dir.rglob("*.tmp-*"))
 
 
 def newest_step(run_dir):
@@ -229,9 +229,11 @@ class Attempt:
         self.committed = newest_step(run_dir)
         if self.committed < self.committed_before:
             self.faults.append(f"{self.committed_before} was committed and is gone, the newest is {self.committed}")
-        left = sorted(path.name for path in half_written(run_dir) & self.half_written_before)
-        if left and self.code in CLEAN and self.committed > self.committed_before:  # it came to sweep
-            self.faults.append(f"left since an attempt before {left}")
+        left = half_written(run_dir) & self.half_written_before
+        if not (self.code in CLEAN and self.committed > self.committed_before):  # only checkpoints are swept at once
+            left = {path for path in left if "checkpoints" in path.parts and self.was_training}
+        if left:
+            self.faults.append(f"left since an attempt before {sorted(path.name for path in left)}")
         decision = run_dir / "decision.json"
         is_finished = decision.exists() and "finished" in decision.read_text()
         if self.code == 0 and not is_finished:
