@@ -283,8 +283,15 @@ MUTANTS = [
     Mutant(
         "metrics after the checkpoint",
         METRICS_FILE,
-        "record[1] <= last_step",
+        "record[1] is None or record[1] <= last_step",
         "True",
+        METRICS,
+    ),
+    Mutant(
+        "damaged metrics are set aside",
+        METRICS_FILE,
+        "        self._replace(aside, ",
+        "        print(aside, ",
         METRICS,
     ),
     Mutant(
