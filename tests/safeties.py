@@ -295,6 +295,13 @@ MUTANTS = [
         METRICS,
     ),
     Mutant(
+        "half a record is cut off",
+        METRICS_FILE,
+        "        self._is_durable = self._is_cut = False\n",
+        "        self._is_durable = False\n",
+        METRICS,
+    ),
+    Mutant(
         "metrics are durable",
         METRICS_FILE,
         "self._disk.sync(self._file.fileno())",

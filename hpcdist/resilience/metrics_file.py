@@ -1,14 +1,16 @@
 """MetricsFile: one JSON line per record, no step twice and none missing, whatever ended the job in between."""
 
 import bisect
+import contextlib
 import itertools
 import json
 import logging
 import operator
 import os
 import weakref
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
@@ -48,7 +50,7 @@ class MetricsFile:
         self._n_records = 0
         self._last_step = -1
         self._is_durable = True
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._is_cut = False
 
     def __len__(self) -> int:
@@ -70,7 +72,7 @@ class MetricsFile:
             except OSError as error:
                 raise self._error(error) from None
 
-    def _claim(self) -> BinaryIO:
+    def _claim(self) -> FileIO:
         durable.make_folders(self._disk, self.path.parent)
         durable.sweep_temporary(self._disk, self.path.parent, f"{self.path.name}.")
         lines = _lines_in(_content_of(self.path))
@@ -78,7 +80,7 @@ class MetricsFile:
         if len(sound) < len(lines):  # before the file goes on without them
             self._set_aside({number: line for number, line in enumerate(lines, 1) if number not in sound})
         self._replace(self.path, b"".join(sound.values()))
-        file = self._file = open(self.path, "ab+")  # noqa: SIM115  open as long as this object lives
+        file = self._file = FileIO(self.path, "a+")  # without a buffer, which would keep what could not be written
         weakref.finalize(self, file.close)
         return file
 
@@ -116,14 +118,24 @@ class MetricsFile:
                 file = self._file or self._claim()
                 if not self._is_cut:
                     self._cut(file, step - 1)
-                self._is_durable = False
-                file.write(line.encode())
-                file.flush()
+                self._add(file, line.encode(), step)
             except OSError as error:
                 raise self._error(error) from None
         self._n_records, self._last_step = self._n_records + 1, step
 
-    def _cut(self, file: BinaryIO, last_step: int) -> int:
+    def _add(self, file: FileIO, line: bytes, step: int) -> None:
+        """Write a line to the end, all of it or nothing."""
+        self._is_durable = self._is_cut = False
+        try:
+            while line:
+                line = line[file.write(line) :]
+        except OSError:
+            with contextlib.suppress(OSError):  # the first error tells; the next record cuts again
+                self._cut(file, step - 1)
+            raise
+        self._is_cut = True
+
+    def _cut(self, file: FileIO, last_step: int) -> int:
         """Drop the records after a step, and a torn line; return how many stay.
 
         This attempt's own file is made shorter: nothing is put in its place, which may be a later attempt's by now.

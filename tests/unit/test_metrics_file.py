@@ -1,8 +1,12 @@
 """MetricsFile: kills at any byte, records that are written again, and processes that are left over."""
 
+import contextlib
 import errno
+import gc
 import json
 import os
+import resource
+import signal
 
 import numpy as np
 import pytest
@@ -241,6 +245,49 @@ def test_a_disk_that_is_full_is_told(path, act):
         act(file)
     assert caught.value.exit_code == ExitCode.CHECKPOINT_IO
     assert records(path) == [{"step": 1}], "what was there stays"
+
+
+@contextlib.contextmanager
+def small_files(nbytes):
+    """A real limit instead of a patched call: files of this process may not grow beyond some size."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("n_more", [0, 10], ids=["nothing is taken", "a part is taken"])
+def test_a_record_is_there_once_when_its_write_is_tried_again(path, n_more):
+    file = MetricsFile(path, OneRank())
+    file.write(1, text="x" * (1 << 16))
+    before = path.read_bytes()
+    with small_files(len(before) + n_more):
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="File too large; free space"):
+                file.write(2)
+            assert path.read_bytes() == before
+    file.write(2)
+    assert len(file) == 2
+    del file
+    gc.collect()  # it is closed
+    assert [record["step"] for record in records(path)] == [1, 2]
+
+
+def test_a_part_of_a_record_that_could_not_be_cut_off_is_cut_off_later(path, monkeypatch):
+    file = MetricsFile(path, OneRank())
+    file.write(1, text="x" * (1 << 16))
+    before = path.read_bytes()
+    with small_files(len(before) + 10), monkeypatch.context() as patch:
+        patch.setattr(file, "_cut", lambda file, last_step: os.truncate(path / "not there", 0))
+        with pytest.raises(CheckpointError, match="File too large"):
+            file.write(2)
+    assert path.read_bytes() == before + b'{"step": 2'
+    file.write(3)
+    assert [record["step"] for record in records(path)] == [1, 3]
 
 
 class NoRoomAside(Disk):
