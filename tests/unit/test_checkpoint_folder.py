@@ -266,6 +266,19 @@ def test_memory_for_a_copy_that_is_missing_is_told(monkeypatch):
         FileImage().resize(5000)
 
 
+class NoHugePages(mmap.mmap):
+    """Memory as of a kernel that was built without transparent huge pages."""
+
+    def madvise(self, *arguments):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+def test_a_kernel_without_huge_pages_is_good_enough(folder, monkeypatch):
+    monkeypatch.setattr(mmap, "mmap", NoHugePages)
+    commit(folder, 1)
+    assert latest_value(folder) == 1
+
+
 def test_a_disk_that_fills_while_hdf5_writes(folder):
     """A real limit instead of a patched call: files of this process may not grow beyond 64 KiB."""
     import resource
