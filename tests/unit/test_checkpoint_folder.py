@@ -14,7 +14,7 @@ from hpcdist.checkpoint.generations import RESTORING, Place, crashed_twice
 from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.layout import lay_out
 from hpcdist.checkpoint.manifest import Manifest
-from hpcdist.checkpoint.reader import latest_checkpoint
+from hpcdist.checkpoint.reader import CheckpointReader, latest_checkpoint
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.tier import Tier
 from hpcdist.checkpoint.tree import NamedArray
@@ -600,6 +600,40 @@ def test_a_file_that_is_gone_was_pruned_or_is_damage(folder, monkeypatch, read):
     fail_reads(monkeypatch, read, gone, 2)
     assert folder.read_latest().place == Place(1, 1)
     assert folder.damaged == [Place(1, 2)]
+
+
+class Overtaken(CheckpointReader):
+    """Reads while a writer commits the next step, and prunes the one that is read, some times."""
+
+    def __init__(self, writer, n_times):
+        super().__init__(writer.path)
+        self.writer, self.n_times = writer, n_times
+
+    def manifest(self, place):
+        found = super().manifest(place)
+        if self.n_times:
+            self.n_times -= 1
+            commit(self.writer, place.step + 1)
+            prune(self.writer, 1)
+        return found
+
+
+@pytest.mark.parametrize("n_times", [1, 2, 9])
+def test_a_writer_that_prunes_while_a_file_is_read_damages_none(folder, n_times, caplog):
+    commit(folder, 1)
+    reader = Overtaken(folder, n_times)
+    assert reader.read_latest().place == Place(1, 1 + n_times)
+    assert reader.damaged == []
+    assert "skipped" not in caplog.text
+
+
+def test_a_writer_that_is_always_quicker_is_told(folder):
+    commit(folder, 1)
+    reader = Overtaken(folder, 100)
+    with pytest.raises(CheckpointError, match="expected a checkpoint in .* to stay until it is read"):
+        reader.read_latest()
+    assert reader.damaged == []
+    assert steps(folder) == [11]
 
 
 def test_blocks_that_are_read_back_count_as_progress(folder, monkeypatch):
