@@ -387,6 +387,26 @@ def test_what_cannot_be_pruned_stays(folder, disk, caplog):
     assert steps(folder) == [1, 2]
 
 
+def test_a_run_keeps_its_name(folder):
+    assert folder.run_id() == attempt(folder.path).run_id() != ""
+
+
+@pytest.mark.parametrize(
+    ("make", "got"),
+    [
+        (lambda path: path.write_text("x/../.. y"), "got 'x/../.. y'"),
+        (lambda path: path.write_bytes(b"ab\xffcd"), "got 'utf-8' codec can't decode byte 0xff"),
+        (lambda path: path.write_text("x" * 5000), "got no file of at most 1024 bytes"),
+        (os.mkfifo, "got no file of at most 1024 bytes"),
+    ],
+    ids=["a path", "no text", "too long", "a pipe"],
+)
+def test_a_name_of_a_run_that_is_none_is_refused(folder, make, got):
+    make(folder.path / "run-id")
+    with pytest.raises(CheckpointError, match=f"expected the name of the run in .*run-id, {got}.*; remove the file"):
+        folder.run_id()
+
+
 # -- attempts -----------------------------------------------------------------------------------------------------
 
 
