@@ -18,12 +18,15 @@ from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.checkpoint.reader import CheckpointReader, step_of
 from hpcdist.checkpoint.retention import Retention
+from hpcdist.checkpoint.safe_open import read_text
 from hpcdist.errors import AttemptReplaced, CheckpointError
 
 logger = logging.getLogger("hpcdist")
 
 #: Room for names and for manifests, in a check of free space.
 _OVERHEAD_BYTES = 1 << 16
+#: A file that is larger names no run.
+_MAX_RUN_ID_BYTES = 1 << 10
 
 
 class CheckpointFolder(CheckpointReader):
@@ -68,18 +71,21 @@ class CheckpointFolder(CheckpointReader):
         """Return the name of the run that lives in this folder, drawn when its first attempt began.
 
         Raises:
-            CheckpointError: when it cannot be read or written.
+            CheckpointError: when it cannot be read or written, or is none.
         """
         path = self.path / "run-id"
-        with self.explained("save", "to name the run"):
-            if not path.exists():
-                durable.replace_text(self._disk, path, secrets.token_hex(8))
-            name = path.read_text()
-        if not re.fullmatch(r"\w+", name):
+        try:
+            with self.explained("save", "to name the run"):
+                if not path.exists():
+                    durable.replace_text(self._disk, path, secrets.token_hex(8))
+                name = read_text(path, _MAX_RUN_ID_BYTES)
+            if not re.fullmatch(r"\w+", name):
+                raise ValueError(repr(name[:40]))
+        except ValueError as error:
             raise CheckpointError(
-                f"restore: expected the name of the run in {path}, got {name[:40]!r}; remove the file, and with it the "
-                f"way to copies in memory."
-            )
+                f"restore: expected the name of the run in {path}, got {error}; remove the file, and with it the way "
+                f"to copies in memory."
+            ) from None
         return name
 
     # -- attempts -------------------------------------------------------------------------------------------------

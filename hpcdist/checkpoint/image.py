@@ -1,5 +1,6 @@
 """A checkpoint file in memory, byte for byte as on the disk: the copy that a background writer works from."""
 
+import contextlib
 import mmap
 import os
 from collections.abc import Iterator
@@ -49,7 +50,8 @@ class FileImage:
                     f"more. Earlier checkpoints are untouched."
                 ) from None
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                room.madvise(mmap.MADV_HUGEPAGE)  # copies into it are a tenth faster
+                with contextlib.suppress(OSError):  # advice only: kernels built without huge pages refuse it
+                    room.madvise(mmap.MADV_HUGEPAGE)  # copies into it are a tenth faster
             self._room = memoryview(room)
             self._bytes = np.frombuffer(self._room, np.uint8)
         self.nbytes = nbytes

@@ -18,6 +18,8 @@ from hpcdist.errors import CheckpointDamaged, CheckpointError, CheckpointMissing
 
 logger = logging.getLogger("hpcdist")
 
+#: How often a folder is listed, at most, while its writer prunes faster than its files are read.
+_MAX_LOOKS = 10
 _DATA = re.compile(r"step-(\d{8,})(-\d+)?\.h5$")
 
 
@@ -98,7 +100,7 @@ class CheckpointReader:
         return found
 
     def _first_sound(
-        self, use: Callable[[Place, Manifest, Path], Any], but: Collection[int] = (), is_again: bool = False
+        self, use: Callable[[Place, Manifest, Path], Any], but: Collection[int] = (), n_looks: int = 1
     ) -> Any:
         found, self.damaged = self.places()[::-1], []
         wanted = [place for place in found if place.step not in but]
@@ -109,16 +111,27 @@ class CheckpointReader:
                 manifest.verify(path, self._count_block)
                 return use(place, manifest, path)
             except CheckpointDamaged as error:
-                if isinstance(error, CheckpointMissing) and not is_again:  # pruned since it was listed?
-                    return self._first_sound(use, but, is_again=True)
-                self.damaged.append(place)
-                logger.warning("step %d is skipped: %s", place.step, error)
+                listed = self.places()[::-1]  # without those that were pruned meanwhile
+                may_be_well = listed != found or (isinstance(error, CheckpointMissing) and n_looks == 1)
+                if may_be_well and n_looks < _MAX_LOOKS:
+                    return self._first_sound(use, but, n_looks + 1)
+                if place in listed:
+                    self.damaged.append(place)
+                    logger.warning("step %d is skipped: %s", place.step, error)
         if found:
-            raise CheckpointError(
-                f"restore: expected a checkpoint that verifies in {self.path}, got {len(found)} damaged; restore one "
-                f"from a backup, or start with a new run folder."
-            )
+            raise self._none_sound() from None
         return None
+
+    def _none_sound(self) -> CheckpointError:
+        if not self.damaged:
+            return CheckpointError(
+                f"restore: expected a checkpoint in {self.path} to stay until it is read, got each one pruned before, "
+                f"at {_MAX_LOOKS} looks; keep more of them, or read when fewer are saved."
+            )
+        return CheckpointError(
+            f"restore: expected a checkpoint that verifies in {self.path}, got {len(self.damaged)} damaged; restore "
+            f"one from a backup, or start with a new run folder."
+        )
 
     def manifest(self, place: Place) -> Manifest:
         """Return the manifest at a place.
@@ -164,8 +177,8 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     Not collective. Checkpoints that are damaged are skipped, and the log says why.
 
     Raises:
-        CheckpointError: when there are checkpoints and none verifies, one was written by a newer hpcdist, or the file
-            system cannot read one.
+        CheckpointError: when there are checkpoints and none verifies, one was written by a newer hpcdist, the file
+            system cannot read one, or each was pruned before it was read.
     """
     found = CheckpointReader(directory).latest()
     return None if found is None else str(found)

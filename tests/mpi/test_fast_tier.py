@@ -162,9 +162,10 @@ def test_metrics_that_cannot_be_made_durable_fail_a_copy_on_all_ranks(comm, shar
             manager.save_fast(2)
 
 
-def test_the_name_of_a_run_that_is_none_is_refused_on_all_ranks(comm, shared_path):
+@pytest.mark.parametrize("content", [b"x/../.. y", b"ab\xffcd", b""], ids=["a path", "no text", "empty"])
+def test_the_name_of_a_run_that_is_none_is_refused_on_all_ranks(comm, shared_path, content):
     (shared_path / "disk").mkdir(exist_ok=True)
-    (shared_path / "disk" / "run-id").write_text("x/../.. y")
+    (shared_path / "disk" / "run-id").write_bytes(content)
     comm.Barrier()
     with pytest.raises(CheckpointError, match="expected the name of the run"):
         hpcdist.CheckpointManager(hpcdist.Checkpoint(x=np.zeros(1)), shared_path / "disk", fast_directory=shared_path)

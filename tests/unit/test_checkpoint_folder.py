@@ -14,7 +14,7 @@ from hpcdist.checkpoint.generations import RESTORING, Place, crashed_twice
 from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.layout import lay_out
 from hpcdist.checkpoint.manifest import Manifest
-from hpcdist.checkpoint.reader import latest_checkpoint
+from hpcdist.checkpoint.reader import CheckpointReader, latest_checkpoint
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.tier import Tier
 from hpcdist.checkpoint.tree import NamedArray
@@ -266,6 +266,19 @@ def test_memory_for_a_copy_that_is_missing_is_told(monkeypatch):
         FileImage().resize(5000)
 
 
+class NoHugePages(mmap.mmap):
+    """Memory as of a kernel that was built without transparent huge pages."""
+
+    def madvise(self, *arguments):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+def test_a_kernel_without_huge_pages_is_good_enough(folder, monkeypatch):
+    monkeypatch.setattr(mmap, "mmap", NoHugePages)
+    commit(folder, 1)
+    assert latest_value(folder) == 1
+
+
 def test_a_disk_that_fills_while_hdf5_writes(folder):
     """A real limit instead of a patched call: files of this process may not grow beyond 64 KiB."""
     import resource
@@ -372,6 +385,26 @@ def test_what_cannot_be_pruned_stays(folder, disk, caplog):
     prune(folder, 1)
     assert "old checkpoints stay" in caplog.text
     assert steps(folder) == [1, 2]
+
+
+def test_a_run_keeps_its_name(folder):
+    assert folder.run_id() == attempt(folder.path).run_id() != ""
+
+
+@pytest.mark.parametrize(
+    ("make", "got"),
+    [
+        (lambda path: path.write_text("x/../.. y"), "got 'x/../.. y'"),
+        (lambda path: path.write_bytes(b"ab\xffcd"), "got 'utf-8' codec can't decode byte 0xff"),
+        (lambda path: path.write_text("x" * 5000), "got no file of at most 1024 bytes"),
+        (os.mkfifo, "got no file of at most 1024 bytes"),
+    ],
+    ids=["a path", "no text", "too long", "a pipe"],
+)
+def test_a_name_of_a_run_that_is_none_is_refused(folder, make, got):
+    make(folder.path / "run-id")
+    with pytest.raises(CheckpointError, match=f"expected the name of the run in .*run-id, {got}.*; remove the file"):
+        folder.run_id()
 
 
 # -- attempts -----------------------------------------------------------------------------------------------------
@@ -637,6 +670,40 @@ def test_a_file_that_is_gone_was_pruned_or_is_damage(folder, monkeypatch, read):
     fail_reads(monkeypatch, read, gone, 2)
     assert folder.read_latest().place == Place(1, 1)
     assert folder.damaged == [Place(1, 2)]
+
+
+class Overtaken(CheckpointReader):
+    """Reads while a writer commits the next step, and prunes the one that is read, some times."""
+
+    def __init__(self, writer, n_times):
+        super().__init__(writer.path)
+        self.writer, self.n_times = writer, n_times
+
+    def manifest(self, place):
+        found = super().manifest(place)
+        if self.n_times:
+            self.n_times -= 1
+            commit(self.writer, place.step + 1)
+            prune(self.writer, 1)
+        return found
+
+
+@pytest.mark.parametrize("n_times", [1, 2, 9])
+def test_a_writer_that_prunes_while_a_file_is_read_damages_none(folder, n_times, caplog):
+    commit(folder, 1)
+    reader = Overtaken(folder, n_times)
+    assert reader.read_latest().place == Place(1, 1 + n_times)
+    assert reader.damaged == []
+    assert "skipped" not in caplog.text
+
+
+def test_a_writer_that_is_always_quicker_is_told(folder):
+    commit(folder, 1)
+    reader = Overtaken(folder, 100)
+    with pytest.raises(CheckpointError, match="expected a checkpoint in .* to stay until it is read"):
+        reader.read_latest()
+    assert reader.damaged == []
+    assert steps(folder) == [11]
 
 
 def test_blocks_that_are_read_back_count_as_progress(folder, monkeypatch):

@@ -1,8 +1,12 @@
 """MetricsFile: kills at any byte, records that are written again, and processes that are left over."""
 
+import contextlib
 import errno
+import gc
 import json
 import os
+import resource
+import signal
 
 import numpy as np
 import pytest
@@ -98,6 +102,60 @@ def test_a_file_cut_at_any_byte(path):
         assert [record["step"] for record in records(path)] == [*range(1, n_whole + 1), 9]
 
 
+def claimed(path):
+    """Return the steps that an attempt finds, after it has taken the file over."""
+    MetricsFile(path, OneRank()).claim()
+    return [record["step"] for record in records(path)]
+
+
+def aside(path):
+    return path.with_name("metrics.jsonl.bad")
+
+
+def test_a_damaged_byte_costs_no_other_record(path, caplog):
+    """Also one that changes the step, or joins two lines, or makes two of one."""
+    written(path, range(11, 21))
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    first = len(b"".join(lines[:2]))
+    for place in range(first, first + len(lines[2])):
+        for bit in range(8):
+            aside(path).unlink(missing_ok=True)
+            damaged = whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :]
+            path.write_bytes(damaged)
+            is_joined = whole[place : place + 1] == b"\n"
+            kept = claimed(path)
+            assert [step for step in kept if step != 13] == [11, 12, *([] if is_joined else [14]), *range(15, 21)]
+            there = path.read_bytes() + (aside(path).read_bytes() if aside(path).exists() else b"")
+            assert sorted(there.splitlines()) == sorted(damaged.splitlines()), "nothing is deleted"
+    assert f"order of steps in {path}, got 1 damaged, at line 3; these are in {aside(path)} now" in caplog.text
+
+
+def test_a_restart_cuts_at_its_step_although_one_was_damaged(path):
+    """A step that reads 19 in place of 13 is after the checkpoint's, and no reason to drop those that follow."""
+    state = written(path, range(11, 17)).state_dict()
+    written(path, [17])
+    path.write_text(path.read_text().replace('{"step": 13', '{"step": 19'))
+    MetricsFile(path, OneRank()).load_state_dict(state)
+    assert [record["step"] for record in records(path)] == [11, 12, 14, 15, 16]
+
+
+def test_damage_of_a_file_in_use_costs_no_other_record(path):
+    file = written(path, [1, 2, 3, 4, 5])
+    state = {"records": 4, "last_step": 4}
+    path.write_text(path.read_text().replace('{"step": 2', '{"stop": 2'))
+    file.load_state_dict(state)
+    assert claimed(path) == [1, 3, 4]
+
+
+def test_lines_that_were_set_aside_earlier_stay(path):
+    for name in (b"one", b"two"):
+        written(path, [1, 2])
+        path.write_bytes(name + b"\xff\n" + path.read_bytes())
+        assert claimed(path) == [1, 2]
+    assert aside(path).read_bytes() == b"one\xff\ntwo\xff\n"
+
+
 def test_a_process_that_is_left_over_writes_to_no_effect(path):
     zombie = written(path, [1, 2])
     state = zombie.state_dict()
@@ -127,6 +185,7 @@ def test_lost_records_are_told(path, caplog):
     path.unlink()
     MetricsFile(path, OneRank()).load_state_dict(state)
     assert "expected 2 records" in caplog.text
+    assert "got 0; the job goes on without the others" in caplog.text
     assert path.read_text() == ""
 
 
@@ -186,6 +245,67 @@ def test_a_disk_that_is_full_is_told(path, act):
         act(file)
     assert caught.value.exit_code == ExitCode.CHECKPOINT_IO
     assert records(path) == [{"step": 1}], "what was there stays"
+
+
+@contextlib.contextmanager
+def small_files(nbytes):
+    """A real limit instead of a patched call: files of this process may not grow beyond some size."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("n_more", [0, 10], ids=["nothing is taken", "a part is taken"])
+def test_a_record_is_there_once_when_its_write_is_tried_again(path, n_more):
+    file = MetricsFile(path, OneRank())
+    file.write(1, text="x" * (1 << 16))
+    before = path.read_bytes()
+    with small_files(len(before) + n_more):
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="File too large; free space"):
+                file.write(2)
+            assert path.read_bytes() == before
+    file.write(2)
+    assert len(file) == 2
+    del file
+    gc.collect()  # it is closed
+    assert [record["step"] for record in records(path)] == [1, 2]
+
+
+def test_a_part_of_a_record_that_could_not_be_cut_off_is_cut_off_later(path, monkeypatch):
+    file = MetricsFile(path, OneRank())
+    file.write(1, text="x" * (1 << 16))
+    before = path.read_bytes()
+    with small_files(len(before) + 10), monkeypatch.context() as patch:
+        patch.setattr(file, "_cut", lambda file, last_step: os.truncate(path / "not there", 0))
+        with pytest.raises(CheckpointError, match="File too large"):
+            file.write(2)
+    assert path.read_bytes() == before + b'{"step": 2'
+    file.write(3)
+    assert [record["step"] for record in records(path)] == [1, 3]
+
+
+class NoRoomAside(Disk):
+    """A disk that takes no damaged lines."""
+
+    def create(self, path):
+        if ".bad" in path.name:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return super().create(path)
+
+
+def test_damaged_lines_stay_where_they_are_until_they_are_elsewhere(path):
+    written(path, [1, 2])
+    path.write_bytes(b"?\n" + path.read_bytes())
+    whole = path.read_bytes()
+    with pytest.raises(CheckpointError, match="quota exceeded"):
+        MetricsFile(path, OneRank(), disk=NoRoomAside()).claim()
+    assert path.read_bytes() == whole
 
 
 @pytest.mark.parametrize(
