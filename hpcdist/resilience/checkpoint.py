@@ -179,7 +179,10 @@ def _is_list_of_names(value: Any) -> bool:
 def _check_layout(name: str, item: Any, loaded: Any, source: str) -> None:
     """Raise CheckpointError unless `loaded` has the arrays of a module or numpy array, or an optimizer's groups."""
     if hasattr(item, "param_groups"):
-        own, theirs = _group_sizes(item.state_dict()), _group_sizes(loaded)
+        state = item.state_dict()
+        if not _is_optimizer_state(state):  # a wrapper's: it alone knows where the groups are
+            return
+        own, theirs = _group_sizes(state), _group_sizes(loaded)
     elif isinstance(item, np.ndarray):
         own, theirs = _layouts({name: item}), _layouts({name: loaded})
     elif hasattr(item, "named_parameters"):
