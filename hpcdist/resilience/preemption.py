@@ -22,7 +22,6 @@ from hpcdist.resilience.deadline import Deadline, Durations
 from hpcdist.resilience.manager import CheckpointManager
 from hpcdist.resilience.saves import AttemptSaves
 from hpcdist.resilience.schedule import SaveSchedule
-from hpcdist.resilience.steps import StepCount
 from hpcdist.resilience.stop import StopFlag
 from hpcdist.resilience.termination import TerminationConfig
 
@@ -105,7 +104,7 @@ class PreemptionCheckpointHandler:
         """Restore, and listen from now on."""
         self.restored_path = self._manager.begin_attempt()
         self._attempt.renew()
-        self._steps = StepCount(self._world.notices, self._manager.checkpoint.step)
+        self._steps = self._manager.checkpoint.count_steps()
         self._is_busy = self._is_done = self._is_polled = False
         self._countdown: Deadline | None = None
         self._is_counting_down = False
@@ -138,7 +137,8 @@ class PreemptionCheckpointHandler:
     def step(self) -> int:
         """Steps made so far, what a checkpoint is named by: calls of `run` and `save_checkpoint_if_preempted`.
 
-        Where the optimizer steps outside of them, its steps; calls in which it does not step are none then.
+        Where the optimizer steps outside of them, its steps; calls in which it does not step are none from the first of
+        these on, nor in later attempts.
         """
         return self._steps.value
 

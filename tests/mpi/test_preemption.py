@@ -178,6 +178,29 @@ def test_an_evaluation_passed_to_run_is_no_step_where_optimizers_step_by_themsel
     assert decision(comm, shared_path)["step"] == 2 * N_STEPS
 
 
+def test_an_evaluation_passed_to_run_is_no_step_in_the_next_attempt_either(comm, make_job):
+    """It comes there before a step of the attempt: README's loop, stopped after the last step of an epoch."""
+
+    def train(job):
+        with job.handler:
+            for _ in range(job.batches.epoch, 2):
+                for x in job.batches:
+                    job.step(x)
+                    if job.handler.step == stop_at:
+                        job.handler.stop()
+                job.handler.run(lambda: sum(len(x) for x in job.test_batches))
+        return job.handler.latest_path
+
+    # the sum of the next step tells the other ranks; a single one needs no telling
+    stop_at = N_STEPS if comm.size == 1 else N_STEPS - 1
+    first = make_job()
+    assert stopped(comm, lambda: train(first)) == 75
+    second = make_job()
+    assert second.handler.restored_path.endswith(f"step-{N_STEPS:08d}.h5")
+    assert train(second).endswith(f"step-{2 * N_STEPS:08d}.h5")
+    assert second.handler.step == 2 * N_STEPS
+
+
 def test_the_steps_of_a_strategy_of_one_replica_count(comm, shared_path):
     if comm.size > 1:
         pytest.skip("one device is a job of one rank")

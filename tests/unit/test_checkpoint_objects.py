@@ -99,3 +99,12 @@ def test_an_optimizer_around_another_is_restored():
     Checkpoint(optimizer=now).apply(*saved(optimizer=before), "file")
     assert now.n_steps == 1
     assert now.base.state_dict()["state"][0]["momentum_buffer"].tolist() == [3.0, 3.0]
+
+
+def test_whether_optimizers_step_outside_of_run_is_kept_and_older_files_do_not_tell():
+    values, known, unknown = np.zeros(2), {"steps": "outside of run"}, saved(values=np.zeros(2))
+    assert "steps" not in unknown[0]
+    checkpoint = Checkpoint(values=values)
+    for more, kept in [(known, known), ({}, {}), ({"steps": ["hostile"]}, {})]:
+        checkpoint.apply({**unknown[0], **more}, unknown[1], "file")
+        assert checkpoint.collect({})[0] == {**unknown[0], **kept}
