@@ -19,13 +19,18 @@ class StepCount:
         notices: count the steps of optimizers.
         base: steps made by earlier attempts.
         is_outside: whether the optimizer was seen to step outside of calls by then.
+
+    Attributes:
+        was_evaluation: whether the last call was one, as far as is known: no step of the optimizer was made in it, and
+            something was counted before it in this attempt, so that it is not the first step of a numpy program.
     """
 
     def __init__(self, notices: Notices, base: int, is_outside: bool = False) -> None:
         self._notices = notices
-        self._counted = base
+        self._counted = self._base = base
         self._seen = notices.n_steps
         self._was_outside, self._is_inside, self._is_told = is_outside, False, False
+        self.was_evaluation = False
 
     @property
     def value(self) -> int:
@@ -41,7 +46,7 @@ class StepCount:
     @contextmanager
     def call(self) -> Iterator[None]:
         """Count the block as a call; one that raises, only if the optimizer has stepped in it."""
-        self._was_outside = self.is_outside
+        self._was_outside, has_begun = self.is_outside, self.value > self._base
         self._counted, self._seen, self._is_inside = self.value, self._notices.n_steps, True
         is_whole = False
         try:
@@ -51,6 +56,7 @@ class StepCount:
             has_stepped = self._notices.n_steps > self._seen
             self._counted += int(has_stepped or (is_whole and not self._was_outside))
             self._seen, self._is_inside = self._notices.n_steps, False
+            self.was_evaluation = has_begun and not has_stepped
 
     def tell(self, saved: int) -> None:
         """Count a step that the program says it made.

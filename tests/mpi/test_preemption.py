@@ -14,6 +14,7 @@ from torch import nn
 import hpcdist
 from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.errors import DesyncError, ExitCode, NoProgressError, UsageError
+from hpcdist.resilience.deadline import MIN_SLACK_S
 from hpcdist.resilience.stop import SIGNALS
 
 pytestmark = pytest.mark.mpi
@@ -340,6 +341,25 @@ def test_a_deadline(comm, shared_path, make_job, capfd):
     assert 0.5 < time.monotonic() - started < 4
     assert decision(comm, shared_path)["reason"] == "deadline"
     assert job.handler._saves.times.is_measured, "a first save was made to know what one costs"
+
+
+@pytest.mark.parametrize("is_in_run", [False, True])
+def test_the_deadline_leaves_time_for_one_more_evaluation(comm, shared_path, make_job, is_in_run):
+    """Which is neither a step, where these are made outside of `run`, nor among the p99 of so many."""
+    job = make_job(time_limit_s=600)
+
+    def train(n_epochs):
+        for _ in range(n_epochs):
+            for x in job.batches:
+                job.handler.run(job.strategy.run, job.step, args=(x,)) if is_in_run else job.step(x)
+
+    train(15)
+    assert job.handler._calls.longest_s == 0.0, "calls that are steps have their p99"
+    job.handler.run(time.sleep, 3)
+    train(1)
+    job.handler._deadline._end = time.time() + MIN_SLACK_S + 2.9
+    assert stopped(comm, lambda: train(1)) == 75
+    assert decision(comm, shared_path)["reason"] == "deadline"
 
 
 def test_a_grace_period_is_used_for_training(comm, shared_path, make_job, capfd):

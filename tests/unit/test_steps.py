@@ -85,6 +85,27 @@ def test_what_was_saved_is_not_gone_back_behind():
     assert count([STEP, STEP, STEP, TELL, TELL], saved=2) == [1, 2, 3, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("events", "was_evaluation"),
+    [
+        ([], False),
+        ([TRAIN], False),
+        ([TRAIN, EVALUATE], True),
+        ([TRAIN, EVALUATE, TRAIN], False),
+        ([STEP, EVALUATE], True),
+        ([EVALUATE], False),  # or the first step of a numpy program, which is slow
+        ([EVALUATE, EVALUATE], True),
+    ],
+)
+def test_calls_that_may_be_evaluations(events, was_evaluation):
+    assert followed(events)[1].was_evaluation == was_evaluation
+
+
+def test_evaluations_before_the_first_step_of_a_later_attempt_are_left_out():
+    assert not followed([EVALUATE, EVALUATE], base=8, is_outside=True)[1].was_evaluation
+    assert followed([EVALUATE, STEP, EVALUATE], base=8, is_outside=True)[1].was_evaluation
+
+
 @pytest.mark.parametrize("n_steps", [0, 1, 2])
 def test_a_call_that_raises_counts_if_the_optimizer_has_stepped(n_steps):
     notices = Notices()
