@@ -11,6 +11,7 @@ from hpcdist.gradients.central_storage import is_stepped_by_chief
 from hpcdist.gradients.tensors import from_array, to_array
 from hpcdist.process import make_world
 from hpcdist.resilience.metrics_file import MetricsFile
+from hpcdist.resilience.steps import StepCount
 from hpcdist.world import World
 
 
@@ -40,6 +41,8 @@ class Checkpoint:
                 )
         self._objects = objects
         self.step = 0
+        self._steps: StepCount | None = None
+        self._was_outside = False
 
     @property
     def world(self) -> World:
@@ -51,6 +54,15 @@ class Checkpoint:
         """Return how the strategy among the objects sums gradients; nothing without one."""
         describes = [getattr(item, "describe_sums", None) for item in self._objects.values()]
         return next((describe() for describe in describes if describe is not None), {})
+
+    def count_steps(self) -> StepCount:
+        """Return a new count, from the step that was saved or restored last; what it learns is saved too."""
+        self._steps = StepCount(self.world.notices, self.step, self._is_outside)
+        return self._steps
+
+    @property
+    def _is_outside(self) -> bool:
+        return self._was_outside or (self._steps is not None and self._steps.is_outside)
 
     def gather(self) -> dict[str, Any]:
         """Return the states of objects that gather them from all ranks: variables of a copy per replica, and metrics.
@@ -69,7 +81,9 @@ class Checkpoint:
         arrays: list[NamedArray] = []
         states = {name: gathered[name] if name in gathered else _state_of(item) for name, item in self._objects.items()}
         nodes = {name: encode(state, name, to_array, arrays) for name, state in states.items()}
-        return {"objects": nodes, "kinds": {name: _kind(item) for name, item in self._objects.items()}}, arrays
+        kinds = {name: _kind(item) for name, item in self._objects.items()}
+        steps = {"steps": "outside of run"} if self._is_outside else {}  # no entry, as in older files: not known
+        return {"objects": nodes, "kinds": kinds, **steps}, arrays
 
     def collect_equal(self) -> tuple[Any, list[NamedArray]]:
         """Return the state of models and optimizers, which all ranks hold alike. Not collective; nothing is copied."""
@@ -114,6 +128,7 @@ class Checkpoint:
             _check_layout(name, item, loaded[name], source)
         for name, item in self._objects.items():
             _load(name, item, loaded[name], source)
+        self._was_outside = state.get("steps") == "outside of run"
 
 
 def _state_of(item: Any) -> Any:
@@ -179,7 +194,10 @@ def _is_list_of_names(value: Any) -> bool:
 def _check_layout(name: str, item: Any, loaded: Any, source: str) -> None:
     """Raise CheckpointError unless `loaded` has the arrays of a module or numpy array, or an optimizer's groups."""
     if hasattr(item, "param_groups"):
-        own, theirs = _group_sizes(item.state_dict()), _group_sizes(loaded)
+        state = item.state_dict()
+        if not _is_optimizer_state(state):  # a wrapper's: it alone knows where the groups are
+            return
+        own, theirs = _group_sizes(state), _group_sizes(loaded)
     elif isinstance(item, np.ndarray):
         own, theirs = _layouts({name: item}), _layouts({name: loaded})
     elif hasattr(item, "named_parameters"):

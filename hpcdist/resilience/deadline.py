@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 #: Measures that are remembered of each kind: the last ones, as the cost of a step changes with the data.
 N_REMEMBERED = 500
+#: A call is expected again for so many times as long as it took: what comes more seldom takes under 1 % of the time.
+EXPECTED_TIMES = 100
 #: The least time that is kept free besides a step and a save: for the agreement, and for leaving.
 MIN_SLACK_S = 5.0
 
@@ -48,19 +50,51 @@ class Durations:
         return self.p99 - self.median
 
 
+class Calls:
+    """The calls that may be long and come seldom, such as evaluations: no percentile of many shorter ones knows them.
+
+    Each is expected again for `EXPECTED_TIMES` times as long as it took. So an evaluation between thousands of short
+    calls is remembered, and one that was long once, by compilation or a pause, is not for ever. Who measures leaves out
+    those before the first step of an attempt: else one that takes half of the time would let none make a step.
+
+    Args:
+        clock: seconds that only go up.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._expected: list[tuple[float, float]] = []
+
+    def add(self, seconds: float) -> None:
+        """Take note of one more, which is over.
+
+        Those not longer are forgotten: they would be sooner than this one. Few stay, as each took more than a hundredth
+        of the time since.
+        """
+        now = self._clock()
+        longer = [(other_s, until) for other_s, until in self._expected if other_s > seconds and until > now]
+        self._expected = [*longer, (seconds, now + EXPECTED_TIMES * seconds)]
+
+    @property
+    def longest_s(self) -> float:
+        """The longest that is expected again; 0 without one."""
+        now = self._clock()
+        return max((seconds for seconds, until in self._expected if until > now), default=0.0)
+
+
 def slack_s(step: Durations, save: Durations) -> float:
     """Return the time to keep free besides a step and a save: their measured spread, or the stated minimum."""
     return max(MIN_SLACK_S, step.spread + save.spread)
 
 
-def needed_s(step: Durations, save: Durations, n_saves: int = 1) -> float:
-    """Return the time that the end of a job takes: the step that is under way, saves, and slack."""
-    return step.p99 + n_saves * save.p99 + slack_s(step, save)
+def needed_s(step: Durations, save: Durations, n_saves: int = 1, call_s: float = 0.0) -> float:
+    """Return the time that the end of a job takes: the step that is under way, or a longer call, saves, and slack."""
+    return max(step.p99, call_s) + n_saves * save.p99 + slack_s(step, save)
 
 
-def must_stop(left_s: float, step: Durations, save: Durations, n_saves: int = 1) -> bool:
-    """Return whether the next step may be the last that leaves time for so many saves."""
-    return left_s <= needed_s(step, save, n_saves)
+def must_stop(left_s: float, step: Durations, save: Durations, n_saves: int = 1, call_s: float = 0.0) -> bool:
+    """Return whether the next step or call may be the last that leaves time for so many saves."""
+    return left_s <= needed_s(step, save, n_saves, call_s)
 
 
 class Deadline:
@@ -71,6 +105,7 @@ class Deadline:
         step, save: measured durations; shared with who measures. That of a save lasts until it was read back and noted.
         clock: seconds since 1970, as batch systems give the end.
         n_saves: returns how many saves the end will take: 2 where it has to wait for one before it can make its own.
+        calls: what may come in place of a step, and is not interrupted either; shared likewise.
     """
 
     def __init__(
@@ -80,12 +115,14 @@ class Deadline:
         save: Durations,
         clock: Callable[[], float] = time.time,
         n_saves: Callable[[], int] = lambda: 1,
+        calls: Calls | None = None,
     ) -> None:
         self._end = end
         self._start = clock()
         self._step, self._save = step, save
         self._clock = clock
         self._n_saves = n_saves
+        self._calls = calls or Calls()
 
     @property
     def left_s(self) -> float:
@@ -95,7 +132,7 @@ class Deadline:
     @property
     def is_near(self) -> bool:
         """Whether to stop now."""
-        return must_stop(self.left_s, self._step, self._save, self._n_saves())
+        return must_stop(self.left_s, self._step, self._save, self._n_saves(), self._calls.longest_s)
 
     @property
     def wants_measure(self) -> bool:
@@ -109,12 +146,12 @@ class Deadline:
 
     def describe(self) -> str:
         """Return the rule with what is known now, as one line."""
-        n_saves = self._n_saves()
+        n_saves, call_s = self._n_saves(), self._calls.longest_s
         save = f"{n_saves * self._save.p99:.3g} s" if self._save.is_measured else "not measured yet"
         line = (
-            f"deadline in {self.left_s:.0f} s; stops when p99 step + p99 saves + slack is left, now "
-            f"{self._step.p99:.3g} s + {save} + {slack_s(self._step, self._save):.3g} s"
+            f"deadline in {self.left_s:.0f} s; stops when p99 step (or longer call of run) + p99 saves + slack is left,"
+            f" now {max(self._step.p99, call_s):.3g} s + {save} + {slack_s(self._step, self._save):.3g} s"
         )
-        if must_stop(self.left_s, self._step, self._save, n_saves):
+        if must_stop(self.left_s, self._step, self._save, n_saves, call_s):
             return f"{line}: no step fits in, so this attempt stops at once"
         return line

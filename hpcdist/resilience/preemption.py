@@ -18,11 +18,10 @@ from hpcdist.process import call_when_done
 from hpcdist.resilience.agreement import Agreement
 from hpcdist.resilience.attempt import Attempt
 from hpcdist.resilience.checkpoint import Checkpoint
-from hpcdist.resilience.deadline import Deadline, Durations
+from hpcdist.resilience.deadline import Calls, Deadline, Durations
 from hpcdist.resilience.manager import CheckpointManager
 from hpcdist.resilience.saves import AttemptSaves
 from hpcdist.resilience.schedule import SaveSchedule
-from hpcdist.resilience.steps import StepCount
 from hpcdist.resilience.stop import StopFlag
 from hpcdist.resilience.termination import TerminationConfig
 
@@ -79,7 +78,7 @@ class PreemptionCheckpointHandler:
             schedule = replace(schedule, every_steps=save_every_steps)
         self._attempt = Attempt(self._world, self._manager, is_counted=self._config.save_fn is None)
         self._saves = AttemptSaves(self._manager, self._attempt, schedule, self._config.save_fn)
-        self._step_times = Durations()
+        self._step_times, self._calls = Durations(), Calls()
         self._deadline = self._make_deadline(time_limit_s)
         self._attempt.begin()
         if isinstance(self._world.notices.watcher, PreemptionCheckpointHandler):
@@ -99,13 +98,14 @@ class PreemptionCheckpointHandler:
         return self._deadline_at(min(known)) if known else None
 
     def _deadline_at(self, end: float) -> Deadline:
-        return Deadline(end, self._step_times, self._saves.times, n_saves=lambda: self._saves.n_at_end(self.step))
+        times = (self._step_times, self._saves.times)
+        return Deadline(end, *times, n_saves=lambda: self._saves.n_at_end(self.step), calls=self._calls)
 
     def _begin(self) -> None:
         """Restore, and listen from now on."""
         self.restored_path = self._manager.begin_attempt()
         self._attempt.renew()
-        self._steps = StepCount(self._world.notices, self._manager.checkpoint.step)
+        self._steps = self._manager.checkpoint.count_steps()
         self._is_busy = self._is_done = self._is_polled = False
         self._countdown: Deadline | None = None
         self._is_counting_down = False
@@ -138,7 +138,8 @@ class PreemptionCheckpointHandler:
     def step(self) -> int:
         """Steps made so far, what a checkpoint is named by: calls of `run` and `save_checkpoint_if_preempted`.
 
-        Where the optimizer steps outside of them, its steps; calls in which it does not step are none then.
+        Where the optimizer steps outside of them, its steps; calls in which it does not step are none from the first of
+        these on, nor in later attempts.
         """
         return self._steps.value
 
@@ -151,6 +152,8 @@ class PreemptionCheckpointHandler:
             self.poll()
         with self._steps.call(), self._busy():
             result = fn(*args, **kwargs)
+        if self._steps.was_evaluation:  # with what came before it since the last poll
+            self._calls.add(time.monotonic() - self._polled_at)
         self._is_polled = False
         return result
 

@@ -14,6 +14,7 @@ from torch import nn
 import hpcdist
 from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.errors import DesyncError, ExitCode, NoProgressError, UsageError
+from hpcdist.resilience.deadline import MIN_SLACK_S
 from hpcdist.resilience.stop import SIGNALS
 
 pytestmark = pytest.mark.mpi
@@ -178,6 +179,29 @@ def test_an_evaluation_passed_to_run_is_no_step_where_optimizers_step_by_themsel
     assert decision(comm, shared_path)["step"] == 2 * N_STEPS
 
 
+def test_an_evaluation_passed_to_run_is_no_step_in_the_next_attempt_either(comm, make_job):
+    """It comes there before a step of the attempt: README's loop, stopped after the last step of an epoch."""
+
+    def train(job):
+        with job.handler:
+            for _ in range(job.batches.epoch, 2):
+                for x in job.batches:
+                    job.step(x)
+                    if job.handler.step == stop_at:
+                        job.handler.stop()
+                job.handler.run(lambda: sum(len(x) for x in job.test_batches))
+        return job.handler.latest_path
+
+    # the sum of the next step tells the other ranks; a single one needs no telling
+    stop_at = N_STEPS if comm.size == 1 else N_STEPS - 1
+    first = make_job()
+    assert stopped(comm, lambda: train(first)) == 75
+    second = make_job()
+    assert second.handler.restored_path.endswith(f"step-{N_STEPS:08d}.h5")
+    assert train(second).endswith(f"step-{2 * N_STEPS:08d}.h5")
+    assert second.handler.step == 2 * N_STEPS
+
+
 def test_the_steps_of_a_strategy_of_one_replica_count(comm, shared_path):
     if comm.size > 1:
         pytest.skip("one device is a job of one rank")
@@ -317,6 +341,25 @@ def test_a_deadline(comm, shared_path, make_job, capfd):
     assert 0.5 < time.monotonic() - started < 4
     assert decision(comm, shared_path)["reason"] == "deadline"
     assert job.handler._saves.times.is_measured, "a first save was made to know what one costs"
+
+
+@pytest.mark.parametrize("is_in_run", [False, True])
+def test_the_deadline_leaves_time_for_one_more_evaluation(comm, shared_path, make_job, is_in_run):
+    """Which is neither a step, where these are made outside of `run`, nor among the p99 of so many."""
+    job = make_job(time_limit_s=600)
+
+    def train(n_epochs):
+        for _ in range(n_epochs):
+            for x in job.batches:
+                job.handler.run(job.strategy.run, job.step, args=(x,)) if is_in_run else job.step(x)
+
+    train(15)
+    assert job.handler._calls.longest_s == 0.0, "calls that are steps have their p99"
+    job.handler.run(time.sleep, 3)
+    train(1)
+    job.handler._deadline._end = time.time() + MIN_SLACK_S + 2.9
+    assert stopped(comm, lambda: train(1)) == 75
+    assert decision(comm, shared_path)["reason"] == "deadline"
 
 
 def test_a_grace_period_is_used_for_training(comm, shared_path, make_job, capfd):

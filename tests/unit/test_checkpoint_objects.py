@@ -60,3 +60,51 @@ def test_optimizers_that_name_their_parameters_are_restored():
     optimizer = Named([torch.zeros(2)], 0.1)
     Checkpoint(optimizer=optimizer).apply(*saved(optimizer=optimizer), "file")
     assert optimizer.loaded["state"] == {"weight": 1}
+
+
+def test_an_optimizer_with_other_groups_is_refused():
+    one, other = (torch.optim.SGD([torch.zeros(2)], 0.1) for _ in range(2))
+    other.add_param_group({"params": [torch.zeros(3), torch.zeros(4)]})
+    state, arrays = saved(optimizer=other)
+    with pytest.raises(CheckpointError, match="'group 1' absent, got 2, 'group 1' 2 parameters in file"):
+        Checkpoint(optimizer=one).apply(state, arrays, "file")
+
+
+class Lookahead:
+    """An optimizer around another, whose state is nested in its own."""
+
+    def __init__(self, base):
+        self.base, self.n_steps = base, 0
+
+    @property
+    def param_groups(self):
+        return self.base.param_groups
+
+    def state_dict(self):
+        return {"base_optimizer": self.base.state_dict(), "n_steps": self.n_steps}
+
+    def load_state_dict(self, state):
+        self.base.load_state_dict(state["base_optimizer"])
+        self.n_steps = state["n_steps"]
+
+
+def test_an_optimizer_around_another_is_restored():
+    def make():
+        return Lookahead(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1, momentum=0.9))
+
+    before, now = make(), make()
+    before.param_groups[0]["params"][0].grad = torch.full((2,), 3.0)
+    before.base.step()
+    before.n_steps = 1
+    Checkpoint(optimizer=now).apply(*saved(optimizer=before), "file")
+    assert now.n_steps == 1
+    assert now.base.state_dict()["state"][0]["momentum_buffer"].tolist() == [3.0, 3.0]
+
+
+def test_whether_optimizers_step_outside_of_run_is_kept_and_older_files_do_not_tell():
+    values, known, unknown = np.zeros(2), {"steps": "outside of run"}, saved(values=np.zeros(2))
+    assert "steps" not in unknown[0]
+    checkpoint = Checkpoint(values=values)
+    for more, kept in [(known, known), ({}, {}), ({"steps": ["hostile"]}, {})]:
+        checkpoint.apply({**unknown[0], **more}, unknown[1], "file")
+        assert checkpoint.collect({})[0] == {**unknown[0], **kept}

@@ -1,8 +1,18 @@
-"""The rule that a deadline is kept by: time left <= p99 step + p99 save + slack."""
+"""The rule that a deadline is kept by: time left <= p99 step, or a longer call, + p99 save + slack."""
 
 import pytest
 
-from hpcdist.resilience.deadline import MIN_SLACK_S, N_REMEMBERED, Deadline, Durations, must_stop, needed_s, slack_s
+from hpcdist.resilience.deadline import (
+    EXPECTED_TIMES,
+    MIN_SLACK_S,
+    N_REMEMBERED,
+    Calls,
+    Deadline,
+    Durations,
+    must_stop,
+    needed_s,
+    slack_s,
+)
 
 
 def durations(*seconds):
@@ -54,6 +64,62 @@ def test_a_save_under_way_is_waited_for():
     assert deadline.is_near
     assert "1 s + 40 s + 5 s" in deadline.describe()
     assert not deadline.can_save
+
+
+def test_a_call_that_is_longer_than_steps_must_fit_in_too():
+    step, save, calls = durations(1.0), durations(20.0), Calls()
+    assert needed_s(step, save, call_s=0.5) == 1.0 + 20.0 + MIN_SLACK_S
+    assert needed_s(step, save, 2, call_s=400.0) == 400.0 + 2 * 20.0 + MIN_SLACK_S
+    deadline = Deadline(1300.0, step, save, lambda: 1000.0, calls=calls)
+    assert not deadline.is_near
+    calls.add(400.0)
+    assert deadline.is_near, "300 s are left, and the next evaluation would be killed"
+    assert deadline.can_save
+    assert "400 s + 20 s + 5 s: no step fits in" in deadline.describe()
+
+
+def calls_of(*seconds, between_s=0.0):
+    """Return calls that were made one after the other, and their clock."""
+    now = [1000.0]
+    made = Calls(lambda: now[0])
+    for one in seconds:
+        now[0] += one
+        made.add(one)
+        now[0] += between_s
+    return made, now
+
+
+def test_without_calls_none_is_expected():
+    assert Calls().longest_s == 0.0
+
+
+def test_a_long_call_is_expected_however_many_short_ones_follow():
+    assert calls_of(400.0, *[1.0] * 3600)[0].longest_s == 400.0
+    assert calls_of(*[0.1] * 10**4, 400.0, 0.1)[0].longest_s == 400.0
+
+
+def test_a_call_that_was_long_once_is_not_expected_for_ever():
+    calls, now = calls_of(180.0, *[1.0] * 10)
+    now[0] = 1000.0 + 180.0 + EXPECTED_TIMES * 180.0 - 1
+    calls.add(1.0)
+    assert calls.longest_s == 180.0
+    now[0] += 1
+    assert calls.longest_s == 1.0
+    now[0] += EXPECTED_TIMES
+    assert calls.longest_s == 0.0
+
+
+def test_evaluations_that_become_shorter_are_expected_when_the_longest_is_forgotten():
+    calls, now = calls_of(500.0, 400.0, 390.0, between_s=18000.0)
+    assert calls.longest_s == 400.0, "it was made 36390 s ago, and the one of 500 s 54790 s ago"
+    now[0] += 3700.0
+    assert calls.longest_s == 390.0
+
+
+def test_memory_of_calls_is_bounded():
+    calls, _ = calls_of(*[10.0 - number / 10**4 for number in range(10**4)])
+    assert len(calls._expected) <= EXPECTED_TIMES + 1
+    assert len(calls_of(*[1.0] * 1000)[0]._expected) == 1
 
 
 def test_a_deadline_comes_nearer_and_says_so():

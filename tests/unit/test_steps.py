@@ -1,5 +1,6 @@
 """What counts as a step: programs of every kind, as the calls and optimizer steps that they make."""
 
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -10,11 +11,16 @@ from hpcdist.resilience.steps import StepCount
 STEP, EVALUATE, TRAIN, GAN, TELL = "step", "evaluate", "train", "gan", "tell"
 
 
-def count(events, base=0, made_before=0, saved=0):
+def count(events, base=0, made_before=0, saved=0, is_outside=False):
     """Return the values after each of some events."""
+    return followed(events, base, made_before, saved, is_outside)[0]
+
+
+def followed(events, base=0, made_before=0, saved=0, is_outside=False):
+    """Return the values after each of some events, and the count."""
     notices = Notices()
     notices.n_steps = made_before
-    steps = StepCount(notices, base)
+    steps = StepCount(notices, base, is_outside)
     values = []
     for event in events:
         with steps.call() if event in (EVALUATE, TRAIN, GAN) else nullcontext():
@@ -24,7 +30,7 @@ def count(events, base=0, made_before=0, saved=0):
         if event == TELL:
             steps.tell(saved)
         values.append(steps.value)
-    return values
+    return values, steps
 
 
 @pytest.mark.parametrize(
@@ -49,8 +55,55 @@ def test_values(events, values):
     assert count(events, base=500, made_before=77) == [500 + value for value in values]
 
 
+@pytest.mark.parametrize(
+    "loop",
+    [
+        [TRAIN, TRAIN, EVALUATE],
+        [STEP, STEP, EVALUATE],
+        [EVALUATE, STEP, STEP],
+        [STEP, TRAIN, EVALUATE],
+        [[STEP, TELL], [STEP, TELL]],  # no attempt ends between a step and the word of it
+        [[STEP, STEP, TELL], EVALUATE],
+    ],
+)
+def test_a_program_that_is_cut_anywhere_has_the_values_of_one_that_is_not(loop):
+    events = [[event] if isinstance(event, str) else event for event in loop * 3]
+    uncut = values_after(events)
+    for cut in range(len(events) + 1):
+        first, steps = values_after(events[:cut]), followed(sum(events[:cut], []))[1]
+        then = values_after(events[cut:], steps.value, made_before=5, saved=steps.value, is_outside=steps.is_outside)
+        assert first + then == uncut, cut
+
+
+def values_after(events, *args, **kwargs):
+    """Return the values after each of some lists of events."""
+    values = count(sum(events, []), *args, **kwargs)
+    return [values[end - 1] for end in itertools.accumulate(map(len, events))]
+
+
 def test_what_was_saved_is_not_gone_back_behind():
     assert count([STEP, STEP, STEP, TELL, TELL], saved=2) == [1, 2, 3, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("events", "was_evaluation"),
+    [
+        ([], False),
+        ([TRAIN], False),
+        ([TRAIN, EVALUATE], True),
+        ([TRAIN, EVALUATE, TRAIN], False),
+        ([STEP, EVALUATE], True),
+        ([EVALUATE], False),  # or the first step of a numpy program, which is slow
+        ([EVALUATE, EVALUATE], True),
+    ],
+)
+def test_calls_that_may_be_evaluations(events, was_evaluation):
+    assert followed(events)[1].was_evaluation == was_evaluation
+
+
+def test_evaluations_before_the_first_step_of_a_later_attempt_are_left_out():
+    assert not followed([EVALUATE, EVALUATE], base=8, is_outside=True)[1].was_evaluation
+    assert followed([EVALUATE, STEP, EVALUATE], base=8, is_outside=True)[1].was_evaluation
 
 
 @pytest.mark.parametrize("n_steps", [0, 1, 2])
