@@ -45,7 +45,7 @@ CHECKPOINTS, GENERATIONS, MANAGER = (
     "hpcdist/resilience/manager.py",
 )
 
-IN_ORDER = """            durable.replace_file(self._disk, path, image.blocks(digest), image.nbytes)
+IN_ORDER = """            self._write(path, image, digest)
             self.check_current()
             manifest = Manifest(step, path.name, image.nbytes, digest.hexdigest(), written, **more)
             durable.replace_text(self._disk, self._own / f"step-{step:08d}.json", manifest.to_text())
@@ -101,7 +101,7 @@ MUTANTS = [
         FOLDER,
     ),
     Mutant("another name for a step saved again", CHECKPOINTS, "while name in names and", "while False and", FOLDER),
-    Mutant("the dead are counted", CHECKPOINTS, "if has_progressed and generation <", "if generation <", FOLDER),
+    Mutant("the dead are counted", CHECKPOINTS, "if newest.step > self._last_before:", "if True:", FOLDER),
     Mutant("steps go up", CHECKPOINTS, "        if step < last:", "        if step < -1:", FOLDER),
     Mutant("damaged ones set aside", CHECKPOINTS, "for place in self.damaged:", "for place in ():", FOLDER),
     Mutant(
@@ -111,7 +111,24 @@ MUTANTS = [
         "        if 0:\n            raise",
         FOLDER,
     ),
-    Mutant("sweep of the half-written", CHECKPOINTS, "durable.sweep_temporary(self._disk, folder)", "pass", FOLDER),
+    Mutant(
+        "sweep of the half-written",
+        CHECKPOINTS,
+        "            durable.sweep_temporary(self._disk, self.path / generations.folder_name(generation))\n",
+        "",
+        FOLDER,
+    ),
+    Mutant(
+        "room for the first save",
+        CHECKPOINTS,
+        'with self._tolerated("what was left half written stays"):\n            self._remove_orphans()',
+        "pass",
+        FOLDER,
+    ),
+    Mutant(
+        "replaced while it writes", CHECKPOINTS, "except FileNotFoundError:  #", "except ZeroDivisionError:  #", FOLDER
+    ),
+    Mutant("full disks are no suspects", MANAGER, "                self._history.note_save(step)\n", "", RANKS),
     Mutant("digest of the manifest", MANIFEST, "if _digest(body_text) != digest:", "if False:", FILE),
     Mutant(
         "digest of the file", MANIFEST, "if found != (self.nbytes, self.xxh3_128):", "if found[0] != self.nbytes:", FILE
@@ -316,15 +333,19 @@ MUTANTS = [
     ),
     Mutant("early deaths end a chain", "slurm/requeue.sh", "if ((${#deaths[@]} <= 3)); then", "if true; then", RECIPES),
     Mutant("code 0 without a word", "slurm/requeue.sh", "if ((code == 0)); then code=1; fi", ":", RECIPES),
-    Mutant("cancelled jobs", "slurm/requeue.sh", "(CANCELLED|COMPLETING)", "(NEVER)", RECIPES),
-    Mutant("started again elsewhere", "slurm/requeue.sh", "BASH_REMATCH[1] > ${SLURM_RESTART_COUNT:-0}", "0", RECIPES),
+    Mutant("cancelled jobs", "slurm/requeue.sh", "@(CANCELLED|COMPLETING)", "NEVER", RECIPES),
+    Mutant("started again elsewhere", "slurm/requeue.sh", "+ 0 > ${SLURM_RESTART_COUNT:-0}", "< 0", RECIPES),
+    Mutant("a task of an array", "slurm/requeue.sh", """ | grep "^JobId=$SLURM_JOB_ID \"""", "", RECIPES),
+    Mutant("the name of a task", "slurm/requeue.sh", "if task=$(field ArrayTaskId); then", "if false; then", RECIPES),
     Mutant(
-        "a task of an array",
+        "a decision that is away",
         "slurm/requeue.sh",
-        'scontrol show job "$job"',
-        'scontrol show job "$SLURM_JOB_ID"',
+        '    sleep "$pause"\n  done\n  if',
+        "  break; done\n  if",
         RECIPES,
     ),
+    Mutant("the watch over the script", "slurm/watch.sh", "while ! is_script_lost; do", "while true; do", RECIPES),
+    Mutant("a watch that errs", "slurm/watch.sh", "$(field JobState) == RUNNING && ", "", RECIPES),
     Mutant("taken over", "slurm/requeue.sh", "    verdict=another", "    verdict=none", RECIPES),
     Mutant("a chain is withdrawn", "slurm/train-chain.sbatch", '! "${withdraw[@]}"', "false", "unit/test_recipes.py"),
     Mutant("a stop beside a save", "hpcdist/notices.py", "SAVE = 1\n    STOP = 2", "STOP = 1\n    SAVE = 2", AGREE),

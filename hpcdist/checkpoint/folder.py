@@ -171,15 +171,18 @@ class CheckpointFolder(CheckpointReader):
         self.check_current()
         with self.explained("save", f"to write {image.nbytes} bytes to {path.name}"):
             self._check_space(image.nbytes)
-            try:
-                durable.replace_file(self._disk, path, image.blocks(digest), image.nbytes)
-            except FileNotFoundError:  # a later attempt has removed it
-                self.check_current()
-                raise
+            self._write(path, image, digest)
             self.check_current()
             manifest = Manifest(step, path.name, image.nbytes, digest.hexdigest(), written, **more)
             durable.replace_text(self._disk, self._own / f"step-{step:08d}.json", manifest.to_text())
         return manifest
+
+    def _write(self, path: Path, image: FileImage, digest: xxhash.xxh3_128) -> None:
+        try:
+            durable.replace_file(self._disk, path, image.blocks(digest), image.nbytes)
+        except FileNotFoundError:  # removed by a later attempt?
+            self.check_current()
+            raise
 
     def _check_space(self, nbytes: int) -> None:
         status = os.statvfs(self.path)
