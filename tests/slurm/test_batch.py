@@ -9,7 +9,6 @@ import pytest
 
 pytestmark = pytest.mark.timeout(900)
 N_PREEMPTIONS = int(os.environ.get("N_PREEMPTIONS", "2"))  # `make slurm-all`: 10
-takes_long = pytest.mark.skipif("SLURM_ALL" not in os.environ, reason="takes long: make slurm-all")
 
 
 def test_to_the_end_and_the_same_command_again(submit, data):
@@ -131,7 +130,6 @@ def test_of_two_jobs_in_one_run_folder_the_older_ends(submit, options, unbroken)
     assert (new.decision["attempt"], new.decision["job"], old.n_restarts) == (2, new.id, 0)
 
 
-@takes_long
 def test_out_of_time_and_requeued_by_hand(slurm, submit, options, unbroken):
     """Slurm sends USR1 to all ranks when the time is nearly over; a requeue is a SIGTERM."""
     job = submit("train", *options)

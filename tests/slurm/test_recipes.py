@@ -34,7 +34,6 @@ def ranks_of(slurm, job):
     return [pid for pid in slurm.processes() if needle in environ_of(pid) and "python" in name_of(pid).split("\0")[0]]
 
 
-@takes_long
 def test_mpirun_whose_exit_code_is_not_to_be_trusted(slurm, submit, options, unbroken, mpirun_that_exits_0):
     """The script alone gets USR1, and hands it on; and ranks that are killed are not taken for ones that finished."""
     job = submit("train-mpirun", *options, environ={"MPIRUN": str(mpirun_that_exits_0)})
@@ -90,7 +89,6 @@ def test_a_task_of_an_array_is_requeued_on_its_own(slurm, submit, data):
     assert final_state(first)[1] != final_state(second)[1], "their seeds differ"
 
 
-@takes_long
 def test_without_scontrol_the_command_to_run_is_printed(slurm, submit, options, unbroken, folder):
     programs = folder / "bin"
     programs.mkdir()
