@@ -7,6 +7,10 @@
 
 set -uo pipefail
 : "${RUN_DIR:=runs/$SLURM_JOB_NAME}" "${PYTHON:=.venv/bin/python}" # to be set before sbatch, if need be
+# What scontrol calls this job: the last task of an array has the id of the whole. (The variables of an array may also be left
+# from the job that submitted this one; they differ from its id then.)
+job=$SLURM_JOB_ID
+if [[ ${SLURM_ARRAY_JOB_ID:-} == "$job" ]]; then job+=_$SLURM_ARRAY_TASK_ID; fi
 early_deaths=$RUN_DIR/early-deaths # a line for each launch in a row that ended before its program had begun
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 
@@ -29,28 +33,36 @@ is_own() { [[ $(fact job) == "$SLURM_JOB_ID" ]]; }
 # from 1 again where the checkpoints were removed. `cat` comes first: on NFS what `stat` says is fresh after an open.
 stamp() { { cat "$RUN_DIR/decision.json" && stat --format='%i %y' "$RUN_DIR/decision.json"; } 2> /dev/null; }
 
+# Wait until decision.json can be read, or is not there. A file server may be away for a while, and may be what ended the
+# program; 1 if it stays away.
+await_decision() {
+  local pause names
+  for pause in ${READ_PAUSES_S:-2 4 8 16 32} last; do
+    if names=$(ls "$RUN_DIR/" 2> /dev/null); then
+      if [[ -n $(fact decision) ]] || ! grep --quiet --line-regexp decision.json <<< "$names"; then return 0; fi
+    fi
+    if [[ $pause != last ]]; then sleep "$pause"; fi
+  done
+  return 1
+}
+
 # Run a command and set `code` to its exit code, and `verdict` to the decision that it wrote: "none" where it ended before
 # it could write one, "another" where another job writes in the run folder by now. `earlier` is what stood there before, of
-# any job, if it still stands.
+# any job, if it still stands, or cannot be read any more.
 launch() {
-  local before was pause
-  before=$(stamp) was=$(fact decision)
+  local before
+  mkdir -p "$RUN_DIR" # a new run has none yet
+  before=$(stamp) earlier=$(fact decision)
   "$@"
   code=$?
-  verdict=none earlier=none
-  for pause in ${READ_PAUSES_S:-2 4 8 16 32}; do # a file server may be away, and what ended the program may be that
-    if [[ -z $before || -n $(fact decision) ]]; then break; fi
-    sleep "$pause"
-  done
-  if [[ $(stamp) == "$before" ]]; then
-    earlier=$(fact decision)
-  elif is_own; then
+  verdict=none
+  if ! await_decision || [[ $(stamp) == "$before" ]]; then return; fi
+  earlier=none
+  if is_own; then
     verdict=$(fact decision)
     rm -f "$early_deaths"
-  elif [[ -n $(fact decision) ]]; then
+  elif [[ -n $(fact decision) ]]; then # it has not been removed
     verdict=another
-  else
-    earlier=$was # it cannot be read any more
   fi
 }
 
@@ -66,20 +78,13 @@ has_died() {
   esac
 }
 
-# Set `state` to what Slurm says of this job, on one line. The last task of an array has the id of the whole: asked for
-# that, scontrol tells of all tasks.
-look_up() { state=$(scontrol --oneliner show job "$SLURM_JOB_ID" 2> /dev/null | grep "^JobId=$SLURM_JOB_ID "); }
+# Set `state` to what Slurm says of this job, on one line.
+look_up() { state=$(SLURM_TIME_FORMAT=standard scontrol --oneliner show job "$job" 2> /dev/null); }
 
 # Print a field of `state`, such as JobState.
 field() {
   local pattern=" $1=([^ ]+)"
   [[ " $state" =~ $pattern ]] && echo "${BASH_REMATCH[1]}"
-}
-
-# Print what scontrol calls this job alone, by `state`. SLURM_ARRAY_JOB_ID may be left from the job that submitted this one.
-name() {
-  local task
-  if task=$(field ArrayTaskId); then echo "$(field ArrayJobId)_$task"; else echo "$SLURM_JOB_ID"; fi
 }
 
 # Whether the job was preempted, since it started last.
@@ -103,7 +108,7 @@ is_out_of_time() {
   [[ $end =~ ^[0-9]+$ ]] && ((end - $(date +%s) < 180))
 }
 # For the program: older versions of Slurm do not set it.
-SLURM_JOB_END_TIME=$(end_time)
+SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(end_time)}
 export SLURM_JOB_END_TIME
 
 # Whether Slurm has asked the job to end.
@@ -131,8 +136,9 @@ forget_copies() {
 # Have the last of some nodes watch over the node of this script.
 watch_from() {
   if [[ -n ${watcher:-} ]]; then kill "$watcher" 2> /dev/null; fi
-  RUN_DIR=$RUN_DIR srun --quiet --overlap --nodes=1 --ntasks=1 --nodelist="$(scontrol show hostnames "$1" | tail -1)" \
-    bash slurm/watch.sh < /dev/null &
+  # It takes no memory and no GPUs: before 22.05 a step kept them from others, in spite of --overlap.
+  RUN_DIR=$RUN_DIR srun --quiet --overlap --mem=0 --gres=none --nodes=1 --ntasks=1 \
+    --nodelist="$(scontrol show hostnames "$1" | tail -1)" bash slurm/watch.sh < /dev/null &
   watcher=$!
   trap 'kill "$watcher" 2> /dev/null' EXIT
 }
@@ -154,16 +160,15 @@ requeue() {
       exit 76
     fi
     # Also when preempted: before 24.05 Slurm requeues no job that ends in time.
-    if [[ -n $state ]] && scontrol requeue "$(name)"; then exit 75; fi
+    if [[ -n $state ]] && scontrol requeue "$job"; then exit 75; fi
   done
-  say "to go on, run: scontrol requeue $(name)"
+  say "to go on, run: scontrol requeue $job"
   exit 75
 }
 
 # Whether a launch that ended before it had begun is to be repeated: three times in a row.
 is_repeated() {
   local deaths
-  mkdir -p "$RUN_DIR" # a new run may have none yet
   echo "$(date +%FT%T) job $SLURM_JOB_ID: exit code $code" >> "$early_deaths" || return 1
   mapfile -t deaths < "$early_deaths"
   if ((${#deaths[@]} <= 3)); then return 0; fi

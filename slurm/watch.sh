@@ -14,11 +14,14 @@ is_script_lost() {
 }
 
 state=
-while ! is_script_lost; do sleep "${WATCH_PAUSE_S:-30}"; done
-log=$(field StdErr)
-if [[ -f $log ]]; then exec 2>> "$log"; fi
-say "the node of the batch script is lost"
-code=137 verdict=none earlier=$(fact decision)
-if is_own; then verdict=$earlier; fi
-(leave)
-if (($? != 75)); then scancel "$(name)"; fi # nobody else would end it
+while sleep "${WATCH_PAUSE_S:-30}"; do # for ever: who requeues or ends the job ends this too
+  if ! is_script_lost; then continue; fi
+  log=$(field StdErr)
+  if [[ -f $log ]]; then exec 2>> "$log"; fi
+  say "the node of the batch script is lost"
+  if ! await_decision; then continue; fi
+  code=137 verdict=none earlier=$(fact decision)
+  if is_own; then verdict=$earlier; fi
+  (leave)
+  if (($? != 75)) && is_script_lost; then scancel "$job"; fi # nobody else would end it
+done

@@ -45,10 +45,11 @@ CHECKPOINTS, GENERATIONS, MANAGER = (
     "hpcdist/resilience/manager.py",
 )
 
-IN_ORDER = """            self._write(path, image, digest)
-            self.check_current()
+IN_ORDER = """            with self._as_newest():
+                durable.replace_file(self._disk, path, image.blocks(digest), image.nbytes)
             manifest = Manifest(step, path.name, image.nbytes, digest.hexdigest(), written, **more)
-            durable.replace_text(self._disk, self._own / f"step-{step:08d}.json", manifest.to_text())
+            with self._as_newest():
+                durable.replace_text(self._disk, self._own / f"step-{step:08d}.json", manifest.to_text())
 """
 MANIFEST_FIRST = """            blocks = list(image.blocks(digest))
             manifest = Manifest(step, path.name, image.nbytes, digest.hexdigest(), written, **more)
@@ -126,7 +127,11 @@ MUTANTS = [
         FOLDER,
     ),
     Mutant(
-        "replaced while it writes", CHECKPOINTS, "except FileNotFoundError:  #", "except ZeroDivisionError:  #", FOLDER
+        "replaced while it writes",
+        CHECKPOINTS,
+        "except FileNotFoundError:  # r",
+        "except ZeroDivisionError:  # r",
+        FOLDER,
     ),
     Mutant("full disks are no suspects", MANAGER, "                self._history.note_save(step)\n", "", RANKS),
     Mutant("digest of the manifest", MANIFEST, "if _digest(body_text) != digest:", "if False:", FILE),
@@ -335,19 +340,23 @@ MUTANTS = [
     Mutant("code 0 without a word", "slurm/requeue.sh", "if ((code == 0)); then code=1; fi", ":", RECIPES),
     Mutant("cancelled jobs", "slurm/requeue.sh", "@(CANCELLED|COMPLETING)", "NEVER", RECIPES),
     Mutant("started again elsewhere", "slurm/requeue.sh", "+ 0 > ${SLURM_RESTART_COUNT:-0}", "< 0", RECIPES),
-    Mutant("a task of an array", "slurm/requeue.sh", """ | grep "^JobId=$SLURM_JOB_ID \"""", "", RECIPES),
-    Mutant("the name of a task", "slurm/requeue.sh", "if task=$(field ArrayTaskId); then", "if false; then", RECIPES),
+    Mutant("a task of an array", "slurm/requeue.sh", "job+=_$SLURM_ARRAY_TASK_ID; fi", ":; fi", RECIPES),
     Mutant(
-        "a decision that is away",
+        "left of another array",
         "slurm/requeue.sh",
-        '    sleep "$pause"\n  done\n  if',
-        "  break; done\n  if",
+        '${SLURM_ARRAY_JOB_ID:-} == "$job"',
+        "-n ${SLURM_ARRAY_JOB_ID:-}",
         RECIPES,
     ),
-    Mutant("the watch over the script", "slurm/watch.sh", "while ! is_script_lost; do", "while true; do", RECIPES),
+    Mutant("a decision that is away", "slurm/requeue.sh", "if ! await_decision || ", "if ", RECIPES),
+    Mutant(
+        "the watch over the script", "slurm/watch.sh", "if ! is_script_lost; then continue; fi", "continue", RECIPES
+    ),
+    Mutant("a watch that goes on", "slurm/watch.sh", "  if ! await_decision; then continue; fi\n", "", RECIPES),
     Mutant("a watch that errs", "slurm/watch.sh", "$(field JobState) == RUNNING && ", "", RECIPES),
     Mutant("taken over", "slurm/requeue.sh", "    verdict=another", "    verdict=none", RECIPES),
     Mutant("a chain is withdrawn", "slurm/train-chain.sbatch", '! "${withdraw[@]}"', "false", "unit/test_recipes.py"),
+    Mutant("heard after an evaluation", PREEMPTION, "poll(at_once=self._is_long_since)", "poll()", HANDLER),
     Mutant("a stop beside a save", "hpcdist/notices.py", "SAVE = 1\n    STOP = 2", "STOP = 1\n    SAVE = 2", AGREE),
     Mutant(
         "own saves",

@@ -15,11 +15,11 @@ if [[ $1 == requeue ]]; then
   exit
 fi
 if [[ -z $STATE ]]; then exit 1; fi
-if [[ -n $ARRAY ]]; then
+if [[ ${SLURM_ARRAY_JOB_ID:-} == "$SLURM_JOB_ID" && $4 != *_* ]]; then
   echo "JobId=6 ArrayJobId=7 ArrayTaskId=1 JobState=CANCELLED Restarts=0 StartTime=2026-11-21T11:00:00" \
     "EndTime=2026-11-21T11:00:30 PreemptTime=2026-11-21T12:00:00"
 fi
-echo "JobId=$SLURM_JOB_ID $ARRAY JobName=job JobState=$STATE Reason=None Requeue=1 Restarts=$RESTARTS BatchFlag=1" \
+echo "JobId=$SLURM_JOB_ID JobName=job JobState=$STATE Reason=None Requeue=1 Restarts=$RESTARTS BatchFlag=1" \
   "StartTime=2026-11-21T11:00:00 EndTime=$END Deadline=N/A PreemptEligibleTime=2026-11-21T11:00:00" \
   "PreemptTime=$PREEMPTED BatchHost=n1 NodeList=$NODES StdErr=$RUN_DIR/log"
 """

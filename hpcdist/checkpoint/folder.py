@@ -171,18 +171,22 @@ class CheckpointFolder(CheckpointReader):
         self.check_current()
         with self.explained("save", f"to write {image.nbytes} bytes to {path.name}"):
             self._check_space(image.nbytes)
-            self._write(path, image, digest)
-            self.check_current()
+            with self._as_newest():
+                durable.replace_file(self._disk, path, image.blocks(digest), image.nbytes)
             manifest = Manifest(step, path.name, image.nbytes, digest.hexdigest(), written, **more)
-            durable.replace_text(self._disk, self._own / f"step-{step:08d}.json", manifest.to_text())
+            with self._as_newest():
+                durable.replace_text(self._disk, self._own / f"step-{step:08d}.json", manifest.to_text())
         return manifest
 
-    def _write(self, path: Path, image: FileImage, digest: xxhash.xxh3_128) -> None:
+    @contextmanager
+    def _as_newest(self) -> Iterator[None]:
+        """Raise AttemptReplaced after a block in which a later attempt has begun: it removes what is not committed."""
         try:
-            durable.replace_file(self._disk, path, image.blocks(digest), image.nbytes)
-        except FileNotFoundError:  # removed by a later attempt?
+            yield
+        except FileNotFoundError:  # removed?
             self.check_current()
             raise
+        self.check_current()
 
     def _check_space(self, nbytes: int) -> None:
         status = os.statvfs(self.path)

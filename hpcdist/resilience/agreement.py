@@ -39,8 +39,12 @@ class Agreement:
         self._start_again()
         self.n_messages = 0
 
-    def poll(self) -> Want:
-        """Return what any rank wanted, or the most of it; the same on all ranks. Collective: the ranks of the role."""
+    def poll(self, at_once: bool = False) -> Want:
+        """Return what any rank wanted, or the most of it; the same on all ranks. Collective: the ranks of the role.
+
+        Args:
+            at_once: ask, if no sum of gradients has told: equal on all ranks.
+        """
         if self._world.role_comm.size == 1:
             return self._wants()
         if self._world.notices.n_carried > self._n_seen:
@@ -48,7 +52,7 @@ class Agreement:
             self._start_again()
             return self._world.notices.take()
         self._n_polls += 1
-        return self._ask() if self._n_polls >= self._every else Want.NOTHING
+        return self._ask() if at_once or self._n_polls >= self._every else Want.NOTHING
 
     def require_same_step(self, step: int) -> None:
         """Raise unless all ranks of the role have made as many steps. Collective: they.

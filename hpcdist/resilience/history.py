@@ -1,9 +1,11 @@
 """What the run folder tells of attempts: how many in a row came no further, and what they went on from."""
 
+import contextlib
 import logging
 
 from hpcdist.checkpoint.folder import CheckpointFolder
 from hpcdist.checkpoint.generations import RESTORING, Place, crashed_twice
+from hpcdist.errors import CheckpointError
 
 logger = logging.getLogger("hpcdist")
 
@@ -65,10 +67,14 @@ class History:
         self._is_noted = True
 
     def note_save(self, step: int) -> None:
-        """Note before the first save of a step later than what this attempt went on from that it has come so far."""
+        """Note before the first save of a step later than what this attempt went on from that it has come so far.
+
+        Where a disk is so full that this cannot be noted, the save itself tells.
+        """
         if self._is_noted and not self._has_trained and step > self.first_step:
-            self._folder.note_attempt(_name(self._restored), has_trained=True)
             self._has_trained = True
+            with contextlib.suppress(CheckpointError):
+                self._folder.note_attempt(_name(self._restored), has_trained=True)
 
     def note_end(self) -> None:
         """Note that this attempt comes to an end of its own."""

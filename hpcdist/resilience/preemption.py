@@ -106,7 +106,7 @@ class PreemptionCheckpointHandler:
         self.restored_path = self._manager.begin_attempt()
         self._attempt.renew()
         self._steps = self._manager.checkpoint.count_steps()
-        self._is_busy = self._is_done = self._is_polled = False
+        self._is_busy = self._is_done = self._is_polled = self._is_long_since = False
         self._countdown: Deadline | None = None
         self._is_counting_down = False
         self._agreement = Agreement(self._world, self.wants)
@@ -154,6 +154,7 @@ class PreemptionCheckpointHandler:
             result = fn(*args, **kwargs)
         if self._steps.was_evaluation:  # with what came before it since the last poll
             self._calls.add(time.monotonic() - self._polled_at)
+            self._is_long_since = self._world.notices.n_steps > 0  # numpy programs have no other calls
         self._is_polled = False
         return result
 
@@ -223,7 +224,8 @@ class PreemptionCheckpointHandler:
             return
         has_stepped = self._measure()
         self._is_polled = True
-        heard = self._agreement.poll()
+        heard = self._agreement.poll(at_once=self._is_long_since)
+        self._is_long_since = False
         with self._giving_up():
             self._act(heard, has_stepped, functools.partial(self._save, *args, **kwargs))
         self._polled_at = time.monotonic()

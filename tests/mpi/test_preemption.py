@@ -362,6 +362,20 @@ def test_the_deadline_leaves_time_for_one_more_evaluation(comm, shared_path, mak
     assert decision(comm, shared_path)["reason"] == "deadline"
 
 
+def test_a_deadline_that_comes_near_in_an_evaluation_lets_no_step_begin(comm, make_job):
+    """The last sum of gradients was made before it, and could not tell."""
+    job = make_job(time_limit_s=600)
+    job.train(1)
+
+    def evaluate():
+        job.handler._deadline._end = time.time() + MIN_SLACK_S
+
+    job.handler.run(evaluate)
+    before = job.handler.step
+    assert stopped(comm, lambda: job.train(2)) == 75
+    assert job.handler.step == before
+
+
 def test_a_grace_period_is_used_for_training(comm, shared_path, make_job, capfd):
     job = make_job(termination_config=hpcdist.TerminationConfig(grace_period=6.5))
 

@@ -77,11 +77,11 @@ def test_a_lost_node_and_the_job_goes_on_in_its_allocation(slurm, submit, option
 
 def test_a_lost_node_that_the_batch_script_was_on(slurm, submit, options, unbroken):
     """Slurm lets the job run on without a script, as it lets it run on without any other node."""
-    job = submit("train", *options, environ={"WATCH_PAUSE_S": "1"})
+    job = submit("train", *options, ranks=2, environ={"WATCH_PAUSE_S": "1"})
     job.wait_for_training()
     lost = job.nodes[0]
     try:
-        assert slurm.kill_node(lost) >= 2, "a rank, and the script"
+        assert slurm.kill_node(lost) >= 3, "two ranks, and the script"
         killed = time.monotonic()
         job.wait_for_restart(1)
         print(f"requeued {time.monotonic() - killed:.1f} s after the loss of the script")

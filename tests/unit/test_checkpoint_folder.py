@@ -464,19 +464,32 @@ def test_an_attempt_that_is_overtaken_takes_the_next_number(tmp_path):
 
 
 class BesideDisk(Disk):
-    """Another attempt begins right before this one gives a data file its name."""
+    """Another attempt begins right before this one makes a file, or gives it its name."""
+
+    def __init__(self, operation, suffix):
+        self.operation, self.suffix = operation, suffix
+
+    def begin(self, operation, path):
+        if self.operation == operation and self.suffix in path.suffixes and path.parent.name == "gen-0001":
+            self.operation = ""
+            attempt(path.parents[1])
+
+    def create(self, path):
+        self.begin("create", path)
+        return super().create(path)
 
     def rename(self, path, to):
-        if to.suffix == ".h5":
-            attempt(to.parents[1])
+        self.begin("rename", to)
         super().rename(path, to)
 
 
-def test_who_is_replaced_while_it_writes_is_told_so(tmp_path):
-    """Though what it writes was removed as the remains of a killed attempt."""
+@pytest.mark.parametrize("suffix", [".h5", ".json"])
+@pytest.mark.parametrize("operation", ["create", "rename"])
+def test_who_is_replaced_while_it_writes_is_told_so(tmp_path, operation, suffix):
+    """Though what it writes was removed as the remains of a killed attempt: it has committed nothing."""
     with pytest.raises(AttemptReplaced, match="expected generation 1 to be the newest"):
-        commit(attempt(tmp_path, BesideDisk()), 1)
-    assert not list(tmp_path.rglob("step-*"))
+        commit(attempt(tmp_path, BesideDisk(operation, suffix)), 1)
+    assert not list(tmp_path.rglob("*.tmp-*"))
 
 
 def test_what_killed_writers_left_goes_before_the_first_save(tmp_path):

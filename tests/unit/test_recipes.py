@@ -44,7 +44,6 @@ def run_recipe(root, tmp_path, clean_environ):
             "PREEMPTED": "None",
             "RESTARTS": "0",
             "REFUSALS": "0",
-            "ARRAY": "",
             "END": "Unknown",
             "NODES": "n[1-2]",
         }
@@ -83,7 +82,7 @@ def test_each_restart_that_is_announced_takes_place(train):
 def test_another_node_watches_over_that_of_the_script_at_each_launch(train):
     """And no longer than the script is there."""
     _, n_launches, output = train(137)
-    assert output.count("watches from --quiet --overlap --nodes=1 --ntasks=1 --nodelist=n2 bash") == n_launches == 7
+    assert output.count(" --nodes=1 --ntasks=1 --nodelist=n2 bash slurm/watch.sh\n") == n_launches == 7
     _, _, output = train(75, SLURM_JOB_NUM_NODES="1")
     assert "watches" not in output
 

@@ -16,11 +16,10 @@ pytestmark = pytest.mark.timeout(60)
 SCRIPT = """
 source slurm/requeue.sh
 program() {
-  if [[ -n $AWAY_S ]]; then rm "$RUN_DIR/decision.json"; fi
-  if [[ -n $WRITES ]]; then
-    cp "$WRITES" "$RUN_DIR/new"
-    mv="mv $RUN_DIR/new $RUN_DIR/decision.json"
-    if [[ -n $AWAY_S ]]; then (sleep $AWAY_S; $mv) & else $mv; fi
+  if [[ -n $WRITES ]]; then cp "$WRITES" "$RUN_DIR/new" && mv "$RUN_DIR/new" "$RUN_DIR/decision.json"; fi
+  if [[ -n $AWAY_S ]]; then
+    mv "$RUN_DIR" "$RUN_DIR-away"
+    (sleep "$AWAY_S" && mv "$RUN_DIR-away" "$RUN_DIR") &
   fi
   echo "ends at $SLURM_JOB_END_TIME"
   return "$CODE"
@@ -66,11 +65,10 @@ def leave(root, tmp_path, clean_environ):
             "PREEMPTED": "None",
             "RESTARTS": "0",
             "REFUSALS": "0",
-            "ARRAY": "",
             "END": "Unknown",
             "NODES": "n[1-2]",
             "REQUEUE_PAUSES_S": "0 0 0",
-            "READ_PAUSES_S": "0.1 0.1 0.8",
+            "READ_PAUSES_S": "0.1 0.1 1.3",
             "AWAY_S": "",
         }
         done = subprocess.run(
@@ -84,7 +82,7 @@ def leave(root, tmp_path, clean_environ):
 def without_scontrol(folder):
     programs = folder / "few"
     programs.mkdir()
-    for name in ("bash", "cat", "cp", "date", "grep", "mv", "rm", "sed", "sleep", "stat"):
+    for name in ("bash", "cat", "cp", "date", "grep", "ls", "mkdir", "mv", "rm", "sed", "sleep", "stat"):
         (programs / name).symlink_to(next(f"{place}/{name}" for place in ("/bin", "/usr/bin") if os.path.exists(place)))
     return str(programs)
 
@@ -191,20 +189,31 @@ def test_a_job_whose_run_another_has_taken_over_ends(leave, tmp_path, code, call
     assert f"not run again: job 8 has taken over {tmp_path / 'run'}" in output
 
 
-@pytest.mark.parametrize(("before", "expected"), [(SAVED, 75), (STOP, 74)], ids=["under way", "stop"])
-def test_a_decision_that_cannot_be_read_any_more_is_what_it_was_before(leave, before, expected):
-    """As where the file server is away that the program has died of."""
-    got, output = leave(74, before=before, AWAY_S="0")
-    assert got == expected
-    assert "taken over" not in output
-    assert ("requeued 7" in output) == (expected == 75)
-
-
-def test_a_decision_that_cannot_be_read_at_once_is_waited_for(leave):
-    """As where the file server comes back."""
-    got, output = leave(137, SAVED, before=DIED, AWAY_S="0.4")
+@pytest.mark.parametrize("before", [None, DIED], ids=["new", "under way"])
+@pytest.mark.parametrize("code", [74, 137])
+def test_a_decision_that_cannot_be_read_at_once_is_waited_for(leave, before, code):
+    """As where the file server was away that the program has died of, and comes back."""
+    got, output = leave(code, SAVED, before=before, AWAY_S="0.5")
     assert got == 75
-    assert f"exit code 137, to be requeued: {SAVED.reason}" in output
+    assert f"exit code {code}, to be requeued: {SAVED.reason}" in output
+
+
+def test_a_decision_that_stays_away_leaves_the_code_of_the_program(leave):
+    got, output = leave(74, SAVED, before=DIED, AWAY_S="5")
+    assert got == 74
+    assert "taken over" not in output
+
+
+def test_a_decision_that_was_removed_is_none(leave, tmp_path):
+    """Not waited for."""
+    got, output = leave(74, before=SAVED, READ_PAUSES_S="30", script=SCRIPT.replace("program() {", REMOVES))
+    assert got == 74
+    assert "not run again: exit code 74 before it had begun" in output
+
+
+REMOVES = """program() {
+  rm "$RUN_DIR/decision.json"
+"""
 
 
 @pytest.mark.parametrize("end", [nearly_over, nearly_over_as_slurm_says], ids=["variable", "slurm"])
@@ -272,7 +281,7 @@ def test_a_preemption_before_the_job_started_last_is_none(leave):
     assert "requeued" not in output
 
 
-ARRAY = {"ARRAY": "ArrayJobId=7 ArrayTaskId=3"}
+ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
 
 
 def test_a_task_of_an_array_whose_first_was_cancelled(leave):
@@ -347,7 +356,21 @@ def test_the_fields_are_those_of_the_file(tmp_path):
     assert set(json.loads(file.path.read_text())) >= {"decision", "reason", "attempt", "job"}
 
 
-WATCH = "(sleep 2; kill $$) & exec bash slurm/watch.sh"
+#: Lets the watch look once, and ends it before it looks again, as Slurm does when the job is requeued.
+SLEEP = """#!/usr/bin/env bash
+if [[ $1 != 9 ]]; then exit; fi
+if [[ -e $0.called ]]; then kill $PPID; fi
+touch "$0.called"
+"""
+
+
+@pytest.fixture
+def watch(leave, tmp_path):
+    """Return watch(): one look of watch.sh, with a decision that stands there; its exit code and output."""
+    add_program(tmp_path / "bin", "sleep", SLEEP)
+    return lambda before, **environ: leave(
+        0, before=before, script="exec bash slurm/watch.sh", WATCH_PAUSE_S="9", **environ
+    )
 
 
 @pytest.mark.parametrize(
@@ -360,11 +383,11 @@ WATCH = "(sleep 2; kill $$) & exec bash slurm/watch.sh"
     ],
     ids=["saved", "none", "stop", "finished"],
 )
-def test_a_job_that_has_lost_the_node_of_its_script(leave, tmp_path, decision, does):
+def test_a_job_that_has_lost_the_node_of_its_script(watch, tmp_path, decision, does):
     """It is requeued, if it is to go on, else ended: there is no script that would come to an end."""
     add_program(tmp_path / "bin", "scancel", "#!/usr/bin/env bash\necho ends $*\n")
     (tmp_path / "run" / "log").write_text("the log so far\n")
-    _, output = leave(0, before=decision, script=WATCH, NODES="n2")
+    _, output = watch(decision, NODES="n2")
     log = (tmp_path / "run" / "log").read_text()
     assert log.startswith("the log so far\n")
     assert "the node of the batch script is lost" in log
@@ -376,7 +399,23 @@ UNKNOWN = {"there": {}, "no answer": {"STATE": ""}, "requeued": {"STATE": "PENDI
 
 
 @pytest.mark.parametrize("environ", UNKNOWN.values(), ids=UNKNOWN)
-def test_a_job_whose_script_is_not_known_to_be_lost_is_let_alone(leave, environ):
-    got, output = leave(0, before=SAVED, script=WATCH, WATCH_PAUSE_S="0.1", **environ)
+def test_a_job_whose_script_is_not_known_to_be_lost_is_let_alone(watch, environ):
+    got, output = watch(SAVED, **environ)
     assert got == -signal.SIGTERM
     assert output == ""
+
+
+def test_a_job_that_cannot_be_requeued_is_watched_on(watch, tmp_path):
+    add_program(tmp_path / "bin", "scancel", "#!/usr/bin/env bash\necho ends $*\n")
+    got, output = watch(SAVED, NODES="n2", REFUSALS="9")
+    assert got == -signal.SIGTERM
+    assert "to go on, run: scontrol requeue 7" in output
+    assert "ends" not in output
+
+
+def test_a_job_whose_decision_cannot_be_read_is_watched_on(watch, tmp_path):
+    (tmp_path / "run").rename(tmp_path / "away")
+    (tmp_path / "run").write_text("not a folder")
+    got, output = watch(None, NODES="n2")
+    assert got == -signal.SIGTERM
+    assert output.rstrip().endswith("the node of the batch script is lost")
