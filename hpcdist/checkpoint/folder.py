@@ -251,9 +251,17 @@ class CheckpointFolder(CheckpointReader):
         return [generation for generation in generations.generations(self.path) if generation <= self.generation]
 
     def _remove_unnamed(self, generation: int) -> None:
-        """Remove data files that no manifest names; one that cannot be read may name any of its step."""
+        """Remove data files that no manifest names, when that is durable: else a crash may bring back one that does."""
         folder = self.path / generations.folder_name(generation)
-        names = generations.names_in(folder)
+        unnamed = self._unnamed(folder, generation)
+        if unnamed:
+            self._disk.sync_folder(folder)
+        for name in unnamed:
+            self._disk.remove(folder / name)
+
+    def _unnamed(self, folder: Path, generation: int) -> list[str]:
+        """Return the data files that no manifest names; one that cannot be read may name any of its step."""
+        names, unnamed = generations.names_in(folder), []
         for name in names:
             place = Place(generation, step_of(name))
             if place.step < 0:
@@ -261,7 +269,8 @@ class CheckpointFolder(CheckpointReader):
             is_there = place.manifest(self.path).name in names
             manifest = self._readable(place) if is_there else None
             if not is_there or (manifest is not None and manifest.file != name):
-                self._disk.remove(folder / name)
+                unnamed.append(name)
+        return unnamed
 
     def go_on_from(self, used: Place) -> None:
         """Expect steps after the checkpoint in use; rename those that `read_latest` found damaged to *.bad.
