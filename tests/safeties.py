@@ -127,6 +127,13 @@ MUTANTS = [
         FOLDER,
     ),
     Mutant(
+        "names before removals",
+        CHECKPOINTS,
+        "        if unnamed:\n            self._disk.sync_folder(folder)\n",
+        "",
+        CUTS,
+    ),
+    Mutant(
         "replaced while it writes",
         CHECKPOINTS,
         "except FileNotFoundError:  # r",
