@@ -194,8 +194,8 @@ class Attempt:
 
     def _wait_for_end(self):
         bound_s = HARMS[self.harm][1] if self.was_running else 60.0
-        if self.harm == "stop" and not self.was_training:
-            bound_s = START_S  # before MPI has started
+        if self.harm in ("stop", "raise") and not self.was_training:
+            bound_s = START_S  # before MPI has started: mpirun kills the others only where a signal ended the rank
         if self.harm in ("suspend", "stop") and self.victim == "mpirun":
             bound_s = 60.0  # it goes on, and may finish
         if not self._is_over_in(bound_s) and self.harm == "stop" and re.search(r"^test accuracy", self._output, re.M):
