@@ -133,12 +133,12 @@ forget_copies() {
     rm -rf "/dev/shm/hpcdist-$UID-$id" < /dev/null
 }
 
-# Have the last of some nodes watch over the node of this script.
+# Have the last of some nodes watch over the node of this script, which ends that watch: no news for the log.
 watch_from() {
   if [[ -n ${watcher:-} ]]; then kill "$watcher" 2> /dev/null; fi
   # It takes no memory and no GPUs: before 22.05 a step kept them from others, in spite of --overlap.
   RUN_DIR=$RUN_DIR srun --quiet --overlap --mem=0 --gres=none --nodes=1 --ntasks=1 \
-    --nodelist="$(scontrol show hostnames "$1" | tail -1)" bash slurm/watch.sh < /dev/null &
+    --nodelist="$(scontrol show hostnames "$1" | tail -1)" bash slurm/watch.sh < /dev/null &> /dev/null &
   watcher=$!
   trap 'kill "$watcher" 2> /dev/null' EXIT
 }

@@ -131,8 +131,11 @@ def test_of_two_jobs_in_one_run_folder_the_older_ends(submit, options, unbroken)
 
 
 def test_out_of_time_and_requeued_by_hand(slurm, submit, options, unbroken):
-    """Slurm sends USR1 to all ranks when the time is nearly over; a requeue is a SIGTERM."""
-    job = submit("train", *options)
+    """Slurm sends USR1 to all ranks when the time is nearly over; a requeue is a SIGTERM.
+
+    It looks at the time every 30 s: the training takes longer here.
+    """
+    job = submit("train", *options, environ={"PROBE_PACE_S": "0.2"})
     job.wait_for_training()
     slurm.client("scontrol", "update", f"JobId={job.id}", "TimeLimit=2")  # that is when --signal=USR1@120 is sent
     job.wait_for_restart(1)

@@ -12,7 +12,7 @@ SRUN = """#!/usr/bin/env bash
 case " $* " in
   *" true ") exit ;;
   *" rm -rf "*) echo "removes ${*: -1}"; exit ;;
-  *" slurm/watch.sh "*) echo "watches from $*"; exec sleep 60 ;;
+  *" slurm/watch.sh "*) echo "$*" >> "$0.watches"; exec sleep 60 > /proc/$PPID/fd/1 ;;
 esac
 echo >> "$0.launches"
 mapfile -t launches < "$0.launches"
@@ -79,12 +79,14 @@ def test_each_restart_that_is_announced_takes_place(train):
     assert "requeued 7\n" in output
 
 
-def test_another_node_watches_over_that_of_the_script_at_each_launch(train):
-    """And no longer than the script is there."""
-    _, n_launches, output = train(137)
-    assert output.count(" --nodes=1 --ntasks=1 --nodelist=n2 bash slurm/watch.sh\n") == n_launches == 7
-    _, _, output = train(75, SLURM_JOB_NUM_NODES="1")
-    assert "watches" not in output
+def test_another_node_watches_over_that_of_the_script_at_each_launch(train, tmp_path):
+    """And no longer than the script is there: else this would wait for it."""
+    _, n_launches, _ = train(137)
+    watches = tmp_path / "bin" / "srun.watches"
+    assert watches.read_text().count(" --nodes=1 --ntasks=1 --nodelist=n2 bash slurm/watch.sh\n") == n_launches == 7
+    watches.unlink()
+    train(75, SLURM_JOB_NUM_NODES="1")
+    assert not watches.exists()
 
 
 @pytest.mark.parametrize(
