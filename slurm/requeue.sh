@@ -107,8 +107,8 @@ is_out_of_time() {
   end=$(end_time)
   [[ $end =~ ^[0-9]+$ ]] && ((end - $(date +%s) < 180))
 }
-# For the program: older versions of Slurm do not set it.
-SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(end_time)}
+# For the program: older versions of Slurm do not set it, and leave that of the job which submitted this one.
+SLURM_JOB_END_TIME=$(end_time)
 export SLURM_JOB_END_TIME
 
 # Whether Slurm has asked the job to end.

@@ -1,4 +1,5 @@
 import atexit
+import functools
 import gc
 import json
 import logging
@@ -446,7 +447,7 @@ def test_attempts_whose_saves_fail_are_counted_and_their_checkpoint_stays_in_use
         for _ in range(2):
             manager = Job(comm).manager(shared_path)
             assert manager.begin_attempt().endswith("gen-0001/step-00000002.h5")
-            assert "the disk is full" in raised_everywhere(comm, lambda: manager.save(3))  # noqa: B023
+            assert "the disk is full" in raised_everywhere(comm, functools.partial(manager.save, 3))
     last = Job(comm).manager(shared_path)
     assert last.begin_attempt().endswith("gen-0001/step-00000002.h5")
     assert last.fruitless_attempts == (3 if comm.rank == 0 else 1)

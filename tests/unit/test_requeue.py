@@ -224,6 +224,13 @@ def test_the_program_is_told_when_its_time_is_over(leave, end):
     assert "ends at \n" in leave(0, FINISHED)[1]
 
 
+def test_the_end_of_the_job_that_submitted_this_one_is_not_its_own(leave):
+    """As of a chain's job before, where Slurm sets no variable."""
+    _, output = leave(0, FINISHED, **{"SLURM_JOB_END_TIME": "1000", **nearly_over_as_slurm_says()})
+    assert "ends at 1000" not in output
+    assert float(re.search(r"ends at (\d+)", output)[1]) == pytest.approx(time.time() + 100, abs=60)
+
+
 @pytest.mark.parametrize("is_last", [True, False], ids=["last", "attempt"])
 @pytest.mark.parametrize(("code", "decision", "expected"), [(0, FINISHED, 0), (75, STOPPED, 75), (137, STOP, 76)])
 def test_a_decision_that_says_what_stood_there_is_its_own(leave, code, decision, expected, is_last):
