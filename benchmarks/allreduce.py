@@ -24,8 +24,8 @@ from measure import Environment, last_cache_bytes, timed_block
 from report import case, merge, publish
 
 import hpcdist
-from hpcdist.mpi import MPI
-from hpcdist.process import make_world
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.process import make_world
 
 SIZES = "4,64,1K,4K,16K,64K,256K,1M,4M,16M,64M,256M"
 QUICK_SIZES = "1K,256K,4M"

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hpcdist.mpi import MPI
+from hpcdist.runtime.mpi import MPI
 
 #: Elements that are filled or compared at once.
 _PIECE = 1 << 20

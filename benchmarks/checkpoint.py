@@ -27,7 +27,7 @@ from report import case, publish
 from torch import nn
 
 import hpcdist
-from hpcdist.process import make_world
+from hpcdist.runtime.process import make_world
 
 RAW = "write and fsync"
 #: Elements of the layers of the model that is saved, as parts of the whole: large and small ones.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from hpcdist.mpi import MPI
+from hpcdist.runtime.mpi import MPI
 
 _TIMEOUT = timedelta(seconds=60)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 
 import hpcdist
-from hpcdist.collectives import hierarchical, mpi
+from hpcdist.collectives import hierarchical, library
 from hpcdist.collectives.group import group_of
 from hpcdist.collectives.ops import SUM
-from hpcdist.gradients.wire import HalfWire
-from hpcdist.mpi import MPI
-from hpcdist.process import make_world
+from hpcdist.gradients.half_wire import HalfWire
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.process import make_world
 
 
 def bytes_sent():
@@ -25,7 +25,7 @@ def bytes_sent():
 def contenders(group):
     """Return the ways to sum: name -> (call, largest error of an element in units of the largest sum)."""
     return {
-        "MPI_Allreduce in place": (partial(mpi.all_reduce, group=group), 1e-6),
+        "MPI_Allreduce in place": (partial(library.all_reduce, group=group), 1e-6),
         "hpcdist AUTO": (partial(hpcdist.all_reduce, comm=group.comm), 1e-6),
         "HIERARCHICAL ordered": (lambda array: hierarchical.all_reduce(array, group, SUM, True), 1e-6),
         "HIERARCHICAL unordered": (lambda array: hierarchical.all_reduce(array, group, SUM, False), 1e-6),

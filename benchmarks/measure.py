@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.mpi import MPI
+from hpcdist.runtime.mpi import MPI
 
 #: Beginnings of environment variables that change what is measured.
 _TELLING = ("OMP_", "MKL_", "OMPI_MCA_", "PRTE_MCA_", "UCX_", "FI_", "MPIR_CVAR_", "GLOO_", "HPCDIST_", "MPI4PY_")

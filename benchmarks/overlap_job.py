@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hpcdist
-from hpcdist.mpi import MPI
+from hpcdist.runtime.mpi import MPI
 
 
 class Working(torch.autograd.Function):

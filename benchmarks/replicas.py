@@ -20,7 +20,7 @@ from report import case, publish
 from torch.nn.functional import cross_entropy
 
 import hpcdist
-from hpcdist.process import make_world
+from hpcdist.runtime.process import make_world
 
 BATCH = 64
 PLAIN = "one replica per rank"

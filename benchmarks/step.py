@@ -22,7 +22,7 @@ from models import MODELS, N_BATCHES, adam, batches, build, train_step
 from report import case, merge, publish
 from step_contenders import BARE, BASELINES, CEILING, CONTENDERS, HPCDIST, SINGLE, without_step_hooks
 
-from hpcdist.process import make_world
+from hpcdist.runtime.process import make_world
 
 #: Steps before any timing, after which contenders must agree with plain torch on whole batches; and how closely.
 N_CHECKED_STEPS = 10

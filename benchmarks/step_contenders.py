@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import hpcdist
-from hpcdist.mpi import MPI
+from hpcdist.runtime.mpi import MPI
 
 HPCDIST = "hpcdist"
 #: No synchronization at all: what no contender can be faster than.

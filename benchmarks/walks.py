@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import hpcdist
-from hpcdist.mpi import MPI
+from hpcdist.runtime.mpi import MPI
 
 PACKAGE = str(Path(hpcdist.__file__).parent)
 N_STEPS = 5

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from hpcdist.cluster.tf_config import TFConfigClusterResolver as TFConfigClusterResolver
     from hpcdist.cluster.tpu import TPUClusterResolver as TPUClusterResolver
     from hpcdist.cluster.union import UnionResolver as UnionResolver
-    from hpcdist.collectives.all_gather import all_gather as all_gather
-    from hpcdist.collectives.all_gather import gather_objects as gather_objects
-    from hpcdist.collectives.all_reduce import all_reduce as all_reduce
-    from hpcdist.collectives.all_reduce import all_reduce_async as all_reduce_async
-    from hpcdist.collectives.broadcast import broadcast as broadcast
+    from hpcdist.collectives.calls import all_gather as all_gather
+    from hpcdist.collectives.calls import all_reduce as all_reduce
+    from hpcdist.collectives.calls import all_reduce_async as all_reduce_async
+    from hpcdist.collectives.calls import broadcast as broadcast
+    from hpcdist.collectives.calls import gather_objects as gather_objects
+    from hpcdist.collectives.calls import reduce_scatter as reduce_scatter
     from hpcdist.collectives.cross_device_ops import CrossDeviceOps as CrossDeviceOps
     from hpcdist.collectives.cross_device_ops import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
     from hpcdist.collectives.cross_device_ops import NcclAllReduce as NcclAllReduce
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from hpcdist.collectives.options import CollectiveCommunication as CollectiveCommunication
     from hpcdist.collectives.options import CommunicationImplementation as CommunicationImplementation
     from hpcdist.collectives.options import CommunicationOptions as CommunicationOptions
-    from hpcdist.collectives.reduce_scatter import reduce_scatter as reduce_scatter
     from hpcdist.data.dataset import Dataset as Dataset
     from hpcdist.data.options import SHARD_HINT as SHARD_HINT
     from hpcdist.data.options import AutoShardPolicy as AutoShardPolicy
@@ -123,22 +123,22 @@ _MODULES = {
     "Variable": "strategy.variables",
     "VariableAggregation": "strategy.variable_kinds",
     "VariableSynchronization": "strategy.variable_kinds",
-    "all_gather": "collectives.all_gather",
-    "all_reduce": "collectives.all_reduce",
-    "all_reduce_async": "collectives.all_reduce",
-    "broadcast": "collectives.broadcast",
+    "all_gather": "collectives.calls",
+    "all_reduce": "collectives.calls",
+    "all_reduce_async": "collectives.calls",
+    "broadcast": "collectives.calls",
     "compute_average_loss": "strategy.losses",
     "convert_sync_batchnorm": "strategy.sync_batch_norm",
     "experimental_connect_to_cluster": "strategy.tpu",
     "experimental_set_strategy": "strategy.set_strategy",
-    "gather_objects": "collectives.all_gather",
+    "gather_objects": "collectives.calls",
     "get_replica_context": "strategy.base",
     "get_strategy": "strategy.base",
     "has_strategy": "strategy.base",
     "in_cross_replica_context": "strategy.base",
     "initialize_tpu_system": "strategy.tpu",
     "latest_checkpoint": "checkpoint.reader",
-    "reduce_scatter": "collectives.reduce_scatter",
+    "reduce_scatter": "collectives.calls",
     "scale_regularization_loss": "strategy.losses",
 }
 #: Modules that are public as a whole: paths of tf.distribute, which are aliases, and the metrics.

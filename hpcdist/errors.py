@@ -1,17 +1,17 @@
-"""Exceptions and exit codes: what can go wrong, and what the batch script is told.
+"""Exceptions and exit codes: what can go wrong, and what the batch script gets to know.
 
 HpcdistError                70  an internal fault, and the base of all below
-├── UsageError               2  a call or command that cannot be understood
+├── UsageError               2  a call or command that makes no sense
 ├── ConfigurationError      78  roles, TF_CONFIG, launcher or options that do not add up
 ├── DataError               78  data of the wrong kind, shape or size
 ├── GradientError           70  gradients that would differ between ranks
 ├── DesyncError             76  ranks that no longer run the same program; do not requeue
-├── NoProgressError         76  attempts of a job died again and again; do not requeue
+├── NoProgressError         76  attempts of a job made no progress; do not requeue
 ├── CollectiveError         70  a collective called with what it cannot carry
 ├── CollectiveTimeoutError  70  a rank did not arrive in time
 └── CheckpointError         74  a checkpoint cannot be written or read
     ├── CheckpointDamaged   74  the file is not what was committed
-    │   └── CheckpointMissing 74  it is not there
+    │   └── CheckpointMissing 74  the file is not there
     └── AttemptReplaced     76  a later attempt of the job writes now; do not requeue
 """
 
@@ -39,16 +39,16 @@ class HpcdistError(Exception):
     Attributes:
         exit_code: what the process leaves with when nobody catches the error.
         is_agreed: True when every rank raises this same error, so that no rank needs to abort the others.
-        is_speaker: whether this rank prints it; None: rank 0 does.
+        is_reporter: whether this rank prints it; None: rank 0 does.
     """
 
     exit_code = ExitCode.INTERNAL
     is_agreed = False
-    is_speaker: bool | None = None
+    is_reporter: bool | None = None
 
 
 class UsageError(HpcdistError, ValueError):
-    """A call or command that cannot be understood."""
+    """A call or command that makes no sense."""
 
     exit_code = ExitCode.USAGE
 
@@ -76,7 +76,7 @@ class DesyncError(HpcdistError, RuntimeError):
 
 
 class NoProgressError(HpcdistError, RuntimeError):
-    """Attempts of a job died again and again before they came further: another one would too."""
+    """Several attempts of a job in a row made no progress: another one would make none either."""
 
     exit_code = ExitCode.DO_NOT_REQUEUE
 
@@ -104,7 +104,7 @@ class CheckpointMissing(CheckpointDamaged):
 
 
 class AttemptReplaced(CheckpointError):
-    """A later attempt of the same job has begun to write: this one is left over and must end."""
+    """A later attempt of the same job has begun to write: this one must end."""
 
     exit_code = ExitCode.DO_NOT_REQUEUE
 
@@ -121,7 +121,7 @@ def agreed(error: HpcdistError) -> HpcdistError:
     return error
 
 
-def report_agreed(error: BaseException, is_speaker: bool) -> None:
+def report_agreed(error: BaseException, is_reporter: bool) -> None:
     """Leave with the exit code of an uncaught error that all ranks share; one of them prints it, as one line.
 
     Returns for every other error.
@@ -130,13 +130,13 @@ def report_agreed(error: BaseException, is_speaker: bool) -> None:
         SystemExit: with the error's exit code.
     """
     if isinstance(error, HpcdistError) and error.is_agreed:
-        if is_speaker if error.is_speaker is None else error.is_speaker:
-            tell(str(error))
+        if is_reporter if error.is_reporter is None else error.is_reporter:
+            log(str(error))
         sys.exit(int(error.exit_code))
 
 
-def tell(text: str) -> None:
-    """Print on standard error, in one piece. Where that cannot be written, nobody is told: it must not end a job."""
+def log(text: str) -> None:
+    """Print a line on standard error, in one piece. One that cannot be written is dropped: it must not end a job."""
     if sys.stderr is not None:  # the process may have been started without
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(f"hpcdist: {text}\n")

@@ -1,20 +1,17 @@
-"""Groups whose ranks believe to be on several hosts: what happens between hosts, on one machine."""
+"""Groups whose ranks believe that they are on several hosts, to test on one machine what happens between hosts."""
 
 from hpcdist.collectives.group import Group
+from hpcdist.runtime.hosts import Hosts
 
-#: Ranks per host; None: ranks take turns.
-HOSTS = {"1 each": [1] * 9, "2 each": [2] * 9, "3 and rest": [3, 9], "1 and rest": [1, 9], "dealt": None}
+#: Ranks per host; None: ranks alternate between two hosts.
+HOSTS = {"1 each": [1] * 9, "2 each": [2] * 9, "3 and rest": [3, 9], "1 and rest": [1, 9], "alternating": None}
 
 
-def kind_of_group(hosts, size):
-    """Return a class of groups of `size` ranks on made-up hosts: a name of HOSTS, or how many ranks each one has."""
-    sizes = HOSTS[hosts] if isinstance(hosts, str) else [hosts] * size
-
-    class MadeUpHosts(Group):
-        def _split_node(self):
-            return self.comm.Split(host_numbers(sizes, size)[self.rank], self.rank)
-
-    return MadeUpHosts
+def group_on(hosts, comm, world, **options):
+    """Return a group of `comm` on made-up hosts: a name of HOSTS, or how many ranks each one has. Collective."""
+    sizes = HOSTS[hosts] if isinstance(hosts, str) else [hosts] * comm.size
+    node_comm = comm.Split(host_numbers(sizes, comm.size)[comm.rank], comm.rank)
+    return Group(comm, world, hosts=Hosts(comm, world, node_comm), **options)
 
 
 def host_numbers(sizes, size):

@@ -7,6 +7,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
+from hpcdist.background import BackgroundThread
 from hpcdist.checkpoint.folder import CheckpointFolder
 from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.layout import lay_out
@@ -14,7 +15,6 @@ from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.checkpoint.reader import Found
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.tree import NamedArray
-from hpcdist.checkpoint.writer import BackgroundWriter
 
 
 class Tier:
@@ -38,7 +38,7 @@ class Tier:
         self.last: Manifest | None = None
         self._retention = retention
         self._image = FileImage()
-        self._writer = BackgroundWriter()
+        self._thread = BackgroundThread("hpcdist-saver")
         self._committing: Future[Manifest] | None = None
         self._tidying: Future[None] | None = None
         self._reading: Future[Found | None] | None = None
@@ -76,8 +76,8 @@ class Tier:
             metrics = self.last.metrics if self.last is not None and self.last.step == step else {}
         facts = {"time_s": time.time(), "metrics": {name: float(value) for name, value in metrics.items()}}
         commit = functools.partial(self.folder.commit, step, path, self._image, written, **facts)
-        self._committing = self._writer.submit(commit)
-        self._tidying = self._writer.submit(functools.partial(self._tidy, self._committing, started))
+        self._committing = self._thread.submit(commit)
+        self._tidying = self._thread.submit(functools.partial(self._tidy, self._committing, started))
         return path
 
     def _tidy(self, committing: "Future[Manifest]", started: float) -> None:
@@ -96,7 +96,7 @@ class Tier:
 
     def read(self, read: Callable[[], Found | None]) -> None:
         """Begin to read a checkpoint: `read` looks for it."""
-        self._reading = self._writer.submit(read)
+        self._reading = self._thread.submit(read)
 
     def is_reading(self, for_s: float) -> bool:
         """Return whether what was begun to be read is not read yet, after waiting for it for some seconds."""

@@ -1,1 +1,1 @@
-"""In-place all-reduce over any buffer, one short file per algorithm."""
+"""Collectives on buffers: the calls, the choice of an algorithm, and one short file for each algorithm."""

@@ -3,29 +3,31 @@
 import functools
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
-import numpy as np
-
-from hpcdist.collectives.fingerprint import Fingerprints
-from hpcdist.collectives.journal import Journal
-from hpcdist.collectives.stacks import Peer
-from hpcdist.collectives.waiting import CELLS, MAX_SLEEP_S, SPINS, Backoff, NodeBarrier, wait_all
-from hpcdist.collectives.watchdog import WARN_S, Watchdog
-from hpcdist.collectives.window import NodeWindow
-from hpcdist.errors import CollectiveError, ExitCode, HpcdistError
-from hpcdist.mpi import MPI
-from hpcdist.plan.lanes import LanePlan, plan_lanes
-from hpcdist.plan.placement import plan_placement
-from hpcdist.process import end_job, has_left, make_world
-from hpcdist.world import World
+from hpcdist.background import BackgroundThread
+from hpcdist.collectives.route import SMALLEST_BYTES, GroupFacts
+from hpcdist.diagnostics.call_check import CallCheck
+from hpcdist.diagnostics.journal import Journal
+from hpcdist.diagnostics.stacks import Peer
+from hpcdist.diagnostics.watchdog import WARN_S, Watchdog
+from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ExitCode, HpcdistError
+from hpcdist.plan.placement import LanePlan, plan_lanes
+from hpcdist.runtime.hosts import Hosts
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.node_memory import CELLS, NodeBarrier, NodeWindow
+from hpcdist.runtime.process import end_job, has_left, make_world
+from hpcdist.runtime.waiting import MAX_SLEEP_S, late, wait_until
+from hpcdist.runtime.world import World
 
 T = TypeVar("T")
 #: Cell of a rank's cells on the board in which it counts its collectives; the barrier uses the first three.
 JOURNAL_CELL = 4
-#: The next one holds what its watchdog tells those of other ranks.
+#: The next one holds the flags that its watchdog sets for those of other ranks.
 FLAGS_CELL = 5
-#: A wait of ours gives up this much later than the watchdog ends the job, which has more to say.
+#: A wait of ours gives up this much later than the watchdog ends the job: the watchdog's report says more.
 LATE_S = 30.0
 
 
@@ -37,20 +39,19 @@ class Group:
     Args:
         comm: the ranks; cloned.
         world: bounds waits and agrees on errors.
-        is_background: whether a thread of its own runs the collectives: it sleeps while it waits.
-        timeout_s: longest time for one collective; default: the world's. When it is over the job ends.
-        watchdog: sees to that; default: one of the group's own.
+        is_background: whether a background thread makes the calls: it sleeps while it waits.
+        timeout_s: longest time for one collective; default: the world's. After it the job ends.
+        watchdog: enforces that; default: one of the group's own.
+        hosts: which ranks share a host; freed with the group. Default: found out.
 
     Attributes:
-        comm: clone of `comm`. node_comm: its ranks on this host. lane_comm: those with this rank's place on their
-            hosts; None on a host that has more ranks than the smallest one.
-        placement: which ranks share a host.
-        host: number of this rank's host.
-        is_crowded: whether this host has more ranks than cores.
-        can_share_memory: whether the ranks of every host can share memory.
+        comm: clone of `comm`. node_comm, lane_comm: see `Hosts`.
+        placement: which ranks share a host. host: number of this rank's.
+        names: what the ranks of this host are called in messages, by local rank.
+        facts: what the choice of an algorithm depends on; equal on all ranks.
+        library_bytes: host arrays of fewer bytes are summed by the MPI library where AUTO may choose.
         journal: the last collectives, which the watchdog looks at.
-        library_bytes: arrays of fewer bytes are summed by the MPI library when AUTO may choose; see selection.py.
-        is_checked: whether all ranks are compared before each collective, as HPCDIST_DEBUG=collectives asks.
+        compares_calls: whether all ranks are compared before each collective, as HPCDIST_DEBUG=collectives asks.
     """
 
     def __init__(
@@ -60,35 +61,39 @@ class Group:
         is_background: bool = False,
         timeout_s: float | None = None,
         watchdog: Watchdog | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
         self.world = world
-        world.wait(comm.Ibarrier())  # all are there: what makes communicators waits for nobody then
+        world.wait(comm.Ibarrier())  # once all have arrived, making communicators blocks on nobody
         self.comm: MPI.Comm = comm.Dup()
         self.rank, self.size = self.comm.rank, self.comm.size
-        self.node_comm = self._split_node()
-        lowest = world.all_reduce_int(self.rank, MPI.MIN, self.node_comm)
-        all_lowest = np.empty(self.size, np.int64)
-        world.wait(self.comm.Iallgather(np.array([lowest], np.int64), all_lowest))
-        self.placement = plan_placement(all_lowest.tolist())
-        self.host = self.placement.host_of(self.rank)
-        color = self.node_comm.rank if self.node_comm.rank < self.placement.n_lanes else MPI.UNDEFINED
-        lane = self.comm.Split(color, self.host)
-        self.lane_comm: MPI.Comm | None = None if lane == MPI.COMM_NULL else lane
-        self.is_crowded = _is_crowded(self.node_comm, world)
+        is_of_role = comm == world.role_comm and not is_background
+        self._own_hosts = hosts or (None if is_of_role else Hosts(self.comm, world))
+        self._hosts = self._own_hosts or world.hosts
+        self.node_comm, self.lane_comm = self._hosts.node_comm, self._hosts.lane_comm
+        self.placement, self.host = self._hosts.placement, self._hosts.host
+        self.names = [f"rank {rank}" for rank in self.placement.hosts[self.host]]
         self._is_background = is_background
         self._kept: dict[Any, Any] = {}
         self._frees: list[Callable[[], None]] = []
         self.timeout_s = timeout_s or world.timeout_s
         self._board, self._no_board = self._share_board()
-        self.can_share_memory = bool(world.all_reduce_int(int(self._no_board is None), MPI.MIN, self.comm))
-        self.library_bytes = 0
+        can_share = bool(world.all_reduce_int(int(self._no_board is None), MPI.MIN, self.comm))
+        self.set_facts(GroupFacts(self.placement, can_share))
         self._watch(watchdog)
-        self.is_checked = "collectives" in world.debug
-        self._fingerprints = Fingerprints(self.comm, world, self.timeout_s) if self.is_checked else None
+        self.compares_calls = "collectives" in world.debug
+        self._call_check = CallCheck(self.comm, world, self.timeout_s) if self.compares_calls else None
 
-    def _split_node(self) -> MPI.Comm:
-        """Return the ranks of this host. Tests make hosts up here."""
-        return self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+    def set_facts(self, facts: GroupFacts) -> None:
+        """Choose algorithms by these facts from now on. All ranks set the same."""
+        self.facts = facts
+        if self.size == 1 or not facts.can_share_memory:
+            self.library_bytes = 1 << 30
+        elif facts.table is None:
+            self.library_bytes = SMALLEST_BYTES
+        else:
+            others = [least_bytes for least_bytes, algorithm in facts.table if algorithm.value != "MPI"]
+            self.library_bytes = min([1 << 30, *others])
 
     def keep(self, key: Any, make: Callable[[], T], free: Callable[[T], None] | None = None) -> T:
         """Return what `make` made at the first call with this key; it lives as long as the group.
@@ -106,10 +111,6 @@ class Group:
         """Return what is kept under a key, None if nothing is."""
         return self._kept.get(key)
 
-    def put(self, key: Any, value: Any) -> None:
-        """Keep a value that needs no freeing, instead of what is kept."""
-        self._kept[key] = value
-
     def agree(self, error: HpcdistError | None, comm: MPI.Comm | None = None) -> None:
         """Raise on every rank of `comm`, default all of the group, what failed on one; see `World.agree`."""
         self.world.agree(error, comm or self.comm)
@@ -119,13 +120,13 @@ class Group:
         self.watchdog.stop()
         for free in reversed(self._frees):
             free()
-        if self._fingerprints is not None:
-            self._fingerprints.free()
+        if self._call_check is not None:
+            self._call_check.free()
         self._kept.clear()
         self._frees.clear()
-        for comm in (self.lane_comm, self.node_comm, self.comm):
-            if comm is not None:
-                comm.Free()
+        if self._own_hosts is not None:
+            self._own_hosts.free()
+        self.comm.Free()
 
     def _share_board(self) -> tuple[memoryview | None, CollectiveError | None]:
         """Return cells that the ranks of this host share, or why they cannot share memory."""
@@ -136,10 +137,10 @@ class Group:
             window = NodeWindow(self.node_comm, n_cells * 8, self.world)
         except CollectiveError as error:
             return None, error
-        return window.pieces[0].cast("q")[:n_cells], None  # a window is whole pages: no cells of ranks there are not
+        return window.pieces[0].cast("q")[:n_cells], None  # a window is whole pages; only existing ranks have cells
 
     def _watch(self, watchdog: Watchdog | None) -> None:
-        """Let the watchdog look at this group's collectives, and at what other ranks of the host say of theirs."""
+        """Let the watchdog watch this group's collectives, and the flags of the other ranks of the host."""
         peers = [Peer(*one) for one in self.node_comm.allgather((str(self.world), os.getpid()))]
         board = None if self._board is None else self._board[JOURNAL_CELL::CELLS]
         flags = None if self._board is None else self._board[FLAGS_CELL::CELLS]
@@ -151,7 +152,7 @@ class Group:
         if self.size > 1:
             self.watchdog.watch(self.journal, () if board is None else peers, flags)
 
-    @property
+    @functools.cached_property
     def barrier(self) -> NodeBarrier:
         """The barrier among the ranks of this host.
 
@@ -160,15 +161,18 @@ class Group:
         """
         if self._no_board is not None:
             raise self._no_board
-        return self.keep("barrier", self._make_barrier)
-
-    def _make_barrier(self) -> NodeBarrier:
         board = memoryview(bytearray(CELLS * 8)).cast("q") if self._board is None else self._board
-        spins = 0 if self.is_crowded or self._is_background else SPINS
-        return NodeBarrier(board, self.node_comm.rank, self.node_comm.size, self.backoff, spins)
+        return NodeBarrier(
+            board,
+            self.node_comm.rank,
+            self.names,
+            self.timeout_s + LATE_S,
+            is_busy_waiting=not self.world.is_crowded,
+            is_background=self._is_background,
+        )
 
     def recorded(self, op: str, buffer: Any) -> Journal:
-        """Note that a collective begins; use as a context manager, whose end notes that it has ended.
+        """Record that a collective begins; use as a context manager, whose end records that it has ended.
 
         Collective with HPCDIST_DEBUG=collectives, when all ranks are compared: `comm`.
 
@@ -187,57 +191,94 @@ class Group:
             dtype, n_elements = buffer.dtype, buffer.size if hasattr(buffer, "flags") else buffer.numel()
         journal = self.journal
         journal.enter(op, dtype, n_elements)
-        if self._fingerprints is not None:
+        if self._call_check is not None:
             with journal:
-                self._fingerprints.check(op, str(dtype), n_elements)
+                self._call_check.check(op, str(dtype), n_elements)
             journal.enter(op, dtype, n_elements)
         return journal
 
-    def backoff(self, explain: Callable[[], str]) -> Backoff:
-        """Return what to call while waiting for what `explain` says."""
-        return Backoff(self.timeout_s + LATE_S, lambda: self._late(explain()), self._is_background)
-
     def wait(self, requests: Sequence[MPI.Request], max_sleep_s: float = MAX_SLEEP_S) -> None:
-        """Wait for messages of this group, bounded: they take long enough to sleep meanwhile.
-
-        Args:
-            requests: the messages.
-            max_sleep_s: longest sleep.
+        """Wait for messages of this group, bounded. They take long enough to sleep meanwhile.
 
         Raises:
             CollectiveTimeoutError: on this rank.
         """
-        if not MPI.Request.Testall(requests):
-            late = functools.partial(self._late, f"{len(requests)} messages")
-            wait_all(requests, Backoff(self.timeout_s + LATE_S, late, is_patient=True, max_sleep_s=max_sleep_s))
-
-    def _late(self, what: str) -> str:
-        return (
-            f"all_reduce: expected every rank within {self.timeout_s:g} s, got no answer from {what} on "
-            f"{self.world}; look for a rank that took another path or stopped (HPCDIST_TIMEOUT_S or timeout_seconds "
-            f"sets the limit)."
-        )
+        limit_s = self.timeout_s + LATE_S
+        if not wait_until(lambda: MPI.Request.Testall(requests), limit_s, yields=0, max_sleep_s=max_sleep_s):
+            raise late("all_reduce", self.timeout_s, f"{len(requests)} messages", self.world)
 
     def lane_plan(self, is_ordered: bool) -> LanePlan:
         """Return what the ranks of this host do in a sum over hosts."""
         return self.keep(("lanes", is_ordered), lambda: plan_lanes(self.placement, self.host, is_ordered))
 
-    def describe(self, place: int) -> str:
-        """Return the rank at a place of this host."""
-        return f"rank {self.placement.hosts[self.host][place]}"
+
+class Handle:
+    """A collective that runs in the background. Its buffer belongs to it until `wait` returns."""
+
+    def __init__(self, future: "Future[Any]") -> None:
+        self._future = future
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, with a result or an error."""
+        return self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when the collective has ended.
+
+        Args:
+            timeout_s: longest wait; default: as long as the collective itself may take, which is bounded.
+
+        Raises:
+            CollectiveTimeoutError: when it takes longer. What the collective raised, if it did.
+        """
+        try:
+            self._future.result(timeout_s)
+        except FutureTimeoutError:
+            if self._future.done():  # the collective itself timed out
+                raise
+            raise CollectiveTimeoutError(
+                f"wait: expected the collective to end within {timeout_s} s, got no end; wait longer, or look for a "
+                f"rank that did not start it."
+            ) from None
 
 
-def _is_crowded(node_comm: MPI.Comm, world: World) -> bool:
-    """Return whether this host has more ranks than cores."""
-    cores = os.sched_getaffinity(0)
-    sets = node_comm.allgather(frozenset(cores))
-    return any(sum(1 for other in sets if other & own) > len(own) for own in sets)
+class CommunicationThread:
+    """A background thread with a group of its own, so that its collectives never meet those of the main thread.
+
+    Collective: `group.comm`, for the group it makes.
+
+    Args:
+        group: whose ranks take part.
+
+    Attributes:
+        group: the thread's own.
+    """
+
+    def __init__(self, group: Group) -> None:
+        hosts = Hosts(group.comm, group.world, group.node_comm.Dup())
+        self.group = Group(group.comm, group.world, True, group.timeout_s, group.watchdog, hosts)
+        self._thread = BackgroundThread("hpcdist-communication")
+
+    def submit(self, call: Callable[[], None]) -> Handle:
+        """Make `call` after all earlier ones, and return at once. All ranks submit in the same order."""
+        return Handle(self._thread.submit(call))
+
+    def free(self) -> None:
+        """End the thread when it has made all calls, and free its group. Collective: all ranks."""
+        self._thread.stop(self.group.world.timeout_s)
+        self.group.free()
+
+
+def thread_of(group: Group) -> CommunicationThread:
+    """Return the communication thread of a group, made at the first call. Collective then: `group.comm`."""
+    return group.keep("thread", lambda: CommunicationThread(group), CommunicationThread.free)
 
 
 def group_of(comm: MPI.Comm | None = None, timeout_s: float | None = None, world: World | None = None) -> Group:
     """Return the group of a communicator, made at the first call and freed with the communicator.
 
-    Groups with other time limits are others.
+    There is one group per time limit.
 
     Collective at the first call: `comm`, default all ranks of this rank's role.
 
@@ -274,7 +315,7 @@ def _free_groups(comm: MPI.Comm, key: int, groups: dict[float | None, Group]) ->
         group.free()
 
 
-#: What is asked for most, and found in less time here than on the communicator.
+#: The group that most calls ask for, found faster here than on the communicator.
 _group_of_role: Group | None = None
-#: MPI's own place for what belongs to a communicator.
+#: MPI's own way to attach data to a communicator.
 _GROUPS = MPI.Comm.Create_keyval(delete_fn=_free_groups, nopython=False)

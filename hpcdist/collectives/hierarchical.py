@@ -2,20 +2,22 @@
 
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from hpcdist.collectives.group import Group
-from hpcdist.collectives.lane_exchange import LaneExchange
 from hpcdist.collectives.ops import SUM, Op
 from hpcdist.collectives.shared_memory import compare, mark_of
 from hpcdist.collectives.staging import Stage, add_rows
 from hpcdist.collectives.wire import PLAIN, Wire
-from hpcdist.plan.lanes import LanePlan
+from hpcdist.plan.blocks import block_bounds
+from hpcdist.plan.placement import LanePlan
+from hpcdist.runtime.mpi import MPI
 
 Array = npt.NDArray[Any]
-#: Bytes of a chunk on one rank. At 1 Gbit/s it takes 8 ms and its latencies 0.2; three are on their way at once.
+#: Bytes of a chunk on one rank. At 1 Gbit/s it takes 8 ms and its latencies 0.2; three are in flight at once.
 CHUNK_BYTES = 1 << 20
-#: A slot is free again when every local rank has read the result: two chunks later, so the fourth may take it.
+#: Slots in shared memory. A slot is free again when every local rank has read the result, two chunks later.
 DEPTH = 4
 
 
@@ -36,19 +38,19 @@ def all_reduce(
         group: any placement.
         op: the reduction.
         is_ordered: combine in the binary tree over all ranks, whatever the placement. Default: where that costs no more
-            bytes, which is on hosts that hold aligned powers of two. Else hosts are combined in a tree over hosts.
-        wire: how elements are written between hosts.
+            bytes, on hosts that hold aligned powers of two. Otherwise hosts are combined in a tree over hosts.
+        wire: how elements travel between hosts.
         key: names the array to a wire that remembers what it rounded away.
 
     Cost: each host sends 2(m-1)/m * n bytes and receives as many, with m hosts and n = array.nbytes, or up to
         log2(ranks of a host) times more in the first half of an ordered sum over unaligned hosts. Two message
-        latencies; host work on a chunk runs while others are on the wire.
+        latencies; a host works on one chunk while others are on the wire.
 
     Source: lanes as in Traff & Hunold, Decomposing collectives for exploiting multi-lane communication (CLUSTER 2020,
         arXiv 1910.13373); ours sums in an order that is fixed by rank numbers.
     """
     flat = array.reshape(-1)
-    ordered = group.keep("aligned", lambda: group.placement.is_aligned) if is_ordered is None else is_ordered
+    ordered = group.placement.is_aligned if is_ordered is None else is_ordered
     if group.node_comm.size > 1:
         compare(group.barrier.wait_with(mark_of(flat, op)), group)
     n_chunk = CHUNK_BYTES // flat.itemsize
@@ -64,7 +66,7 @@ def all_reduce(
 
 
 class _Chunk:
-    """One chunk on its way. The three calls of all chunks come in one fixed order on all ranks.
+    """One chunk in flight. The three calls of all chunks come in one fixed order on all ranks.
 
     Args:
         group: the ranks.
@@ -110,3 +112,98 @@ class _Chunk:
             self._stage.publish(self._rows, self._views)
             self._group.barrier.wait()
             self._stage.take(self._elements, self._views)
+
+
+class LaneExchange:
+    """The all-reduce of one chunk's slice over a lane: each rank owns a part, receives its addends, sends the result.
+
+    `begin`, `combine` and `finish` are called once each, in the same order of chunks on every rank of the lane, so that
+    several chunks can be in flight.
+
+    Args:
+        group: has a lane on this rank.
+        plan: which rows travel and how they are combined.
+        op: the reduction.
+        wire: how elements travel.
+        rows: this rank's slice as each local rank has it; the host's sums are in the rows `plan.kept`. The result
+            is left in `rows[0]`.
+        key: names the buffer and where the slice starts in it, to the wire.
+    """
+
+    def __init__(
+        self, group: Group, plan: LanePlan, op: Op, wire: Wire, rows: list[Array], key: tuple[int, int]
+    ) -> None:
+        assert group.lane_comm is not None, "only ranks with a lane exchange"
+        self._group, self._lane = group, group.lane_comm
+        self._plan, self._op, self._wire = plan, op, wire
+        self._rows = rows
+        self._key = key
+        self._others = [peer for peer in range(self._lane.size) if peer != self._lane.rank]
+        self._parts = [block_bounds(rows[0].size, self._lane.size, peer) for peer in range(self._lane.size)]
+        self._own = slice(*self._parts[self._lane.rank])
+        self._requests: list[MPI.Request] = []
+        self._sent: list[Array] = []
+
+    def begin(self) -> None:
+        """Send each host its part of this host's sums; receive theirs of this rank's part."""
+        own = self._rows[0][self._own]
+        self._arriving = {
+            (peer, row): self._wire.empty(np.empty_like(own))
+            for peer in self._others
+            for row in range(self._plan.arriving[peer])
+        }
+        for (peer, _), buffer in self._arriving.items():
+            self._receive(buffer, peer)
+        for peer in self._others:
+            for local_rank in self._plan.kept:
+                part = self._rows[local_rank][slice(*self._parts[peer])]
+                self.send(self._wire.encode(part, (*self._key, 0, local_rank, peer)), peer)
+
+    def combine(self) -> None:
+        """Combine what arrived for this rank's part, and send the result to the others."""
+        self._wait()
+        rows = [row for host in range(self._lane.size) for row in self._addends(host)]
+        add_rows(rows, self._plan.additions, self._op.ufunc)
+        own = self._rows[0][self._own]
+        own[...] = rows[self._plan.root]
+        encoded = self._wire.encode(own, (*self._key, 1))
+        self._wire.decode(encoded, own)  # so that the owner has the same bits as the others
+        self._results = [(peer, self._rows[0][slice(*self._parts[peer])]) for peer in self._others]
+        self._received = [self._wire.empty(part) for _, part in self._results]
+        for (peer, _), buffer in zip(self._results, self._received, strict=True):
+            self._receive(buffer, peer)
+        for peer in self._others:
+            self.send(encoded, peer)
+
+    def finish(self) -> None:
+        """Wait for the others' results."""
+        self._wait()
+        for (_, part), buffer in zip(self._results, self._received, strict=True):
+            self._wire.decode(buffer, part)
+
+    def _addends(self, host: int) -> list[Array]:
+        """Return the sums that a host contributes to this rank's part."""
+        if host == self._lane.rank:
+            return [self._rows[local_rank][self._own] for local_rank in self._plan.kept]
+        received = [self._arriving[host, row] for row in range(self._plan.arriving[host])]
+        values = [self._values(buffer) for buffer in received]
+        for buffer, row in zip(received, values, strict=True):
+            self._wire.decode(buffer, row)
+        return values
+
+    def _values(self, buffer: Array) -> Array:
+        own = self._rows[0][self._own]
+        return buffer if buffer.dtype == own.dtype else np.empty_like(own)
+
+    def send(self, array: Array, peer: int) -> None:
+        """Start to send an array, which is kept until it has arrived."""
+        self._sent.append(array)
+        self._requests.append(self._lane.Isend(array.view("u1"), peer))
+
+    def _receive(self, array: Array, peer: int) -> None:
+        self._requests.append(self._lane.Irecv(array.view("u1"), peer))
+
+    def _wait(self) -> None:
+        self._group.wait(self._requests)
+        self._requests.clear()
+        self._sent.clear()

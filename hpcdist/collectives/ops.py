@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from hpcdist.errors import CollectiveError
-from hpcdist.mpi import MPI
+from hpcdist.runtime.mpi import MPI
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Op:
         code: a small number, equal on all ranks.
         mpi_op: MPI's name for it.
         ufunc: numpy's function of two arrays and out.
-        title: what its all-reduce is called in journals.
+        title: what its all-reduce is called in the journal.
     """
 
     name: str

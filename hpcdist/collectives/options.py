@@ -1,5 +1,6 @@
-"""What users choose about communication: the algorithm, packs, time limits, the wire between hosts."""
+"""What users choose about communication: the algorithm, which may be one of their own, packs, limits, the wire."""
 
+import abc
 import enum
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,41 @@ from hpcdist.errors import ConfigurationError
 WIRE_DTYPES = ("bfloat16", "float16")
 
 
+class AllReduceAlgorithm(abc.ABC):
+    """An all-reduce of your own. Give an object of it wherever an implementation is named.
+
+    >>> class ByGather(hpcdist.AllReduceAlgorithm):
+    ...     def all_reduce(self, array, comm, op):
+    ...         array[...] = sum(comm.allgather(array))
+    >>> hpcdist.all_reduce(numpy.ones(3), implementation=ByGather())
+
+    Attributes:
+        stands_for: the built-in implementation that this one only names; None for an algorithm of its own.
+    """
+
+    stands_for: "CommunicationImplementation | None" = None
+
+    @abc.abstractmethod
+    def all_reduce(self, array: Any, comm: Any, op: Any) -> None:
+        """Replace `array` by its reduction over the ranks of `comm`.
+
+        Collective: `comm`, an mpi4py communicator that nothing else uses meanwhile. For gradients on several hosts it
+        is called in a background thread.
+
+        Args:
+            array: (n_elements,) numpy array in host memory, C-contiguous; overwritten. Gradients are float32 or
+                float64.
+            comm: one rank per replica, or per rank of the call.
+            op: the reduction as MPI calls it: MPI.SUM for gradients, sums and means; MPI.MIN, MPI.MAX, MPI.PROD.
+        """
+
+
 class CommunicationImplementation(enum.Enum):
     """Algorithms of all-reduce.
 
-    AUTO: decided by size and placement. RING, NCCL: as in tf.distribute. MPI: the library's own Allreduce.
-    SHARED_MEMORY: in one node. HIERARCHICAL: shared memory in each node, lanes across nodes. HALVING: recursive halving
-    and doubling.
+    AUTO: by size and placement; `route.py` has the table. RING, NCCL: as in tf.distribute. MPI: the library's own
+    Allreduce. SHARED_MEMORY: in one host. HIERARCHICAL: shared memory in each host, lanes between hosts. HALVING:
+    recursive halving and doubling.
     """
 
     AUTO = "AUTO"
@@ -27,18 +57,21 @@ class CommunicationImplementation(enum.Enum):
     HALVING = "HALVING"
 
     @classmethod
-    def parse(cls, name: Any) -> "CommunicationImplementation":
-        """Return the member for a member, its name in any case, or None (AUTO).
+    def parse(cls, given: Any) -> "CommunicationImplementation | AllReduceAlgorithm":
+        """Return the member for a member, its name in any case, or None (AUTO); an AllReduceAlgorithm as it is.
 
         Raises:
             ConfigurationError: for anything else.
         """
-        if name is None:
+        if given is None:
             return _AUTO
-        text = str(name.value if isinstance(name, enum.Enum) else name).upper()
+        if isinstance(given, AllReduceAlgorithm):
+            return given.stands_for or given
+        text = str(given.value if isinstance(given, enum.Enum) else given).upper()
         if text not in cls.__members__:
             raise ConfigurationError(
-                f"all_reduce: expected an implementation of {', '.join(cls.__members__)}, got {name!r}; name one."
+                f"all_reduce: expected an implementation of {', '.join(cls.__members__)}, or an AllReduceAlgorithm, "
+                f"got {given!r}; name one."
             )
         return cls[text]
 
@@ -54,21 +87,21 @@ class CommunicationOptions:
 
     Attributes:
         bytes_per_pack: largest bucket of gradients; 0: from the measured latency and bandwidth of the network.
-        timeout_seconds: a step's all-reduce that takes longer ends the job; None: HPCDIST_TIMEOUT_S.
-        implementation: see `CommunicationImplementation`; a name in any case will do.
+        timeout_seconds: an all-reduce that takes longer ends the job; None: HPCDIST_TIMEOUT_S.
+        implementation: a `CommunicationImplementation`, its name in any case, or an `AllReduceAlgorithm`.
         is_ordered: sum in an order fixed by replica numbers on any placement. None: where it costs no more bytes: on
             one host, and on hosts that hold aligned powers of two of replicas.
-        wire_dtype: "bfloat16" or "float16" halves what gradients cost between hosts, but for the bucket that is
+        wire_dtype: "bfloat16" or "float16" halves the bytes of gradients between hosts, except in the bucket that is
             complete last, which holds exact counts; sums stay float32. What rounding takes away is added at the next
-            step, and forgotten by a restart. None: gradients travel as they are.
+            step, and lost at a restart. None: gradients travel in their own dtype.
 
     Raises:
-        ConfigurationError: a ValueError, for options that cannot be.
+        ConfigurationError: a ValueError, for options that do not fit together.
     """
 
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
-    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
+    implementation: CommunicationImplementation | AllReduceAlgorithm | str = CommunicationImplementation.AUTO
     is_ordered: bool | None = None
     wire_dtype: str | None = None
 

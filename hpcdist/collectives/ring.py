@@ -7,7 +7,7 @@ import numpy.typing as npt
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import SUM, Op
 from hpcdist.collectives.rounds import run_schedule
-from hpcdist.plan.ring import plan_ring
+from hpcdist.plan.schedules import plan_ring
 
 
 def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM) -> None:

@@ -1,4 +1,4 @@
-"""Carries out a schedule of `plan/` on a buffer: the one loop behind the ring and recursive halving."""
+"""Runs a schedule of `plan/schedules.py` on a buffer: the one loop behind the ring and recursive halving."""
 
 from typing import Any
 
@@ -7,16 +7,16 @@ import numpy.typing as npt
 
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import Op
-from hpcdist.mpi import MPI
-from hpcdist.plan.schedule import Message, Schedule
+from hpcdist.plan.schedules import Message, Schedule
+from hpcdist.runtime.mpi import MPI
 
 Array = npt.NDArray[Any]
-#: Messages are cut into segments of this size, so that one is added while the next is on its way.
+#: Messages are cut into segments of this size, so that one is added while the next is in flight.
 SEGMENT_BYTES = 1 << 20
 
 
 def run_schedule(schedule: Schedule, array: Array, group: Group, op: Op) -> None:
-    """Carry out this rank's rounds on a flat buffer.
+    """Run this rank's rounds on a flat buffer.
 
     Collective: `group.comm`. Blocking, bounded.
 
@@ -28,15 +28,16 @@ def run_schedule(schedule: Schedule, array: Array, group: Group, op: Op) -> None
 
     Cost: as planned; scratch of the longest message.
     """
-    scratch = np.empty(max((_length(one) for turn in schedule for one in turn.receives), default=0), array.dtype)
-    for turn in schedule:
+    received = [_length(message) for one_round in schedule for message in one_round.receives]
+    scratch = np.empty(max(received, default=0), array.dtype)
+    for one_round in schedule:
         sends = [
             group.comm.Isend(array[start:stop].view("u1"), message.peer)
-            for message in turn.sends
+            for message in one_round.sends
             for start, stop in _segments(message, array.itemsize)
         ]
-        for message in turn.receives:
-            _receive(message, array, scratch, group, op if turn.is_sum else None)
+        for message in one_round.receives:
+            _receive(message, array, scratch, group, op if one_round.is_sum else None)
         group.wait(sends)
 
 

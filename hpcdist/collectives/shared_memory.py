@@ -9,11 +9,11 @@ from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import OPS, SUM, Op
 from hpcdist.collectives.staging import Stage, add_rows, bits_of, copy
 from hpcdist.errors import CollectiveError, ConfigurationError
-from hpcdist.plan.tree import plan_row_additions
+from hpcdist.plan.replicas import plan_row_additions
 
 #: Most bytes of a chunk on one rank; chunks of an array are equally long. Small enough that the chunks of all ranks
-#: stay in the last cache, large enough that the two barriers of a chunk do not show: among 256 KiB to 8 MiB, 1 to 2 MiB
-#: were measured best for 2 and 4 ranks on 2 cores and arrays of 16 and 64 MiB.
+#: stay in the last-level cache, large enough that two barriers per chunk cost little: of 256 KiB to 8 MiB, 1 to 2 MiB
+#: were the fastest for 2 and 4 ranks on 2 cores and arrays of 16 and 64 MiB.
 CHUNK_BYTES = 3 << 19
 #: Up to this many bytes on all ranks together each rank combines everything itself.
 WHOLE_BYTES = 1 << 19
@@ -72,17 +72,17 @@ def _prepare(group: Group) -> tuple[Stage, list[tuple[int, int]]]:
 
 
 def _reduce_whole(array: npt.NDArray[Any], group: Group, op: Op) -> None:
-    """Let every rank combine all ranks' arrays itself: one barrier, and two slots in turn are enough.
+    """Let every rank combine all ranks' arrays itself: one barrier, and two slots used in turn are enough.
 
-    A rank that writes a slot again has met all others at the barrier in between, before which they had read it.
+    Between two writes of a slot lies a barrier, which no rank enters before it has read the slot.
     """
     stage, additions = group.keep("stage", lambda: _prepare(group))
     slots = stage.next_views(array.dtype, array.size).slots
-    place, combine = group.node_comm.rank, op.ufunc
-    copy(bits_of(slots[place]), bits_of(array))
+    own, combine = group.node_comm.rank, op.ufunc
+    copy(bits_of(slots[own]), bits_of(array))
     compare(group.barrier.wait_with(mark_of(array, op)), group)
     rows = slots.copy()
-    rows[place] = array
+    rows[own] = array
     for into, row in additions[:-1]:
         rows[into] = combine(rows[into], rows[row])
     into, row = additions[-1]
@@ -90,7 +90,7 @@ def _reduce_whole(array: npt.NDArray[Any], group: Group, op: Op) -> None:
 
 
 def mark_of(array: npt.NDArray[Any], op: Op) -> int:
-    """Return a number of 63 bits that tells op, dtype and number of elements."""
+    """Return a number of 63 bits that encodes op, dtype and number of elements."""
     return (array.size << 16 | array.dtype.num << 8 | op.code) & (2**63 - 1)
 
 
@@ -102,11 +102,11 @@ def compare(marks: list[int] | None, group: Group) -> None:
     dtypes: dict[int, str] = {
         np.dtype(code).num: np.dtype(code).name for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
     }
-    said = [
+    calls = [
         f"{names.get(mark & 0xFF, 'unknown')} of {mark >> 16} {dtypes.get(mark >> 8 & 0xFF, 'unknown')} on "
-        f"{group.describe(place)}"
-        for place, mark in enumerate(marks)
+        f"{group.names[local_rank]}"
+        for local_rank, mark in enumerate(marks)
     ]
-    error = CollectiveError(f"all_reduce: expected the same call on every rank, got {', '.join(said)}; call it alike.")
+    error = CollectiveError(f"all_reduce: expected the same call on every rank, got {', '.join(calls)}; call it alike.")
     error.is_agreed = len(group.placement.hosts) == 1
     raise error

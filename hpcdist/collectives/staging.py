@@ -1,7 +1,7 @@
-"""Small shared memory through which private buffers pass in chunks, so small that they stay in the cache.
+"""Shared memory smaller than the cache, through which private buffers are exchanged chunk by chunk.
 
-Every local rank owns a slice of each chunk. It puts all slices but its own into its slot; its own it reads where it is.
-So main memory sees one read and one write of the buffer, and the shared memory hardly at all.
+Every local rank owns a slice of each chunk. It copies all slices but its own into its slot, and uses its own in place.
+So each byte of the buffer is read from main memory once and written once; the slots stay in the cache.
 """
 
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcdist.collectives.group import Group
-from hpcdist.collectives.window import NodeWindow
 from hpcdist.plan.blocks import block_bounds
+from hpcdist.runtime.node_memory import NodeWindow
 
 Array = npt.NDArray[Any]
 #: Bytes of all rows together that are combined at a time: half of a core's second-level cache, as most have 1 MiB.
 BLOCK_BYTES = 512 << 10
-#: Sizes of a chunk whose views are kept; a training step has few.
+#: Chunk sizes whose views are kept; a training step has few.
 _MAX_KEPT = 64
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
 @dataclass(frozen=True)
 class Views:
-    """The slots of one chunk, cut for chunks of one size and dtype; arrays of bits where they are copied only.
+    """Views of the slots of one chunk, for chunks of one size and dtype; unsigned integers where they are only copied.
 
     Attributes:
         slots: every local rank's, whole.
@@ -60,7 +60,7 @@ class Stage:
     def __init__(self, group: Group, depth: int, chunk_bytes: int, n_slices: int) -> None:
         self.chunk_bytes = chunk_bytes
         self._n_slices = n_slices
-        self._place = group.node_comm.rank
+        self._local_rank = group.node_comm.rank
         self._depth = depth
         self._number = 0
         self._pieces = NodeWindow(group.node_comm, depth * chunk_bytes, group.world).pieces
@@ -82,16 +82,16 @@ class Stage:
 
     def bounds(self, n_elements: int) -> tuple[int, int]:
         """Return (start, stop) of this rank's slice of a chunk; empty for a rank that owns none."""
-        if self._place >= self._n_slices:
+        if self._local_rank >= self._n_slices:
             return n_elements, n_elements
-        return block_bounds(n_elements, self._n_slices, self._place)
+        return block_bounds(n_elements, self._n_slices, self._local_rank)
 
     def _cut(self, dtype: np.dtype[Any], n_elements: int, index: int) -> Views:
         first = index * self.chunk_bytes
         slots = [np.frombuffer(piece[first : first + self.chunk_bytes], dtype)[:n_elements] for piece in self._pieces]
         start, stop = self.bounds(n_elements)
         parts = [part for part in (slice(0, start), slice(stop, n_elements)) if part.start < part.stop]
-        mine, first_slot = bits_of(slots[self._place]), bits_of(slots[0])
+        mine, first_slot = bits_of(slots[self._local_rank]), bits_of(slots[0])
         scale = len(first_slot) // max(1, n_elements)
         cuts = [slice(scale * part.start, scale * part.stop) for part in parts]
         return Views(
@@ -104,23 +104,23 @@ class Stage:
         )
 
     def put(self, chunk: Array, views: Views) -> list[Array]:
-        """Put all but this rank's slice into its slot; return that slice of every local rank, its own where it is."""
+        """Copy all but this rank's slice into its slot; return that slice of every local rank, its own in place."""
         bits = bits_of(chunk)
         for part, slot in views.puts:
             copy(slot, bits[part])
         rows = views.rows.copy()
-        rows[self._place] = chunk[views.own]
+        rows[self._local_rank] = chunk[views.own]
         return rows
 
     def publish(self, rows: list[Array], views: Views) -> None:
-        """Take this rank's slice of the result, which is in the first of the rows that `put` returned, and show it.
+        """Publish this rank's slice of the result, which is in the first of the rows that `put` returned.
 
         The others read it in the slot of the first local rank.
         """
-        if self._place == 0:
+        if self._local_rank == 0:
             copy(bits_of(views.result), bits_of(rows[0]))
         else:
-            copy(bits_of(rows[self._place]), bits_of(views.result))
+            copy(bits_of(rows[self._local_rank]), bits_of(views.result))
 
     def take(self, chunk: Array, views: Views) -> None:
         """Read all but this rank's slice of the result."""
@@ -137,8 +137,8 @@ def bits_of(array: Array) -> Array:
 def copy(target: Array, source: Array) -> None:
     """Copy a flat array of unsigned integers.
 
-    By an integer operation, as memcpy, which numpy's assignment uses, was measured ten times slower for some alignments
-    (glibc 2.36 on AMD Zen, 64 to 384 KiB, the target 16 bytes beyond the source modulo 4 KiB).
+    By an integer operation: memcpy, which numpy's assignment uses, was ten times slower for some alignments (glibc 2.36
+    on AMD Zen, 64 to 384 KiB, the target 16 bytes beyond the source modulo 4 KiB).
     """
     np.bitwise_or(source, source, target)
 

@@ -1,4 +1,4 @@
-"""How elements are written on the slow hop between hosts. Inside a host and in sums they keep their dtype."""
+"""How elements travel between hosts. Inside a host and in sums they keep their dtype."""
 
 from typing import Any, Protocol
 
@@ -8,10 +8,10 @@ Array = npt.NDArray[Any]
 
 
 class Wire(Protocol):
-    """What turns elements into what travels, and back."""
+    """Encodes elements for the network, and decodes them."""
 
     def encode(self, values: Array, key: tuple[int, ...]) -> Array:
-        """Return what is sent for `values`, a contiguous array; `key` names their place, the same at every step."""
+        """Return what is sent for `values`, a contiguous array; `key` names them, the same at every step."""
 
     def empty(self, like: Array) -> Array:
         """Return where the encoding of as many elements as `like` has is received; `like` itself if it may be."""
@@ -21,7 +21,7 @@ class Wire(Protocol):
 
 
 class PlainWire:
-    """Elements travel as they are."""
+    """Elements travel in their own dtype."""
 
     def encode(self, values: Array, key: tuple[int, ...]) -> Array:
         """Return `values`."""

@@ -1,9 +1,10 @@
-"""From the first gradient of a backward to its end: gradients are taken, buckets summed, sums published.
+"""A backward with one replica in this process, from its first gradient to its end: buckets are summed and published.
 
-`parameter.grad` is found, set aside, replaced: `record.py` knows what it holds. Buckets know when they are complete:
-`bucket_set.py`. This file knows about the backward as a whole.
+`record.py` knows what becomes of one parameter's gradient, `bucket_set.py` when a bucket is complete. Several replicas
+in one process use `GradientSums` too, and the hooks in `replicas/backward.py`.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,64 +13,144 @@ from torch import Tensor, nn
 
 from hpcdist.errors import GradientError
 from hpcdist.gradients import torch_hooks
+from hpcdist.gradients.batch_weights import RowCounts
 from hpcdist.gradients.bucket_set import BucketSet
 from hpcdist.gradients.buffers import BufferRecord, average_buffers, gather_changed
-from hpcdist.gradients.record import ParameterRecord
+from hpcdist.gradients.record import Holds, ParameterRecord
 from hpcdist.gradients.reducer import Reducer
-from hpcdist.gradients.rows import HandedRows
-from hpcdist.notices import N_NUMBERS, Notices
+from hpcdist.runtime.step_flags import N_NUMBERS, StepFlags
 
 #: Backwards are numbered modulo this, so that sums of squares over thousands of replicas are exact in float32.
 _NUMBERS = 31
 
 
-class BackwardSum:
-    """Sums the gradients of every synchronized backward over the replicas.
+class GradientSums:
+    """What is summed at the end of every synchronized backward, and how the sums are published.
 
     Args:
         reducer: sums buckets, and knows which replicas there are.
-        is_mean: whether gradients are averaged by rows instead of summed; None until someone says.
+        is_mean: whether gradients are averaged by rows instead of summed; None until it is settled.
+        step_flags: requests to stop or save, which travel along.
+        after_average: called when float buffers are equal on all replicas again.
 
     Attributes:
         is_mean: see above.
-        handed: rows of the parts that each local replica was handed, to weigh it by.
-        is_running: whether a backward is under way, or one ended in an error.
-        notices: what ranks tell each other with every sum.
-        on_averaged: called when buffers are the same on all replicas again.
+        row_counts: rows of the parts that each local replica has got, to weigh it by.
+        records, buffers, buckets: what takes part.
+        n_sums: sums of gradients that this rank has begun.
+        is_broken: whether sums may have begun that other ranks wait for in vain.
     """
 
-    def __init__(self, reducer: Reducer, is_mean: bool | None) -> None:
-        self._reducer = reducer
-        self._n_replicas = reducer.replicas.n_replicas
+    def __init__(
+        self,
+        reducer: Reducer,
+        is_mean: bool | None,
+        step_flags: StepFlags,
+        after_average: Callable[[], None] | None = None,
+    ) -> None:
+        self.reducer = reducer
+        self.n_replicas = reducer.replicas.n_replicas
         self.is_mean = is_mean
-        self.handed = [HandedRows() for _ in reducer.own_replicas]
-        self.notices = Notices()
-        self.on_averaged: Callable[[], None] | None = None
-        self._records: list[ParameterRecord] = []
-        self._buffers: list[BufferRecord] = []
-        self._is_syncing = True
-        self._backward: int | None = None
-        self._has_accumulated = False
-        self._weight: float | None = None
-        self._is_broken = False
-        self._n_sums = 0
+        self.row_counts = [RowCounts() for _ in reducer.own_replicas]
+        self.records: list[ParameterRecord] = []
+        self.buffers: list[BufferRecord] = []
+        self.n_sums = 0
+        self.is_broken = False
+        self._step_flags = step_flags
+        self._after_average = after_average
 
-    @property
-    def is_running(self) -> bool:
-        """Whether a backward is under way, or one ended in an error."""
-        return self._backward is not None
+    def settle_op(self, is_mean: bool) -> bool:
+        """Sum or average from now on, if that is not settled yet; return whether gradients are averaged."""
+        self.is_mean = is_mean if self.is_mean is None else self.is_mean
+        return self.is_mean
 
     def plan(self, records: Sequence[tuple[ParameterRecord, nn.Parameter]], buffers: list[BufferRecord]) -> None:
         """Sum these from now on. Collective on several hosts: all replicas."""
-        self._records = [record for record, _ in records]
-        self._buffers = buffers
+        self.records = [record for record, _ in records]
+        self.buffers = buffers
         n_counts = len(records) + len(buffers) + 3 + N_NUMBERS
-        self._buckets = BucketSet(records, n_counts, self._reducer)
+        self.buckets = BucketSet(records, n_counts, self.reducer)
+
+    def weight_of(self, local_index: int) -> float:
+        """Return the rows that a local replica's gradients stand for; raises as `require_op`."""
+        self.require_op()
+        return self.row_counts[local_index].weight(is_mean=bool(self.is_mean))
+
+    def require_op(self) -> None:
+        """Raise GradientError where it is not settled how gradients combine; on this rank only."""
+        if self.is_mean is None:
+            raise GradientError(
+                f"backward: expected to know how the gradients of {self.n_replicas} replicas combine, got no "
+                f"gradient_op; scale the loss by hpcdist.compute_average_loss, or make the strategy with "
+                f"gradient_op=ReduceOp.SUM (the loss is divided by the global batch) or ReduceOp.MEAN (the loss is a "
+                f"mean over the local batch)."
+            )
+
+    def scale(self, weight: float) -> float:
+        """Return what a replica's gradients are multiplied by."""
+        return weight if self.is_mean else 1.0
+
+    def changed_buffers(self, weight: float) -> list[bool]:
+        """Return which buffers the current replica has changed; one without rows changes none."""
+        return [weight > 0 and buffer.is_changed for buffer in self.buffers]
+
+    def counts(self, changed: list[bool], weight: float) -> list[float]:
+        """Return what is summed along: which gradients and buffers there are, weight, backward number, step flags."""
+        number = self.n_sums % _NUMBERS
+        touched = [record.pending.is_touched for record in self.records]
+        return [*touched, *changed, weight, number, number * number, *self._step_flags.own_numbers()]
+
+    def publish(self, totals: list[float], contributions: list[list[Tensor | None]]) -> None:
+        """Make sums and averages what parameters and buffers hold. Collective where buffers changed: all ranks."""
+        *counted, total, numbers, squares = totals[:-N_NUMBERS]
+        if self.n_replicas * squares != numbers * numbers:
+            self.is_broken = True
+            raise GradientError(
+                f"backward: expected every replica at the same backward, got number {self.n_sums} here and others "
+                f"elsewhere; let all ranks run the same steps, also those without rows."
+            )
+        self._step_flags.record(totals[-N_NUMBERS:])
+        if self.is_mean and total not in (0, 1):
+            self.buckets.divide(total)
+        for record, n_touched in zip(self.records, counted, strict=False):
+            record.publish(n_touched)
+        if self.buffers:
+            average_buffers(self.buffers, contributions, counted[len(self.records) :], self.reducer)
+        if self._after_average is not None:
+            self._after_average()
+
+    def drop(self) -> None:
+        """Forget a backward that began and never ended, because something in it raised."""
+        self.is_broken = self.is_broken or self.buckets.is_started
+        self.buckets.reset()
+        for record in self.records:
+            record.drop()
+
+
+class BackwardSum:
+    """Sums the gradients of every synchronized backward over the replicas, one of which is in this process.
+
+    Args:
+        sums: what is summed, and how it is published.
+    """
+
+    def __init__(self, sums: GradientSums) -> None:
+        self._sums = sums
+        self._is_syncing = True
+        self._backward: int | None = None  # torch's number of the running backward
+        self._has_accumulated = False
+        self._weight: float | None = None  # rows that the gradients stand for, also those accumulated under no_sync
+        self._scale = 1.0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a backward is running, or one ended in an error."""
+        return self._backward is not None
 
     def hook(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
         """Take part in every backward that reaches a parameter."""
-        torch_hooks.before_accumulation(parameter, lambda: self._before_accumulation(record))
-        torch_hooks.after_accumulation(parameter, lambda owner: self._after_accumulation(record, owner))
+        torch_hooks.before_accumulation(parameter, functools.partial(self._before_accumulation, record))
+        torch_hooks.after_accumulation(parameter, functools.partial(self._after_accumulation, record))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -80,28 +161,18 @@ class BackwardSum:
         finally:
             self._is_syncing = before
 
-    def _before_accumulation(self, record: ParameterRecord) -> None:
+    def _before_accumulation(self, record: ParameterRecord, gradient: Tensor) -> None:
         if self._backward != torch_hooks.backward_id():
             self._begin()
-        parameter = record.parameter
-        if parameter is not None:
-            record.set_aside(parameter)
-
-    def _after_accumulation(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
-        refuse_graph(record)
-        if not self._has_accumulated:
-            self._weigh()
-        if self._is_syncing:
-            record.take(parameter, self._scale)
-            self._buckets.arrived(record)
-        else:
-            record.accumulate_locally(parameter)
+        parameter = record.reference()
+        if parameter is not None and parameter.grad is not None:
+            record.stash(parameter)
 
     def _begin(self) -> None:
         refuse_nested()
         if self._backward is not None:
             self._drop()
-        if self._is_broken:
+        if self._sums.is_broken:
             raise GradientError(
                 "backward: expected earlier backwards to end, got one that failed when sums had begun on others; "
                 "let the error end the job, and start it again."
@@ -109,102 +180,67 @@ class BackwardSum:
         self._backward = torch_hooks.backward_id()
         torch_hooks.at_end_of_backward(self._end)
 
+    def _after_accumulation(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
+        if torch.is_grad_enabled():
+            raise graph_refusal(record)
+        if not self._has_accumulated:
+            self._weigh()
+        if not self._is_syncing:
+            record.accumulate_locally(parameter)
+            return
+        record.take(parameter, self._scale)
+        if self._sums.reducer.route.is_overlapped:
+            self._sums.buckets.count_arrival(record)
+
     def _weigh(self) -> None:
         """Find out how this backward's gradients are weighed, when it turns out that it accumulates some."""
         self._has_accumulated = True
-        self._require_op()
-        weight = self.handed[0].weight(is_mean=bool(self.is_mean))
-        if self._weight is not None and not any(record.is_local for record in self._records):
+        weight = self._sums.weight_of(0)
+        if self._weight is not None and not any(record.holds is Holds.LOCAL for record in self._sums.records):
             self._weight = None  # what was accumulated under no_sync was thrown away
-        if self.is_mean and self._weight not in (None, weight):
+        if self._sums.is_mean and self._weight not in (None, weight):
             raise GradientError(
                 f"backward: expected micro-batches of equal rows under no_sync with ReduceOp.MEAN, got "
                 f"{self._weight:g} and {weight:g}; use drop_remainder, or compute_average_loss with ReduceOp.SUM."
             )
-        self._weight = weight
-
-    def _require_op(self) -> None:
-        if self.is_mean is None:
-            raise GradientError(
-                f"backward: expected to know how the gradients of {self._n_replicas} replicas combine, got no "
-                f"gradient_op; scale the loss by hpcdist.compute_average_loss, or make the strategy with "
-                f"gradient_op=ReduceOp.SUM (the loss is divided by the global batch) or ReduceOp.MEAN (the loss is a "
-                f"mean over the local batch)."
-            )
-
-    def _drop(self) -> None:
-        """Forget a backward that began and never ended, because something in it raised."""
-        self._is_broken = self._is_broken or self._buckets.is_under_way
-        self._buckets.reset()
-        for record in self._records:
-            record.drop()
-        self._backward, self._has_accumulated, self._weight = None, False, None
+        self._weight, self._scale = weight, self._sums.scale(weight)
 
     @torch.no_grad()
     def _end(self) -> None:
-        if not self._has_accumulated:
-            for record in self._records:
-                record.put_back()
+        if not self._has_accumulated:  # torch.autograd.grad writes no gradients
+            for record in self._sums.records:
+                record.unstash()
         elif self._is_syncing:
             try:
                 self._sum()
             except BaseException:
                 self._drop()
                 raise
-            self._weight = None
+            self._weight, self._scale = None, 1.0
         self._backward, self._has_accumulated = None, False
 
-    @property
-    def _own_weight(self) -> float:
-        return 1.0 if self._weight is None else self._weight
-
-    @property
-    def _scale(self) -> float:
-        """What this replica's gradients are multiplied by."""
-        return self._own_weight if self.is_mean else 1.0
-
     def _sum(self) -> None:
-        weight = self._own_weight
-        changed = [weight > 0 and buffer.is_changed for buffer in self._buffers]
-        for record in self._records:
-            if not record.is_touched:
+        sums, weight = self._sums, 1.0 if self._weight is None else self._weight
+        for record in sums.records:
+            if not record.pending.is_touched:
                 record.stand_in(self._scale)
-        self._n_sums += 1
-        totals = self._buckets.finish(self._counts(changed, weight))
-        self._publish(totals, [gather_changed(self._buffers, changed)])
+        sums.n_sums += 1
+        changed = sums.changed_buffers(weight)
+        totals = sums.buckets.finish(sums.counts(changed, weight))
+        sums.publish(totals, [gather_changed(sums.buffers, changed)])
 
-    def _counts(self, changed: list[bool], weight: float) -> list[float]:
-        """Return what is summed along: who has which gradient and buffer, the weight, which backward, and notices."""
-        number, touched = self._n_sums % _NUMBERS, (record.is_touched for record in self._records)
-        return [*touched, *changed, weight, number, number * number, *self.notices.send()]
-
-    def _publish(self, totals: list[float], contributions: list[list[Tensor | None]]) -> None:
-        """Make sums and averages what parameters and buffers hold. Collective where buffers changed: all ranks."""
-        *counted, total, numbers, squares = totals[:-N_NUMBERS]
-        if self._n_replicas * squares != numbers * numbers:
-            self._is_broken = True
-            raise GradientError(
-                f"backward: expected every replica at the same backward, got number {self._n_sums} here and others "
-                f"elsewhere; let all ranks run the same steps, also those without rows."
-            )
-        self.notices.receive(totals[-N_NUMBERS:])
-        if self.is_mean and total not in (0, 1):
-            self._buckets.divide(total)
-        for record, n_touched in zip(self._records, counted, strict=False):
-            record.publish(n_touched)
-        if self._buffers:
-            average_buffers(self._buffers, contributions, counted[len(self._records) :], self._reducer)
-        if self.on_averaged is not None:
-            self.on_averaged()
+    def _drop(self) -> None:
+        self._sums.drop()
+        self._backward, self._has_accumulated = None, False
+        self._weight, self._scale = None, 1.0
 
 
-def refuse_graph(record: ParameterRecord) -> None:
-    """Raise GradientError where a gradient has a graph of its own; on this rank only."""
-    if torch.is_grad_enabled():
-        raise GradientError(
-            f"backward: expected no create_graph=True, got a gradient with a graph for {record.name!r}; use "
-            f"torch.autograd.grad for gradients of gradients."
-        )
+def graph_refusal(record: ParameterRecord) -> GradientError:
+    """Return the error of a gradient that has a graph of its own."""
+    return GradientError(
+        f"backward: expected no create_graph=True, got a gradient with a graph for {record.name!r}; use "
+        f"torch.autograd.grad for gradients of gradients."
+    )
 
 
 def refuse_nested() -> None:

@@ -9,17 +9,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hpcdist.dtypes import SUM_DTYPES, dtype_name
 from hpcdist.errors import GradientError
 from hpcdist.gradients.model_plan import BufferPlace
 from hpcdist.gradients.reducer import Reducer
-from hpcdist.gradients.tensors import SUM_DTYPES, dtype_name, have_same_bits
+from hpcdist.gradients.tensors import have_same_bits
 
 
 class BufferRecord:
-    """One buffer, and a copy of it by which one sees that its module has written it since it was averaged last.
+    """One buffer, and a copy of it, which shows whether its module has written it since it was last averaged.
 
-    Version counters do not tell: normalisation kernels, and writes through `.data`, do not count. A buffer whose module
-    is gone counts as unchanged.
+    Version counters cannot show that: normalisation kernels and writes through `.data` do not count. A buffer whose
+    module is gone is unchanged.
 
     Cost: one read of the buffer per synchronized backward, and its size in memory.
     """
@@ -32,7 +33,7 @@ class BufferRecord:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the buffer differs from what it was when it was averaged last."""
+        """Whether the buffer differs from what it was when it was last averaged."""
         tensor = self.place.tensor
         return tensor is not None and not have_same_bits(tensor, self._kept)
 

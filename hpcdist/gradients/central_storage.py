@@ -1,4 +1,4 @@
-"""Parameters that the ranks of a node hold once, in memory that all of them see; the chief alone steps them."""
+"""Parameters that the ranks of a node hold once, in shared memory; the chief alone steps them."""
 
 import weakref
 from collections.abc import Iterator, Sequence
@@ -10,20 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from hpcdist.collectives.group import Group
-from hpcdist.collectives.window import NodeWindow
 from hpcdist.errors import GradientError
 from hpcdist.gradients.model_plan import IdentitySet
 from hpcdist.gradients.tensors import is_dense
+from hpcdist.runtime.node_memory import NodeWindow
 
-#: Bytes that a parameter's place is a multiple of, so that no two share a cache line.
+#: Parameters start at multiples of this, so that no two share a cache line.
 _ALIGNMENT = 64
-#: Those whose strategies are in use.
+#: The storages whose strategies are in use.
 _alive: "weakref.WeakSet[CentralStorage]" = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a parameter's values are. A parameter on the host is this memory; one on a device is a copy of it."""
+class _Shared:
+    """A parameter and its shared memory. A parameter on the host is this memory; one on a device is a copy of it."""
 
     name: str
     parameter: "weakref.ref[nn.Parameter]"
@@ -34,7 +34,7 @@ class CentralStorage:
     """The node's one copy of all parameters.
 
     A step is made between two barriers: before the first one other ranks may still read, after the second one the
-    chief has written. What is on devices is copied out by the chief and in by the others.
+    chief has written. Parameters on devices are copied out by the chief and in by the others.
 
     Args:
         group: the ranks, all on one host.
@@ -43,7 +43,7 @@ class CentralStorage:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._is_chief = group.rank == 0
-        self._places: list[_Place] = []
+        self._shared: list[_Shared] = []
         self._adopted: IdentitySet[nn.Parameter] = IdentitySet()
         _alive.add(self)
 
@@ -57,7 +57,7 @@ class CentralStorage:
             CollectiveError: when the node has too little memory; on every rank.
         """
         new = [(name, parameter) for name, parameter in named if parameter not in self._adopted]
-        self._places = [place for place in self._places if place.parameter() is not None]
+        self._shared = [one for one in self._shared if one.parameter() is not None]
         if not new:
             return
         memory = self._allocate(sum(_padded(parameter) for _, parameter in new))
@@ -67,12 +67,12 @@ class CentralStorage:
             start += _padded(parameter)
             if self._is_chief:
                 shared.copy_(parameter)
-            self._places.append(_Place(name, weakref.ref(parameter), shared))
+            self._shared.append(_Shared(name, weakref.ref(parameter), shared))
             self._adopted.add(parameter)
         self._wait()
-        for place, (_, parameter) in zip(self._places[-len(new) :], new, strict=True):
+        for one, (_, parameter) in zip(self._shared[-len(new) :], new, strict=True):
             if _is_on_host(parameter):
-                parameter.data = place.shared
+                parameter.data = one.shared
 
     def _allocate(self, nbytes: int) -> Tensor:
         """Return shared bytes, spread over the ranks' NUMA domains: the pieces follow one another in one mapping."""
@@ -89,13 +89,13 @@ class CentralStorage:
         Collective: the group.
 
         Raises:
-            GradientError: when a parameter is no longer where it was; on this rank only.
+            GradientError: when a parameter was moved; on this rank only.
         """
-        for place in self._places:
-            parameter = place.parameter()
-            if parameter is not None and _is_on_host(parameter) and parameter.data_ptr() != place.shared.data_ptr():
+        for one in self._shared:
+            parameter = one.parameter()
+            if parameter is not None and _is_on_host(parameter) and parameter.data_ptr() != one.shared.data_ptr():
                 raise GradientError(
-                    f"step: expected {place.name!r} in the memory that all ranks share, got it moved or converted; "
+                    f"step: expected {one.name!r} in the memory that all ranks share, got it moved or converted; "
                     f"move and convert the model before its first use."
                 )
         self._wait()
@@ -105,9 +105,9 @@ class CentralStorage:
     def end_change(self) -> None:
         """Return when the chief has changed the parameters. Collective: the group."""
         copies = [
-            (parameter, place.shared)
-            for place in self._places
-            if (parameter := place.parameter()) is not None and not _is_on_host(parameter)
+            (parameter, one.shared)
+            for one in self._shared
+            if (parameter := one.parameter()) is not None and not _is_on_host(parameter)
         ]
         if self._is_chief:
             for parameter, shared in copies:

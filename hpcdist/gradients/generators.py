@@ -7,7 +7,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-#: Who draws outside `strategy.run` when replicas are counted apart from ranks: the same on every rank.
+#: Who draws outside `strategy.run` where the number of replicas is fixed: the same on every rank.
 _OUTSIDE = "outside"
 
 
@@ -15,11 +15,11 @@ class StepGenerators:
     """Sets torch's default generators at the start of every step.
 
     Args:
-        replica: id of this rank's replica; replicas draw different numbers. None: replicas are counted apart from
-            ranks, and `enter` says which one draws.
+        replica: id of this rank's replica; replicas draw different numbers. None: the number of replicas is fixed,
+            and the scheduler says which one draws.
 
     Attributes:
-        seed: of the job; None until the chief's was taken.
+        seed: of the job; None before the chief's is known.
         step: optimizer steps taken so far.
     """
 
@@ -31,59 +31,59 @@ class StepGenerators:
         self.step = 0
 
     def start(self, seed: int) -> None:
-        """Take `seed`, unless a checkpoint brought one, and set the generators for the current step.
+        """Use `seed`, unless a checkpoint had one, and set the generators for the current step.
 
-        Numbers of a step in which replicas have drawn go on: they would come a second time.
+        Where replicas have drawn in this step already, their sequences continue: the same numbers must not come twice.
         """
         self.seed = seed if self.seed is None else self.seed
         if not self._states:
             self._set()
 
     def restore(self, seed: int | None, step: int) -> None:
-        """Go on at `step` with the seed of a checkpoint."""
+        """Resume at `step` with the seed of a checkpoint."""
         self.seed, self.step = seed, step
         self._states.clear()
         if seed is not None:
             self._set()
 
     def advance(self) -> None:
-        """Go on to the next step."""
+        """Start the next step."""
         self.step += 1
         self._states.clear()
         if self.seed is not None:
             self._set()
 
-    def begin(self) -> None:
+    def begin_run(self) -> None:
         """Let replicas draw."""
-        self.leave(self._who)
+        self.suspend(self._who)
 
-    def end(self) -> None:
+    def end_run(self) -> None:
         """Let the code outside `run` draw again."""
-        self._bring_back(_OUTSIDE)
+        self._restore(_OUTSIDE)
 
     @contextmanager
     def merging(self) -> Iterator[None]:
         """Let the block draw as code outside `run` does, whichever replica came last."""
         replica = self._who
-        self.leave(replica)
-        self._bring_back(_OUTSIDE)
+        self.suspend(replica)
+        self._restore(_OUTSIDE)
         try:
             yield
         finally:
-            self.leave(_OUTSIDE)
-            self._bring_back(replica)
+            self.suspend(_OUTSIDE)
+            self._restore(replica)
 
-    def leave(self, replica: int | str) -> None:
-        """Keep where a replica is in its numbers, until the next step."""
+    def suspend(self, replica: int | str) -> None:
+        """Save how far a replica has drawn, until the next step."""
         if self.seed is not None:
             cuda = [torch.cuda.get_rng_state()] if self._has_cuda else []
             self._states[replica] = [torch.default_generator.get_state(), *cuda]
 
-    def enter(self, replica: int) -> None:
-        """Go on in a replica's numbers; from their start where it has not drawn in this step."""
-        self._bring_back(replica)
+    def resume(self, replica: int) -> None:
+        """Continue a replica's sequence; from its start where it has not drawn in this step."""
+        self._restore(replica)
 
-    def _bring_back(self, who: int | str) -> None:
+    def _restore(self, who: int | str) -> None:
         self._who = who
         if self.seed is None:
             return

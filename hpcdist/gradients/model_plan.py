@@ -1,4 +1,4 @@
-"""Which parameters and buffers a strategy looks after, found by walking the modules made in its scope."""
+"""Which parameters and buffers a strategy manages, found by walking the modules made in its scope."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -9,12 +9,13 @@ from typing import Generic, TypeVar
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hpcdist.dtypes import SUM_DTYPES, dtype_name
 from hpcdist.errors import ConfigurationError, DesyncError
-from hpcdist.gradients.tensors import SUM_DTYPES, dtype_name, layout
+from hpcdist.gradients.tensors import layout
 
 
 class BufferPlace:
-    """A module's buffer, by place: modules may put a new tensor there. The module is held weakly."""
+    """A module's buffer by name: modules may put a new tensor there. The module is held weakly."""
 
     def __init__(self, name: str, module: nn.Module, key: str) -> None:
         self.name = name
@@ -23,7 +24,7 @@ class BufferPlace:
 
     @property
     def tensor(self) -> Tensor | None:
-        """The tensor that is there now; None when the module is gone or has taken it out."""
+        """The tensor that is there now; None when the module is gone or has removed it."""
         module = self._module()
         return None if module is None else module._buffers.get(self._key)
 
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 
 class IdentitySet(Generic[T]):
-    """Objects held weakly and told apart by identity, in the order in which they were added."""
+    """Objects held weakly and compared by identity, in the order in which they were added."""
 
     def __init__(self, items: Iterable[T] = ()) -> None:
         self._known: dict[int, weakref.ref[T]] = {}
@@ -47,7 +48,7 @@ class IdentitySet(Generic[T]):
         yield from [item for known in self._known.values() if (item := known()) is not None]
 
     def add(self, item: T) -> None:
-        """Remember an object, as the last one also where its id was that of one that is gone."""
+        """Add an object, as the last one even if it has the id of one that is gone."""
         if item not in self:
             self._known.pop(id(item), None)
             self._known[id(item)] = weakref.ref(item)
@@ -115,18 +116,18 @@ def plan_model(roots: list[nn.Module]) -> ModelPlan:
     """
     parameters: list[tuple[str, nn.Parameter]] = []
     buffers: list[BufferPlace] = []
-    taken: set[int] = set()
+    seen: set[int] = set()
     for number, root in enumerate(roots):
         prefix = f"{number}:" if len(roots) > 1 else ""
         for name, parameter in root.named_parameters(prefix=""):
-            if id(parameter) not in taken:
-                taken.add(id(parameter))
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
                 _check_parameter(prefix + name, parameter)
                 parameters.append((prefix + name, parameter))
         for module_name, module in root.named_modules():
             for key, buffer in module._buffers.items():
-                if buffer is not None and id(buffer) not in taken:
-                    taken.add(id(buffer))
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
                     buffers.append(BufferPlace(prefix + ".".join(filter(None, (module_name, key))), module, key))
     return ModelPlan(tuple(parameters), tuple(buffers))
 

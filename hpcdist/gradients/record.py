@@ -1,11 +1,15 @@
-"""What becomes of one parameter's gradient between two backwards.
+"""One parameter's gradient: what `parameter.grad` holds between two backwards, and what a backward does with it.
 
-`parameter.grad` is at any time nothing, local (accumulated under no_sync) or summed over all replicas. A record knows
-which, and keeps what a synchronized backward found there apart from what it adds.
+Between backwards `parameter.grad` is nothing, this replica's own (accumulated under no_sync), or a sum over all
+replicas. A synchronized backward stashes what it finds there, lets autograd write the new gradient, copies that into
+the parameter's slot of a bucket, and publishes the slot as `parameter.grad` once the bucket is summed:
+
+    nothing | local | summed  --stash-->  pending  --take or stand_in-->  in the bucket  --publish-->  summed
 """
 
+import enum
 import weakref
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,181 +19,139 @@ from hpcdist.errors import GradientError
 from hpcdist.gradients.tensors import is_dense, is_only_holder
 
 
+class Holds(enum.Enum):
+    """What `parameter.grad` holds between two backwards."""
+
+    NOTHING = "nothing of ours"
+    LOCAL = "this replica's own gradients"
+    SUMMED = "a sum over all replicas"
+
+
+@dataclass
+class Pending:
+    """What one synchronized backward has found and written for one parameter.
+
+    Attributes:
+        stashed: what it found in `parameter.grad`.
+        earlier: the sum of an earlier backward among that, to be added to this one's sum.
+        zeros: a gradient of zeros among that, which stays if no replica has a gradient.
+        view: the summed memory in the parameter's shape.
+        is_touched: whether this replica contributes a gradient.
+    """
+
+    stashed: Tensor | None = None
+    earlier: Tensor | None = None
+    zeros: Tensor | None = None
+    view: Tensor | None = None
+    is_touched: bool = False
+
+
 class ParameterRecord:
-    """One trained parameter, its place in a bucket, and the state of its gradient.
+    """One trained parameter, its slot in a bucket, and the state of its gradient.
 
     The parameter is held weakly: its hooks keep the engine alive, not the engine the model. A parameter that is gone
     takes part in every sum as one without a gradient.
 
     Attributes:
-        is_touched: the running backward produced a gradient, or one was accumulated under no_sync.
-        is_local: `parameter.grad` holds this replica's own sum.
+        reference: a weak reference to the parameter.
+        holds: what `parameter.grad` holds.
+        pending: what the running backward has found and written.
         bucket: number of the bucket that it is summed in.
+        part: what is summed: flat. The slot, or the gradient's own memory where there is no slot.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name = name
-        self._parameter = weakref.ref(parameter)
-        self.is_touched = False
-        self.is_local = False
+        self.reference = weakref.ref(parameter)
+        self.holds = Holds.NOTHING
+        self.pending = Pending()
         self.bucket = -1
-        self._view: Tensor | None = None  # `part` in the parameter's shape, while a backward runs
-        self._address: int | None = None  # of the result, where it is the memory that was summed
-        self._found: Tensor | None = None  # what the running backward found in parameter.grad
-        self._earlier: Tensor | None = None  # a sum of an earlier backward, to be added to this one's sum
-        self._idle: Tensor | None = None  # zeros that stay where they are if no replica has a gradient
-        self._published: Callable[[], Tensor | None] | None = None
-        self._lent: list[TensorWeakRef] = []  # copies that other replicas of this process have
+        self.part: Tensor | None = None
+        # the tensor that was published last, and where its memory is if that was summed
+        self._published: Tensor | TensorWeakRef | None = None
+        self._address: int | None = None
+        # copies that were given to other replicas of this process
+        self._copies: list[TensorWeakRef] = []
 
     @property
     def parameter(self) -> nn.Parameter | None:
         """The parameter, or None when its model is gone."""
-        return self._parameter()
+        return self.reference()
 
     def place(self, bucket: int, slot: Tensor | None, parameter: nn.Parameter) -> None:
-        """Take a new place: a slot, a flat host tensor of as many elements; None to be summed where torch made it."""
+        """Take a new slot: a flat host tensor of as many elements; None to be summed where torch made it."""
         self.bucket = bucket
-        self._slot = slot
-        self._planned = parameter.device, parameter.dtype
-        self._n_elements = parameter.numel()
-        self._shape = parameter.shape
+        self._slot = self.part = slot
+        self._device, self._dtype = parameter.device, parameter.dtype
+        self._n_elements, self._shape = parameter.numel(), parameter.shape
         self._stride = parameter.stride() if is_dense(parameter) else None
         self._slot_address = None if slot is None else slot.data_ptr()
         self._is_view = slot is None or (parameter.device, parameter.dtype) == (slot.device, slot.dtype)
-        self._part: Tensor | None = slot
 
-    @property
-    def part(self) -> Tensor:
-        """What is summed for this parameter: flat, on the host."""
-        assert self._part is not None, "complete() comes before the sum"
-        return self._part
+    # -- what a backward finds --------------------------------------------------------------------------------------
 
-    @property
-    def _result(self) -> Tensor | None:
-        """What was published last, if it is still there."""
-        return None if self._published is None else self._published()
-
-    def is_trustworthy(self, parameter: nn.Parameter) -> bool:
-        """Return whether `parameter.grad` is what was published last, and where it was."""
-        grad = parameter.grad
-        return grad is not None and grad is self._result and self._address in (None, grad.data_ptr())
-
-    def _is_in_slot(self, grad: Tensor | None) -> bool:
-        return grad is not None and self._slot is not None and grad.data_ptr() == self._slot_address
-
-    def _shaped(self, flat: Tensor) -> Tensor:
-        """Return a new view of a flat tensor with the shape, and if it was dense the strides, of the parameter."""
-        if self._stride is None:
-            return flat.view(self._shape)
-        return flat.as_strided(self._shape, self._stride, flat.storage_offset())
-
-    def _flat_of(self, gradient: Tensor) -> Tensor:
-        """Return a gradient's memory as a flat tensor in the parameter's order.
-
-        It is copied if it is laid out otherwise, or shared: autograd hands out views of one tensor to several leaves,
-        and users' own tensors.
-        """
-        if self._stride is None:
-            return gradient.clone(memory_format=torch.contiguous_format).view(-1)
-        if gradient.stride() != self._stride or not is_only_holder(gradient):
-            copied = gradient.new_empty(self._n_elements)
-            self._shaped(copied).copy_(gradient)
-            return copied
-        return gradient.as_strided((self._n_elements,), (1,), gradient.storage_offset())
-
-    def set_aside(self, parameter: nn.Parameter) -> None:
+    def stash(self, parameter: nn.Parameter) -> None:
         """Move what `parameter.grad` holds out of the way of a synchronized backward."""
-        if self._found is None and (grad := parameter.grad) is not None:
-            self._found, parameter.grad = grad, None
+        if self.pending.stashed is None and (grad := parameter.grad) is not None:
+            self.pending.stashed, parameter.grad = grad, None
 
-    def bring(self, parameter: nn.Parameter, gradient: Tensor | None, earlier: Tensor | None) -> None:
-        """Make as if a backward had just written `gradient`: one of several replicas' did, some time ago.
+    def unstash(self) -> None:
+        """Undo `stash`: the backward wrote no gradient, as torch.autograd.grad does not."""
+        stashed, self.pending.stashed = self.pending.stashed, None
+        parameter = self.reference()
+        if stashed is not None and parameter is not None:
+            parameter.grad = stashed
 
-        Args:
-            parameter: the record's.
-            gradient: what was written; None for nothing.
-            earlier: a sum of an earlier backward, to be added to this one's sum.
-        """
-        parameter.grad, self._found = gradient, None
-        if earlier is not None and bool(earlier.any()):
-            self._earlier = earlier
-        else:
-            self._idle = earlier
+    def _sort_stashed(self) -> Tensor | None:
+        """Return stashed local gradients, which are summed with this backward's; keep an earlier sum to be added later.
 
-    def forget(self) -> None:
-        """Forget a backward whose gradient was pushed: the sum will be the last replica's."""
-        parameter = self.parameter
-        if parameter is not None:
-            parameter.grad = None
-        self._part = self._slot
-        self._found = self._earlier = self._idle = self._view = None
-        self.is_touched = False
-
-    def put_back(self) -> None:
-        """Undo `set_aside`: the backward wrote no gradient, as torch.autograd.grad does not."""
-        parameter = self.parameter
-        if self._found is not None and parameter is not None:
-            parameter.grad = self._found
-        self._found = None
-
-    def _sort_found(self) -> Tensor | None:
-        """Return local gradients to be summed with this backward's; keep an earlier sum to be added afterwards.
-
-        A slot is about to be overwritten, and what was found may live there: it is copied.
+        The slot is about to be overwritten, and the stashed tensor may be a view of it: it is copied then.
 
         Raises:
-            GradientError: when the gradient was put there by hand; on this rank only.
+            GradientError: when the gradient was set by hand; on this rank only.
         """
-        found, self._found = self._found, None
-        if found is None:
+        pending, stashed = self.pending, self.pending.stashed
+        pending.stashed = None
+        if stashed is None:
             return None
-        if not self.is_local and not bool(found.any()):
-            self._idle = found if found is self._result else None
+        if self.holds is not Holds.LOCAL and not bool(stashed.any()):
+            pending.zeros = stashed if stashed is self.published else None
             return None
-        kept = found.clone() if self._slot is not None and self._is_view else found
-        if self.is_local:
+        kept = stashed.clone() if self._slot is not None and self._is_view else stashed
+        if self.holds is Holds.LOCAL:
             return kept
-        self._require_summed(found)
-        self._earlier = kept
+        self.require_published(stashed)
+        pending.earlier = kept
         return None
 
-    def _require_summed(self, found: Tensor) -> None:
-        if found is not self._result and all(found is not lent() for lent in self._lent):
+    def require_published(self, gradient: Tensor) -> None:
+        """Raise GradientError for a gradient that is neither zero nor what was published; on this rank only."""
+        is_known = gradient is self.published or any(gradient is copy() for copy in self._copies)
+        if not is_known and bool(gradient.any()):
             raise GradientError(
                 f"backward: expected the gradient of {self.name!r} as an earlier backward left it, got one set by "
                 f"hand; call zero_grad() first, or change the gradient in place."
             )
 
-    def require_summed(self, found: Tensor) -> None:
-        """Raise GradientError for a gradient, not zero, that is neither a sum nor a copy lent; on this rank only."""
-        if bool(found.any()):
-            self._require_summed(found)
-
-    def lend(self, gradient: Tensor) -> Tensor:
-        """Return a copy of a gradient for another replica of this process, which may change it in place."""
-        copied = gradient.detach().clone()
-        self._lent = [lent for lent in self._lent if lent() is not None]
-        self._lent.append(TensorWeakRef(copied))
-        return copied
+    # -- what it writes ---------------------------------------------------------------------------------------------
 
     def accumulate_locally(self, parameter: nn.Parameter) -> None:
-        """Take note that a backward under no_sync has added to `parameter.grad`; `set_aside` was called before it.
+        """Add what a backward under no_sync has written to what `stash` found.
 
         Raises:
-            GradientError: when it was a sum over replicas that was added to; on this rank only.
+            GradientError: when that was a sum over replicas; on this rank only.
         """
-        found, self._found = self._found, None
-        if found is None:
-            self.is_local = True
-            return
-        if not self.is_local and bool(found.any()):
-            raise GradientError(
-                f"no_sync: expected zeroed or local gradients, got one summed over the replicas in {self.name!r}; "
-                f"call zero_grad() before accumulating."
-            )
-        assert parameter.grad is not None, "autograd writes the gradient before it calls this"
-        parameter.grad = found.add_(parameter.grad) if not self._is_in_slot(found) else found + parameter.grad
-        self.is_local = True
+        stashed, self.pending.stashed = self.pending.stashed, None
+        if stashed is not None:
+            if self.holds is not Holds.LOCAL and bool(stashed.any()):
+                raise GradientError(
+                    f"no_sync: expected zeroed or local gradients, got one summed over the replicas in {self.name!r}; "
+                    f"call zero_grad() before accumulating."
+                )
+            assert parameter.grad is not None, "autograd writes the gradient before it calls this"
+            is_in_slot = self._slot is not None and stashed.data_ptr() == self._slot_address
+            parameter.grad = stashed + parameter.grad if is_in_slot else stashed.add_(parameter.grad)
+        self.holds = Holds.LOCAL
 
     def take(self, parameter: nn.Parameter, weight: float) -> None:
         """Take the gradient that a synchronized backward has just written: copy it into the slot, if there is one.
@@ -201,52 +163,54 @@ class ParameterRecord:
         Raises:
             GradientError: when it is sparse, or the parameter was moved or converted; on this rank only.
         """
-        gradient = parameter.grad
+        gradient, slot = parameter.grad, self._slot
         assert gradient is not None, "autograd writes the gradient before it calls this"
-        self._check(gradient)
-        local = self._sort_found()
-        if self._slot is None:
-            self._part = self._flat_of(gradient)
-            self._view = self._shaped(self._part)
-            self._weigh(local, weight)
+        if gradient.is_sparse or gradient.dtype is not self._dtype or gradient.device != self._device:
+            raise self._refusal(gradient)
+        local = None if self.pending.stashed is None else self._sort_stashed()
+        if slot is None:
+            self.part = self._flat_of(gradient)
+            view = self._shaped(self.part)
         else:
-            self._view = self._shaped(self._slot)
-            if local is None and weight not in (0, 1) and self._is_view:
-                torch.mul(gradient, weight, out=self._view)
+            view = slot.as_strided(self._shape, self._stride) if self._stride else slot.view(self._shape)
+            if local is None and self._is_view and weight not in (0, 1):
+                torch.mul(gradient, weight, out=view)  # in one pass
+                weight = 1
             else:
-                self._view.copy_(gradient)
-                self._weigh(local, weight)
+                view.copy_(gradient)
+        if local is not None or weight != 1:
+            self._weigh(local, weight)
         if self._is_view:
-            parameter.grad = self._view
-        self.is_touched = True
+            parameter.grad = view
+        self.pending.view, self.pending.is_touched = view, True
 
-    def _check(self, gradient: Tensor) -> None:
-        if (gradient.device, gradient.dtype) != self._planned:
-            raise GradientError(
-                f"backward: expected {self.name!r} on {self._planned[0]} as {self._planned[1]}, as at the first step, "
-                f"got {gradient.device} {gradient.dtype}; move and convert the model before its first use."
-            )
+    def _refusal(self, gradient: Tensor) -> GradientError:
         if gradient.is_sparse:
-            raise GradientError(
+            return GradientError(
                 f"backward: expected a dense gradient, got a sparse one for {self.name!r}; build the layer with "
                 f"sparse=False."
             )
+        return GradientError(
+            f"backward: expected {self.name!r} on {self._device} as {self._dtype}, as at the first step, got "
+            f"{gradient.device} {gradient.dtype}; move and convert the model before its first use."
+        )
 
     def stand_in(self, weight: float) -> None:
-        """Make `part` what a backward without a gradient adds: zeros, or what was accumulated under no_sync before."""
-        parameter = self.parameter
+        """Make `part` what a replica without a gradient adds: zeros, or what it accumulated under no_sync before."""
+        parameter = self.reference()
         if parameter is not None:
-            self.set_aside(parameter)
-        local = self._sort_found()
+            self.stash(parameter)
+        local = self._sort_stashed()
         if self._slot is None:
-            self._part = torch.zeros(self._n_elements, dtype=self._planned[1], device=self._planned[0])
+            self.part = torch.zeros(self._n_elements, dtype=self._dtype, device=self._device)
         else:
             self._slot.zero_()
-        self.is_touched = local is not None
+        self.pending.is_touched = local is not None
         self._weigh(local, weight)
 
     def _weigh(self, local: Tensor | None, weight: float) -> None:
-        """Add what was accumulated under no_sync to `part`, and multiply it by this replica's weight."""
+        """Add local gradients to `part`, and multiply it by this replica's weight."""
+        assert self.part is not None, "take and stand_in set it"
         if weight == 0:
             self.part.zero_()  # not multiplied: there may be a NaN
             return
@@ -255,47 +219,111 @@ class ParameterRecord:
         if weight != 1:
             self.part.mul_(weight)
 
+    def _shaped(self, flat: Tensor) -> Tensor:
+        """Return a new view of a flat tensor with the shape, and if it was dense the strides, of the parameter."""
+        if self._stride is None:
+            return flat.view(self._shape)
+        return flat.as_strided(self._shape, self._stride, flat.storage_offset())
+
+    def _flat_of(self, gradient: Tensor) -> Tensor:
+        """Return a gradient's memory as a flat tensor in the parameter's order.
+
+        It is copied if it is laid out otherwise, or shared: autograd may give views of one tensor, or a tensor of the
+        user's, to several leaves.
+        """
+        if self._stride is None:
+            return gradient.clone(memory_format=torch.contiguous_format).view(-1)
+        if gradient.stride() != self._stride or not is_only_holder(gradient):
+            copied = gradient.new_empty(self._n_elements)
+            self._shaped(copied).copy_(gradient)
+            return copied
+        return gradient.as_strided((self._n_elements,), (1,), gradient.storage_offset())
+
+    # -- what it leaves ---------------------------------------------------------------------------------------------
+
     def publish(self, n_touched: float) -> None:
         """Make `parameter.grad` what was summed over all replicas, plus what earlier backwards left.
 
         Args:
             n_touched: replicas that had a gradient; with none, `parameter.grad` stays as it was.
         """
-        parameter = self.parameter
-        result = self._earlier if self._earlier is not None else self._idle
+        parameter, pending = self.reference(), self.pending
+        result = pending.zeros if pending.earlier is None else pending.earlier
         if n_touched and parameter is not None:
-            view = self._shaped(self.part) if self._view is None else self._view
+            assert self.part is not None, "take and stand_in set it"
+            view = self._shaped(self.part) if pending.view is None else pending.view
             result = view if self._is_view else torch.empty_like(parameter).copy_(view)
-            if self._earlier is not None:
-                result.add_(self._earlier)
+            if pending.earlier is not None:
+                result.add_(pending.earlier)
         self._end(result)
 
-    def keep_apart(self) -> None:
-        """Move the published sum out of the slot, which another replica may use again before all have seen the sum."""
-        parameter, result = self.parameter, self._result
-        if self._slot is None or parameter is None or result is None or parameter.grad is not result:
-            return
-        copied = result.clone()
-        parameter.grad, self._published, self._address = copied, self._reference(copied), None
-
     def drop(self) -> None:
-        """Forget a backward that ended in an error, and what it found: nobody can tell its parts from earlier sums."""
-        if self.is_touched or self._found is not None or self._earlier is not None:
+        """Forget a backward that ended in an error, and what it found: nobody can tell it from earlier sums."""
+        if self.pending != Pending():
             self._end(None)
-        self._found = None
 
     def _end(self, result: Tensor | None) -> None:
-        parameter = self.parameter
+        """Leave `result` in `parameter.grad`."""
+        parameter = self.reference()
         if parameter is not None and parameter.grad is not result:
             parameter.grad = result
-        self._published = None if result is None else self._reference(result)
-        address = None if result is None else result.data_ptr()
-        is_summed = self._part is not None and address == self._part.data_ptr()
-        self._address = address if is_summed else None
-        self._part = self._slot  # a gradient that was summed where it lies belongs to the parameter again
-        self._earlier = self._idle = self._view = None
-        self.is_touched = self.is_local = False
+        if result is None:
+            self._published = self._address = None
+        else:
+            address = result.data_ptr()
+            # a large gradient is held weakly, so that zero_grad() frees it
+            self._published = result if self._slot is not None else TensorWeakRef(result)
+            self._address = address if self.part is not None and address == self.part.data_ptr() else None
+        self.part = self._slot  # a gradient that was summed in its own memory belongs to the parameter again
+        self.pending = Pending()
+        self.holds = Holds.NOTHING if result is None else Holds.SUMMED
 
-    def _reference(self, result: Tensor) -> Callable[[], Tensor | None]:
-        """Return what answers with the result: a large gradient is held weakly, so that zero_grad() frees it."""
-        return TensorWeakRef(result) if self._slot is None else lambda: result
+    @property
+    def published(self) -> Tensor | None:
+        """The tensor that was published last, if it is still there."""
+        return self._published() if isinstance(self._published, TensorWeakRef) else self._published
+
+    def is_published(self, gradient: Tensor) -> bool:
+        """Return whether a gradient is the tensor that was published last, with its memory where it was."""
+        published = self._published
+        if isinstance(published, TensorWeakRef):
+            published = published()
+        return gradient is published and self._address in (None, gradient.data_ptr())
+
+    # -- several replicas in one process ----------------------------------------------------------------------------
+
+    def resume(self, parameter: nn.Parameter, gradient: Tensor | None, earlier: Tensor | None) -> None:
+        """Continue as if a backward had just written `gradient`, which one of several replicas did some time ago.
+
+        Args:
+            parameter: the record's.
+            gradient: what was written; None for nothing.
+            earlier: a sum of an earlier backward, to be added to this one's sum.
+        """
+        parameter.grad, self.pending = gradient, Pending()
+        if earlier is not None and bool(earlier.any()):
+            self.pending.earlier = earlier
+        else:
+            self.pending.zeros = earlier
+
+    def forget(self) -> None:
+        """Forget a backward whose gradient was added to the sums of this rank: the last replica publishes."""
+        parameter = self.reference()
+        if parameter is not None:
+            parameter.grad = None
+        self.part, self.pending = self._slot, Pending()
+
+    def copy_for_replica(self, gradient: Tensor) -> Tensor:
+        """Return a copy of a published gradient for another replica of this process, which may change it in place."""
+        copied = gradient.detach().clone()
+        self._copies = [copy for copy in self._copies if copy() is not None]
+        self._copies.append(TensorWeakRef(copied))
+        return copied
+
+    def move_out_of_slot(self) -> None:
+        """Copy the published sum out of the slot, which another replica may use before all have seen the sum."""
+        parameter, result = self.reference(), self.published
+        if self._slot is None or parameter is None or result is None or parameter.grad is not result:
+            return
+        self._published = parameter.grad = result.clone()
+        self._address = None

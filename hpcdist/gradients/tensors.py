@@ -1,4 +1,4 @@
-"""torch tensors to host arrays and back, and what a tensor's layout is called."""
+"""torch tensors to host arrays and back, and facts about their memory."""
 
 from typing import Any
 
@@ -7,14 +7,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hpcdist.dtypes import dtype_name
+
 Array = npt.NDArray[Any]
-#: The dtype in which a tensor is summed.
-SUM_DTYPES = {"float32": "float32", "float64": "float64", "float16": "float32", "bfloat16": "float32"}
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """Return the name of a tensor's dtype, such as "float32" or "bfloat16"."""
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def to_array(tensor: Tensor) -> tuple[Array, str]:
@@ -68,3 +63,12 @@ def is_only_holder(tensor: Tensor) -> bool:
     Two holders are counted: the tensor, and the storage object that is asked.
     """
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) == 2
+
+
+def describe_numerics() -> dict[str, str | int]:
+    """Return what the bits of results on this machine depend on besides the program, as checkpoints record it."""
+    return {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+    }

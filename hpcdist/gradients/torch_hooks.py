@@ -1,7 +1,7 @@
-"""Every torch hook that hpcdist uses, in one place: what torch promises here is what hpcdist stands on.
+"""Every torch hook that hpcdist uses: all that it relies on in torch's internals is in this file.
 
 A parameter's hooks hold what they call, so that a model keeps summing for as long as it lives. Hooks around steps hold
-it weakly, so that a strategy whose models are gone goes away.
+it weakly, so that a strategy whose models are gone is freed.
 """
 
 import sys
@@ -42,7 +42,7 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def on_module_built(see: Callable[[nn.Module], None]) -> list[Handle]:
-    """Call see(module) whenever any module is given a parameter, a buffer or a child; not for places left empty.
+    """Call see(module) whenever any module is given a parameter, a buffer or a child; not for None.
 
     Deep-copied children have no parameter registered through the hook: walk from the module that holds them.
     """
@@ -79,7 +79,7 @@ def on_copied_or_optimized(
 ) -> Iterator[None]:
     """Call see_module for every deep-copied or unpickled module, and see_optimizer for every optimizer, of the block.
 
-    torch has no hook for either: the methods that both pass through are wrapped for the time of the block.
+    torch has no hook for either: the methods that both go through are wrapped during the block.
     """
     set_state, add_group = nn.Module.__setstate__, Optimizer.add_param_group
 
@@ -106,7 +106,7 @@ def _replace_methods(set_state: Callable[..., None], add_group: Callable[..., No
 def before_any_forward(see: Callable[[nn.Module, tuple[Any, ...]], None]) -> Handle:
     """Call see(module, args) before the forward of every module that is not being traced by torch.compile.
 
-    Slows every forward: remove it soon.
+    It slows every forward: remove it soon.
     """
 
     def forward(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -117,21 +117,16 @@ def before_any_forward(see: Callable[[nn.Module, tuple[Any, ...]], None]) -> Han
     return handle
 
 
-def before_accumulation(parameter: Tensor, see: Callable[[], None]) -> None:
-    """Call see() when a backward has this parameter's whole gradient and has not yet touched `parameter.grad`.
+def before_accumulation(parameter: Tensor, see: Callable[[Tensor], None]) -> None:
+    """Call see(gradient) when a backward has this parameter's whole gradient and has not yet touched `parameter.grad`.
 
     It also fires for torch.autograd.grad, which then accumulates nothing.
     """
-
-    def leaf(gradient: Tensor) -> None:
-        see()
-
-    parameter.register_hook(leaf)  # type: ignore[no-untyped-call]
+    parameter.register_hook(see)  # type: ignore[no-untyped-call]
 
 
 def after_accumulation(parameter: nn.Parameter, see: Callable[[nn.Parameter], None]) -> None:
     """Call see(parameter) when a backward has written `parameter.grad`."""
-
     parameter.register_post_accumulate_grad_hook(see)  # type: ignore[no-untyped-call]
 
 
@@ -140,9 +135,8 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(call)
 
 
-def backward_id() -> int:
-    """Return a number that names the running backward; -1 outside one."""
-    return int(torch._C._current_graph_task_id())
+#: Returns the number of the running backward; -1 outside one. torch's own function: every gradient asks it.
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def is_nested_backward() -> bool:

@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 
 from hpcdist.errors import DesyncError
-from hpcdist.mpi import MPI
-from hpcdist.notices import Want
-from hpcdist.world import World
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.step_flags import Request
+from hpcdist.runtime.world import World
 
 #: Polls without a sum of gradients before ranks ask each other, and the most that this grows to.
 FIRST_POLLS, MAX_POLLS = 2, 32
@@ -24,35 +24,37 @@ class Agreement:
 
     Args:
         world: its ranks of this rank's role poll equally often.
-        wants: returns what this rank wants now.
+        requested: returns what this rank requests now.
         clock: seconds that only go up.
 
     Attributes:
         n_messages: all-reduces made so far.
     """
 
-    def __init__(self, world: World, wants: Callable[[], Want], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, world: World, requested: Callable[[], Request], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._world = world
-        self._wants = wants
+        self._requested = requested
         self._clock = clock
-        self._n_seen = world.notices.n_carried
+        self._n_seen = world.step_flags.n_sums
         self._start_again()
         self.n_messages = 0
 
-    def poll(self, at_once: bool = False) -> Want:
+    def poll(self, at_once: bool = False) -> Request:
         """Return what any rank wanted, or the most of it; the same on all ranks. Collective: the ranks of the role.
 
         Args:
             at_once: ask, if no sum of gradients has told: equal on all ranks.
         """
         if self._world.role_comm.size == 1:
-            return self._wants()
-        if self._world.notices.n_carried > self._n_seen:
-            self._n_seen = self._world.notices.n_carried
+            return self._requested()
+        if self._world.step_flags.n_sums > self._n_seen:
+            self._n_seen = self._world.step_flags.n_sums
             self._start_again()
-            return self._world.notices.take()
+            return self._world.step_flags.take()
         self._n_polls += 1
-        return self._ask() if at_once or self._n_polls >= self._every else Want.NOTHING
+        return self._ask() if at_once or self._n_polls >= self._every else Request.NONE
 
     def require_same_step(self, step: int) -> None:
         """Raise unless all ranks of the role have made as many steps. Collective: they.
@@ -80,17 +82,17 @@ class Agreement:
     def _start_again(self) -> None:
         self._n_polls, self._every, self._since = 0, FIRST_POLLS, self._clock()
 
-    def _ask(self) -> Want:
+    def _ask(self) -> Request:
         """Return what any rank wants now, and agree on when to ask again. Collective: the ranks of the role.
 
         Cost: one all-reduce of 8 bytes. The largest number wins: what is wanted first, then the time between polls. A
         stop on one rank hides a save on another.
         """
         elapsed_us = int((self._clock() - self._since) * 1e6 / self._n_polls)
-        own = int(self._wants()) << _TIME_BITS | min(elapsed_us, (1 << _TIME_BITS) - 1)
+        own = int(self._requested()) << _TIME_BITS | min(elapsed_us, (1 << _TIME_BITS) - 1)
         agreed = self._world.all_reduce_int(own, MPI.MAX, self._world.role_comm)
         want, poll_us = agreed >> _TIME_BITS, max(agreed & ((1 << _TIME_BITS) - 1), 1)
         self.n_messages += 1
         self._n_polls, self._since = 0, self._clock()
         self._every = min(max(int(ASK_EVERY_S * 1e6 / poll_us), 1), MAX_POLLS, 2 * self._every)
-        return Want(want)
+        return Request(want)

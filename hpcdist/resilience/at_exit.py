@@ -6,8 +6,8 @@ import os
 import weakref
 
 from hpcdist.errors import AttemptReplaced, CheckpointError
-from hpcdist.process import end_job, tell_busy
 from hpcdist.resilience.progress import DiskProgress
+from hpcdist.runtime.process import end_job, send_heartbeat
 
 logger = logging.getLogger("hpcdist")
 
@@ -36,7 +36,7 @@ def _finish(progress: DiskProgress, pid: int, is_held: bool) -> None:
     if os.getpid() != pid:  # a forked child has no such thread
         return
     try:
-        progress.finish_alone(tell_busy)
+        progress.finish_alone(send_heartbeat)
     except CheckpointError as error:
         if isinstance(error, AttemptReplaced) and not is_held:  # by the program's next manager, maybe
             logger.warning("%s", error)

@@ -16,7 +16,7 @@ from hpcdist.resilience.decision import (
     at_stop,
 )
 from hpcdist.resilience.manager import CheckpointManager
-from hpcdist.world import World
+from hpcdist.runtime.world import World
 
 logger = logging.getLogger("hpcdist")
 

@@ -9,10 +9,10 @@ from hpcdist.checkpoint.tree import NamedArray, decode, encode
 from hpcdist.errors import CheckpointDamaged, CheckpointError, DataError, UsageError
 from hpcdist.gradients.central_storage import is_stepped_by_chief
 from hpcdist.gradients.tensors import from_array, to_array
-from hpcdist.process import make_world
 from hpcdist.resilience.metrics_file import MetricsFile
 from hpcdist.resilience.steps import StepCount
-from hpcdist.world import World
+from hpcdist.runtime.process import make_world
+from hpcdist.runtime.world import World
 
 
 class Checkpoint:
@@ -57,7 +57,7 @@ class Checkpoint:
 
     def count_steps(self) -> StepCount:
         """Return a new count, from the step that was saved or restored last; what it learns is saved too."""
-        self._steps = StepCount(self.world.notices, self.step, self._is_outside)
+        self._steps = StepCount(self.world.step_flags, self.step, self._is_outside)
         return self._steps
 
     @property

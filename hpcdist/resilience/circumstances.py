@@ -7,9 +7,9 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any
 
-from hpcdist.gradients.numerics import describe_numerics
-from hpcdist.mpi import library_name
-from hpcdist.world import World
+from hpcdist.gradients.tensors import describe_numerics
+from hpcdist.runtime.mpi import library_name
+from hpcdist.runtime.world import World
 
 logger = logging.getLogger("hpcdist")
 

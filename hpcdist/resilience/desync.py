@@ -8,8 +8,8 @@ import xxhash
 
 from hpcdist.checkpoint.tree import NamedArray
 from hpcdist.errors import DesyncError
-from hpcdist.mpi import MPI
-from hpcdist.world import World
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.world import World
 
 #: Ranks that an error names.
 _MAX_NAMED = 8

@@ -15,8 +15,8 @@ from typing import Any
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.errors import CheckpointDamaged, CheckpointError, UsageError
-from hpcdist.process import make_world
-from hpcdist.world import World
+from hpcdist.runtime.process import make_world
+from hpcdist.runtime.world import World
 
 logger = logging.getLogger("hpcdist")
 

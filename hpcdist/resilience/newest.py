@@ -11,13 +11,13 @@ from hpcdist.checkpoint.generations import Place
 from hpcdist.checkpoint.reader import Found
 from hpcdist.checkpoint.tier import Tier
 from hpcdist.checkpoint.tree import NamedArray
-from hpcdist.collectives import mpi
+from hpcdist.collectives import library as mpi
 from hpcdist.collectives.group import group_of
 from hpcdist.errors import CheckpointError
-from hpcdist.mpi import MPI
 from hpcdist.resilience.fast_tier import FastTier
 from hpcdist.resilience.progress import DiskProgress
-from hpcdist.world import World
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.world import World
 
 logger = logging.getLogger("hpcdist")
 

@@ -12,9 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from hpcdist.cluster.environment import job_end, read_environment
-from hpcdist.errors import CheckpointError, DesyncError, ExitCode, UsageError, tell
-from hpcdist.notices import Want
-from hpcdist.process import call_when_done
+from hpcdist.errors import CheckpointError, DesyncError, ExitCode, UsageError, log
 from hpcdist.resilience.agreement import Agreement
 from hpcdist.resilience.attempt import Attempt
 from hpcdist.resilience.checkpoint import Checkpoint
@@ -24,6 +22,8 @@ from hpcdist.resilience.saves import AttemptSaves
 from hpcdist.resilience.schedule import SaveSchedule
 from hpcdist.resilience.stop import StopFlag
 from hpcdist.resilience.termination import TerminationConfig
+from hpcdist.runtime.process import call_when_done
+from hpcdist.runtime.step_flags import Request
 
 
 class PreemptionCheckpointHandler:
@@ -81,8 +81,8 @@ class PreemptionCheckpointHandler:
         self._step_times, self._calls = Durations(), Calls()
         self._deadline = self._make_deadline(time_limit_s)
         self._attempt.begin()
-        if isinstance(self._world.notices.watcher, PreemptionCheckpointHandler):
-            self._world.notices.watcher.close()
+        if isinstance(self._world.step_flags.requester, PreemptionCheckpointHandler):
+            self._world.step_flags.requester.close()
         file = self._attempt.folder / "stop" if self._world.is_chief else None
         self._flag = StopFlag(f"rank {self._world.rank}", file, self._config.termination_watcher_fn)
         self._flag.watch_signals()
@@ -109,11 +109,11 @@ class PreemptionCheckpointHandler:
         self._is_busy = self._is_done = self._is_polled = self._is_long_since = False
         self._countdown: Deadline | None = None
         self._is_counting_down = False
-        self._agreement = Agreement(self._world, self.wants)
+        self._agreement = Agreement(self._world, self.requested)
         self._polled_at = time.monotonic()
         self._step_at_poll = self.step
         self._saves.begin(self.step, is_restored=self.restored_path is not None)
-        self._world.notices.watcher = self
+        self._world.step_flags.attach(self)
         call_when_done(self._left)
         if self._deadline is not None:
             self._say(self._deadline.describe())
@@ -125,7 +125,7 @@ class PreemptionCheckpointHandler:
 
     def _say(self, text: str) -> None:
         if self._world.is_chief:
-            tell(text)
+            log(text)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class PreemptionCheckpointHandler:
             result = fn(*args, **kwargs)
         if self._steps.was_evaluation:  # with what came before it since the last poll
             self._calls.add(time.monotonic() - self._polled_at)
-            self._is_long_since = self._world.notices.n_steps > 0  # numpy programs have no other calls
+            self._is_long_since = self._world.step_flags.n_steps > 0  # numpy programs have no other calls
         self._is_polled = False
         return result
 
@@ -167,7 +167,7 @@ class PreemptionCheckpointHandler:
             args: for `save_fn` or, after the step, `manager.save`.
             kwargs: see args.
         """
-        self._steps.tell(self._manager.saved_step)
+        self._steps.count_reported(self._manager.saved_step)
         self.poll(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -191,13 +191,13 @@ class PreemptionCheckpointHandler:
 
     # -- between steps --------------------------------------------------------------------------------------------
 
-    def wants(self) -> Want:
+    def requested(self) -> Request:
         """Return what this rank wants all ranks to do after the step. Not collective."""
         if self._is_done:
-            return Want.NOTHING
+            return Request.NONE
         wants_stop = self._is_end_near if self._is_counting_down else self._is_end_near or self._flag.reason is not None
         is_late = self._world.is_chief and (self._saves.is_late(self.step) or self._wants_measure)
-        return (Want.STOP if wants_stop else Want.NOTHING) | (Want.SAVE if is_late else Want.NOTHING)
+        return (Request.STOP if wants_stop else Request.NONE) | (Request.SAVE if is_late else Request.NONE)
 
     @property
     def _is_end_near(self) -> bool:
@@ -230,13 +230,13 @@ class PreemptionCheckpointHandler:
             self._act(heard, has_stepped, functools.partial(self._save, *args, **kwargs))
         self._polled_at = time.monotonic()
 
-    def _act(self, heard: Want, has_stepped: bool, save: Callable[..., None]) -> None:
-        if Want.STOP in heard:
+    def _act(self, heard: Request, has_stepped: bool, save: Callable[..., None]) -> None:
+        if Request.STOP in heard:
             self._obey(save)
         elif has_stepped:
             self._saves.note_saved()
             self._saves.check_and_copy(self.step)
-            if Want.SAVE in heard or self._saves.is_due(self.step):
+            if Request.SAVE in heard or self._saves.is_due(self.step):
                 save()
 
     @contextlib.contextmanager
@@ -312,13 +312,12 @@ class PreemptionCheckpointHandler:
         try:
             self._attempt.left(self._manager.saved_step)
         except CheckpointError as error:
-            tell(str(error))
+            log(str(error))
 
     def close(self) -> None:
         """Listen no more: give the signals back to who had them. Not collective."""
         self._flag.close()
-        if self._world.notices.watcher is self:
-            self._world.notices.watcher = None
+        self._world.step_flags.detach(self)
 
     def __enter__(self) -> "PreemptionCheckpointHandler":
         return self

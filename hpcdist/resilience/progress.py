@@ -7,8 +7,9 @@ from typing import TypeVar
 from hpcdist.checkpoint.image import BLOCK_BYTES
 from hpcdist.checkpoint.tier import Tier
 from hpcdist.errors import CheckpointError
-from hpcdist.mpi import MPI
-from hpcdist.world import AWAKE_S, World
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.waiting import AWAKE_S
+from hpcdist.runtime.world import World
 
 #: While the chief's disk is busy, it tells the others so this often.
 BEAT_S = 5.0

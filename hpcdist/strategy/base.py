@@ -16,7 +16,7 @@ from hpcdist.data.nest import Nest
 from hpcdist.data.options import InputContext, InputOptions
 from hpcdist.data.reading import explaining_empty_parts
 from hpcdist.errors import UsageError
-from hpcdist.notices import of_one_rank
+from hpcdist.runtime.step_flags import single_rank_flags
 from hpcdist.strategy import context
 from hpcdist.strategy.extended import StrategyExtended
 from hpcdist.strategy.reducing import Reducing
@@ -137,15 +137,15 @@ class Strategy(Reducing):
         if not isinstance(args, (list, tuple)):
             raise UsageError(f"run: expected args as a tuple or list, got {type(args).__name__}; write args=(x,).")
         entry = context.current()
-        if entry is not None and entry.replica is not None and len(self._own_replicas) > 1:
+        if entry is not None and entry.replica is not None and len(self.own_replicas) > 1:
             raise RuntimeError("run: expected a call outside strategy.run, got one inside; call the function itself.")
         self._prepare(args)
         calls = [
             functools.partial(self._call, ReplicaContext(self, replica, place), fn, args, kwargs or {})
-            for place, replica in enumerate(self._own_replicas)
+            for place, replica in enumerate(self.own_replicas)
         ]
         try:
-            return self._regroup(self._turns.run(calls))
+            return self._regroup(self._scheduler.run(calls))
         except BaseException:
             self._stop_replicas()
             raise
@@ -166,11 +166,11 @@ class Strategy(Reducing):
     ) -> Any:
         def combine(brought: list[Any]) -> list[Any]:
             all_args, all_kwargs = regroup(brought)
-            with self._turns.between(), context.entered(self):
+            with self._scheduler.merging(), context.entered(self):
                 result = merge_fn(self, *all_args, **all_kwargs)
             return [select(place, result) for place in range(len(brought))]
 
-        return self._turns.merge("a merge_call", (tuple(args), kwargs), combine)
+        return self._scheduler.merge("a merge_call", (tuple(args), kwargs), combine)
 
     def _prepare(self, args: Any) -> None:
         """Make models equal before their first use."""
@@ -179,7 +179,7 @@ class Strategy(Reducing):
         """Return value_fn(ValueContext) of each local replica as a PerReplica value; not collective."""
         self._require_cross_replica("experimental_distribute_values_from_function", "call it before run")
         with self._placing():
-            return PerReplica([value_fn(ValueContext(one, self.num_replicas_in_sync)) for one in self._own_replicas])
+            return PerReplica([value_fn(ValueContext(one, self.num_replicas_in_sync)) for one in self.own_replicas])
 
     def experimental_distribute_dataset(
         self, dataset: Dataset, options: InputOptions | None = None
@@ -192,7 +192,7 @@ class Strategy(Reducing):
             DataError: when `dataset` is no hpcdist.Dataset with a batch size; on every rank alike.
         """
         distributed = DistributedDataset(dataset, range(1), 1, options=options)
-        distributed.poll = of_one_rank.poll
+        distributed.poll = single_rank_flags.poll
         return distributed
 
     def distribute_datasets_from_function(
@@ -215,7 +215,7 @@ class Strategy(Reducing):
         """
         made = datasets_of(dataset_fn, [InputContext()])
         distributed = DistributedFromFunction(made, range(1), 1, options=options)
-        distributed.poll = of_one_rank.poll
+        distributed.poll = single_rank_flags.poll
         return distributed
 
     def experimental_make_numpy_dataset(self, numpy_input: Nest, session: None = None) -> Dataset:

@@ -50,8 +50,6 @@ class CentralStorageStrategy(MirroredStrategy):
         gradient_op: ReduceOp | str | None = None,
     ) -> None:
         super().__init__(compute_devices, num_replicas=num_replicas, gradient_op=gradient_op)
-        self._storage = CentralStorage(self._group) if self._comm.size > 1 else None
-        self._engine.storage = self._storage
         with self.world.agreed(self._comm):
             given = self._parameter_device if parameter_device is None else parse_device(parameter_device)
         if given != self._parameter_device:
@@ -61,13 +59,16 @@ class CentralStorageStrategy(MirroredStrategy):
                     f"{self._comm.size} ranks, got {parameter_device!r}; leave it out."
                 )
             )
-        if self._storage is not None and not self._group.can_share_memory:
+        if self._storage is not None and not self.group.facts.can_share_memory:
             raise agreed(
                 ConfigurationError(
                     "CentralStorageStrategy: expected ranks that can share memory, got a node that forbids it; use "
                     "MultiWorkerMirroredStrategy."
                 )
             )
+
+    def _make_storage(self) -> CentralStorage | None:
+        return CentralStorage(self.group) if self._comm.size > 1 else None
 
     @property
     def _parameter_device(self) -> torch.device:

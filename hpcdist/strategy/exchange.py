@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.gradients.tensors import SUM_DTYPES, dtype_name
+from hpcdist.dtypes import SUM_DTYPES, dtype_name
 
 if TYPE_CHECKING:
     from hpcdist.strategy.base import Strategy
@@ -42,7 +42,7 @@ def first_of_replicas(strategy: "Strategy", tensors: Sequence[Tensor]) -> Tensor
     Cost: a sum of bytes, in which all others bring zeros: strategies sum, but have no broadcast.
     """
     rows = [np.zeros(tensor.numel() * tensor.element_size(), np.uint8) for tensor in tensors]
-    if strategy._own_replicas[0] == 0:
+    if strategy.own_replicas[0] == 0:
         rows[0] = _bytes_of(tensors[0])
     return _from_bytes(strategy._sum_over_replicas(rows), tensors[0])
 

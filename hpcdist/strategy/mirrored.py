@@ -9,7 +9,7 @@ from hpcdist.collectives.cross_device_ops import CrossDeviceOps
 from hpcdist.data.iterators import Wrap
 from hpcdist.data.options import InputOptions
 from hpcdist.errors import ConfigurationError, agreed
-from hpcdist.process import make_world
+from hpcdist.runtime.process import make_world
 from hpcdist.strategy.device_dataset import on_device
 from hpcdist.strategy.devices import parse_device, require_device
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hpcdist.cluster.environment import read_environment
 from hpcdist.cluster.resolver import ClusterResolver
-from hpcdist.collectives import mpi, selection
-from hpcdist.collectives.all_gather import gather_rows
+from hpcdist.collectives import algorithms, library
+from hpcdist.collectives.calls import gather_rows
 from hpcdist.collectives.cross_device_ops import CrossDeviceOps
 from hpcdist.collectives.group import group_of
 from hpcdist.collectives.options import CommunicationOptions
@@ -26,19 +26,20 @@ from hpcdist.data.from_function import DatasetFunction, DistributedFromFunction,
 from hpcdist.data.iterators import Wrap
 from hpcdist.data.options import InputOptions
 from hpcdist.errors import ConfigurationError, DataError, UsageError, agreed
+from hpcdist.gradients.central_storage import CentralStorage
 from hpcdist.gradients.engine import GradientEngine
 from hpcdist.gradients.reducer import Reducer
+from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
 from hpcdist.gradients.tensors import from_array, to_array
-from hpcdist.gradients.turns import Turns
-from hpcdist.mpi import MPI
 from hpcdist.plan.devices import plan_devices
 from hpcdist.plan.replicas import ReplicaPlan
-from hpcdist.process import make_world
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.process import make_world
+from hpcdist.runtime.world import World
 from hpcdist.strategy import context
 from hpcdist.strategy.base import Strategy, get_strategy
 from hpcdist.strategy.reduce_op import ReduceOp
 from hpcdist.strategy.values import regroup
-from hpcdist.world import World
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -64,6 +65,10 @@ class MultiWorkerMirroredStrategy(Strategy):
             replicas weigh by their rows). Default: SUM once `compute_average_loss` was called, else the first backward
             of more than one replica raises.
         cross_device_ops: what sums gradients, instead of what the options choose.
+
+    Attributes:
+        world: who is where. own_replicas: the replicas of this rank.
+        group, reducer, engine: what it communicates and sums with, for diagnosis; see ARCHITECTURE.md.
 
     Raises:
         ConfigurationError: on every rank alike, when the cluster does not add up or has ps tasks.
@@ -97,12 +102,15 @@ class MultiWorkerMirroredStrategy(Strategy):
                     "travel multiplied by rows, got float16, which they overflow; use bfloat16, or SUM."
                 )
             )
-        self._group = group_of(self._comm, options.timeout_seconds, self.world)
-        self._is_counted = num_replicas is not None
-        if self._is_counted and options.is_ordered is None and options.may_be_ordered:
+        self.group = group_of(self._comm, options.timeout_seconds, self.world)
+        self._has_fixed_replicas = num_replicas is not None
+        if self._has_fixed_replicas and options.is_ordered is None and options.may_be_ordered:
             options = replace(options, is_ordered=True)
-        self._reducer = Reducer(self._group, options, cross_device_ops, self._plan_replicas(num_replicas))
-        self._engine = GradientEngine(self.world, self._reducer, is_mean, self._is_entered, self._is_counted)
+        self.reducer = Reducer(self.group, options, cross_device_ops, self._plan_replicas(num_replicas))
+        self._storage = self._make_storage()
+        self.engine = GradientEngine(
+            self.world, self.reducer, is_mean, self._is_entered, self._has_fixed_replicas, self._storage
+        )
         self._dataset_numbers = itertools.count()
         self._set_threads()
         context.register(self)
@@ -119,6 +127,10 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         return ReplicaPlan(n_replicas, n_ranks)
 
+    def _make_storage(self) -> CentralStorage | None:
+        """Return what holds the parameters once for all ranks; None: each rank has its own."""
+        return None
+
     def _is_entered(self) -> bool:
         return get_strategy() is self
 
@@ -130,21 +142,22 @@ class MultiWorkerMirroredStrategy(Strategy):
     @property
     def num_replicas_in_sync(self) -> int:
         """Replicas of the job: as given, or one per chief or worker rank."""
-        return self._reducer.replicas.n_replicas
+        return self.reducer.replicas.n_replicas
 
     @property
-    def _own_replicas(self) -> range:
-        return self._reducer.own_replicas
+    def own_replicas(self) -> range:
+        """The replicas of this rank."""
+        return self.reducer.own_replicas
 
     @property
-    def _turns(self) -> Turns:
-        return self._engine.turns
+    def _scheduler(self) -> ReplicaScheduler:
+        return self.engine.scheduler
 
     def _regroup(self, results: Sequence[Any]) -> Any:
-        return regroup(results, is_single_kept=True) if self._is_counted else super()._regroup(results)
+        return regroup(results, is_single_kept=True) if self._has_fixed_replicas else super()._regroup(results)
 
     def _stop_replicas(self) -> None:
-        self._engine.stop_replicas()
+        self.engine.stop_replicas()
 
     @property
     def is_chief(self) -> bool:
@@ -164,31 +177,31 @@ class MultiWorkerMirroredStrategy(Strategy):
         return torch.device("cuda", plan_devices(node.size, gpus)[node.rank]) if gpus else torch.device("cpu")
 
     def _has_made(self, variable: Tensor) -> bool:
-        return self._engine.has_made(variable)
+        return self.engine.has_made(variable)
 
     def _broadcast(self, value: Tensor) -> Tensor:
         array, dtype = to_array(value.clone())
-        with self._group.recorded("broadcast", array):
-            mpi.broadcast(array, self._comm)
+        with self.group.recorded("broadcast", array):
+            library.broadcast(array, self._comm)
         return from_array(array, dtype)
 
     def _watching(self) -> AbstractContextManager[None]:
-        return self._engine.watching()
+        return self.engine.watching()
 
     def _prepare(self, args: Any) -> None:
-        self._engine.prepare_run(args)
+        self.engine.prepare_run(args)
 
     def _sum_over_replicas(self, rows: list[Any]) -> Any:
-        if self._is_counted:
-            return self._reducer.sum_rows(rows, "reduce")
-        with self._group.recorded("reduce", rows[0]):
-            mpi.all_reduce(rows[0], self._group)
+        if self._has_fixed_replicas:
+            return self.reducer.sum_rows(rows, "reduce")
+        with self.group.recorded("reduce", rows[0]):
+            library.all_reduce(rows[0], self.group)
             return rows[0]
 
     def _gather_over_ranks(self, rows: Any, error: UsageError | None) -> tuple[Any, int]:
         self.world.agree(error, self._comm)
-        counts = gather_rows(np.array([len(rows)]), self._group)
-        return gather_rows(rows, self._group), int(counts[: self._comm.rank].sum())
+        counts = gather_rows(np.array([len(rows)]), self.group)
+        return gather_rows(rows, self.group), int(counts[: self._comm.rank].sum())
 
     def experimental_distribute_dataset(
         self, dataset: Dataset, options: InputOptions | None = None
@@ -210,21 +223,21 @@ class MultiWorkerMirroredStrategy(Strategy):
         hand = functools.partial(self._hand_rows, next(self._dataset_numbers))
         distributed = DistributedDataset(
             dataset,
-            self._own_replicas,
+            self.own_replicas,
             self.num_replicas_in_sync,
             hand,
             self._wrap_for(options),
             options,
             self._agree_rows,
         )
-        distributed.poll = self.world.notices.poll
+        distributed.poll = self.world.step_flags.poll
         return distributed
 
     def distribute_datasets_from_function(
         self, dataset_fn: DatasetFunction, options: InputOptions | None = None
     ) -> DistributedFromFunction:
         """Return batches of this rank's own dataset; see `Strategy.distribute_datasets_from_function`."""
-        replicas, n_replicas, comm = self._own_replicas, self.num_replicas_in_sync, self._comm
+        replicas, n_replicas, comm = self.own_replicas, self.num_replicas_in_sync, self._comm
         with self.world.agreed(comm):
             made = datasets_of(dataset_fn, contexts_of(options, replicas, (comm.rank, comm.size), n_replicas))
         seed = int(self.world.broadcast_text(str(secrets.randbits(62)), 0, comm))
@@ -232,17 +245,17 @@ class MultiWorkerMirroredStrategy(Strategy):
         wrap = self._wrap_for(options)
         distributed = DistributedFromFunction(made, replicas, n_replicas, hand, wrap, options, self._agree_end)
         distributed.set_seed(seed)
-        distributed.poll = self.world.notices.poll
+        distributed.poll = self.world.step_flags.poll
         return distributed
 
     def _wrap_for(self, options: InputOptions | None) -> Wrap | None:
         """Return what makes PerReplica values of parts; None where the only part is handed out as it is."""
-        return self._regroup if self._is_counted else None
+        return self._regroup if self._has_fixed_replicas else None
 
     def _hand_rows(self, source: int, rows: list[int] | None) -> None:
         """Tell each local replica's backward how many rows its part has, or that a pass is over."""
-        for place, handed in enumerate(self._engine.backward.handed):
-            handed.hand(source, None if rows is None else rows[place])
+        for local_index, row_counts in enumerate(self.engine.sums.row_counts):
+            row_counts.record(source, None if rows is None else rows[local_index])
 
     def _agree_end(self, is_out: bool) -> bool:
         """Return whether all ranks are out of data. Collective: all ranks; bounded."""
@@ -266,31 +279,29 @@ class MultiWorkerMirroredStrategy(Strategy):
 
         `step` on gradients that were not summed raises.
         """
-        return self._engine.backward.no_sync()
+        return self.engine.backward.no_sync()
 
     @property
     def is_summing(self) -> bool:
         """Whether it is known that gradients are summed."""
-        return self._engine.backward.is_mean is False
+        return self.engine.sums.is_mean is False
 
     def use_sum_of_scaled_losses(self) -> bool:
         """Sum gradients from now on; False if the strategy was made to average them."""
-        if self._engine.backward.is_mean is None:
-            self._engine.backward.is_mean = False
-        return not self._engine.backward.is_mean
+        return not self.engine.sums.settle_op(is_mean=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return seed and step of the random numbers, and which algorithms AUTO chose. Equal on all ranks."""
-        generators, table = self._engine.generators, selection.table_of(group_of(self._comm, None, self.world))
+        generators, table = self.engine.generators, algorithms.table_of(group_of(self._comm, None, self.world))
         return {"seed": generators.seed, "step": generators.step, "algorithms": table}
 
     def describe_sums(self) -> dict[str, Any]:
         """Return what the bits of summed gradients depend on; the number of replicas where it was given."""
-        return {**self._reducer.describe(), "replicas": self.num_replicas_in_sync if self._is_counted else None}
+        return {**self.reducer.describe(), "replicas": self.num_replicas_in_sync if self._has_fixed_replicas else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the random numbers of a checkpoint."""
-        self._engine.generators.restore(state["seed"], state["step"])
+        self.engine.generators.restore(state["seed"], state["step"])
         if state.get("algorithms"):
-            selection.restore_table(group_of(self._comm, None, self.world), state["algorithms"])
+            algorithms.restore_table(group_of(self._comm, None, self.world), state["algorithms"])
         self.world.step = state["step"]

@@ -11,7 +11,7 @@ from hpcdist.cluster.environment import launcher_of, read_environment
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset
 from hpcdist.data.options import InputOptions
-from hpcdist.gradients.lone_steps import LoneSteps
+from hpcdist.gradients.single_replica import SingleReplicaSteps
 from hpcdist.strategy.base import Strategy
 from hpcdist.strategy.device_dataset import DeviceDataset
 from hpcdist.strategy.devices import parse_device, require_device
@@ -42,7 +42,7 @@ class OneDeviceStrategy(Strategy):
         name = type(self).__name__
         self._own_device = parse_device(device, name)
         require_device(self._own_device, name)
-        self._steps = LoneSteps()
+        self._steps = SingleReplicaSteps()
         launcher = launcher_of(read_environment())
         if launcher is not None and launcher.size > 1 and launcher.rank == 0:
             logger.warning(

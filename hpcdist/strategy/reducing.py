@@ -4,26 +4,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpcdist.errors import UsageError
-from hpcdist.gradients.turns import Turns
+from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
 from hpcdist.strategy import context
 from hpcdist.strategy.local_reduce import Axis, beside, check_axis, copy_of, gather_rows, reduce_rows
 from hpcdist.strategy.packed_reduce import reduce_packed
 from hpcdist.strategy.reduce_op import ReduceOp
 from hpcdist.strategy.values import DistributedValues, local_values
 
-_alone = Turns(range(1), [])
+_alone = ReplicaScheduler(range(1), [])
 
 
 class Reducing:
     """What makes one value out of those of all replicas. Strategies with several replicas say how sums are made."""
 
     @property
-    def _own_replicas(self) -> range:
+    def own_replicas(self) -> range:
         """The replicas of this process."""
         return range(1)
 
     @property
-    def _turns(self) -> Turns:
+    def _scheduler(self) -> ReplicaScheduler:
         return _alone
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Axis) -> Any:
@@ -89,7 +89,7 @@ class Reducing:
             value: DistributedValues, a variable, or a plain value.
             is_everyones: whether a plain value is every replica's, as in tf.distribute.
         """
-        values, n_local = local_values(value), len(self._own_replicas)
+        values, n_local = local_values(value), len(self.own_replicas)
         is_plain = not isinstance(value, DistributedValues) and not hasattr(value, "local_copies")
         if is_plain and is_everyones:
             return [value] * n_local
@@ -130,12 +130,12 @@ class Reducing:
             reduced = reduce_packed(op, values, self._sum_over_replicas, self._gather_over_ranks, forms)
             return [[copy_of(one) for one in reduced] for _ in brought]
 
-        found = self._turns.merge("an all_reduce", ([self._brought(leaf) for leaf in leaves], form), combine)
+        found = self._scheduler.merge("an all_reduce", ([self._brought(leaf) for leaf in leaves], form), combine)
         return [beside(leaf, one) for leaf, one in zip(leaves, found, strict=True)]
 
     def _brought(self, leaf: Any) -> Any:
         """Return what a replica brings to a merge: a copy, as buffers hold another replica's values by then."""
-        return copy_of(leaf) if len(self._own_replicas) > 1 else leaf
+        return copy_of(leaf) if len(self.own_replicas) > 1 else leaf
 
     def _gather_in_replica(self, leaf: Any, axis: int) -> tuple[Any, int]:
         """Return what is joined, and where this replica's part begins."""
@@ -144,5 +144,5 @@ class Reducing:
             joined, starts = gather_rows(brought, axis, self._gather_over_ranks)
             return [(copy_of(joined), start) for start in starts]
 
-        joined, start = self._turns.merge("an all_gather", self._brought(leaf), combine)
+        joined, start = self._scheduler.merge("an all_gather", self._brought(leaf), combine)
         return beside(leaf, joined), start

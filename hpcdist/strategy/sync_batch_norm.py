@@ -78,12 +78,12 @@ class SyncBatchNorm(_BatchNorm):
             )
         if entry is not None and entry.replica is not None:
             return entry.replica
-        if len(strategy._own_replicas) > 1:
+        if len(strategy.own_replicas) > 1:
             raise RuntimeError(
                 f"SyncBatchNorm: expected a call inside strategy.run, as this process has "
-                f"{len(strategy._own_replicas)} replicas, got one outside; run the step by strategy.run."
+                f"{len(strategy.own_replicas)} replicas, got one outside; run the step by strategy.run."
             )
-        return ReplicaContext(strategy, strategy._own_replicas[0], 0)
+        return ReplicaContext(strategy, strategy.own_replicas[0], 0)
 
     def _moments(self, values: Tensor, replica: ReplicaContext) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean and biased variance of each channel over all replicas, and how many values each is of."""

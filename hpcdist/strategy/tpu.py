@@ -10,7 +10,7 @@ from hpcdist.cluster.resolver import ClusterResolver
 from hpcdist.cluster.spec import ClusterSpec
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.gradients import torch_hooks
-from hpcdist.process import make_world
+from hpcdist.runtime.process import make_world
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 from hpcdist.strategy.reduce_op import ReduceOp
 from hpcdist.strategy.replica_context import ReplicaContext

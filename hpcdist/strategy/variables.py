@@ -78,8 +78,8 @@ class Variable(Readable):
         value = as_tensor(initial_value() if callable(initial_value) else initial_value, dtype)
         if not self._is_plain:
             self._check_mean(value)
-            value = first_of_replicas(self.strategy, [value for _ in self.strategy._own_replicas])
-        n_copies = len(self.strategy._own_replicas) if self._is_on_read else 1
+            value = first_of_replicas(self.strategy, [value for _ in self.strategy.own_replicas])
+        n_copies = len(self.strategy.own_replicas) if self._is_on_read else 1
         with torch.inference_mode(False):  # so that it can be written outside that mode, too
             self._copies = [value.clone() for _ in range(n_copies)]
 
@@ -140,7 +140,7 @@ class Variable(Readable):
     @property
     def local_copies(self) -> tuple[Tensor, ...]:
         """What each replica of this process reads; the same tensor for all unless ON_READ."""
-        n_local = 1 if self._is_plain else len(self.strategy._own_replicas)
+        n_local = 1 if self._is_plain else len(self.strategy.own_replicas)
         return tuple(self._copies) if self._is_on_read else (self._copies[0],) * n_local
 
     # -- writing --------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class Variable(Readable):
                     f"where it changes one replica's copy, or assign the total."
                 )
             parts = divided(new, self.strategy.num_replicas_in_sync)
-            for place, number in enumerate(self.strategy._own_replicas):
+            for place, number in enumerate(self.strategy.own_replicas):
                 self._write(place, apply, parts[number])
             return
         for place in range(len(self._copies)):
@@ -241,7 +241,7 @@ class Variable(Readable):
             self._write(0, apply, self._aggregated(method, brought))
             return [None] * len(brought)
 
-        replica.strategy._turns.merge(f"{method} of {self.name!r}", new, combine)
+        replica.strategy._scheduler.merge(f"{method} of {self.name!r}", new, combine)
 
     def _check_aggregation(self, method: str) -> None:
         if self.aggregation is VariableAggregation.NONE:
@@ -323,7 +323,7 @@ class Variable(Readable):
             self._check_dealt(len(rows), n_replicas)
             rows = dealt(rows, n_replicas, self.aggregation.value)
         fitting = [self._fitting("load_state_dict", row) for row in rows]
-        own = self.strategy._own_replicas if self._is_on_read else range(1)
+        own = self.strategy.own_replicas if self._is_on_read else range(1)
         for place, number in enumerate(own):
             self._copies[place].copy_(fitting[number])
 

@@ -11,7 +11,7 @@ PROGRAM = """
 import os, pathlib, sys
 import numpy as np
 import hpcdist
-from hpcdist.process import make_world
+from hpcdist.runtime.process import make_world
 pathlib.Path(sys.argv[2], f"pid-{make_world().rank}").write_text(str(os.getpid()))
 buffer = np.zeros(1 << 21)
 while True:

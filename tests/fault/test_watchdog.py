@@ -13,13 +13,15 @@ PROGRAM = """
 import itertools, os, pathlib, signal, sys, time
 import numpy as np
 import hpcdist
-from hpcdist.collectives import group
-from hpcdist.process import make_world
+from hpcdist.runtime.process import make_world
 
 folder, rank = pathlib.Path(sys.argv[1]), make_world().rank
 if ALONE:
-    from made_up_hosts import kind_of_group
-    group.Group = kind_of_group("1 each", make_world().size)
+    from made_up_hosts import group_on
+    from hpcdist.collectives import calls
+    from hpcdist.collectives import group
+    lonely = group_on("1 each", make_world().role_comm, make_world())
+    calls.group_of = lambda comm=None: lonely
 
 def reduce(n_elements):
     hpcdist.all_reduce(np.ones(n_elements))
@@ -158,7 +160,7 @@ BUSY = """
 import sys, time
 import numpy as np
 import hpcdist
-from hpcdist.process import make_world
+from hpcdist.runtime.process import make_world
 for number in range(3):
     hpcdist.all_reduce(np.ones(number))
 if make_world().rank == int(sys.argv[1]):
@@ -178,7 +180,7 @@ THREADS = """
 import time
 import numpy as np
 import hpcdist
-from hpcdist.process import make_world
+from hpcdist.runtime.process import make_world
 hpcdist.all_reduce(np.ones(5))
 handle = hpcdist.all_reduce_async(np.ones(6))
 if make_world().rank == 1:
@@ -191,12 +193,12 @@ BROADCAST = """
 import time
 import torch
 import hpcdist
-from hpcdist.collectives import mpi
+from hpcdist.collectives import library
 strategy = hpcdist.MultiWorkerMirroredStrategy()
 with strategy.scope():
     model = torch.nn.Linear(3, 2)
 if strategy.is_chief:
-    mpi.broadcast = lambda *arguments: time.sleep(1000)
+    library.broadcast = lambda *arguments: time.sleep(1000)
 model(torch.ones(1, 3))
 """
 
@@ -239,8 +241,8 @@ CHECKED = """
 import sys
 import numpy as np
 import hpcdist
-from hpcdist.collectives.fingerprint import Fingerprints
-from hpcdist.process import make_world
+from hpcdist.diagnostics.call_check import Fingerprints
+from hpcdist.runtime.process import make_world
 
 world = make_world()
 checks = Fingerprints(world.comm, world) if "collectives" in world.debug else None
@@ -297,7 +299,7 @@ def test_the_rank_that_left_early_is_named_under_debug(start, nothing_left, tmp_
 STUCK_IN_ABORT = """
 import itertools
 from types import SimpleNamespace
-from hpcdist import abort
+from hpcdist.runtime import job_end as abort
 abort.ABORT_LIMIT_S = 0.5
 abort.end_job(SimpleNamespace(Abort=lambda code: max(itertools.repeat(0))), "the report\\n", 70)
 """
@@ -315,11 +317,11 @@ def test_a_process_that_is_stuck_in_abort_ends_itself(start, tmp_path):
 
 NEVER_COMES = """
 import sys, time
-import hpcdist, hpcdist.mpi
-hpcdist.mpi.MIN_START_S = 2.0
+import hpcdist, hpcdist.runtime.mpi
+hpcdist.runtime.mpi.MIN_START_S = 2.0
 if sys.argv[1] == "to a second world":
     hpcdist.MultiWorkerMirroredStrategy()
-if hpcdist.mpi.MPI.COMM_WORLD.rank == 1:
+if hpcdist.runtime.mpi.MPI.COMM_WORLD.rank == 1:
     time.sleep(10)
 hpcdist.MultiWorkerMirroredStrategy(hpcdist.SimpleClusterResolver(hpcdist.ClusterSpec({})))
 """

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpcdist.cluster.environment import nccl_may_share_devices, read_environment
-from hpcdist.collectives import cuda
+from hpcdist.collectives.gpu import cupy_door as cuda
 from hpcdist.errors import ConfigurationError
 from hpcdist.plan.devices import plan_devices
 

@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 
 from hpcdist.cluster.environment import nccl_may_share_devices, read_environment
-from hpcdist.collectives import cuda, hierarchical_cuda, mpi, nccl
+from hpcdist.collectives import library
+from hpcdist.collectives.gpu import cupy_door as cuda
+from hpcdist.collectives.gpu import hierarchical as hierarchical_cuda
+from hpcdist.collectives.gpu import nccl
 from hpcdist.collectives.group import group_of
 from hpcdist.collectives.ops import OPS
 from hpcdist.errors import ConfigurationError
@@ -34,7 +37,7 @@ def test_nccl_ops_equal_mpis(comm, nccl_ranks, on_gpu, make_group, op):
     host = values(comm.rank, 1000).astype(np.float64)
     array = on_gpu(host)
     nccl.all_reduce(array, make_group(), OPS[op])
-    mpi.all_reduce(host, group_of(comm), OPS[op])
+    library.all_reduce(host, group_of(comm), OPS[op])
     assert array.get().tolist() == host.tolist()
 
 
@@ -76,7 +79,7 @@ def test_staged_copies(comm, cupy, on_gpu, n_bytes):
 
     def host_all_reduce(piece):
         pieces.append(piece.nbytes)
-        mpi.all_reduce(piece, group_of(comm))
+        library.all_reduce(piece, group_of(comm))
 
     cuda.staged_all_reduce(cuda.device_array(array), host_all_reduce)
     assert np.array_equal(array.get(), total(comm.size, n_bytes // 8))
@@ -89,7 +92,7 @@ def test_staged_copies_wait_for_the_current_stream(comm, cupy, on_gpu):
     with cupy.cuda.Stream(non_blocking=True):
         for _ in range(50):
             cuda.copy_into(array, source)
-        cuda.staged_all_reduce(array, lambda piece: mpi.all_reduce(piece, group_of(comm)))
+        cuda.staged_all_reduce(array, lambda piece: library.all_reduce(piece, group_of(comm)))
     assert (array.array.get() == comm.size).all()
 
 

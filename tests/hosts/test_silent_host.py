@@ -46,6 +46,6 @@ def test_the_ranks_of_all_hosts_end(own_hosts, library):
     while ranks(own_hosts) != [0, 0]:
         assert time.monotonic() < cut_at + WATCHDOG_S + LIMIT_S, (ranks(own_hosts), job.printed())
         time.sleep(0.1)
-    assert "look for a rank of another node that says nothing" in job.printed()[1]
+    assert "look for a rank of another node that reports nothing" in job.printed()[1]
     if library.name == "MPICH":
         assert job.wait(5).code == 70

@@ -9,11 +9,11 @@ import threading
 
 import pytest
 import torch
-from made_up_hosts import kind_of_group
+from made_up_hosts import group_on
 from mpi4py import MPI
 
 from hpcdist.collectives.group import group_of
-from hpcdist.process import make_world
+from hpcdist.runtime.process import make_world
 from hpcdist.strategy import multi_worker
 
 _COMM = MPI.COMM_WORLD.Dup()
@@ -115,7 +115,7 @@ def make_group(comm):
     groups = []
 
     def make(hosts=None):
-        groups.append(kind_of_group(hosts or comm.size, comm.size)(comm, make_world()))
+        groups.append(group_on(hosts or comm.size, comm, make_world()))
         return groups[-1]
 
     yield make
@@ -130,7 +130,7 @@ def over_hosts(comm, monkeypatch):
 
     def over(hosts):
         def make(role_comm, timeout_s=None, world=None):
-            groups.append(kind_of_group(hosts, comm.size)(role_comm, world or make_world(), timeout_s=timeout_s))
+            groups.append(group_on(hosts, role_comm, world or make_world(), timeout_s=timeout_s))
             return groups[-1]
 
         monkeypatch.setattr(multi_worker, "group_of", group_of if hosts is None else make)

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import hpcdist
-from hpcdist.notices import Want
-from hpcdist.process import make_world
 from hpcdist.resilience.agreement import FIRST_POLLS, MAX_POLLS, Agreement
+from hpcdist.runtime.process import make_world
+from hpcdist.runtime.step_flags import Request
 
 pytestmark = pytest.mark.mpi
 ROWS, BATCH = 96, 12
@@ -17,11 +17,11 @@ class Watcher:
     """Wants what it is told to, and notes at which poll it learnt of what."""
 
     def __init__(self, world):
-        self.want, self.n_polls, self.learnt = Want.NOTHING, 0, []
-        self.agreement = Agreement(world, self.wants)
+        self.want, self.n_polls, self.learnt = Request.NONE, 0, []
+        self.agreement = Agreement(world, self.requested)
         self.world = world
 
-    def wants(self):
+    def requested(self):
         return self.want
 
     def poll(self):
@@ -33,9 +33,9 @@ class Watcher:
 @pytest.fixture
 def watcher():
     world = make_world()
-    world.notices.watcher = Watcher(world)
-    yield world.notices.watcher
-    world.notices.watcher = None
+    world.step_flags.requester = Watcher(world)
+    yield world.step_flags.requester
+    world.step_flags.requester = None
 
 
 def build(make_strategy=hpcdist.MultiWorkerMirroredStrategy, **options):
@@ -75,39 +75,39 @@ def test_it_rides_with_the_gradients(comm, watcher, make_strategy, more_replicas
     strategy, _, batches, step = build(make_strategy, **options)
     for number, x in enumerate(batches, 1):
         if number == 4 and comm.rank == comm.size - 1:
-            watcher.want = Want.STOP
+            watcher.want = Request.STOP
         strategy.run(step, args=(x,))
         if number == 6:
-            watcher.want = Want.NOTHING
+            watcher.want = Request.NONE
     same_everywhere(comm, watcher.learnt)
     # poll n comes before batch n: after the 4th step is the 5th; one rank alone need not be told by a sum
-    expected = [(5, Want.STOP), (6, Want.STOP)] if comm.size == 1 else [(5, Want.STOP), (6, Want.STOP), (7, Want.STOP)]
+    expected = [(number, Request.STOP) for number in ((5, 6) if comm.size == 1 else (5, 6, 7))]
     assert watcher.learnt == expected
     assert watcher.agreement.n_messages == 0
 
 
 def test_stop_and_save_by_different_ranks_ride_together(comm, watcher):
     strategy, _, batches, step = build()
-    watcher.want = (Want.SAVE if comm.rank == 0 else Want.NOTHING) | (
-        Want.STOP if comm.rank == comm.size - 1 else Want.NOTHING
+    watcher.want = (Request.SAVE if comm.rank == 0 else Request.NONE) | (
+        Request.STOP if comm.rank == comm.size - 1 else Request.NONE
     )
     for x in batches:
         strategy.run(step, args=(x,))
-        watcher.want = Want.NOTHING
+        watcher.want = Request.NONE
         break
     watcher.poll()
     same_everywhere(comm, watcher.learnt)
-    assert watcher.learnt[-1:] == ([(2, Want.STOP | Want.SAVE)] if comm.size > 1 else [(1, Want.STOP | Want.SAVE)])
+    assert watcher.learnt[-1:] == [(2 if comm.size > 1 else 1, Request.STOP | Request.SAVE)]
 
 
 def test_a_stop_by_one_rank_is_heard_beside_a_save_by_another(comm, watcher):
     """By messages too, of which one number has to tell all."""
-    watcher.want = Want.STOP if comm.rank == comm.size - 1 else Want.SAVE
+    watcher.want = Request.STOP if comm.rank == comm.size - 1 else Request.SAVE
     for _ in range(2 * MAX_POLLS):
         watcher.poll()
     heard = same_everywhere(comm, watcher.learnt)
     assert heard
-    assert all(Want.STOP in want for _, want in heard)
+    assert all(Request.STOP in want for _, want in heard)
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
@@ -123,7 +123,7 @@ def test_a_loop_without_gradients_agrees_by_messages(comm, watcher, is_fast):
                 elapsed[0] += 1e-5 if is_fast else 0.5
                 model(x)
                 if number == 5 and comm.rank == comm.size // 2:
-                    watcher.want = Want.STOP
+                    watcher.want = Request.STOP
     same_everywhere(comm, watcher.learnt)
     asked = 5 * (ROWS // BATCH + 1)
     n_polls = n_passes * (ROWS // BATCH + 1)
@@ -144,7 +144,7 @@ def test_micro_batches_under_no_sync(comm, watcher):
     rank_wants = comm.rank == comm.size - 1
     for number, x in enumerate(batches, 1):
         if number == 2 and rank_wants:
-            watcher.want = Want.STOP
+            watcher.want = Request.STOP
         with strategy.scope(), strategy.no_sync():
             hpcdist.compute_average_loss(model(x).square().sum(1), global_batch_size=BATCH).backward()
         if watcher.learnt:

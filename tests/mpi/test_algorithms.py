@@ -7,13 +7,13 @@ import pytest
 from made_up_hosts import HOSTS
 
 import hpcdist
-from hpcdist.collectives import hierarchical, lane_exchange, rounds, shared_memory, staging
+from hpcdist.collectives import hierarchical, rounds, shared_memory, staging
+from hpcdist.collectives.algorithms import ALGORITHMS, table_of
 from hpcdist.collectives.group import group_of
 from hpcdist.collectives.ops import OPS, SUM
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
-from hpcdist.collectives.selection import ALGORITHMS
 from hpcdist.errors import CollectiveError, ConfigurationError
-from hpcdist.plan.tree import plan_row_additions
+from hpcdist.plan.replicas import plan_row_additions
 
 pytestmark = pytest.mark.mpi
 ON_HOST = [name for name in ALGORITHMS if name is not Implementation.NCCL]
@@ -146,13 +146,13 @@ def test_slots_are_not_used_again_before_all_have_read_them(comm, tiny, make_gro
 @pytest.mark.parametrize("hosts", ["2 each", "1 and rest"])
 def test_bytes_that_leave_a_host_are_the_formula(comm, tiny, make_group, monkeypatch, hosts):
     group, sent = make_group(hosts), []
-    send = lane_exchange.LaneExchange._send
 
-    def counted(self, array, peer):
-        sent.append(array.nbytes)
-        send(self, array, peer)
+    class Counted(hierarchical.LaneExchange):
+        def send(self, array, peer):
+            sent.append(array.nbytes)
+            super().send(array, peer)
 
-    monkeypatch.setattr(lane_exchange.LaneExchange, "_send", counted)
+    monkeypatch.setattr(hierarchical, "LaneExchange", Counted)
     n_elements = 128 * 12
     hierarchical.all_reduce(np.ones(n_elements, np.float32), group, SUM, False)
     of_host = group.node_comm.allreduce(sum(sent))
@@ -201,7 +201,7 @@ def test_auto_is_the_same_table_on_all_ranks_measured_once(comm):
     own = comm.Dup()
     group = group_of(own)
     hpcdist.all_reduce(np.ones(5000), comm=own)
-    tables = comm.allgather(group._kept.get("table"))
+    tables = comm.allgather(table_of(group))
     assert all(table == tables[0] for table in tables)
     if comm.size > 1:
         assert [least for least, _ in tables[0]] == sorted({least for least, _ in tables[0]})
@@ -222,5 +222,8 @@ def test_a_group_is_freed_with_its_communicator(comm):
     group = group_of(own)
     assert group_of(own) is group
     shared_memory.all_reduce(np.ones(3), group)
+    freed = []
+    group.keep("mark", lambda: "made", freed.append)
     own.Free()
-    assert not group._kept
+    assert freed == ["made"]
+    assert group.kept("mark") is None

@@ -18,7 +18,7 @@ from hpcdist.checkpoint.folder import CheckpointFolder
 from hpcdist.checkpoint.reader import CheckpointReader
 from hpcdist.collectives.group import group_of
 from hpcdist.errors import CheckpointError, UsageError
-from hpcdist.mpi import MPI
+from hpcdist.runtime.mpi import MPI
 
 pytestmark = pytest.mark.mpi
 

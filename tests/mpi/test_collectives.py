@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import hpcdist
-from hpcdist.collectives import fingerprint, group, mpi, shared_memory
+from hpcdist.collectives import group, library, shared_memory
 from hpcdist.collectives.group import Group, group_of
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
-from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError
-from hpcdist.process import make_world
+from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError, DesyncError
+from hpcdist.runtime.process import make_world
 
 pytestmark = pytest.mark.mpi
 
@@ -150,7 +150,7 @@ def test_a_time_limit_is_the_groups_own(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy(
         communication_options=hpcdist.CommunicationOptions(timeout_seconds=33.0)
     )
-    assert strategy._group.timeout_s == 33.0
+    assert strategy.group.timeout_s == 33.0
     assert group_of(strategy.world.role_comm).timeout_s == make_world().timeout_s
 
 
@@ -162,7 +162,7 @@ def test_waits_for_ranks_of_the_node_are_bounded(comm, monkeypatch):
     barrier = own.barrier
     comm.Barrier()
     if comm.rank > 0:
-        with pytest.raises(CollectiveTimeoutError, match=r"within 0.3 s, got no answer from .*places? 0"):
+        with pytest.raises(CollectiveTimeoutError, match=r"within 0.3 s, got no answer from rank 0 on rank"):
             barrier.wait()
     comm.Barrier()
     if comm.rank == 0:
@@ -177,7 +177,7 @@ def test_without_shared_memory_the_others_still_work(comm, monkeypatch):
     monkeypatch.setattr("os.memfd_create", refuse)
     own = Group(comm, make_world())
     buffer = np.ones(10)
-    mpi.all_reduce(buffer, own)
+    library.all_reduce(buffer, own)
     assert buffer[0] == comm.size
     if comm.size > 1:
         with pytest.raises(CollectiveError, match="expected memory that the ranks of a node can share"):
@@ -202,7 +202,7 @@ def test_debug_names_the_rank_that_calls_something_else(comm, monkeypatch):
     own = comm.Dup()
     hpcdist.all_reduce(np.ones(3), comm=own)
     if comm.size > 1:
-        with pytest.raises(fingerprint.DesyncError, match=rf"x {comm.size + 2}.*rank|rank.*x {comm.size + 2}"):
+        with pytest.raises(DesyncError, match=rf"x {comm.size + 2}.*rank|rank.*x {comm.size + 2}"):
             hpcdist.all_reduce(np.ones(3 + (comm.size - 1) * (comm.rank == comm.size - 1)), comm=own)
     own.Free()
 

@@ -6,9 +6,9 @@ from torch import nn
 
 import hpcdist
 from hpcdist.errors import DesyncError
-from hpcdist.mpi import MPI
-from hpcdist.process import make_world
 from hpcdist.resilience.desync import odd_ranks
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.process import make_world
 
 pytestmark = pytest.mark.mpi
 

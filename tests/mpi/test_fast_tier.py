@@ -10,8 +10,8 @@ import pytest
 
 import hpcdist
 from hpcdist.errors import CheckpointError
-from hpcdist.mpi import MPI
-from hpcdist.process import make_world
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.process import make_world
 
 pytestmark = pytest.mark.mpi
 

@@ -158,7 +158,7 @@ def model_strategy(pair):
     """Return the strategy that made the pair: the only one alive with its scope's models."""
     from hpcdist.strategy import context
 
-    return next(one for one in context.alive() if pair[0] in one._engine._modules)
+    return next(one for one in context.alive() if pair[0] in one.engine.modules)
 
 
 def test_a_parameter_touched_only_under_no_sync_is_summed_too(pair, comm):

@@ -116,7 +116,7 @@ def test_a_replica_sees_its_own(strategy):
         return metric(float(hpcdist.get_replica_context().replica_id_in_sync_group))
 
     found = [float(one) for one in strategy.experimental_local_results(strategy.run(step))]
-    assert found == [float(number) for number in strategy._own_replicas]
+    assert found == [float(number) for number in strategy.own_replicas]
     assert float(metric.result()) == sum(range(strategy.num_replicas_in_sync))
 
 

@@ -6,14 +6,17 @@ import types
 import cupy_stand_in
 import numpy as np
 import pytest
-from made_up_hosts import kind_of_group
+from made_up_hosts import group_on
 from mpi4py import MPI
 
-from hpcdist.collectives import all_reduce, cuda, hierarchical_cuda, nccl, nccl_joining
+from hpcdist.collectives import calls
+from hpcdist.collectives.gpu import cupy_door, nccl, nccl_setup
+from hpcdist.collectives.gpu import hierarchical as gpu_hierarchical
 from hpcdist.collectives.ops import OPS, SUM
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
+from hpcdist.collectives.options import CommunicationOptions
 from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError
-from hpcdist.process import make_world
+from hpcdist.runtime.process import make_world
 
 pytestmark = pytest.mark.mpi
 
@@ -75,7 +78,7 @@ def test_one_communicator_and_one_unique_id(comm, monkeypatch, make_group, id_fo
 
 def test_the_communicator_is_made_at_first_use_on_the_buffers_device_and_freed_with_the_group(comm, monkeypatch):
     cupy = install(monkeypatch, comm, devices=(f"gpu-{comm.rank}-a", f"gpu-{comm.rank}-b"))
-    group = kind_of_group(comm.size, comm.size)(comm, make_world())
+    group = group_on(comm.size, comm, make_world())
     assert cupy.made == []
     cupy.local.device = 1
     array = cupy.array(np.ones(3))
@@ -94,11 +97,11 @@ def test_the_communicator_is_made_at_first_use_on_the_buffers_device_and_freed_w
 def test_hierarchical(comm, cupy, make_group, monkeypatch, dtype, ranks_per_host):
     if comm.size % ranks_per_host:
         ranks_per_host = comm.size
-    monkeypatch.setattr(cuda, "PIECE_BYTES", 64)
+    monkeypatch.setattr(cupy_door, "PIECE_BYTES", 64)
     group = make_group(ranks_per_host)
     for count in (0, 1, comm.size - 1, comm.size + 1, 1000):
         array = cupy.array(values(comm.rank, count).astype(dtype))
-        hierarchical_cuda.all_reduce(array, group)
+        gpu_hierarchical.all_reduce(array, group)
         assert array.host.tolist() == expected("sum", comm.size, count).astype(dtype).tolist()
     is_one_host = ranks_per_host == comm.size
     calls = ["allReduce"] if is_one_host else ["reduceScatter", "allGather"]
@@ -108,7 +111,7 @@ def test_hierarchical(comm, cupy, make_group, monkeypatch, dtype, ranks_per_host
 
 def test_hierarchical_bfloat16(comm, cupy, make_group):
     bits = cupy_stand_in.bfloat16(values(comm.rank, 10))
-    hierarchical_cuda.all_reduce(cupy_stand_in.CudaTensor(bits, "bfloat16"), make_group(1))
+    gpu_hierarchical.all_reduce(cupy_stand_in.CudaTensor(bits, "bfloat16"), make_group(1))
     assert cupy_stand_in.from_bfloat16(bits).tolist() == expected("sum", comm.size, 10).tolist()
 
 
@@ -120,14 +123,14 @@ def test_the_lane_gets_host_memory_and_this_ranks_part_only(comm, cupy, make_gro
         group.lane_comm.Allreduce(MPI.IN_PLACE, host)
 
     array = cupy.array(values(comm.rank, 101).astype(np.float32))
-    hierarchical_cuda.all_reduce(array, group, SUM, lane)
+    gpu_hierarchical.all_reduce(array, group, SUM, lane)
     assert array.host.tolist() == expected("sum", comm.size, 101).tolist()
     assert seen == ([(np.ndarray, 104)] if comm.size > 1 else [])  # parts of 16 bytes
 
 
 def test_one_group_has_a_communicator_for_all_and_one_for_the_host(comm, cupy, make_group):
     group = make_group(1)
-    for algorithm in (nccl.all_reduce, hierarchical_cuda.all_reduce) * 2:
+    for algorithm in (nccl.all_reduce, gpu_hierarchical.all_reduce) * 2:
         array = cupy.array(values(comm.rank, 10).astype(np.float32))
         algorithm(array, group)
         assert array.host.tolist() == expected("sum", comm.size, 10).tolist()
@@ -136,7 +139,7 @@ def test_one_group_has_a_communicator_for_all_and_one_for_the_host(comm, cupy, m
 
 def test_a_peer_that_fails_in_the_host_is_reported_before_the_lanes_turn(comm, cupy, monkeypatch, make_group):
     group = make_group(1)
-    hierarchical_cuda.all_reduce(cupy.array(np.ones(4)), group)
+    gpu_hierarchical.all_reduce(cupy.array(np.ones(4)), group)
     inner = group.kept(("nccl", "all" if comm.size == 1 else "node"))._inner
 
     def failed():
@@ -146,7 +149,7 @@ def test_a_peer_that_fails_in_the_host_is_reported_before_the_lanes_turn(comm, c
     monkeypatch.setattr(inner, "abort", lambda: None, raising=False)
     endless(cupy, monkeypatch)
     with pytest.raises(CollectiveError, match="NCCL_ERROR_REMOTE: peer left"):
-        hierarchical_cuda.all_reduce(cupy.array(np.ones(4)), group)
+        gpu_hierarchical.all_reduce(cupy.array(np.ones(4)), group)
 
 
 def test_uneven_hosts_are_refused_on_all_ranks(comm, cupy, make_group):
@@ -154,40 +157,40 @@ def test_uneven_hosts_are_refused_on_all_ranks(comm, cupy, make_group):
         pytest.skip("two hosts with different numbers of ranks take 3 ranks")
     group = make_group(comm.size - 1)
     with pytest.raises(CollectiveError, match=f"same number of ranks on every host, got 1 to {comm.size - 1}"):
-        hierarchical_cuda.all_reduce(cupy.array(np.ones(3)), group)
+        gpu_hierarchical.all_reduce(cupy.array(np.ones(3)), group)
 
 
 @pytest.mark.parametrize(
-    ("implementation", "ranks_per_host", "calls"),
+    ("implementation", "ranks_per_host", "nccl_calls"),
     [
         (None, None, {"allReduce"}),
         ("HIERARCHICAL", 1, {"reduceScatter", "allGather"}),
         ("MPI", None, set()),
     ],
 )
-def test_who_sums_device_buffers(comm, monkeypatch, make_group, implementation, ranks_per_host, calls):
+def test_who_sums_device_buffers(comm, monkeypatch, make_group, implementation, ranks_per_host, nccl_calls):
     """AUTO is NCCL where all have it; other algorithms get a copy on the host."""
     cupy, group = install(monkeypatch, comm), make_group(ranks_per_host)
     array = cupy.array(values(comm.rank, 10).astype(np.float32))
-    all_reduce.reduce_buffer(array, SUM, Implementation.parse(implementation), group)
+    calls.reduce_buffer(array, SUM, CommunicationOptions(implementation=implementation), group)
     assert array.get().tolist() == expected("sum", comm.size, 10).tolist()
     if comm.size > 1:
         logs = [group.kept(("nccl", which)) for which in ("all", "node")]
-        assert {call for kept in logs if kept for call in kept._inner.log} == calls
+        assert {call for kept in logs if kept for call in kept._inner.log} == nccl_calls
 
 
 @pytest.mark.parametrize("implementation", [Implementation.AUTO, Implementation.HIERARCHICAL])
 @pytest.mark.parametrize("dtype", ["int16", "uint16", "complex64", "complex128"])
 def test_what_nccl_has_no_dtype_for_goes_through_the_host(comm, cupy, make_group, dtype, implementation):
     array = cupy.array(values(comm.rank, 10).astype(dtype))
-    all_reduce.reduce_buffer(array, SUM, implementation, make_group())
+    calls.reduce_buffer(array, SUM, CommunicationOptions(implementation=implementation), make_group())
     assert array.get().tolist() == expected("sum", comm.size, 10).tolist()
     assert cupy.made == []
 
 
 def test_truth_values_on_a_device_are_refused(comm, cupy, make_group):
     with pytest.raises(CollectiveError, match="expected numbers, got dtype bool"):
-        all_reduce.reduce_buffer(cupy.array(np.ones(3, bool)), SUM, Implementation.AUTO, make_group())
+        calls.reduce_buffer(cupy.array(np.ones(3, bool)), SUM, CommunicationOptions(), make_group())
 
 
 def test_without_a_gpu_each_auto_goes_through_the_host(comm, monkeypatch, make_group):
@@ -196,7 +199,7 @@ def test_without_a_gpu_each_auto_goes_through_the_host(comm, monkeypatch, make_g
     cupy, group = install(monkeypatch, comm, devices=(f"gpu-{max(0, comm.rank - 1)}",)), make_group()
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     array = cupy.array(values(comm.rank, 10).astype(np.float32))
-    all_reduce.reduce_buffer(array, SUM, Implementation.AUTO, group)
+    calls.reduce_buffer(array, SUM, CommunicationOptions(implementation=Implementation.AUTO), group)
     assert array.get().tolist() == expected("sum", comm.size, 10).tolist()
     assert cupy.made == []
 
@@ -233,12 +236,12 @@ def test_what_one_rank_lacks_is_said_by_all(comm, monkeypatch, make_group, optio
 def test_devices_are_chosen_by_the_place_on_the_host(comm, monkeypatch, make_group):
     group = make_group()
     install(monkeypatch, comm, devices=[f"gpu-{index}" for index in range(comm.size)])
-    assert nccl_joining.choose_device(group) == comm.rank
+    assert nccl_setup.choose_device(group) == comm.rank
     install(monkeypatch, comm, devices=(f"gpu-{comm.rank}",))
-    assert nccl_joining.choose_device(group) == 0
+    assert nccl_setup.choose_device(group) == 0
     install(monkeypatch, comm, devices=None if comm.rank == comm.size - 1 else ("gpu",))
     with pytest.raises(ConfigurationError, match="a GPU and its driver"):
-        nccl_joining.choose_device(group)
+        nccl_setup.choose_device(group)
 
 
 def test_a_rank_that_nccl_fails_on_frees_those_that_wait_for_it(comm, cupy, monkeypatch, make_group):
@@ -261,7 +264,7 @@ def test_a_rank_that_never_arrives_is_named_within_the_limit(comm, cupy, monkeyp
     monkeypatch.setattr(cupy.cuda.nccl, "NcclCommunicator", lambda *arguments: released.wait(30))
     group = make_group()
     group.timeout_s = 0.2
-    with pytest.raises(CollectiveTimeoutError, match=r"ranks within 0.2 s"):
+    with pytest.raises(CollectiveTimeoutError, match=r"every rank within 0.2 s"):
         nccl.all_reduce(cupy.array(np.ones(3)), group)
     released.set()
 
@@ -309,7 +312,7 @@ def test_waiting_for_nccl_is_bounded(comm, cupy, monkeypatch, make_group):
 def test_parts_must_add_up(comm, cupy, make_group):
     group = make_group()
     communicator = nccl.communicator_of(group, group.comm, 0)
-    whole, part = (cuda.device_array(cupy.array(np.ones(n))) for n in (2 * comm.size, 3))
+    whole, part = (cupy_door.device_array(cupy.array(np.ones(n))) for n in (2 * comm.size, 3))
     with pytest.raises(CollectiveError, match=f"expected {comm.size} parts of 3"):
         communicator.reduce_scatter(whole, part)
     with pytest.raises(CollectiveError, match=f"expected {comm.size} parts of 3"):

@@ -11,10 +11,10 @@ from torch import nn
 import hpcdist
 from hpcdist.collectives import hierarchical
 from hpcdist.gradients import torch_hooks
+from hpcdist.gradients.half_wire import HalfWire
 from hpcdist.gradients.reducer import Reducer
-from hpcdist.gradients.wire import HalfWire
 from hpcdist.plan.buckets import Limits
-from hpcdist.process import make_world
+from hpcdist.runtime.process import make_world
 from hpcdist.strategy import multi_worker
 
 pytestmark = pytest.mark.mpi
@@ -85,12 +85,11 @@ def test_all_that_a_step_sends_is_in_the_journal(comm, over_hosts):
     """So that a rank which hangs in it is seen: the model at its first use, buckets, and buffers beside device ones."""
     over_hosts(comm.size)
     _, strategy = train(comm, n_steps=1)
-    ops = [entry.op for entry in strategy._group.journal.entries]
+    ops = [entry.op for entry in strategy.group.journal.entries]
     assert ("broadcast" in ops) == (comm.size > 1)
     assert ("gradients" in ops) == (comm.size > 1)
-    strategy._reducer.is_on_device = True
-    strategy._reducer.reduce(np.ones(3))
-    assert str(strategy._group.journal.entries[-1]) == "buffers float64 x 3"
+    strategy.reducer.sum_rows([np.ones(3)], "buffers")
+    assert str(strategy.group.journal.entries[-1]) == "buffers float64 x 3"
 
 
 def test_what_the_bits_depend_on_is_told(comm, over_hosts):
@@ -128,9 +127,9 @@ def test_buckets_start_while_backward_runs_in_one_order(comm, over_hosts, monkey
     events = []
     start, after = Reducer.start, torch_hooks.after_accumulation
 
-    def noted(self, array, bucket, is_exact, title):
+    def noted(self, sums, result, bucket, is_exact):
         events.append("counts" if is_exact else bucket)
-        return start(self, array, bucket, is_exact, title)
+        return start(self, sums, result, bucket, is_exact)
 
     def counted(parameter, see):
         def call(owner):
@@ -155,12 +154,12 @@ def test_buckets_start_while_backward_runs_in_one_order(comm, over_hosts, monkey
 def test_bucket_sizes_follow_the_measured_link(comm, over_hosts):
     over_hosts("1 each")
     _, strategy = train(comm, n_steps=1)
-    limits = strategy._engine.backward._reducer.plan(100_000_000)
+    limits = strategy.reducer.plan(100_000_000)
     assert len(set(comm.allgather(limits))) == 1
     if comm.size > 1:
         assert (128 << 10) <= limits.bucket_bytes <= (32 << 20)
         assert 0 < limits.last_bytes < limits.bucket_bytes
-    given = Reducer(strategy._group, hpcdist.CommunicationOptions(bytes_per_pack=1000))
+    given = Reducer(strategy.group, hpcdist.CommunicationOptions(bytes_per_pack=1000))
     assert given.plan(1) == Limits(1000, 1 << 20, 250)
 
 
@@ -228,9 +227,9 @@ class Counting(hpcdist.CrossDeviceOps):
 
     n_calls = 0
 
-    def all_reduce(self, array, group):
+    def all_reduce(self, array, comm, op):
         self.n_calls += 1
-        array[:] = sum(group.comm.allgather(array))
+        array[:] = sum(comm.allgather(array))
 
 
 def gradient_of(strategy):
@@ -343,7 +342,7 @@ def test_replicas_at_different_backwards_are_told(comm, over_hosts, hosts):
     with strategy.scope():
         model = nn.Linear(2, 1)
     model(torch.ones(1, 2)).sum().backward()
-    strategy._engine.backward._n_sums += comm.rank == 0  # as if this rank had skipped one
+    strategy.engine.sums.n_sums += comm.rank == 0  # as if this rank had skipped one
     with pytest.raises(hpcdist.errors.GradientError, match="expected every replica at the same backward"):
         model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(hpcdist.errors.GradientError, match="expected earlier backwards to end"):

@@ -169,7 +169,7 @@ def test_nests_and_kinds_that_differ_are_an_error_on_all(strategy, comm, first, 
 def test_dtypes_that_differ_are_an_error_on_all(strategy, axis):
     if strategy.num_replicas_in_sync == 1:
         pytest.skip("one replica cannot differ")
-    dtypes = [torch.bfloat16 if replica else torch.float32 for replica in strategy._own_replicas]
+    dtypes = [torch.bfloat16 if replica else torch.float32 for replica in strategy.own_replicas]
     values = hpcdist.PerReplica([torch.ones(2, dtype=dtype) for dtype in dtypes])
     with pytest.raises(ValueError, match=r"on every replica, got \(2?,?\) b?float"):
         strategy.reduce("mean", values, axis=axis)
@@ -216,7 +216,7 @@ def test_gradients_of_an_embedding_are_summed_as_they_are(strategy):
     assert of_all(strategy, fn)[0] == ([[5, rows - 1]], [n, n * (n - 1) / 2])
     table = nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1, 1])).sum().backward()
-    gradients = hpcdist.PerReplica([table.weight.grad] * len(strategy._own_replicas))
+    gradients = hpcdist.PerReplica([table.weight.grad] * len(strategy.own_replicas))
     assert strategy.reduce("sum", gradients, axis=None).to_dense()[1].tolist() == [2 * n, 2 * n]
 
 
@@ -230,7 +230,7 @@ def test_sparse_and_dense_are_not_added(strategy, comm):
     with pytest.raises(ValueError, match="expected values of the same shape and dtype"):
         strategy.run(fn, args=(own_rows,))
     with pytest.raises(TypeError, match="Sparse layout"):
-        strategy.reduce("sum", hpcdist.PerReplica([torch.eye(2).to_sparse()] * len(strategy._own_replicas)), axis=0)
+        strategy.reduce("sum", hpcdist.PerReplica([torch.eye(2).to_sparse()] * len(strategy.own_replicas)), axis=0)
 
 
 def test_sparse_tensors_beside_ones_with_gradients(strategy):

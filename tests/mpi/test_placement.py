@@ -153,8 +153,8 @@ def test_parts_weigh_by_their_rows_when_batches_are_moved(comm):
     strategy = hpcdist.MirroredStrategy(["meta"] * comm.size, gradient_op="mean")
     batches = iter(strategy.experimental_distribute_dataset(make_data(4 * comm.size + 2, 4 * comm.size)))
     next(batches)
-    assert strategy._engine.backward.handed[0].weight(is_mean=True) == 4
-    assert next(batches)[0].shape[0] == strategy._engine.backward.handed[0].weight(is_mean=True)
+    assert strategy.engine.sums.row_counts[0].weight(is_mean=True) == 4
+    assert next(batches)[0].shape[0] == strategy.engine.sums.row_counts[0].weight(is_mean=True)
 
 
 @pytest.mark.parametrize("replicas", [None, 4])

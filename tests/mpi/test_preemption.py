@@ -591,9 +591,9 @@ def test_with_save_fn_nobody_counts(comm, shared_path, make_job):
 
 def test_a_later_handler_takes_over(comm, make_job):
     first, second = make_job("one"), make_job("two")
-    assert second.strategy.world.notices.watcher is second.handler
+    assert second.strategy.world.step_flags.requester is second.handler
     first.handler.close()
-    assert second.strategy.world.notices.watcher is second.handler
+    assert second.strategy.world.step_flags.requester is second.handler
     os.kill(os.getpid(), signal.SIGUSR1)
     assert (first.handler._flag.reason, second.handler._flag.reason) == (None, f"SIGUSR1 on rank {comm.rank}")
 

@@ -178,7 +178,7 @@ def test_an_error_in_a_merge_call_is_every_replica_s_to_catch(strategy):
     make_model(strategy)
     found = []
     for merges in (True, False):
-        strategy._engine.generators.restore(seed=0, step=1)
+        strategy.engine.generators.restore(seed=0, step=1)
         found.append([strategy.experimental_local_results(one) for one in strategy.run(fn, args=(merges,))])
     assert found[0] == found[1]
 
@@ -196,7 +196,7 @@ def test_a_merge_call_draws_the_same_numbers_on_all_ranks_and_none_of_a_replica_
     outside = [torch.rand(1).item()]
     found = []
     for merges in (True, False):
-        strategy._engine.generators.restore(seed=0, step=1)
+        strategy.engine.generators.restore(seed=0, step=1)
         found.append(strategy.run(fn, args=(merges,)))
         outside.append(torch.rand(1).item())
     assert [one.values for one in found[0]] == [one.values for one in found[1]]

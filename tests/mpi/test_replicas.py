@@ -15,7 +15,7 @@ from torch import nn
 
 import hpcdist
 from hpcdist import MPIClusterResolver, PerReplica
-from hpcdist.collectives import partials
+from hpcdist.collectives import subtree_sums
 from hpcdist.errors import ConfigurationError, DesyncError, GradientError
 from hpcdist.plan.replicas import ReplicaPlan
 
@@ -35,7 +35,7 @@ def alone():
     return Strategy(MPIClusterResolver(comm=MPI.COMM_SELF), num_replicas=bits.N_REPLICAS)
 
 
-@pytest.mark.parametrize("hosts", [None, "2 each", "dealt"])
+@pytest.mark.parametrize("hosts", [None, "2 each", "alternating"])
 @pytest.mark.parametrize("name", sorted(bits.MODELS))
 def test_bits_do_not_depend_on_ranks_or_hosts(comm, over_hosts, name, hosts):
     over_hosts(None)
@@ -164,21 +164,21 @@ def test_reduce_takes_every_dtype_of_numpy(over_hosts, dtype, hosts):
 
 def test_waiting_for_other_ranks_partial_sums_takes_no_core(comm, make_group):
     group, plan = make_group(), ReplicaPlan(2 * comm.size + 1, comm.size)
-    rows = [np.ones(1000) for _ in plan.partials[comm.rank]]
+    rows = [np.ones(1000) for _ in plan.subtrees[comm.rank]]
     comm.Barrier()
     if comm.rank == 0:
         time.sleep(0.6)
     began, began_cpu = time.monotonic(), time.process_time()
-    partials.all_reduce(rows, rows[0], group, plan)
+    subtree_sums.all_reduce(rows, rows[0], group, plan)
     waited_s, cpu_s = time.monotonic() - began, time.process_time() - began_cpu
-    assert rows[0].tolist() == [sum(map(len, plan.partials))] * 1000
+    assert rows[0].tolist() == [sum(map(len, plan.subtrees))] * 1000
     assert comm.rank == 0 or cpu_s < waited_s / 2
 
 
 def test_a_sum_is_one_collective_with_a_name(strategy):
-    journal = strategy._group.journal
+    journal = strategy.group.journal
     before = journal.n_entered
-    strategy._sum_over_replicas([np.ones(3) for _ in strategy._own_replicas])
+    strategy._sum_over_replicas([np.ones(3) for _ in strategy.own_replicas])
     assert (journal.n_entered - before, journal.entries[-1].op) == (1, "reduce")
 
 
@@ -386,9 +386,9 @@ def test_modules_built_in_a_run_are_the_replica_s_own_until_they_are_stepped(com
     with strategy.scope():
         model = nn.Linear(3, 3)
         strategy.run(fn, args=(False,))
-        assert list(strategy._engine._modules) == [model]
+        assert list(strategy.engine.modules) == [model]
         strategy.run(fn, args=(False,))
-        assert strategy._engine._forward_handle is None
+        assert strategy.engine.has_plan
         if strategy.num_replicas_in_sync > 1:
             with pytest.raises(GradientError, match=r"build it in the scope before strategy.run"):
                 strategy.run(fn, args=(True,))
@@ -519,7 +519,7 @@ def test_parameters_on_a_device_take_one_replica_per_rank(strategy):
     if len(ids(strategy).values) > 1:
         record = types.SimpleNamespace(name="weight")
         with pytest.raises(GradientError, match="got 'weight' on a device; start as many ranks as replicas"):
-            strategy._engine.backward.plan([(record, nn.Parameter(torch.empty(1, device="meta")))], [])
+            strategy.engine.backward.require_host([(record, nn.Parameter(torch.empty(1, device="meta")))])
 
 
 @pytest.mark.parametrize("n_replicas", [4, 7])

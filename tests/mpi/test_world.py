@@ -10,9 +10,9 @@ from hpcdist.cluster.mpi import MPIClusterResolver
 from hpcdist.cluster.spec import Task
 from hpcdist.cluster.tf_config import TFConfigClusterResolver
 from hpcdist.errors import CheckpointError, CollectiveTimeoutError, ConfigurationError, DataError
-from hpcdist.process import make_world
-from hpcdist.segments import sweep_stale
-from hpcdist.world import World
+from hpcdist.runtime.mpich_shm import remove_stale
+from hpcdist.runtime.process import make_world
+from hpcdist.runtime.world import World
 
 pytestmark = pytest.mark.mpi
 
@@ -47,10 +47,10 @@ def test_every_rank_a_worker_by_default(world, comm):
 
 def test_communicators_are_its_own(world):
     made = world()
-    for one in (made.comm, made.role_comm, made.node_comm, made.lane_comm):
+    for one in (made.comm, made.role_comm, made.node_comm, made.hosts.lane_comm):
         assert MPI.Comm.Compare(one, MPI.COMM_WORLD) != MPI.IDENT
-    assert made.node_comm.size * made.lane_comm.size >= made.role_comm.size
-    assert made.lane_comm.size == made.n_hosts == 1
+    assert made.node_comm.size * made.hosts.lane_comm.size >= made.role_comm.size
+    assert made.hosts.lane_comm.size == made.n_hosts == 1
     assert made.cores_per_rank >= 1
 
 
@@ -178,7 +178,7 @@ def test_segments_that_a_killed_start_left_are_swept_when_they_are_old_and_nobod
                 os.utime(name, (0, 0))
         with open(names["open"], "r+b") as file, mmap.mmap(file.fileno(), 0):
             comm.Barrier()  # every rank has made its own; all sweep at once
-            sweep_stale()
+            remove_stale()
             comm.Barrier()
             assert {kind for kind, name in names.items() if os.path.exists(name)} == {"young", "open"}
             comm.Barrier()

@@ -9,8 +9,15 @@ import pytest
 import torch
 
 from hpcdist.cluster.environment import nccl_may_share_devices
-from hpcdist.collectives import cuda
-from hpcdist.collectives.cuda import DeviceArray, copy_into, device_array, is_device_buffer, padded, staged_all_reduce
+from hpcdist.collectives.gpu import cupy_door as cuda
+from hpcdist.collectives.gpu.cupy_door import (
+    DeviceArray,
+    copy_into,
+    device_array,
+    is_device_buffer,
+    padded,
+    staged_all_reduce,
+)
 from hpcdist.errors import CollectiveError, ConfigurationError
 
 
@@ -58,9 +65,9 @@ def test_devices_are_told_apart_by_bus_and_uuid(monkeypatch):
 def test_nothing_imports_cupy_until_a_device_buffer_comes():
     code = """
 import sys, numpy, torch
-import hpcdist.collectives.cuda, hpcdist.plan.devices, hpcdist
-assert not hpcdist.collectives.cuda.is_device_buffer(numpy.ones(3))
-assert not hpcdist.collectives.cuda.is_device_buffer(torch.ones(3))
+import hpcdist.collectives.gpu.cupy_door, hpcdist.plan.devices, hpcdist
+assert not hpcdist.collectives.gpu.cupy_door.is_device_buffer(numpy.ones(3))
+assert not hpcdist.collectives.gpu.cupy_door.is_device_buffer(torch.ones(3))
 print([name for name in sys.modules if name.split('.')[0] in ('cupy', 'cupyx')])
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

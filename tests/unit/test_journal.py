@@ -3,7 +3,7 @@ from array import array
 
 import pytest
 
-from hpcdist.collectives.journal import N_REMEMBERED, Journal
+from hpcdist.diagnostics.journal import N_REMEMBERED, Journal
 
 
 def run(journal, n_collectives, op="all_reduce"):

@@ -4,9 +4,8 @@ import itertools
 
 import pytest
 
-from hpcdist.plan.lanes import plan_lanes
-from hpcdist.plan.placement import Placement, plan_placement
-from hpcdist.plan.tree import plan_partials, plan_row_additions
+from hpcdist.plan.placement import Placement, plan_lanes, plan_placement
+from hpcdist.plan.replicas import plan_row_additions, plan_subtrees
 
 PLACEMENTS = {
     "1": [0],
@@ -99,6 +98,6 @@ def test_placement():
 
 
 def test_partials_are_the_fewest():
-    assert plan_partials(range(8), 8) == [(0, 8)]
-    assert plan_partials([1, 2, 3, 4], 8) == [(1, 2), (2, 4), (4, 5)]
-    assert plan_partials([0, 2, 4], 5) == [(0, 1), (2, 3), (4, 5)]
+    assert plan_subtrees(range(8), 8) == [(0, 8)]
+    assert plan_subtrees([1, 2, 3, 4], 8) == [(1, 2), (2, 4), (4, 5)]
+    assert plan_subtrees([0, 2, 4], 5) == [(0, 1), (2, 3), (4, 5)]

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from hpcdist.errors import DesyncError
-from hpcdist.gradients.partial_sums import PartialSums
-from hpcdist.gradients.turns import Turns
-from hpcdist.plan.replicas import ReplicaPlan
-from hpcdist.plan.tree import plan_row_additions
+from hpcdist.gradients.replicas.scheduler import Turns
+from hpcdist.gradients.replicas.subtree_sums import PartialSums
+from hpcdist.plan.replicas import ReplicaPlan, plan_row_additions
 
 SIZES = [(n_replicas, n_ranks) for n_replicas in range(1, 18) for n_ranks in range(1, n_replicas + 1)]
 
@@ -45,7 +44,7 @@ def test_partial_sums_of_all_ranks_add_up_in_the_tree(n_replicas, n_ranks):
         for replica in plan.of_rank(rank):
             sums.push(replica, Symbol(f"{replica}."), is_ours=False)
         of_rank = sums.take()
-        assert len(of_rank) == len(plan.partials[rank])
+        assert len(of_rank) == len(plan.subtrees[rank])
         rows += of_rank
     for into, row in plan.additions:
         rows[into].add_(rows[row])
@@ -55,13 +54,13 @@ def test_partial_sums_of_all_ranks_add_up_in_the_tree(n_replicas, n_ranks):
 @pytest.mark.parametrize(("n_replicas", "n_ranks"), SIZES)
 def test_a_plain_sum_over_ranks_is_the_tree_where_the_plan_says_so(n_replicas, n_ranks):
     plan = ReplicaPlan(n_replicas, n_ranks)
-    if plan.is_plain:
+    if plan.is_one_tree_of_ranks:
         rows = [Symbol(of_rank_tree(plan, rank)) for rank in range(n_ranks)]
         for into, row in plan_row_additions(n_ranks):
             rows[into].add_(rows[row])
         assert rows[0].text == tree(n_replicas)
     if n_replicas % n_ranks == 0 and (n_replicas // n_ranks).bit_count() == 1:
-        assert plan.is_plain
+        assert plan.is_one_tree_of_ranks
 
 
 def of_rank_tree(plan, rank):

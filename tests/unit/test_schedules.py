@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from hpcdist.plan.blocks import block_bounds
-from hpcdist.plan.halving import plan_halving
-from hpcdist.plan.ring import plan_ring
-from hpcdist.plan.schedule import n_elements_sent
-from hpcdist.plan.tree import plan_additions, plan_row_additions
+from hpcdist.plan.replicas import plan_additions, plan_row_additions
+from hpcdist.plan.schedules import n_elements_sent, plan_halving, plan_ring
 
 SIZES = range(1, 18)
 PLANS = {"ring": plan_ring, "halving": plan_halving}

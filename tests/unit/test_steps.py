@@ -5,8 +5,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from hpcdist.notices import Notices
 from hpcdist.resilience.steps import StepCount
+from hpcdist.runtime.step_flags import StepFlags
 
 STEP, EVALUATE, TRAIN, GAN, TELL = "step", "evaluate", "train", "gan", "tell"
 
@@ -18,17 +18,17 @@ def count(events, base=0, made_before=0, saved=0, is_outside=False):
 
 def followed(events, base=0, made_before=0, saved=0, is_outside=False):
     """Return the values after each of some events, and the count."""
-    notices = Notices()
-    notices.n_steps = made_before
-    steps = StepCount(notices, base, is_outside)
+    flags = StepFlags()
+    flags.n_steps = made_before
+    steps = StepCount(flags, base, is_outside)
     values = []
     for event in events:
         with steps.call() if event in (EVALUATE, TRAIN, GAN) else nullcontext():
             for _ in range({STEP: 1, TRAIN: 1, GAN: 2}.get(event, 0)):
-                notices.n_steps += 1
+                flags.n_steps += 1
                 assert steps.value <= max(values, default=base) + 1
         if event == TELL:
-            steps.tell(saved)
+            steps.count_reported(saved)
         values.append(steps.value)
     return values, steps
 
@@ -108,12 +108,12 @@ def test_evaluations_before_the_first_step_of_a_later_attempt_are_left_out():
 
 @pytest.mark.parametrize("n_steps", [0, 1, 2])
 def test_a_call_that_raises_counts_if_the_optimizer_has_stepped(n_steps):
-    notices = Notices()
-    steps = StepCount(notices, 10)
+    flags = StepFlags()
+    steps = StepCount(flags, 10)
 
     def fail():
         with steps.call():
-            notices.n_steps += n_steps
+            flags.n_steps += n_steps
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

@@ -9,8 +9,8 @@ from report import bytes_sent_by_hosts, print_result
 from hpcdist.collectives import halving, hierarchical, ring
 from hpcdist.collectives.group import group_of
 from hpcdist.collectives.ops import SUM
-from hpcdist.gradients.wire import HalfWire
-from hpcdist.process import make_world
+from hpcdist.gradients.half_wire import HalfWire
+from hpcdist.runtime.process import make_world
 
 world, n_elements = make_world(), int(sys.argv[1])
 group = group_of(world.role_comm)

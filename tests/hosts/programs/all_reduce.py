@@ -6,8 +6,8 @@ import numpy as np
 from report import bytes_sent_by_hosts, print_result
 
 import hpcdist
-from hpcdist.mpi import MPI
-from hpcdist.process import make_world
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.process import make_world
 
 world = make_world()
 rows = []

@@ -3,7 +3,7 @@
 import numpy as np
 
 import hpcdist
-from hpcdist.process import make_world
+from hpcdist.runtime.process import make_world
 
 buffer = np.zeros(1 << 20)
 hpcdist.all_reduce(buffer)

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hpcdist.mpi import MPI
-from hpcdist.world import World
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.world import World
 
 
 def link_bytes_sent() -> int:

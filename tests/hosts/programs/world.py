@@ -4,8 +4,8 @@ import os
 
 from report import print_result
 
-from hpcdist.mpi import MPI, library_name
-from hpcdist.process import make_world
+from hpcdist.runtime.mpi import MPI, library_name
+from hpcdist.runtime.process import make_world
 
 world = make_world()
 facts = {
@@ -13,7 +13,7 @@ facts = {
     "host": MPI.Get_processor_name(),
     "n_hosts": world.n_hosts,
     "n_ranks_of_host": world.node_comm.size,
-    "n_ranks_of_lane": world.lane_comm.size,
+    "n_ranks_of_lane": world.hosts.lane_comm.size,
     "shared_memory_device": os.stat("/dev/shm").st_dev,
     "namespaces": [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "uts", "ipc", "mnt", "pid")],
 }

@@ -1,0 +1,49 @@
+"""One background thread that makes calls in the order in which they were submitted."""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+_Queue = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
+
+
+class BackgroundThread:
+    """A daemon thread that starts at the first submit and ends with this object, or at `stop`.
+
+    Args:
+        name: of the thread, as debuggers show it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: _Queue = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, call: Callable[[], Any]) -> "Future[Any]":
+        """Make `call` after all that were submitted before; return the future of its result."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=_run, args=(self._queue,), name=self._name, daemon=True)
+            self._thread.start()
+            weakref.finalize(self, self._queue.put, None)
+        future: Future[Any] = Future()
+        self._queue.put((call, future))
+        return future
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread after what was submitted, and wait for it, at most `timeout_s`."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(timeout_s)
+
+
+def _run(submitted: _Queue) -> None:
+    while (item := submitted.get()) is not None:
+        call, future = item
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001  raised where the result is awaited
+            future.set_exception(error)
+        del item, call, future  # do not keep alive what they refer to until the next call

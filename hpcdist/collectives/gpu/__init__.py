@@ -1,0 +1,1 @@
+"""All-reduce of buffers in device memory, by NCCL through cupy."""

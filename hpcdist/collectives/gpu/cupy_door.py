@@ -1,0 +1,272 @@
+"""The only door to cupy: finds it, reports what is missing, and turns any device buffer into a cupy array.
+
+cupy is imported when a device buffer or NCCL is asked for, never before. Torch tensors come by DLPack: torch is not
+imported here.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hpcdist.dtypes import dtype_name
+from hpcdist.errors import CollectiveError, ConfigurationError
+from hpcdist.plan.devices import piece_bounds
+
+HostArray = npt.NDArray[Any]
+#: What a staged copy carries at a time: large enough for the bus, small enough that copies and MPI overlap.
+PIECE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class DeviceArray:
+    """A flat view of a device buffer.
+
+    Attributes:
+        array: (n_elements,) cupy array that shares the buffer's memory.
+        dtype: what the elements are. "bfloat16", which cupy has no arithmetic for, lies in `array` as int16.
+    """
+
+    array: Any
+    dtype: str
+
+    def __getitem__(self, part: slice) -> "DeviceArray":
+        return DeviceArray(self.array[part], self.dtype)
+
+    @property
+    def size(self) -> int:
+        """How many elements."""
+        return int(self.array.size)
+
+    @property
+    def device(self) -> int:
+        """Index of the device that holds the buffer."""
+        return int(self.array.device.id)
+
+    @property
+    def address(self) -> int:
+        """Where the buffer is in device memory."""
+        return int(self.array.data.ptr)
+
+
+def load_cupy() -> Any:
+    """Return the cupy module.
+
+    Raises:
+        ConfigurationError: when it is not installed or cannot be loaded; on this rank only.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise ConfigurationError(
+            f"nccl: expected cupy for buffers on a GPU, got none ({' '.join(str(error).split())}); "
+            f"pip install 'hpcdist[cuda]'."
+        ) from error
+    return cupy
+
+
+def load_nccl() -> Any:
+    """Return cupy's NCCL module.
+
+    Raises:
+        ConfigurationError: when cupy or the NCCL library is missing; on this rank only.
+    """
+    load_cupy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # cupy's own hint; the error below is the same on all ranks
+        try:
+            from cupy.cuda import nccl
+        except ImportError:
+            nccl = None
+    if nccl is None or not nccl.available:
+        raise ConfigurationError(
+            "nccl: expected cupy with NCCL, got a cupy that does not find libnccl; pip install nvidia-nccl-cu12 "
+            "(nvidia-nccl-cu13 for cupy-cuda13x)."
+        )
+    return nccl
+
+
+def visible_devices() -> list[str]:
+    """Return what identifies each device that this rank sees, in the order of their indices.
+
+    Raises:
+        ConfigurationError: without cupy, driver or device; on this rank only.
+    """
+    cupy = load_cupy()
+    try:
+        devices = [_identity(cupy, index) for index in range(cupy.cuda.runtime.getDeviceCount())]
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise ConfigurationError(
+            f"nccl: expected a GPU and its driver, got {error}; run on a node with a GPU (look at nvidia-smi)."
+        ) from error
+    if not devices:
+        raise ConfigurationError(
+            "nccl: expected a GPU, got none that this process may see; ask the batch system for GPUs and look at "
+            "CUDA_VISIBLE_DEVICES."
+        )
+    return devices
+
+
+def _identity(cupy: Any, index: int) -> str:
+    """Return bus id and UUID: parts of one GPU (MIG) have the first in common, so both are needed."""
+    uuid = cupy.cuda.runtime.getDeviceProperties(index).get("uuid", b"")
+    bus_id = cupy.cuda.Device(index).pci_bus_id
+    return f"{bus_id} (UUID {uuid.hex()})" if uuid else str(bus_id)
+
+
+def use_device(index: int) -> None:
+    """Make a device the current one of this thread, for cupy and for torch, which asks the CUDA runtime too.
+
+    Raises:
+        ConfigurationError: when the device cannot be used; on this rank only.
+    """
+    cupy = load_cupy()
+    try:
+        cupy.cuda.Device(index).use()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise ConfigurationError(
+            f"nccl: expected device {index} to be usable, got {error}; look at its state in nvidia-smi."
+        ) from error
+
+
+@contextmanager
+def on_device(index: int) -> Iterator[None]:
+    """Run a block with a device as the current one: streams and NCCL's calls belong to the current device."""
+    with load_cupy().cuda.Device(index):
+        yield
+
+
+def is_device_buffer(buffer: Any) -> bool:
+    """Return whether a buffer lives on a GPU. Does not import cupy."""
+    if hasattr(buffer, "new_tensor"):  # torch: its __cuda_array_interface__ raises while a gradient is wanted
+        return str(buffer.device.type) == "cuda"
+    return hasattr(buffer, "__cuda_array_interface__")
+
+
+def device_array(buffer: Any) -> DeviceArray:
+    """Return a flat view of a device buffer.
+
+    What is queued on the producer's stream is done before what is queued next on cupy's current stream: torch's current
+    stream by the stream protocol of DLPack, others by that of __cuda_array_interface__. The way back is the caller's:
+    wait for cupy's stream before the producer uses the buffer again.
+
+    Args:
+        buffer: cupy array, torch tensor or anything with __cuda_array_interface__; contiguous, any shape.
+
+    Raises:
+        ConfigurationError: without cupy; on this rank only.
+        CollectiveError: for a buffer on the host, or one that is not contiguous; on this rank only.
+    """
+    if not is_device_buffer(buffer):
+        raise CollectiveError(
+            f"nccl: expected a buffer on a GPU, got {type(buffer).__name__} on the host; move it to the GPU or choose "
+            f"another implementation."
+        )
+    cupy = load_cupy()
+    if hasattr(buffer, "new_tensor"):
+        array, dtype = _from_torch(cupy, buffer.detach())
+    else:
+        array = cupy.asarray(buffer)
+        dtype = array.dtype.name
+    if not array.flags.c_contiguous:
+        raise CollectiveError("nccl: expected a contiguous buffer, got one that is not; pass a copy.")
+    return DeviceArray(array.reshape(-1), dtype)
+
+
+def _from_torch(cupy: Any, tensor: Any) -> tuple[Any, str]:
+    dtype = dtype_name(tensor)
+    if dtype == "bfloat16":  # cupy refuses it, or kills the process: its issues 7527 and 8801
+        int16 = tensor.new_empty(0).short().dtype
+        return cupy.from_dlpack(tensor.view(int16)), dtype
+    return cupy.from_dlpack(tensor), dtype
+
+
+def padded(buffer: DeviceArray, n_elements: int) -> DeviceArray:
+    """Return `buffer` itself if it has `n_elements`, else a copy with zeros behind it."""
+    if buffer.size == n_elements:
+        return buffer
+    copy = DeviceArray(load_cupy().zeros(n_elements, buffer.array.dtype), buffer.dtype)
+    copy_into(copy[: buffer.size], buffer)
+    return copy
+
+
+def copy_into(target: DeviceArray, source: DeviceArray) -> None:
+    """Copy `source` over `target`, of the same size and dtype. Queued on cupy's current stream, not waited for.
+
+    By the copy engine: an assignment would have cupy compile a kernel, which takes a CUDA compiler on the node.
+    """
+    stream = load_cupy().cuda.get_current_stream()
+    target.array.data.copy_from_device_async(source.array.data, source.array.nbytes, stream)
+
+
+def staged_all_reduce(buffer: DeviceArray, host_all_reduce: Callable[[HostArray], None]) -> None:
+    """Replace `buffer` by its reduction over ranks that no NCCL joins, through pinned memory of the host.
+
+    Collective: what `host_all_reduce` is. Blocking. Same shape and dtype required on every rank: yes.
+
+    Device memory is never handed to MPI, CUDA-aware or not: NCCL and CUDA-aware MPI may wait for each other for ever.
+    Waits for what is queued on cupy's current stream, and returns when the result is in device memory.
+
+    Args:
+        buffer: overwritten.
+        host_all_reduce: reduces a (n_piece,) numpy array in place; called once per piece, in order. Half precision
+            arrives as float32.
+
+    Cost: n elements to the host and back; the next piece is fetched and the last one returned while a piece is reduced.
+        Two pieces of pinned memory, from cupy's pool.
+    """
+    cupy = load_cupy()
+    n_piece = max(1, PIECE_BYTES // buffer.array.itemsize)
+    pieces = piece_bounds(buffer.size, n_piece)
+    staging = [_pinned(min(n_piece, buffer.size), buffer.array.dtype) for _ in pieces[:2]]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    stream.wait_event(cupy.cuda.get_current_stream().record())
+
+    def fetch(index: int) -> tuple[HostArray, Any]:
+        # into the pinned memory of the piece before the last, whose way back is queued on this stream already
+        start, stop = pieces[index]
+        host = staging[index % 2][: stop - start]
+        buffer.array[start:stop].get(stream=stream, out=host, blocking=False)
+        return host, stream.record()
+
+    fetched = fetch(0) if pieces else None
+    for index, (start, stop) in enumerate(pieces):
+        assert fetched is not None, "fetched one piece ahead"
+        host, arrived = fetched
+        fetched = fetch(index + 1) if index + 1 < len(pieces) else None
+        arrived.synchronize()
+        _reduce_on_host(host, buffer.dtype, host_all_reduce)
+        buffer.array[start:stop].set(host, stream)
+    stream.synchronize()
+
+
+def _pinned(n_elements: int, dtype: Any) -> HostArray:
+    import cupyx
+
+    array: HostArray = cupyx.empty_pinned(n_elements, dtype)
+    return array
+
+
+def _reduce_on_host(host: HostArray, dtype: str, host_all_reduce: Callable[[HostArray], None]) -> None:
+    """Reduce a piece; MPI has no type for half precision, so it is widened on the host, which moves half the bytes."""
+    if dtype == "bfloat16":
+        wide = (host.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        host_all_reduce(wide)
+        host[...] = _to_bfloat16_bits(wide).view(host.dtype)
+    elif dtype == "float16":
+        wide = host.astype(np.float32)
+        host_all_reduce(wide)
+        host[...] = wide
+    else:
+        host_all_reduce(host)
+
+
+def _to_bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Return the upper halves of float32 numbers, rounded to the nearest, ties to even; NaN stays NaN."""
+    bits = values.view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)

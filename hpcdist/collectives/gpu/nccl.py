@@ -1,0 +1,204 @@
+"""All-reduce by NCCL, through cupy: its calls, and the wait for them. nccl_setup.py makes the communicators.
+
+NCCL binds a communicator to the device that is current when it is made: so it is made when the first buffer shows which
+device that is. Device memory never goes to MPI here: NCCL and CUDA-aware MPI may wait for each other for ever.
+"""
+
+from typing import Any
+
+from hpcdist.collectives.gpu.cupy_door import (
+    DeviceArray,
+    device_array,
+    is_device_buffer,
+    load_cupy,
+    load_nccl,
+    on_device,
+    visible_devices,
+)
+from hpcdist.collectives.gpu.nccl_setup import join
+from hpcdist.collectives.group import Group
+from hpcdist.collectives.ops import SUM, Op
+from hpcdist.errors import CollectiveError
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.waiting import late, wait_until
+
+#: dtype -> name of NCCL's constant.
+DTYPES = {
+    "float16": "NCCL_FLOAT16",
+    "bfloat16": "NCCL_BFLOAT16",
+    "float32": "NCCL_FLOAT32",
+    "float64": "NCCL_FLOAT64",
+    "int8": "NCCL_INT8",
+    "uint8": "NCCL_UINT8",
+    "int32": "NCCL_INT32",
+    "uint32": "NCCL_UINT32",
+    "int64": "NCCL_INT64",
+    "uint64": "NCCL_UINT64",
+}
+#: op -> name of NCCL's constant.
+OPS = {"sum": "NCCL_SUM", "min": "NCCL_MIN", "max": "NCCL_MAX", "product": "NCCL_PROD"}
+#: How often NCCL is asked, while the host waits, whether a peer has failed.
+_CHECK_S = 0.1
+
+
+def all_reduce(buffer: Any, group: Group, op: Op = SUM) -> None:
+    """Replace `buffer` by its reduction over the group.
+
+    Collective: group.comm. Blocking. Same shape and dtype required on every rank: yes.
+
+    Waits for what is queued on the producer's stream (`cuda.device_array`) and returns when the result is there.
+
+    Args:
+        buffer: cupy array or torch CUDA tensor of one of `DTYPES`, contiguous; overwritten.
+        group: any size >= 1; the first call makes the communicator, on the device of `buffer`.
+        op: sum, min, max or product.
+
+    Raises:
+        CollectiveError: for a buffer or op that NCCL cannot carry; on this rank only. When a peer fails: on every rank
+            that NCCL reports it to.
+        CollectiveTimeoutError: when a rank does not arrive; on those that did.
+        ConfigurationError: as `communicator_of`; on every rank alike.
+
+    Cost: chosen by NCCL; 2(P-1)/P * n elements sent per rank, or less where switches add. One wait of the host.
+    """
+    if not is_device_buffer(buffer):
+        visible_devices()  # report what is missing on this machine first
+    array = device_array(buffer)
+    check(array, op.name)
+    if array.size:
+        communicator = communicator_of(group, group.comm, array.device)
+        with on_device(array.device):
+            communicator.all_reduce(array, op.name)
+            communicator.wait()
+
+
+def check(array: DeviceArray, op: str) -> None:
+    """Raise CollectiveError for a dtype or op that NCCL does not have; on this rank only, before anything is sent."""
+    if array.dtype not in DTYPES:
+        raise CollectiveError(f"nccl: expected a dtype of {', '.join(DTYPES)}, got {array.dtype}; convert it first.")
+    if op not in OPS:
+        raise CollectiveError(f"nccl: expected an op of {', '.join(OPS)}, got {op!r}; name one of them.")
+
+
+def communicator_of(group: Group, comm: MPI.Comm, device: int) -> "NcclCommunicator":
+    """Return the NCCL communicator over `comm`, making it at first use; it lives as long as the group.
+
+    Collective where it is made: group.comm.
+
+    Args:
+        group: keeps the communicator.
+        comm: group.comm or group.node_comm.
+        device: index of the device that this rank's buffers are on.
+
+    Raises:
+        ConfigurationError: without cupy, NCCL or GPU, and for two ranks on one GPU; on every rank alike.
+        CollectiveError: when NCCL fails on a rank; on every rank alike.
+
+    Cost: to make: O(log P) messages, and NCCL's own.
+    """
+    key = ("nccl", "node" if comm == group.node_comm else "all")
+
+    def make() -> NcclCommunicator:
+        limit_s = group.timeout_s
+        return NcclCommunicator(comm, device, join(group, comm, device, limit_s), limit_s)
+
+    return group.keep(key, make, NcclCommunicator.free)
+
+
+class NcclCommunicator:
+    """An NCCL communicator over the ranks of `comm`, on one device per rank.
+
+    Calls are queued on cupy's current stream, while `device` is the current device; `wait` waits for them. Made by
+    `communicator_of`.
+
+    Args:
+        comm: the ranks.
+        device: index of this rank's device.
+        inner: cupy's communicator.
+        limit_s: longest wait for the other ranks, in seconds.
+    """
+
+    def __init__(self, comm: MPI.Comm, device: int, inner: Any, limit_s: float) -> None:
+        self.rank, self.size, self.device = comm.rank, comm.size, device
+        self._inner, self._limit_s = inner, limit_s
+        self._nccl = load_nccl()
+
+    def all_reduce(self, array: DeviceArray, op: str = "sum") -> None:
+        """Replace `array` by its reduction. Collective: its ranks. Queued, not waited for."""
+        dtype = self._prepare(array, op)
+        self._inner.allReduce(array.address, array.address, array.size, dtype, self._op(op), _stream())
+
+    def reduce_scatter(self, source: DeviceArray, target: DeviceArray, op: str = "sum") -> None:
+        """Put this rank's part of the reduction into `target`. Collective: its ranks. Queued, not waited for.
+
+        Args:
+            source: (size * n,) on every rank; part r is what rank r gets.
+            target: (n,) of the same dtype; may be this rank's part of `source`.
+            op: as `all_reduce`.
+        """
+        dtype = self._prepare(source, op)
+        self._check_parts(source, target)
+        self._inner.reduceScatter(source.address, target.address, target.size, dtype, self._op(op), _stream())
+
+    def all_gather(self, source: DeviceArray, target: DeviceArray) -> None:
+        """Put the `source` of all ranks into `target`, in order. Collective: its ranks. Queued, not waited for.
+
+        Args:
+            source: (n,); may be this rank's part of `target`.
+            target: (size * n,) of the same dtype.
+        """
+        dtype = self._prepare(source, "sum")
+        self._check_parts(target, source)
+        self._inner.allGather(source.address, target.address, source.size, dtype, _stream())
+
+    def wait(self) -> None:
+        """Wait until what is queued on cupy's current stream is done.
+
+        Raises:
+            CollectiveError: when NCCL reports that a peer failed; the communicator is then of no more use.
+            CollectiveTimeoutError: when the others do not arrive within the limit.
+        """
+        stream, waited_s = load_cupy().cuda.get_current_stream(), 0.0
+        while not wait_until(lambda: stream.done, _CHECK_S):
+            waited_s += _CHECK_S
+            self._check_peers(waited_s)
+
+    def free(self) -> None:
+        """Free the communicator. Collective: its ranks."""
+        self._inner.destroy()
+
+    def _check_peers(self, waited_s: float) -> None:
+        try:
+            self._inner.check_async_error()
+        except self._nccl.NcclError as error:
+            self._inner.abort()
+            raise CollectiveError(
+                f"nccl: expected all {self.size} ranks, got {error} on rank {self.rank}; look for the rank that "
+                f"failed first (NCCL_DEBUG=INFO prints more)."
+            ) from error
+        if waited_s > self._limit_s:
+            self._inner.abort()
+            raise late("nccl", self._limit_s, "some", f"rank {self.rank}")
+
+    def _prepare(self, array: DeviceArray, op: str) -> int:
+        check(array, op)
+        if array.device != self.device:
+            raise CollectiveError(
+                f"nccl: expected a buffer on device {self.device}, as at the first call, got one on device "
+                f"{array.device} on rank {self.rank}; keep one device per rank."
+            )
+        return int(getattr(self._nccl, DTYPES[array.dtype]))
+
+    def _op(self, op: str) -> int:
+        return int(getattr(self._nccl, OPS[op]))
+
+    def _check_parts(self, whole: DeviceArray, part: DeviceArray) -> None:
+        if whole.size != part.size * self.size or whole.dtype != part.dtype:
+            raise CollectiveError(
+                f"nccl: expected {self.size} parts of {part.size} {part.dtype}, got {whole.size} {whole.dtype} on rank "
+                f"{self.rank}; pad the buffer."
+            )
+
+
+def _stream() -> int:
+    return int(load_cupy().cuda.get_current_stream().ptr)

@@ -1,0 +1,151 @@
+"""Which algorithm sums a buffer: one pure function, so that all ranks choose alike without asking each other.
+
+| asked for | where | algorithm |
+|---|---|---|
+| an algorithm by name, or one of the user's | anywhere | that one |
+| AUTO, a buffer in device memory | every rank has a GPU of its own and NCCL | NCCL |
+| AUTO, a buffer in device memory | elsewhere | as on the host, staged through pinned memory |
+| AUTO, one call | host memory | the fastest as measured: MPI, or SHARED_MEMORY (one host), or HIERARCHICAL |
+| AUTO, gradients | one host | SHARED_MEMORY: the bits do not depend on the size |
+| AUTO, gradients | several hosts | HIERARCHICAL |
+| AUTO | ranks of a host that cannot share memory | MPI |
+| HIERARCHICAL, a buffer in device memory | every host has as many ranks | NCCL in the host, MPI between hosts |
+"""
+
+from dataclasses import dataclass
+
+from hpcdist.collectives.ops import Op
+from hpcdist.collectives.options import AllReduceAlgorithm, CommunicationOptions
+from hpcdist.collectives.options import CommunicationImplementation as Implementation
+from hpcdist.plan.placement import Placement
+from hpcdist.plan.replicas import ReplicaPlan
+
+#: Below this size the library's own call is taken without measuring: nothing of ours is faster.
+SMALLEST_BYTES = 4096
+#: What NCCL can carry; names of its constants are in gpu/nccl.py.
+NCCL_OPS = ("sum", "min", "max", "product")
+NCCL_DTYPES = (
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "int8",
+    "uint8",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+)
+#: Algorithms that combine gradients in the binary tree over replicas wherever hosts hold aligned replicas.
+_ORDERED = (Implementation.SHARED_MEMORY, Implementation.HIERARCHICAL)
+_MAY_BE_ORDERED = (Implementation.AUTO, *_ORDERED)
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """What a choice depends on besides the buffer; equal on all ranks of a group.
+
+    Attributes:
+        placement: which ranks share a host.
+        can_share_memory: whether the ranks of every host can.
+        has_nccl: whether every rank has NCCL and a GPU of its own; None where nobody has looked yet.
+        table: (bytes, algorithm) rows, ascending, as measured: from that many bytes on the algorithm is the fastest.
+            None before it was measured.
+    """
+
+    placement: Placement
+    can_share_memory: bool
+    has_nccl: bool | None = None
+    table: tuple[tuple[int, Implementation], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a buffer is summed.
+
+    Attributes:
+        algorithm: a built-in one, or the user's.
+        is_on_device: whether the buffer stays in device memory. A device buffer is else staged through the host.
+        is_ordered: whether values are combined in the binary tree over replicas, whatever the placement.
+        by_subtrees: whether ranks contribute sums of subtrees of replicas instead of one value each.
+        is_overlapped: whether gradients are summed in a background thread while backward runs.
+        wire_dtype: half precision that elements travel in between hosts; None for their own dtype.
+    """
+
+    algorithm: Implementation | AllReduceAlgorithm
+    is_on_device: bool = False
+    is_ordered: bool = False
+    by_subtrees: bool = False
+    is_overlapped: bool = False
+    wire_dtype: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The algorithm's name, as checkpoints record it."""
+        is_ours = isinstance(self.algorithm, Implementation)
+        return self.algorithm.value if is_ours else type(self.algorithm).__name__  # type: ignore[union-attr]
+
+
+def choose_route(
+    facts: GroupFacts,
+    options: CommunicationOptions,
+    op: Op,
+    dtype: str,
+    nbytes: int,
+    is_device_buffer: bool = False,
+    replicas: ReplicaPlan | None = None,
+) -> Route:
+    """Return how a buffer is summed. Pure.
+
+    Args:
+        facts: of the group.
+        options: what the user asked for.
+        op: the reduction.
+        dtype: name of the buffer's dtype.
+        nbytes: of the buffer.
+        is_device_buffer: whether it is in device memory.
+        replicas: for gradients, which rank holds which replicas; None for a plain call, whose order is free.
+    """
+    asked = Implementation.parse(options.implementation)
+    if not isinstance(asked, Implementation):
+        return Route(asked, is_overlapped=replicas is not None and len(facts.placement.hosts) > 1)
+    if replicas is not None:
+        return _route_of_gradients(facts, options, asked, replicas)
+    if asked is Implementation.NCCL:
+        return Route(asked, is_on_device=True)
+    may_be_nccl = is_device_buffer and asked in (Implementation.AUTO, Implementation.HIERARCHICAL)
+    if may_be_nccl and facts.has_nccl and op.name in NCCL_OPS and dtype in NCCL_DTYPES:
+        is_by_lanes = asked is Implementation.HIERARCHICAL and op.name == "sum" and facts.placement.is_even
+        return Route(Implementation.HIERARCHICAL if is_by_lanes else Implementation.NCCL, is_on_device=True)
+    chosen = _fastest(facts, nbytes) if asked is Implementation.AUTO else asked
+    return Route(chosen, is_ordered=chosen in _ORDERED and facts.placement.is_aligned)
+
+
+def _route_of_gradients(
+    facts: GroupFacts, options: CommunicationOptions, asked: Implementation, replicas: ReplicaPlan
+) -> Route:
+    """Return the route of every bucket: sums in the order of replicas have the same bits for any bucket size."""
+    chosen, n_hosts = asked, len(facts.placement.hosts)
+    if asked is Implementation.AUTO:
+        local = Implementation.SHARED_MEMORY if n_hosts == 1 else Implementation.HIERARCHICAL
+        chosen = local if facts.can_share_memory else Implementation.MPI
+    is_ordered = chosen in _ORDERED and facts.placement.is_aligned
+    if chosen is Implementation.HIERARCHICAL and options.is_ordered is not None:
+        is_ordered = options.is_ordered
+    is_exact = options.wire_dtype is None and options.is_ordered is not False
+    return Route(
+        chosen,
+        is_on_device=chosen is Implementation.NCCL,
+        is_ordered=is_ordered,
+        by_subtrees=asked in _MAY_BE_ORDERED and is_exact and not replicas.is_one_tree_of_ranks,
+        is_overlapped=n_hosts > 1,
+        wire_dtype=options.wire_dtype if chosen is Implementation.HIERARCHICAL and n_hosts > 1 else None,
+    )
+
+
+def _fastest(facts: GroupFacts, nbytes: int) -> Implementation:
+    """Return the algorithm that was measured to be the fastest for a host buffer of this size."""
+    if nbytes < SMALLEST_BYTES or not facts.can_share_memory or facts.placement.size == 1 or facts.table is None:
+        return Implementation.MPI
+    fitting = [algorithm for least_bytes, algorithm in facts.table if nbytes >= least_bytes]
+    return fitting[-1] if fitting else Implementation.MPI

@@ -1,0 +1,122 @@
+"""The stacks of this process's threads and of other ranks of the node, also of a rank that hangs in C code.
+
+A rank answers a signal by writing its stacks to an anonymous file of its own, which the asking rank reads through
+/proc. Python's fault handler needs no interpreter lock for that, so a rank that hangs while holding it answers too.
+"""
+
+import faulthandler
+import fcntl
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+#: Asks for stacks. Not one of those that batch systems send; the first real-time ones belong to C libraries.
+SIGNAL = signal.SIGRTMAX - 2
+_FILE_NAME = "hpcdist-stacks"
+#: How long a rank may take to write its stacks.
+ANSWER_S = 1.0
+_STATES = {
+    "T": "is stopped by a signal; kill -CONT resumes it",
+    "t": "is stopped by a debugger",
+    "D": "is in the kernel, in a wait that no signal ends: look at its disk or file system",
+    "Z": "has died",
+}
+_answers: int | None = None
+
+
+class Peer(NamedTuple):
+    """A rank of this node: what it is called in messages, and its process."""
+
+    name: str
+    pid: int
+
+
+def answer_signal() -> None:
+    """Let other ranks of this node ask this process for its stacks, from now on. Not collective; a second call is free.
+
+    A handler of the program's own for the same signal stays in place.
+    """
+    global _answers
+    if _answers is None and not _is_caught(os.getpid()):
+        _answers = os.memfd_create(_FILE_NAME)
+        faulthandler.register(SIGNAL, file=_answers, all_threads=True)
+
+
+def own_stacks() -> str:
+    """Return the stacks of this process's threads, the calling one left out. Reads no source: disks may hang."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for ident, frame in sys._current_frames().items():
+        if ident == threading.get_ident():
+            continue
+        lines.append(f"thread {names.get(ident, ident)}, innermost call first:")
+        inner = frame
+        while inner is not None:
+            lines.append(f"  {inner.f_code.co_filename}:{inner.f_lineno} in {inner.f_code.co_name}")
+            inner = inner.f_back  # type: ignore[assignment]
+    return "\n".join(lines)
+
+
+def state_of(peer: Peer) -> str | None:
+    """Return why a rank cannot answer: stopped, dead or stuck in the kernel; None when it can."""
+    try:
+        status = Path(f"/proc/{peer.pid}/stat").read_text()
+    except OSError:
+        return _STATES["Z"]
+    return _STATES.get(status.rpartition(")")[2].split()[0])
+
+
+def stacks_of(peer: Peer) -> str | None:
+    """Return the stacks of another rank of this node, or why there are none; None when another rank has asked already.
+
+    Not collective. Takes up to `ANSWER_S`. For a process that is about to end: what it opens stays open.
+    """
+    state = state_of(peer)
+    if state:
+        return f"{peer.name}, process {peer.pid}, {state}"
+    path = _answers_of(peer.pid)
+    if path is None or not _is_caught(peer.pid):
+        return f"{peer.name}, process {peer.pid}, cannot be asked for its stacks; try py-spy dump --pid {peer.pid}"
+    answers = os.open(path, os.O_RDONLY)  # stays open, and so locked, until this process ends
+    try:
+        fcntl.flock(answers, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    os.kill(peer.pid, SIGNAL)
+    text = _read_when_written(answers)
+    return f"{peer.name}, process {peer.pid}, is here:\n{text or 'it did not answer'}"
+
+
+def _read_when_written(fd: int) -> str:
+    """Return the content of a file once it has some and has stopped growing."""
+    deadline, size = time.monotonic() + ANSWER_S, 0
+    while time.monotonic() < deadline:
+        time.sleep(ANSWER_S / 20)
+        previous, size = size, os.fstat(fd).st_size
+        if 0 < size == previous:
+            break
+    return os.pread(fd, size, 0).decode(errors="replace").rstrip()
+
+
+def _answers_of(pid: int) -> str | None:
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            if _FILE_NAME in os.readlink(f"/proc/{pid}/fd/{name}"):
+                return f"/proc/{pid}/fd/{name}"
+    except OSError:  # it has ended, or it is not ours to look at
+        return None
+    return None
+
+
+def _is_caught(pid: int) -> bool:
+    """Return whether a process has a handler for the signal: without one, it would die of it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (SIGNAL - 1) & 1)

@@ -1,0 +1,248 @@
+"""The watchdog: a thread that warns of a collective that takes too long, reports where every rank is, and ends the job.
+
+It makes no MPI call and takes no lock that a hanging thread could hold. The watchdogs of a node communicate by flags in
+shared memory: which ranks have left their programs, and that the job is about to end, so that all of them report.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import weakref
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from hpcdist.diagnostics.journal import Entry, Journal
+from hpcdist.diagnostics.stacks import Peer, answer_signal, own_stacks, stacks_of, state_of
+
+#: A collective that takes WARN_S is logged; one that takes LIMIT_S ends the job.
+WARN_S, LIMIT_S = 60.0, 600.0
+#: Between the report of this rank and the end of the job, so that the reports of other nodes get out too.
+GRACE_S = 2.0
+#: Ranks of a node report this long after each other, so that their reports do not mix; at most `MAX_STAGGER_S`.
+STAGGER_S, MAX_STAGGER_S = 0.05, 1.0
+#: Time for writing a report, when the watchdog of another rank of the node does it at its next check.
+REPORT_S = 0.5
+#: A process that is still alive this long after it gave up is killed: its report cannot be written, or `end` hangs.
+KILL_S = 20.0
+#: Checks per `warn_s`, and the longest time between two checks.
+CHECKS, MAX_INTERVAL_S = 5, 1.0
+#: Flags of a rank: it has left its program and waits for others to leave; it is ending the job; it has reported.
+LEFT, ENDING, REPORTED = 1, 2, 4
+
+
+def _own_flags() -> memoryview:
+    return memoryview(array("q", [0]))
+
+
+@dataclass
+class _Watched:
+    """A journal, the ranks of its board, and since when it has been in the same collective or out of any."""
+
+    journal: "weakref.ref[Journal]"
+    peers: Sequence[Peer]
+    flags: memoryview = field(default_factory=_own_flags)
+    state: tuple[int, bool] = (0, False)
+    since_s: float = 0.0
+    is_warned: bool = False
+
+
+class Watchdog:
+    """Watches the journals of this process. One thread, started at the first `watch`.
+
+    Only time in which this process is awake counts: a job that was suspended and resumed is not late.
+
+    Args:
+        describe: returns who this rank is, such as "rank 3 (worker 3) at step 5".
+        end: ends the job; called once, from the watchdog's thread.
+        warn_s: a collective that takes this long is logged on standard error, once.
+        limit_s: one that takes this long ends the job.
+        has_left: returns whether this rank has left its program and waits for others to leave.
+    """
+
+    def __init__(
+        self,
+        describe: Callable[[], str],
+        end: Callable[[], None],
+        warn_s: float = WARN_S,
+        limit_s: float = LIMIT_S,
+        has_left: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._describe = describe
+        self._end = end
+        self._has_left = has_left
+        self._has_reported = False
+        self._warn_s, self._limit_s = warn_s, limit_s
+        self._interval_s = min(MAX_INTERVAL_S, warn_s / CHECKS, limit_s / CHECKS)
+        self._watched: list[_Watched] = []
+        self._awake_s = 0.0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
+
+    def watch(self, journal: Journal, peers: Sequence[Peer] = (), flags: memoryview | None = None) -> None:
+        """Watch a journal for as long as it lives. Not collective.
+
+        Args:
+            journal: held weakly.
+            peers: the ranks of its board, by local rank, this one included; empty if nothing is known of them.
+            flags: one int64 per rank of its board, shared by them and zero at first; each rank's watchdog writes its
+                own. Default: none is shared.
+        """
+        answer_signal()
+        watched = _Watched(weakref.ref(journal), peers, _own_flags() if flags is None else flags)
+        self._watched = [*self._watched, watched]
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. Not collective."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        checked_s = time.monotonic()
+        while not self._stopped.wait(self._interval_s):
+            now = time.monotonic()
+            self._awake_s += min(now - checked_s, 3 * self._interval_s)
+            checked_s = now
+            self._watched = [watched for watched in self._watched if watched.journal() is not None]
+            for watched in self._watched:
+                self._check(watched)
+
+    def _check(self, watched: _Watched) -> None:
+        journal = watched.journal()
+        if journal is None:
+            return
+        if self._has_left():
+            watched.flags[journal.local_rank] |= LEFT
+        if not self._has_reported and any(flags & ENDING for flags in watched.flags.tolist()):
+            where = self._whereabouts(watched, journal)
+            self._report(watched, journal, f"{where}; another rank of this node is ending the job")
+        entry = journal.current
+        state = (entry.number, True) if entry else (journal.n_entered, False)
+        if state != watched.state:
+            watched.state, watched.since_s, watched.is_warned = state, self._awake_s, False
+        lasted_s = self._awake_s - watched.since_s
+        if entry is None:
+            self._check_idle(watched, journal)
+        elif lasted_s >= self._limit_s:
+            self._give_up(watched, journal, entry)
+        elif lasted_s >= self._warn_s and not watched.is_warned:
+            watched.is_warned = True
+            _write(f"hpcdist: {self._describe()}: {self._warning(watched, journal, entry)}\n")
+
+    def _warning(self, watched: _Watched, journal: Journal, entry: Entry) -> str:
+        behind = journal.behind()
+        return (
+            f"{_progress(entry)}, {_missing(watched, behind)}; the job ends when it has taken {self._limit_s:g} s; "
+            f"{_advice(watched, behind)}."
+        )
+
+    def _whereabouts(self, watched: _Watched, journal: Journal) -> str:
+        """Return what this rank is doing, as far as its journal shows."""
+        entry = journal.current
+        if entry is not None:
+            return _progress(entry)
+        if self._has_left():
+            return f"has left its program after {journal.n_entered} collectives, and waits for others to leave"
+        return f"in no collective for {self._awake_s - watched.since_s:.3g} s, after {journal.n_entered} of them"
+
+    def _check_idle(self, watched: _Watched, journal: Journal) -> None:
+        """Report a rank that is in no collective, when ranks of other nodes may be about to end the job because of it.
+
+        It left its last collective before any rank entered the one that hangs, so its time is up first. One rank per
+        node reports, and none where a rank has left its program after as many collectives: then nobody is waiting.
+        """
+        is_first = journal.local_rank == 0 and max(journal.board.tolist()) == journal.n_entered > 0
+        is_last = any(flags & LEFT for flags in watched.flags.tolist())
+        lasted_s = min(self._awake_s - other.since_s for other in self._watched)  # of all that this process does
+        if lasted_s >= self._limit_s and is_first and not is_last and not watched.is_warned:
+            watched.is_warned = True
+            what = f"no collective for {self._limit_s:g} s, no fault unless others wait for this rank; it is here"
+            _write(self._report_of(journal, what))
+
+    def _give_up(self, watched: _Watched, journal: Journal, entry: Entry) -> None:
+        """Report, and have the others of this node report, then end the job.
+
+        A process that is still there after that kills itself.
+        """
+        killer = threading.Timer(KILL_S, os.kill, (os.getpid(), signal.SIGKILL))
+        killer.daemon = True
+        killer.start()
+        missing = _missing(watched, journal.behind())  # before it is asked for its stacks, which may wake it up
+        watched.flags[journal.local_rank] |= ENDING
+        if not self._has_reported:
+            self._report(watched, journal, f"{_progress(entry)}, the limit; ending the job; {missing}")
+        self._report_silent(watched, journal)
+        time.sleep(GRACE_S)
+        self._stopped.set()
+        self._end()
+
+    def _report(self, watched: _Watched, journal: Journal, what: str) -> None:
+        """Report this rank, once, as the job is about to end."""
+        self._has_reported = True
+        time.sleep(min(STAGGER_S * journal.local_rank, MAX_STAGGER_S))
+        _write(self._report_of(journal, what))
+        watched.flags[journal.local_rank] |= REPORTED
+
+    def _report_of(self, journal: Journal, what: str) -> str:
+        others = [watched.journal() for watched in self._watched]
+        of_others = "".join(
+            f"last collectives of another thread:\n{other.describe()}\n"
+            for other in others
+            if other is not None and other is not journal and other.n_entered
+        )
+        return (
+            f"hpcdist: {self._describe()}: {what}\nlast collectives:\n{journal.describe()}\n{of_others}"
+            f"process {os.getpid()}:\n{own_stacks()}\n"
+        )
+
+    def _report_silent(self, watched: _Watched, journal: Journal) -> None:
+        """Wait for the reports of this node's other ranks, and report for those that cannot."""
+        deadline = time.monotonic() + self._interval_s + MAX_STAGGER_S + REPORT_S
+        others = [local_rank for local_rank in range(len(watched.peers)) if local_rank != journal.local_rank]
+        while True:
+            silent = [local_rank for local_rank in others if not watched.flags[local_rank] & REPORTED]
+            if time.monotonic() > deadline or all(state_of(watched.peers[local_rank]) for local_rank in silent):
+                break
+            time.sleep(REPORT_S / 10)
+        for local_rank in silent:
+            stacks = stacks_of(watched.peers[local_rank])
+            if stacks is not None:
+                _write(f"hpcdist: {stacks}\nIt has entered {journal.board[local_rank]} collectives.\n")
+
+
+def _missing(watched: _Watched, behind: list[int]) -> str:
+    """Return which ranks of this node have not entered the collective that this one is in."""
+    if not watched.peers:
+        return "nothing is known of other ranks"
+    if not behind:
+        return "entered by every rank of this node"
+    left = {one: " (which has left its program)" for one in behind if watched.flags[one] & LEFT}
+    names = ", ".join(watched.peers[one].name + left.get(one, "") for one in behind)
+    return f"not entered by {names} of this node"
+
+
+def _advice(watched: _Watched, behind: list[int]) -> str:
+    """Return what to do about a collective that some ranks of this node, or none of them, have not entered."""
+    if not watched.peers:
+        return "look for a rank that took another path or stopped"
+    if not behind:
+        return "look for a rank of another node that reports nothing"
+    running = [watched.peers[one].pid for one in behind if not watched.flags[one] & LEFT]
+    if not running:
+        return "let every rank call the same collectives"
+    return f"see what that does: py-spy dump --pid {running[0]}"
+
+
+def _progress(entry: Entry) -> str:
+    return f"collective {entry.number}, {entry}, has taken {time.monotonic() - entry.started_s:.3g} s"
+
+
+def _write(text: str) -> None:
+    """Write to standard error in as few pieces as it takes; sys.stderr may be locked by a thread that hangs."""
+    data = text.encode(errors="replace")
+    with contextlib.suppress(OSError):  # nobody reads it: the job ends all the same
+        while data:
+            data = data[os.write(2, data) :]

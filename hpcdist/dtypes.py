@@ -1,0 +1,19 @@
+"""Names of dtypes, the same for numpy, torch and cupy, and in which of them values are summed. It imports none."""
+
+from typing import Any
+
+#: Half precisions: 16 bits that MPI has no type for.
+HALF = ("float16", "bfloat16")
+#: The dtypes that gradients and statistics may have, with the dtype that each is summed in.
+SUM_DTYPES = {"float32": "float32", "float64": "float64", "float16": "float32", "bfloat16": "float32"}
+ITEM_BYTES = {"float32": 4, "float64": 8}
+
+
+def dtype_name(array: Any) -> str:
+    """Return the name of an array's or tensor's dtype, such as "float32"; empty where it has none.
+
+    >>> import numpy
+    >>> dtype_name(numpy.zeros(3, "f4")), dtype_name("no array")
+    ('float32', '')
+    """
+    return str(getattr(array, "dtype", "")).removeprefix("torch.")

@@ -1,0 +1,173 @@
+"""Backwards of several replicas in one process: each adds its gradients, the last one sums them over all ranks.
+
+Replicas run one at a time, but a backward may wait in its middle while others run, as SyncBatchNorm's does. So a
+replica's gradients are only collected while its backward runs, and go to their slots when it has ended.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from hpcdist.errors import GradientError
+from hpcdist.gradients import torch_hooks
+from hpcdist.gradients.backward import GradientSums, graph_refusal, refuse_nested
+from hpcdist.gradients.buffers import gather_changed
+from hpcdist.gradients.record import ParameterRecord
+from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
+from hpcdist.gradients.replicas.state import ReplicaState
+
+
+class _Pass:
+    """One replica's backward: what it found in `grad`, and what it wrote there."""
+
+    def __init__(self) -> None:
+        self.backward: int | None = None
+        self.found: dict[ParameterRecord, Tensor] = {}
+        self.gradients: dict[ParameterRecord, Tensor] = {}
+
+
+class ReplicaBackwardSum:
+    """Sums the gradients of every backward over the replicas, several of which are in this process.
+
+    Args:
+        sums: what is summed, and how it is published.
+        scheduler: runs the replicas.
+        state: what each replica resumes with after a sum.
+    """
+
+    def __init__(self, sums: GradientSums, scheduler: ReplicaScheduler, state: ReplicaState) -> None:
+        self._sums = sums
+        self._scheduler = scheduler
+        self._state = state
+        self._passes = {replica: _Pass() for replica in scheduler.replicas}
+        self._contributions: list[list[Tensor | None]] = []
+        self._earlier: dict[ParameterRecord, Tensor] = {}
+
+    def require_host(self, records: Sequence[tuple[ParameterRecord, nn.Parameter]]) -> None:
+        """Raise GradientError for parameters on a device, whose hooks torch calls in one thread for all replicas.
+
+        On every rank that has several replicas.
+        """
+        elsewhere = [record.name for record, parameter in records if parameter.device.type != "cpu"]
+        if elsewhere:
+            raise GradientError(
+                f"strategy: expected parameters on the host for {len(self._scheduler.replicas)} replicas of one rank, "
+                f"got {elsewhere[0]!r} on a device; start as many ranks as replicas."
+            )
+
+    def hook(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
+        """Take part in every backward that reaches a parameter."""
+        torch_hooks.before_accumulation(parameter, functools.partial(self._before_accumulation, record))
+        torch_hooks.after_accumulation(parameter, functools.partial(self._after_accumulation, record))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Refuse: gradients of several replicas share the parameters."""
+        raise GradientError(
+            f"no_sync: expected one replica on each rank, got {len(self._scheduler.replicas)} here; start as many "
+            f"ranks as replicas, or accumulate in the loss."
+        )
+        yield
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a backward of the calling replica is running."""
+        return self._scheduler.replica is not None and self._own_pass().backward is not None
+
+    def _own_pass(self) -> _Pass:
+        replica = self._scheduler.replica
+        if replica is None:
+            raise GradientError(
+                f"backward: expected a call inside strategy.run, as this rank has {len(self._scheduler.replicas)} "
+                f"replicas, got one outside; put the step into a function and call strategy.run(step, args=(batch,))."
+            )
+        return self._passes[replica]
+
+    def _before_accumulation(self, record: ParameterRecord, gradient: Tensor) -> None:
+        own, parameter = self._own_pass(), record.parameter
+        if own.backward != torch_hooks.backward_id():
+            refuse_nested()
+            own.backward = torch_hooks.backward_id()
+            torch_hooks.at_end_of_backward(self._end)
+        if parameter is not None and parameter.grad is not None:
+            own.found[record], parameter.grad = parameter.grad, None
+
+    def _after_accumulation(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
+        if torch.is_grad_enabled():
+            raise graph_refusal(record)
+        self._sums.require_op()
+        own, gradient = self._own_pass(), parameter.grad
+        assert gradient is not None, "autograd writes the gradient before it calls this"
+        own.gradients[record] = gradient
+        parameter.grad = None
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        own = self._own_pass()
+        if not own.gradients:  # torch.autograd.grad writes no gradients
+            for record, found in own.found.items():
+                if (parameter := record.parameter) is not None:
+                    parameter.grad = found
+            self._passes[self._replica] = _Pass()
+            return
+        for record in self._sums.records:  # stash what parameters hold that this backward did not reach
+            if (parameter := record.parameter) is not None and parameter.grad is not None:
+                own.found[record], parameter.grad = parameter.grad, None
+        self._add(own)
+        self._passes[self._replica] = _Pass()
+        self._scheduler.barrier("a backward")
+        if self._scheduler.is_last:
+            self._finish()
+            self._scheduler.release()
+
+    @property
+    def _replica(self) -> int:
+        assert self._scheduler.replica is not None, "_own_pass raises outside of a replica"
+        return self._scheduler.replica
+
+    def _add(self, own: _Pass) -> None:
+        """Copy a replica's gradients to their slots, and add them to this rank's sums.
+
+        Raises:
+            GradientError: when the replica found a gradient that was set by hand; on this rank only.
+        """
+        sums, index, is_last = self._sums, self._scheduler.local_index, self._scheduler.is_last
+        for record, found in own.found.items():
+            record.require_published(found)
+        weight = sums.weight_of(index)
+        changed, scale = sums.changed_buffers(weight), sums.scale(weight)
+        if index == 0:
+            self._earlier = {record: found.clone() for record, found in own.found.items()}
+            sums.n_sums += 1
+        for record in sums.records:
+            parameter, gradient = record.parameter, own.gradients.get(record)
+            if parameter is not None:
+                record.resume(parameter, gradient, self._earlier.get(record) if is_last else None)
+            if parameter is not None and gradient is not None:
+                record.take(parameter, scale)
+            else:
+                record.stand_in(scale)
+        self._contributions.append(gather_changed(sums.buffers, changed))
+        sums.buckets.add_replica(self._replica, sums.counts(changed, weight))
+        if not is_last:
+            for record in sums.records:
+                record.forget()
+
+    def _finish(self) -> None:
+        contributions, self._contributions = self._contributions, []
+        self._sums.publish(self._sums.buckets.finish_replicas(), contributions)
+        for record in self._sums.records:
+            record.move_out_of_slot()
+        self._state.share()
+
+    def stop(self) -> None:
+        """Forget what replicas did before an error stopped them."""
+        self._passes = {replica: _Pass() for replica in self._scheduler.replicas}
+        if self._contributions:  # begun here, but not summed: ranks with one replica have not counted it
+            self._sums.n_sums -= 1
+        self._contributions, self._earlier = [], {}
+        if self._sums.records:
+            self._sums.drop()

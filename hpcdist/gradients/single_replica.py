@@ -1,0 +1,49 @@
+"""A strategy of one replica: random numbers keyed by seed and step, so that restarts are exact."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from hpcdist.gradients import torch_hooks
+from hpcdist.gradients.generators import StepGenerators
+from hpcdist.gradients.model_plan import IdentitySet, ModuleSet
+from hpcdist.runtime.step_flags import single_rank_flags
+
+
+class SingleReplicaSteps:
+    """Watches the modules and optimizers of a single replica, with which nothing is summed.
+
+    Attributes:
+        modules: made in the scope.
+        generators: random numbers keyed by seed and step, as those of the only rank of a job.
+    """
+
+    def __init__(self) -> None:
+        self.modules = ModuleSet()
+        self.generators = StepGenerators(0)
+        self._optimizers: IdentitySet[Optimizer] = IdentitySet()
+        for handle in torch_hooks.around_any_step(self._before_step, self._after_step):
+            weakref.finalize(self, handle.remove)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch every module and optimizer that is built in the block."""
+        with torch_hooks.on_built(self.modules.add, self._optimizers.add):
+            yield
+        if self.generators.seed is None:
+            self.generators.start(torch.initial_seed())
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        """Do nothing: gradients are whole already."""
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        if optimizer in self._optimizers or self._steps_ours(optimizer):
+            self.generators.advance()
+            single_rank_flags.count_step()
+
+    def _steps_ours(self, optimizer: Optimizer) -> bool:
+        own = self.modules.parameters()
+        return any(parameter in own for group in optimizer.param_groups for parameter in group["params"])

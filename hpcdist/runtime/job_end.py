@@ -1,0 +1,270 @@
+"""One rank fails, the whole job ends: hooks for uncaught exceptions, sys.exit and ranks that leave early.
+
+MPI does not report that a rank has left: the others wait in their next collective for ever. These hooks make sure that
+an uncaught exception or a non-zero exit on one rank ends every rank, and that the reason is printed once.
+"""
+
+import atexit
+import builtins
+import contextlib
+import dis
+import faulthandler
+import io
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import NoReturn, TextIO
+
+import numpy as np
+
+from hpcdist.errors import ExitCode, HpcdistError, log, report_agreed
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.waiting import wait_until
+
+#: How long a failing rank waits for others that leave by themselves, before it ends them.
+LAST_CALL_S = 4.0
+#: The same for a rank that left by a SystemExit that did not come from sys.exit: its code is not known, it may be 0.
+UNKNOWN_CALL_S = 8.0
+#: How long a rank that finished waits for others before it logs that it does.
+SILENCE_S = 60.0
+#: How long a rank that finished waits for the others: they may be busy with work of their own, such as a last report.
+FINISH_LIMIT_S = 86400.0
+#: Ranks other than 0 delay their reports by this much, and a little more each, so that a failure of all ranks is
+#: printed by rank 0 only: a launcher takes about half a second to end the others.
+REPORT_DELAY_S, MAX_REPORT_DELAY_S = 1.5, 3.0
+#: Time between two looks for heartbeats, and the longest sleep, of a rank that waits to leave.
+LOOK_S, MAX_SLEEP_S = 0.1, 0.002
+#: If the MPI library's abort does not return, this process exits by itself.
+ABORT_LIMIT_S = 10.0
+_HEARTBEAT = np.empty(0, np.uint8)
+
+
+class ExitHooks:
+    """The process-wide hooks that end the job when this rank fails.
+
+    Args:
+        comm: all ranks; private to the hooks.
+        describe: returns who this rank is, such as "rank 3 (worker 3)".
+        is_reporter: whether this process prints an error that all ranks share.
+        on_leave: called when all ranks have reached their exit; may communicate.
+
+    Attributes:
+        is_leaving: whether this rank has left its program, and waits for others to leave theirs.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        describe: Callable[[], str],
+        is_reporter: bool,
+        on_leave: Callable[[], None],
+    ) -> None:
+        self._comm = comm
+        self._describe = describe
+        self._is_reporter = is_reporter
+        self._on_leave = on_leave
+        self._on_done: Callable[[], None] | None = None
+        self._main_frame = _outermost_frame()
+        self._pid = os.getpid()
+        self._previous_hook = sys.excepthook
+        self._exit: _RecordedExit | None = None
+        self._heartbeats: list[MPI.Request] = []
+        self.is_leaving = False
+
+    def call_when_done(self, act: Callable[[], None] | None) -> None:
+        """Call `act` when all ranks have left with code 0, before `on_leave`. Not collective."""
+        self._on_done = act
+
+    def install(self) -> None:
+        """Install the hooks. Not collective."""
+        sys.excepthook = self._on_exception
+        threading.excepthook = self._on_thread_exception
+        sys.exit = self._exit_recorded
+        for name in ("exit", "quit"):  # absent under python -S
+            if hasattr(builtins, name):
+                setattr(builtins, name, self._exit_recorded)
+        atexit.register(self._leave)
+
+    def _exit_recorded(self, status: object = None) -> NoReturn:
+        raise _RecordedExit(self, status)
+
+    def record_exit(self, leaving: "_RecordedExit") -> None:
+        """Record the SystemExit that is ending this process."""
+        self._exit = leaving
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        with contextlib.redirect_stderr(_real_stderr()):
+            self._end_for(kind, error, trace)
+
+    def _end_for(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        is_agreed = isinstance(error, HpcdistError) and error.is_agreed
+        if not is_agreed and (self._comm.size == 1 or self._is_forked):
+            self._previous_hook(kind, error, trace)
+            is_interactive = bool(sys.flags.interactive) or hasattr(sys, "ps1")
+            if isinstance(error, HpcdistError) and not is_interactive:
+                self._exit_recorded(int(error.exit_code))
+            return
+        report_agreed(error, self._is_reporter)
+        self._abort("uncaught exception", traceback.format_exception(kind, error, trace), _code_of(error))
+
+    def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
+        if issubclass(args.exc_type, SystemExit):
+            return
+        if self._comm.size == 1 or self._is_forked:
+            threading.__excepthook__(args)
+            return
+        report = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
+        name = args.thread.name if args.thread else "unknown"
+        self._abort(f"uncaught exception in thread {name}", report, _code_of(args.exc_value))
+
+    def _leave(self) -> None:
+        """Wait for all ranks to leave; a rank that leaves by a failing exit waits briefly, then ends the others."""
+        code = self._leaving_code()
+        if self._is_forked:  # Python's exit would go on to finalize MPI, which the parent still uses
+            _flush()
+            os._exit(code)
+        if MPI.Is_finalized() or self._comm.size == 1:
+            self._finish(code)
+            return
+        self.is_leaving = True
+        worst = np.zeros(1, np.int32)
+        request = self._comm.Iallreduce(np.array([code], np.int32), worst, MPI.MAX)
+        limit_s = FINISH_LIMIT_S if not code else LAST_CALL_S if self._exit else UNKNOWN_CALL_S
+        started, is_logged = time.monotonic(), False
+        while not wait_until(request.Test, LOOK_S, yields=0, max_sleep_s=MAX_SLEEP_S):
+            if self._received_heartbeat():
+                started = time.monotonic()
+            waited_s = time.monotonic() - started
+            if waited_s > SILENCE_S and not is_logged:
+                is_logged = True
+                log(f"{self._describe()} is done and waits for other ranks")
+            if waited_s > limit_s:
+                stack = self._exit.stack if self._exit else []
+                self._abort("left with a non-zero exit" if code else "finished, but others did not", stack, code or 1)
+        # a launcher terminates the others as soon as one has exited with a code; their own codes are to be seen
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._finish(int(worst[0]))
+        self._on_leave()
+
+    def send_heartbeat(self) -> None:
+        """Let ranks that have left keep waiting for this one, which has work to do before it leaves. Not collective.
+
+        To be called at least every second, from the main thread.
+        """
+        if not (MPI.Is_finalized() or self._is_forked):
+            for rank in range(self._comm.size):
+                if rank != self._comm.rank:
+                    self._heartbeats.append(self._comm.Isend(_HEARTBEAT, rank))
+            self._heartbeats = [sent for sent in self._heartbeats if not sent.Test()]
+
+    def _received_heartbeat(self) -> bool:
+        """Return whether any rank has sent a heartbeat since the last call."""
+        n_received = 0
+        while self._comm.Iprobe():
+            self._comm.Recv(_HEARTBEAT)
+            n_received += 1
+        return n_received > 0
+
+    def _finish(self, worst_code: int) -> None:
+        if worst_code == ExitCode.DONE and self._on_done is not None:
+            self._on_done()
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this process was forked from the rank: it must not touch MPI, and its exit is not the rank's."""
+        return os.getpid() != self._pid
+
+    def _leaving_code(self) -> int:
+        """Return the exit code of this process as far as it is known; 1 for a SystemExit that sys.exit did not make."""
+        if self._exit:
+            return self._exit.status
+        return ExitCode.UNCAUGHT if _was_unwound(self._main_frame) else ExitCode.DONE
+
+    def _abort(self, what: str, report: list[str], code: int) -> NoReturn:
+        if self._comm.rank > 0:
+            time.sleep(min(REPORT_DELAY_S + 0.05 * self._comm.rank, MAX_REPORT_DELAY_S))
+        _flush()
+        where = f"{self._describe()} on {MPI.Get_processor_name()}: {what}; ending the job with code {code}"
+        log("\n".join([where, *"".join(report).splitlines()]))
+        end_job(self._comm, "", code)
+
+
+def end_job(comm: MPI.Comm, report: str, code: int) -> NoReturn:
+    """Write `report` to standard error and end all ranks of the job with `code`, from any thread, at once.
+
+    Not collective. Takes no lock that a hanging thread may hold; MPI's Abort is the only MPI call. A process that
+    survives Abort exits after `ABORT_LIMIT_S`.
+    """
+    with contextlib.suppress(OSError, ValueError):  # closed, or on a disk that is full
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, report.encode())
+    # mpi4py holds the interpreter lock in Abort: only a thread that needs no lock can end a process stuck there
+    faulthandler.dump_traceback_later(ABORT_LIMIT_S, exit=True, file=2)
+    comm.Abort(code)
+    raise SystemExit(code)  # not reached: Abort does not return
+
+
+class _RecordedExit(SystemExit):
+    """The SystemExit that sys.exit raises here: it records itself with the hooks if, and only if, it ends the process.
+
+    The interpreter reads `code` of an uncaught SystemExit from outside any Python frame; a handler that catches it
+    reads `code` from a frame. That difference is the only way to see the exit code before atexit runs.
+    """
+
+    def __init__(self, hooks: ExitHooks, status: object) -> None:
+        super().__init__(status)
+        self._hooks = hooks
+        self._given = status
+        self.stack = traceback.format_stack(sys._getframe(2))
+
+    @property
+    def status(self) -> int:
+        """The exit code as the operating system will see it."""
+        if self._given is None:
+            return 0
+        return self._given & 0xFF if isinstance(self._given, int) else 1
+
+    @property
+    def code(self) -> object:  # type: ignore[override]
+        """What was given to sys.exit."""
+        if sys._getframe().f_back is None:
+            self._hooks.record_exit(self)
+        return self._given
+
+
+def _real_stderr() -> TextIO | None:
+    """Return the real standard error where sys.stderr is a buffer in memory, else sys.stderr.
+
+    torch.distributed's exception hook calls the previous hook with such a buffer and prints it afterwards: too late, as
+    our hook does not return.
+    """
+    return sys.__stderr__ if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ else sys.stderr
+
+
+def _flush() -> None:
+    """Write out what was printed, as far as that is possible."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # full, closed, or none from the start
+            stream.flush()
+
+
+def _code_of(error: BaseException | None) -> int:
+    if isinstance(error, HpcdistError):
+        return int(error.exit_code)
+    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else int(ExitCode.UNCAUGHT)
+
+
+def _outermost_frame() -> FrameType:
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _was_unwound(frame: FrameType) -> bool:
+    """Return whether a finished frame was left by an exception: its last instruction is not a return."""
+    return not dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")

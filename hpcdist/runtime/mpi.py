@@ -1,0 +1,104 @@
+"""The only door to mpi4py: finds the MPI library, refuses a launcher it cannot talk to, then starts it.
+
+Everything else imports `MPI` from here. MPI is started when this module is first imported.
+"""
+
+import faulthandler
+import sys
+import warnings
+from collections.abc import Mapping
+from types import TracebackType
+
+from hpcdist.cluster.environment import launcher_of, read_environment, timeout_s
+from hpcdist.errors import ConfigurationError, report_agreed
+from hpcdist.runtime import mpich_shm
+
+__all__ = ["MPI", "check_launcher", "library_name", "refuse", "start_timeout_s"]
+
+#: How the MPICH wheel names itself. It cannot be started over PMIx, which is all that Open MPI's mpirun offers.
+_MPICH_WHEEL = "/p/mpich/"
+#: A rank waits at least this long for the others to start MPI: all load their programs from one slow file system.
+MIN_START_S = 60.0
+#: The limit where HPCDIST_TIMEOUT_S is not a number.
+START_S = 600.0
+
+
+def _load() -> None:
+    """Load the MPI library without starting it."""
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+
+
+def start_timeout_s() -> float:
+    """Return how long to wait for all ranks to start, in seconds."""
+    try:
+        return max(timeout_s(read_environment()), MIN_START_S)
+    except ConfigurationError:  # all ranks report it together, once they have started
+        return START_S
+
+
+def _start_with_all_ranks() -> None:
+    """Start MPI; a rank that waits too long for the others prints its stack and exits."""
+    # MPI holds the interpreter lock meanwhile: only a thread that needs no lock can end the process
+    faulthandler.dump_traceback_later(start_timeout_s(), exit=True, file=2)
+    try:
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def refuse(error: ConfigurationError, environ: Mapping[str, str]) -> None:
+    """Raise an error that every process raises on its own; if uncaught, the launcher's rank 0 alone prints it."""
+    launcher = launcher_of(environ)
+    is_reporter = launcher is None or launcher.rank == 0
+    previous_hook = sys.excepthook
+
+    def report(kind: type[BaseException], caught: BaseException, trace: TracebackType | None) -> None:
+        report_agreed(caught, is_reporter)
+        previous_hook(kind, caught, trace)
+
+    sys.excepthook = report
+    error.is_agreed = True
+    raise error
+
+
+def check_launcher(environ: Mapping[str, str], library: str) -> None:
+    """Raise ConfigurationError when `library` (its version text) cannot be started by what started this process."""
+    has_only_pmix = "PMIX_RANK" in environ and "PMI_RANK" not in environ
+    if has_only_pmix and _MPICH_WHEEL in library:
+        raise ConfigurationError(
+            "world: expected a launcher that speaks PMI, got one that speaks PMIx only, for the MPICH wheel; start by "
+            "the mpirun of the environment that mpich is installed in, or by srun --mpi=pmi2."
+        )
+
+
+_load()
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as _error:
+    _text = " ".join(str(_error).split())
+    refuse(
+        ConfigurationError(
+            f"world: expected an MPI library, got none ({_text}); load your site's MPI module or pip install mpich."
+        ),
+        read_environment(),
+    )
+
+if not MPI.Is_initialized():
+    try:
+        check_launcher(read_environment(), MPI.Get_library_version())
+    except ConfigurationError as _error:
+        refuse(_error, read_environment())
+    with warnings.catch_warnings():
+        # mpi4py's own hint at a foreign launcher; world.py refuses it and says what to do
+        warnings.filterwarnings("ignore", message="suspicious MPI execution environment")
+        _start_with_all_ranks()
+mpich_shm.unlink_own()
+mpich_shm.remove_stale()
+
+
+def library_name() -> str:
+    """Return the name and version of the MPI library in use."""
+    return " ".join(MPI.Get_library_version().split()[:3]).rstrip(",")

@@ -1,0 +1,177 @@
+"""Memory that the ranks of a node share, and a barrier in it. Bytes only: no torch, no MPI once it is set up.
+
+The memory has no name, so that nothing is left behind, however the job ends.
+"""
+
+import mmap
+import os
+import platform
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hpcdist.errors import CollectiveError
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.waiting import YIELDS, late, wait_until
+
+if TYPE_CHECKING:
+    from hpcdist.runtime.world import World
+
+#: int64 cells of one rank on a board: a cache line of its own, so that ranks do not slow each other's writes.
+CELLS = 8
+#: Looks at another rank's cell before the core is yielded, about 20 microseconds. With more ranks than cores: none.
+SPINS = 600
+_IS_ORDERED_BY_HARDWARE = platform.machine() in ("x86_64", "AMD64")
+
+
+class NodeWindow:
+    """One piece of memory for each rank of a node, mapped by all of them, zero at first.
+
+    Collective: `node_comm`. Each rank allocates the pages of its own piece, so that they lie in its NUMA domain, and so
+    that missing memory is an error here and not a bus error later.
+
+    Args:
+        node_comm: ranks that can share memory.
+        nbytes: of each rank's piece; rounded up to whole pages.
+        world: agrees on errors.
+
+    Attributes:
+        pieces: each rank's memory, by local rank.
+
+    Raises:
+        CollectiveError: when the node has too little memory, or forbids sharing it; on every rank of the node.
+    """
+
+    def __init__(self, node_comm: MPI.Comm, nbytes: int, world: "World") -> None:
+        self._nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        fd = -1
+        with world.agreed(node_comm):
+            fd = self._create(node_comm.size) if node_comm.rank == 0 else -1
+        path = world.broadcast_text(f"/proc/{os.getpid()}/fd/{fd}", 0, node_comm)
+        try:
+            with world.agreed(node_comm):
+                fd = _open(path) if fd < 0 else fd
+                self._map(fd, node_comm)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def _create(self, n_pieces: int) -> int:
+        try:
+            fd = os.memfd_create("hpcdist")
+            os.ftruncate(fd, n_pieces * self._nbytes)
+        except OSError as error:
+            raise _refused(error) from error
+        return fd
+
+    def _map(self, fd: int, node_comm: MPI.Comm) -> None:
+        try:
+            os.posix_fallocate(fd, node_comm.rank * self._nbytes, self._nbytes)
+            memory = memoryview(mmap.mmap(fd, node_comm.size * self._nbytes))
+        except OSError as error:
+            raise _refused(error) from error
+        starts = range(0, node_comm.size * self._nbytes, self._nbytes)
+        self.pieces = [memory[start : start + self._nbytes] for start in starts]
+
+
+def _open(path: str) -> int:
+    """Open the first rank's memory, unless its process id is another process here, as across container boundaries."""
+    try:
+        if not os.readlink(path).startswith("/memfd:hpcdist"):
+            raise FileNotFoundError(f"{path} is not the memory of a rank")
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise _refused(error) from error
+
+
+def _refused(error: OSError) -> CollectiveError:
+    return CollectiveError(
+        f"shared memory: expected memory that the ranks of a node can share, got {error}; raise the memory limit "
+        f"of the job, or ask for implementation MPI."
+    )
+
+
+class NodeBarrier:
+    """A barrier among the ranks of a node, on a board that they share; about a microsecond when all have arrived.
+
+    Args:
+        board: int64 cells, `CELLS` for each rank, zero at first.
+        local_rank: this rank on the node.
+        names: what the ranks of the node are called in messages, by local rank.
+        timeout_s: longest wait.
+        is_busy_waiting: whether it may spin and yield while it waits; a background thread and a rank of a crowded node
+            may not spin.
+        is_background: sleep from the start; see `wait_until`.
+    """
+
+    def __init__(
+        self,
+        board: memoryview,
+        local_rank: int,
+        names: Sequence[str],
+        timeout_s: float,
+        is_busy_waiting: bool = True,
+        is_background: bool = False,
+    ) -> None:
+        self._board = board
+        self._own = local_rank * CELLS
+        self._cells = [peer * CELLS for peer in range(len(names)) if peer != local_rank]
+        self._names = names
+        self._timeout_s = timeout_s
+        self._spins = range(SPINS if is_busy_waiting and not is_background else 0)
+        self._yields = 0 if is_background else YIELDS
+        self._sequence = 0
+
+    def wait(self) -> None:
+        """Return when every rank of the node has called this as often as this one.
+
+        Collective: the node.
+
+        Raises:
+            CollectiveTimeoutError: when one does not come; on those that came.
+        """
+        self._sequence = sequence = self._sequence + 1
+        fence()
+        board = self._board
+        board[self._own] = sequence
+        for cell in self._cells:
+            if board[cell] < sequence:
+                self._wait_for(cell, sequence)
+        fence()
+
+    def wait_with(self, mark: int) -> list[int] | None:
+        """Wait, and compare a number of 63 bits: return None when all gave the same, else every rank's by local rank.
+
+        Two cells are used in turn: a rank may be one barrier ahead of one that still reads, never two.
+        """
+        cell = 1 + (self._sequence & 1)
+        self._board[self._own + cell] = mark
+        self.wait()
+        board = self._board
+        for other in self._cells:
+            if board[other + cell] != mark:
+                return [board[local_rank * CELLS + cell] for local_rank in range(len(self._names))]
+        return None
+
+    def _wait_for(self, cell: int, sequence: int) -> None:
+        board = self._board
+        for _ in self._spins:
+            if board[cell] >= sequence:
+                return
+        if not wait_until(lambda: board[cell] >= sequence, self._timeout_s, self._yields):
+            missing = [self._names[cell // CELLS] for cell in self._cells if board[cell] < sequence]
+            raise late("barrier", self._timeout_s, ", ".join(missing), self._names[self._own // CELLS])
+
+
+_locks = threading.Lock(), threading.Lock()
+
+
+def fence() -> None:
+    """Keep writes before this and reads after it in order; x86 does so by itself for one writer per cell.
+
+    Elsewhere taking and releasing two locks is the fence that Python has.
+    """
+    if not _IS_ORDERED_BY_HARDWARE:
+        for lock in _locks:
+            with lock:
+                pass

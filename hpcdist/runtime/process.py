@@ -1,0 +1,86 @@
+"""This process as one rank of the job: the world that its parts share, and the end of the whole job.
+
+The world is made at first use, behind hooks that end every rank when one fails, and freed at exit.
+"""
+
+from collections.abc import Callable
+from typing import NoReturn
+
+from hpcdist.cluster.environment import launcher_of, read_environment
+from hpcdist.cluster.resolver import ClusterResolver
+from hpcdist.runtime import job_end
+from hpcdist.runtime.job_end import ExitHooks
+from hpcdist.runtime.mpi import MPI, start_timeout_s
+from hpcdist.runtime.waiting import late, wait_until
+from hpcdist.runtime.world import World
+
+_process_world: World | None = None
+_hooks: ExitHooks | None = None
+
+
+def make_world(resolver: ClusterResolver | None = None) -> World:
+    """Return the process-wide world, making it at first use.
+
+    A later explicit resolver, or one of fewer ranks than were started, makes a world of its own.
+
+    Collective where a world is made: at the first call in a program all ranks, later those of the resolver.
+
+    Raises:
+        ConfigurationError: as `World`; on every rank alike.
+    """
+    global _process_world
+    _install_hooks()
+    comm = getattr(resolver, "comm", None)
+    if _process_world is None and (comm is None or comm.size == MPI.COMM_WORLD.size):
+        _process_world = World(resolver)
+        return _process_world
+    return _process_world if resolver is None and _process_world is not None else World(resolver)
+
+
+def end_job(report: str, code: int) -> NoReturn:
+    """Write `report` to standard error and end every rank of the job with `code`. Not collective; from any thread."""
+    job_end.end_job(MPI.COMM_WORLD, report, code)
+
+
+def has_left() -> bool:
+    """Return whether this rank has left its program and waits for others to leave. Not collective; from any thread."""
+    return _hooks is not None and _hooks.is_leaving
+
+
+def send_heartbeat() -> None:
+    """Let ranks that have left wait some seconds more for this one, which is at work. Not collective; main thread."""
+    if _hooks is not None:
+        _hooks.send_heartbeat()
+
+
+def call_when_done(act: Callable[[], None] | None) -> None:
+    """Have `act` called, in place of an earlier one, once all ranks have left their programs with code 0.
+
+    It may write to disks, and must not communicate: whether others have one is not known. Not collective.
+    """
+    if _hooks is not None:
+        _hooks.call_when_done(act)
+
+
+def _install_hooks() -> None:
+    """Install the exit hooks before anything else, so that a failing set-up ends all ranks too."""
+    global _hooks
+    if _hooks is not None:
+        return
+    # there are no hooks yet that would end the job if a rank does not come
+    if not wait_until(MPI.COMM_WORLD.Ibarrier().Test, start_timeout_s()):
+        error = late("world", start_timeout_s(), "some", _describe_process())
+        end_job(f"hpcdist: {error}\n", int(error.exit_code))
+    launcher, comm = launcher_of(read_environment()), MPI.COMM_WORLD.Dup()
+    is_reporter = comm.rank == 0 and (launcher is None or comm.size > 1 or launcher.rank == 0)
+    _hooks = ExitHooks(comm, _describe_process, is_reporter, _free_process_world)
+    _hooks.install()
+
+
+def _describe_process() -> str:
+    return _process_world.describe() if _process_world else f"rank {MPI.COMM_WORLD.rank}"
+
+
+def _free_process_world() -> None:
+    if _process_world is not None:
+        _process_world.free()

@@ -1,0 +1,93 @@
+"""Requests to stop or to save, piggybacked on the gradient all-reduce, so that they cost no message of their own.
+
+Two numbers are summed along with the gradients: how many replicas request a stop, and how many a save. All ranks learn
+the same after the same step. Whoever sums gradients calls `own_numbers` and `record`; the handler of stops attaches
+itself as the requester.
+"""
+
+import enum
+from collections.abc import Sequence
+from typing import Protocol
+
+#: How many numbers travel with a sum.
+N_NUMBERS = 2
+
+
+class Request(enum.IntFlag):
+    """What a rank requests of all ranks at the end of the step. Where only one fits a message, the largest wins."""
+
+    NONE = 0
+    SAVE = 1
+    STOP = 2  # saves too
+
+
+class Requester(Protocol):
+    """Requests stops and saves, and acts on those of any rank between two steps."""
+
+    def requested(self) -> Request:
+        """Return what this rank requests now. Called at every sum; not collective."""
+
+    def poll(self) -> None:
+        """Act on requests: the program is between two steps. Collective: the ranks of the role."""
+
+
+class StepFlags:
+    """The step flags of one world.
+
+    Attributes:
+        requester: what requests on this rank; None where nothing does.
+        n_sums: sums that carried flags so far; equal on all ranks at the same point of the program.
+        n_steps: optimizer steps that the strategies have made so far; equal likewise.
+    """
+
+    def __init__(self) -> None:
+        self.requester: Requester | None = None
+        self.n_sums = self.n_steps = 0
+        self._received = Request.NONE
+
+    def attach(self, requester: Requester) -> None:
+        """Let `requester` request and act from now on, in place of an earlier one."""
+        self.requester = requester
+
+    def detach(self, requester: Requester) -> None:
+        """Forget `requester`, unless another one has taken its place."""
+        if self.requester is requester:
+            self.requester = None
+
+    def count_step(self) -> None:
+        """Count an optimizer step."""
+        self.n_steps += 1
+
+    def own_numbers(self) -> tuple[float, float]:
+        """Return what this rank adds to a sum."""
+        return encode(Request.NONE if self.requester is None else self.requester.requested())
+
+    def record(self, totals: Sequence[float]) -> None:
+        """Record the sums over all replicas."""
+        self.n_sums += 1
+        self._received |= decode(totals)
+
+    def take(self) -> Request:
+        """Return what was requested since the last call; equal on all ranks."""
+        received, self._received = self._received, Request.NONE
+        return received
+
+    def poll(self) -> None:
+        """Let the requester act between two steps. Collective where there is one: the ranks of the role."""
+        if self.requester is not None:
+            self.requester.poll()
+
+
+#: The flags of a job of one rank. Strategies of one replica use them without starting MPI.
+single_rank_flags = StepFlags()
+
+
+def encode(request: Request) -> tuple[float, float]:
+    """Return a request as numbers that can be summed over up to 2**24 replicas, in float32 too."""
+    return float(Request.STOP in request), float(Request.SAVE in request)
+
+
+def decode(totals: Sequence[float]) -> Request:
+    """Return what any replica requested, given the sums over all of them."""
+    n_stops, n_saves = totals
+    return (Request.STOP if n_stops else Request.NONE) | (Request.SAVE if n_saves else Request.NONE)

@@ -1,0 +1,269 @@
+"""Who is where, in which role, and how ranks agree.
+
+A `World` clones the communicator it is given, assigns roles to ranks, and builds the communicators that everything else
+uses. Set-up errors are agreed: every rank raises the same text.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import xxhash
+
+from hpcdist.cluster.assignment import NONE, RankFacts, assign_tasks
+from hpcdist.cluster.environment import (
+    DEBUG_NAMES,
+    check_names,
+    debug_names,
+    launcher_of,
+    read_environment,
+    timeout_s,
+)
+from hpcdist.cluster.mpi import MPIClusterResolver
+from hpcdist.cluster.resolver import ClusterResolver, SimpleClusterResolver
+from hpcdist.cluster.spec import ClusterSpec, Task
+from hpcdist.cluster.tf_config import TFConfigClusterResolver
+from hpcdist.errors import ConfigurationError, HpcdistError, error_class
+from hpcdist.runtime.hosts import Hosts
+from hpcdist.runtime.mpi import MPI, library_name, start_timeout_s
+from hpcdist.runtime.step_flags import StepFlags, single_rank_flags
+from hpcdist.runtime.waiting import late, wait_until
+
+#: Longest sleep while ranks wait for each other outside of steps.
+MAX_SLEEP_S = 0.005
+
+
+class World:
+    """All ranks of a job, their roles, and where this rank is among them.
+
+    Collective: all ranks of `comm`.
+
+    Args:
+        resolver: says which tasks there are; default: TF_CONFIG, else HPCDIST_ROLES, else every rank is a worker.
+        comm: the ranks that take part; default: all. It is cloned and left alone.
+
+    Attributes:
+        comm: clone of `comm`: all ranks.
+        role_comm: ranks of this rank's role: chief and workers together, all ps together, each evaluator alone.
+        hosts: the hosts of `role_comm`; node_comm: its ranks on this host; n_hosts: how many hosts it spans.
+        spec: the cluster. task: this rank's entry in it.
+        cores_per_rank: cores that this rank may use without taking another rank's.
+        is_crowded: whether this host has more ranks than cores.
+        debug: what HPCDIST_DEBUG names, on any rank.
+        step: the step that this rank is in, for messages; None outside training.
+        step_flags: requests that travel with every sum of gradients.
+
+    Raises:
+        ConfigurationError: on every rank alike, when roles, launcher and ranks do not add up.
+    """
+
+    def __init__(self, resolver: ClusterResolver | None = None, comm: MPI.Comm | None = None) -> None:
+        given = comm or getattr(resolver, "comm", None) or MPI.COMM_WORLD
+        self.rank, self.size = given.rank, given.size
+        self.step: int | None = None
+        self.step_flags = single_rank_flags if self.size == 1 else StepFlags()
+        self._task: Task | None = None
+        self.timeout_s = start_timeout_s()
+        self.debug: frozenset[str] = frozenset()
+        self.wait(given.Ibarrier())  # once all have arrived, making communicators blocks on nobody
+        self.comm: MPI.Comm = given.Dup()
+        environ = self._agreed_environment()
+        node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self.spec, tasks = self._agreed_tasks(resolver, environ, node)
+        self.task = self._task = tasks[self.rank]
+        self.cores_per_rank, self.is_crowded = _share_of_cores(node)
+        node.Free()
+        order = list(self.spec.tasks())
+        color = {"ps": 1, "evaluator": 2}.get(self.task.type, 0)
+        self.role_comm: MPI.Comm = self.comm.Split(color, order.index(self.task) * self.size + self.rank)
+        self.hosts = Hosts(self.role_comm, self)
+        self.node_comm, self.n_hosts = self.hosts.node_comm, len(self.hosts.placement.hosts)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self._task})" if self._task else f"rank {self.rank}"
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this rank saves and logs for the job: the first rank of the chief entry."""
+        return self.task == self.spec.chief and self.role_comm.rank == 0
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """The cluster and this rank's task as they were agreed."""
+        return SimpleClusterResolver(self.spec, self.task.type, self.task.index)
+
+    def describe(self) -> str:
+        """Return who this rank is and, in training, at which step."""
+        return str(self) if self.step is None else f"{self} at step {self.step}"
+
+    def free(self) -> None:
+        """Free the communicators. Collective: all ranks."""
+        self.role_comm.Free()
+        self.hosts.free()
+        self.comm.Free()
+
+    def agree(self, error: HpcdistError | None, comm: MPI.Comm | None = None) -> None:
+        """Raise the lowest failing rank's error on every rank, or return on every rank.
+
+        Collective: `comm`, default all ranks. Waits at most `timeout_s`.
+
+        Args:
+            error: what went wrong on this rank, or None.
+            comm: the ranks that agree.
+
+        Raises:
+            HpcdistError: of the failing rank's class and text, with `is_agreed` set; on every rank.
+            CollectiveTimeoutError: when a rank does not arrive; on the ranks that did.
+
+        Cost: one all-reduce of 8 bytes when all is well.
+        """
+        comm = comm or self.comm
+        lowest = self.all_reduce_int(comm.rank if error else comm.size, MPI.MIN, comm)
+        if lowest == comm.size:
+            return
+        n_failed = self.all_reduce_int(int(error is not None), MPI.SUM, comm)
+        others = f" and {n_failed - 1} more" if n_failed > 1 else ""
+        where = "" if n_failed == comm.size else f" [{self}{others}]"
+        name, text = self.broadcast_text(f"{type(error).__name__}\n{error}{where}", lowest, comm).split("\n", 1)
+        agreed = error_class(name)(text)
+        agreed.is_agreed = True
+        if self.size > 1:  # in a world of one, the launcher says which rank prints: there may be many such worlds
+            agreed.is_reporter = comm.rank == 0
+        raise agreed from error
+
+    @contextmanager
+    def agreed(self, comm: MPI.Comm | None = None) -> Iterator[None]:
+        """Run a block in which this rank may fail; at its end all ranks of `comm` fail alike or none does."""
+        error = None
+        try:
+            yield
+        except HpcdistError as caught:
+            error = caught
+        self.agree(error, comm)
+
+    def all_reduce_int(self, value: int, op: MPI.Op, comm: MPI.Comm) -> int:
+        """Return `value` reduced over `comm`, an int of at most 63 bits. Collective: `comm`; bounded by `timeout_s`."""
+        send, receive = np.array([value], np.int64), np.empty(1, np.int64)
+        self.wait(comm.Iallreduce(send, receive, op))
+        return int(receive[0])
+
+    def broadcast_text(self, text: str, root: int, comm: MPI.Comm) -> str:
+        """Return root's text. Collective: `comm`; bounded by `timeout_s`."""
+        data = np.frombuffer(text.encode(), np.uint8)
+        length = self.all_reduce_int(len(data) if comm.rank == root else 0, MPI.MAX, comm)
+        buffer = data.copy() if comm.rank == root else np.empty(length, np.uint8)
+        self.wait(comm.Ibcast(buffer, root))
+        return buffer.tobytes().decode()
+
+    def all_equal(self, text: str, comm: MPI.Comm) -> bool:
+        """Return whether all ranks hold the same text. Collective: `comm`; compares 63-bit digests."""
+        digest = xxhash.xxh3_64_intdigest(text.encode()) >> 1
+        return -self.all_reduce_int(-digest, MPI.MIN, comm) == self.all_reduce_int(digest, MPI.MIN, comm)
+
+    def require_same(self, text: str, comm: MPI.Comm, explain: Callable[[str], HpcdistError]) -> None:
+        """Return when all ranks hold the same text, else raise on all of them what the lowest rank that differs says.
+
+        Collective: `comm`; bounded by `timeout_s`.
+
+        Args:
+            text: what this rank holds.
+            comm: the ranks to compare.
+            explain: given the text of rank 0 of `comm`, returns the error of a rank whose own differs.
+
+        Raises:
+            HpcdistError: as `agree`; on every rank.
+
+        Cost: two all-reduces of 8 bytes when all is well.
+        """
+        if not self.all_equal(text, comm):
+            roots = self.broadcast_text(text, 0, comm)
+            self.agree(None if text == roots else explain(roots), comm)
+
+    def wait(self, request: MPI.Request) -> None:
+        """Wait for a non-blocking collective, at most `timeout_s`.
+
+        Raises:
+            CollectiveTimeoutError: on this rank; it ends the job, as others may be anywhere.
+        """
+        if not wait_until(request.Test, self.timeout_s, max_sleep_s=MAX_SLEEP_S):
+            raise late("world", self.timeout_s, "some", self)
+
+    def _agreed_environment(self) -> Mapping[str, str]:
+        environ: Mapping[str, str] = {}
+        with self.agreed():
+            environ = read_environment()
+            check_names(environ)
+            self.timeout_s = timeout_s(environ)
+            self.debug = debug_names(environ)
+            launcher = launcher_of(environ)
+            if launcher and launcher.size > 1 and MPI.COMM_WORLD.size == 1:
+                raise ConfigurationError(
+                    f"world: expected {launcher.size} ranks as started by {launcher.name}, got a world of 1 with "
+                    f"{library_name()}; start with the mpirun of that same MPI library, or by srun --mpi=pmi2 (MPICH) "
+                    f"or --mpi=pmix (Open MPI)."
+                )
+        self.debug = frozenset(name for name in DEBUG_NAMES if self._is_on_any_rank(name in self.debug))
+        return environ
+
+    def _is_on_any_rank(self, is_on: bool) -> bool:
+        """Return whether it is on for any rank: what one rank checks with the others, all of them must check."""
+        return self.all_reduce_int(int(is_on), MPI.MAX, self.comm) > 0
+
+    def _agreed_tasks(
+        self, resolver: ClusterResolver | None, environ: Mapping[str, str], node: MPI.Comm
+    ) -> tuple[ClusterSpec, list[Task]]:
+        spec, declared = ClusterSpec({}), None
+        with self.agreed():
+            resolver = resolver or _default_resolver(environ)
+            spec, declared = resolver.resolve(self.rank, self.size)
+            if not spec:
+                resolver = MPIClusterResolver(environ={})
+                spec, declared = resolver.resolve(self.rank, self.size)
+        own = repr(spec.as_dict())
+        self.require_same(
+            own,
+            self.comm,
+            lambda roots: ConfigurationError(
+                f"cluster: expected the cluster of rank 0, {roots}, got {own}; set the same cluster on every rank."
+            ),
+        )
+        assert resolver is not None, "agreed above"
+        facts = self._gather_facts(list(spec.tasks()), declared, resolver.host_names, node)
+        tasks: list[Task] = []
+        with self.agreed():
+            tasks = assign_tasks(spec, facts)
+        return spec, tasks
+
+    def _gather_facts(
+        self, entries: list[Task], declared: Task | None, hosts: Mapping[str, Task], node: MPI.Comm
+    ) -> list[RankFacts]:
+        host = MPI.Get_processor_name()
+        named = hosts.get(host) or hosts.get(host.partition(".")[0])
+        lowest = self.all_reduce_int(self.rank, MPI.MIN, node)
+        mine = [
+            entries.index(declared) if declared else NONE,
+            lowest,
+            entries.index(named) if named else NONE,
+        ]
+        facts = np.empty((self.size, 3), np.int32)
+        self.wait(self.comm.Iallgather(np.array(mine, np.int32), facts))
+        return [RankFacts(*(int(number) for number in row)) for row in facts]
+
+
+def _default_resolver(environ: Mapping[str, str]) -> ClusterResolver:
+    if environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
+        return TFConfigClusterResolver(environ=environ)
+    return MPIClusterResolver(environ=environ)
+
+
+def _share_of_cores(node: MPI.Comm) -> tuple[int, bool]:
+    """Return this rank's share of its cores, and whether any rank of the node shares a core with another.
+
+    The share is all of its cores if it is bound to cores of its own, else an equal part.
+    """
+    cores = os.sched_getaffinity(0)
+    sets = node.allgather(frozenset(cores))
+    n_sharing = sum(1 for other in sets if other & cores)
+    is_crowded = any(sum(1 for other in sets if other & own) > len(own) for own in sets)
+    return max(1, len(cores) // n_sharing), is_crowded
