@@ -159,7 +159,7 @@ def _write_file(disk: Disk, path: Path, blocks: Iterable[memoryview], nbytes: in
             if n_cached >= SYNC_EVERY_BYTES:
                 n_cached = 0
                 disk.sync(descriptor)
-        disk.sync(descriptor)
+        disk.sync(descriptor)  # safety: sync before rename
     except BaseException:
         with contextlib.suppress(OSError):  # the first error tells
             disk.close(descriptor)
