@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import h5py
 import numpy as np
 import pytest
 
@@ -629,7 +630,7 @@ def test_a_replaced_attempt_notes_nothing(tmp_path):
 READS = {
     "manifest": (manifest, "read_text"),
     "digest": (manifest, "digest_file"),
-    "hdf5": (safe_open, "_read_datasets"),
+    "hdf5": (h5py, "File"),
 }
 IN_TEXT = "Can't read data (file read failed: file descriptor = 3, errno = 5, error message = 'Input/output error')"
 
@@ -639,10 +640,10 @@ def fail_reads(monkeypatch, read, error, n_times):
     module, name = READS[read]
     whole, pauses, errors = getattr(module, name), [], [error] * n_times
 
-    def fail(*arguments):
+    def fail(*arguments, **options):
         if errors:
             raise errors.pop()
-        return whole(*arguments)
+        return whole(*arguments, **options)
 
     monkeypatch.setattr(module, name, fail)
     monkeypatch.setattr(safe_open.time, "sleep", pauses.append)
