@@ -4,12 +4,15 @@
 # Exit codes of launchers are not enough: a job that is killed has none, and an mpirun was seen to exit 0 after its ranks
 # were killed. So the program says in decision.json, at any time, what to do should it die now: "requeue" (run it again),
 # "stop" (three attempts in a row came no further) or "finished".
+#
+# Lines marked "safety" are those that tests/mutants.py takes out one by one: a test must fail then.
 
 set -uo pipefail
 : "${RUN_DIR:=runs/$SLURM_JOB_NAME}" "${PYTHON:=.venv/bin/python}" # to be set before sbatch, if need be
 # What scontrol calls this job: the last task of an array has the id of the whole. (The variables of an array may also be left
 # from the job that submitted this one; they differ from its id then.)
 job=$SLURM_JOB_ID
+# safety: id of an array's task, id left by another array
 if [[ ${SLURM_ARRAY_JOB_ID:-} == "$job" ]]; then job+=_$SLURM_ARRAY_TASK_ID; fi
 early_deaths=$RUN_DIR/early-deaths # a line for each launch in a row that ended before its program had begun
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
@@ -27,7 +30,7 @@ done
 fact() { sed -n "/^ *\"$1\": /{s///;s/,\$//;s/^\"\(.*\)\"\$/\1/;s/\\\\\(.\)/\1/g;p}" "$RUN_DIR/decision.json" 2> /dev/null; }
 
 # Whether this job wrote decision.json, not one that has the run folder by now, or had it before.
-is_own() { [[ $(fact job) == "$SLURM_JOB_ID" ]]; }
+is_own() { [[ $(fact job) == "$SLURM_JOB_ID" ]]; } # safety: only this job's decision
 
 # Print what differs after every write of decision.json, which replaces it: its time has whole seconds, and attempts count
 # from 1 again where the checkpoints were removed. `cat` comes first: on NFS what `stat` says is fresh after an open.
@@ -56,13 +59,13 @@ launch() {
   "$@"
   code=$?
   verdict=none
-  if ! await_decision || [[ $(stamp) == "$before" ]]; then return; fi
+  if ! await_decision || [[ $(stamp) == "$before" ]]; then return; fi # safety: a decision that cannot be read
   earlier=none
   if is_own; then
     verdict=$(fact decision)
     rm -f "$early_deaths"
   elif [[ -n $(fact decision) ]]; then # it has not been removed
-    verdict=another
+    verdict=another # safety: the run was taken over
   fi
 }
 
@@ -151,11 +154,11 @@ requeue() {
     type -P scontrol > /dev/null || break
     sleep "$pause"
     look_up # without an answer it is not known whether the job was cancelled
-    if [[ $(field JobState) == @(CANCELLED|COMPLETING) ]]; then
+    if [[ $(field JobState) == @(CANCELLED|COMPLETING) ]]; then # safety: a cancelled job stays cancelled
       say "not requeued: Slurm ends the job"
       exit 75
     fi
-    if (($(field Restarts) + 0 > ${SLURM_RESTART_COUNT:-0})); then
+    if (($(field Restarts) + 0 > ${SLURM_RESTART_COUNT:-0})); then # safety: not requeued if Slurm has restarted it
       say "not requeued: Slurm gave up this node, and has started the job again"
       exit 76
     fi
@@ -171,7 +174,7 @@ is_repeated() {
   local deaths
   echo "$(date +%FT%T) job $SLURM_JOB_ID: exit code $code" >> "$early_deaths" || return 1
   mapfile -t deaths < "$early_deaths"
-  if ((${#deaths[@]} <= 3)); then return 0; fi
+  if ((${#deaths[@]} <= 3)); then return 0; fi # safety: early deaths end a chain
   rm -f "$early_deaths" # who submits it again wants other tries
   return 1
 }
@@ -180,7 +183,7 @@ is_repeated() {
 leave() {
   local why
   case $code:$verdict in
-    2:* | 76:* | 78:*) why="exit code $code" ;;
+    2:* | 76:* | 78:*) why="exit code $code" ;; # safety: codes that end a chain
     *:finished) exit "$code" ;;
     *:requeue) requeue "$(fact reason)" ;;
     *:stop) why=$(fact reason) code=76 ;;
@@ -194,7 +197,7 @@ leave() {
       fi
       if [[ -n $why ]] && is_repeated; then requeue "$why"; fi
       why="exit code $code before it had begun"
-      if ((code == 0)); then code=1; fi
+      if ((code == 0)); then code=1; fi # safety: no code 0 without a decision
       ;;
   esac
   say "not run again: $why"

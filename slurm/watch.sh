@@ -10,16 +10,17 @@ is_script_lost() {
   look_up
   host=$(field BatchHost)
   left=$(scontrol show hostnames "$(field NodeList)" 2> /dev/null)
+  # safety: a job that runs is watched
   [[ $(field JobState) == RUNNING && -n $host && -n $left && $newline$left$newline != *"$newline$host$newline"* ]]
 }
 
 state=
 while sleep "${WATCH_PAUSE_S:-30}"; do # for ever: who requeues or ends the job ends this too
-  if ! is_script_lost; then continue; fi
+  if ! is_script_lost; then continue; fi # safety: requeued only if the script is lost
   log=$(field StdErr)
   if [[ -f $log ]]; then exec 2>> "$log"; fi
   say "the node of the batch script is lost"
-  if ! await_decision; then continue; fi
+  if ! await_decision; then continue; fi # safety: watch on while no decision can be read
   code=137 verdict=none earlier=$(fact decision)
   if is_own; then verdict=$earlier; fi
   (leave)

@@ -1,386 +1,273 @@
-"""The safeties of checkpoints, stops and recipes, and how each can be taken out: see mutants.py."""
+"""The safeties of checkpoints, stops and recipes, and how each can be taken out: see mutants.py.
+
+A mutant is fastened to names, not to the text of a file: code may be moved and reformatted, and comments rewritten.
+"""
 
 from dataclasses import dataclass
 
-FOLDER, FILE = "unit/test_checkpoint_folder.py", "unit/test_checkpoint_file.py"
+FOLDER, FILE, TREE = (f"unit/test_checkpoint_{name}.py" for name in ("folder", "file", "tree"))
 CUTS, FAULTS, HOSTILE = "unit/test_power_cuts.py", "unit/test_disk_faults.py", "unit/test_hostile_files.py"
-RANKS, MEMORY, DESYNC = "mpi/test_checkpoint.py", "mpi/test_fast_tier.py", "mpi/test_desync.py"
 STOP, DEADLINE, DECISION = "unit/test_stop.py", "unit/test_deadline.py", "unit/test_decision.py"
-HANDLER, AGREE = "mpi/test_preemption.py", "mpi/test_agreement.py"
-RECIPES, METRICS = "unit/test_requeue.py", "unit/test_metrics_file.py"
-OWN_MEMORY, TREE = "unit/test_memory_of_others.py", "unit/test_checkpoint_tree.py"
-TWO = "mpi/test_two_managers.py"
+SCRIPTS, CHAIN = "unit/test_requeue.py", "unit/test_recipes.py"
+METRICS, OWN_MEMORY = "unit/test_metrics_file.py", "unit/test_memory_of_others.py"
+RANKS, MEMORY, DESYNC = "mpi/test_checkpoint.py", "mpi/test_fast_tier.py", "mpi/test_desync.py"
+HANDLER, AGREE, TWO = "mpi/test_preemption.py", "mpi/test_agreement.py", "mpi/test_two_managers.py"
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change that takes a safety away.
+    """A change of the package that takes a safety away.
 
     Attributes:
         what: the safety.
-        path: of the file.
-        text: occurs there once.
-        instead: what it is replaced by.
+        where: the qualified name of a function, class or constant, such as "Disk.sync"; with the end of its module's
+            path, such as "checkpoint/tree:encode", where several modules have one.
+        old: an expression or a statement that is there once, however it is written; `...` stands for any expression,
+            and at the end of a list for all that follows: `f(...)` is any call of f.
+        new: an expression, or statements, in its place.
         tests: the file that has a test which must fail.
     """
 
     what: str
-    path: str
-    text: str
-    instead: str
+    where: str
+    old: str
+    new: str
     tests: str
 
 
-DURABLE, MANIFEST, SAFE = (
-    "hpcdist/checkpoint/durable.py",
-    "hpcdist/checkpoint/manifest.py",
-    "hpcdist/checkpoint/safe_open.py",
-)
-READER = "hpcdist/checkpoint/reader.py"
-PREEMPTION, SAVES, NEWEST = (f"hpcdist/resilience/{name}.py" for name in ("preemption", "saves", "newest"))
-METRICS_FILE = "hpcdist/resilience/metrics_file.py"
-CHECKPOINTS, GENERATIONS, MANAGER = (
-    "hpcdist/checkpoint/folder.py",
-    "hpcdist/checkpoint/generations.py",
-    "hpcdist/resilience/manager.py",
-)
+@dataclass(frozen=True)
+class MarkedLine:
+    """A change of the line that a comment marks, "# safety: NAME, NAME"; of the next line if it has no code.
 
-IN_ORDER = """            with self._as_newest():
-                durable.replace_file(self._disk, path, image.blocks(digest), image.nbytes)
-            manifest = Manifest(step, path.name, image.nbytes, digest.hexdigest(), written, **more)
-            with self._as_newest():
-                durable.replace_text(self._disk, self._own / f"step-{step:08d}.json", manifest.to_text())
-"""
-MANIFEST_FIRST = """            blocks = list(image.blocks(digest))
-            manifest = Manifest(step, path.name, image.nbytes, digest.hexdigest(), written, **more)
-            durable.replace_text(self._disk, self._own / f"step-{step:08d}.json", manifest.to_text())
-            durable.replace_file(self._disk, path, blocks, image.nbytes)
+    Attributes:
+        what: the safety; the name in the mark.
+        pattern: a regular expression that the code of the line matches once.
+        new: the text in its place.
+        tests: as of `Mutant`.
+    """
+
+    what: str
+    pattern: str
+    new: str
+    tests: str
+
+
+WHOLE_LINE = r"\S.*"
+#: Writes what `CheckpointFolder.commit` writes, the manifest first.
+MANIFEST_FIRST = """
+blocks = list(image.blocks(digest))
+manifest = Manifest(step, path.name, image.nbytes, digest.hexdigest(), written, **more)
+durable.replace_text(self._disk, self._own / f"step-{step:08d}.json", manifest.to_text())
+durable.replace_file(self._disk, path, blocks, image.nbytes)
 """
 
-MUTANTS = [
-    Mutant("fsync of a file", DURABLE, "        os.fsync(descriptor)\n\n    def close", "\n    def close", FAULTS),
-    Mutant("fsync of a folder", DURABLE, "            os.fsync(descriptor)\n", "            pass\n", FAULTS),
-    Mutant("sync before rename", DURABLE, "\n        disk.sync(descriptor)\n", "\n", FOLDER),
-    Mutant("sync of the folder after it", DURABLE, "    disk.sync_folder(path.parent)\n", "", FOLDER),
+ON_DISK = [
+    Mutant("fsync of a file", "Disk.sync", "os.fsync(...)", "pass", FAULTS),
+    Mutant("fsync of a folder", "Disk.sync_folder", "os.fsync(...)", "pass", FAULTS),
+    MarkedLine("sync before rename", r"disk\.sync\(descriptor\)", "pass", FOLDER),
+    Mutant("sync of the folder after rename", "replace_file", "disk.sync_folder(...)", "pass", FOLDER),
+    Mutant("write to a temporary name", "replace_file", "path.with_name(...)", "path", FOLDER),
+    Mutant("names of new folders", "make_folders", "disk.sync_folder(...)", "pass", CUTS),
+    Mutant("names of folders left by the killed", "make_folders", "_sync_name_if_new(...)", "pass", CUTS),
+    Mutant("repeat what signals interrupt", "_repeat", "InterruptedError", "ZeroDivisionError", FAULTS),
+    Mutant("EINVAL of direct writes", "_write_block", "error.errno == errno.EINVAL", "False", FAULTS),
+    Mutant("no room to allocate", "Disk.allocate", "raise", "return", FAULTS),
+    Mutant("the fence", "CheckpointFolder.check_current", "newest > self.generation", "False", FOLDER),
+    Mutant("verify before prune", "CheckpointFolder.prune", "newest.verify(...)", "pass", FOLDER),
+    Mutant("a read error is no damage", "read_patiently", "number in _NO_FILE", "True", FOLDER),
     Mutant(
-        "writing beside",
-        DURABLE,
-        'path.with_name(f"{path.name}.tmp-{os.getpid()}")',
-        "path",
+        "list again if a file is missing",
+        "CheckpointReader._first_sound",
+        "isinstance(error, CheckpointMissing)",
+        "False",
         FOLDER,
     ),
+    Mutant("list as often as it changes", "CheckpointReader._first_sound", "listed != found", "False", FOLDER),
+    Mutant("what was pruned is not damaged", "CheckpointReader._first_sound", "place in listed", "True", FOLDER),
+    Mutant("verify before reading", "CheckpointReader._first_sound", "manifest.verify(...)", "pass", HOSTILE),
+    Mutant("step and name agree", "CheckpointReader.manifest", "manifest.step != place.step or ...", "False", FOLDER),
+    Mutant("file before manifest", "CheckpointFolder.commit", "durable.replace_file(...)", MANIFEST_FIRST, FOLDER),
+    Mutant("room before writing", "CheckpointFolder.commit", "self._check_space(...)", "pass", FOLDER),
     Mutant(
-        "names of new folders", DURABLE, "        disk.sync_folder(folder.parent)\n\n\ndef _sync", "\n\ndef _sync", CUTS
-    ),
-    Mutant(
-        "names of folders of the killed", DURABLE, "    _sync_name_if_new(disk, missing", "    (disk, missing", CUTS
-    ),
-    Mutant("what signals interrupt", DURABLE, "suppress(InterruptedError)", "suppress(ZeroDivisionError)", FAULTS),
-    Mutant("EINVAL of direct writes", DURABLE, "not (is_direct and error.errno == errno.EINVAL)", "True", FAULTS),
-    Mutant("no room to allocate", DURABLE, "raise\n\n    def write", "return\n\n    def write", FAULTS),
-    Mutant("the fence", CHECKPOINTS, "        if newest > self.generation:", "        if newest < 0:", FOLDER),
-    Mutant(
-        "verify before prune",
-        CHECKPOINTS,
-        "        newest.verify(self._own / newest.file, self._count_block)\n",
-        "",
-        FOLDER,
-    ),
-    Mutant("an error is no damage", SAFE, "        if number in _NO_FILE:\n", "        if True:\n", FOLDER),
-    Mutant("list again", READER, "(isinstance(error, CheckpointMissing) and n_looks == 1)", "False", FOLDER),
-    Mutant("list as often as it changes", READER, "listed != found or", "", FOLDER),
-    Mutant("what was pruned is not damaged", READER, "if place in listed:", "if True:", FOLDER),
-    Mutant("verify before reading", READER, "                manifest.verify(path, self._count_block)\n", "", HOSTILE),
-    Mutant("step and name", READER, "if manifest.step != place.step or", "if False and", FOLDER),
-    Mutant("file before manifest", CHECKPOINTS, IN_ORDER, MANIFEST_FIRST, FOLDER),
-    Mutant("room before writing", CHECKPOINTS, "            self._check_space(image.nbytes)\n", "", FOLDER),
-    Mutant(
-        "order of generations",
-        READER,
+        "newest generation first",
+        "CheckpointReader._first_sound",
         "found, self.damaged = self.places()[::-1], []",
         "found, self.damaged = sorted(self.places(), key=lambda place: -place.step), []",
         FOLDER,
     ),
-    Mutant("another name for a step saved again", CHECKPOINTS, "while name in names and", "while False and", FOLDER),
-    Mutant("the dead are counted", CHECKPOINTS, "if newest.step > self._last_before:", "if True:", FOLDER),
-    Mutant("steps go up", CHECKPOINTS, "        if step < last:", "        if step < -1:", FOLDER),
-    Mutant("damaged ones set aside", CHECKPOINTS, "for place in self.damaged:", "for place in ():", FOLDER),
+    Mutant("new name for a step saved again", "CheckpointFolder.new_data_path", "name in names", "False", FOLDER),
+    Mutant("dead attempts are counted", "CheckpointFolder.prune", "newest.step > self._last_before", "True", FOLDER),
+    Mutant("steps go up", "CheckpointFolder.new_data_path", "step < last", "False", FOLDER),
+    Mutant("damaged ones set aside", "CheckpointFolder.go_on_from", "self.damaged", "()", FOLDER),
     Mutant(
         "no silent start anew",
-        READER,
-        "        if found:\n            raise",
-        "        if 0:\n            raise",
-        FOLDER,
-    ),
-    Mutant(
-        "sweep of the half-written",
-        CHECKPOINTS,
-        "            durable.sweep_temporary(self._disk, self.path / generations.folder_name(generation))\n",
-        "",
-        FOLDER,
-    ),
-    Mutant(
-        "room for the first save",
-        CHECKPOINTS,
-        'with self._tolerated("what was left half written stays"):\n            self._remove_orphans()',
+        "CheckpointReader._first_sound",
+        "raise self._none_sound() from None",
         "pass",
         FOLDER,
     ),
     Mutant(
+        "sweep of half-written files",
+        "CheckpointFolder._remove_orphans",
+        "durable.sweep_temporary(self._disk, self.path / ...)",
+        "pass",
+        FOLDER,
+    ),
+    Mutant("room for the first save", "CheckpointFolder.begin", "self._remove_orphans()", "pass", FOLDER),
+    Mutant(
         "names before removals",
-        CHECKPOINTS,
-        "        if unnamed:\n            self._disk.sync_folder(folder)\n",
-        "",
+        "CheckpointFolder._remove_unnamed",
+        "self._disk.sync_folder(...)",
+        "pass",
         CUTS,
     ),
+    Mutant("replaced while it writes", "CheckpointFolder._as_newest", "FileNotFoundError", "ZeroDivisionError", FOLDER),
+    Mutant("a full disk makes no suspect", "CheckpointManager._save", "self._history.note_save(...)", "pass", RANKS),
+    Mutant("digest of the manifest", "read_manifest", "_digest(...) != digest", "False", FILE),
     Mutant(
-        "replaced while it writes",
-        CHECKPOINTS,
-        "except FileNotFoundError:  # r",
-        "except ZeroDivisionError:  # r",
-        FOLDER,
+        "digest of the file",
+        "Manifest.verify",
+        "found != (self.nbytes, self.xxh3_128)",
+        "found[0] != self.nbytes",
+        FILE,
     ),
-    Mutant("full disks are no suspects", MANAGER, "                self._history.note_save(step)\n", "", RANKS),
-    Mutant("digest of the manifest", MANIFEST, "if _digest(body_text) != digest:", "if False:", FILE),
+    Mutant("types in the manifest", "read_manifest", "_check_types(...)", "pass", HOSTILE),
+    Mutant("regular files only", "Manifest.verify", "stat.S_ISREG(...)", "True", HOSTILE),
+    Mutant("no links in HDF5", "_check_members", "isinstance(..., h5py.HardLink)", "True", HOSTILE),
+    Mutant("plain HDF5 layouts", "_plain", "... in _LAYOUTS", "True", HOSTILE),
+    Mutant("no external storage", "_plain", "not dataset.external", "True", HOSTILE),
+    Mutant("dtypes of datasets", "_plain", "dataset.dtype == dtype", "True", HOSTILE),
+    Mutant("no more data than bytes", "_safe_datasets", "sum(...)", "0", HOSTILE),
+    Mutant("rows fill the datasets", "_arrays_of", "ends != sizes", "False", HOSTILE),
+    Mutant("newer formats", "check_format", "found > FORMAT", "False", FILE),
+    Mutant("suspect only after two deaths", "crashed_twice", "steps.count(step) >= 2", "True", FOLDER),
+    Mutant("a generation for each attempt", "make_generation", "FileExistsError", "ZeroDivisionError", FOLDER),
     Mutant(
-        "digest of the file", MANIFEST, "if found != (self.nbytes, self.xxh3_128):", "if found[0] != self.nbytes:", FILE
-    ),
-    Mutant("types of the manifest", MANIFEST, "        _check_types(own)\n", "", HOSTILE),
-    Mutant("regular files", MANIFEST, "stat.S_ISREG(status.st_mode) and", "", HOSTILE),
-    Mutant("links", SAFE, "if not isinstance(group.get(name, getlink=True), h5py.HardLink):", "if False:", HOSTILE),
-    Mutant("layouts", SAFE, "dataset.id.get_create_plist().get_layout() in _LAYOUTS", "True", HOSTILE),
-    Mutant(
-        "external storage",
-        SAFE,
-        "        and not dataset.external\n        and dataset.ndim",
-        "        and dataset.ndim",
-        HOSTILE,
-    ),
-    Mutant("dtypes", SAFE, "        and dataset.dtype == dtype\n", "", HOSTILE),
-    Mutant("size of the data", SAFE, "(index, *found.values())) > os.path.getsize(path)", "()) > 0", HOSTILE),
-    Mutant("rows fill the datasets", SAFE, "    if ends != sizes:", "    if False:", HOSTILE),
-    Mutant("format", SAFE, "    if found > FORMAT:", "    if found > 99:", FILE),
-    Mutant("died twice", GENERATIONS, "steps.count(step) >= 2", "steps.count(step) >= 1", FOLDER),
-    Mutant(
-        "one generation each",
-        GENERATIONS,
-        "except FileExistsError:  # another",
-        "except ZeroDivisionError:  # another",
-        FOLDER,
-    ),
-    Mutant("suspects", MANAGER, "suspects = self._history.suspects()", "pass", RANKS),
-    Mutant("set aside on restore", MANAGER, "self._tier.folder.go_on_from(place)", "pass", RANKS),
-    Mutant("an end of its own", MANAGER, "self._history.note_end()\n        self", "pass\n        self", RANKS),
-    Mutant(
-        "a failed read-back is told",
-        "hpcdist/checkpoint/tier.py",
-        "            tidying.result()\n",
-        "            pass\n",
+        "suspects are stepped over",
+        "CheckpointManager.begin_attempt",
+        "self._history.suspects()",
+        "set()",
         RANKS,
     ),
-    Mutant("order of bytes", "hpcdist/checkpoint/tree.py", 'array.dtype.newbyteorder("=")', "array.dtype", TREE),
+    Mutant("set aside on restore", "CheckpointManager._restore", "self._tier.folder.go_on_from(...)", "pass", RANKS),
+    Mutant("an orderly end is noted", "CheckpointManager.end_attempt", "self._history.note_end()", "pass", RANKS),
+    Mutant("a failed read-back is told", "Tier.finish", "tidying.result()", "pass", RANKS),
+    Mutant("order of bytes", "checkpoint/tree:encode", "array.dtype.newbyteorder(...)", "array.dtype", TREE),
+    Mutant("shapes of states", "Checkpoint.apply", "_check_shape(...)", "pass", HOSTILE),
+    Mutant("each object has a kind", "_parts_of", "nodes.keys() != kinds.keys()", "False", HOSTILE),
+    Mutant("names of dtypes", "stored_dtype", "_NUMBERS[...]", "np.dtype(_STORED_AS.get(dtype, dtype))", HOSTILE),
+    Mutant("depth of states", "read_file", "is_too_deep(...)", "False", FILE),
+    Mutant("depth of nests", "checkpoint/tree:encode", "depth > MAX_DEPTH", "False", TREE),
+    Mutant("unlimited memory", "CheckpointFolder._check_space", "status.f_blocks", "True", FOLDER),
+]
+
+STOPS = [
+    Mutant("a signal asks for a stop", "StopFlag.reason", "received is not None", "False", STOP),
+    Mutant("handlers of others are called", "SignalFlag._receive", "callable(earlier)", "False", STOP),
+    Mutant("forked children can be ended", "_reset", "flag.reset()", "pass", STOP),
+    Mutant("no answer is no stop file", "StopFlag._is_file_there", "os.path.exists(...)", "self._file.stat()", STOP),
     Mutant(
-        "shapes of states",
-        "hpcdist/resilience/checkpoint.py",
-        "            _check_shape(name, item, loaded[name], source)\n",
-        "",
-        HOSTILE,
+        "the stop file is removed",
+        "PreemptionCheckpointHandler._flag_down",
+        "self._flag.remove_file()",
+        "pass",
+        HANDLER,
     ),
-    Mutant("objects and kinds", "hpcdist/resilience/checkpoint.py", "nodes.keys() != kinds.keys()", "False", HOSTILE),
-    Mutant("a signal is a wish", "hpcdist/resilience/stop.py", "if received is not None:", "if False:", STOP),
+    Mutant("slack before a deadline", "slack_s", "max(...)", "0.0", DEADLINE),
+    Mutant("time for the save under way", "needed_s", "n_saves * save.p99", "save.p99", DEADLINE),
+    Mutant("stop after three deaths", "at_start", "n_fruitless < MAX_FRUITLESS", "True", DECISION),
+    Mutant("stop after three idle attempts", "at_stop", "n_idle >= MAX_FRUITLESS", "False", DECISION),
+    Mutant("no stop inside a step", "PreemptionCheckpointHandler.poll", "self._is_busy", "False", HANDLER),
     Mutant(
-        "handlers of others",
-        "hpcdist/resilience/stop.py",
-        "        if callable(earlier):\n",
-        "        if False:\n",
-        STOP,
+        "no signal while leaving",
+        "PreemptionCheckpointHandler._obey",
+        "self._flag.ignore_signals()",
+        "pass",
+        HANDLER,
     ),
-    Mutant("forked children end", "hpcdist/resilience/stop.py", "        flag.reset()", "        pass", STOP),
+    Mutant("starts are counted", "Attempt._begin", "self._manager.note_start()", "pass", HANDLER),
+    Mutant("requests ride on sums", "Agreement.poll", "self._world.step_flags.take()", "Request.NONE", AGREE),
+    Mutant("requests without sums", "Agreement._ask", "Request(want)", "Request.NONE", AGREE),
+    Mutant("compared before a save", "AttemptSaves._compare_before_save", "self._compare(...)", "pass", DESYNC),
+    Mutant("compared again at the end", "AttemptSaves.end", "self._compared_at = None", "pass", DESYNC),
     Mutant(
-        "no answer is no stop file",
-        "hpcdist/resilience/stop.py",
-        "os.path.exists(self._file)",
-        "self._file.stat()",
-        STOP,
-    ),
-    Mutant("the stop file is removed", PREEMPTION, "self._flag.remove_file()", "pass", HANDLER),
-    Mutant("slack", "hpcdist/resilience/deadline.py", "max(MIN_SLACK_S, step.spread + save.spread)", "0.0", DEADLINE),
-    Mutant("the save under way", "hpcdist/resilience/deadline.py", "+ n_saves * save.p99 +", "+ save.p99 +", DEADLINE),
-    Mutant("a third death", "hpcdist/resilience/decision.py", "if n_fruitless < MAX_FRUITLESS:", "if True:", DECISION),
-    Mutant("a third stop", "hpcdist/resilience/decision.py", "if n_idle >= MAX_FRUITLESS:", "if False:", DECISION),
-    Mutant("no stop inside a step", PREEMPTION, "if self._is_busy or self._is_done", "if self._is_done", HANDLER),
-    Mutant("no signal while leaving", PREEMPTION, "            self._flag.ignore_signals()\n", "", HANDLER),
-    Mutant(
-        "starts are counted",
-        "hpcdist/resilience/attempt.py",
-        "            self._manager.note_start()  #",
-        "            pass  #",
+        "saves by hand are noted",
+        "PreemptionCheckpointHandler._act",
+        "self._saves.note_saved()",
+        "pass",
         HANDLER,
     ),
     Mutant(
-        "wishes ride",
-        "hpcdist/resilience/agreement.py",
-        "return self._world.notices.take()",
-        "return Want.NOTHING",
-        AGREE,
+        "a save whose manager is gone", "finish_at_exit", "weakref.finalize(owner, ...).atexit = False", "pass", RANKS
     ),
-    Mutant("wishes without sums", "hpcdist/resilience/agreement.py", "return Want(want)", "return Want.NOTHING", AGREE),
+    Mutant("metrics are claimed", "CheckpointManager.__init__", "checkpoint.claim_files()", "pass", RANKS),
+    Mutant("ranks that differ are noticed", "require_equal", "MPI.MIN", "MPI.MAX", DESYNC),
     Mutant(
-        "compared before a save",
-        SAVES,
-        "        if self._schedule.compare_every_steps is not None:\n",
-        "        if False:\n",
-        DESYNC,
-    ),
-    Mutant(
-        "compared at the end again",
-        SAVES,
-        "        self._compared_at = None  #",
-        "        pass  #",
-        DESYNC,
-    ),
-    Mutant("saved by hand", PREEMPTION, "            self._saves.note_saved()\n", "            pass\n", HANDLER),
-    Mutant(
-        "a save whose manager is gone",
-        "hpcdist/resilience/at_exit.py",
-        "weakref.finalize(owner, _finish_later,",
-        "weakref.finalize(print, _finish_later,",
-        RANKS,
-    ),
-    Mutant("metrics are claimed", MANAGER, "                checkpoint.claim_files()\n", "", RANKS),
-    Mutant(
-        "ranks that differ",
-        "hpcdist/resilience/desync.py",
-        "MPI.MIN, comm) == highest",
-        "MPI.MIN, comm) <= highest",
-        DESYNC,
-    ),
-    Mutant(
-        "copies of ranks that differ",
-        MANAGER,
-        "            self.forget_copies()  # made since",
-        "            pass  # made since",
-        DESYNC,
-    ),
-    Mutant(
-        "memory that others write to",
-        "hpcdist/resilience/fast_tier.py",
-        "status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)",
-        "status.st_mode & 0",
-        OWN_MEMORY,
-    ),
-    Mutant(
-        "memory of others",
-        "hpcdist/resilience/fast_tier.py",
-        "or status.st_uid != os.getuid()",
-        "or False",
-        OWN_MEMORY,
-    ),
-    Mutant(
-        "links in memory", "hpcdist/resilience/fast_tier.py", "os.lstat(self._path)", "os.stat(self._path)", OWN_MEMORY
-    ),
-    Mutant(
-        "copies are nobody else's to read",
-        "hpcdist/resilience/fast_tier.py",
-        "self._disk.make_folder(self._path, 0o700)",
-        "self._disk.make_folder(self._path)",
-        OWN_MEMORY,
-    ),
-    Mutant(
-        "no copies of others",
-        "hpcdist/resilience/fast_tier.py",
-        "            self._require_own()\n            return",
-        "            return",
-        OWN_MEMORY,
-    ),
-    Mutant("names of runs", "hpcdist/resilience/fast_tier.py", 're.sub(r"\\W", "-", run_id)', "run_id", OWN_MEMORY),
-    Mutant(
-        "nothing is removed through a link",
-        "hpcdist/resilience/fast_tier.py",
-        "        self._require_own()  # a link",
-        "        pass  # a link",
-        OWN_MEMORY,
-    ),
-    Mutant("suspects in memory", NEWEST, "found.place.step in suspects", "False", MEMORY),
-    Mutant("newer on disk", NEWEST, "on_disk[-1] > in_memory", "False", MEMORY),
-    Mutant("from memory to the disk", MANAGER, "        if self._is_in_memory:", "        if False:", MEMORY),
-    Mutant(
-        "memory of a later attempt",
-        "hpcdist/resilience/fast_tier.py",
-        "if generation <= self._folder.generation:",
-        "if True:",
-        MEMORY,
-    ),
-    Mutant(
-        "metrics after the checkpoint",
-        METRICS_FILE,
-        "record[1] is None or record[1] <= last_step",
-        "True",
-        METRICS,
-    ),
-    Mutant(
-        "damaged metrics are set aside",
-        METRICS_FILE,
-        "        self._replace(aside, ",
-        "        print(aside, ",
-        METRICS,
-    ),
-    Mutant(
-        "half a record is cut off",
-        METRICS_FILE,
-        "        self._is_durable = self._is_cut = False\n",
-        "        self._is_durable = False\n",
-        METRICS,
-    ),
-    Mutant(
-        "metrics are durable",
-        METRICS_FILE,
-        "self._disk.sync(self._file.fileno())",
+        "copies of ranks that differ are removed",
+        "CheckpointManager.check_equal",
+        "self.forget_copies()",
         "pass",
-        METRICS,
+        DESYNC,
     ),
-    Mutant("whose decision", "slurm/requeue.sh", '[[ $(fact job) == "$SLURM_JOB_ID" ]]', "true", RECIPES),
+    Mutant("asked after an evaluation", "PreemptionCheckpointHandler.poll", "self._is_long_since", "False", HANDLER),
+    Mutant("a stop outweighs a save", "Request.SAVE", "1", "4", AGREE),
     Mutant(
-        "codes that end a chain", "slurm/requeue.sh", '    2:* | 76:* | 78:*) why="exit code $code" ;;\n', "", RECIPES
-    ),
-    Mutant("early deaths end a chain", "slurm/requeue.sh", "if ((${#deaths[@]} <= 3)); then", "if true; then", RECIPES),
-    Mutant("code 0 without a word", "slurm/requeue.sh", "if ((code == 0)); then code=1; fi", ":", RECIPES),
-    Mutant("cancelled jobs", "slurm/requeue.sh", "@(CANCELLED|COMPLETING)", "NEVER", RECIPES),
-    Mutant("started again elsewhere", "slurm/requeue.sh", "+ 0 > ${SLURM_RESTART_COUNT:-0}", "< 0", RECIPES),
-    Mutant("a task of an array", "slurm/requeue.sh", "job+=_$SLURM_ARRAY_TASK_ID; fi", ":; fi", RECIPES),
-    Mutant(
-        "left of another array",
-        "slurm/requeue.sh",
-        '${SLURM_ARRAY_JOB_ID:-} == "$job"',
-        "-n ${SLURM_ARRAY_JOB_ID:-}",
-        RECIPES,
-    ),
-    Mutant("a decision that is away", "slurm/requeue.sh", "if ! await_decision || ", "if ", RECIPES),
-    Mutant(
-        "the watch over the script", "slurm/watch.sh", "if ! is_script_lost; then continue; fi", "continue", RECIPES
-    ),
-    Mutant("a watch that goes on", "slurm/watch.sh", "  if ! await_decision; then continue; fi\n", "", RECIPES),
-    Mutant("a watch that errs", "slurm/watch.sh", "$(field JobState) == RUNNING && ", "", RECIPES),
-    Mutant("taken over", "slurm/requeue.sh", "    verdict=another", "    verdict=none", RECIPES),
-    Mutant("a chain is withdrawn", "slurm/train-chain.sbatch", '! "${withdraw[@]}"', "false", "unit/test_recipes.py"),
-    Mutant("heard after an evaluation", PREEMPTION, "poll(at_once=self._is_long_since)", "poll()", HANDLER),
-    Mutant("a stop beside a save", "hpcdist/notices.py", "SAVE = 1\n    STOP = 2", "STOP = 1\n    SAVE = 2", AGREE),
-    Mutant(
-        "own saves",
-        SAVES,
-        "return step == self._manager.saved_step",
-        "return step == self._manager.checkpoint.step",
+        "saves of this manager",
+        "AttemptSaves._is_saved",
+        "self._manager.saved_step",
+        "self._manager.checkpoint.step",
         TWO,
     ),
-    Mutant("own schedule", SAVES, "step, self._manager.saved_step)", "step, self._manager.checkpoint.step)", TWO),
     Mutant(
-        "names of dtypes",
-        "hpcdist/checkpoint/layout.py",
-        "_NUMBERS[_STORED_AS.get(dtype, dtype)]",
-        "np.dtype(_STORED_AS.get(dtype, dtype))",
-        HOSTILE,
+        "schedule of this manager",
+        "AttemptSaves.is_due",
+        "self._manager.saved_step",
+        "self._manager.checkpoint.step",
+        TWO,
     ),
-    Mutant("depth of states", SAFE, "if is_too_deep(index):", "if False:", FILE),
-    Mutant("depth of nests", "hpcdist/checkpoint/tree.py", "if depth > MAX_DEPTH:", "if False:", TREE),
-    Mutant("unlimited memory", CHECKPOINTS, "if status.f_blocks and free", "if free", FOLDER),
 ]
+
+COPIES_AND_METRICS = [
+    Mutant("memory that others can write to", "FastTier._require_own", "stat.S_IWGRP | stat.S_IWOTH", "0", OWN_MEMORY),
+    Mutant("memory of others", "FastTier._require_own", "status.st_uid != os.getuid()", "False", OWN_MEMORY),
+    Mutant("links in memory", "FastTier._require_own", "os.lstat", "os.stat", OWN_MEMORY),
+    Mutant("others cannot read copies", "FastTier._begin", "0o700", "0o777", OWN_MEMORY),
+    Mutant("no copies of others are read", "FastTier.find", "self._require_own()", "pass", OWN_MEMORY),
+    Mutant("characters in a run's name", "FastTier.__init__", "re.sub(...)", "run_id", OWN_MEMORY),
+    Mutant("nothing is removed through a link", "FastTier._remove", "self._require_own()", "pass", OWN_MEMORY),
+    Mutant("suspects in memory", "NewestState.find", "found.place.step in suspects", "False", MEMORY),
+    Mutant("newer on disk", "NewestState._read_disk", "on_disk[-1] > in_memory", "False", MEMORY),
+    Mutant("from memory to the disk", "CheckpointManager.begin_attempt", "self._is_in_memory", "False", MEMORY),
+    Mutant("memory of a later attempt", "FastTier._remove", "generation <= self._folder.generation", "True", MEMORY),
+    Mutant("metrics after the checkpoint are cut", "MetricsFile._cut", "record[1] <= last_step", "True", METRICS),
+    Mutant("damaged metrics are set aside", "MetricsFile._set_aside", "self._replace(...)", "pass", METRICS),
+    Mutant(
+        "half a record is cut off",
+        "MetricsFile._add",
+        "self._is_durable = self._is_cut = False",
+        "self._is_durable = False",
+        METRICS,
+    ),
+    Mutant("metrics are durable", "MetricsFile.state_dict", "self._disk.sync(...)", "pass", METRICS),
+]
+
+IN_SCRIPTS = [
+    MarkedLine("only this job's decision", r"\[\[.*\]\]", "true", SCRIPTS),
+    MarkedLine("codes that end a chain", WHOLE_LINE, "", SCRIPTS),
+    MarkedLine("early deaths end a chain", r"\(\(.*\)\)", "true", SCRIPTS),
+    MarkedLine("no code 0 without a decision", WHOLE_LINE, ":", SCRIPTS),
+    MarkedLine("a cancelled job stays cancelled", r"@\(CANCELLED\|COMPLETING\)", "NEVER", SCRIPTS),
+    MarkedLine("not requeued if Slurm has restarted it", r"\+ 0 > \$\{SLURM_RESTART_COUNT:-0\}", "< 0", SCRIPTS),
+    MarkedLine("id of an array's task", r"job\+=_\$SLURM_ARRAY_TASK_ID", ":", SCRIPTS),
+    MarkedLine(
+        "id left by another array", r'\$\{SLURM_ARRAY_JOB_ID:-\} == "\$job"', "-n ${SLURM_ARRAY_JOB_ID:-}", SCRIPTS
+    ),
+    MarkedLine("a decision that cannot be read", r"! await_decision \|\| ", "", SCRIPTS),
+    MarkedLine("requeued only if the script is lost", WHOLE_LINE, "continue", SCRIPTS),
+    MarkedLine("watch on while no decision can be read", WHOLE_LINE, "", SCRIPTS),
+    MarkedLine("a job that runs is watched", r"\$\(field JobState\) == RUNNING && ", "", SCRIPTS),
+    MarkedLine("the run was taken over", "another", "none", SCRIPTS),
+    MarkedLine("the successor is withdrawn", r'! "\$\{withdraw\[@\]\}"', "false", CHAIN),
+]
+
+MUTANTS = [*ON_DISK, *STOPS, *COPIES_AND_METRICS, *IN_SCRIPTS]

@@ -28,8 +28,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
-def _fallocate(descriptor: int, nbytes: int) -> None:
-    """Call fallocate(2). Where a file system has none, posix_fallocate writes into each block: the whole file twice."""
+def fallocate(descriptor: int, nbytes: int) -> None:
+    """Allocate a file, or fail where a file system cannot: posix_fallocate would write the whole file twice then."""
     while _libc.fallocate(descriptor, 0, 0, nbytes) != 0:
         code = ctypes.get_errno()
         if code != errno.EINTR:
@@ -61,7 +61,7 @@ class Disk:
     def allocate(self, descriptor: int, nbytes: int) -> None:
         """Give a new file its size and its place on the disk, where the file system can."""
         try:
-            _fallocate(descriptor, nbytes)
+            fallocate(descriptor, nbytes)
         except OSError as error:
             if error.errno not in _NOT_OFFERED:
                 raise
@@ -159,7 +159,7 @@ def _write_file(disk: Disk, path: Path, blocks: Iterable[memoryview], nbytes: in
             if n_cached >= SYNC_EVERY_BYTES:
                 n_cached = 0
                 disk.sync(descriptor)
-        disk.sync(descriptor)
+        disk.sync(descriptor)  # safety: sync before rename
     except BaseException:
         with contextlib.suppress(OSError):  # the first error tells
             disk.close(descriptor)

@@ -29,9 +29,14 @@ class Durations:
         bisect.insort(self._sorted, seconds)
 
     @property
+    def n_remembered(self) -> int:
+        """How many there are; at most `N_REMEMBERED`."""
+        return len(self._last)
+
+    @property
     def is_measured(self) -> bool:
         """Whether there is any."""
-        return bool(self._last)
+        return self.n_remembered > 0
 
     @property
     def p99(self) -> float:
@@ -76,6 +81,11 @@ class Calls:
         self._expected = [*longer, (seconds, now + EXPECTED_TIMES * seconds)]
 
     @property
+    def n_remembered(self) -> int:
+        """How many are remembered; at most `EXPECTED_TIMES` and one."""
+        return len(self._expected)
+
+    @property
     def longest_s(self) -> float:
         """The longest that is expected again; 0 without one."""
         now = self._clock()
@@ -106,6 +116,10 @@ class Deadline:
         clock: seconds since 1970, as batch systems give the end.
         n_saves: returns how many saves the end will take: 2 where it has to wait for one before it can make its own.
         calls: what may come in place of a step, and is not interrupted either; shared likewise.
+
+    Attributes:
+        end: see above; it may be moved, where the batch system gives more time or less.
+        step, save, n_saves, calls: see above.
     """
 
     def __init__(
@@ -117,41 +131,40 @@ class Deadline:
         n_saves: Callable[[], int] = lambda: 1,
         calls: Calls | None = None,
     ) -> None:
-        self._end = end
-        self._start = clock()
-        self._step, self._save = step, save
+        self.end = end
+        self.step, self.save, self.n_saves = step, save, n_saves
+        self.calls = calls or Calls()
         self._clock = clock
-        self._n_saves = n_saves
-        self._calls = calls or Calls()
+        self._start = clock()
 
     @property
     def left_s(self) -> float:
         """Time left; below 0 when it is over."""
-        return self._end - self._clock()
+        return self.end - self._clock()
 
     @property
     def is_near(self) -> bool:
         """Whether to stop now."""
-        return must_stop(self.left_s, self._step, self._save, self._n_saves(), self._calls.longest_s)
+        return must_stop(self.left_s, self.step, self.save, self.n_saves(), self.calls.longest_s)
 
     @property
     def wants_measure(self) -> bool:
         """Whether no save was measured yet, and a tenth of the time is over: one should be made to know its cost."""
-        return not self._save.is_measured and self.left_s < 0.9 * (self._end - self._start)
+        return not self.save.is_measured and self.left_s < 0.9 * (self.end - self._start)
 
     @property
     def can_save(self) -> bool:
         """Whether the last save fits into the time left, with the one before it if that is under way."""
-        return self.left_s > self._n_saves() * self._save.p99
+        return self.left_s > self.n_saves() * self.save.p99
 
     def describe(self) -> str:
         """Return the rule with what is known now, as one line."""
-        n_saves, call_s = self._n_saves(), self._calls.longest_s
-        save = f"{n_saves * self._save.p99:.3g} s" if self._save.is_measured else "not measured yet"
+        n_saves, call_s = self.n_saves(), self.calls.longest_s
+        save = f"{n_saves * self.save.p99:.3g} s" if self.save.is_measured else "not measured yet"
         line = (
             f"deadline in {self.left_s:.0f} s; stops when p99 step (or longer call of run) + p99 saves + slack is left,"
-            f" now {max(self._step.p99, call_s):.3g} s + {save} + {slack_s(self._step, self._save):.3g} s"
+            f" now {max(self.step.p99, call_s):.3g} s + {save} + {slack_s(self.step, self.save):.3g} s"
         )
-        if must_stop(self.left_s, self._step, self._save, n_saves, call_s):
+        if must_stop(self.left_s, self.step, self.save, n_saves, call_s):
             return f"{line}: no step fits in, so this attempt stops at once"
         return line

@@ -52,6 +52,7 @@ class PreemptionCheckpointHandler:
 
     Attributes:
         restored_path: of the checkpoint that was restored; None for a new run.
+        deadline: when the job will be ended, and what has to fit in before; None where that is not known.
 
     Raises:
         UsageError: without a folder, or outside the main thread.
@@ -79,7 +80,7 @@ class PreemptionCheckpointHandler:
         self._attempt = Attempt(self._world, self._manager, is_counted=self._config.save_fn is None)
         self._saves = AttemptSaves(self._manager, self._attempt, schedule, self._config.save_fn)
         self._step_times, self._calls = Durations(), Calls()
-        self._deadline = self._make_deadline(time_limit_s)
+        self.deadline = self._make_deadline(time_limit_s)
         self._attempt.begin()
         if isinstance(self._world.step_flags.requester, PreemptionCheckpointHandler):
             self._world.step_flags.requester.close()
@@ -115,8 +116,8 @@ class PreemptionCheckpointHandler:
         self._saves.begin(self.step, is_restored=self.restored_path is not None)
         self._world.step_flags.attach(self)
         call_when_done(self._left)
-        if self._deadline is not None:
-            self._say(self._deadline.describe())
+        if self.deadline is not None:
+            self._say(self.deadline.describe())
 
     @property
     def latest_path(self) -> str | None:
@@ -201,12 +202,12 @@ class PreemptionCheckpointHandler:
 
     @property
     def _is_end_near(self) -> bool:
-        return any(deadline is not None and deadline.is_near for deadline in (self._deadline, self._countdown))
+        return any(deadline is not None and deadline.is_near for deadline in (self.deadline, self._countdown))
 
     @property
     def _wants_measure(self) -> bool:
         """Whether a save should be made to know what one costs before the deadline."""
-        is_unmeasured = self._deadline is not None and self._deadline.wants_measure
+        is_unmeasured = self.deadline is not None and self.deadline.wants_measure
         return is_unmeasured and self.step > self._manager.saved_step
 
     def poll(self, *args: Any, **kwargs: Any) -> None:
@@ -265,7 +266,7 @@ class PreemptionCheckpointHandler:
 
     def _obey(self, save: Callable[..., None]) -> None:
         self._agreement.require_same_step(self.step)
-        is_end_near = self._deadline is not None and self._deadline.is_near
+        is_end_near = self.deadline is not None and self.deadline.is_near
         reason = self._agreement.first_reason(self._flag.reason or ("deadline" if is_end_near else None)) or "deadline"
         is_urgent = self._agreement.any_rank(is_end_near)
         if self._config.grace_period and not self._is_counting_down and not is_urgent:
@@ -273,7 +274,7 @@ class PreemptionCheckpointHandler:
             save()
             self._count_down(self._config.grace_period)
             return
-        if self._deadline is not None and not self._deadline.can_save:
+        if self.deadline is not None and not self.deadline.can_save:
             self._say("a save may not fit into the time that is left; what counts then is the last periodic one")
         self._is_done = True
         save(is_last=True)

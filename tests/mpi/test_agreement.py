@@ -1,5 +1,7 @@
 """What one rank wants, all learn at the same poll: with every sum of gradients, and by messages where there is none."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -16,9 +18,9 @@ ROWS, BATCH = 96, 12
 class Watcher:
     """Wants what it is told to, and notes at which poll it learnt of what."""
 
-    def __init__(self, world):
+    def __init__(self, world, clock=time.monotonic):
         self.want, self.n_polls, self.learnt = Request.NONE, 0, []
-        self.agreement = Agreement(world, self.requested)
+        self.agreement = Agreement(world, self.requested, clock)
         self.world = world
 
     def requested(self):
@@ -114,8 +116,7 @@ def test_a_stop_by_one_rank_is_heard_beside_a_save_by_another(comm, watcher):
 def test_a_loop_without_gradients_agrees_by_messages(comm, watcher, is_fast):
     _, model, batches, _ = build()
     elapsed = [0.0]
-    watcher.agreement._clock = lambda: elapsed[0]
-    watcher.agreement._start_again()
+    watcher = watcher.world.step_flags.requester = Watcher(watcher.world, lambda: elapsed[0])
     n_passes = 20
     with torch.no_grad():
         for number in range(n_passes):

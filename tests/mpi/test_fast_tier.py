@@ -226,5 +226,5 @@ def test_the_memory_of_a_later_attempt_is_left_alone(run):
     first = run.attempt()
     second = run.attempt()
     save(run, second, 3, is_fast=True)
-    first._memory and first._memory.remove()
+    first.forget_copies()
     assert run.files() == ["step-00000003.h5"]

@@ -16,6 +16,7 @@ from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.errors import DesyncError, ExitCode, NoProgressError, UsageError
 from hpcdist.resilience.deadline import MIN_SLACK_S
 from hpcdist.resilience.stop import SIGNALS
+from hpcdist.runtime.step_flags import Request
 
 pytestmark = pytest.mark.mpi
 ROWS, BATCH = 96, 12
@@ -272,16 +273,14 @@ def test_an_early_end_by_sys_exit_saves_too(comm, shared_path, make_job, code):
 
 def test_an_evaluation_passed_to_run_is_not_cut_in_two(comm, shared_path, make_job):
     job = make_job()
-    job.handler.stop()
-    seen = job.handler
 
     def evaluate():
+        job.handler.stop()
         return sum(len(x) for x in job.test_batches)
 
-    with seen._busy():
-        n_rows = job.strategy.reduce("sum", torch.tensor(float(evaluate())), axis=None)
+    n_rows = job.strategy.reduce("sum", torch.tensor(float(job.handler.run(evaluate))), axis=None)
     assert n_rows == ROWS
-    assert stopped(comm, lambda: [seen.run(evaluate) for _ in range(5)]) == 75
+    assert stopped(comm, lambda: [job.handler.run(evaluate) for _ in range(5)]) == 75
 
 
 def test_a_loop_under_no_sync(comm, make_job):
@@ -340,7 +339,7 @@ def test_a_deadline(comm, shared_path, make_job, capfd):
     assert stopped(comm, lambda: job.train(10**6, lambda step: time.sleep(0.02))) == 75
     assert 0.5 < time.monotonic() - started < 4
     assert decision(comm, shared_path)["reason"] == "deadline"
-    assert job.handler._saves.times.is_measured, "a first save was made to know what one costs"
+    assert len(list(shared_path.rglob("step-*.json"))) == 2, "a first save was made to know what one costs"
 
 
 @pytest.mark.parametrize("is_in_run", [False, True])
@@ -354,10 +353,10 @@ def test_the_deadline_leaves_time_for_one_more_evaluation(comm, shared_path, mak
                 job.handler.run(job.strategy.run, job.step, args=(x,)) if is_in_run else job.step(x)
 
     train(15)
-    assert job.handler._calls.longest_s == 0.0, "calls that are steps have their p99"
+    assert job.handler.deadline.calls.longest_s == 0.0, "calls that are steps have their p99"
     job.handler.run(time.sleep, 3)
     train(1)
-    job.handler._deadline._end = time.time() + MIN_SLACK_S + 2.9
+    job.handler.deadline.end = time.time() + MIN_SLACK_S + 2.9
     assert stopped(comm, lambda: train(1)) == 75
     assert decision(comm, shared_path)["reason"] == "deadline"
 
@@ -368,7 +367,7 @@ def test_a_deadline_that_comes_near_in_an_evaluation_lets_no_step_begin(comm, ma
     job.train(1)
 
     def evaluate():
-        job.handler._deadline._end = time.time() + MIN_SLACK_S
+        job.handler.deadline.end = time.time() + MIN_SLACK_S
 
     job.handler.run(evaluate)
     before = job.handler.step
@@ -396,13 +395,13 @@ def test_what_a_save_costs_is_with_its_read_back(comm, make_job, monkeypatch):
     verify = Manifest.verify
     monkeypatch.setattr(Manifest, "verify", lambda *arguments: (time.sleep(0.5), verify(*arguments)))
     job, n_saves = make_job(time_limit_s=600, save_every_steps=5), []
-    job.train(1, lambda step: n_saves.append(job.handler._saves.n_at_end(job.handler.step)))
-    assert job.handler._saves.times.p99 >= 0.5
+    job.train(1, lambda step: n_saves.append(job.handler.deadline.n_saves()))
+    assert job.handler.deadline.save.p99 >= 0.5
     assert n_saves[:6] == [1, 1, 1, 2, 2, 1], "one is due after the fifth"
     job.manager.save(N_STEPS, blocking=False)
-    assert job.handler._saves.n_at_end(job.handler.step) == (2 if comm.rank == 0 else 1), "one is read back"
+    assert job.handler.deadline.n_saves() == (2 if comm.rank == 0 else 1), "one is read back"
     job.manager.wait()
-    assert job.handler._saves.n_at_end(job.handler.step) == 1
+    assert job.handler.deadline.n_saves() == 1
 
 
 def test_saves_that_become_slower_are_measured_too(comm, make_job, monkeypatch):
@@ -414,7 +413,7 @@ def test_saves_that_become_slower_are_measured_too(comm, make_job, monkeypatch):
         delay_s[0] = 0.5 if step >= 3 else 0.0
 
     job.train(1, slow_down)
-    assert (job.handler._saves.times.p99 >= 0.5) == (comm.rank == 0), "the chief alone has to know"
+    assert (job.handler.deadline.save.p99 >= 0.5) == (comm.rank == 0), "the chief alone has to know"
 
 
 def test_watcher_save_fn_and_exit_fn(comm, make_job):
@@ -595,7 +594,7 @@ def test_a_later_handler_takes_over(comm, make_job):
     first.handler.close()
     assert second.strategy.world.step_flags.requester is second.handler
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert (first.handler._flag.reason, second.handler._flag.reason) == (None, f"SIGUSR1 on rank {comm.rank}")
+    assert (first.handler.requested(), second.handler.requested()) == (Request.NONE, Request.STOP)
 
 
 def test_what_cannot_be(comm, shared_path):
@@ -611,4 +610,4 @@ def test_threads_do_not_poll(make_job):
     thread = threading.Thread(target=job.handler.poll)
     thread.start()
     thread.join()
-    assert not job.handler._is_done
+    assert job.handler.requested() == Request.STOP, "a handler that has stopped requests nothing"

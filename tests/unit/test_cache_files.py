@@ -3,6 +3,7 @@
 import errno
 import functools
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -208,8 +209,10 @@ def test_a_file_that_cannot_be_opened_now_is_found_later(number, tmp_path, monke
 def test_a_file_that_is_gone_ends_the_pass_with_advice(number, advice, tmp_path, monkeypatch, calls):
     read(arrays().map(square).cache(tmp_path / "c"))
     calls.clear()
+    [path] = files_of(tmp_path)
+    for copy in range(20):  # more than stay open
+        shutil.copy(path, tmp_path / f"c.z{copy}.rows")
     dataset = arrays().map(square).cache(tmp_path / "c")
-    dataset.source._store._files.close()
 
     def refusing(*_, **__):
         raise OSError(number, os.strerror(number))

@@ -38,7 +38,7 @@ def test_p99(seconds, p99):
 
 def test_memory_is_bounded_and_old_measures_are_forgotten():
     made = durations(*[100.0] * 10, *[1.0] * N_REMEMBERED)
-    assert len(made._last) == N_REMEMBERED
+    assert made.n_remembered == N_REMEMBERED
     assert made.p99 == 1.0
 
 
@@ -118,8 +118,8 @@ def test_evaluations_that_become_shorter_are_expected_when_the_longest_is_forgot
 
 def test_memory_of_calls_is_bounded():
     calls, _ = calls_of(*[10.0 - number / 10**4 for number in range(10**4)])
-    assert len(calls._expected) <= EXPECTED_TIMES + 1
-    assert len(calls_of(*[1.0] * 1000)[0]._expected) == 1
+    assert calls.n_remembered <= EXPECTED_TIMES + 1
+    assert calls_of(*[1.0] * 1000)[0].n_remembered == 1
 
 
 def test_a_deadline_comes_nearer_and_says_so():

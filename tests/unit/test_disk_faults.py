@@ -4,6 +4,7 @@
 """
 
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ from hpcdist.checkpoint import durable, folder, generations
 from hpcdist.errors import CheckpointError, ExitCode
 
 EVERY = 1 if os.environ.get("EVERY_CASE") else 3
-CALLS = ["mkdir", "open", "_fallocate", "pwrite", "fsync", "close", "replace", "unlink", "rmdir", "listdir", "statvfs"]
+CALLS = ["mkdir", "open", "fallocate", "pwrite", "fsync", "close", "replace", "unlink", "rmdir", "listdir", "statvfs"]
 REFUSALS = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS]
 #: Old checkpoints that cannot be removed, or looked for, stay, and the log says so: no reason to end a job.
 TOLERATED = ["unlink", "rmdir", "listdir"]
@@ -33,7 +34,7 @@ EXPECTED = [
 
 
 #: What `durable` calls by itself, past `os`.
-OWN_CALLS = {"_fallocate": durable._fallocate}
+OWN_CALLS = {"fallocate": durable.fallocate}
 
 
 class FaultyOs:
@@ -43,9 +44,9 @@ class FaultyOs:
         self.call, self.nth, self.code, self.n_calls = call, nth, code, 0
 
     def __getattr__(self, name):
-        return self._fail_once if name == self.call else getattr(os, name)
+        return self.fail_once if name == self.call else getattr(os, name)
 
-    def _fail_once(self, *arguments):
+    def fail_once(self, *arguments):
         self.n_calls += 1
         if self.n_calls != self.nth:
             return (OWN_CALLS.get(self.call) or getattr(os, self.call))(*arguments)
@@ -74,7 +75,7 @@ def run_with_fault(path, template, monkeypatch, faulty):
         for module in (durable, folder, generations):
             patch.setattr(module, "os", faulty)
         if faulty.call in OWN_CALLS:
-            patch.setattr(durable, faulty.call, faulty._fail_once)
+            patch.setattr(durable, faulty.call, faulty.fail_once)
         try:
             Training(path, None, told.append).run()
         except CheckpointError as error:
@@ -165,7 +166,7 @@ def test_a_file_and_its_name_are_forced_to_the_disk(tmp_path, monkeypatch):
 
 
 def test_blocks_that_a_disk_does_not_take_directly_go_through_the_page_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(durable, "_set_direct", lambda descriptor, is_wanted: is_wanted)
+    monkeypatch.setattr(fcntl, "fcntl", lambda descriptor, command, flags=0: 0)  # O_DIRECT is taken, it seems
     monkeypatch.setattr(durable, "os", FaultyOs("pwrite", 1, errno.EINVAL))
     block = memoryview(bytes(range(256)) * 32)
     durable.replace_file(durable.Disk(), tmp_path / "name", [block], len(block))

@@ -3,7 +3,7 @@ from array import array
 
 import pytest
 
-from hpcdist.diagnostics.journal import N_REMEMBERED, Journal
+from hpcdist.diagnostics.journal import N_KEPT, Journal
 
 
 def run(journal, n_collectives, op="all_reduce"):
@@ -28,10 +28,10 @@ def test_current_is_the_one_that_is_under_way():
 def test_the_last_64_are_remembered():
     journal = Journal()
     run(journal, 100)
-    assert [entry.number for entry in journal.entries] == list(range(101 - N_REMEMBERED, 101))
+    assert [entry.number for entry in journal.entries] == list(range(101 - N_KEPT, 101))
     assert [entry.n_elements for entry in journal.entries][-1] == 99
     journal.enter("broadcast", "int64", 5)
-    assert len(journal.entries) == N_REMEMBERED
+    assert len(journal.entries) == N_KEPT
     assert journal.entries[-1].op == "broadcast"
 
 
@@ -42,8 +42,8 @@ def test_the_unfinished_are_marked():
     journal.enter("broadcast", "int64", 3)
     first, second, third = journal.describe().splitlines()
     assert first.split() == ["1", "all_reduce", "float32", "x", "0", first.split()[-2], "ms"]
-    assert second.split(maxsplit=5) == ["2", "all_reduce", "float64", "x", "7", "left by an error"]
-    assert third.split(maxsplit=5)[5].startswith("under way for 0.")
+    assert second.split(maxsplit=5) == ["2", "all_reduce", "float64", "x", "7", "ended by an error"]
+    assert third.split(maxsplit=5)[5].startswith("running for 0.")
     journal.leave()
     assert journal.describe().splitlines()[2].endswith(" ms")
 
@@ -59,7 +59,7 @@ def test_the_board_tells_who_is_behind(stride):
 
 
 def test_without_a_board_nobody_is_behind():
-    journal = Journal(place=2)
+    journal = Journal(local_rank=2)
     run(journal, 3)
     assert journal.board.tolist() == [3]
     assert journal.behind() == []

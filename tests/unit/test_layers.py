@@ -11,30 +11,28 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "hpcdist"
 LAYERS = {
     "errors": 0,
+    "dtypes": 0,
+    "background": 0,
     "cluster": 1,
     "plan": 1,
     "checkpoint": 1,
-    "process": 2,
-    "world": 2,
-    "abort": 2,
-    "mpi": 2,
-    "segments": 1,
-    "notices": 1,
-    "collectives": 3,
-    "gradients": 4,
-    "data": 4,
-    "strategy": 5,
-    "resilience": 5,
-    "cluster_resolver": 6,
-    "experimental": 6,
+    "runtime": 2,
+    "diagnostics": 3,
+    "collectives": 4,
+    "gradients": 5,
+    "data": 5,
+    "strategy": 6,
+    "resilience": 6,
+    "cluster_resolver": 7,
+    "experimental": 7,
 }
 #: Dependency -> the only modules and folders that may import it.
 DOORS = {
-    "mpi4py": {"mpi"},
+    "mpi4py": {"runtime.mpi"},
     "h5py": {"checkpoint.layout", "checkpoint.safe_open"},
     "torch": {"data", "gradients", "strategy"},
-    "cupy": {"collectives.cuda"},
-    "cupyx": {"collectives.cuda"},
+    "cupy": {"collectives.gpu.cupy_door"},
+    "cupyx": {"collectives.gpu.cupy_door"},
     "torch_xla": {"strategy.tpu"},
     "pickle": set(),
 }
@@ -67,8 +65,7 @@ def test_imports_go_down_only(name):
     for imported in imports(MODULES[name]):
         if imported.startswith("hpcdist."):
             other = imported.split(".")[1]
-            same_place = other == folder or {other, folder} <= {"process", "world", "abort", "mpi"}
-            assert same_place or LAYERS[other] < LAYERS[folder], f"{name} imports {imported}"
+            assert other == folder or LAYERS[other] < LAYERS[folder], f"{name} imports {imported}"
 
 
 @pytest.mark.parametrize("dependency", sorted(DOORS))
@@ -99,7 +96,7 @@ def test_only_one_file_changes_a_disk():
     """What it does can be made to fail, or be replayed. What may be lost is apart: names in memory, and caches."""
     changes = r"os\.(fsync|fdatasync|unlink|remove|rename|replace|rmdir|mkdir|makedirs|pwrite)\b|rmtree|\.unlink\("
     users = {name for name, path in MODULES.items() if re.search(changes, path.read_text())}
-    assert users == {"checkpoint.durable", "segments", "resilience.fast_tier", "data.row_store"}
+    assert users == {"checkpoint.durable", "runtime.mpich_shm", "resilience.fast_tier", "data.row_store"}
 
 
 def test_imports_are_statements():
@@ -108,9 +105,9 @@ def test_imports_are_statements():
     assert users == {"__init__"}
 
 
-def test_comm_world_is_named_in_layer_2_only():
+def test_comm_world_is_named_in_runtime_only():
     users = {name for name, path in MODULES.items() if "COMM_WORLD" in path.read_text().replace("of COMM_WORLD", "")}
-    assert users <= {"process", "world", "cluster.environment"}
+    assert users <= {"runtime.process", "runtime.world", "cluster.environment"}
 
 
 def test_the_table_in_architecture_names_every_folder():

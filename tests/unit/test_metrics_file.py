@@ -7,12 +7,14 @@ import json
 import os
 import resource
 import signal
+from io import FileIO
 
 import numpy as np
 import pytest
 
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.errors import CheckpointDamaged, CheckpointError, ExitCode, UsageError
+from hpcdist.resilience import metrics_file
 from hpcdist.resilience.metrics_file import MetricsFile
 
 
@@ -210,9 +212,9 @@ def test_a_disk_that_refuses(path):
 def test_records_are_durable_before_a_checkpoint_counts_them(path, monkeypatch):
     synced = []
     file = written(path, [1])
-    monkeypatch.setattr(os, "fsync", synced.append)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
     file.state_dict()
-    assert synced == [file._file.fileno()]
+    assert synced == [path.stat().st_ino]
 
 
 class FullDisk(Disk):
@@ -229,10 +231,10 @@ class FullDisk(Disk):
 @pytest.mark.parametrize(
     "act",
     [
-        lambda file: file.state_dict(),
-        lambda file: MetricsFile(file.path, OneRank(), disk=file._disk).load_state_dict({"records": 1, "last_step": 1}),
-        lambda file: MetricsFile(file.path, OneRank(), disk=file._disk).claim(),
-        lambda file: MetricsFile(file.path, OneRank(), disk=file._disk).write(2),
+        lambda file, disk: file.state_dict(),
+        lambda file, disk: MetricsFile(file.path, OneRank(), disk=disk).load_state_dict({"records": 1, "last_step": 1}),
+        lambda file, disk: MetricsFile(file.path, OneRank(), disk=disk).claim(),
+        lambda file, disk: MetricsFile(file.path, OneRank(), disk=disk).write(2),
     ],
     ids=["state_dict", "load_state_dict", "claim", "write"],
 )
@@ -242,7 +244,7 @@ def test_a_disk_that_is_full_is_told(path, act):
     file.write(1)
     disk.is_full = True
     with pytest.raises(CheckpointError, match="No space left on device; free space") as caught:
-        act(file)
+        act(file, disk)
     assert caught.value.exit_code == ExitCode.CHECKPOINT_IO
     assert records(path) == [{"step": 1}], "what was there stays"
 
@@ -277,12 +279,24 @@ def test_a_record_is_there_once_when_its_write_is_tried_again(path, n_more):
     assert [record["step"] for record in records(path)] == [1, 2]
 
 
+class UncutFile(FileIO):
+    """A file that cannot be made shorter, while that is refused."""
+
+    is_refused = False
+
+    def truncate(self, size=None):
+        if self.is_refused:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().truncate(size)
+
+
 def test_a_part_of_a_record_that_could_not_be_cut_off_is_cut_off_later(path, monkeypatch):
+    monkeypatch.setattr(metrics_file, "FileIO", UncutFile)
     file = MetricsFile(path, OneRank())
     file.write(1, text="x" * (1 << 16))
     before = path.read_bytes()
     with small_files(len(before) + 10), monkeypatch.context() as patch:
-        patch.setattr(file, "_cut", lambda file, last_step: os.truncate(path / "not there", 0))
+        patch.setattr(UncutFile, "is_refused", True)
         with pytest.raises(CheckpointError, match="File too large"):
             file.write(2)
     assert path.read_bytes() == before + b'{"step": 2'

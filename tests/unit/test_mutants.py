@@ -1,27 +1,31 @@
-"""The safeties that `make mutants` takes out are still there, each once; of three it is shown that tests notice."""
+"""The safeties that `make mutants` takes out are still there, each once; of three it is shown that tests notice.
+
+What a mutant is fastened to is looked up in a small package.
+"""
 
 import subprocess
 from pathlib import Path
 
 import pytest
 from mutants import ROOT, is_noticed, make_copy
-from safeties import FILE, FOLDER, MUTANTS
+from mutation import marks, mutated
+from safeties import FILE, FOLDER, MUTANTS, MarkedLine, Mutant
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.what)
-def test_its_text_is_in_the_package_once(mutant):
-    text = (ROOT / mutant.path).read_text()
-    assert text.count(mutant.text) == 1
-    changed = text.replace(mutant.text, mutant.instead)
-    if mutant.path.endswith(".py"):
-        compile(changed, mutant.path, "exec")
+def test_it_can_be_taken_out(mutant):
+    path, text = mutated(mutant, ROOT)
+    assert text != path.read_text()
+    if path.suffix == ".py":
+        compile(text, path, "exec")
     else:
-        subprocess.run(["bash", "-n"], input=changed, text=True, check=True)
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
-def test_there_are_enough():
-    assert len(MUTANTS) >= 20
-    assert len({mutant.what for mutant in MUTANTS}) == len(MUTANTS)
+def test_there_are_enough_and_each_mark_has_one():
+    names = [mutant.what for mutant in MUTANTS]
+    assert len(set(names)) == len(names) >= 109
+    assert {name for name, *_ in marks(ROOT)} == {mutant.what for mutant in MUTANTS if isinstance(mutant, MarkedLine)}
 
 
 @pytest.mark.timeout(300)
@@ -31,3 +35,93 @@ def test_a_sample_is_noticed(fast_folder, what):
     mutant = next(mutant for mutant in MUTANTS if mutant.what == what)
     assert mutant.tests in (FOLDER, FILE)
     assert is_noticed(mutant, Path(fast_folder))
+
+
+# -- how a mutant is fastened -------------------------------------------------------------------------------------
+
+MODULE = """
+LIMIT: int = 4
+
+class Folder:
+    def write(self, path):
+        if self.is_full("disk", path): raise OSError
+        sync(path, at_once=True)
+
+        def again(): sync(path)
+        return [path, LIMIT]
+"""
+SCRIPT = """if true; then echo a; fi # safety: one
+# safety: two, three
+echo b # said twice: echo
+"""
+
+
+@pytest.fixture
+def package(tmp_path):
+    """Return a folder with a package and a script."""
+    for path, text in [("hpcdist/part/disk.py", MODULE), ("hpcdist/other.py", "LIMIT = 5"), ("slurm/a.sh", SCRIPT)]:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("where", "old", "new", "changed"),
+    [
+        ("Folder.write", "self.is_full('disk',path) # ", "False", "if False:"),
+        (
+            "Folder.write",
+            "if self.is_full(...): ...",
+            "sync(path)",
+            "        sync(path)\n        sync(path, at_once=True)",
+        ),
+        ("Folder.write", "self.is_full(..., path, ...)", "not path", "if not path:"),
+        ("Folder.write", "raise OSError", "print()\nreturn", "print()\n            return"),
+        ("Folder.write", "[path, ...]", "path", "return path"),
+        ("Folder.write.again", "sync(...)", "pass", "def again():\n            pass"),
+        ("Folder", "return ...", "return 7", "return 7"),
+        ("disk:LIMIT", "4", "9", "LIMIT: int = 9"),
+        ("part/disk:LIMIT", "4", "9", "LIMIT: int = 9"),
+    ],
+)
+def test_what_is_named_is_replaced(package, where, old, new, changed):
+    path, text = mutated(Mutant("one", where, old, new, ""), package)
+    assert path == package / "hpcdist/part/disk.py"
+    assert changed in text
+
+
+@pytest.mark.parametrize(
+    ("where", "old", "message"),
+    [
+        ("Folder.read", "path", "one definition of Folder.read, got 0"),
+        ("LIMIT", "4", "one definition of LIMIT, got 2"),
+        ("isk:LIMIT", "4", "one definition of isk:LIMIT, got 0"),
+        ("Folder.write", "sync(...)", r"one 'sync\(...\)' in Folder.write, got 2"),
+        ("Folder.write", "sync()", r"one 'sync\(\)' in Folder.write, got 0"),
+        ("Folder.write", "sync(path, at_once=False)", "got 0"),
+        ("Folder.write", "if self.is_full(..., path, True): ...", "got 0"),
+    ],
+)
+def test_what_is_not_there_once_is_told(package, where, old, message):
+    with pytest.raises(ValueError, match=f"mutant 'one': expected .*{message}"):
+        mutated(Mutant("one", where, old, "pass", ""), package)
+
+
+@pytest.mark.parametrize(
+    ("what", "pattern", "changed"),
+    [
+        ("one", "true", SCRIPT.replace("if true", "if NEW")),
+        ("two", "b", SCRIPT.replace("echo b", "echo NEW")),
+        ("three", "b", SCRIPT.replace("echo b", "echo NEW")),
+    ],
+)
+def test_a_marked_line_is_changed(package, what, pattern, changed):
+    assert mutated(MarkedLine(what, pattern, "NEW", ""), package) == (package / "slurm/a.sh", changed)
+
+
+@pytest.mark.parametrize(
+    ("what", "pattern", "message"), [("four", "", "one mark, got 0"), ("one", "x", "once"), ("two", "echo", "once")]
+)
+def test_a_mark_or_pattern_that_is_not_there_once_is_told(package, what, pattern, message):
+    with pytest.raises(ValueError, match=f"mutant '{what}': expected .*{message}"):
+        mutated(MarkedLine(what, pattern, "", ""), package)

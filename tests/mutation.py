@@ -1,0 +1,142 @@
+"""Takes a safety out of a copy of the package: see safeties.py."""
+
+import ast
+import functools
+import re
+
+from safeties import MarkedLine
+
+#: Precedes the names of safeties, with commas between them.
+MARK = "# safety: "
+
+
+def mutated(mutant, root):
+    """Return the file that a mutant changes, and its new text.
+
+    Raises:
+        ValueError: when what it changes is not there, or not once.
+    """
+    try:
+        if isinstance(mutant, MarkedLine):
+            return _change_marked(mutant, root)
+        return _change_named(mutant, root)
+    except ValueError as error:
+        raise ValueError(f"mutant {mutant.what!r}: {error}") from None
+
+
+def _only(found, what):
+    if len(found) != 1:
+        raise ValueError(f"expected one {what}, got {len(found)}")
+    return found[0]
+
+
+# -- what is found by its name ------------------------------------------------------------------------------------
+
+
+def _change_named(mutant, root):
+    module, _, name = mutant.where.rpartition(":")
+    paths = [path for path in _definitions(root).get(name, ()) if _is_module(path, module)]
+    path = root / _only(paths, f"definition of {mutant.where}")
+    tree = ast.parse(path.read_text())
+    definition = next(node for found, node in _named_nodes(tree) if found == name)
+    replacing = _Replacing(mutant.old, mutant.new)
+    replacing.generic_visit(definition)
+    _only(replacing.found, f"{mutant.old!r} in {mutant.where}")
+    return path, ast.unparse(ast.fix_missing_locations(tree))
+
+
+def _is_module(path, end):
+    """Return whether a path of a module has this end; all have the end ""."""
+    return not end or f"/{path.with_suffix('')}".endswith(f"/{end}")
+
+
+@functools.cache
+def _definitions(root):
+    """Return the files, relative to `root`, in which each qualified name is defined; one for each definition."""
+    found = {}
+    for path in sorted((root / "hpcdist").rglob("*.py")):
+        for name, _ in _named_nodes(ast.parse(path.read_text())):
+            found.setdefault(name, []).append(path.relative_to(root))
+    return found
+
+
+def _named_nodes(node, prefix=""):
+    """Yield (qualified name, node) of functions, classes and constants."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield prefix + child.name, child
+            yield from _named_nodes(child, f"{prefix}{child.name}.")
+        elif isinstance(child, (ast.Assign, ast.AnnAssign)):
+            targets = child.targets if isinstance(child, ast.Assign) else [child.target]
+            yield from ((prefix + target.id, child) for target in targets if isinstance(target, ast.Name))
+        elif isinstance(child, ast.stmt):
+            yield from _named_nodes(child, prefix)
+
+
+class _Replacing(ast.NodeTransformer):
+    """Puts new code in place of each node that is like the old code.
+
+    Attributes:
+        found: the nodes that were replaced.
+    """
+
+    def __init__(self, old, new):
+        self.found = []
+        self._old, self._new = ast.parse(old).body[0], ast.parse(new).body
+        if isinstance(self._old, ast.Expr) and isinstance(self._new[0], ast.Expr):
+            self._old, self._new = self._old.value, self._new[0].value
+
+    def visit(self, node):
+        if not _is_like(node, self._old):
+            return self.generic_visit(node)
+        self.found.append(node)
+        return self._new
+
+
+def _is_like(found, pattern):
+    """Return whether two nodes, or two lists or values in them, are the same; `...` in the pattern is any."""
+    if _is_any(pattern):
+        return isinstance(found, ast.AST)
+    if isinstance(pattern, list):
+        is_open = bool(pattern) and _is_any(pattern[-1])
+        given = pattern[:-1] if is_open else pattern
+        has_length = len(found) >= len(given) if is_open else len(found) == len(given)
+        return has_length and all(map(_is_like, found, given))
+    if not isinstance(pattern, ast.AST):
+        return found == pattern
+    fields = set(pattern._fields)
+    if isinstance(pattern, ast.Call) and pattern.args and _is_any(pattern.args[-1]):
+        fields.remove("keywords")
+    return type(found) is type(pattern) and all(
+        _is_like(getattr(found, name), getattr(pattern, name)) for name in fields
+    )
+
+
+def _is_any(pattern):
+    if isinstance(pattern, ast.Expr):
+        return _is_any(pattern.value)
+    return isinstance(pattern, ast.Constant) and pattern.value is ...
+
+
+# -- what is found by its mark ------------------------------------------------------------------------------------
+
+
+def _change_marked(mutant, root):
+    path, number = _only([(path, n) for name, path, n in marks(root) if name == mutant.what], "mark")
+    lines = path.read_text().splitlines()
+    code, mark, names = lines[number].partition(MARK)
+    changed, n_found = re.subn(mutant.pattern, lambda _: mutant.new, code)
+    if n_found != 1:
+        raise ValueError(f"expected the marked line to match {mutant.pattern!r} once, got {code!r}")
+    lines[number] = changed + mark + names
+    return path, "\n".join([*lines, ""])
+
+
+def marks(root):
+    """Return (safety, file, number of the line that it marks) of all marks."""
+    found = []
+    for path in sorted([*(root / "hpcdist").rglob("*.py"), *(root / "slurm").iterdir()]):
+        for number, line in enumerate(path.read_text().splitlines()):
+            code, _, names = line.partition(MARK)
+            found += [(name, path, number + (not code.strip())) for name in names.split(", ") if name]
+    return found
