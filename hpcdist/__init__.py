@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from hpcdist.resilience.preemption import PreemptionCheckpointHandler as PreemptionCheckpointHandler
     from hpcdist.resilience.schedule import SaveSchedule as SaveSchedule
     from hpcdist.resilience.termination import TerminationConfig as TerminationConfig
-    from hpcdist.strategy import metrics as metrics
     from hpcdist.strategy.base import Strategy as Strategy
     from hpcdist.strategy.base import ValueContext as ValueContext
+    from hpcdist.strategy.base import experimental_set_strategy as experimental_set_strategy
     from hpcdist.strategy.base import get_replica_context as get_replica_context
     from hpcdist.strategy.base import get_strategy as get_strategy
     from hpcdist.strategy.base import has_strategy as has_strategy
@@ -59,20 +59,20 @@ if TYPE_CHECKING:
     from hpcdist.strategy.mirrored import MirroredStrategy as MirroredStrategy
     from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from hpcdist.strategy.one_device import OneDeviceStrategy as OneDeviceStrategy
-    from hpcdist.strategy.reduce_op import ReduceOp as ReduceOp
+    from hpcdist.strategy.reduce import ReduceOp as ReduceOp
     from hpcdist.strategy.replica_context import ReplicaContext as ReplicaContext
-    from hpcdist.strategy.set_strategy import experimental_set_strategy as experimental_set_strategy
-    from hpcdist.strategy.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
-    from hpcdist.strategy.sync_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
-    from hpcdist.strategy.tpu import TPUStrategy as TPUStrategy
-    from hpcdist.strategy.tpu import experimental_connect_to_cluster as experimental_connect_to_cluster
-    from hpcdist.strategy.tpu import initialize_tpu_system as initialize_tpu_system
     from hpcdist.strategy.values import DistributedValues as DistributedValues
     from hpcdist.strategy.values import Mirrored as Mirrored
     from hpcdist.strategy.values import PerReplica as PerReplica
-    from hpcdist.strategy.variable_kinds import VariableAggregation as VariableAggregation
-    from hpcdist.strategy.variable_kinds import VariableSynchronization as VariableSynchronization
-    from hpcdist.strategy.variables import Variable as Variable
+    from hpcdist.tf_compat import metrics as metrics
+    from hpcdist.tf_compat.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+    from hpcdist.tf_compat.sync_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
+    from hpcdist.tf_compat.tpu import TPUStrategy as TPUStrategy
+    from hpcdist.tf_compat.tpu import experimental_connect_to_cluster as experimental_connect_to_cluster
+    from hpcdist.tf_compat.tpu import initialize_tpu_system as initialize_tpu_system
+    from hpcdist.tf_compat.variables import Variable as Variable
+    from hpcdist.tf_compat.variables import VariableAggregation as VariableAggregation
+    from hpcdist.tf_compat.variables import VariableSynchronization as VariableSynchronization
 
 __version__ = "0.1.0"
 
@@ -103,7 +103,7 @@ _MODULES = {
     "Options": "data.options",
     "PerReplica": "strategy.values",
     "PreemptionCheckpointHandler": "resilience.preemption",
-    "ReduceOp": "strategy.reduce_op",
+    "ReduceOp": "strategy.reduce",
     "ReductionToOneDevice": "collectives.cross_device_ops",
     "ReplicaContext": "strategy.replica_context",
     "SHARD_HINT": "data.options",
@@ -111,32 +111,32 @@ _MODULES = {
     "SlurmClusterResolver": "cluster.slurm",
     "Strategy": "strategy.base",
     "StrategyExtended": "strategy.extended",
-    "SyncBatchNorm": "strategy.sync_batch_norm",
+    "SyncBatchNorm": "tf_compat.sync_batch_norm",
     "TFConfigClusterResolver": "cluster.tf_config",
     "TPUClusterResolver": "cluster.tpu",
-    "TPUStrategy": "strategy.tpu",
+    "TPUStrategy": "tf_compat.tpu",
     "Task": "cluster.spec",
     "SaveSchedule": "resilience.schedule",
     "TerminationConfig": "resilience.termination",
     "UnionResolver": "cluster.union",
     "ValueContext": "strategy.base",
-    "Variable": "strategy.variables",
-    "VariableAggregation": "strategy.variable_kinds",
-    "VariableSynchronization": "strategy.variable_kinds",
+    "Variable": "tf_compat.variables",
+    "VariableAggregation": "tf_compat.variables",
+    "VariableSynchronization": "tf_compat.variables",
     "all_gather": "collectives.calls",
     "all_reduce": "collectives.calls",
     "all_reduce_async": "collectives.calls",
     "broadcast": "collectives.calls",
     "compute_average_loss": "strategy.losses",
-    "convert_sync_batchnorm": "strategy.sync_batch_norm",
-    "experimental_connect_to_cluster": "strategy.tpu",
-    "experimental_set_strategy": "strategy.set_strategy",
+    "convert_sync_batchnorm": "tf_compat.sync_batch_norm",
+    "experimental_connect_to_cluster": "tf_compat.tpu",
+    "experimental_set_strategy": "strategy.base",
     "gather_objects": "collectives.calls",
     "get_replica_context": "strategy.base",
     "get_strategy": "strategy.base",
     "has_strategy": "strategy.base",
     "in_cross_replica_context": "strategy.base",
-    "initialize_tpu_system": "strategy.tpu",
+    "initialize_tpu_system": "tf_compat.tpu",
     "latest_checkpoint": "checkpoint.reader",
     "reduce_scatter": "collectives.calls",
     "scale_regularization_loss": "strategy.losses",
@@ -145,7 +145,7 @@ _MODULES = {
 _WHOLE_MODULES = {
     "cluster_resolver": "cluster_resolver",
     "experimental": "experimental",
-    "metrics": "strategy.metrics",
+    "metrics": "tf_compat.metrics",
 }
 
 __all__ = sorted({**_MODULES, **_WHOLE_MODULES})

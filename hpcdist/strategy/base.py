@@ -16,12 +16,15 @@ from hpcdist.data.nest import Nest
 from hpcdist.data.options import InputContext, InputOptions
 from hpcdist.data.reading import explaining_empty_parts
 from hpcdist.errors import UsageError
+from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
 from hpcdist.runtime.step_flags import single_rank_flags
 from hpcdist.strategy import context
 from hpcdist.strategy.extended import StrategyExtended
-from hpcdist.strategy.reducing import Reducing
+from hpcdist.strategy.reduce import Axis, ReduceOp, check_axis, gather_values, reduce_over_axis, reduce_values
 from hpcdist.strategy.replica_context import OnlyReplica, ReplicaContext
-from hpcdist.strategy.values import PerReplica, regroup, select
+from hpcdist.strategy.values import DistributedValues, PerReplica, local_values, regroup, select
+
+_single = ReplicaScheduler(range(1), [])
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class ValueContext:
     num_replicas_in_sync: int
 
 
-class Strategy(Reducing):
+class Strategy:
     """What tf.distribute.Strategy offers, with one replica per process.
 
     This class alone is the pass-through strategy: one replica, nothing to communicate.
@@ -63,7 +66,7 @@ class Strategy(Reducing):
         Raises:
             RuntimeError: inside `run`, or inside another strategy.
         """
-        self._require_cross_replica("scope", "enter it before run")
+        self.require_cross_replica("scope", "enter it before run")
         with context.entered(self), self._entering():
             yield self
 
@@ -72,6 +75,28 @@ class Strategy(Reducing):
         """Do what makes modules and tensors of the block this strategy's."""
         with self._watching(), self._placing():
             yield
+
+    # -- what subclasses with several replicas override ------------------------------------------------------------
+
+    @property
+    def own_replicas(self) -> range:
+        """The replicas of this process."""
+        return range(1)
+
+    @property
+    def scheduler(self) -> ReplicaScheduler:
+        """Runs the replicas of this process."""
+        return _single
+
+    def sum_over_replicas(self, rows: list[Any]) -> Any:
+        """Return the sum of flat host arrays, one of each local replica, over all replicas. May overwrite them."""
+        return rows[0]
+
+    def gather_over_ranks(self, rows: Any, error: UsageError | None) -> tuple[Any, int]:
+        """Return the (rows, ...) host arrays of all ranks joined, and where this rank's begins; or raise on all."""
+        if error is not None:
+            raise error
+        return rows, 0
 
     def _watching(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -145,13 +170,13 @@ class Strategy(Reducing):
             for place, replica in enumerate(self.own_replicas)
         ]
         try:
-            return self._regroup(self._scheduler.run(calls))
+            return self._regroup(self.scheduler.run(calls))
         except BaseException:
             self._stop_replicas()
             raise
 
     def _call(self, replica: ReplicaContext, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        args, kwargs = select(replica.place, args), select(replica.place, kwargs)
+        args, kwargs = select(replica.local_index, args), select(replica.local_index, kwargs)
         with context.entered(self, replica), self._placing(), explaining_empty_parts((args, kwargs)):
             return fn(*args, **kwargs)
 
@@ -166,18 +191,101 @@ class Strategy(Reducing):
     ) -> Any:
         def combine(brought: list[Any]) -> list[Any]:
             all_args, all_kwargs = regroup(brought)
-            with self._scheduler.merging(), context.entered(self):
+            with self.scheduler.merging(), context.entered(self):
                 result = merge_fn(self, *all_args, **all_kwargs)
             return [select(place, result) for place in range(len(brought))]
 
-        return self._scheduler.merge("a merge_call", (tuple(args), kwargs), combine)
+        return self.scheduler.merge("a merge_call", (tuple(args), kwargs), combine)
 
     def _prepare(self, args: Any) -> None:
         """Make models equal before their first use."""
 
+    # -- values of all replicas -------------------------------------------------------------------------------------
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Axis) -> Any:
+        """Return `value` reduced over all replicas and, first, over `axis` inside each.
+
+        Collective: all ranks. Same dtype required on every replica: yes; same shape: yes, but for reduced axes.
+
+        Args:
+            reduce_op: SUM or MEAN. MEAN over an axis divides the global sum by the global number of elements, so parts
+                of different length weigh by their length.
+            value: PerReplica, or, with one replica in this process, its value: torch tensor, numpy array or number.
+                With several, a plain value counts for each; its SUM with axis None is refused, as in tf.distribute.
+                With axis None also a sparse COO tensor, whose entries are joined.
+            axis: None (over replicas only), an int, or a tuple or list of ints; negative ones count from the end.
+
+        Returns:
+            The same kind of value, on the host, equal on every rank.
+
+        Raises:
+            ValueError: for an axis out of range, values of different shape or an unknown op.
+            TypeError: for an axis of another type. RuntimeError: inside `run`.
+        """
+        self.require_cross_replica("reduce", "return the value from run and reduce it")
+        op = ReduceOp.parse(reduce_op)
+        check_axis(axis)
+        if axis is None:
+            return self.reduce_all(op, [value])[0]
+        return reduce_over_axis(self, op, self._values_of("reduce", value, is_everyones=True), axis)
+
+    def reduce_all(self, op: ReduceOp, values: Sequence[Any]) -> list[Any]:
+        """Return several values, each reduced over all replicas; one sum for each dtype. Collective: all ranks."""
+        if not values:
+            return []
+        own = [self._values_of("reduce", value, is_everyones=op is ReduceOp.MEAN) for value in values]
+        by_replica = [list(nest) for nest in zip(*own, strict=True)]
+        return reduce_values(self, op, by_replica)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Return the values of all replicas joined along `axis`, in the order of replicas, on every rank.
+
+        Collective: all ranks. Same dtype and dimensions required on every replica: yes, but for `axis`.
+
+        Args:
+            value: PerReplica, or, with one replica in this process, its value: torch tensor or numpy array.
+            axis: negative ones count from the end.
+
+        Raises:
+            ValueError: for numbers, an axis out of range, or shapes that do not fit.
+            RuntimeError: inside `run`, where ReplicaContext.all_gather is meant.
+        """
+        self.require_cross_replica("gather", "use get_replica_context().all_gather there")
+        return gather_values(self, self._values_of("gather", value), axis)[0]
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return the values of this process's replicas as a tuple; of a plain value, itself alone."""
+        return local_values(value)
+
+    def _values_of(self, call: str, value: Any, is_everyones: bool = False) -> list[Any]:
+        """Return the values of this process's replicas.
+
+        Args:
+            call: for messages.
+            value: DistributedValues, a variable, or a plain value.
+            is_everyones: whether a plain value is every replica's, as in tf.distribute.
+        """
+        values, n_local = local_values(value), len(self.own_replicas)
+        is_plain = not isinstance(value, DistributedValues) and not hasattr(value, "local_copies")
+        if is_plain and is_everyones:
+            return [value] * n_local
+        if len(values) != n_local:
+            raise UsageError(
+                f"{call}: expected a PerReplica value of this rank's {n_local} replicas, got {len(values)} "
+                f"({type(value).__name__}); pass what strategy.run returned."
+            )
+        return list(values)
+
+    def require_cross_replica(self, call: str, advice: str) -> None:
+        """Raise RuntimeError inside `run` and inside `extended.update`."""
+        entry = context.current()
+        if entry is not None and (entry.replica is not None or entry.updated is not None):
+            found = "update context, inside extended.update" if entry.replica is None else "replica context, inside it"
+            raise RuntimeError(f"{call}: expected cross-replica context, outside strategy.run, got {found}; {advice}.")
+
     def experimental_distribute_values_from_function(self, value_fn: Callable[["ValueContext"], Any]) -> Any:
         """Return value_fn(ValueContext) of each local replica as a PerReplica value; not collective."""
-        self._require_cross_replica("experimental_distribute_values_from_function", "call it before run")
+        self.require_cross_replica("experimental_distribute_values_from_function", "call it before run")
         with self._placing():
             return PerReplica([value_fn(ValueContext(one, self.num_replicas_in_sync)) for one in self.own_replicas])
 
@@ -280,3 +388,20 @@ def strategies_of_losses() -> list[Strategy]:
     """Return the strategies that a loss computed here may belong to: the current one, else all that are alive."""
     entry = context.current()
     return [entry.strategy] if entry else context.alive() or [_default]
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Enter a strategy's scope for all code that follows, in every thread; None leaves it again.
+
+    Raises:
+        RuntimeError: inside a strategy's scope or run.
+    """
+    if context.is_inside():
+        raise RuntimeError(
+            f"experimental_set_strategy: expected a call outside every strategy's scope and run, must not be called "
+            f"inside one, got the scope of {type(get_strategy()).__name__}; leave it first."
+        )
+    if strategy is None or type(strategy) is Strategy:  # the pass-through one is what is left without any
+        context.enter_everywhere(None, nullcontext())
+    else:
+        context.enter_everywhere(strategy, strategy._entering())

@@ -9,7 +9,7 @@ from hpcdist.errors import ConfigurationError, agreed
 from hpcdist.gradients.central_storage import CentralStorage
 from hpcdist.strategy.devices import parse_device
 from hpcdist.strategy.mirrored import MirroredStrategy
-from hpcdist.strategy.reduce_op import ReduceOp
+from hpcdist.strategy.reduce import ReduceOp
 
 
 class CentralStorageStrategy(MirroredStrategy):

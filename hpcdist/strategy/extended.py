@@ -11,7 +11,7 @@ from torch import Tensor
 from hpcdist.errors import UsageError
 from hpcdist.strategy import context
 from hpcdist.strategy.devices import parse_device
-from hpcdist.strategy.reduce_op import ReduceOp
+from hpcdist.strategy.reduce import ReduceOp
 from hpcdist.strategy.values import DistributedValues, local_values, regroup, select
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class StrategyExtended:
         """
         self._require("batch_reduce_to")
         values = [value for value, _ in value_destination_pairs]
-        reduced = self._strategy._reduce_all(ReduceOp.parse(reduce_op), values)
+        reduced = self._strategy.reduce_all(ReduceOp.parse(reduce_op), values)
         return [_moved(one, to) for one, (_, to) in zip(reduced, value_destination_pairs, strict=True)]
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
@@ -145,7 +145,7 @@ class StrategyExtended:
         return all(self._strategy._has_made(copy) for copy in local_values(v))
 
     def _require(self, call: str) -> None:
-        self._strategy._require_cross_replica(call, "use get_replica_context().merge_call() to leave it")
+        self._strategy.require_cross_replica(call, "use get_replica_context().merge_call() to leave it")
 
 
 def _moved(value: Any, destinations: Any) -> Any:

@@ -13,7 +13,7 @@ from hpcdist.runtime.process import make_world
 from hpcdist.strategy.device_dataset import on_device
 from hpcdist.strategy.devices import parse_device, require_device
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
-from hpcdist.strategy.reduce_op import ReduceOp
+from hpcdist.strategy.reduce import ReduceOp
 
 
 class MirroredStrategy(MultiWorkerMirroredStrategy):

@@ -38,7 +38,7 @@ from hpcdist.runtime.process import make_world
 from hpcdist.runtime.world import World
 from hpcdist.strategy import context
 from hpcdist.strategy.base import Strategy, get_strategy
-from hpcdist.strategy.reduce_op import ReduceOp
+from hpcdist.strategy.reduce import ReduceOp
 from hpcdist.strategy.values import regroup
 
 
@@ -150,7 +150,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         return self.reducer.own_replicas
 
     @property
-    def _scheduler(self) -> ReplicaScheduler:
+    def scheduler(self) -> ReplicaScheduler:
+        """Runs the replicas of this rank."""
         return self.engine.scheduler
 
     def _regroup(self, results: Sequence[Any]) -> Any:
@@ -191,14 +192,16 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _prepare(self, args: Any) -> None:
         self.engine.prepare_run(args)
 
-    def _sum_over_replicas(self, rows: list[Any]) -> Any:
+    def sum_over_replicas(self, rows: list[Any]) -> Any:
+        """Return the sum of flat host arrays, one of each local replica, over all replicas. Collective: all ranks."""
         if self._has_fixed_replicas:
             return self.reducer.sum_rows(rows, "reduce")
         with self.group.recorded("reduce", rows[0]):
             library.all_reduce(rows[0], self.group)
             return rows[0]
 
-    def _gather_over_ranks(self, rows: Any, error: UsageError | None) -> tuple[Any, int]:
+    def gather_over_ranks(self, rows: Any, error: UsageError | None) -> tuple[Any, int]:
+        """Return the rows of all ranks joined, and where this rank's begin; or raise. Collective: all ranks."""
         self.world.agree(error, self._comm)
         counts = gather_rows(np.array([len(rows)]), self.group)
         return gather_rows(rows, self.group), int(counts[: self._comm.rank].sum())

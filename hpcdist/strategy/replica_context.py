@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.strategy import context
-from hpcdist.strategy.packed_reduce import is_sparse
-from hpcdist.strategy.reduce_op import ReduceOp
+from hpcdist.strategy.reduce import ReduceOp, gather_in_replica, is_sparse, reduce_in_replica
 from hpcdist.strategy.values import form_of, leaves_of, map_leaves
 
 if TYPE_CHECKING:
@@ -21,13 +20,13 @@ class ReplicaContext:
     Attributes:
         strategy: the strategy.
         replica_id_in_sync_group: this replica's number among all of the job.
-        place: its place among those of this process.
+        local_index: its index among those of this process.
     """
 
-    def __init__(self, strategy: "Strategy", replica: int, place: int) -> None:
+    def __init__(self, strategy: "Strategy", replica: int, local_index: int) -> None:
         self.strategy = strategy
         self.replica_id_in_sync_group = replica
-        self.place = place
+        self.local_index = local_index
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -75,14 +74,15 @@ class ReplicaContext:
         Cost: one all-reduce for each dtype in the nest, and two gathers for each sparse tensor.
         """
         self._require("all_reduce")
-        reduced = iter(self._reduce_leaves(ReduceOp.parse(reduce_op), leaves_of(value), form_of(value)))
+        reduced = iter(self.reduce_leaves(ReduceOp.parse(reduce_op), leaves_of(value), form_of(value)))
         return map_leaves(lambda _: next(reduced), value)
 
-    def _reduce_leaves(self, op: ReduceOp, leaves: list[Any], form: str = "") -> Sequence[Any]:
+    def reduce_leaves(self, op: ReduceOp, leaves: list[Any], form: str = "") -> Sequence[Any]:
+        """Return the leaves of a nest, each reduced over all replicas, with gradients. Collective: all replicas."""
         if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             given = [leaf.detach() if is_sparse(leaf) else leaf for leaf in leaves]
             return _AllReduce.apply(op, self, form, *given)  # type: ignore[no-untyped-call, no-any-return]
-        return self.strategy._reduce_in_replica(op, leaves, form)
+        return reduce_in_replica(self.strategy, op, leaves, form)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Return a nest of tensors or arrays, each joined along `axis` over all replicas, in their order.
@@ -103,7 +103,7 @@ class ReplicaContext:
     def _gather_leaf(self, leaf: Any, axis: int) -> Any:
         if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
             return _AllGather.apply(leaf, axis, self)  # type: ignore[no-untyped-call]
-        return self.strategy._gather_in_replica(leaf, axis)[0]
+        return gather_in_replica(self.strategy, leaf, axis)[0]
 
     def _require(self, call: str) -> None:
         """Raise RuntimeError when this context is not the caller's."""
@@ -147,7 +147,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: ReduceOp, replica: ReplicaContext, form: str, *leaves: Any) -> tuple[Any, ...]:
         ctx.op, ctx.replica = op, replica
-        reduced = replica.strategy._reduce_in_replica(op, leaves, form)
+        reduced = reduce_in_replica(replica.strategy, op, leaves, form)
         ctx.is_needed = ctx.needs_input_grad[3:]
         fixed = [one for one, is_needed in zip(reduced, ctx.is_needed, strict=True) if not is_needed]
         ctx.mark_non_differentiable(*(one for one in fixed if isinstance(one, Tensor)))
@@ -156,7 +156,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         wanted = [one for one, is_needed in zip(gradients, ctx.is_needed, strict=True) if is_needed]
-        reduced = iter(ctx.replica.strategy._reduce_in_replica(ctx.op, wanted))
+        reduced = iter(reduce_in_replica(ctx.replica.strategy, ctx.op, wanted))
         return None, None, None, *(next(reduced) if is_needed else None for is_needed in ctx.is_needed)
 
 
@@ -164,11 +164,11 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, axis: int, replica: ReplicaContext) -> Tensor:
         joined: Tensor
-        joined, start = replica.strategy._gather_in_replica(leaf, axis)
+        joined, start = gather_in_replica(replica.strategy, leaf, axis)
         ctx.replica, ctx.axis, ctx.start, ctx.n_rows = replica, axis, start, leaf.shape[axis]
         return joined
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None, None]:
-        (total,) = ctx.replica.strategy._reduce_in_replica(ReduceOp.SUM, [gradient])
+        (total,) = reduce_in_replica(ctx.replica.strategy, ReduceOp.SUM, [gradient])
         return total.narrow(ctx.axis, ctx.start, ctx.n_rows), None, None

@@ -114,7 +114,7 @@ def test_replicas_that_assign_different_variables_are_found(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=2 * comm.size)
     one, other = (make(strategy, 0.0, aggregation="SUM", name=name) for name in ("one", "other"))
     with pytest.raises(DesyncError, match="'other'"):
-        strategy.run(lambda: (one if hpcdist.get_replica_context().place == 0 else other).assign(1.0))
+        strategy.run(lambda: (one if hpcdist.get_replica_context().local_index == 0 else other).assign(1.0))
 
 
 @pytest.mark.parametrize(("value", "text"), [([1.0], r"shape \(\) and dtype"), ("text", "got str"), (1j, "complex")])

@@ -23,17 +23,18 @@ LAYERS = {
     "data": 5,
     "strategy": 6,
     "resilience": 6,
-    "cluster_resolver": 7,
-    "experimental": 7,
+    "tf_compat": 7,
+    "cluster_resolver": 8,
+    "experimental": 8,
 }
 #: Dependency -> the only modules and folders that may import it.
 DOORS = {
     "mpi4py": {"runtime.mpi"},
     "h5py": {"checkpoint.layout", "checkpoint.safe_open"},
-    "torch": {"data", "gradients", "strategy"},
+    "torch": {"data", "gradients", "strategy", "tf_compat"},
     "cupy": {"collectives.gpu.cupy_door"},
     "cupyx": {"collectives.gpu.cupy_door"},
-    "torch_xla": {"strategy.tpu"},
+    "torch_xla": {"tf_compat.tpu"},
     "pickle": set(),
 }
 MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}

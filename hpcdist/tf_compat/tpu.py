@@ -12,7 +12,7 @@ from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.gradients import torch_hooks
 from hpcdist.runtime.process import make_world
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
-from hpcdist.strategy.reduce_op import ReduceOp
+from hpcdist.strategy.reduce import ReduceOp
 from hpcdist.strategy.replica_context import ReplicaContext
 
 

@@ -1,7 +1,8 @@
 """Variables that know their strategy: equal on all replicas, or one copy for each that is aggregated when read."""
 
+import enum
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -10,23 +11,73 @@ from torch import Tensor
 from hpcdist.errors import UsageError
 from hpcdist.strategy import context
 from hpcdist.strategy.base import get_strategy, has_strategy
-from hpcdist.strategy.exchange import all_of_replicas, first_of_replicas, mean_over_replicas, sum_over_replicas
+from hpcdist.strategy.reduce import all_tensors, first_tensor, mean_tensors, sum_tensors
 from hpcdist.strategy.replica_context import ReplicaContext
-from hpcdist.strategy.tensor_values import as_tensor, dealt, divided, holds, indices_and_rows
 from hpcdist.strategy.values import DistributedValues
-from hpcdist.strategy.variable_kinds import (
-    VariableAggregation,
-    VariableSynchronization,
-    parse_member,
-    resolve_synchronization,
-    resolve_trainable,
-)
-from hpcdist.strategy.variable_operators import Readable
+from hpcdist.tf_compat.variable_operators import Readable
+
+
+class VariableSynchronization(enum.Enum):
+    """When the copies of a variable are made one, as in tf.VariableSynchronization; AUTO is ON_WRITE."""
+
+    AUTO = "AUTO"
+    NONE = "NONE"
+    ON_WRITE = "ON_WRITE"
+    ON_READ = "ON_READ"
+
+
+class VariableAggregation(enum.Enum):
+    """How values of several replicas become one, as in tf.VariableAggregation."""
+
+    NONE = "NONE"
+    SUM = "SUM"
+    MEAN = "MEAN"
+    ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
+
+
+_Member = TypeVar("_Member", bound=enum.Enum)
+
+
+def parse_member(kind: type[_Member], given: Any) -> _Member:
+    """Return the member of an enumeration for itself or its name in any case.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    name = str(given.value if isinstance(given, kind) else given).upper()
+    if name not in kind.__members__:
+        raise UsageError(
+            f"Variable: expected a {kind.__name__} of {', '.join(kind.__members__)}, got {given!r}; pass one of them."
+        )
+    return kind[name]
+
+
+def resolve_synchronization(given: Any) -> VariableSynchronization:
+    """Return ON_WRITE for AUTO, and what is given otherwise."""
+    synchronization = parse_member(VariableSynchronization, given)
+    is_auto = synchronization is VariableSynchronization.AUTO
+    return VariableSynchronization.ON_WRITE if is_auto else synchronization
+
+
+def resolve_trainable(synchronization: VariableSynchronization, trainable: bool | None) -> bool:
+    """Return whether a variable is trainable: by default unless its copies differ.
+
+    Raises:
+        UsageError: for a trainable ON_READ variable.
+    """
+    is_on_read = synchronization is VariableSynchronization.ON_READ
+    if is_on_read and trainable:
+        raise UsageError(
+            "Variable: expected trainable=False with synchronization=ON_READ, whose copies differ between replicas, "
+            "got trainable=True; use ON_WRITE for what is trained."
+        )
+    return not is_on_read if trainable is None else bool(trainable)
+
 
 _AGGREGATE = {
-    VariableAggregation.SUM: sum_over_replicas,
-    VariableAggregation.MEAN: mean_over_replicas,
-    VariableAggregation.ONLY_FIRST_REPLICA: first_of_replicas,
+    VariableAggregation.SUM: sum_tensors,
+    VariableAggregation.MEAN: mean_tensors,
+    VariableAggregation.ONLY_FIRST_REPLICA: first_tensor,
 }
 _SCATTERS_OF = (VariableAggregation.NONE, VariableAggregation.ONLY_FIRST_REPLICA)
 
@@ -78,7 +129,7 @@ class Variable(Readable):
         value = as_tensor(initial_value() if callable(initial_value) else initial_value, dtype)
         if not self._is_plain:
             self._check_mean(value)
-            value = first_of_replicas(self.strategy, [value for _ in self.strategy.own_replicas])
+            value = first_tensor(self.strategy, [value for _ in self.strategy.own_replicas])
         n_copies = len(self.strategy.own_replicas) if self._is_on_read else 1
         with torch.inference_mode(False):  # so that it can be written outside that mode, too
             self._copies = [value.clone() for _ in range(n_copies)]
@@ -86,7 +137,7 @@ class Variable(Readable):
     def _check_creation(self) -> None:
         if self._is_plain:
             return
-        self.strategy._require_cross_replica("Variable", "make it in strategy.scope(), before run")
+        self.strategy.require_cross_replica("Variable", "make it in strategy.scope(), before run")
         if self.synchronization is VariableSynchronization.NONE:
             raise UsageError(
                 f"Variable: expected synchronization AUTO, ON_WRITE or ON_READ in a strategy's scope, got NONE for "
@@ -116,7 +167,7 @@ class Variable(Readable):
         if not self._is_on_read:
             return self._copies[0].clone()
         if replica is not None:
-            return self._copies[replica.place].clone()
+            return self._copies[replica.local_index].clone()
         return self._aggregated("read_value", self._copies)
 
     def value(self) -> Tensor:
@@ -210,7 +261,7 @@ class Variable(Readable):
         if replica is None:
             self._update_across(method, value, apply)
         elif self._is_on_read:
-            self._write(replica.place, apply, self._fitting(method, value))
+            self._write(replica.local_index, apply, self._fitting(method, value))
         else:
             self._update_together(replica, method, self._fitting(method, value), apply)
         return self
@@ -241,7 +292,7 @@ class Variable(Readable):
             self._write(0, apply, self._aggregated(method, brought))
             return [None] * len(brought)
 
-        replica.strategy._scheduler.merge(f"{method} of {self.name!r}", new, combine)
+        replica.strategy.scheduler.merge(f"{method} of {self.name!r}", new, combine)
 
     def _check_aggregation(self, method: str) -> None:
         if self.aggregation is VariableAggregation.NONE:
@@ -306,7 +357,7 @@ class Variable(Readable):
         Collective for an ON_READ variable: all ranks.
         """
         if self._is_on_read:
-            return {"copies": all_of_replicas(self.strategy, self._copies)}
+            return {"copies": all_tensors(self.strategy, self._copies)}
         return {"value": self._copies[0].clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -333,3 +384,73 @@ class Variable(Readable):
                 f"load_state_dict: expected copies of {n_replicas} replicas for {self!r}, got {n_saved}; restart with "
                 f"num_replicas={n_saved}."
             )
+
+
+def as_tensor(value: Any, dtype: Any = None) -> Tensor:
+    """Return a value as a tensor that needs no gradient; a variable is read.
+
+    Args:
+        value: torch tensor, numpy array, number, nested list of numbers, or variable.
+        dtype: a torch or numpy dtype, or its name; default: of the value.
+    """
+    if hasattr(value, "read_value"):
+        value = value.read_value()
+    wanted = dtype if dtype is None or isinstance(dtype, torch.dtype) else getattr(torch, np.dtype(dtype).name)
+    try:
+        return torch.as_tensor(value, dtype=wanted).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(
+            f"Variable: expected a tensor, an array or numbers, got {type(value).__name__}; convert it."
+        ) from None
+
+
+def holds(dtype: torch.dtype, number: complex) -> bool:
+    """Return whether a Python number becomes this dtype without losing its kind."""
+    return torch.can_cast(torch.as_tensor(number).dtype, dtype)
+
+
+def indices_and_rows(method: str, delta: Any, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (indices,) int64 and (indices, ...) rows for a scatter into `whole`, of its dtype and on its device.
+
+    Args:
+        method: for messages.
+        delta: has `indices` and `values`, or is the pair.
+        whole: (rows, ...).
+    """
+    is_pair = isinstance(delta, (tuple, list)) and len(delta) == 2
+    if not is_pair and not (hasattr(delta, "indices") and hasattr(delta, "values")):
+        raise UsageError(
+            f"{method}: expected indices and values, got {type(delta).__name__}; pass the pair (indices, values)."
+        )
+    indices, rows = (as_tensor(part) for part in (delta if is_pair else (delta.indices, delta.values)))
+    if indices.dim() != 1 or rows.shape != indices.shape + whole.shape[1:]:
+        raise UsageError(
+            f"{method}: expected one index and one row of {tuple(whole.shape[1:])} each, got indices of "
+            f"{tuple(indices.shape)} and rows of {tuple(rows.shape)}; give them alike."
+        )
+    return indices.to(whole.device, torch.int64), rows.to(whole.device, whole.dtype)
+
+
+def divided(total: Tensor, n_parts: int) -> list[Tensor]:
+    """Return what each replica holds of a total: equal parts; of whole numbers, the first ones hold the remainder.
+
+    >>> [int(part) for part in divided(torch.tensor(7), 3)]
+    [3, 2, 2]
+    """
+    if total.dtype.is_floating_point or total.dtype.is_complex:
+        return [total / n_parts] * n_parts
+    part = torch.div(total, n_parts, rounding_mode="floor")
+    rest = total - part * n_parts
+    return [part + (number < rest).to(total.dtype) for number in range(n_parts)]
+
+
+def dealt(rows: Tensor, n_replicas: int, aggregation: str) -> list[Tensor]:
+    """Return one row for each replica that aggregate to what the rows given aggregate to.
+
+    >>> [float(row) for row in dealt(torch.tensor([1.0, 2.0]), 3, "SUM")]
+    [3.0, 0.0, 0.0]
+    """
+    if aggregation == "SUM":  # not divided: thirds would not add up to the bit
+        return [rows.sum(0, dtype=rows.dtype)] + [torch.zeros_like(rows[0])] * (n_replicas - 1)
+    is_mean = aggregation == "MEAN" and rows.dtype.is_floating_point
+    return [rows.mean(0) if is_mean else rows[0]] * n_replicas

@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hpcdist.errors import UsageError
 from hpcdist.strategy import context
 from hpcdist.strategy.base import Strategy, get_strategy
-from hpcdist.strategy.reduce_op import ReduceOp
+from hpcdist.strategy.reduce import ReduceOp
 from hpcdist.strategy.replica_context import ReplicaContext
 
 
@@ -88,7 +88,7 @@ class SyncBatchNorm(_BatchNorm):
     def _moments(self, values: Tensor, replica: ReplicaContext) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean and biased variance of each channel over all replicas, and how many values each is of."""
         sums: Tensor = _Sums.apply(values)  # type: ignore[no-untyped-call]
-        total: Tensor = replica._reduce_leaves(ReduceOp.SUM, [sums])[0]
+        total: Tensor = replica.reduce_leaves(ReduceOp.SUM, [sums])[0]
         count = total[-1].detach()
         if count == 1:
             raise UsageError(

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from hpcdist.errors import UsageError
 from hpcdist.strategy import context
-from hpcdist.strategy.tensor_values import as_tensor
-from hpcdist.strategy.variables import Variable
+from hpcdist.tf_compat.variables import Variable, as_tensor
 
 Array = npt.NDArray[Any]
 

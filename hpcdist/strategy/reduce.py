@@ -1,0 +1,405 @@
+"""Reducing and gathering values of all replicas: to host arrays, over the replicas, and back to what was given.
+
+Everything goes through two operations of a strategy, `sum_over_replicas` and `gather_over_ranks`, on flat host arrays.
+"""
+
+import enum
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from torch import Tensor
+
+from hpcdist.dtypes import HALF, SUM_DTYPES, dtype_name
+from hpcdist.errors import UsageError
+from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
+from hpcdist.gradients.tensors import from_array
+
+Axis = int | tuple[int, ...] | list[int] | None
+Array = npt.NDArray[Any]
+
+
+class ReduceOp(enum.Enum):
+    """SUM or MEAN, as in tf.distribute."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+    @classmethod
+    def parse(cls, op: Any) -> "ReduceOp":
+        """Return the ReduceOp for a member, or for its name in any case.
+
+        Raises:
+            UsageError: for anything else.
+        """
+        name = str(op.value if isinstance(op, cls) else op).upper()
+        if name not in cls.__members__:
+            raise UsageError(f"reduce: expected ReduceOp.SUM or ReduceOp.MEAN, got {op!r}; pass one of them.")
+        return cls[name]
+
+
+class Exchange(Protocol):
+    """What a strategy offers to combine values of its replicas."""
+
+    @property
+    def own_replicas(self) -> range:
+        """The replicas of this process."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The replicas of the job."""
+
+    @property
+    def scheduler(self) -> ReplicaScheduler:
+        """Runs the replicas of this process."""
+
+    def sum_over_replicas(self, rows: list[Array]) -> Array:
+        """Return the sum of flat host arrays, one of each local replica, over all replicas. May overwrite them."""
+
+    def gather_over_ranks(self, rows: Array, error: UsageError | None) -> tuple[Array, int]:
+        """Return the (rows, ...) host arrays of all ranks joined, and where this rank's begins; or raise on all."""
+
+
+# -- values on the host -----------------------------------------------------------------------------------------------
+
+
+def to_host(value: Any) -> Array:
+    """Return a tensor, array or number as an array on the host, in the dtype that it is summed in."""
+    if isinstance(value, Tensor):
+        host = value.detach().cpu()
+        return np.asarray((host.float() if dtype_name(host) in HALF else host).numpy())
+    is_nest = isinstance(value, (list, tuple, dict))
+    array = np.asarray(None if is_nest else value)
+    if array.dtype.kind not in "biufc":
+        raise UsageError(
+            f"reduce: expected a tensor, an array or a number, got {type(value).__name__}; reduce one value at a time."
+        )
+    return array.astype(np.int64) if array.dtype.kind == "b" else array
+
+
+def from_host(value: Any, result: Array) -> Any:
+    """Return a host array as the kind of what was given: tensor (on the host), array or number."""
+    if isinstance(value, Tensor):
+        tensor = from_array(result, str(result.dtype))
+        return tensor.to(value.dtype) if value.dtype.is_floating_point else tensor
+    return result.item() if isinstance(value, (int, float, complex)) else result
+
+
+def copy_of(value: Any) -> Any:
+    """Return a copy of a tensor or array, so that a replica may write into what all of them were given."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def is_sparse(value: Any) -> bool:
+    """Return whether a value is a sparse COO tensor, such as the gradient of an embedding with sparse=True."""
+    return isinstance(value, Tensor) and value.layout is torch.sparse_coo
+
+
+def _divide(op: ReduceOp, total: Array, n_elements: float) -> Array:
+    """Return a sum as it is, or the mean over n_elements, of the same dtype if it is of floats."""
+    if op is ReduceOp.SUM:
+        return total
+    mean: Array = total / np.float64(n_elements)
+    return mean.astype(total.dtype) if total.dtype.kind in "fc" else mean
+
+
+def _describe(value: Any, shape: Iterable[int]) -> str:
+    """Return shape, dtype and kind of a value as text, which must be the same on all replicas."""
+    if is_sparse(value):
+        return f"sparse {tuple(shape)} {dtype_name(value)} with {value.sparse_dim()} sparse dimensions"
+    if isinstance(value, Tensor):
+        return f"{tuple(shape)} {dtype_name(value)}"
+    kind = "number" if isinstance(value, (int, float, complex)) else "array"
+    return f"{tuple(shape)} {np.asarray(value).dtype} {kind}"
+
+
+def _require_alike(exchange: Exchange, described: list[list[str]]) -> float:
+    """Return the number of all replicas, or raise UsageError on every rank when their values do not fit together.
+
+    Sums of x and x*x over n replicas show whether all x are equal. x is a digest of 20 bits, so that the sums are exact
+    for thousands of replicas.
+    """
+    digests = [float(xxhash.xxh3_64_intdigest("; ".join(own).encode()) % (1 << 20)) for own in described]
+    n, total, squares = exchange.sum_over_replicas([np.array([1.0, digest, digest * digest]) for digest in digests])
+    if n * squares != total * total:
+        found = ", ".join("; ".join(own) for own in described)
+        raise UsageError(
+            f"reduce: expected values of the same shape and dtype on every replica, got {found} here and others "
+            f"elsewhere; pass the axis that differs, and the same nest of tensors, arrays or numbers everywhere."
+        )
+    return float(n)
+
+
+# -- reduce -----------------------------------------------------------------------------------------------------------
+
+
+def check_axis(axis: Axis) -> None:
+    """Raise TypeError unless `axis` is None, an int, or a tuple or list of ints."""
+    for one in axis if isinstance(axis, (tuple, list)) else (axis,):
+        if one is not None and (isinstance(one, bool) or not hasattr(one, "__index__")):
+            raise TypeError(f"reduce: expected axis as None, an int or ints, got {axis!r}; pass axis=None or axis=0.")
+
+
+def reduce_values(
+    exchange: Exchange, op: ReduceOp, values: list[list[Any]], structures: Sequence[str] = ()
+) -> list[Any]:
+    """Return values, each reduced over all replicas, on the host: one sum for each dtype.
+
+    A value has the bits that a sum of it alone has, where sums are in the order of replicas. The sum of sparse tensors
+    has the entries of all replicas, in their order and not yet coalesced: nothing becomes dense.
+
+    Collective: all ranks.
+
+    Args:
+        exchange: combines values.
+        op: SUM or MEAN.
+        values: a list for each local replica: torch tensors, dense or sparse COO, numpy arrays or numbers.
+        structures: of the nest that each replica's values are the leaves of; default: lists.
+
+    Raises:
+        UsageError: when the structures, or shape, dtype, layout or kind of a value differ; on every rank.
+
+    Cost: a sum of three numbers, and one for each dtype of the dense values; two gathers for each sparse tensor.
+    """
+    parts: list[list[Any]] = [[one if is_sparse(one) else to_host(one) for one in own] for own in values]
+    described = [
+        [_describe(value, part.shape) for value, part in zip(own, own_parts, strict=True)]
+        for own, own_parts in zip(values, parts, strict=True)
+    ]
+    for own, structure in zip(described, structures, strict=False):
+        own.append(structure)
+    n_replicas = _require_alike(exchange, described)
+    packs: dict[Any, list[int]] = {}
+    for index, part in enumerate(parts[0]):
+        packs.setdefault("sparse" if is_sparse(part) else part.dtype, []).append(index)
+    reduced: dict[int, Any] = {}
+    for index in packs.pop("sparse", []):
+        reduced[index] = _join_sparse(exchange, op, [own[index] for own in parts], n_replicas)
+    for indices in packs.values():
+        totals = _sum_packed(exchange, [[own[index] for index in indices] for own in parts])
+        for index, total in zip(indices, totals, strict=True):
+            reduced[index] = from_host(values[0][index], _divide(op, total, n_replicas))
+    return [reduced[index] for index in range(len(parts[0]))]
+
+
+def _sum_packed(exchange: Exchange, packs: list[list[Array]]) -> list[Array]:
+    """Return the sum over all replicas of each array of a pack; all have one dtype."""
+    total = exchange.sum_over_replicas([np.concatenate([array.reshape(-1) for array in own]) for own in packs])
+    ends = np.cumsum([array.size for array in packs[0]])[:-1]
+    return [part.reshape(array.shape) for part, array in zip(np.split(total, ends), packs[0], strict=True)]
+
+
+def _join_sparse(exchange: Exchange, op: ReduceOp, tensors: list[Tensor], n_replicas: float) -> Tensor:
+    """Return a sparse tensor with the entries of all replicas, divided by their number for the mean."""
+    first = tensors[0].detach()
+    own_indices = np.concatenate([to_host(one.detach()._indices().T) for one in tensors])
+    own_entries = np.concatenate([to_host(one.detach()._values()) for one in tensors])
+    indices, _ = exchange.gather_over_ranks(own_indices, None)
+    entries, _ = exchange.gather_over_ranks(own_entries, None)
+    values = from_host(first._values(), _divide(op, entries, n_replicas))
+    return torch.sparse_coo_tensor(from_array(indices.T, "int64"), values, first.shape, check_invariants=False)
+
+
+def reduce_over_axis(exchange: Exchange, op: ReduceOp, values: list[Any], axis: Axis) -> Any:
+    """Return a dense value reduced over `axis` and over all replicas; see `Strategy.reduce`.
+
+    Collective: all ranks.
+
+    Args:
+        exchange: combines values.
+        op: SUM or MEAN.
+        values: of this rank's replicas: torch tensors, numpy arrays or numbers.
+        axis: checked by `check_axis`.
+    """
+    arrays = [to_host(value) for value in values]
+    axes = [_axes(axis, array.ndim) for array in arrays]
+    totals = [
+        np.array(array.sum(axis=own, dtype=array.dtype) if own else array, order="C")
+        for array, own in zip(arrays, axes, strict=True)
+    ]
+    _require_alike(exchange, [[_describe(value, one.shape)] for value, one in zip(values, totals, strict=True)])
+    total = exchange.sum_over_replicas([one.reshape(-1) for one in totals]).reshape(totals[0].shape)
+    n_elements = 1.0
+    if op is ReduceOp.MEAN:
+        counts = [math.prod(array.shape[one] for one in own) for array, own in zip(arrays, axes, strict=True)]
+        n_elements = exchange.sum_over_replicas([np.array([count], np.float64) for count in counts])[0] or 1.0
+    return from_host(values[0], _divide(op, total, n_elements))
+
+
+def _axes(axis: Axis, n_dims: int) -> tuple[int, ...]:
+    """Return axes as ascending numbers from 0."""
+    given = () if axis is None else tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    for one in map(operator.index, given):
+        if not -n_dims <= one < n_dims:
+            raise UsageError(
+                f"reduce: expected an axis from {-n_dims} to {n_dims - 1}, got {one}; the value has {n_dims} "
+                "dimensions."
+            )
+    axes = sorted(operator.index(one) % n_dims for one in given)
+    if len(set(axes)) < len(axes):
+        raise UsageError(f"reduce: expected each axis once, got {axis}; name every dimension once.")
+    return tuple(axes)
+
+
+def reduce_in_replica(exchange: Exchange, op: ReduceOp, leaves: Sequence[Any], structure: str = "") -> list[Any]:
+    """Return the leaves of a nest, each reduced over all replicas, on the devices where they were.
+
+    Collective: all replicas. Called inside a replica.
+
+    Args:
+        exchange: combines values.
+        op: SUM or MEAN.
+        leaves: of the nest.
+        structure: of the nest.
+    """
+
+    def combine(contributions: list[Any]) -> list[Any]:
+        values, structures = [own for own, _ in contributions], [own for _, own in contributions]
+        reduced = reduce_values(exchange, op, values, structures)
+        return [[copy_of(one) for one in reduced] for _ in contributions]
+
+    contributed = [_contributed(exchange, leaf) for leaf in leaves]
+    reduced = exchange.scheduler.merge("an all_reduce", (contributed, structure), combine)
+    return [_beside(leaf, one) for leaf, one in zip(leaves, reduced, strict=True)]
+
+
+def _contributed(exchange: Exchange, leaf: Any) -> Any:
+    """Return what a replica contributes: a copy where buffers will hold another replica's values by then."""
+    return copy_of(leaf) if len(exchange.own_replicas) > 1 else leaf
+
+
+def _beside(leaf: Any, value: Any) -> Any:
+    """Return a tensor on the device of the one that it was made from; anything else as it is."""
+    return value.to(leaf.device) if isinstance(value, Tensor) else value
+
+
+# -- gather -----------------------------------------------------------------------------------------------------------
+
+
+def gather_values(exchange: Exchange, values: list[Any], axis: int) -> tuple[Any, list[int]]:
+    """Return all replicas' values joined along `axis`, and where each local one begins; see `Strategy.gather`.
+
+    Collective: all ranks.
+
+    Args:
+        exchange: combines values.
+        values: of this rank's replicas: torch tensors or numpy arrays.
+        axis: negative ones count from the end.
+    """
+    if isinstance(axis, bool) or not hasattr(axis, "__index__"):
+        raise TypeError(f"gather: expected axis as an int, got {axis!r}; pass axis=0.")
+    rows, error = [], None
+    try:
+        rows = _rows_along(values, axis)
+    except UsageError as caught:
+        error = caught
+    joined, start = exchange.gather_over_ranks(np.concatenate(rows) if rows else np.empty(0), error)
+    starts = np.cumsum([start, *(len(row) for row in rows[:-1])]).tolist()
+    back = np.ascontiguousarray(np.moveaxis(joined, 0, operator.index(axis) % joined.ndim))
+    return from_host(values[0], back), starts
+
+
+def _rows_along(values: list[Any], axis: int) -> list[Array]:
+    """Return the values as arrays with `axis` first.
+
+    Raises:
+        UsageError: when they are numbers, or do not fit together; on this rank only.
+    """
+    arrays = [to_host(value) for value in values]
+    if any(array.ndim == 0 for array in arrays):
+        raise UsageError("gather: expected values with at least one dimension, got a number; pass value[None].")
+    rows = [np.ascontiguousarray(np.moveaxis(array, _axes(axis, array.ndim)[0], 0)) for array in arrays]
+    if len({(row.shape[1:], row.dtype) for row in rows}) > 1:
+        raise UsageError(
+            f"gather: expected values that differ along axis {axis} only, got {[array.shape for array in arrays]}; "
+            f"pass the axis that differs."
+        )
+    return rows
+
+
+def gather_in_replica(exchange: Exchange, leaf: Any, axis: int) -> tuple[Any, int]:
+    """Return what all replicas have, joined along `axis`, and where this replica's part begins.
+
+    Collective: all replicas. Called inside a replica.
+    """
+
+    def combine(contributions: list[Any]) -> list[Any]:
+        joined, starts = gather_values(exchange, contributions, axis)
+        return [(copy_of(joined), start) for start in starts]
+
+    joined, start = exchange.scheduler.merge("an all_gather", _contributed(exchange, leaf), combine)
+    return _beside(leaf, joined), start
+
+
+# -- tensors that are alike by construction, such as copies of a variable ---------------------------------------------
+
+
+def sum_tensors(exchange: Exchange, tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of one tensor of each local replica over all replicas, in the order that gradients are added in.
+
+    Collective: all ranks. Same shape and dtype required on every replica: yes; not compared.
+
+    Args:
+        exchange: combines values.
+        tensors: unchanged; bool ones are or-ed.
+    """
+    first = tensors[0]
+    rows = [tensor.detach().cpu().to(_sum_dtype(tensor)).reshape(-1).clone().numpy() for tensor in tensors]
+    total = torch.from_numpy(np.asarray(exchange.sum_over_replicas(rows)))
+    return total.reshape(first.shape).to(first.device, first.dtype)
+
+
+def mean_tensors(exchange: Exchange, tensors: Sequence[Tensor]) -> Tensor:
+    """Return the mean of one tensor of each local replica over all replicas; see `sum_tensors`."""
+    wide = [tensor.detach().to(_sum_dtype(tensor)) for tensor in tensors]
+    return (sum_tensors(exchange, wide) / exchange.num_replicas_in_sync).to(tensors[0].dtype)
+
+
+def first_tensor(exchange: Exchange, tensors: Sequence[Tensor]) -> Tensor:
+    """Return the tensor of replica 0, bit for bit, on every rank.
+
+    Collective: all ranks. Same shape and dtype required on every replica: yes; not compared.
+
+    Cost: a sum of bytes, to which all others contribute zeros: strategies sum, but have no broadcast.
+    """
+    rows = [np.zeros(tensor.numel() * tensor.element_size(), np.uint8) for tensor in tensors]
+    if exchange.own_replicas[0] == 0:
+        rows[0] = _bytes_of(tensors[0])
+    return _from_bytes(exchange.sum_over_replicas(rows), tensors[0])
+
+
+def all_tensors(exchange: Exchange, tensors: Sequence[Tensor]) -> Tensor:
+    """Return (replicas, ...): the tensors of all replicas in their order, bit for bit, on every rank and on the host.
+
+    Collective: all ranks. Same shape and dtype required on every replica: yes; not compared.
+    """
+    rows = np.stack([_bytes_of(tensor) for tensor in tensors])
+    joined, _ = exchange.gather_over_ranks(rows, None)
+    first = tensors[0].cpu()
+    return _from_bytes(joined, first.new_empty((len(joined), *first.shape)))
+
+
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
+    if tensor.dtype is torch.bool:
+        return torch.int64
+    return getattr(torch, SUM_DTYPES.get(dtype_name(tensor), dtype_name(tensor)))  # type: ignore[no-any-return]
+
+
+def _bytes_of(tensor: Tensor) -> Array:
+    if tensor.numel() == 0:  # which torch does not view as bytes
+        return np.zeros(0, np.uint8)
+    return tensor.detach().cpu().contiguous().clone().reshape(-1).view(torch.uint8).numpy()
+
+
+def _from_bytes(flat: Array, like: Tensor) -> Tensor:
+    if like.numel() == 0:
+        return like.clone()
+    tensor = torch.from_numpy(np.array(flat).reshape(-1)).view(like.dtype)
+    return tensor.reshape(like.shape).to(like.device)

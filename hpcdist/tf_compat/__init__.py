@@ -1,0 +1,1 @@
+"""What only users of tf.distribute need: variables, metrics, SyncBatchNorm, TPUStrategy."""
