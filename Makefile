@@ -26,7 +26,7 @@ OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA
 # What another MPI library may do otherwise when a rank fails: a sample, as the whole file takes minutes.
 OPENMPI_FAILURES = killed or (job_ends and (raise or os._exit or terminated)) or leave_together
 
-.PHONY: train test lint unit mpi mpi-all openmpi system-mpi fault fault-all kills crashes mutants soak slurm slurm-all hosts gpu bench-quick clean
+.PHONY: train test stubs lint unit mpi mpi-all openmpi system-mpi fault fault-all kills crashes mutants soak slurm slurm-all hosts gpu bench-quick clean
 
 train: .venv/train.installed
 	$(BIN)/mpirun -n 2 $(BIN)/python jobs/train.py --run-dir $(RUN_DIR)
@@ -57,6 +57,10 @@ lint: .venv/test.installed
 	$(BIN)/mypy
 	@if command -v shellcheck > /dev/null; then shellcheck slurm/*.sbatch slurm/*.sh tests/hosts/*.sh .ci/run; \
 	else echo "shellcheck is not installed: slurm/ and tests/hosts/ are not checked"; test -z "$$CI"; fi
+
+# The .pyi files, from the table of public names.
+stubs: .venv/test.installed
+	$(BIN)/python -c 'from hpcdist.public_names import write_stubs; write_stubs()'
 
 unit: .venv/test.installed
 	$(BIN)/python -m pytest --quiet tests/unit

@@ -1,35 +1,14 @@
-"""The path tf.distribute.cluster_resolver: aliases, resolved at first use."""
+"""The path tf.distribute.cluster_resolver: aliases of public names, resolved at first use."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import hpcdist
+from hpcdist.public_names import ALIASES, resolve_alias
 
-if TYPE_CHECKING:
-    from hpcdist import ClusterResolver as ClusterResolver
-    from hpcdist import MPIClusterResolver as MPIClusterResolver
-    from hpcdist import SimpleClusterResolver as SimpleClusterResolver
-    from hpcdist import SlurmClusterResolver as SlurmClusterResolver
-    from hpcdist import TFConfigClusterResolver as TFConfigClusterResolver
-    from hpcdist import TPUClusterResolver as TPUClusterResolver
-    from hpcdist import UnionResolver as UnionResolver
-
-__all__ = [
-    "ClusterResolver",
-    "MPIClusterResolver",
-    "SimpleClusterResolver",
-    "SlurmClusterResolver",
-    "TFConfigClusterResolver",
-    "TPUClusterResolver",
-    "UnionResolver",
-]
+__all__ = sorted(ALIASES["cluster_resolver"])
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(
-            f"module 'hpcdist.cluster_resolver' has no attribute {name!r}; it has {', '.join(__all__)}"
-        )
-    found = globals()[name] = getattr(hpcdist, name)
+    found = globals()[name] = resolve_alias("cluster_resolver", name)
     return found
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 from hpcdist.cluster.environment import read_environment
-from hpcdist.cluster.resolver import ClusterResolver
+from hpcdist.cluster.resolvers import ClusterResolver
 from hpcdist.cluster.spec import ClusterSpec, Task
 from hpcdist.errors import ConfigurationError
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpcdist.cluster.environment import read_environment
-from hpcdist.cluster.resolver import SimpleClusterResolver
+from hpcdist.cluster.resolvers import SimpleClusterResolver
 from hpcdist.cluster.spec import ClusterSpec, Task
 from hpcdist.errors import ConfigurationError
 

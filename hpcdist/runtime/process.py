@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from hpcdist.cluster.environment import launcher_of, read_environment
-from hpcdist.cluster.resolver import ClusterResolver
+from hpcdist.cluster.resolvers import ClusterResolver
 from hpcdist.runtime import job_end
 from hpcdist.runtime.job_end import ExitHooks
 from hpcdist.runtime.mpi import MPI, start_timeout_s

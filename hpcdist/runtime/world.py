@@ -20,8 +20,7 @@ from hpcdist.cluster.environment import (
     read_environment,
     timeout_s,
 )
-from hpcdist.cluster.mpi import MPIClusterResolver
-from hpcdist.cluster.resolver import ClusterResolver, SimpleClusterResolver
+from hpcdist.cluster.resolvers import ClusterResolver, MPIClusterResolver, SimpleClusterResolver
 from hpcdist.cluster.spec import ClusterSpec, Task
 from hpcdist.cluster.tf_config import TFConfigClusterResolver
 from hpcdist.errors import ConfigurationError, HpcdistError, error_class

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.cluster.environment import read_environment
-from hpcdist.cluster.resolver import ClusterResolver
+from hpcdist.cluster.resolvers import ClusterResolver
 from hpcdist.collectives import algorithms, library
 from hpcdist.collectives.calls import gather_rows
 from hpcdist.collectives.cross_device_ops import CrossDeviceOps

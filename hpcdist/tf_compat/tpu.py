@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from hpcdist.cluster.resolver import ClusterResolver
+from hpcdist.cluster.resolvers import ClusterResolver
 from hpcdist.cluster.spec import ClusterSpec
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.gradients import torch_hooks

@@ -6,7 +6,7 @@ import os
 import pytest
 from mpi4py import MPI
 
-from hpcdist.cluster.mpi import MPIClusterResolver
+from hpcdist.cluster.resolvers import MPIClusterResolver
 from hpcdist.cluster.spec import Task
 from hpcdist.cluster.tf_config import TFConfigClusterResolver
 from hpcdist.errors import CheckpointError, CollectiveTimeoutError, ConfigurationError, DataError

@@ -1,4 +1,3 @@
-import ast
 import importlib
 import re
 from pathlib import Path
@@ -6,47 +5,47 @@ from pathlib import Path
 import pytest
 
 import hpcdist
+from hpcdist import public_names
 from hpcdist.errors import ExitCode, HpcdistError, error_class
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def names_for_type_checkers():
-    tree = ast.parse(Path(hpcdist.__file__).read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If))
-    return {alias.asname: node.module for node in block.body for alias in node.names}
+PACKAGE = Path(hpcdist.__file__).parent
 
 
-def test_what_is_resolved_at_run_time_is_what_type_checkers_see():
-    resolved = {name: f"hpcdist.{module}" for name, module in hpcdist._MODULES.items()}
-    whole = {name: f"hpcdist.{module}".rpartition(".")[0] for name, module in hpcdist._WHOLE_MODULES.items()}
-    assert {**resolved, **whole} == names_for_type_checkers()
-    assert hpcdist.__all__ == sorted([*resolved, *whole])
+def test_the_stubs_follow_from_the_table():
+    """`make stubs` writes them anew."""
+    assert {path.name: path.read_text() for path in PACKAGE.glob("*.pyi")} == public_names.stubs()
 
 
-@pytest.mark.parametrize("name", hpcdist._WHOLE_MODULES)
+def test_no_module_is_listed_twice_and_no_name_is():
+    names = [name for names in public_names._DEFINED_IN.values() for name in names]
+    assert len(names) == len(set(names))
+    assert hpcdist.__all__ == sorted([*names, *public_names.MODULES])
+
+
+@pytest.mark.parametrize("name", public_names.MODULES)
 def test_whole_modules_are_there(name):
     pytest.importorskip("mpi4py.MPI")
-    assert getattr(hpcdist, name).__name__ == f"hpcdist.{hpcdist._WHOLE_MODULES[name]}"
+    assert getattr(hpcdist, name).__name__ == f"hpcdist.{public_names.MODULES[name]}"
 
 
-@pytest.mark.parametrize("name", hpcdist._MODULES)
+@pytest.mark.parametrize("name", public_names.NAMES)
 def test_every_public_name_is_there_and_documented(name):
     pytest.importorskip("mpi4py.MPI")
     found = getattr(hpcdist, name)
-    assert found.__module__ == f"hpcdist.{hpcdist._MODULES[name]}"
+    assert found.__module__ == f"hpcdist.{public_names.NAMES[name]}"
     assert found.__doc__
 
 
-@pytest.mark.parametrize("path", ["cluster_resolver", "experimental"])
+@pytest.mark.parametrize("path", public_names.ALIASES)
 def test_the_paths_of_tf_distribute_hold_aliases(path):
     pytest.importorskip("mpi4py.MPI")
     module = getattr(hpcdist, path)
-    for name in module.__all__:
-        assert getattr(module, name) is getattr(hpcdist, getattr(module, "_RENAMED", {}).get(name, name))
-    tree = ast.parse(Path(module.__file__).read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If))
-    assert sorted(alias.asname for node in block.body for alias in node.names) == module.__all__
+    assert module.__all__ == sorted(public_names.ALIASES[path])
+    for name, target in public_names.ALIASES[path].items():
+        assert getattr(module, name) is getattr(hpcdist, target)
     with pytest.raises(AttributeError, match=f"'hpcdist.{path}' has no attribute 'Nothing'; it has C"):
         _ = module.Nothing
 

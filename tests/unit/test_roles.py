@@ -1,7 +1,6 @@
 import pytest
 
-from hpcdist.cluster.mpi import MPIClusterResolver
-from hpcdist.cluster.roles import parse_roles, spec_of_tasks, tasks_of_roles
+from hpcdist.cluster.resolvers import MPIClusterResolver, parse_roles, spec_of_tasks, tasks_of_roles
 from hpcdist.cluster.spec import Task
 from hpcdist.errors import ConfigurationError
 

@@ -1,0 +1,310 @@
+"""Resolvers: which tasks there are, and which one this process has. Role maps such as `chief:1,ps:2,worker:*`.
+
+TF_CONFIG and Slurm have resolvers in files of their own.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Protocol
+
+from hpcdist.cluster.environment import launcher_of, read_environment
+from hpcdist.cluster.spec import SINGLE_TASK_TYPES, TASK_TYPES, ClusterSpec, Task
+from hpcdist.errors import ConfigurationError, UsageError
+
+_EXAMPLE = "write for example chief:1,ps:2,worker:*"
+
+
+class ClusterResolver(ABC):
+    """Finds the cluster that this process belongs to, and this process's task in it."""
+
+    @abstractmethod
+    def resolve(self, rank: int, size: int) -> tuple[ClusterSpec, Task | None]:
+        """Return the cluster, and this process's task or None where the rank decides.
+
+        Args:
+            rank: this process's rank among all.
+            size: the number of ranks; an empty cluster means that every rank is a worker.
+
+        Raises:
+            ConfigurationError: when the description is not valid, on this rank only.
+        """
+
+    @abstractmethod
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the cluster as this process alone sees it."""
+
+    @property
+    @abstractmethod
+    def task_type(self) -> str | None:
+        """This process's task type, or None when it is not known."""
+
+    @property
+    @abstractmethod
+    def task_id(self) -> int | None:
+        """This process's task index, or None when it is not known."""
+
+    @property
+    def host_names(self) -> Mapping[str, Task]:
+        """Host name -> the one task whose address names it; empty when addresses are labels."""
+        return {}
+
+
+class SimpleClusterResolver(ClusterResolver):
+    """A resolver that is given the cluster and the task.
+
+    Args:
+        cluster_spec: the cluster; empty where every rank is a worker.
+        task_type, task_id: this process's task; None where the rank decides.
+        environment, num_accelerators, rpc_layer: accepted for compatibility; MPI has no use for them.
+
+    Raises:
+        ConfigurationError: when the cluster has no such task.
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        num_accelerators: Mapping[str, int] | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        self._spec = cluster_spec
+        self._task = None if task_type is None else Task(task_type, task_id or 0)
+        if self._task and cluster_spec:
+            cluster_spec.check_task(self._task)
+
+    def resolve(self, rank: int, size: int) -> tuple[ClusterSpec, Task | None]:
+        """Return what the constructor was given."""
+        return self._spec, self._task
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the cluster."""
+        return self._spec
+
+    @property
+    def task_type(self) -> str | None:
+        """This process's task type."""
+        return self._task.type if self._task else None
+
+    @property
+    def task_id(self) -> int | None:
+        """This process's task index."""
+        return self._task.index if self._task else None
+
+
+class Communicator(Protocol):
+    """The two calls of an MPI communicator that a role map needs."""
+
+    def Get_rank(self) -> int:  # noqa: N802 - the name is MPI's
+        """Return this process's rank."""
+
+    def Get_size(self) -> int:  # noqa: N802 - the name is MPI's
+        """Return the number of ranks."""
+
+
+class MPIClusterResolver(ClusterResolver):
+    """Gives roles to ranks in the order of a role map.
+
+    Args:
+        roles: a role map such as "chief:1,ps:2,evaluator:1,worker:*"; default: HPCDIST_ROLES, else every rank a worker.
+        comm: the communicator whose ranks are meant; default: all ranks. Without it, questions asked before a strategy
+            exists are answered from the launcher's variables.
+        environ: a mapping to read instead of the process environment.
+
+    Raises:
+        ConfigurationError: when the role map is not valid.
+    """
+
+    def __init__(
+        self,
+        roles: str | None = None,
+        comm: Communicator | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        source = read_environment() if environ is None else environ
+        self._counts = parse_roles(roles or source.get("HPCDIST_ROLES") or "worker:*")
+        self._launcher = launcher_of(source)
+        self.comm = comm
+
+    def resolve(self, rank: int, size: int) -> tuple[ClusterSpec, Task | None]:
+        """Return the role map stretched over `size` ranks, and the task of `rank`."""
+        tasks = tasks_of_roles(self._counts, size)
+        return spec_of_tasks(tasks), tasks[rank]
+
+    def _rank_and_size(self) -> tuple[int, int]:
+        if self.comm is not None:
+            return self.comm.Get_rank(), self.comm.Get_size()
+        return (self._launcher.rank, self._launcher.size) if self._launcher else (0, 1)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the cluster of all ranks."""
+        return self.resolve(*self._rank_and_size())[0]
+
+    @property
+    def task_type(self) -> str:
+        """This rank's task type."""
+        return self._own_task().type
+
+    @property
+    def task_id(self) -> int:
+        """This rank's task index."""
+        return self._own_task().index
+
+    def _own_task(self) -> Task:
+        rank, size = self._rank_and_size()
+        return tasks_of_roles(self._counts, size)[rank]
+
+
+def parse_roles(text: str) -> dict[str, int | None]:
+    """Parse a role map; `*` (all remaining ranks) becomes None. The order of the text is kept.
+
+    Raises:
+        ConfigurationError: on an unknown or repeated type, a count that is not a number above 0, or two `*`.
+    """
+    counts: dict[str, int | None] = {}
+    for part in text.split(","):
+        type_, _, count = (piece.strip() for piece in part.partition(":"))
+        if type_ not in TASK_TYPES or type_ in counts:
+            raise ConfigurationError(
+                f"roles: expected each of {', '.join(TASK_TYPES)} at most once, got {part!r} in {text!r}; {_EXAMPLE}."
+            )
+        counts[type_] = _parse_count(count, part, text)
+        if type_ in SINGLE_TASK_TYPES and counts[type_] != 1:
+            raise ConfigurationError(f"roles: expected at most one {type_}, got {part!r}; write {type_}:1.")
+    if list(counts.values()).count(None) > 1:
+        raise ConfigurationError(f"roles: expected at most one *, got {text!r}; {_EXAMPLE}.")
+    return counts
+
+
+def _parse_count(count: str, part: str, text: str) -> int | None:
+    if count == "*":
+        return None
+    if not count.isdecimal() or int(count) < 1:
+        raise ConfigurationError(f"roles: expected a count above 0 or *, got {part!r} in {text!r}; {_EXAMPLE}.")
+    return int(count)
+
+
+def tasks_of_roles(counts: Mapping[str, int | None], size: int) -> list[Task]:
+    """Return the task of every rank 0..size-1: types in the map's order, `*` taking what is left.
+
+    Raises:
+        ConfigurationError: when the roles need another number of ranks than there are.
+    """
+    fixed = sum(count for count in counts.values() if count is not None)
+    is_open = None in counts.values()
+    rest = size - fixed
+    if rest < (1 if is_open else 0) or (rest > 0 and not is_open):
+        wanted = f"at least {fixed + 1}" if is_open else f"exactly {fixed}"
+        text = ",".join(f"{type_}:{'*' if count is None else count}" for type_, count in counts.items())
+        raise ConfigurationError(
+            f"roles: expected {wanted} ranks for {text}, got {size}; start that many (mpirun -n) or change the roles."
+        )
+    return [Task(type_, index) for type_, count in counts.items() for index in range(rest if count is None else count)]
+
+
+def spec_of_tasks(tasks: list[Task]) -> ClusterSpec:
+    """Return the cluster in which rank r has tasks[r]; addresses are labels `rank-r`."""
+    jobs: dict[str, list[str]] = {}
+    for rank, task in enumerate(tasks):
+        jobs.setdefault(task.type, []).append(f"rank-{rank}")
+    return ClusterSpec(jobs)
+
+
+class UnionResolver(ClusterResolver):
+    """Joins clusters: tasks of one type follow one another, in the order of the resolvers; each address counts once.
+
+    This process's task is that of the first resolver that knows one.
+
+    Args:
+        resolvers: at least one.
+
+    Raises:
+        UsageError: without resolvers, or for anything else.
+    """
+
+    def __init__(self, *resolvers: ClusterResolver) -> None:
+        if not resolvers or not all(isinstance(resolver, ClusterResolver) for resolver in resolvers):
+            raise UsageError(
+                f"UnionResolver: expected cluster resolvers, got {', '.join(type(one).__name__ for one in resolvers)}; "
+                f"pass one or more, such as TFConfigClusterResolver()."
+            )
+        self._resolvers = resolvers
+
+    def resolve(self, rank: int, size: int) -> tuple[ClusterSpec, Task | None]:
+        """Return the joined cluster, and this process's task in it."""
+        found = [resolver.resolve(rank, size) for resolver in self._resolvers]
+        joined = _join([spec for spec, _ in found])
+        return joined, next((_renumbered(task, spec, joined) for spec, task in found if task is not None), None)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the joined cluster."""
+        return _join([resolver.cluster_spec() for resolver in self._resolvers])
+
+    @property
+    def task_type(self) -> str | None:
+        """This process's task type."""
+        task = self._own_task()
+        return None if task is None else task.type
+
+    @property
+    def task_id(self) -> int | None:
+        """This process's task index in the joined cluster."""
+        task = self._own_task()
+        return None if task is None else task.index
+
+    def _own_task(self) -> Task | None:
+        for resolver in self._resolvers:
+            if resolver.task_type is not None:
+                task = Task(resolver.task_type, resolver.task_id or 0)
+                return _renumbered(task, resolver.cluster_spec(), self.cluster_spec())
+        return None
+
+
+def _join(specs: list[ClusterSpec]) -> ClusterSpec:
+    jobs: dict[str, list[str]] = {}
+    for spec in specs:
+        for type_, addresses in spec.as_dict().items():
+            known = jobs.setdefault(type_, [])
+            known += [address for address in addresses if address not in known]
+    return ClusterSpec(jobs)
+
+
+def _renumbered(task: Task, spec: ClusterSpec, joined: ClusterSpec) -> Task:
+    """Return a task of one cluster under its number in the joined one."""
+    if not spec:
+        return task
+    return Task(task.type, joined.job_tasks(task.type).index(spec.task_address(task.type, task.index)))
+
+
+class TPUClusterResolver(SimpleClusterResolver):
+    """Every rank is a worker with an XLA device of its own machine; nothing is looked up or connected to.
+
+    Args:
+        tpu: "local", "" or None, or the TPU's name, which is a label. Ranks run on the TPU's own hosts, so that an
+            address elsewhere is of no use.
+        zone: accepted for compatibility, as all that follow.
+        project: see zone.
+        job_name: the type of the tasks: "worker".
+
+    Raises:
+        ConfigurationError: for an address, or another job_name; on this rank only.
+    """
+
+    def __init__(
+        self, tpu: str | None = None, zone: str | None = None, project: str | None = None, job_name: str = "worker"
+    ) -> None:
+        if tpu is not None and ":" in tpu:
+            raise ConfigurationError(
+                f"TPUClusterResolver: expected tpu='local' or a TPU's name, got the address {tpu!r}; start the ranks "
+                f"on the hosts of the TPU."
+            )
+        if job_name != "worker":
+            raise ConfigurationError(f"TPUClusterResolver: expected job_name 'worker', got {job_name!r}; leave it out.")
+        self.tpu = tpu or "local"
+        super().__init__(ClusterSpec({}))
+
+    def master(self) -> str:
+        """Return the TPU's name."""
+        return self.tpu

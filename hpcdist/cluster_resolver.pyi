@@ -1,0 +1,7 @@
+from hpcdist import ClusterResolver as ClusterResolver
+from hpcdist import MPIClusterResolver as MPIClusterResolver
+from hpcdist import SimpleClusterResolver as SimpleClusterResolver
+from hpcdist import SlurmClusterResolver as SlurmClusterResolver
+from hpcdist import TFConfigClusterResolver as TFConfigClusterResolver
+from hpcdist import TPUClusterResolver as TPUClusterResolver
+from hpcdist import UnionResolver as UnionResolver

@@ -1,0 +1,10 @@
+from hpcdist import CentralStorageStrategy as CentralStorageStrategy
+from hpcdist import CollectiveCommunication as CollectiveCommunication
+from hpcdist import CommunicationImplementation as CommunicationImplementation
+from hpcdist import CommunicationOptions as CollectiveHints
+from hpcdist import CommunicationOptions as CommunicationOptions
+from hpcdist import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+from hpcdist import PreemptionCheckpointHandler as PreemptionCheckpointHandler
+from hpcdist import TPUStrategy as TPUStrategy
+from hpcdist import TerminationConfig as TerminationConfig
+from hpcdist import ValueContext as ValueContext

@@ -1,0 +1,159 @@
+"""Every public name of hpcdist, and the module that defines it: the one table from which all else follows.
+
+`hpcdist/__init__.py` resolves these names at first use, so that `import hpcdist` starts neither MPI nor torch. The
+paths `hpcdist.experimental` and `hpcdist.cluster_resolver` of tf.distribute are aliases. The `.pyi` files are for
+editors and type checkers; `make stubs` writes them anew.
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+#: Module -> the names that it defines.
+_DEFINED_IN = {
+    "checkpoint.reader": ["latest_checkpoint"],
+    "cluster.resolvers": [
+        "ClusterResolver",
+        "MPIClusterResolver",
+        "SimpleClusterResolver",
+        "TPUClusterResolver",
+        "UnionResolver",
+    ],
+    "cluster.slurm": ["SlurmClusterResolver"],
+    "cluster.spec": ["ClusterSpec", "Task"],
+    "cluster.tf_config": ["TFConfigClusterResolver"],
+    "collectives.calls": [
+        "all_gather",
+        "all_reduce",
+        "all_reduce_async",
+        "broadcast",
+        "gather_objects",
+        "reduce_scatter",
+    ],
+    "collectives.cross_device_ops": [
+        "CrossDeviceOps",
+        "HierarchicalCopyAllReduce",
+        "NcclAllReduce",
+        "ReductionToOneDevice",
+    ],
+    "collectives.options": [
+        "AllReduceAlgorithm",
+        "CollectiveCommunication",
+        "CommunicationImplementation",
+        "CommunicationOptions",
+    ],
+    "data.dataset": ["Dataset"],
+    "data.options": [
+        "SHARD_HINT",
+        "AutoShardPolicy",
+        "InputContext",
+        "InputOptions",
+        "InputReplicationMode",
+        "Options",
+    ],
+    "resilience.checkpoint": ["Checkpoint"],
+    "resilience.manager": ["CheckpointManager"],
+    "resilience.metrics_file": ["MetricsFile"],
+    "resilience.preemption": ["PreemptionCheckpointHandler"],
+    "resilience.schedule": ["SaveSchedule"],
+    "resilience.termination": ["TerminationConfig"],
+    "strategy.base": [
+        "Strategy",
+        "ValueContext",
+        "experimental_set_strategy",
+        "get_replica_context",
+        "get_strategy",
+        "has_strategy",
+        "in_cross_replica_context",
+    ],
+    "strategy.central_storage": ["CentralStorageStrategy"],
+    "strategy.extended": ["StrategyExtended"],
+    "strategy.losses": ["compute_average_loss", "scale_regularization_loss"],
+    "strategy.mirrored": ["MirroredStrategy"],
+    "strategy.multi_worker": ["MultiWorkerMirroredStrategy"],
+    "strategy.one_device": ["OneDeviceStrategy"],
+    "strategy.reduce": ["ReduceOp"],
+    "strategy.replica_context": ["ReplicaContext"],
+    "strategy.values": ["DistributedValues", "Mirrored", "PerReplica"],
+    "tf_compat.sync_batch_norm": ["SyncBatchNorm", "convert_sync_batchnorm"],
+    "tf_compat.tpu": ["TPUStrategy", "experimental_connect_to_cluster", "initialize_tpu_system"],
+    "tf_compat.variables": ["Variable", "VariableAggregation", "VariableSynchronization"],
+}
+#: Public name -> the module that defines it.
+NAMES = {name: module for module, names in _DEFINED_IN.items() for name in names}
+#: Modules that are public as a whole.
+MODULES = {"cluster_resolver": "cluster_resolver", "experimental": "experimental", "metrics": "tf_compat.metrics"}
+#: Paths of tf.distribute: each name there -> its name in hpcdist.
+ALIASES = {
+    "cluster_resolver": {
+        name: name
+        for name in (
+            "ClusterResolver",
+            "MPIClusterResolver",
+            "SimpleClusterResolver",
+            "SlurmClusterResolver",
+            "TFConfigClusterResolver",
+            "TPUClusterResolver",
+            "UnionResolver",
+        )
+    },
+    "experimental": {
+        "CentralStorageStrategy": "CentralStorageStrategy",
+        "CollectiveCommunication": "CollectiveCommunication",
+        "CollectiveHints": "CommunicationOptions",
+        "CommunicationImplementation": "CommunicationImplementation",
+        "CommunicationOptions": "CommunicationOptions",
+        "MultiWorkerMirroredStrategy": "MultiWorkerMirroredStrategy",
+        "PreemptionCheckpointHandler": "PreemptionCheckpointHandler",
+        "TPUStrategy": "TPUStrategy",
+        "TerminationConfig": "TerminationConfig",
+        "ValueContext": "ValueContext",
+    },
+}
+
+
+def resolve(name: str) -> Any:
+    """Return what `hpcdist.NAME` is; imports its module.
+
+    Raises:
+        AttributeError: for a name that hpcdist does not have; the message lists those that it has.
+    """
+    if name in MODULES:
+        return import_module(f"hpcdist.{MODULES[name]}")
+    if name not in NAMES:
+        known = ", ".join(sorted({**NAMES, **MODULES}))
+        raise AttributeError(f"module 'hpcdist' has no attribute {name!r}; it has {known}")
+    return getattr(import_module(f"hpcdist.{NAMES[name]}"), name)
+
+
+def resolve_alias(path: str, name: str) -> Any:
+    """Return what `hpcdist.PATH.NAME` is; raises as `resolve`."""
+    aliases = ALIASES[path]
+    if name not in aliases:
+        raise AttributeError(f"module 'hpcdist.{path}' has no attribute {name!r}; it has {', '.join(sorted(aliases))}")
+    return resolve(aliases[name])
+
+
+def stubs() -> dict[str, str]:
+    """Return the text of every .pyi file by its name."""
+    modules = [
+        f"from hpcdist import {name} as {name}" if module == name else _import_line(module, name)
+        for name, module in MODULES.items()
+    ]
+    names = [f"from hpcdist.{module} import {name} as {name}" for name, module in NAMES.items()]
+    texts = {"__init__.pyi": "\n".join([*sorted([*modules, *names]), "", "__version__: str", ""])}
+    for path, aliases in ALIASES.items():
+        lines = [f"from hpcdist import {target} as {name}" for name, target in aliases.items()]
+        texts[f"{path}.pyi"] = "\n".join([*sorted(lines), ""])
+    return texts
+
+
+def _import_line(module: str, name: str) -> str:
+    parent, _, leaf = module.rpartition(".")
+    return f"from hpcdist.{parent} import {leaf} as {name}"
+
+
+def write_stubs() -> None:
+    """Write the .pyi files beside this one."""
+    for file_name, text in stubs().items():
+        Path(__file__).with_name(file_name).write_text(text)
