@@ -89,12 +89,14 @@ def check_collectives(report, last):
 ENDS = "(?:the limit; ending the job|another rank of this node is ending the job)"
 
 
-def check_waiting(output, rank, entered="(not entered|entered by every|of other ranks)", how_it_ends=ENDS):
+def check_waiting(
+    output, rank, entered="(not entered|entered by every|nothing is known of other ranks)", how_it_ends=ENDS
+):
     """A waiting rank warned once, then reported what it waits for, its collectives and its stack once."""
     head = r"collective 71, all_reduce sum float64 x 100, has taken [\d.]+ s"
     report = report_of(output, rank, rf"{head}[,;] {how_it_ends}")
     check_collectives(report, 71)
-    assert re.search(r"^ +71  all_reduce sum float64 x 100  under way for ", report, re.MULTILINE)
+    assert re.search(r"^ +71  all_reduce sum float64 x 100  running for ", report, re.MULTILINE)
     assert len(re.findall(r"program\.py:\d+ in reduce", report)) == 1
     report_of(output, rank, rf"{head}, {entered}")
 
@@ -130,7 +132,7 @@ def test_a_rank_that_is_stopped_is_named(start, nothing_left, root, tmp_path):
     job = run(start, root, tmp_path, STOPS)
     output = check_end(job, tmp_path)
     assert "hpcdist: rank 1 (worker 1), process " in output
-    assert "is stopped by a signal; kill -CONT lets it go on" in output
+    assert "is stopped by a signal; kill -CONT resumes it" in output
     nothing_left(job)
 
 
@@ -241,11 +243,11 @@ CHECKED = """
 import sys
 import numpy as np
 import hpcdist
-from hpcdist.diagnostics.call_check import Fingerprints
+from hpcdist.diagnostics.call_check import CallCheck
 from hpcdist.runtime.process import make_world
 
 world = make_world()
-checks = Fingerprints(world.comm, world) if "collectives" in world.debug else None
+checks = CallCheck(world.comm, world) if "collectives" in world.debug else None
 
 def reduce(op, n_elements, dtype="float64"):
     if checks is not None:

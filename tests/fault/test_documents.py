@@ -1,0 +1,169 @@
+"""What README and docs/ say is true: every command and every program in them is run, in a fresh copy of the repository."""
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from api_index import page
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LIMIT_FROM_NOTHING_S, LIMIT_INSTALLED_S = 180, 60
+#: Every command of the pages, and the test that runs it or what stands for it.
+COMMANDS = {
+    "pip install -e .": "test_an_existing_environment",
+    "pip install -e '.[mpich]'": "test_make_train_from_nothing_and_again: what make train does",
+    "make train": "test_make_train_from_nothing_and_again",
+    "make test": "test_make_test_is_what_runs_here",
+    "mpirun -n 2 python mine.py": "test_programs",
+    "python jobs/train.py --run-dir runs/one": "test_the_three_ways",
+    "mpirun -n 4 python jobs/train.py --run-dir runs/four": "test_the_three_ways",
+    "sbatch --nodes 2 slurm/train.sbatch": "test_the_batch_script_is_shipped, and tests/slurm",
+}
+
+
+def blocks(path, kind):
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+    return [text for name, text in found if name == kind]
+
+
+def programs():
+    return [
+        pytest.param(text, id=f"{path.stem}-{number}")
+        for path in PAGES
+        for number, text in enumerate(blocks(path, "python"))
+    ]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """Return a copy of what git tracks, as it is now: no environment, nothing built."""
+    folder = tmp_path_factory.mktemp("clone") / "hpcdist"
+    names = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in names.stdout.splitlines():
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def run(command, clone, environ, timeout_s, cwd=None):
+    """Run a command as a user would type it, with the clone's environment active; return its output and seconds."""
+    started = time.monotonic()
+    path = f"{clone}/.venv/bin:{environ['PATH']}"
+    environ = {name: value for name, value in environ.items() if name not in ("VIRTUAL_ENV", "MAKEFLAGS", "MAKELEVEL")}
+    done = subprocess.run(
+        ["setsid", "--wait", "bash", "-c", command],
+        cwd=cwd or clone,
+        env={**environ, "PATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout, time.monotonic() - started
+
+
+def test_every_command_is_known():
+    found = {line for path in PAGES for block in blocks(path, "sh") for line in block.splitlines()}
+    assert found == set(COMMANDS)
+
+
+@pytest.mark.timeout(400)
+def test_make_train_from_nothing_and_again(clone, clean_environ):
+    output, seconds = run("make train", clone, clean_environ, LIMIT_FROM_NOTHING_S + 60)
+    assert re.search(r"epoch 20/20 .* test accuracy 0\.9[6-9]", output)
+    path = re.search(r"^test accuracy 0\.9[6-9]\d+  checkpoint (\S+)$", output, re.MULTILINE)[1]
+    assert (clone / path).exists()
+    again, seconds_again = run("make train", clone, clean_environ, LIMIT_INSTALLED_S + 60)
+    assert "2 replicas; new run" in again
+    print(f"make train: {seconds:.0f} s from nothing, {seconds_again:.0f} s when installed")
+
+
+def test_a_script_beside_the_clone_imports_the_package(clone, clean_environ):
+    """A folder called hpcdist in the working directory must not win over the editable install."""
+    code = "import hpcdist; print(hpcdist.__version__, hpcdist.Dataset.__name__)"
+    assert "Dataset" in run(f'python -c "{code}"', clone, clean_environ, 60, cwd=clone.parent)[0]
+
+
+@pytest.mark.timeout(200)
+def test_an_existing_environment(clone, clean_environ, tmp_path):
+    """`pip install -e .` into an environment that has torch and an MPI already."""
+    command = (
+        f"{sys.executable} -m venv {tmp_path}/own && P=$(python -c 'import site; print(site.getsitepackages()[0])')"
+    )
+    command += f" && echo $P > $({tmp_path}/own/bin/python -c 'import site; print(site.getsitepackages()[0])')/has.pth"
+    command += f" && {tmp_path}/own/bin/pip install --quiet --no-deps -e . && cd {tmp_path}"
+    command += f" && {tmp_path}/own/bin/python -c 'import hpcdist; print(hpcdist.__file__, hpcdist.Strategy.__name__)'"
+    assert "Strategy" in run(command, clone, clean_environ, 180)[0]
+
+
+def test_make_test_is_what_runs_here():
+    """The command itself cannot be run from inside it; that it starts every part can be seen."""
+    done = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
+    for part in ("lint", "unit", "mpi", "openmpi", "system-mpi", "fault", "slurm", "hosts"):
+        assert f"parts/{part}" in done.stdout or f"make {part}" in done.stdout, part
+
+
+@pytest.mark.timeout(200)
+def test_the_diff_is_two_programs(clone, clean_environ):
+    """The removed lines are a program for torchrun, the added ones for mpirun; both print one line."""
+    [diff] = blocks(ROOT / "README.md", "diff")
+    lines = diff.splitlines()
+    before = "\n".join(line[1:] for line in lines if not line.startswith("+"))
+    after = "\n".join(line[1:] for line in lines if not line.startswith("-"))
+    assert sum(line.startswith("+") for line in lines) <= 8
+    (clone / "before.py").write_text(before)
+    (clone / "after.py").write_text(after)
+    own = run("mpirun -n 2 python after.py", clone, clean_environ, 60)[0]
+    assert re.fullmatch(r"loss [23]\.\d+\n", own), own
+    torchs = run("python -m torch.distributed.run --nproc-per-node 2 before.py", clone, clean_environ, 100)[0]
+    assert re.search(r"loss [23]\.\d+\n", torchs), torchs
+
+
+@pytest.mark.parametrize("code", programs())
+def test_programs(clone, clean_environ, code):
+    (clone / "mine.py").write_text(code)
+    run("mpirun -n 2 python mine.py", clone, clean_environ, 60)
+    if "runs/mine" in code:
+        assert len(list((clone / "runs" / "mine").rglob("*.h5"))) == 3
+        output = run("python mine.py", clone, clean_environ, 60)[0]
+        assert "loss" not in output, "nothing is left to do"
+
+
+@pytest.mark.timeout(200)
+def test_the_three_ways(clone, clean_environ):
+    assert "1 replicas; new run" in run("python jobs/train.py --run-dir runs/one", clone, clean_environ, 60)[0]
+    four = "mpirun -n 4 python jobs/train.py --run-dir runs/four"
+    assert "4 replicas; new run" in run(four, clone, clean_environ, 90)[0]
+    assert "gen-0001/step-00000460.h5" in run(four, clone, clean_environ, 90)[0]
+
+
+def test_the_batch_script_is_shipped(clone):
+    """It is run under a real Slurm in tests/slurm; here its file and options are looked at."""
+    text = (clone / "slurm" / "train.sbatch").read_text()
+    subprocess.run(["bash", "-n", clone / "slurm" / "train.sbatch"], check=True)
+    assert "jobs/train.py" in text
+    assert "--requeue" in text
+
+
+def test_links_lead_somewhere():
+    for path in [*PAGES, *ROOT.glob("*.md"), ROOT / "tests" / "README.md", ROOT / "benchmarks" / "README.md"]:
+        for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_the_api_index_follows_from_the_table():
+    """`make docs` writes it anew."""
+    assert (ROOT / "docs" / "api.md").read_text() == page()
+
+
+def test_the_table_of_routes_is_that_of_the_function():
+    table = re.findall(r"^\| .*$", (ROOT / "hpcdist" / "collectives" / "route.py").read_text(), re.MULTILINE)
+    assert "\n".join(table) in (ROOT / "docs" / "algorithms.md").read_text()
