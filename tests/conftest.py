@@ -4,9 +4,28 @@ import os
 from pathlib import Path
 
 import pytest
+from scale import SCALE
 
 ROOT = Path(__file__).resolve().parent.parent
 _LAUNCHER_PREFIXES = ("TF_CONFIG", "SLURM_", "OMPI_COMM_", "PMI", "PMIX_", "HYDI", "MPI_LOCAL", "HPCDIST_")
+
+
+#: Folders whose tests take seconds each: they are slow unless marked `quick`.
+_SLOW_FOLDERS = {"fault", "slurm", "hosts"}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="run every case of the sweeps, not a sample")
+
+
+def pytest_configure(config):
+    SCALE.is_full = config.getoption("--full")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if _SLOW_FOLDERS & set(item.path.relative_to(ROOT).parts) and not item.get_closest_marker("quick"):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

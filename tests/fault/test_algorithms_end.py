@@ -24,7 +24,7 @@ while True:
 
 LONG = {("hierarchical", "stopped"), ("halving", "stopped"), ("async", "stopped"), ("halving", "killed")}
 CASES = [
-    pytest.param(name, sign, id=f"{name}-{how}", marks=[pytest.mark.long] if (name, how) in LONG else [])
+    pytest.param(name, sign, id=f"{name}-{how}", marks=[pytest.mark.sweep] if (name, how) in LONG else [])
     for name in ("shared_memory", "hierarchical", "ring", "halving", "async")
     for how, sign in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP))
 ]

@@ -7,7 +7,7 @@ import pytest
 
 pytestmark = pytest.mark.timeout(120)
 LOGS = {"full": "os.dup2(os.open('/dev/full', os.O_WRONLY), 2)", "closed": "os.close(2)", "none": "sys.stderr = None"}
-SOME_LOGS = [pytest.param(name, marks=[] if name == "full" else [pytest.mark.long]) for name in LOGS]
+SOME_LOGS = [pytest.param(name, marks=[] if name == "full" else [pytest.mark.sweep]) for name in LOGS]
 BEGIN = """
 import errno, os, sys
 import numpy as np
@@ -64,13 +64,13 @@ def test_a_rank_that_raises_ends_the_job_at_once(run, log):
     assert told["decision"] == "requeue"
 
 
-@pytest.mark.parametrize("n_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("n_ranks", [pytest.param(1, marks=pytest.mark.sweep), 2])
 def test_an_error_of_all_ranks_keeps_its_code(run, n_ranks):
     outcome, _ = run("full", RAISES_TOGETHER, n_ranks)
     assert outcome.code == 76
 
 
-@pytest.mark.parametrize("n_ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n_ranks", [1, pytest.param(2, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("log", SOME_LOGS)
 def test_a_last_save_that_fails_is_no_success(run, log, n_ranks):
     outcome, told = run(log, LAST_SAVE_FAILS, n_ranks)

@@ -23,7 +23,7 @@ def run(environ, n_ranks, name, *options):
     return done.stdout
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "options"),
     [("custom_loop.py", ("--replicas", "4", "--epochs", "1")), ("gan.py", ("--replicas", "4", "--steps", "30"))],
@@ -34,7 +34,7 @@ def test_the_same_digits_on_any_number_of_ranks(clean_environ, name, options):
     assert re.search(r"[0-9]\.[0-9]{6}", on_one)
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 def test_the_main_job_has_the_same_bits_on_any_number_of_ranks(clean_environ, tmp_path):
     """Also when it goes on on another number of ranks."""
     for folder, n_ranks, epochs in (("one", 1, 2), ("two", 2, 1), ("two", 3, 2)):

@@ -24,7 +24,7 @@ def test_hangs(comm):
 def run(start, root, tmp_path, *options):
     folder = tmp_path / "suite"
     folder.mkdir()
-    for path in ("mpi/conftest.py", "made_up_hosts.py"):
+    for path in ("mpi/conftest.py", "support/made_up_hosts.py"):
         shutil.copy(root / "tests" / path, folder)
     (folder / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\nmarkers = mpi\n")
     (folder / "test_suite.py").write_text(TESTS)

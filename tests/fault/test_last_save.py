@@ -24,7 +24,7 @@ manager.save(7, blocking=False)
 AGREED = "raise hpcdist.errors.agreed(hpcdist.errors.NoProgressError('on purpose'))"
 
 
-@pytest.mark.parametrize(("end", "code"), [("sys.exit(75)", 75), pytest.param(AGREED, 76, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(75)", 75), pytest.param(AGREED, 76, marks=pytest.mark.sweep)])
 def test_a_slow_disk_is_waited_for(start, nothing_left, tmp_path, end, code):
     """Longer than a rank that failed alone would be waited for."""
     job = start(3, "-c", PROGRAM.format(end=end), tmp_path / "checkpoints")

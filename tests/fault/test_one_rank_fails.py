@@ -61,7 +61,7 @@ LONG = {"sys.exit", "sys.exit text", "exit", "raise beside a thread", "input", "
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in FAILURES]
+    "name", [pytest.param(name, marks=[pytest.mark.sweep] if name in LONG else []) for name in FAILURES]
 )
 def test_the_job_ends(name, start, nothing_left, tmp_path):
     how, after, reason, code = FAILURES[name]
@@ -159,7 +159,7 @@ for act in (lambda: 1 / 0, lambda: sys.exit(3), lambda: exit(4)):
     assert "hpcdist:" not in outcome.output
 
 
-@pytest.mark.parametrize("leave", ["", pytest.param("raise SystemExit(0)", marks=pytest.mark.long)])
+@pytest.mark.parametrize("leave", ["", pytest.param("raise SystemExit(0)", marks=pytest.mark.sweep)])
 def test_a_rank_that_is_done_waits_for_one_that_saves(start, tmp_path, leave):
     """The chief is busy for longer than a failing rank would wait: leaving early with success must not end it."""
     text = WORLD + f"if rank == 0:\n    time.sleep(6)\n    print('saved')\n{leave}"

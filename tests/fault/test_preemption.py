@@ -81,7 +81,7 @@ def ends_with_the_same_bits(launch, run_dir, unbroken):
     ("number", "rank"),
     [
         pytest.param(signal.SIGTERM, 1, id="term"),
-        pytest.param(signal.SIGUSR2, 0, id="usr2", marks=pytest.mark.long),
+        pytest.param(signal.SIGUSR2, 0, id="usr2", marks=pytest.mark.sweep),
     ],
 )
 def test_a_signal_to_one_rank(launch, tmp_path, unbroken, number, rank):
@@ -92,7 +92,7 @@ def test_a_signal_to_one_rank(launch, tmp_path, unbroken, number, rank):
     ends_with_the_same_bits(launch, tmp_path / "run", unbroken)
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 def test_signals_to_all_ranks_again_and_again(launch, tmp_path, unbroken):
     """As batch systems send them: to all at once, and more while the job saves and leaves."""
     job = launch()
@@ -107,7 +107,7 @@ def test_signals_to_all_ranks_again_and_again(launch, tmp_path, unbroken):
     ends_with_the_same_bits(launch, tmp_path / "run", unbroken)
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 def test_the_stop_file(launch, tmp_path, unbroken):
     job = launch(epochs=10**6)
     in_training(job)

@@ -8,9 +8,10 @@ import time
 import numpy as np
 import pytest
 from real_jobs import final_state
+from scale import SCALE
 
 SEED = 20261121
-N_KILLS = int(os.environ.get("N_KILLS", "4"))  # `make kills`: 20
+N_KILLS = SCALE.choose(4, 20)
 
 
 def command(root, run_dir, *more):
@@ -78,7 +79,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(start, root, tmp_path
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.long
+@pytest.mark.sweep
 def test_the_cnn_resumes_on_four_ranks(start, root, tmp_path):
     options = ("--model", "cnn", "--epochs", "2")
     finish(start, root, tmp_path / "unbroken", 4, *options)
@@ -149,7 +150,7 @@ def test_a_full_disk_ends_the_job_and_room_lets_it_go_on(start, root, tmp_path, 
     assert final_state(small_disk / "run") == final_state(tmp_path / "unbroken")
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 def test_a_read_only_disk(start, root, small_disk):
     finish(start, root, small_disk / "run", 1, "--epochs", "1", "--save-every", "100")
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)

@@ -26,7 +26,7 @@ def write_mnist(folder, n_train, n_test, zipped):
                 (folder / file).write_bytes(data)
 
 
-@pytest.mark.parametrize("zipped", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("zipped", [True, pytest.param(False, marks=pytest.mark.sweep)])
 def test_mnist_files(start, root, tmp_path, zipped):
     write_mnist(tmp_path / "mnist", 600, 100, zipped)
     options = ["--data", tmp_path / "mnist", "--run-dir", tmp_path / "run", "--epochs", "3", "--model", "cnn"]
@@ -42,7 +42,7 @@ def test_a_folder_without_mnist(start, root, tmp_path):
     assert "Traceback" not in outcome.output
 
 
-@pytest.mark.parametrize("model", ["mlp", pytest.param("cnn", marks=pytest.mark.long)])
+@pytest.mark.parametrize("model", ["mlp", pytest.param("cnn", marks=pytest.mark.sweep)])
 def test_accuracy_on_digits_and_what_the_run_folder_holds(start, root, tmp_path, model):
     outcome = start(2, root / "jobs" / "train.py", "--model", model, "--run-dir", tmp_path / "run").wait(60)
     assert outcome.code == 0, outcome.output
@@ -77,7 +77,7 @@ def test_numbers_below_one(start, root, flag):
     assert "expected a number above 0, got 0" in outcome.output
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 def test_a_torn_metrics_line_is_dropped(start, root, tmp_path):
     options = [root / "jobs" / "train.py", "--run-dir", tmp_path / "run", "--epochs"]
     assert start(1, *options, "1").wait(60).code == 0

@@ -54,7 +54,7 @@ def run(start, root, tmp_path, how, is_alone=False, late_s=0.0):
 def begin(start, root, tmp_path, text, *arguments):
     program = tmp_path / "program.py"
     program.write_text(text)
-    python_path = os.pathsep.join(filter(None, [str(root / "tests"), os.environ.get("PYTHONPATH")]))
+    python_path = os.pathsep.join(filter(None, [str(root / "tests" / "support"), os.environ.get("PYTHONPATH")]))
     return start(3, program, *arguments, environ={"HPCDIST_TIMEOUT_S": str(LIMIT_S), "PYTHONPATH": python_path})
 
 

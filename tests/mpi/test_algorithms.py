@@ -15,7 +15,7 @@ from hpcdist.collectives.options import CommunicationImplementation as Implement
 from hpcdist.errors import CollectiveError, ConfigurationError
 from hpcdist.plan.replicas import plan_row_additions
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
 ON_HOST = [name for name in ALGORITHMS if name is not Implementation.NCCL]
 COUNTS = [0, 1, -1, +1, 1000, 4099]  # -1 and +1: the number of ranks less and more one
 DTYPES_AND_OPS = [

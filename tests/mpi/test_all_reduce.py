@@ -7,7 +7,7 @@ from hpcdist.collectives import library
 from hpcdist.collectives.group import group_of
 from hpcdist.errors import CollectiveError
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
 COUNTS = {"0": lambda size: 0, "1": lambda size: 1, "size-1": lambda size: size - 1, "size+1": lambda size: size + 1}
 COUNTS["1000"] = lambda size: 1000
 

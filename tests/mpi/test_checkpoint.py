@@ -22,7 +22,7 @@ from hpcdist.errors import CheckpointError, ExitCode, UsageError
 from hpcdist.resilience import at_exit
 from hpcdist.runtime.mpi import MPI
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
 
 class Job:

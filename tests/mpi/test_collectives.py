@@ -14,7 +14,7 @@ from hpcdist.collectives.options import CommunicationImplementation as Implement
 from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError, DesyncError
 from hpcdist.runtime.process import make_world
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
 
 @pytest.mark.parametrize("root", [0, -1])

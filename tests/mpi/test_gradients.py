@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import hpcdist
 from hpcdist.errors import DesyncError, GradientError
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
 ROWS = 12
 
 

@@ -22,7 +22,7 @@ from hpcdist.plan.replicas import ReplicaPlan
 sys.path.insert(0, str(__file__).split("/tests/")[0] + "/benchmarks")
 import bits
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from hpcdist.runtime.mpich_shm import remove_stale
 from hpcdist.runtime.process import make_world
 from hpcdist.runtime.world import World
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
 
 @pytest.fixture

@@ -1,14 +1,14 @@
 """README's batch script under a real Slurm: to the end, preempted, requeued, with a node lost, in a crash loop."""
 
 import json
-import os
 import statistics
 import time
 
 import pytest
+from scale import SCALE
 
 pytestmark = pytest.mark.timeout(900)
-N_PREEMPTIONS = int(os.environ.get("N_PREEMPTIONS", "2"))  # `make slurm-all`: 10
+N_PREEMPTIONS = SCALE.choose(2, 10)
 
 
 def test_to_the_end_and_the_same_command_again(submit, data):

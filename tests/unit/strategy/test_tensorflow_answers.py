@@ -12,7 +12,7 @@ import torch
 import hpcdist
 from hpcdist.errors import DataError, UsageError
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "oracle"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "support" / "oracle"))
 from cases import Case, Error, PerReplica, cases
 
 pytest.importorskip("mpi4py.MPI")

@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -12,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from hostile_files import SEED, Original, all_cases, lies
+from scale import SCALE
 
-IS_FULL = bool(os.environ.get("EVERY_CASE"))
-PROGRAM = Path(__file__).resolve().parents[1] / "programs" / "hostile_reads.py"
+IS_FULL = SCALE.is_full
+PROGRAM = Path(__file__).resolve().parents[2] / "support" / "programs" / "hostile_reads.py"
 BATCH = 1000
 
 

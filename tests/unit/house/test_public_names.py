@@ -8,7 +8,7 @@ import hpcdist
 from hpcdist import public_names
 from hpcdist.errors import ExitCode, HpcdistError, error_class
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 PACKAGE = Path(hpcdist.__file__).parent

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-JOBS = Path(__file__).resolve().parents[2] / "jobs"
+JOBS = Path(__file__).resolve().parents[3] / "jobs"
 DISTRIBUTING = {"experimental_distribute_dataset", "distribute_datasets_from_function"}
 POLLING = {"save_checkpoint_if_preempted", "poll"}
 WORKING = {"backward", "step", "run", "all_reduce", "broadcast", "gather"}

@@ -4,16 +4,16 @@
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from scale import SCALE
 
-IS_FULL = bool(os.environ.get("EVERY_CASE"))
-PROGRAM = Path(__file__).resolve().parents[1] / "programs" / "kill_points.py"
+IS_FULL = SCALE.is_full
+PROGRAM = Path(__file__).resolve().parents[2] / "support" / "programs" / "kill_points.py"
 DURING_SAVES = {"create", "allocate", "write", "sync", "close", "rename", "sync_folder", "remove"}
 
 

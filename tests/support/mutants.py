@@ -1,6 +1,7 @@
 """Takes one safety at a time out of a copy of the package: at least one test must notice each.
 
-`python tests/mutants.py` runs all; with numbers, those. Prints a line for each; leaves with 1 if one is not noticed.
+`python tests/support/mutants.py` runs all; with numbers, those. It prints a line for each, and exits with 1 if one is not
+noticed.
 """
 
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 from mutation import mutated
 from safeties import MUTANTS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 400
 
 

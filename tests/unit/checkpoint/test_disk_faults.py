@@ -12,12 +12,13 @@ import stat
 from collections import Counter
 
 import pytest
+from scale import SCALE
 from small_training import N_STEPS, STARTS, Training, newest_place
 
 from hpcdist.checkpoint import durable, folder, generations
 from hpcdist.errors import CheckpointError, ExitCode
 
-EVERY = 1 if os.environ.get("EVERY_CASE") else 3
+EVERY = SCALE.choose(3, 1)
 CALLS = ["mkdir", "open", "fallocate", "pwrite", "fsync", "close", "replace", "unlink", "rmdir", "listdir", "statvfs"]
 REFUSALS = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS]
 #: Old checkpoints that cannot be removed, or looked for, stay, and the log says so: no reason to end a job.

@@ -6,10 +6,18 @@ A mutant is fastened to names, not to the text of a file: code may be moved and 
 from dataclasses import dataclass
 
 FOLDER, FILE, TREE = (f"unit/test_checkpoint_{name}.py" for name in ("folder", "file", "tree"))
-CUTS, FAULTS, HOSTILE = "unit/test_power_cuts.py", "unit/test_disk_faults.py", "unit/test_hostile_files.py"
-STOP, DEADLINE, DECISION = "unit/test_stop.py", "unit/test_deadline.py", "unit/test_decision.py"
-SCRIPTS, CHAIN = "unit/test_requeue.py", "unit/test_recipes.py"
-METRICS, OWN_MEMORY = "unit/test_metrics_file.py", "unit/test_memory_of_others.py"
+CUTS, FAULTS, HOSTILE = (
+    "unit/checkpoint/test_power_cuts.py",
+    "unit/checkpoint/test_disk_faults.py",
+    "unit/checkpoint/test_hostile_files.py",
+)
+STOP, DEADLINE, DECISION = (
+    "unit/resilience/test_stop.py",
+    "unit/resilience/test_deadline.py",
+    "unit/resilience/test_decision.py",
+)
+SCRIPTS, CHAIN = "unit/house/test_requeue.py", "unit/house/test_recipe_parts.py"
+METRICS, OWN_MEMORY = "unit/resilience/test_metrics_file.py", "unit/checkpoint/test_memory_of_others.py"
 RANKS, MEMORY, DESYNC = "mpi/test_checkpoint.py", "mpi/test_fast_tier.py", "mpi/test_desync.py"
 HANDLER, AGREE, TWO = "mpi/test_preemption.py", "mpi/test_agreement.py", "mpi/test_two_managers.py"
 

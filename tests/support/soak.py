@@ -1,6 +1,6 @@
 """Kill one job again and again, on another number of ranks each time: it must end with the bits of an unbroken one.
 
-python tests/soak.py --restarts 500 --seed 20261121 --out soak.json
+python tests/support/soak.py --restarts 500 --seed 20261121 --out soak.json
 
 Each attempt runs the main job with 8 replicas on 2 to 8 ranks, and does one harm at a random moment: SIGKILL, SIGTERM
 or SIGSTOP of the chief, a worker or mpirun; a rank that is suspended for a while, raises, or makes a collective of its
@@ -29,7 +29,7 @@ import numpy as np
 from real_jobs import MPIRUN, PYTHON, Job, final_state
 from sklearn.datasets import load_digits
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RANKS = (2, 2, 2, 3, 3, 4, 4, 5, 6, 8)
 #: Harm -> (how often, seconds until all is over). A stuck rank is found by the watchdog after LIMIT_S.
 LIMIT_S = 10.0
@@ -75,7 +75,7 @@ class Folder:
         }
 
     def start(self, n_ranks, run_dir, *more):
-        program = [ROOT / "tests" / "harmed_job.py", ROOT / "jobs" / "train.py"]
+        program = [ROOT / "tests" / "support" / "harmed_job.py", ROOT / "jobs" / "train.py"]
         command = [
             MPIRUN,
             "-n",

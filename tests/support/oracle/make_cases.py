@@ -3,7 +3,7 @@
 Run by hand, not by CI, where TensorFlow 2.21 (and nothing else) is installed; some ten minutes on two cores:
 
     python -m venv tfvenv && tfvenv/bin/pip install tensorflow-cpu==2.21.0
-    tfvenv/bin/python tests/oracle/make_cases.py
+    tfvenv/bin/python tests/support/oracle/make_cases.py
 
 It writes cases.json.gz beside itself; cases.py says what is in it, draws.py where the arguments come from. The strategy
 is MirroredStrategy over N logical CPUs with its default cross-device operations, which are collectives. Where shapes do

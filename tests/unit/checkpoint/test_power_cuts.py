@@ -12,6 +12,7 @@ import shutil
 
 import pytest
 from power_cuts import Model, RecordingDisk, digest, write_out
+from scale import SCALE
 from small_training import N_STEPS, STARTS, Training, newest_place
 
 from hpcdist.checkpoint.folder import CheckpointFolder
@@ -19,7 +20,7 @@ from hpcdist.checkpoint.generations import Place
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.errors import CheckpointError
 
-IS_FULL = bool(os.environ.get("EVERY_CASE"))
+IS_FULL = SCALE.is_full
 SEED = 20261122
 #: About so many states are recovered, of those of every nth cut.
 SAMPLE, EVERY_NTH_CUT = (5000, 1) if IS_FULL else (150, 8)

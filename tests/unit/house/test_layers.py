@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[2] / "hpcdist"
+PACKAGE = Path(__file__).resolve().parents[3] / "hpcdist"
 LAYERS = {
     "errors": 0,
     "public_names": 0,
