@@ -1,7 +1,7 @@
 """Takes one safety at a time out of a copy of the package: at least one test must notice each.
 
-`python tests/support/mutants.py` runs all; with numbers, those. It prints a line for each, and exits with 1 if one is not
-noticed.
+`python tests/support/mutants.py` runs all; with numbers, those. It prints a line for each, and exits
+with 1 if one is not noticed.
 """
 
 import os

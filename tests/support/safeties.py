@@ -5,19 +5,12 @@ A mutant is fastened to names, not to the text of a file: code may be moved and 
 
 from dataclasses import dataclass
 
-FOLDER, FILE, TREE = (f"unit/test_checkpoint_{name}.py" for name in ("folder", "file", "tree"))
-CUTS, FAULTS, HOSTILE = (
-    "unit/checkpoint/test_power_cuts.py",
-    "unit/checkpoint/test_disk_faults.py",
-    "unit/checkpoint/test_hostile_files.py",
-)
-STOP, DEADLINE, DECISION = (
-    "unit/resilience/test_stop.py",
-    "unit/resilience/test_deadline.py",
-    "unit/resilience/test_decision.py",
-)
+_CHECKPOINT, _RESILIENCE = "unit/checkpoint/test_{}.py".format, "unit/resilience/test_{}.py".format
+FOLDER, FILE, TREE = (_CHECKPOINT(f"checkpoint_{name}") for name in ("folder", "file", "tree"))
+CUTS, FAULTS, HOSTILE = map(_CHECKPOINT, ("power_cuts", "disk_faults", "hostile_files"))
+STOP, DEADLINE, DECISION = map(_RESILIENCE, ("stop", "deadline", "decision"))
 SCRIPTS, CHAIN = "unit/house/test_requeue.py", "unit/house/test_recipe_parts.py"
-METRICS, OWN_MEMORY = "unit/resilience/test_metrics_file.py", "unit/checkpoint/test_memory_of_others.py"
+METRICS, OWN_MEMORY = _RESILIENCE("metrics_file"), _CHECKPOINT("memory_of_others")
 RANKS, MEMORY, DESYNC = "mpi/test_checkpoint.py", "mpi/test_fast_tier.py", "mpi/test_desync.py"
 HANDLER, AGREE, TWO = "mpi/test_preemption.py", "mpi/test_agreement.py", "mpi/test_two_managers.py"
 

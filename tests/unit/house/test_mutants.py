@@ -28,6 +28,11 @@ def test_there_are_enough_and_each_mark_has_one():
     assert {name for name, *_ in marks(ROOT)} == {mutant.what for mutant in MUTANTS if isinstance(mutant, MarkedLine)}
 
 
+def test_the_tests_that_must_notice_are_there():
+    """A file that is not there fails too: every mutant would seem to be noticed."""
+    assert [mutant.what for mutant in MUTANTS if not (ROOT / "tests" / mutant.tests).is_file()] == []
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("what", ["the fence", "verify before prune", "digest of the file"])
 def test_a_sample_is_noticed(fast_folder, what):
