@@ -5,9 +5,10 @@ from itertools import tee
 
 import numpy as np
 
-from hpcdist.data.nest import Nest, no_rows, stack, unstack
 from hpcdist.data.row_store import store_of
+from hpcdist.data.rows import no_rows, stack, unstack
 from hpcdist.data.sources import RowSource
+from hpcdist.nest import Nest
 from hpcdist.plan.sample_order import Rows
 
 

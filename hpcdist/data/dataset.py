@@ -12,13 +12,14 @@ import torch
 from hpcdist.data.cache import Cached
 from hpcdist.data.hdf5 import Hdf5Source, Paths, expand
 from hpcdist.data.identity import digest_of
-from hpcdist.data.nest import Nest, TensorSpec, as_array, leaves, map_nest, spec_of
 from hpcdist.data.options import SHARD_HINT, AutoShardPolicy, Options
 from hpcdist.data.reading import Cursor, Pipeline, read_pass
-from hpcdist.data.sources import ArraySource, EveryNth, Function, Mapped, RowSource
+from hpcdist.data.rows import Function, TensorSpec, as_array, spec_of
+from hpcdist.data.sources import ArraySource, EveryNth, Mapped, RowSource
 from hpcdist.data.streams import Stream
 from hpcdist.data.torch_source import ItemsSource, check_loader, stream_of
 from hpcdist.errors import DataError
+from hpcdist.nest import Nest, leaves, map_nest
 from hpcdist.plan.sample_order import UNKNOWN, SampleOrder
 
 _CORRECT = "correct the calls that build the dataset"

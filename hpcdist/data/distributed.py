@@ -7,12 +7,13 @@ from typing import Any
 
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.iterators import DistributedIterator, HandOut, OnBatch, Wrap
-from hpcdist.data.nest import Nest, spec_of
 from hpcdist.data.options import AutoShardPolicy, InputOptions
 from hpcdist.data.reading import Cursor, next_pass, read_pass
+from hpcdist.data.rows import spec_of
 from hpcdist.data.shards import POLICIES, Shards
 from hpcdist.data.streams import StreamPlace
 from hpcdist.errors import DataError
+from hpcdist.nest import Nest
 from hpcdist.plan.blocks import ceiling_bounds
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.iterators import DistributedIterator, HandOut, OnBatch, Wrap
-from hpcdist.data.nest import Nest
 from hpcdist.data.options import InputContext, InputOptions, InputReplicationMode
 from hpcdist.data.reading import after_batches, read_pass, start_of_pass
 from hpcdist.errors import DataError
+from hpcdist.nest import Nest
 
 DatasetFunction = Callable[[InputContext], Dataset]
 

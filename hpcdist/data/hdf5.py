@@ -11,9 +11,9 @@ import numpy as np
 
 from hpcdist.checkpoint.safe_open import open_data
 from hpcdist.data.identity import digest_of
-from hpcdist.data.nest import Nest, leaves, map_nest
 from hpcdist.data.sources import RowSource
 from hpcdist.errors import DataError
+from hpcdist.nest import Nest, leaves, map_nest
 from hpcdist.plan.sample_order import Rows
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcdist.data.nest import Nest, leaves
 from hpcdist.data.options import InputOptions
 from hpcdist.data.prefetch import fetched
 from hpcdist.errors import DataError
+from hpcdist.nest import Nest, leaves
 
 OnBatch = Callable[[list[int] | None], None]
 Wrap = Callable[[list[Nest]], Any]

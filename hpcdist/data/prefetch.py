@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hpcdist.data.nest import Nest, map_nest
+from hpcdist.nest import Nest, map_nest
 
 Item = TypeVar("Item")
 _LOOK_S = 0.1

@@ -2,18 +2,19 @@
 
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from hpcdist.data.nest import Nest, call_with, has_empty_array, no_rows, stack, zeros_like
 from hpcdist.data.prefetch import read_ahead
-from hpcdist.data.sources import Function, Mapped, RowSource, map_row
+from hpcdist.data.rows import Function, apply, apply_to_part, no_rows, stack, zeros_like
+from hpcdist.data.sources import Mapped, RowSource
 from hpcdist.data.streams import Stream, StreamPlace, StreamReader
 from hpcdist.errors import DataError
+from hpcdist.nest import Nest
 from hpcdist.plan.sample_order import SampleOrder
 
 #: Of a batch of n rows, the bounds of the parts that are wanted.
@@ -53,7 +54,7 @@ class Pipeline:
             DataError: for a stream that has neither rows nor a signature.
         """
         with on_host():
-            return no_rows(batch_mapped(self, self._first_row()))
+            return no_rows(apply_to_part(self.batch_maps, self._first_row()))
 
     def _first_row(self) -> Nest:
         """Return a part with the first row, or a made-up one where there is none."""
@@ -67,7 +68,7 @@ class Pipeline:
                 "from_generator: expected a first row or output_signature, got neither; say what rows look like by "
                 "output_signature."
             )
-        return stack([map_row(row, self.row_maps)])
+        return stack([apply(self.row_maps, row)])
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def _row_batches(
     for start, stop in now:
         yield (
             replace(cursor, position=stop),
-            [batch_mapped(pipeline, next(parts)) for _ in split(stop - start)],
+            [apply_to_part(pipeline.batch_maps, next(parts)) for _ in split(stop - start)],
         )
 
 
@@ -173,38 +174,18 @@ def _stream_batches(pipeline: Pipeline, source: Stream, cursor: Cursor, split: S
     reader = StreamReader(source, pipeline.order, pipeline.buffer_rows)
     for place, rows in reader.batches(cursor.place, cursor.pass_epoch):
         cursor = replace(cursor, position=cursor.position + len(rows), place=place)
-        yield cursor, [batch_mapped(pipeline, _joined(pipeline, rows, *bounds)) for bounds in split(len(rows))]
+        yield (
+            cursor,
+            [apply_to_part(pipeline.batch_maps, _joined(pipeline, rows, *bounds)) for bounds in split(len(rows))],
+        )
 
 
 def _joined(pipeline: Pipeline, rows: list[Nest], low: int, high: int) -> Nest:
     if low < high:
-        return stack([map_row(row, pipeline.row_maps) for row in rows[low:high]])
-    return no_rows(stack([map_row(rows[0], pipeline.row_maps)]))
+        return stack([apply(pipeline.row_maps, row) for row in rows[low:high]])
+    return no_rows(stack([apply(pipeline.row_maps, rows[0])]))
 
 
 def mapped(source: RowSource, functions: tuple[Function, ...]) -> RowSource:
     """Return the source with functions applied to every row."""
     return Mapped(source, functions) if functions else source
-
-
-def batch_mapped(pipeline: Pipeline, part: Nest) -> Nest:
-    """Return a part with the functions of whole parts applied to it."""
-    for function in pipeline.batch_maps:
-        with explaining_empty_parts([part]):
-            part = call_with(function, part)
-    return part
-
-
-@contextmanager
-def explaining_empty_parts(values: Iterable[Nest]) -> Iterator[None]:
-    """Add to an error in the block that an array among the values has 0 rows, if one has, and what to do."""
-    try:
-        yield
-    except Exception as error:
-        # the error keeps its class, as callers may catch it; Python 3.10 has no notes
-        if has_empty_array(values) and hasattr(error, "add_note"):
-            error.add_note(
-                "hpcdist: this replica's part of the global batch has 0 rows, as the last batch had too few for all; "
-                "use batch(..., drop_remainder=True), or a step that can work on 0 rows."
-            )
-        raise

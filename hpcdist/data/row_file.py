@@ -22,8 +22,8 @@ import torch
 import xxhash
 
 from hpcdist.checkpoint.durable import Disk, replace_file
-from hpcdist.data.nest import Nest
 from hpcdist.errors import DataError
+from hpcdist.nest import Nest
 
 _END = struct.Struct("<8sQQQ")
 _MAGIC = b"hpcdrow1"

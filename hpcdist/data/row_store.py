@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hpcdist.data.nest import Nest, map_nest
 from hpcdist.data.row_file import (
     MORE_FILES,
     OpenFiles,
@@ -27,6 +26,7 @@ from hpcdist.data.row_file import (
     write_rows,
 )
 from hpcdist.errors import DataError
+from hpcdist.nest import Nest, map_nest
 
 logger = logging.getLogger("hpcdist")
 

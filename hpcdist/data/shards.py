@@ -5,10 +5,11 @@ from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpcdist.data.nest import Nest
 from hpcdist.data.options import AutoShardPolicy
-from hpcdist.data.reading import Cursor, batch_mapped, mapped, read
+from hpcdist.data.reading import Cursor, mapped, read
+from hpcdist.data.rows import apply_to_part
 from hpcdist.errors import DataError
+from hpcdist.nest import Nest
 from hpcdist.plan.sample_order import SampleOrder
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Shards:
         for position, bounds in self._steps(cursor.position, end):
             rows = [self._orders[replica].rows(*bounds[replica]) for replica in replicas]
             parts = [source.take(part) for source, part in zip(sources, rows, strict=True)]
-            yield replace(cursor, position=position), [batch_mapped(self._dataset, part) for part in parts]
+            yield replace(cursor, position=position), [apply_to_part(self._dataset.batch_maps, part) for part in parts]
 
     def _steps(self, position: int, end: float) -> Iterator[tuple[int, list[tuple[int, int]]]]:
         """Yield (position after it, bounds of every replica) of every step from a position on."""

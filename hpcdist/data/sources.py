@@ -1,17 +1,15 @@
 """Sources with random access: rows by number, from arrays in memory and from other sources."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from hpcdist.data.identity import digest_of
-from hpcdist.data.nest import Nest, call_with, leaves, map_nest, no_rows, spec_of, stack, unstack, zeros_like
+from hpcdist.data.rows import Function, apply, no_rows, spec_of, stack, unstack, zeros_like
 from hpcdist.errors import DataError
+from hpcdist.nest import Nest, leaves, map_nest
 from hpcdist.plan.sample_order import Rows
-
-Function = Callable[..., Any]
 
 
 class RowSource(ABC):
@@ -113,15 +111,8 @@ class Mapped(RowSource):
 
     def _mapped(self, nest: Nest) -> Nest:
         if len(leaves(nest)[0]):
-            return stack([map_row(row, self._functions) for row in unstack(nest)])
+            return stack([apply(self._functions, row) for row in unstack(nest)])
         if self._no_rows is None:
             first = self._source.take(np.zeros(1, np.int64)) if self.n_rows else zeros_like(spec_of(nest, 1))
             self._no_rows = no_rows(self._mapped(first))
         return self._no_rows
-
-
-def map_row(row: Nest, functions: tuple[Function, ...]) -> Nest:
-    """Return the row with the functions applied to it one after another."""
-    for function in functions:
-        row = call_with(function, row)
-    return row

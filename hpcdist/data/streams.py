@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from hpcdist.data.identity import digest_of
-from hpcdist.data.nest import Nest
 from hpcdist.data.row_store import store_of
-from hpcdist.data.sources import Function, map_row
+from hpcdist.data.rows import Function, apply
+from hpcdist.nest import Nest
 from hpcdist.plan.sample_order import UNKNOWN, SampleOrder
 
 
@@ -49,7 +49,7 @@ class Stream:
         if not functions:
             return self
         return Stream(
-            lambda: (map_row(row, functions) for row in self.draw()),
+            lambda: (apply(functions, row) for row in self.draw()),
             name=lambda: f"{self.name()} {digest_of(functions)}",
         )
 

@@ -17,10 +17,11 @@ from torch.utils.data import (
 )
 
 from hpcdist.data.identity import digest_of
-from hpcdist.data.nest import Nest, map_nest, no_rows
+from hpcdist.data.rows import no_rows
 from hpcdist.data.sources import RowSource
 from hpcdist.data.streams import Stream
 from hpcdist.errors import DataError
+from hpcdist.nest import Nest, map_nest
 from hpcdist.plan.sample_order import Rows
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset
 from hpcdist.data.from_function import DatasetFunction, DistributedFromFunction, datasets_of
-from hpcdist.data.nest import Nest
 from hpcdist.data.options import InputContext, InputOptions
-from hpcdist.data.reading import explaining_empty_parts
+from hpcdist.data.rows import explaining_empty_parts
 from hpcdist.errors import UsageError
+from hpcdist.nest import Nest
 from hpcdist.notices import of_one_rank
 from hpcdist.strategy import context
 from hpcdist.strategy.extended import StrategyExtended

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.data.distributed import DistributedDataset
-from hpcdist.strategy.values import map_leaves
+from hpcdist.nest import map_nest
 
 
 def on_device(nest: Any, device: torch.device) -> Any:
@@ -22,7 +22,7 @@ def on_device(nest: Any, device: torch.device) -> Any:
             host = host.pin_memory()
         return host.to(device, non_blocking=True)
 
-    return map_leaves(move, nest)
+    return map_nest(move, nest)
 
 
 def _as_tensor(leaf: Any) -> Tensor | None:

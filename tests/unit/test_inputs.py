@@ -11,7 +11,7 @@ import hpcdist
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset
 from hpcdist.data.from_function import DistributedFromFunction, contexts_of, datasets_of
-from hpcdist.data.nest import TensorSpec
+from hpcdist.data.rows import TensorSpec
 from hpcdist.errors import DataError
 from hpcdist.plan.blocks import block_bounds
 from hpcdist.strategy.base import Strategy

@@ -11,6 +11,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "hpcdist"
 LAYERS = {
     "errors": 0,
+    "nest": 0,
     "cluster": 1,
     "plan": 1,
     "checkpoint": 1,
