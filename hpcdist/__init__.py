@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hpcdist.data.options import InputOptions as InputOptions
     from hpcdist.data.options import InputReplicationMode as InputReplicationMode
     from hpcdist.data.options import Options as Options
+    from hpcdist.data.sources import RowSource as RowSource
     from hpcdist.resilience.checkpoint import Checkpoint as Checkpoint
     from hpcdist.resilience.manager import CheckpointManager as CheckpointManager
     from hpcdist.resilience.metrics_file import MetricsFile as MetricsFile
@@ -106,6 +107,7 @@ _MODULES = {
     "ReduceOp": "strategy.reduce_op",
     "ReductionToOneDevice": "collectives.cross_device_ops",
     "ReplicaContext": "strategy.replica_context",
+    "RowSource": "data.sources",
     "SHARD_HINT": "data.options",
     "SimpleClusterResolver": "cluster.resolver",
     "SlurmClusterResolver": "cluster.slurm",

@@ -21,8 +21,8 @@ PACKED = "tests/mpi/test_packed_reduce.py"
 PLACEMENT = "tests/mpi/test_placement.py"
 TPU = "tests/mpi/test_tpu.py"
 VARIABLES = "tests/mpi/test_variables.py"
-DATASETS_ALONE = "tests/unit/test_dataset.py"
-INPUTS_ALONE = "tests/unit/test_inputs.py"
+DATASETS_ALONE = "tests/unit/data/test_dataset.py"
+INPUTS_ALONE = "tests/unit/data/test_distributed.py"
 
 #: Later pieces of work that rows may wait for.
 LATER = {"parameter servers", "training API: Model.fit"}
@@ -68,7 +68,11 @@ ROWS = [
         "OneDeviceStrategy(device): what is made is placed there",
         f"{STRATEGIES}::test_one_device_places_modules_and_what_run_makes",
     ),
-    ("OneDeviceStrategy(device): inputs are fetched ahead to it", f"{STRATEGIES}::test_inputs_are_moved_one_ahead"),
+    (
+        "OneDeviceStrategy(device): inputs are fetched ahead to it",
+        f"{STRATEGIES}::test_inputs_are_moved",
+        "tests/unit/data/test_iterator.py::test_batches_are_moved_and_the_cursor_counts_those_yielded",
+    ),
     (
         "the default strategy: one object that passes through, without scope, and reduces",
         f"{STRATEGIES}::test_only_the_pass_through_strategy_is_none",
@@ -105,7 +109,7 @@ ROWS = [
     ),
     (
         "a distributed dataset reads ahead, as far as the dataset asks for it",
-        "tests/unit/test_sources.py::test_prefetch_reads_ahead_and_the_cursor_counts_what_was_handed_out",
+        "tests/unit/data/test_sources.py::test_prefetch_reads_ahead_and_the_cursor_counts_what_was_handed_out",
     ),
     (
         "iterators: iter, next, get_next, get_next_as_optional().has_value()",
