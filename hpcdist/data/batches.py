@@ -159,7 +159,7 @@ class EveryNthFile:
 
 
 class ShardedBatches:
-    """Steps in which replica r reads the next ceil(batch / n) rows of shard r, in an order of its own.
+    """Steps in which replica r reads the next ceil(batch / n) rows of shard r, each shard in its own order.
 
     Replicas without rows get empty parts until all are out of rows; with drop_remainder, the run ends before the first
     step that one of them cannot fill.
@@ -171,7 +171,7 @@ class ShardedBatches:
     """
 
     def __init__(self, order: SampleOrder, shards: Sequence[Shard], replicas: range) -> None:
-        self._order, self._shards, self._replicas = order, shards, replicas
+        self.order, self.shards, self.replicas = order, shards, replicas
         self._step_rows = -(-(order.batch_rows or 1) // len(shards))
         self._orders = [replace(order, n_rows=shard.n_rows, batch_rows=self._step_rows) for shard in shards]
 
@@ -181,9 +181,9 @@ class ShardedBatches:
         Raises:
             DataError: when the cursor is inside a step, as after a change of the batch size.
         """
-        run_rows, position = self._order.run_rows, cursor.position
+        run_rows, position = self.order.run_rows, cursor.position
         is_endless = math.isinf(run_rows)
-        while position < cursor.pass_start + self._order.n_samples:
+        while position < cursor.pass_start + self.order.n_samples:
             run = 0 if is_endless else int(position // run_rows)
             run_start = 0 if is_endless else int(run * run_rows)
             step = self._step_at(position - run_start)
@@ -191,12 +191,12 @@ class ShardedBatches:
                 return
             while self._has_step(step):
                 after = replace(cursor, position=run_start + self._samples_before(step + 1))
-                yield Step(after, [self._rows(replica, run, step) for replica in self._replicas])
+                yield Step(after, [self._rows(replica, run, step) for replica in self.replicas])
                 step += 1
             position = int(run_start + run_rows)
 
     def _has_step(self, step: int) -> bool:
-        if self._order.drop_remainder:
+        if self.order.drop_remainder:
             return all((step + 1) * self._step_rows <= order.run_rows for order in self._orders)
         return any(step * self._step_rows < order.run_rows for order in self._orders)
 
@@ -219,7 +219,7 @@ class ShardedBatches:
         order = self._orders[replica]
         run_start = 0 if math.isinf(order.run_rows) else int(run * order.run_rows)
         low, high = (int(min(one * self._step_rows, order.run_rows)) for one in (step, step + 1))
-        return self._shards[replica].source_rows(order.rows(run_start + low, run_start + high))
+        return self.shards[replica].source_rows(order.rows(run_start + low, run_start + high))
 
 
 Plan = DividedBatches | ShardedBatches

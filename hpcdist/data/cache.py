@@ -148,7 +148,7 @@ def _copy(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class StoredRow:
-    """Where a row is in a file, and how it is laid out; `path` is None for the file of new rows."""
+    """Where a row is in a file, and its layout; `path` is None for the file of new rows."""
 
     path: str | None
     start: int
@@ -161,7 +161,7 @@ class FileStore:
     """Rows by number, in files whose names begin with `filename`.
 
     New rows go to a file without a name, which is gone with the process however that ends. `commit` writes those since
-    the last commit to a file with a name of its own, so any number of processes may write side by side. Safe for use
+    the last commit to a new file with a unique name, so any number of processes may write side by side. Safe for use
     by the caller's thread and the prefetch thread.
 
     Args:
@@ -231,8 +231,8 @@ class FileStore:
             ) from None
         if xxh3_64_intdigest(data) != row.checksum:
             raise DataError(
-                f"cache: expected the row as it was written, got another one from {row.path!r}, which is damaged; "
-                f"remove the file, and its rows are read anew."
+                f"cache: expected the row as it was written, got another one from {row.path or self._filename!r}, "
+                f"which is damaged; remove the file, and its rows are read anew."
             )
         return data
 

@@ -101,7 +101,7 @@ class Dataset(Pipeline):
         `from_generator` for the cost.
 
         Raises:
-            DataError: for a DataLoader with a sampler or batch_sampler of its own, or with forked workers; for
+            DataError: for a DataLoader with a custom sampler or batch_sampler, or with forked workers; for
                 anything that is neither.
         """
         if isinstance(data, torch.utils.data.DataLoader):
@@ -304,14 +304,15 @@ class Dataset(Pipeline):
         """Keep rows after they were read and mapped for the first time; the order is still new in every epoch.
 
         Every process keeps the rows that it has read. With a filename they are kept in files, FILENAME.*.rows, which
-        other processes and later ones read too. Each process writes files of its own, at the end of a pass and as soon
+        other processes and later ones read too. Each process writes its own files, at the end of a pass and as soon
         as it has all rows; no file is ever seen half written. Rows that are in no file are read anew, and so are the
         rows of a file that was cut.
 
-        A file records what its source says of itself and the key; with other files of that name the dataset is refused.
-        A source says its kind and number of rows, the shapes and dtypes of arrays, and the absolute path, size and time
-        of change of HDF5 files; a generator says nothing. **A changed function of `map`, a changed generator and
-        changed values of an array are not noticed: change the key or the filename, or remove the files.**
+        A file records the description of its source and the key; files of that name with another description or key are
+        refused. The description is the kind of the source and its number of rows, the shapes and dtypes of arrays, and
+        the absolute path, size and time of change of HDF5 files; a generator has no description. **A changed function
+        of `map`, a changed generator and changed values of arrays are not noticed: change the key or the filename, or
+        remove the files.** A process that is killed while it writes may leave FILENAME.*.tmp-PID behind.
 
         Args:
             filename: what the names of the files begin with; default: rows are kept in the memory of this process.

@@ -103,7 +103,7 @@ class DistributedInput(ABC):
 
     @abstractmethod
     def _begin_pass(self) -> list[Items]:
-        """Move the cursor to the start of the next pass unless it was loaded, and return what reads from there."""
+        """Move the cursor to the start of the next pass unless it was loaded, and return readers from there."""
 
     @abstractmethod
     def _next_parts(self, readers: list[Items]) -> list[Nest] | None:
@@ -330,7 +330,7 @@ class DistributedFromFunction(DistributedInput):
         return [self._reader(dataset, n_used) for dataset in self._datasets]
 
     def _reader(self, dataset: Dataset, n_used: int) -> Items:
-        """Return what reads a dataset from its batch number `n_used` of this pass on: each pass has epochs of its own.
+        """Return a reader of a dataset from batch `n_used` of this pass on; each pass has epochs of its own.
 
         Cost: the used batches of a stream are read and dropped.
         """

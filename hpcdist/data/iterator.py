@@ -32,7 +32,7 @@ _rows_of_step = attrgetter("rows")
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A source, and what is done with its rows.
+    """A source, the order of its rows, and the functions mapped over them.
 
     Attributes:
         source: of rows.
@@ -146,7 +146,7 @@ class Delivery:
             used, and the cursor counts no other.
         on_batch: called with the number of rows of each local part of a batch that is yielded, and with None at the
             end of a pass.
-        wrap: makes what is yielded of the list of local parts. Without it the only part is yielded.
+        wrap: makes the element that is yielded from the list of local parts. Default: the only part is yielded.
         device: where the strategy places inputs; None leaves them on the host.
         agree_rows: called with the rows of every global batch of a stream, and with 0 at its end, as nobody can know
             before that streams are equal on all ranks; raises on all ranks when they are not. Collective.
@@ -169,7 +169,7 @@ class Delivery:
             )
 
     def element_of(self, parts: list[Nest]) -> Any:
-        """Return what is yielded for the local parts of a batch, and report their rows."""
+        """Return the element to yield for the local parts of a batch, and report their row counts."""
         if self.on_batch is not None:
             self.on_batch([n_rows_of(part) for part in parts])
         return parts[0] if self.wrap is None else self.wrap(parts)

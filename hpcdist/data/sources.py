@@ -16,9 +16,9 @@ Description = dict[str, Any]
 
 
 class RowSource(ABC):
-    """Rows that can be read in any order: the base class of sources of your own, for `Dataset.from_source`.
+    """Rows that can be read in any order. Subclass it for a source of your own, for `Dataset.from_source`.
 
-    A source sets `n_rows` and defines `take`; the order, the division among replicas and the cursor are the dataset's.
+    A source sets `n_rows` and defines `take`; the dataset adds the order, the division among replicas and the cursor.
 
     >>> class Squares(hpcdist.RowSource):
     ...     n_rows = 100
@@ -46,11 +46,11 @@ class RowSource(ABC):
         """
 
     def take_many(self, requests: Iterable[Rows]) -> Iterator[Nest]:
-        """Yield the rows of every request. A source that can read ahead takes requests before they are due."""
+        """Yield the rows of every request. A source that reads ahead may take requests early."""
         return map(self.take, requests)
 
     def describe(self) -> Description:
-        """Return what a file of cached rows records of its source, as JSON: rows of another description are refused."""
+        """Return the description of the source that a file of cached rows records, as JSON."""
         return {"kind": type(self).__name__, "n_rows": self.n_rows}
 
 
