@@ -75,7 +75,8 @@ class CachedSource(RowSource):
             yield part
 
     def _missing(self, rows: Rows) -> Rows:
-        return np.array([row for row in np.unique(rows) if int(row) not in self._store.rows], np.int64)
+        stored = self._store.rows
+        return np.array([row for row in np.unique(rows).tolist() if row not in stored], np.int64)
 
     def _joined(self, rows: Rows, missing: Rows, fresh: Nest) -> Nest:
         if fresh is not None:
