@@ -51,6 +51,7 @@ _DEFINED_IN = {
         "InputReplicationMode",
         "Options",
     ],
+    "data.sources": ["RowSource"],
     "resilience.checkpoint": ["Checkpoint"],
     "resilience.manager": ["CheckpointManager"],
     "resilience.metrics_file": ["MetricsFile"],

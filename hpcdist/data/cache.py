@@ -1,64 +1,427 @@
-"""Rows that are read and mapped once, then kept in memory or in files."""
+"""Rows that are read and mapped once, then kept in memory or in files.
 
+A file of rows, FILENAME.*.rows, is written by one process and never changed. It holds the values of its rows one after
+another; an index as JSON: the description of the source, the key, the number of all rows where it is known, the
+layouts, and for each row its number, size, layout and checksum; and a tail of fixed size with the size and checksum of
+the index.
+"""
+
+import glob
+import json
+import logging
+import os
+import secrets
+import struct
+import tempfile
+import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import tee
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from xxhash import xxh3_64_intdigest
 
-from hpcdist.data.nest import Nest, no_rows, stack, unstack
-from hpcdist.data.row_store import store_of
-from hpcdist.data.sources import RowSource
+from hpcdist.checkpoint.durable import Disk, replace_file
+from hpcdist.data.rows import no_rows, stack, unstack
+from hpcdist.data.sources import Description, RowSource
+from hpcdist.data.streams import Stream
+from hpcdist.errors import DataError
+from hpcdist.nest import Nest, leaves, map_nest
 from hpcdist.plan.sample_order import Rows
 
+logger = logging.getLogger("hpcdist")
 
-class Cached(RowSource):
-    """Rows that are kept once they were read: each process keeps the rows that it has read itself.
+_TAIL = struct.Struct("<8sQQ")
+_MAGIC = b"hpcdrow2"
+_KINDS = "biufcSUmM"
+_BLOCK_BYTES = 1 << 20
+_OPEN_FILES = 16
 
-    In files they are found by other processes too: at the end of a pass, when all rows are there, and in between.
-    """
 
-    def __init__(self, source: RowSource, filename: str | None) -> None:
-        self._source, self._filename = source, filename
-        self._store = store_of(filename, "" if filename is None else source.describe())
-        self.n_rows, self.n_files = source.n_rows, source.n_files
+class CachedSource(RowSource):
+    """Rows that each process keeps once it has read them. With files, later processes and others find them too."""
 
-    def describe(self) -> str:
-        """Return what the rows are kept as."""
+    def __init__(self, source: RowSource, store: "MemoryStore | FileStore") -> None:
+        self._source, self._store = source, store
+        self.n_rows, self.rows_of_files = source.n_rows, source.rows_of_files
+
+    def describe(self) -> Description:
+        """Return the description of the source: a cache changes no row."""
         return self._source.describe()
 
-    def of_files(self, numbers: range) -> RowSource:
-        """Return rows of some of the files alone, kept by themselves."""
-        return Cached(self._source.of_files(numbers), self._filename)
-
     def take(self, rows: Rows) -> Nest:
-        """Return rows, reading those that were not read before."""
+        """Return rows, reading those that are not in the store."""
         missing = self._missing(rows)
         return self._joined(rows, missing, self._source.take(missing) if len(missing) else None)
 
     def take_many(self, requests: Iterable[Rows]) -> Iterator[Nest]:
-        """Yield the rows of every request; what is not yet kept is asked for ahead, if the source reads ahead."""
+        """Yield the rows of every request; missing ones are requested ahead, for a source that reads ahead."""
         self._store.refresh()
         ahead, now = tee((rows, self._missing(rows)) for rows in requests)
         fresh = self._source.take_many(missing for _, missing in ahead if len(missing))
-        current = next(now, None)
-        while current is not None:
-            rows, missing = current
+        request = next(now, None)
+        while request is not None:
+            rows, missing = request
             part = self._joined(rows, missing, next(fresh) if len(missing) else None)
-            current = next(now, None)
-            if current is None:
+            request = next(now, None)
+            if request is None:  # before the last part, as a loop that counts its steps asks for no more
                 self._store.commit()
             yield part
 
     def _missing(self, rows: Rows) -> Rows:
-        return np.array([row for row in np.unique(rows) if int(row) not in self._store], np.int64)
+        stored = self._store.rows
+        return np.array([row for row in np.unique(rows).tolist() if row not in stored], np.int64)
 
     def _joined(self, rows: Rows, missing: Rows, fresh: Nest) -> Nest:
         if fresh is not None:
             for number, row in zip(missing.tolist(), unstack(fresh), strict=True):
-                self._store[number] = row
-        is_again = len(rows) > 0 and not len(missing)
-        if len(self._store) == self.n_rows or (is_again and self._store.is_commit_due):
+                self._store.add(number, row)
+        # in an endless pass rows are written whenever all of a batch are there and their number has doubled
+        is_due = len(rows) > 0 and not len(missing) and self._store.has_doubled
+        if is_due or len(self._store.rows) == self.n_rows:
             self._store.commit()
         if len(rows):
-            return stack([self._store[row] for row in rows.tolist()])
+            return stack([self._store.get(row) for row in rows.tolist()])
         return no_rows(self.take(np.zeros(1, np.int64))) if self.n_rows else self._source.take(rows)
+
+
+def cached_stream(stream: Stream, store: "MemoryStore | FileStore") -> Stream:
+    """Return a stream that is drawn until an epoch has come to its end; its rows are then read from the store."""
+
+    def draw() -> Iterator[Nest]:
+        store.refresh()
+        if store.total is not None:
+            yield from map(store.get, range(store.total))
+            return
+        n_drawn = 0
+        for row in stream.draw():
+            if n_drawn not in store.rows:
+                store.add(n_drawn, row)
+            yield row
+            n_drawn += 1
+        store.refresh()
+        if store.total is None:  # else another process was first
+            store.commit(n_drawn)
+
+    return replace(stream, draw=draw)
+
+
+class MemoryStore:
+    """Rows by number, in the memory of this process.
+
+    Attributes:
+        rows: the rows.
+        total: how many there are in all, where that is known.
+        has_doubled: whether rows should be written now; never.
+    """
+
+    has_doubled = False
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Nest] = {}
+        self.total: int | None = None
+
+    def add(self, number: int, row: Nest) -> None:
+        """Keep a copy of a row: a view would keep the whole batch that it was read with."""
+        self.rows[number] = map_nest(_copy, row)
+
+    def get(self, number: int) -> Nest:
+        """Return a row."""
+        return self.rows[number]
+
+    def refresh(self) -> None:
+        """Do nothing: no other process adds rows."""
+
+    def commit(self, total: int | None = None) -> None:
+        """Record the number of all rows."""
+        self.total = total
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else np.array(value)
+
+
+@dataclass(frozen=True)
+class StoredRow:
+    """Where a row is in a file, and its layout; `path` is None for the file of new rows."""
+
+    path: str | None
+    start: int
+    n_bytes: int
+    layout: str
+    checksum: int
+
+
+class FileStore:
+    """Rows by number, in files whose names begin with `filename`.
+
+    New rows go to a file without a name, which is gone with the process however that ends. `commit` writes those since
+    the last commit to a new file with a unique name, so any number of processes may write side by side. Safe for use
+    by the caller's thread and the prefetch thread.
+
+    Args:
+        filename: what the names of the files begin with.
+        description: of the source.
+        key: the caller's.
+
+    Raises:
+        DataError: when there can be no file in the folder, or a file has another description or key.
+
+    Attributes:
+        rows: where each row is.
+        total: how many there are in all, where that is known.
+    """
+
+    def __init__(self, filename: str, description: Description, key: str) -> None:
+        self._filename, self._key = filename, key
+        self._description = json.loads(json.dumps(description))  # as it comes back from a file
+        self.rows: dict[int, StoredRow] = {}
+        self.total: int | None = None
+        self._new: dict[int, StoredRow] = {}
+        self._n_committed = self._end = 0
+        self._seen: set[str] = set()
+        self._lock = threading.RLock()
+        try:
+            self._spool = tempfile.TemporaryFile(dir=os.path.dirname(filename) or ".")  # noqa: SIM115 - closed below
+        except OSError as error:
+            raise DataError(
+                f"cache: expected a folder for {filename!r} in which files can be made, got {error}; make the folder."
+            ) from None
+        self._open: OrderedDict[str, int] = OrderedDict()
+        weakref.finalize(self, _close, self._spool, self._open)
+        self.refresh()
+
+    @property
+    def has_doubled(self) -> bool:
+        """Whether there are as many new rows as committed ones: files stay few, and a kill loses at most half."""
+        return len(self._new) > 0 and len(self._new) >= self._n_committed
+
+    def add(self, number: int, row: Nest) -> None:
+        """Keep a row."""
+        layout, data = pack(row)
+        with self._lock:
+            self._spool.write(data)
+            self.rows[number] = self._new[number] = StoredRow(
+                None, self._end, len(data), layout, xxh3_64_intdigest(data)
+            )
+            self._end += len(data)
+
+    def get(self, number: int) -> Nest:
+        """Return a row.
+
+        Raises:
+            DataError: when the file is damaged or cannot be read.
+        """
+        row = self.rows[number]
+        return unpack(row.layout, self._read(row))
+
+    def _read(self, row: StoredRow) -> bytes:
+        try:
+            with self._lock:
+                data = _read_at(self._descriptor(row.path), row.n_bytes, row.start)
+        except OSError as error:
+            raise DataError(
+                f"cache: expected a readable file of rows, got {error}; start again, and the rows of a file that is "
+                f"gone are read anew."
+            ) from None
+        if xxh3_64_intdigest(data) != row.checksum:
+            raise DataError(
+                f"cache: expected the row as it was written, got another one from {row.path or self._filename!r}, "
+                f"which is damaged; remove the file, and its rows are read anew."
+            )
+        return data
+
+    def _descriptor(self, path: str | None) -> int:
+        """Return a descriptor of a file; those that were used last stay open."""
+        if path is None:
+            self._spool.flush()
+            return self._spool.fileno()
+        if path not in self._open:
+            if len(self._open) >= _OPEN_FILES:
+                os.close(self._open.popitem(last=False)[1])
+            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._open.move_to_end(path)
+        return self._open[path]
+
+    def refresh(self) -> None:
+        """Find the files that other processes have written since the last time.
+
+        Raises:
+            DataError: when a file has another description or key, or cannot be read.
+        """
+        with self._lock:
+            for path in sorted(glob.glob(f"{glob.escape(self._filename)}.*.rows")):
+                if path not in self._seen:
+                    self._add_file(path)
+                    self._seen.add(path)
+
+    def _add_file(self, path: str) -> None:
+        try:
+            index, rows = _read_index(path, self._descriptor(path))
+        except FileNotFoundError:  # removed since it was listed
+            return
+        except OSError as error:
+            raise DataError(
+                f"cache: expected a readable file of rows, got {error}; allow reading, or remove it."
+            ) from None
+        except ValueError as error:
+            logger.warning("cache: expected rows in %r, got %s; they are read anew: remove the file.", path, error)
+            return
+        for name, own in (("description", self._description), ("key", self._key)):
+            if index[name] != own:
+                raise DataError(
+                    f"cache: expected rows with the {name} {json.dumps(own)}, got {json.dumps(index[name])} in "
+                    f"{path!r}; remove the files {self._filename}.*.rows, or give another filename or key."
+                )
+        for number, row in rows.items():
+            self.rows.setdefault(number, row)
+        self.total = index["total"] if self.total is None else self.total
+
+    def commit(self, total: int | None = None) -> None:
+        """Write a file of the new rows, whole or not at all; `total` says how many rows there are in all.
+
+        Raises:
+            DataError: when the file system refuses.
+        """
+        with self._lock:
+            self.total = total if self.total is None else self.total
+            if not self._new:
+                return
+            path = f"{self._filename}.{secrets.token_hex(8)}.rows"
+            try:
+                replace_file(Disk(), Path(path), _blocks(self._content_of_file(total)))
+            except OSError as error:
+                raise DataError(
+                    f"cache: expected {path!r} to be written, got {error}; make room on the disk, or leave the "
+                    f"filename out to keep rows in memory."
+                ) from None
+            self._seen.add(path)
+            self._n_committed, self._new = self._n_committed + len(self._new), {}
+
+    def _content_of_file(self, total: int | None) -> Iterator[bytes]:
+        """Yield the content of a file of the new rows, piece by piece."""
+        layouts: dict[str, int] = {}
+        rows: list[tuple[int, int, int, int]] = []
+        for number, row in sorted(self._new.items()):
+            rows.append((number, row.n_bytes, layouts.setdefault(row.layout, len(layouts)), row.checksum))
+            yield self._read(row)
+        own = {"description": self._description, "key": self._key, "total": total}
+        index = json.dumps({**own, "layouts": list(layouts), "rows": rows}).encode()
+        yield index + _TAIL.pack(_MAGIC, len(index), xxh3_64_intdigest(index))
+
+
+def _close(spool: Any, files: OrderedDict[str, int]) -> None:
+    spool.close()
+    for descriptor in files.values():
+        os.close(descriptor)
+
+
+def _read_at(descriptor: int, n_bytes: int, start: int) -> bytes:
+    """Return bytes of a file; fewer where it ends."""
+    data = os.pread(descriptor, n_bytes, start)
+    while len(data) < n_bytes and (more := os.pread(descriptor, n_bytes - len(data), start + len(data))):
+        data += more
+    return data
+
+
+def _blocks(pieces: Iterable[bytes]) -> Iterator[memoryview]:
+    """Yield pieces joined to blocks that are worth a call of the file system."""
+    block = bytearray()
+    for piece in pieces:
+        block += piece
+        if len(block) >= _BLOCK_BYTES:
+            yield memoryview(block)
+            block = bytearray()
+    yield memoryview(block)
+
+
+def _read_index(path: str, descriptor: int) -> tuple[dict[str, Any], dict[int, StoredRow]]:
+    """Return index and rows of a file.
+
+    Raises:
+        ValueError: when the file was cut or changed.
+        OSError: when it cannot be read.
+    """
+    size = os.fstat(descriptor).st_size
+    tail = _read_at(descriptor, _TAIL.size, max(0, size - _TAIL.size))
+    magic, n_index, checksum = _TAIL.unpack(tail) if len(tail) == _TAIL.size else (b"", 0, 0)
+    start = size - _TAIL.size - n_index
+    text = _read_at(descriptor, n_index, start) if magic == _MAGIC and start >= 0 else b""
+    if magic != _MAGIC or xxh3_64_intdigest(text) != checksum:
+        raise ValueError("a file that was cut or changed")
+    index, rows, start = json.loads(text), {}, 0
+    for number, n_bytes, layout, row_checksum in index["rows"]:
+        rows[number] = StoredRow(path, start, n_bytes, index["layouts"][layout], row_checksum)
+        start += n_bytes
+    return index, rows
+
+
+@dataclass(frozen=True)
+class _ArrayLayout:
+    shape: tuple[int, ...]
+    dtype: str
+    is_tensor: bool
+
+    @property
+    def n_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+    def array(self, data: bytes) -> Any:
+        array = np.frombuffer(data, self.dtype).reshape(self.shape).copy()
+        return torch.from_numpy(array) if self.is_tensor else array
+
+
+def pack(row: Nest) -> tuple[str, bytes]:
+    """Return the layout of a row as JSON, and its values.
+
+    Raises:
+        DataError: for anything but numbers and text in tuples, lists and dicts with text as keys.
+    """
+    return json.dumps(_layout_of(row)), b"".join(np.asarray(leaf).tobytes() for leaf in leaves(row))
+
+
+def _layout_of(nest: Nest) -> Any:
+    if isinstance(nest, dict) and all(isinstance(key, str) for key in nest):
+        return {"dict": {key: _layout_of(part) for key, part in nest.items()}}
+    if type(nest) in (tuple, list):
+        return {type(nest).__name__: [_layout_of(part) for part in nest]}
+    array = np.asarray(nest)
+    if isinstance(nest, (dict, tuple, list)) or array.dtype.kind not in _KINDS:
+        raise DataError(
+            f"cache: expected rows of numbers or text in tuples, lists and dicts with text as keys, got "
+            f"{type(nest).__name__} of {array.dtype}; map them to such rows, or leave the filename out."
+        )
+    return {"array": [list(array.shape), array.dtype.str, isinstance(nest, torch.Tensor)]}
+
+
+def unpack(layout: str, data: bytes) -> Nest:
+    """Return the row that was packed."""
+    start = 0
+
+    def array(one: _ArrayLayout) -> Any:
+        nonlocal start
+        start += one.n_bytes
+        return one.array(data[start - one.n_bytes : start])
+
+    return map_nest(array, _nest_of_layouts(layout))
+
+
+@lru_cache(maxsize=64)
+def _nest_of_layouts(layout: str) -> Nest:
+    return _parsed(json.loads(layout))
+
+
+def _parsed(layout: Any) -> Nest:
+    ((kind, content),) = layout.items()
+    if kind == "array":
+        shape, dtype, is_tensor = content
+        return _ArrayLayout(tuple(shape), dtype, is_tensor)
+    if kind == "dict":
+        return {key: _parsed(part) for key, part in content.items()}
+    return {"tuple": tuple, "list": list}[kind](map(_parsed, content))

@@ -1,24 +1,25 @@
-"""Datasets of rows: from where, in which order, in batches of which size, and what is done to them."""
+"""Datasets: where rows come from, their order, the sizes of batches, and the functions mapped over them."""
 
 import math
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from hpcdist.data.cache import Cached
+from hpcdist.data.batches import Cursor, DividedBatches, EveryNth, EveryNthFile, Shard
+from hpcdist.data.cache import CachedSource, FileStore, MemoryStore, cached_stream
 from hpcdist.data.hdf5 import Hdf5Source, Paths, expand
-from hpcdist.data.identity import digest_of
-from hpcdist.data.nest import Nest, TensorSpec, as_array, leaves, map_nest, spec_of
+from hpcdist.data.iterator import Pipeline, stages
 from hpcdist.data.options import SHARD_HINT, AutoShardPolicy, Options
-from hpcdist.data.reading import Cursor, Pipeline, read_pass
-from hpcdist.data.sources import ArraySource, EveryNth, Function, Mapped, RowSource
+from hpcdist.data.rows import Function, TensorSpec, as_array, spec_of
+from hpcdist.data.sources import ArraySource, RowSource, ShardSource, mapped
 from hpcdist.data.streams import Stream
 from hpcdist.data.torch_source import ItemsSource, check_loader, stream_of
 from hpcdist.errors import DataError
+from hpcdist.nest import Nest, leaves, map_nest
 from hpcdist.plan.sample_order import UNKNOWN, SampleOrder
 
 _CORRECT = "correct the calls that build the dataset"
@@ -28,9 +29,9 @@ _CORRECT = "correct the calls that build the dataset"
 class Dataset(Pipeline):
     """Rows with an order and a batch size, as in tf.data. Every method returns a new dataset.
 
-    The order of rows is a pure function of (seed, epoch, position), so a run can go on from any sample: at once where
+    The order of rows is a pure function of (seed, epoch, position), so a run can resume from any sample: at once where
     rows can be read in any order (arrays, HDF5 files, torch's map-style datasets), else by drawing and dropping the
-    rows of the epoch that came before (generators, torch's iterable datasets).
+    earlier rows of the epoch (generators, torch's iterable datasets).
 
     Example:
         Dataset.from_tensor_slices((images, labels)).shuffle(seed=1).batch(64).repeat(10)
@@ -65,20 +66,29 @@ class Dataset(Pipeline):
 
     @classmethod
     def from_hdf5(cls, paths: Paths, datasets: Nest) -> "Dataset":
-        """Return a dataset whose row i is row i of every named HDF5 dataset, numpy arrays.
+        """Return a dataset whose row i is row i of every named HDF5 dataset, as numpy arrays.
 
-        Only the rows of a batch are read, so that files may be larger than memory: in order by one slab per array,
-        shuffled by one per run of consecutive rows. A shared lock is held on files that are open.
+        Only the rows of a batch are read, so files may be larger than memory. Cost: one read per array for rows in
+        order; for shuffled rows, one per run of consecutive rows. Open files hold a shared lock.
 
         Args:
-            paths: a file, a pattern such as "part-*.h5", or a list of files, whose rows follow each other.
+            paths: a file, a pattern such as "part-*.h5", or a list of files, whose rows are concatenated.
             datasets: names, such as "images" or ("train/images", "train/labels") or {"x": "images"}.
 
         Raises:
-            DataError: when a file is missing, no HDF5 or locked by a writer; when a dataset is missing, a link, or not
+            DataError: when a file is missing, not HDF5 or locked by a writer; when a dataset is missing, a link, or not
                 of numbers; when files or datasets differ in rows, shape or dtype. On this rank only.
         """
-        source = Hdf5Source(expand(paths), datasets)
+        return cls.from_source(Hdf5Source(expand(paths), datasets))
+
+    @classmethod
+    def from_source(cls, source: RowSource) -> "Dataset":
+        """Return the rows of a source of your own; see `hpcdist.RowSource`.
+
+        Raises:
+            DataError: when `source` is no RowSource.
+        """
+        _check(isinstance(source, RowSource), "from_source", "an hpcdist.RowSource", type(source).__name__)
         return cls(source, SampleOrder(source.n_rows))
 
     @classmethod
@@ -86,12 +96,13 @@ class Dataset(Pipeline):
         """Return the rows of a torch dataset, or the batches of a DataLoader, as tensors.
 
         Of a DataLoader the dataset, batch_size (here the global batch), drop_last, collate_fn and worker processes are
-        kept; shuffle=True becomes `shuffle()` with a seed of ours, as every rank must know the order. Workers started
-        by fork are refused: they would inherit MPI. An IterableDataset is a stream: see `from_generator` for the cost.
+        used; shuffle=True becomes `shuffle()` with a seed that hpcdist draws, as every rank must know the order.
+        Workers started by fork are refused: they would inherit MPI. An IterableDataset is a stream: see
+        `from_generator` for the cost.
 
         Raises:
-            DataError: for a DataLoader with a sampler or batch_sampler of its own, or with forked workers; for what is
-                neither.
+            DataError: for a DataLoader with a custom sampler or batch_sampler, or with forked workers; for
+                anything that is neither.
         """
         if isinstance(data, torch.utils.data.DataLoader):
             return cls._from_loader(data)
@@ -102,8 +113,7 @@ class Dataset(Pipeline):
                 f"from_torch: expected a torch dataset or DataLoader, got {type(data).__name__}; for other iterables "
                 f"use from_generator."
             )
-        source = ItemsSource(data)
-        return cls(source, SampleOrder(source.n_rows))
+        return cls.from_source(ItemsSource(data))
 
     @classmethod
     def _from_loader(cls, loader: Any) -> "Dataset":
@@ -119,32 +129,31 @@ class Dataset(Pipeline):
     def from_generator(
         cls, generator: Callable[..., Any], output_signature: Nest = None, args: tuple[Any, ...] = ()
     ) -> "Dataset":
-        """Return the rows that an iterable yields, which `generator(*args)` makes anew for every epoch.
+        """Return the rows of the iterable that `generator(*args)` returns; it is called for every epoch.
 
-        Every rank draws all rows and keeps its own. Cost of going on from a checkpoint: the rows of the epoch that were
-        used are drawn and dropped, so the generator must yield the same rows again.
+        Every rank draws all rows and keeps its own. Cost of resuming from a checkpoint: the used rows of the epoch are
+        drawn and dropped, so the generator must yield the same rows again.
 
         Args:
             generator: returns an iterable of rows: nests of arrays or numbers of equal shapes.
             output_signature: what a row looks like: a nest of anything with shape and dtype. Needed only where a rank
                 has no row at all.
-            args: of the generator.
+            args: arguments of the generator.
 
         Raises:
             DataError: when `generator` cannot be called.
         """
         _check(callable(generator), "from_generator", "a function that returns an iterable", type(generator).__name__)
-        stream = Stream(lambda: iter(generator(*args)), output_signature, lambda: digest_of((generator, args)))
-        return cls(stream, SampleOrder(UNKNOWN))
+        return cls(Stream(lambda: iter(generator(*args)), output_signature), SampleOrder(UNKNOWN))
 
     def map(self, function: Function, num_parallel_calls: int | None = None) -> "Dataset":
         """Apply a function to every row; after `batch`, to this replica's part of every batch.
 
-        A tuple is passed as several arguments. A replica whose part is empty calls functions after `batch` with 0 rows.
+        A tuple is passed as several arguments. Functions after `batch` are called with 0 rows for an empty part.
 
         Args:
-            function: of a row, or of (rows, ...) arrays.
-            num_parallel_calls: accepted as in tf.data; `prefetch` runs functions beside the training step.
+            function: takes a row, or a nest of (rows, ...) arrays.
+            num_parallel_calls: accepted as in tf.data; `prefetch` runs functions in parallel with the training step.
         """
         if self.order.batch_rows is None:
             return replace(self, row_maps=(*self.row_maps, function))
@@ -154,8 +163,8 @@ class Dataset(Pipeline):
         """Visit the rows in a new random order in every epoch.
 
         Args:
-            buffer_size: rows that are mixed at a time in a stream; where rows can be read in any order, all are mixed.
-            seed: of the order; None draws one, which ranks agree on when the dataset is distributed.
+            buffer_size: rows of a stream that are mixed at a time; where rows can be read in any order, all are mixed.
+            seed: of the order; None draws one, and ranks agree on it when the dataset is distributed.
 
         Raises:
             DataError: after `batch` or `repeat`, for a buffer_size below 1, or for a stream without one.
@@ -173,7 +182,7 @@ class Dataset(Pipeline):
         return self._ordered(seed=seed)
 
     def with_drawn_seed(self, seed: int) -> "Dataset":
-        """Return the dataset with a seed that a checkpoint may replace by its own."""
+        """Return the dataset with a seed that loading a checkpoint replaces."""
         return replace(self.with_seed(seed), has_drawn_seed=True)
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> "Dataset":
@@ -187,7 +196,7 @@ class Dataset(Pipeline):
         return self._ordered(batch_rows=batch_size, drop_remainder=drop_remainder)
 
     def repeat(self, count: int | None = None) -> "Dataset":
-        """Visit the dataset `count` times; None or -1: for ever. Batches run across epochs when `batch` comes later.
+        """Visit the dataset `count` times; None or -1: without end. Batches cross epochs when `batch` comes later.
 
         Raises:
             DataError: for a count of 0 or below -1, or after `take` of a repeated dataset.
@@ -222,15 +231,20 @@ class Dataset(Pipeline):
         return replace(self, order=order.taking(count))
 
     def shard(self, num_shards: int, index: int) -> "Dataset":
-        """Keep one of `num_shards` parts of the rows: every n-th row, or as `AutoShardPolicy` in the options says.
+        """Keep one of `num_shards` parts of the rows: every n-th row, or by the `AutoShardPolicy` of the options.
 
-        With SHARD_HINT for both, only mark the place where AutoShardPolicy.HINT puts the real ones.
+        SHARD_HINT for both arguments only marks where AutoShardPolicy.HINT puts the real ones.
 
         Raises:
             DataError: after shuffle, batch or repeat; for an index out of range; for FILE with fewer files than shards;
                 for SHARD_HINT alone, twice, or with rows that come one by one.
         """
-        _check(self.order == SampleOrder(self.source.n_rows), "shard", "a call before all that orders", "one after it")
+        _check(
+            self.order == SampleOrder(self.source.n_rows),
+            "shard",
+            "a call before shuffle, batch, repeat and take",
+            "one after them",
+        )
         if num_shards == index == SHARD_HINT:
             _check(not self.has_shard_hint, "shard", "one marked shard", "a second one")
             _check(not self.is_stream, "shard", "rows that can be read in any order for SHARD_HINT", "a stream")
@@ -238,15 +252,15 @@ class Dataset(Pipeline):
         _check(0 <= index < num_shards, "shard", f"an index from 0 to {num_shards - 1}", index)
         policy = self.policy
         if policy is AutoShardPolicy.AUTO:
-            is_of_files = self.source.n_files > 0 and self.options is not None
-            policy = AutoShardPolicy.FILE if is_of_files else AutoShardPolicy.DATA
+            has_files = isinstance(self.source, RowSource) and len(self.source.rows_of_files) > 0
+            policy = AutoShardPolicy.FILE if has_files and self.options is not None else AutoShardPolicy.DATA
         if policy is AutoShardPolicy.OFF:
             return self
-        if policy is AutoShardPolicy.FILE:
-            return self._with_source(self.files_of(num_shards, index))
-        if isinstance(self.source, Stream):
+        if isinstance(self.source, Stream) and policy is not AutoShardPolicy.FILE:
             return replace(self, source=self.source.shard(num_shards, index))
-        return self._with_source(EveryNth(self.source, num_shards, index))
+        shard = self._shard_of(policy, num_shards, index)
+        assert not isinstance(self.source, Stream), "streams have no files"
+        return replace(self, source=ShardSource(self.source, shard), order=SampleOrder(shard.n_rows))
 
     @property
     def policy(self) -> AutoShardPolicy:
@@ -254,7 +268,7 @@ class Dataset(Pipeline):
         return self.options.experimental_distribute.auto_shard_policy if self.options else AutoShardPolicy.AUTO
 
     def check_hint(self, is_placed: bool = True) -> None:
-        """Raise DataError for a marked shard in whose place nothing is put, and for HINT without one.
+        """Raise DataError for a marked shard that nothing replaces, and for HINT without a marked shard.
 
         Args:
             is_placed: whether the dataset is used where HINT is obeyed.
@@ -267,59 +281,61 @@ class Dataset(Pipeline):
                 f"{'mark the shard, or use another policy' if is_hint else 'use both, or pass the numbers to shard'}."
             )
 
-    def source_of(self, num_shards: int, index: int) -> RowSource:
-        """Return the rows of one shard: every n-th file with AutoShardPolicy.FILE, else every n-th row.
+    def shard_of(self, num_shards: int, index: int) -> Shard:
+        """Return which rows belong to one shard: every n-th file with AutoShardPolicy.FILE, else every n-th row.
 
         Raises:
             DataError: when there are fewer files than shards.
         """
-        if self.policy is AutoShardPolicy.FILE:
-            return self.files_of(num_shards, index)
-        assert not isinstance(self.source, Stream), "streams have no marked shard"
-        return EveryNth(self.source, num_shards, index)
+        return self._shard_of(self.policy, num_shards, index)
 
-    def files_of(self, num_shards: int, index: int) -> RowSource:
-        """Return the rows of every n-th file.
-
-        Raises:
-            DataError: when there are fewer files than shards.
-        """
-        if isinstance(self.source, Stream) or self.source.n_files < num_shards:
+    def _shard_of(self, policy: AutoShardPolicy, num_shards: int, index: int) -> Shard:
+        if policy is not AutoShardPolicy.FILE:
+            return EveryNth(self.source.n_rows, num_shards, index)
+        rows_of_files = () if isinstance(self.source, Stream) else self.source.rows_of_files
+        if len(rows_of_files) < num_shards:
             raise DataError(
-                f"shard: expected at least {num_shards} files, one per input pipeline, got {self.source.n_files}; use "
+                f"shard: expected at least {num_shards} files, one per input pipeline, got {len(rows_of_files)}; use "
                 f"more files or AutoShardPolicy.DATA."
             )
-        return self.source.of_files(range(index, self.source.n_files, num_shards))
+        return EveryNthFile(rows_of_files, num_shards, index)
 
-    def cache(self, filename: str | os.PathLike[str] = "") -> "Dataset":
-        """Keep rows after they were read and mapped for the first time; their order stays new in every epoch.
+    def cache(self, filename: str | os.PathLike[str] = "", key: str = "") -> "Dataset":
+        """Keep rows after they were read and mapped for the first time; the order is still new in every epoch.
 
-        Every process keeps the rows that it has read. In files, FILENAME.*.rows, they are there for other processes
-        and later ones too: each leaves what it has read at the end of a pass, or when all rows are there, in files of
-        its own that come into being whole. Rows that are in none of them are read anew, as are those of files that
-        were cut. The files are of this dataset as far as `hpcdist.data.identity.digest_of` can tell: its data (of HDF5
-        files: name, size and time of change), the generator with its args, the mapped functions, what they hold and the
-        globals that they use; not other files that are read. After a change that is not noticed remove them.
+        Every process keeps the rows that it has read. With a filename they are kept in files, FILENAME.*.rows, which
+        other processes and later ones read too. Each process writes its own files, at the end of a pass and as soon
+        as it has all rows; no file is ever seen half written. Rows that are in no file are read anew, and so are the
+        rows of a file that was cut.
+
+        A file records the description of its source and the key; files of that name with another description or key are
+        refused. The description is the kind of the source and its number of rows, the shapes and dtypes of arrays, and
+        the absolute path, size and time of change of HDF5 files; a generator has no description. **A changed function
+        of `map`, a changed generator and changed values of arrays are not noticed: change the key or the filename, or
+        remove the files.** A process that is killed while it writes may leave FILENAME.*.tmp-PID behind.
 
         Args:
-            filename: what the files are called; default: rows are kept in memory, for this process.
+            filename: what the names of the files begin with; default: rows are kept in the memory of this process.
+            key: of your choice, such as a version of the mapped functions.
 
         Raises:
-            DataError: after a `map` that follows `batch`, or when there can be no file; with a filename, for functions
-                and data that cannot be told from others, such as those that hold open files or locks; later, for rows
-                that no file can hold, and those of a file that was changed.
+            DataError: after a `map` that follows `batch`; when there can be no file, or files have another description
+                or key; later, for rows that no file can hold and those of a damaged file. On this rank only.
         """
         _check(not self.batch_maps, "cache", "a call before the maps of whole batches", "one after them")
-        name = os.fspath(filename) or None
+        name = os.fspath(filename)
         if isinstance(self.source, Stream):
-            return replace(self, source=self.source.mapped(self.row_maps).cached(name), row_maps=())
-        source = Mapped(self.source, self.row_maps) if self.row_maps else self.source
-        return replace(self, source=Cached(source, name), row_maps=())
+            stream = self.source.mapped(self.row_maps)
+            store = FileStore(name, stream.describe(), key) if name else MemoryStore()
+            return replace(self, source=cached_stream(stream, store), row_maps=())
+        source = mapped(self.source, self.row_maps)
+        store = FileStore(name, source.describe(), key) if name else MemoryStore()
+        return replace(self, source=CachedSource(source, store), row_maps=())
 
     def prefetch(self, buffer_size: int = -1) -> "Dataset":
-        """Read and map up to `buffer_size` batches ahead in a thread; -1: two. The cursor counts what was handed out.
+        """Read and map up to `buffer_size` batches ahead in a thread; -1: two. The cursor counts yielded batches only.
 
-        Tensors are copied to pinned memory if torch uses a GPU already, so that copies to it need not wait.
+        Tensors are copied to pinned memory if torch uses a GPU already, so that copies to the GPU are asynchronous.
 
         Raises:
             DataError: below -1.
@@ -333,7 +349,7 @@ class Dataset(Pipeline):
 
     @property
     def element_spec(self) -> Nest:
-        """What iteration yields: the nest with a TensorSpec of shape and dtype for every array.
+        """The nest of an element with a TensorSpec of shape and dtype for every array.
 
         Cost: the first row is read, or drawn from a new iterator, and mapped.
         """
@@ -342,18 +358,14 @@ class Dataset(Pipeline):
             return map_nest(lambda array: TensorSpec(tuple(array.shape[1:]), array.dtype), part)
         return spec_of(part, self.order.batch_rows if self.order.drop_remainder else None)
 
-    def __iter__(self) -> Iterator[Nest]:
+    def __iter__(self) -> Generator[Nest, None, None]:
         """Yield the batches (or single rows) of one pass on this process alone."""
         self.check_hint(is_placed=False)
-        for _, parts in read_pass(self, Cursor(), lambda n_rows: [(0, n_rows)]):
-            for part in parts:
-                yield part if self.order.batch_rows else map_nest(lambda array: array[0], part)
+        for _, (part,) in stages(self, DividedBatches(self.order), Cursor()):
+            yield part if self.order.batch_rows else map_nest(lambda array: array[0], part)
 
     def _ordered(self, **changes: Any) -> "Dataset":
         return replace(self, order=replace(self.order, **changes))
-
-    def _with_source(self, source: RowSource) -> "Dataset":
-        return replace(self, source=source, order=SampleOrder(source.n_rows))
 
 
 def _check(is_right: object, operation: str, expected: str, got: object) -> None:

@@ -1,19 +1,37 @@
-"""Distributed datasets: this rank's parts of every global batch, and the cursor that a restart goes on from."""
+"""Distributed datasets: this rank's parts of every batch, and the cursor from which a restart resumes."""
 
+import contextlib
 import math
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
 from typing import Any
 
+import torch
+
+from hpcdist.data.batches import (
+    Cursor,
+    DividedBatches,
+    Division,
+    Plan,
+    ShardedBatches,
+    StreamPosition,
+    after_batches,
+    end_of_pass,
+    next_pass,
+    start_of_pass,
+)
 from hpcdist.data.dataset import Dataset
-from hpcdist.data.iterators import DistributedIterator, HandOut, OnBatch, Wrap
-from hpcdist.data.nest import Nest, spec_of
-from hpcdist.data.options import AutoShardPolicy, InputOptions
-from hpcdist.data.reading import Cursor, next_pass, read_pass
-from hpcdist.data.shards import POLICIES, Shards
-from hpcdist.data.streams import StreamPlace
+from hpcdist.data.iterator import Delivery, DistributedIterator, stages
+from hpcdist.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
+from hpcdist.data.prefetch import Items, on_device
+from hpcdist.data.rows import spec_of
 from hpcdist.errors import DataError
-from hpcdist.plan.blocks import ceiling_bounds
+from hpcdist.nest import Nest
+
+DatasetFunction = Callable[[InputContext], Dataset]
+#: The policies by which replicas read shards of their own, and what a checkpoint calls the number of shards.
+_SHARDS_KEYS = {AutoShardPolicy.FILE: "file_shards", AutoShardPolicy.HINT: "hint_shards"}
 
 
 def check_distributable(dataset: Any, n_replicas: int = 1) -> None:
@@ -28,41 +46,110 @@ def check_distributable(dataset: Any, n_replicas: int = 1) -> None:
             "experimental_distribute_dataset: expected a dataset with batch(global_batch), got one without; add it."
         )
     dataset.check_hint()
-    if dataset.policy in POLICIES:
-        Shards(dataset, n_replicas)
+    _plan_of(dataset, range(n_replicas), n_replicas)
 
 
-class DistributedDataset:
+def _plan_of(dataset: Dataset, replicas: range, n_replicas: int) -> Plan:
+    """Return which rows each local replica reads, by the dataset's policy."""
+    order, policy = dataset.order, dataset.policy
+    if policy not in _SHARDS_KEYS:
+        return DividedBatches(order, Division(replicas, n_replicas, is_whole=policy is AutoShardPolicy.OFF))
+    limits = (order.epoch_limit, order.run_limit, order.pass_limit)
+    if order.n_rows != dataset.source.n_rows or not all(map(math.isinf, limits)):
+        raise DataError(
+            f"experimental_distribute_dataset: expected all rows of the source with {policy}, got take; leave it out, "
+            f"or use AutoShardPolicy.DATA."
+        )
+    return ShardedBatches(order, [dataset.shard_of(n_replicas, one) for one in range(n_replicas)], replicas)
+
+
+class DistributedInput(ABC):
+    """Passes over input of this rank's replicas: what both distributed datasets share.
+
+    Args:
+        n_local: replicas of this rank.
+        delivery: what the strategy connects.
+        options: of the input.
+
+    Raises:
+        DataError: when there are several local replicas and nothing that joins their parts.
+    """
+
+    def __init__(self, n_local: int, delivery: Delivery, options: InputOptions | None) -> None:
+        delivery.check(n_local)
+        self._delivery, self._options = delivery, options or InputOptions()
+        self._is_resumed = False
+
+    def __iter__(self) -> DistributedIterator:
+        """Return an iterator over this rank's parts of one pass: the source's nests, (rows, ...) arrays."""
+        return DistributedIterator(self._pass(), lambda: self.element_spec)
+
+    def _pass(self) -> Generator[Any, None, None]:
+        poll = self._delivery.poll or (lambda: None)
+        poll()
+        with contextlib.ExitStack() as stack:
+            readers = [stack.enter_context(contextlib.closing(reader)) for reader in self._begin_pass()]
+            while (parts := self._next_parts(readers)) is not None:
+                yield self._delivery.element_of(parts)
+                poll()
+        self._end_pass()
+        if self._delivery.on_batch is not None:
+            self._delivery.on_batch(None)
+
+    @property
+    @abstractmethod
+    def element_spec(self) -> Nest:
+        """The nest of a part with a TensorSpec for every array. Cost: a row is read."""
+
+    @abstractmethod
+    def _begin_pass(self) -> list[Items]:
+        """Move the cursor to the start of the next pass unless it was loaded, and return readers from there."""
+
+    @abstractmethod
+    def _next_parts(self, readers: list[Items]) -> list[Nest] | None:
+        """Return the local parts of the next batch and record the cursor after it; None at the end of the pass."""
+
+    @abstractmethod
+    def _end_pass(self) -> None:
+        """Move the cursor to the start of the next pass."""
+
+    def _device(self) -> torch.device | None:
+        """Return where parts go; None: they stay on the host."""
+        placed, is_fetched = self._delivery.device, self._options.experimental_fetch_to_device
+        if is_fetched and placed is None and torch.cuda.is_available():
+            return torch.device("cuda")
+        return None if is_fetched is False or placed is None or placed.type == "cpu" else placed
+
+    def _prefetched(self, dataset: Dataset) -> Dataset:
+        """Return the dataset with as many batches read ahead as it asks for, or the options."""
+        if not self._options.experimental_fetch_to_device:
+            return dataset
+        return dataset.prefetch(max(dataset.prefetch_batches, self._options.experimental_per_replica_buffer_size))
+
+
+class DistributedDataset(DistributedInput):
     """The parts of this rank's replicas of a dataset's global batches.
 
-    Every `iter()` is one pass, except the first after `load_state_dict`, which goes on where the state was taken. A
+    Every `iter()` is one pass, except that the first after `load_state_dict` resumes where the state was taken. A
     global batch of n rows is divided by ceiling: a last short batch leaves the last replicas with fewer rows or none.
     With AutoShardPolicy.OFF every replica gets the whole batch. With FILE, replica r of n reads the files r, r + n, ...
-    alone, ceil(batch / n) rows a step; replicas that are out of rows get empty parts until all are. HINT does the same
-    with rows.
+    alone, ceil(batch / n) rows a step; replicas without rows get empty parts until all are out of rows. HINT does the
+    same with rows.
 
-    The cursor counts global samples, so a restart on other ranks, with other replicas or another batch, repeats no
-    sample and skips none; with FILE and HINT, replicas and batch must stay as they were inside a run of epochs. To
-    go on costs nothing where rows can be read in any order; a stream (generator, torch IterableDataset) is started at
-    the epoch of the cursor, and the rows of that epoch that were used are drawn and dropped.
+    The cursor counts global samples, so a restart on other ranks, with other replicas or another batch size, repeats no
+    sample and skips none; with FILE and HINT, replicas and batch size must stay the same inside a run of epochs. To
+    resume costs nothing where rows can be read in any order; a stream (generator, torch IterableDataset) starts at the
+    epoch of the cursor, and the rows of that epoch that were used are drawn and dropped.
 
     Args:
         dataset: with `batch(global_batch)`.
-        replicas, n_replicas: the replicas of this rank, of how many.
-        on_batch: called with the number of rows of every local part that is handed out, and with None at the end of a
-            pass.
-        wrap: makes what is yielded out of the list of local parts. Without it, the part of the only local replica is
-            yielded.
+        replicas, n_replicas: the replicas of this rank, and how many there are on all ranks.
+        delivery: what the strategy connects.
         options: of the input.
-        agree_rows: called with the rows of every global batch of a stream (0: it ended), as nobody knows before that
-            streams are equal on all ranks; to raise on all ranks when they are not.
-
-    Attributes:
-        poll: called when a batch is asked for: what was done with those before is done, and not yet counted is none.
 
     Raises:
-        DataError: when the dataset has no batch size; with FILE and fewer files than replicas; for a shard that is
-            marked without HINT, or HINT without one.
+        DataError: when the dataset has no batch size; with FILE and fewer files than replicas; for a marked shard
+            without HINT, or HINT without a marked shard.
     """
 
     def __init__(
@@ -70,81 +157,55 @@ class DistributedDataset:
         dataset: Dataset,
         replicas: range,
         n_replicas: int,
-        on_batch: OnBatch | None = None,
-        wrap: Wrap | None = None,
+        delivery: Delivery | None = None,
         options: InputOptions | None = None,
-        agree_rows: Callable[[int], None] | None = None,
     ) -> None:
         check_distributable(dataset, n_replicas)
-        self._hand_out = HandOut(on_batch, wrap, options or InputOptions())
-        self._hand_out.check(len(replicas))
-        self._dataset = replace(dataset, prefetch_batches=self._hand_out.n_ahead(dataset.prefetch_batches))
+        super().__init__(len(replicas), delivery or Delivery(), options)
+        self._dataset = self._prefetched(dataset)
         self._replicas, self._n_replicas = replicas, n_replicas
-        self._agree_rows = agree_rows if dataset.is_stream else None
         self._cursor = Cursor()
-        self._goes_on = False
-        self.poll: Callable[[], None] | None = None
 
     @property
     def position(self) -> int:
-        """Global samples handed out so far, over all epochs and passes."""
+        """Global samples yielded so far, over all epochs and passes."""
         return self._cursor.position
 
     @property
     def epoch(self) -> int:
         """The epoch in progress; between passes, the next one. An epoch ends when its iterator ends."""
         if self._dataset.is_stream:
-            return self._cursor.place.epoch
+            return self._cursor.stream.epoch
         position, start = self._cursor.position, self._cursor.pass_start
         return self._dataset.order.epoch_of(position if position == start else position - 1)
 
     @property
     def element_spec(self) -> Nest:
-        """What a part looks like: the source's nest with a TensorSpec for every array. Cost: a row is read."""
+        """The nest of a part with a TensorSpec for every array. Cost: a row is read."""
         order = self._dataset.order
         is_fixed = order.drop_remainder and (order.batch_rows or 0) % self._n_replicas == 0
         n_rows = (order.batch_rows or 0) // self._n_replicas if is_fixed else None
         return spec_of(self._dataset.part_without_rows(), n_rows)
 
-    def __iter__(self) -> DistributedIterator:
-        """Return an iterator over this rank's parts of one pass: the source's nests, (rows, ...) arrays."""
-        return DistributedIterator(self._pass(), lambda: self.element_spec, self.poll)
+    def _begin_pass(self) -> list[Items]:
+        if not self._is_resumed:
+            self._cursor = next_pass(self._dataset.order, self._cursor)
+        self._is_resumed = False
+        plan = _plan_of(self._dataset, self._replicas, self._n_replicas)
+        return [stages(self._dataset, plan, self._cursor, self._device())]
 
-    def _pass(self) -> Iterator[Any]:
-        if not self._goes_on:
-            self._cursor = next_pass(self._dataset, self._cursor)
-        self._goes_on = False
-        for cursor, parts in self._read():
-            self._check_rows(cursor.position - self._cursor.position)
-            self._cursor = cursor
-            yield self._hand_out.hand(parts)
-        self._check_rows(0)
-        self._cursor = self._end_of_pass()
-        self._hand_out.end()
+    def _next_parts(self, readers: list[Items]) -> list[Nest] | None:
+        cursor, parts = next(readers[0], (self._cursor, None))
+        if self._delivery.agree_rows is not None and self._dataset.is_stream:
+            self._delivery.agree_rows(cursor.position - self._cursor.position)
+        self._cursor = cursor
+        return parts
 
-    def _read(self) -> Generator[tuple[Cursor, list[Nest]], None, None]:
-        if self._dataset.policy in POLICIES:
-            return Shards(self._dataset, self._n_replicas).read_pass(self._cursor, self._replicas)
-        return read_pass(self._dataset, self._cursor, self._split)
-
-    def _split(self, n_rows: int) -> list[tuple[int, int]]:
-        if self._dataset.policy is AutoShardPolicy.OFF:
-            return [(0, n_rows) for _ in self._replicas]
-        return [ceiling_bounds(n_rows, self._n_replicas, replica) for replica in self._replicas]
-
-    def _check_rows(self, n_rows: int) -> None:
-        if self._agree_rows is not None:
-            self._agree_rows(n_rows)
-
-    def _end_of_pass(self) -> Cursor:
-        cursor, n_samples = self._cursor, self._dataset.order.n_samples
-        # an endless pass ends where not even one batch can be filled: nothing was handed out
-        if not self._dataset.is_stream and not math.isinf(n_samples):
-            cursor = Cursor(int(cursor.pass_start + n_samples))
-        return next_pass(self._dataset, cursor)
+    def _end_pass(self) -> None:
+        self._cursor = end_of_pass(self._dataset.order, self._cursor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cursor: position, start of the pass, rows and seed; a stream's place. Equal on all ranks."""
+        """Return the cursor: position, start of the pass, rows and seed; position in a stream. Equal on all ranks."""
         cursor, order = self._cursor, self._dataset.order
         state: dict[str, Any] = {
             "position": cursor.position,
@@ -153,29 +214,170 @@ class DistributedDataset:
             "seed": order.seed,
         }
         if self._dataset.is_stream:
-            place = cursor.place
-            state["stream"] = [place.epoch, place.offset, place.run_offset, cursor.pass_epoch]
-        if self._dataset.policy in POLICIES:
-            state[POLICIES[self._dataset.policy]] = self._n_replicas
+            stream = cursor.stream
+            state["stream"] = [stream.epoch, stream.offset, stream.run_offset, cursor.pass_epoch]
+        if self._dataset.policy in _SHARDS_KEYS:
+            state[_SHARDS_KEYS[self._dataset.policy]] = self._n_replicas
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a cursor, with another batch size or number of replicas if need be.
+        """Resume from a cursor, if need be with another batch size or number of replicas.
 
         Raises:
-            DataError: when the cursor is of a dataset with another number of rows or another seed, or that was divided
-                by files among another number of replicas.
+            DataError: when the cursor is of a dataset with another number of rows or another seed, or one that was
+                divided by files or rows among another number of replicas.
         """
         if self._dataset.has_drawn_seed:
             self._dataset = self._dataset.with_seed(state["seed"])
-        order = self._dataset.order
-        shards = [(key, self._n_replicas if self._dataset.policy is one else None) for one, key in POLICIES.items()]
+        order, policy = self._dataset.order, self._dataset.policy
+        shards = [(key, self._n_replicas if policy is one else None) for one, key in _SHARDS_KEYS.items()]
         for key, own in (("n_rows", order.n_rows), ("seed", order.seed), *shards):
             if state.get(key) != own:
                 raise DataError(
                     f"restore: expected a dataset with {key} {state.get(key)} as in the checkpoint, got {own}; "
                     f"use the same data and seed, or a new run folder."
                 )
-        *place, pass_epoch = state.get("stream") or (0, 0, 0, 0)
-        self._cursor = Cursor(state["position"], state["pass_start"], StreamPlace(*place), pass_epoch)
-        self._goes_on = True
+        *stream, pass_epoch = state.get("stream") or (0, 0, 0, 0)
+        self._cursor = Cursor(state["position"], state["pass_start"], StreamPosition(*stream), pass_epoch)
+        self._is_resumed = True
+
+
+def contexts_of(
+    options: InputOptions | None, replicas: range, worker: tuple[int, int], n_replicas: int
+) -> list[InputContext]:
+    """Return a context for every dataset of this rank: one, or one per local replica with PER_REPLICA.
+
+    Args:
+        options: of the input.
+        replicas: of this rank.
+        worker: this rank and the number of ranks.
+        n_replicas: of all ranks.
+    """
+    mode = (options or InputOptions()).experimental_replication_mode
+    if mode is InputReplicationMode.PER_REPLICA:
+        return [InputContext(n_replicas, replica, n_replicas) for replica in replicas]
+    return [InputContext(worker[1], worker[0], n_replicas)]
+
+
+def datasets_of(dataset_fn: DatasetFunction, contexts: list[InputContext]) -> list[Dataset]:
+    """Return the dataset that the function returns for each context.
+
+    Raises:
+        DataError: when one is no Dataset with a batch size; on this rank only.
+    """
+    made = [dataset_fn(context) for context in contexts]
+    for dataset in made:
+        if not isinstance(dataset, Dataset) or dataset.order.batch_rows is None:
+            raise DataError(
+                f"distribute_datasets_from_function: expected an hpcdist.Dataset with batch(per_replica_batch), got "
+                f"{type(dataset).__name__}{' without batch' if isinstance(dataset, Dataset) else ''}; return one."
+            )
+        dataset.check_hint(is_placed=False)
+    return made
+
+
+class DistributedFromFunction(DistributedInput):
+    """Batches of this rank's own datasets, one for each of its replicas at every step.
+
+    Every `iter()` is one pass, except that the first after `load_state_dict` resumes the pass of the state. A pass ends
+    on all ranks at the same step, when all are out of data; a replica without data gets parts with 0 rows, shaped as
+    its others.
+
+    The cursor counts steps, as each rank alone knows what it reads: a restart needs the same number of input pipelines
+    and the same batches. Cost: nothing for rows with random access; of streams, the batches that were used are drawn
+    and dropped.
+
+    Args:
+        datasets: of this rank: one whose batches its replicas take in turn, or one per replica.
+        replicas, n_replicas, delivery, options: as for `DistributedDataset`.
+    """
+
+    def __init__(
+        self,
+        datasets: list[Dataset],
+        replicas: range,
+        n_replicas: int,
+        delivery: Delivery | None = None,
+        options: InputOptions | None = None,
+    ) -> None:
+        super().__init__(len(replicas), delivery or Delivery(), options)
+        self._datasets = [self._prefetched(dataset) for dataset in datasets]
+        self._n_local, self._n_replicas, self._first = len(replicas), n_replicas, replicas.start
+        self._n_passes = self._n_steps = 0
+        self.set_seed(secrets.randbits(62))
+
+    def set_seed(self, seed: int) -> None:
+        """Derive the seed of every order with a drawn seed from one, so that a checkpoint stores one seed.
+
+        Args:
+            seed: equal on all ranks. Each dataset of the job gets another seed from it.
+        """
+        self._seed = seed
+        for number, dataset in enumerate(self._datasets):
+            if dataset.has_drawn_seed:
+                self._datasets[number] = dataset.with_drawn_seed(seed + self._first + number)
+
+    @property
+    def element_spec(self) -> Nest:
+        """The nest of a part with a TensorSpec for every array. Cost: a row is read."""
+        return self._datasets[0].element_spec
+
+    def _begin_pass(self) -> list[Items]:
+        if self._n_steps and not self._is_resumed:
+            self._end_pass()
+        self._is_resumed = False
+        n_used = self._n_steps * (self._n_local // len(self._datasets))
+        return [self._reader(dataset, n_used) for dataset in self._datasets]
+
+    def _reader(self, dataset: Dataset, n_used: int) -> Items:
+        """Return a reader of a dataset from batch `n_used` of this pass on; each pass has epochs of its own.
+
+        Cost: the used batches of a stream are read and dropped.
+        """
+        cursor = start_of_pass(dataset.order, self._n_passes)
+        if not dataset.is_stream:
+            cursor = after_batches(dataset.order, cursor, n_used)
+        reader = stages(dataset, DividedBatches(dataset.order), cursor, self._device())
+        for _ in range(n_used if dataset.is_stream else 0):
+            next(reader, None)
+        return reader
+
+    def _next_parts(self, readers: list[Items]) -> list[Nest] | None:
+        batches = [next(readers[one % len(readers)], None) for one in range(self._n_local)]
+        is_out = all(batch is None for batch in batches)
+        if is_out if self._delivery.agree_end is None else self._delivery.agree_end(is_out):
+            return None
+        self._n_steps += 1
+        return [self._empty_part(one) if batch is None else batch[1][0] for one, batch in enumerate(batches)]
+
+    def _empty_part(self, number: int) -> Nest:
+        part = self._datasets[number % len(self._datasets)].part_without_rows()
+        device = self._device()
+        return part if device is None else on_device(part, device)
+
+    def _end_pass(self) -> None:
+        self._n_passes, self._n_steps = self._n_passes + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the cursor: passes, steps of this one, the number of replicas and the seed. Equal on all ranks."""
+        return {
+            "passes": self._n_passes,
+            "steps": self._n_steps,
+            "n_replicas": self._n_replicas,
+            "seed": self._seed,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a cursor.
+
+        Raises:
+            DataError: when it is of another number of replicas.
+        """
+        if state["n_replicas"] != self._n_replicas:
+            raise DataError(
+                f"restore: expected {state['n_replicas']} replicas as in the checkpoint, got {self._n_replicas}; only "
+                f"experimental_distribute_dataset resumes with another number."
+            )
+        self.set_seed(state["seed"])
+        self._n_passes, self._n_steps = state["passes"], state["steps"]
+        self._is_resumed = True

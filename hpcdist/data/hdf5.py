@@ -1,6 +1,5 @@
 """Rows of HDF5 files, read by slabs."""
 
-import copy
 import glob
 import os
 from collections import OrderedDict
@@ -10,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from hpcdist.checkpoint.safe_open import open_data
-from hpcdist.data.identity import digest_of
-from hpcdist.data.nest import Nest, leaves, map_nest
-from hpcdist.data.sources import RowSource
+from hpcdist.data.sources import Description, RowSource
 from hpcdist.errors import DataError
+from hpcdist.nest import Nest, leaves, map_nest
 from hpcdist.plan.sample_order import Rows
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -37,7 +35,7 @@ def expand(paths: Paths) -> list[str]:
 
 
 class Hdf5Source(RowSource):
-    """Rows of datasets in files, one file after another. Only the rows asked for are read, and no more are kept.
+    """Rows of datasets in files, one file after another. Only the rows asked for are read, and none are kept.
 
     Args:
         paths: of the files.
@@ -58,31 +56,22 @@ class Hdf5Source(RowSource):
                     f"from_hdf5: expected rows as in {paths[0]!r}, {self._layout}, got {layout} in {path!r}; convert "
                     f"the file."
                 )
-        self._set_files(paths, [n_rows for n_rows, _ in shapes])
+        self._paths, self.rows_of_files = paths, tuple(n_rows for n_rows, _ in shapes)
+        self._starts = np.cumsum([0, *self.rows_of_files])
+        self.n_rows = int(self._starts[-1])
 
-    def _set_files(self, paths: list[str], rows_of_files: list[int]) -> None:
-        self._paths, self._rows_of_files = paths, rows_of_files
-        self._starts = np.cumsum([0, *rows_of_files])
-        self.n_files, self.n_rows = len(paths), int(self._starts[-1])
-
-    def describe(self) -> str:
+    def describe(self) -> Description:
         """Return the files with their size and time of change, the names in them and their rows."""
         stats = [(os.path.abspath(path), os.stat(path)) for path in self._paths]
-        files = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
-        return f"{super().describe()} {digest_of((self._names, files))}"
-
-    def of_files(self, numbers: range) -> "Hdf5Source":
-        """Return the rows of some of the files alone."""
-        part = copy.copy(self)
-        part._set_files([self._paths[one] for one in numbers], [self._rows_of_files[one] for one in numbers])
-        return part
+        files = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+        return {**super().describe(), "files": files, "datasets": repr(self._names)}
 
     def take(self, rows: Rows) -> Nest:
         """Return rows in any order: the distinct ones are read in the order of the file, one slab per run."""
-        unique, places = np.unique(rows, return_inverse=True)
-        is_sorted = len(unique) == len(rows) and bool((places[1:] > places[:-1]).all())
+        unique, indices = np.unique(rows, return_inverse=True)
+        is_sorted = len(unique) == len(rows) and bool((indices[1:] > indices[:-1]).all())
         found = map_nest(lambda name: self._read(name, unique), self._names)
-        return found if is_sorted else map_nest(lambda array: array[places], found)
+        return found if is_sorted else map_nest(lambda array: array[indices], found)
 
     def _read(self, name: str, rows: Rows) -> Any:
         shape, dtype = self._layout[name]

@@ -1,4 +1,4 @@
-"""What a caller may say about inputs: sharding policies, options, and which input pipeline this is."""
+"""Options of inputs: sharding policies, options of datasets, and which input pipeline a dataset is made for."""
 
 import enum
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ class AutoShardPolicy(enum.Enum):
         OFF: every pipeline gets everything; with a distributed dataset every replica gets the whole global batch.
         AUTO: FILE when the rows come from files, else DATA. Too few files are an error, not a reason for DATA.
         FILE: every n-th file; an error when there are fewer files than pipelines.
-        DATA: every n-th element; every pipeline reads the order of all of them.
+        DATA: every n-th element.
         HINT: `shard(SHARD_HINT, SHARD_HINT)` in the dataset marks where each replica takes every n-th row; for
             `experimental_distribute_dataset` alone.
     """
@@ -29,7 +29,7 @@ class AutoShardPolicy(enum.Enum):
 
 
 class ShardHint(int):
-    """The number -1 for both arguments of `Dataset.shard`, in whose place AutoShardPolicy.HINT puts the real ones."""
+    """The number -1, for both arguments of `Dataset.shard`: AutoShardPolicy.HINT replaces them by the real ones."""
 
 
 SHARD_HINT = ShardHint(-1)
@@ -71,11 +71,12 @@ class InputOptions:
     """Options of a distributed dataset.
 
     Attributes:
-        experimental_fetch_to_device: True copies parts to the current GPU, if torch uses one. False: they stay on the
-            host. Default: on the host, unless the strategy was given devices, to which they then go.
+        experimental_fetch_to_device: True moves parts to the strategy's devices, or without any to the current GPU, if
+            there is one; False leaves them on the host. Default: they go to devices that the strategy was given. Copies
+            start one batch ahead; numbers become tensors, and text stays an array on the host.
         experimental_replication_mode: for `distribute_datasets_from_function`.
-        experimental_place_dataset_on_device: accepted as in tf.distribute, with the same conditions; datasets are
-            read on the host all the same, and parts stay there.
+        experimental_place_dataset_on_device: accepted as in tf.distribute, under the same conditions, and without
+            effect: datasets are read on the host, and parts stay there.
         experimental_per_replica_buffer_size: parts that are fetched ahead per replica, with
             `experimental_fetch_to_device`.
 

@@ -1,31 +1,36 @@
-"""Reading ahead in a thread, pinned copies, and copies to the GPU."""
+"""Stages that overlap reading with computing: a thread that reads ahead, and copies to a device one item ahead."""
 
 import queue
 import threading
-from collections.abc import Generator, Iterator
-from typing import Any, TypeVar
+from collections.abc import Generator
+from contextlib import closing
+from typing import Any
 
+import numpy as np
 import torch
 
-from hpcdist.data.nest import Nest, map_nest
+from hpcdist.data.batches import Cursor
+from hpcdist.nest import Nest, map_nest
 
-Item = TypeVar("Item")
-_LOOK_S = 0.1
+#: Batches of a pass: the cursor after each, and its parts.
+Items = Generator[tuple[Cursor, list[Nest]], None, None]
+_POLL_S = 0.1
 _JOIN_S = 5.0
 
 
-def read_ahead(items: Iterator[Item], n_ahead: int) -> Generator[Item, None, None]:
-    """Yield the items of an iterator that a thread runs, at most `n_ahead` of them before they are asked for.
+def read_ahead(items: Items, n_ahead: int) -> Items:
+    """Yield items that a thread reads, at most `n_ahead` of them before they are asked for.
 
-    The thread ends with this generator, at most one item later; its error is raised at the place of the item.
+    The thread pins host tensors. It ends with this generator, at most one item later; an error in it is raised where
+    its item is asked for.
     """
-    handed: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(n_ahead)
+    entries: queue.Queue[Any] = queue.Queue(n_ahead)
     stop = threading.Event()
-    thread = threading.Thread(target=_read, args=(items, handed, stop), name="hpcdist-prefetch", daemon=True)
+    thread = threading.Thread(target=_read, args=(items, entries, stop), name="hpcdist-prefetch", daemon=True)
     thread.start()
     try:
         while True:
-            item, error = _get(handed, thread)
+            item, error = _get(entries, thread)
             if isinstance(error, StopIteration):
                 return
             if error is not None:
@@ -36,33 +41,33 @@ def read_ahead(items: Iterator[Item], n_ahead: int) -> Generator[Item, None, Non
         thread.join(_JOIN_S)
 
 
-def _get(handed: Any, thread: threading.Thread) -> Any:
+def _get(entries: Any, thread: threading.Thread) -> Any:
     while True:
         try:
-            return handed.get(timeout=_LOOK_S)
+            return entries.get(timeout=_POLL_S)
         except queue.Empty:
-            # the last entry may have come between the wait and this look
-            if not thread.is_alive() and handed.empty():
-                return None, RuntimeError("prefetch: expected a running thread, got one that was ended; start again.")
+            # the last entry may have come between the wait and this check
+            if not thread.is_alive() and entries.empty():
+                return None, RuntimeError("prefetch: expected a running thread, got one that has ended; start again.")
 
 
-def _read(items: Iterator[Any], handed: Any, stop: threading.Event) -> None:
-    entry: tuple[Any, BaseException | None] = (None, StopIteration())
+def _read(items: Items, entries: Any, stop: threading.Event) -> None:
+    last: tuple[Any, BaseException] = (None, StopIteration())
     try:
-        for item in items:
-            if not _put(handed, (pinned(item), None), stop):
+        for cursor, parts in items:
+            if not _put(entries, ((cursor, [pinned(part) for part in parts]), None), stop):
                 return
     except BaseException as error:  # noqa: BLE001 - it is raised where the item is asked for
-        entry = None, error
+        last = None, error
     finally:
-        getattr(items, "close", lambda: None)()
-    _put(handed, entry, stop)
+        items.close()
+    _put(entries, last, stop)
 
 
-def _put(handed: Any, entry: Any, stop: threading.Event) -> bool:
+def _put(entries: Any, entry: Any, stop: threading.Event) -> bool:
     while not stop.is_set():
         try:
-            handed.put(entry, timeout=_LOOK_S)
+            entries.put(entry, timeout=_POLL_S)
         except queue.Full:
             continue
         return True
@@ -79,11 +84,41 @@ def pinned(nest: Nest) -> Nest:
     return map_nest(lambda one: one.pin_memory() if isinstance(one, torch.Tensor) and not one.is_cuda else one, nest)
 
 
-def fetched(nest: Nest) -> Nest:
-    """Return the nest with tensors copied to the current GPU; without a GPU, the nest."""
-    if not torch.cuda.is_available():
-        return nest
-    return map_nest(
-        lambda one: one.to("cuda", non_blocking=True) if isinstance(one, torch.Tensor) else one,
-        nest,
-    )
+def moved_ahead(items: Items, device: torch.device) -> Items:
+    """Yield items with their parts on a device; the copy of an item starts before the item before it is used."""
+    with closing(items):
+        current = None
+        for cursor, parts in items:
+            following = cursor, [on_device(part, device) for part in parts]
+            if current is not None:
+                yield current
+            current = following
+        if current is not None:
+            yield current
+
+
+def on_device(nest: Nest, device: torch.device) -> Nest:
+    """Return the nest with tensors on a device in place of tensors and arrays; text stays an array.
+
+    Copies to a GPU go through pinned memory, and this call does not wait for them.
+    """
+
+    def move(leaf: Any) -> Any:
+        host = _as_tensor(leaf)
+        if host is None:
+            return leaf
+        if device.type == "cuda" and host.device.type == "cpu" and not host.is_pinned():
+            host = host.pin_memory()
+        return host.to(device, non_blocking=True)
+
+    return map_nest(move, nest)
+
+
+def _as_tensor(leaf: Any) -> torch.Tensor | None:
+    """Return a tensor, or an array as a tensor on the host; None for a dtype that torch does not have."""
+    if not isinstance(leaf, np.ndarray):
+        return leaf if isinstance(leaf, torch.Tensor) else None
+    try:
+        return torch.as_tensor(leaf, device="cpu")
+    except TypeError:
+        return None

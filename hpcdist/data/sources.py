@@ -1,127 +1,124 @@
-"""Sources with random access: rows by number, from arrays in memory and from other sources."""
+"""Sources of rows with random access: the base class, arrays in memory, shards and mapped rows."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from hpcdist.data.identity import digest_of
-from hpcdist.data.nest import Nest, call_with, leaves, map_nest, no_rows, spec_of, stack, unstack, zeros_like
-from hpcdist.errors import DataError
+from hpcdist.data.batches import Shard
+from hpcdist.data.rows import Function, apply, n_rows_of, no_rows, spec_of, stack, unstack, zeros_like
+from hpcdist.nest import Nest, leaves, map_nest
 from hpcdist.plan.sample_order import Rows
 
-Function = Callable[..., Any]
+#: What a source says of itself: JSON.
+Description = dict[str, Any]
 
 
 class RowSource(ABC):
-    """Rows that can be read in any order.
+    """Rows that can be read in any order. Subclass it for a source of your own, for `Dataset.from_source`.
+
+    A source sets `n_rows` and defines `take`; the dataset adds the order, the division among replicas and the cursor.
+
+    >>> class Squares(hpcdist.RowSource):
+    ...     n_rows = 100
+    ...     def take(self, rows):
+    ...         return {"x": rows, "y": rows**2}
+    >>> dataset = hpcdist.Dataset.from_source(Squares()).shuffle(seed=1).batch(10)
+
+    With `prefetch`, `take` is called in a thread.
 
     Attributes:
         n_rows: how many there are.
-        n_files: files that they are read from; 0 when they are not.
+        rows_of_files: rows of each file, in the order of the rows; empty when rows are not read from files. With it
+            AutoShardPolicy.FILE can divide the source.
     """
 
     n_rows: int
-    n_files = 0
+    rows_of_files: tuple[int, ...] = ()
 
     @abstractmethod
     def take(self, rows: Rows) -> Nest:
-        """Return the given rows of every array, (len(rows), ...) each; `rows` may be empty."""
+        """Return the given rows as a nest of (len(rows), ...) arrays or tensors.
 
-    def describe(self) -> str:
-        """Return what tells its rows from those of other sources, in this process and later ones; see `digest_of`.
-
-        Raises:
-            DataError: when that cannot be told.
+        Args:
+            rows: (n,) int64 numbers from 0 to n_rows - 1 in any order; n may be 0, and a row may be asked for twice.
         """
-        return f"{type(self).__name__} of {self.n_rows} rows"
 
     def take_many(self, requests: Iterable[Rows]) -> Iterator[Nest]:
-        """Yield the rows of every request. A source that reads ahead does so here."""
+        """Yield the rows of every request. A source that reads ahead may take requests early."""
         return map(self.take, requests)
 
-    def of_files(self, numbers: range) -> "RowSource":
-        """Return the rows of some of the files alone.
-
-        Raises:
-            DataError: for rows that are not read from files.
-        """
-        raise DataError(
-            f"shard: expected rows that are read from files, got {type(self).__name__}; use AutoShardPolicy.DATA."
-        )
+    def describe(self) -> Description:
+        """Return the description of the source that a file of cached rows records, as JSON."""
+        return {"kind": type(self).__name__, "n_rows": self.n_rows}
 
 
 class ArraySource(RowSource):
-    """Rows of arrays in memory."""
+    """Rows of a nest of arrays in memory."""
 
     def __init__(self, tensors: Nest, n_rows: int) -> None:
         self.tensors, self.n_rows = tensors, n_rows
-
-    def describe(self) -> str:
-        """Return a digest of all the rows. Cost: they are read once."""
-        return f"{super().describe()} {digest_of(self.tensors)}"
 
     def take(self, rows: Rows) -> Nest:
         """Return the rows, copied."""
         return map_nest(lambda array: array[rows], self.tensors)
 
+    def describe(self) -> Description:
+        """Return the shapes and dtypes of the arrays."""
+        arrays = [[*map(int, array.shape), str(array.dtype)] for array in leaves(self.tensors)]
+        return {**super().describe(), "arrays": arrays}
 
-class EveryNth(RowSource):
-    """Rows index, index + n, index + 2n, ... of a source."""
 
-    def __init__(self, source: RowSource, n_shards: int, index: int) -> None:
-        self._source, self._n_shards, self._index = source, n_shards, index
-        self.n_rows = len(range(index, source.n_rows, n_shards))
+class ShardSource(RowSource):
+    """The rows of one shard of a source."""
 
-    def describe(self) -> str:
-        """Return which rows they are of which source."""
-        return f"{self._source.describe()}[{self._index}::{self._n_shards}]"
+    def __init__(self, source: RowSource, shard: Shard) -> None:
+        self._source, self._shard = source, shard
+        self.n_rows, self.rows_of_files = shard.n_rows, shard.rows_of_files
 
     def take(self, rows: Rows) -> Nest:
-        """Return the rows, numbered within the shard."""
-        return self._source.take(rows * self._n_shards + self._index)
+        """Return rows by their numbers in the shard."""
+        return self._source.take(self._shard.source_rows(rows))
 
     def take_many(self, requests: Iterable[Rows]) -> Iterator[Nest]:
         """Yield the rows of every request."""
-        return self._source.take_many(rows * self._n_shards + self._index for rows in requests)
+        return self._source.take_many(map(self._shard.source_rows, requests))
+
+    def describe(self) -> Description:
+        """Return the source and which of its rows these are."""
+        return {"kind": "shard", "of": self._source.describe(), "shard": self._shard.describe()}
 
 
 class Mapped(RowSource):
-    """Rows that functions were applied to, one row at a time."""
+    """Rows with functions applied to each."""
 
     def __init__(self, source: RowSource, functions: tuple[Function, ...]) -> None:
         self._source, self._functions = source, functions
-        self.n_rows, self.n_files = source.n_rows, source.n_files
+        self.n_rows, self.rows_of_files = source.n_rows, source.rows_of_files
         self._no_rows: Nest = None
 
-    def describe(self) -> str:
-        """Return the source and a digest of the functions."""
-        return f"{self._source.describe()} {digest_of(self._functions)}"
-
-    def of_files(self, numbers: range) -> RowSource:
-        """Return the mapped rows of some of the files alone."""
-        return Mapped(self._source.of_files(numbers), self._functions)
-
     def take(self, rows: Rows) -> Nest:
-        """Return the mapped rows; for none of them, one row is mapped, once, to see what they look like."""
+        """Return the mapped rows. For none, one row is mapped, once, which gives their shapes and dtypes."""
         return self._mapped(self._source.take(rows))
 
     def take_many(self, requests: Iterable[Rows]) -> Iterator[Nest]:
         """Yield the mapped rows of every request."""
         return map(self._mapped, self._source.take_many(requests))
 
-    def _mapped(self, nest: Nest) -> Nest:
-        if len(leaves(nest)[0]):
-            return stack([map_row(row, self._functions) for row in unstack(nest)])
+    def _mapped(self, part: Nest) -> Nest:
+        if n_rows_of(part):
+            return stack([apply(self._functions, row) for row in unstack(part)])
         if self._no_rows is None:
-            first = self._source.take(np.zeros(1, np.int64)) if self.n_rows else zeros_like(spec_of(nest, 1))
+            first = self._source.take(np.zeros(1, np.int64)) if self.n_rows else zeros_like(spec_of(part, 1))
             self._no_rows = no_rows(self._mapped(first))
         return self._no_rows
 
+    def describe(self) -> Description:
+        """Return the source and the number of functions; what they do is not looked at."""
+        return {"kind": "mapped", "of": self._source.describe(), "functions": len(self._functions)}
 
-def map_row(row: Nest, functions: tuple[Function, ...]) -> Nest:
-    """Return the row with the functions applied to it one after another."""
-    for function in functions:
-        row = call_with(function, row)
-    return row
+
+def mapped(source: RowSource, functions: tuple[Function, ...]) -> RowSource:
+    """Return the source with functions applied to every row."""
+    return Mapped(source, functions) if functions else source

@@ -16,20 +16,20 @@ from torch.utils.data import (
     default_collate,
 )
 
-from hpcdist.data.identity import digest_of
-from hpcdist.data.nest import Nest, map_nest, no_rows
-from hpcdist.data.sources import RowSource
+from hpcdist.data.rows import no_rows
+from hpcdist.data.sources import Description, RowSource
 from hpcdist.data.streams import Stream
 from hpcdist.errors import DataError
+from hpcdist.nest import Nest, map_nest
 from hpcdist.plan.sample_order import Rows
 
 
 class ItemsSource(RowSource):
-    """Items of a map-style dataset, joined as a DataLoader joins them, but that tuples stay tuples.
+    """Items of a map-style dataset, joined as by a DataLoader, except that tuples stay tuples.
 
     Args:
-        items: with a length and items by number.
-        loader: whose worker processes read, ahead, and which joins items; None reads in this process.
+        items: has a length and items by number.
+        loader: its worker processes read ahead, and its collate_fn joins items; None reads in this process.
     """
 
     def __init__(self, items: Any, loader: Any = None) -> None:
@@ -37,10 +37,9 @@ class ItemsSource(RowSource):
         self.n_rows = len(items)
         self._collate: Callable[[list[Any]], Nest] = collate if loader is None else _collate_of(loader)
 
-    def describe(self) -> str:
-        """Return a digest of the dataset and of how its items are joined."""
-        in_workers = self._loader.worker_init_fn if self._loader is not None and self._loader.num_workers else None
-        return f"{super().describe()} {digest_of((self._items, self._collate, in_workers))}"
+    def describe(self) -> Description:
+        """Return the class of the dataset and its rows; what it reads is not looked at."""
+        return {**super().describe(), "class": type(self._items).__qualname__}
 
     def take(self, rows: Rows) -> Nest:
         """Return items, read in this process."""
@@ -96,20 +95,20 @@ def _collate_of(loader: Any) -> Callable[[list[Any]], Nest]:
 
 
 def check_loader(loader: Any) -> None:
-    """Raise DataError for a DataLoader whose order or worker processes cannot be kept."""
+    """Raise DataError for a DataLoader whose order or worker processes are not supported."""
     name = type(loader.sampler).__name__
     is_iterable = isinstance(loader.dataset, IterableDataset)
     random = loader.sampler if isinstance(loader.sampler, RandomSampler) else None
     is_plain = type(loader.sampler) in (SequentialSampler, RandomSampler) or is_iterable
     if not is_plain or (random and (random.replacement or random.num_samples != len(loader.dataset))):
         raise DataError(
-            f"from_torch: expected a DataLoader with shuffle=True or False, got the sampler {name}; replicas are given "
-            f"their parts here, so use shuffle, or pass the dataset and call shuffle and batch."
+            f"from_torch: expected a DataLoader with shuffle=True or False, got the sampler {name}; hpcdist "
+            f"divides the rows among replicas itself, so use shuffle, or pass the dataset and call shuffle and batch."
         )
     if type(loader.batch_sampler) not in (BatchSampler, type(None)):
         raise DataError(
             f"from_torch: expected a DataLoader with batch_size, got the batch_sampler "
-            f"{type(loader.batch_sampler).__name__}; use batch_size: batches are divided among replicas here."
+            f"{type(loader.batch_sampler).__name__}; use batch_size: hpcdist divides batches itself."
         )
     if loader.num_workers and (is_iterable or _start_method(loader) == "fork"):
         raise DataError(
@@ -127,7 +126,7 @@ def _start_method(loader: Any) -> str:
 
 def stream_of(items: Any) -> Stream:
     """Return the rows of an IterableDataset, with tensors for arrays and numbers."""
-    return Stream(lambda: (map_nest(_as_tensor, row) for row in items), name=lambda: digest_of(items))
+    return Stream(lambda: (map_nest(_as_tensor, row) for row in items))
 
 
 def _as_tensor(value: Any) -> Any:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from hpcdist.data.dataset import Dataset
-from hpcdist.data.distributed import DistributedDataset
-from hpcdist.data.from_function import DatasetFunction, DistributedFromFunction, datasets_of
-from hpcdist.data.nest import Nest
+from hpcdist.data.distributed import DatasetFunction, DistributedDataset, DistributedFromFunction, datasets_of
+from hpcdist.data.iterator import Delivery
 from hpcdist.data.options import InputContext, InputOptions
-from hpcdist.data.reading import explaining_empty_parts
+from hpcdist.data.rows import explaining_empty_parts
 from hpcdist.errors import UsageError
 from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
+from hpcdist.nest import Nest
 from hpcdist.runtime.step_flags import single_rank_flags
 from hpcdist.strategy import context
 from hpcdist.strategy.extended import StrategyExtended
@@ -299,9 +299,7 @@ class Strategy:
         Raises:
             DataError: when `dataset` is no hpcdist.Dataset with a batch size; on every rank alike.
         """
-        distributed = DistributedDataset(dataset, range(1), 1, options=options)
-        distributed.poll = single_rank_flags.poll
-        return distributed
+        return DistributedDataset(dataset, range(1), 1, self._delivery(), options)
 
     def distribute_datasets_from_function(
         self, dataset_fn: DatasetFunction, options: InputOptions | None = None
@@ -322,9 +320,11 @@ class Strategy:
             DataError: of the function, or when it returns something else; on every rank alike.
         """
         made = datasets_of(dataset_fn, [InputContext()])
-        distributed = DistributedFromFunction(made, range(1), 1, options=options)
-        distributed.poll = single_rank_flags.poll
-        return distributed
+        return DistributedFromFunction(made, range(1), 1, self._delivery(), options)
+
+    def _delivery(self) -> Delivery:
+        """Return what is connected to the batches of a new distributed dataset."""
+        return Delivery(single_rank_flags.poll, device=self._placed_on)
 
     def experimental_make_numpy_dataset(self, numpy_input: Nest, session: None = None) -> Dataset:
         """Return `Dataset.from_tensor_slices(numpy_input)`; `session` is ignored."""

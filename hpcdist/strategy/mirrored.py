@@ -1,16 +1,12 @@
 """MirroredStrategy: the replicas of one machine."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from hpcdist.collectives.cross_device_ops import CrossDeviceOps
-from hpcdist.data.iterators import Wrap
-from hpcdist.data.options import InputOptions
 from hpcdist.errors import ConfigurationError, agreed
 from hpcdist.runtime.process import make_world
-from hpcdist.strategy.device_dataset import on_device
 from hpcdist.strategy.devices import parse_device, require_device
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 from hpcdist.strategy.reduce import ReduceOp
@@ -77,15 +73,3 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
     @property
     def _placed_on(self) -> torch.device | None:
         return self._given
-
-    def _wrap_for(self, options: InputOptions | None) -> Wrap | None:
-        wrap, device = super()._wrap_for(options), self._given
-        is_kept = options is not None and options.experimental_fetch_to_device is False
-        if device is None or device.type == "cpu" or is_kept:
-            return wrap
-
-        def moved(parts: list[Any]) -> Any:
-            parts = [on_device(part, device) for part in parts]
-            return parts[0] if wrap is None else wrap(parts)
-
-        return moved

@@ -21,9 +21,15 @@ from hpcdist.collectives.cross_device_ops import CrossDeviceOps
 from hpcdist.collectives.group import group_of
 from hpcdist.collectives.options import CommunicationOptions
 from hpcdist.data.dataset import Dataset
-from hpcdist.data.distributed import DistributedDataset, check_distributable
-from hpcdist.data.from_function import DatasetFunction, DistributedFromFunction, contexts_of, datasets_of
-from hpcdist.data.iterators import Wrap
+from hpcdist.data.distributed import (
+    DatasetFunction,
+    DistributedDataset,
+    DistributedFromFunction,
+    check_distributable,
+    contexts_of,
+    datasets_of,
+)
+from hpcdist.data.iterator import Delivery
 from hpcdist.data.options import InputOptions
 from hpcdist.errors import ConfigurationError, DataError, UsageError, agreed
 from hpcdist.gradients.central_storage import CentralStorage
@@ -223,18 +229,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                     f"experimental_distribute_dataset: expected the dataset of the chief, {chiefs}, got {own}; give "
                     f"every rank the same rows, batch and seed."
                 )
-        hand = functools.partial(self._hand_rows, next(self._dataset_numbers))
-        distributed = DistributedDataset(
-            dataset,
-            self.own_replicas,
-            self.num_replicas_in_sync,
-            hand,
-            self._wrap_for(options),
-            options,
-            self._agree_rows,
-        )
-        distributed.poll = self.world.step_flags.poll
-        return distributed
+        return DistributedDataset(dataset, self.own_replicas, self.num_replicas_in_sync, self._delivery(), options)
 
     def distribute_datasets_from_function(
         self, dataset_fn: DatasetFunction, options: InputOptions | None = None
@@ -244,16 +239,19 @@ class MultiWorkerMirroredStrategy(Strategy):
         with self.world.agreed(comm):
             made = datasets_of(dataset_fn, contexts_of(options, replicas, (comm.rank, comm.size), n_replicas))
         seed = int(self.world.broadcast_text(str(secrets.randbits(62)), 0, comm))
-        hand = functools.partial(self._hand_rows, next(self._dataset_numbers))
-        wrap = self._wrap_for(options)
-        distributed = DistributedFromFunction(made, replicas, n_replicas, hand, wrap, options, self._agree_end)
+        distributed = DistributedFromFunction(made, replicas, n_replicas, self._delivery(), options)
         distributed.set_seed(seed)
-        distributed.poll = self.world.step_flags.poll
         return distributed
 
-    def _wrap_for(self, options: InputOptions | None) -> Wrap | None:
-        """Return what makes PerReplica values of parts; None where the only part is handed out as it is."""
-        return self._regroup if self._has_fixed_replicas else None
+    def _delivery(self) -> Delivery:
+        return Delivery(
+            poll=self.world.step_flags.poll,
+            on_batch=functools.partial(self._hand_rows, next(self._dataset_numbers)),
+            wrap=self._regroup if self._has_fixed_replicas else None,
+            device=self._placed_on,
+            agree_rows=self._agree_rows,
+            agree_end=self._agree_end,
+        )
 
     def _hand_rows(self, source: int, rows: list[int] | None) -> None:
         """Tell each local replica's backward how many rows its part has, or that a pass is over."""

@@ -8,12 +8,8 @@ import torch
 from torch import Tensor
 
 from hpcdist.cluster.environment import launcher_of, read_environment
-from hpcdist.data.dataset import Dataset
-from hpcdist.data.distributed import DistributedDataset
-from hpcdist.data.options import InputOptions
 from hpcdist.gradients.single_replica import SingleReplicaSteps
 from hpcdist.strategy.base import Strategy
-from hpcdist.strategy.device_dataset import DeviceDataset
 from hpcdist.strategy.devices import parse_device, require_device
 
 logger = logging.getLogger("hpcdist")
@@ -65,18 +61,6 @@ class OneDeviceStrategy(Strategy):
 
     def _watching(self) -> AbstractContextManager[None]:
         return self._steps.watching()
-
-    def experimental_distribute_dataset(
-        self, dataset: Dataset, options: InputOptions | None = None
-    ) -> DistributedDataset:
-        """Return a dataset's batches on the device; the next one is on its way while one is used.
-
-        On the host nothing has to be moved: batches are read when they are asked for.
-        """
-        distributed = super().experimental_distribute_dataset(dataset, options)
-        if self._own_device.type == "cpu":
-            return distributed
-        return DeviceDataset(distributed, self._own_device)  # type: ignore[return-value]
 
     def state_dict(self) -> dict[str, Any]:
         """Return seed and step of the random numbers."""

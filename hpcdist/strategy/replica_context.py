@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hpcdist.nest import form_of, leaves, map_nest
 from hpcdist.strategy import context
 from hpcdist.strategy.reduce import ReduceOp, gather_in_replica, is_sparse, reduce_in_replica
-from hpcdist.strategy.values import form_of, leaves_of, map_leaves
 
 if TYPE_CHECKING:
     from hpcdist.strategy.base import Strategy
@@ -74,8 +74,8 @@ class ReplicaContext:
         Cost: one all-reduce for each dtype in the nest, and two gathers for each sparse tensor.
         """
         self._require("all_reduce")
-        reduced = iter(self.reduce_leaves(ReduceOp.parse(reduce_op), leaves_of(value), form_of(value)))
-        return map_leaves(lambda _: next(reduced), value)
+        reduced = iter(self.reduce_leaves(ReduceOp.parse(reduce_op), leaves(value), form_of(value)))
+        return map_nest(lambda _: next(reduced), value)
 
     def reduce_leaves(self, op: ReduceOp, leaves: list[Any], form: str = "") -> Sequence[Any]:
         """Return the leaves of a nest, each reduced over all replicas, with gradients. Collective: all replicas."""
@@ -98,7 +98,7 @@ class ReplicaContext:
             ValueError: for numbers, or shapes that do not fit; on every replica.
         """
         self._require("all_gather")
-        return map_leaves(lambda leaf: self._gather_leaf(leaf, axis), value)
+        return map_nest(lambda leaf: self._gather_leaf(leaf, axis), value)
 
     def _gather_leaf(self, leaf: Any, axis: int) -> Any:
         if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():

@@ -1,9 +1,10 @@
 """Values that differ, or are held, per replica; and nests of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hpcdist.errors import UsageError
+from hpcdist.nest import map_nest, sorted_keys, with_children
 
 
 class DistributedValues:
@@ -28,44 +29,9 @@ class Mirrored(DistributedValues):
     """Values that are equal on all replicas."""
 
 
-def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
-    """Return a nest of tuples, lists and dicts with function(leaf) in place of every leaf.
-
-    Parts of dicts are visited in the order of their sorted keys, as in TensorFlow: replicas may build them in any.
-    """
-    if isinstance(nest, dict):
-        parts_of = {key: map_leaves(function, nest[key]) for key in _sorted_keys(nest)}
-        return type(nest)((key, parts_of[key]) for key in nest)
-    if isinstance(nest, (tuple, list)):
-        parts = [map_leaves(function, part) for part in nest]
-        return type(nest)(*parts) if hasattr(nest, "_fields") else type(nest)(parts)
-    return function(nest)
-
-
-def leaves_of(nest: Any) -> list[Any]:
-    """Return the leaves of a nest, depth first; see `map_leaves` for their order."""
-    found: list[Any] = []
-    map_leaves(found.append, nest)
-    return found
-
-
-def form_of(nest: Any) -> str:
-    """Return a nest's keys and lengths as text, with * for leaves: equal for nests whose leaves belong together."""
-    if isinstance(nest, dict):
-        return "{" + ", ".join(f"{key!r}: {form_of(nest[key])}" for key in _sorted_keys(nest)) + "}"
-    return f"[{', '.join(map(form_of, nest))}]" if isinstance(nest, (tuple, list)) else "*"
-
-
-def _sorted_keys(nest: dict[Any, Any]) -> list[Any]:
-    try:
-        return sorted(nest)
-    except TypeError:  # such as numbers beside texts
-        return sorted(nest, key=repr)
-
-
 def select(place: int, nest: Any) -> Any:
     """Return a nest with the value of one local replica in place of every DistributedValues."""
-    return map_leaves(lambda leaf: leaf.values[place] if isinstance(leaf, DistributedValues) else leaf, nest)
+    return map_nest(lambda leaf: leaf.values[place] if isinstance(leaf, DistributedValues) else leaf, nest)
 
 
 def local_values(value: Any) -> tuple[Any, ...]:
@@ -89,12 +55,12 @@ def regroup(nests: Sequence[Any], is_single_kept: bool = False) -> Any:
     """
     first = nests[0]
     if isinstance(first, dict):
-        _check_alike(nests, [_sorted_keys(nest) if isinstance(nest, dict) else None for nest in nests])
-        return type(first)((key, regroup([nest[key] for nest in nests], is_single_kept)) for key in first)
+        _check_alike(nests, [sorted_keys(nest) if isinstance(nest, dict) else None for nest in nests])
+        parts = [regroup([nest[key] for nest in nests], is_single_kept) for key in sorted_keys(first)]
+        return with_children(first, parts)
     if isinstance(first, (tuple, list)):
         _check_alike(nests, [len(nest) if isinstance(nest, type(first)) else None for nest in nests])
-        parts = [regroup(parts, is_single_kept) for parts in zip(*nests, strict=True)]
-        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+        return with_children(first, [regroup(parts, is_single_kept) for parts in zip(*nests, strict=True)])
     _check_alike(nests, [isinstance(nest, (dict, tuple, list)) for nest in nests])
     is_number = isinstance(first, (int, float, complex))  # equal ones may be one object, and are values all the same
     is_kept_single = is_single_kept and first is not None

@@ -1,6 +1,7 @@
 """TPUStrategy: replicas on XLA devices, through torch_xla. The one door to torch_xla."""
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch.optim.optimizer import Optimizer
 
 from hpcdist.cluster.resolvers import ClusterResolver
 from hpcdist.cluster.spec import ClusterSpec
+from hpcdist.data.iterator import Delivery
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.gradients import torch_hooks
 from hpcdist.runtime.process import make_world
@@ -81,6 +83,9 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
     @property
     def _placed_on(self) -> torch.device:
         return self._device
+
+    def _delivery(self) -> Delivery:
+        return replace(super()._delivery(), device=None)  # batches stay on the host, where the program finds them
 
     def _call(self, replica: ReplicaContext, fn: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self._key_random_numbers()

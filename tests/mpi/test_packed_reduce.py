@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import hpcdist
-from hpcdist.strategy.values import map_leaves
+from hpcdist.nest import map_nest
 
 pytestmark = pytest.mark.mpi
 
@@ -56,7 +56,7 @@ def bits(nest):
         array = value.double().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
         found.append((str(getattr(value, "dtype", type(value))), array.shape, array.tobytes()))
 
-    map_leaves(leaf, nest)
+    map_nest(leaf, nest)
     return found
 
 
@@ -75,7 +75,7 @@ def test_a_nest_is_summed_once_for_each_dtype(strategy, sums, op):
 
     def one_by_one():
         context = hpcdist.get_replica_context()
-        return bits(map_leaves(lambda leaf: context.all_reduce(op, leaf), make_nest()))
+        return bits(map_nest(lambda leaf: context.all_reduce(op, leaf), make_nest()))
 
     assert of_all(strategy, one_by_one) == reduced
     assert len(sums) == 2 * 8

@@ -7,7 +7,6 @@ import torch
 import hpcdist
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategy import context
-from hpcdist.strategy.device_dataset import DeviceDataset
 
 pytestmark = pytest.mark.mpi
 
@@ -292,25 +291,12 @@ def test_a_device_that_is_not_there(device, text):
     assert "\n" not in str(caught.value)
 
 
-def test_inputs_are_moved_one_ahead():
-    data = hpcdist.Dataset.from_tensor_slices((torch.ones(10, 1), np.ones((10, 1)))).batch(4)
-    source = hpcdist.get_strategy().experimental_distribute_dataset(data)
-    moved = DeviceDataset(source, torch.device("meta"))
-    found = []
-    for x, y in moved:
-        found.append((x.device.type, y.device.type, x.shape[0], moved.position, source.position))
-    assert found == [("meta", "meta", 4, 4, 8), ("meta", "meta", 4, 8, 10), ("meta", "meta", 2, 10, 10)]
-    assert (moved.position, moved.epoch) == (10, 1)
-    strategy = hpcdist.OneDeviceStrategy("meta")
-    assert next(iter(strategy.experimental_distribute_dataset(make_data())))[0].device.type == "meta"
-
-
-def test_a_cursor_taken_while_a_batch_is_ahead_goes_on_with_that_batch():
-    moved = DeviceDataset(hpcdist.get_strategy().experimental_distribute_dataset(make_data(10, 4)), torch.device("cpu"))
-    batches = iter(moved)
-    next(batches)
-    state = moved.state_dict()
-    rest = [x.flatten().tolist() for x, _ in batches]
-    other = DeviceDataset(hpcdist.get_strategy().experimental_distribute_dataset(make_data(10, 4)), torch.device("cpu"))
-    other.load_state_dict(state)
-    assert [x.flatten().tolist() for x, _ in other] == rest == [[4, 5, 6, 7], [8, 9]]
+def test_inputs_are_moved():
+    strategy, data = hpcdist.OneDeviceStrategy("meta"), make_data()
+    kept = hpcdist.InputOptions(experimental_fetch_to_device=False)
+    for batches, kind in (
+        (strategy.experimental_distribute_dataset(data), "meta"),
+        (strategy.distribute_datasets_from_function(lambda context: data), "meta"),
+        (strategy.experimental_distribute_dataset(data, kept), "cpu"),
+    ):
+        assert next(iter(batches))[0].device.type == kind

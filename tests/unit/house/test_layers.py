@@ -14,6 +14,7 @@ LAYERS = {
     "public_names": 0,
     "dtypes": 0,
     "background": 0,
+    "nest": 0,
     "cluster": 1,
     "plan": 1,
     "checkpoint": 1,
@@ -95,10 +96,10 @@ def test_only_one_file_reads_the_environment_and_none_writes_it():
 
 
 def test_only_one_file_changes_a_disk():
-    """What it does can be made to fail, or be replayed. What may be lost is apart: names in memory, and caches."""
+    """What it does can be made to fail, or be replayed. What may be lost is apart: names in memory."""
     changes = r"os\.(fsync|fdatasync|unlink|remove|rename|replace|rmdir|mkdir|makedirs|pwrite)\b|rmtree|\.unlink\("
     users = {name for name, path in MODULES.items() if re.search(changes, path.read_text())}
-    assert users == {"checkpoint.durable", "runtime.mpich_shm", "resilience.fast_tier", "data.row_store"}
+    assert users == {"checkpoint.durable", "runtime.mpich_shm", "resilience.fast_tier"}
 
 
 def test_imports_are_statements():

@@ -22,7 +22,7 @@ PLACEMENT = "test_placement"
 TPU = "test_tpu"
 VARIABLES = "test_variables"
 DATASETS_ALONE = "test_dataset"
-INPUTS_ALONE = "test_inputs"
+INPUTS_ALONE = "test_distributed"
 
 #: Later pieces of work that rows may wait for.
 LATER = {"parameter servers", "training API: Model.fit"}
@@ -68,7 +68,11 @@ ROWS = [
         "OneDeviceStrategy(device): what is made is placed there",
         f"{STRATEGIES}::test_one_device_places_modules_and_what_run_makes",
     ),
-    ("OneDeviceStrategy(device): inputs are fetched ahead to it", f"{STRATEGIES}::test_inputs_are_moved_one_ahead"),
+    (
+        "OneDeviceStrategy(device): inputs are fetched ahead to it",
+        f"{STRATEGIES}::test_inputs_are_moved",
+        "test_iterator::test_batches_are_moved_and_the_cursor_counts_those_yielded",
+    ),
     (
         "the default strategy: one object that passes through, without scope, and reduces",
         f"{STRATEGIES}::test_only_the_pass_through_strategy_is_none",

@@ -9,9 +9,9 @@ import torch
 
 import hpcdist
 from hpcdist.data.dataset import Dataset
-from hpcdist.data.distributed import DistributedDataset
-from hpcdist.data.from_function import DistributedFromFunction, contexts_of, datasets_of
-from hpcdist.data.nest import TensorSpec
+from hpcdist.data.distributed import DistributedDataset, DistributedFromFunction, contexts_of, datasets_of
+from hpcdist.data.iterator import Delivery
+from hpcdist.data.rows import TensorSpec
 from hpcdist.errors import DataError
 from hpcdist.plan.blocks import block_bounds
 from hpcdist.strategy.base import Strategy
@@ -42,7 +42,7 @@ def dataset_of(rows, rng):
 def on_ranks(dataset, n_replicas, n_ranks):
     """Return the distributed dataset of every rank, with replicas dealt out in blocks."""
     places = [range(*block_bounds(n_replicas, n_ranks, rank)) for rank in range(n_ranks)]
-    return [DistributedDataset(dataset, place, n_replicas, wrap=list) for place in places]
+    return [DistributedDataset(dataset, place, n_replicas, Delivery(wrap=list)) for place in places]
 
 
 def steps_of(distributed, n_steps=None):
@@ -118,7 +118,7 @@ def test_an_error_on_an_empty_part_points_at_drop_remainder():
 def test_several_local_replicas_need_what_joins_their_parts():
     dataset = Dataset.from_tensor_slices(np.arange(4)).batch(4)
     rows = []
-    joined = DistributedDataset(dataset, range(1, 3), 3, rows.append, wrap=tuple)
+    joined = DistributedDataset(dataset, range(1, 3), 3, Delivery(on_batch=rows.append, wrap=tuple))
     assert [tuple(part.tolist() for part in step) for step in joined] == [([2, 3], [])]
     assert rows == [[2, 0], None]
     with pytest.raises(DataError, match="expected wrap for the parts of 2 replicas"):
@@ -306,7 +306,7 @@ def test_a_marked_shard_and_the_policy_hint_go_together():
         DistributedDataset(hinted(rows).take(2).batch(2), range(1), 2)
 
 
-def from_function(dataset_fn, n_ranks, **more):
+def from_function(dataset_fn, n_ranks):
     """Return the distributed datasets of ranks that are stepped in turn, and what they told `agree_end`."""
     outs = []
 
@@ -315,7 +315,7 @@ def from_function(dataset_fn, n_ranks, **more):
         return is_out
 
     made = [datasets_of(dataset_fn, contexts_of(None, range(r, r + 1), (r, n_ranks), n_ranks)) for r in range(n_ranks)]
-    return [DistributedFromFunction(one, range(1), n_ranks, agree_end=agree, **more) for one in made], outs
+    return [DistributedFromFunction(one, range(1), n_ranks, Delivery(agree_end=agree)) for one in made], outs
 
 
 def test_datasets_from_a_function_are_left_as_they_are():
@@ -333,7 +333,8 @@ def test_a_rank_that_is_out_of_data_gets_empty_parts_until_all_are():
     answers = iter([False, False, False, True])
     rows = Dataset.from_tensor_slices(torch.ones(2, 3)).batch(2)
     seen = []
-    distributed = DistributedFromFunction([rows], range(1), 2, seen.append, agree_end=lambda is_out: next(answers))
+    delivery = Delivery(on_batch=seen.append, agree_end=lambda is_out: next(answers))
+    distributed = DistributedFromFunction([rows], range(1), 2, delivery)
     assert [tuple(part.shape) for part in distributed] == [(2, 3), (0, 3), (0, 3)]
     assert seen == [[2], [0], [0], None]
 
@@ -341,16 +342,17 @@ def test_a_rank_that_is_out_of_data_gets_empty_parts_until_all_are():
 def test_a_rank_without_any_row_needs_a_signature():
     nothing = Dataset.from_generator(lambda: iter([])).batch(2)
     with pytest.raises(DataError, match="output_signature"):
-        list(DistributedFromFunction([nothing], range(1), 2, agree_end=lambda is_out: False))
+        list(DistributedFromFunction([nothing], range(1), 2, Delivery(agree_end=lambda is_out: False)))
     answers = iter([False, True])
     shaped = Dataset.from_generator(lambda: iter([]), output_signature=torch.zeros(3)).map(lambda x: x.double())
-    parts = list(DistributedFromFunction([shaped.batch(2)], range(1), 2, agree_end=lambda is_out: next(answers)))
+    delivery = Delivery(agree_end=lambda is_out: next(answers))
+    parts = list(DistributedFromFunction([shaped.batch(2)], range(1), 2, delivery))
     assert [(part.shape, part.dtype) for part in parts] == [((0, 3), torch.float64)]
 
 
 def test_local_replicas_take_turns_at_the_batches_of_their_rank():
     rows = Dataset.from_tensor_slices(np.arange(5)).batch(1)
-    distributed = DistributedFromFunction([rows], range(2), 2, wrap=list)
+    distributed = DistributedFromFunction([rows], range(2), 2, Delivery(wrap=list))
     assert [[part.tolist() for part in step] for step in distributed] == [[[0], [1]], [[2], [3]], [[4], []]]
 
 

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+import hpcdist
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset
-from hpcdist.data.sources import ArraySource, Mapped, RowSource
+from hpcdist.data.iterator import Delivery
+from hpcdist.data.sources import RowSource
 from hpcdist.errors import DataError
 from hpcdist.plan.sample_order import SampleOrder
 
@@ -279,9 +281,9 @@ def test_epochs_of_a_stream_are_counted():
 
 def test_streams_that_differ_between_ranks_are_told():
     seen = []
-    list(DistributedDataset(drawn(5).batch(4), range(1), 2, agree_rows=seen.append))
+    list(DistributedDataset(drawn(5).batch(4), range(1), 2, Delivery(agree_rows=seen.append)))
     assert seen == [4, 1, 0]
-    list(DistributedDataset(slices(5).batch(4), range(1), 2, agree_rows=seen.append))
+    list(DistributedDataset(slices(5).batch(4), range(1), 2, Delivery(agree_rows=seen.append)))
     assert seen == [4, 1, 0]
 
 
@@ -374,14 +376,51 @@ def test_cached_rows_are_mapped_once(make, in_file, tmp_path):
     assert len(list(tmp_path.iterdir())) == in_file
 
 
-def test_a_source_must_say_how_rows_are_read():
+class SquaresInFiles(RowSource):
+    """A source of a user's own: the least that it needs, and the rows of its files."""
+
+    n_rows = 7
+    rows_of_files = (4, 0, 3)
+
+    def take(self, rows):
+        return {"x": rows, "y": torch.as_tensor(rows**2)}
+
+
+def test_a_source_of_the_users_own_is_shuffled_divided_and_resumed():
+    rows = Dataset.from_source(SquaresInFiles())
+    dataset = rows.map(lambda row: (row["x"], row["y"])).shuffle(seed=1).batch(4).repeat(2)
+    whole = [x.tolist() for x, _ in dataset]
+    assert all(torch.equal(y, torch.as_tensor(x) ** 2) for x, y in dataset)
+    assert sorted(whole[0] + whole[1]) == list(range(7))
+    parts = [DistributedDataset(dataset.prefetch(1), range(one, one + 1), 2) for one in range(2)]
+    steps = [[x.tolist() + other.tolist() for (x, _), (other, _) in zip(*parts, strict=True)]]
+    assert steps == [whole]
+    before = DistributedDataset(dataset, range(1), 1)
+    next(iter(before))
+    after = DistributedDataset(dataset, range(1), 1)
+    after.load_state_dict(before.state_dict())
+    assert [x.tolist() for x, _ in after] == whole[1:]
+    assert [spec.shape for spec in dataset.element_spec] == [(None,), (None,)]
+
+
+def test_files_of_a_source_of_the_users_own_are_divided():
+    options = hpcdist.Options()
+    options.experimental_distribute.auto_shard_policy = hpcdist.AutoShardPolicy.FILE
+    rows = hpcdist.Dataset.from_source(SquaresInFiles()).map(lambda row: row["x"]).with_options(options)
+    assert [lists(rows.shard(2, index).batch(9)) for index in range(2)] == [[list(range(7))], []]
+    assert [lists(rows.shard(3, index).batch(9)) for index in range(3)] == [[[0, 1, 2, 3]], [], [[4, 5, 6]]]
+    second = rows.shard(2, 0).shard(2, 1)  # file 2 is the second of what the first shard has
+    assert lists(second.batch(9)) == [[4, 5, 6]]
+
+
+def test_a_source_must_be_one_and_define_take():
     class Source(RowSource):
         n_rows = 1
 
     with pytest.raises(TypeError, match="abstract.*take"):
         Source()
-    with pytest.raises(DataError, match="expected rows that are read from files, got ArraySource"):
-        Mapped(ArraySource(np.ones(1), 1), ()).of_files(range(1))
+    with pytest.raises(DataError, match="from_source: expected an hpcdist.RowSource, got list"):
+        Dataset.from_source([1, 2])
 
 
 def test_a_cache_holds_what_this_process_has_read():

@@ -3,6 +3,7 @@ import pytest
 
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset
+from hpcdist.data.iterator import Delivery
 from hpcdist.errors import DataError
 
 ROWS = np.arange(10)
@@ -163,7 +164,7 @@ def test_a_broken_off_pass_over_several_epochs_ends_with_its_run():
 
 def test_reports_the_rows_it_hands_out():
     seen = []
-    list(DistributedDataset(slices(6).batch(4), range(1, 2), 2, seen.append))
+    list(DistributedDataset(slices(6).batch(4), range(1, 2), 2, Delivery(on_batch=seen.append)))
     assert seen == [[2], [1], None]
 
 

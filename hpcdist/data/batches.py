@@ -1,0 +1,274 @@
+"""The plan of batches: which samples a global batch covers, and which rows each local replica reads. Pure arithmetic.
+
+A plan turns a cursor into the steps that follow it, so a cursor is all that a checkpoint needs. Positions count global
+samples from the first epoch on; see `SampleOrder` for epochs, runs and passes.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from hpcdist.errors import DataError
+from hpcdist.plan.blocks import ceiling_bounds
+from hpcdist.plan.sample_order import UNKNOWN, Rows, SampleOrder
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """A position in a stream: an epoch, rows drawn in it, and samples since the start of its run."""
+
+    epoch: int = 0
+    offset: int = 0
+    run_offset: int = 0
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """A position in training: samples yielded so far, where the pass began, and for streams the same in epochs."""
+
+    position: int = 0
+    pass_start: int = 0
+    stream: StreamPosition = field(default_factory=StreamPosition)
+    pass_epoch: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a plan: the cursor after it, and the source rows of each local part."""
+
+    cursor: Cursor
+    rows: list[Rows]
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a batch is divided among replicas: each takes ceil(n / replicas) rows while there are any.
+
+    Attributes:
+        replicas: the local ones, whose parts are wanted.
+        n_replicas: of all ranks.
+        is_whole: every replica takes the whole batch instead.
+    """
+
+    replicas: range = range(1)
+    n_replicas: int = 1
+    is_whole: bool = False
+
+    def bounds(self, n_rows: int) -> list[tuple[int, int]]:
+        """Return (start, stop) of each local part in a batch of `n_rows`."""
+        if self.is_whole:
+            return [(0, n_rows)] * len(self.replicas)
+        return [ceiling_bounds(n_rows, self.n_replicas, replica) for replica in self.replicas]
+
+
+@dataclass(frozen=True)
+class DividedBatches:
+    """Global batches in one order, each divided among the replicas."""
+
+    order: SampleOrder
+    division: Division = field(default_factory=Division)
+
+    def steps(self, cursor: Cursor) -> Iterator[Step]:
+        """Yield every step from the cursor to the end of its pass."""
+        order, end = self.order, cursor.pass_start + self.order.n_samples
+        while (batch := order.next_batch(cursor.position, end)) is not None:
+            start, stop = batch
+            cursor = replace(cursor, position=stop)
+            bounds = self.division.bounds(stop - start)
+            yield Step(cursor, [order.rows(start + low, start + high) for low, high in bounds])
+
+
+class Shard(Protocol):
+    """Some rows of a source, numbered from 0."""
+
+    @property
+    def n_rows(self) -> int:
+        """Rows in the shard."""
+
+    @property
+    def rows_of_files(self) -> tuple[int, ...]:
+        """Rows of each file in the shard; empty when it does not consist of whole files."""
+
+    def source_rows(self, rows: Rows) -> Rows:
+        """Return the numbers in the source of rows of the shard."""
+
+    def describe(self) -> list[int | str]:
+        """Return which rows these are, as JSON."""
+
+
+@dataclass(frozen=True)
+class EveryNth:
+    """Rows index, index + n, index + 2n, ... of `n_source_rows`."""
+
+    n_source_rows: int
+    n: int
+    index: int
+    rows_of_files = ()
+
+    @property
+    def n_rows(self) -> int:
+        """Rows in the shard."""
+        return len(range(self.index, self.n_source_rows, self.n))
+
+    def source_rows(self, rows: Rows) -> Rows:
+        """Return the numbers in the source of rows of the shard."""
+        return rows * self.n + self.index
+
+    def describe(self) -> list[int | str]:
+        """Return which rows these are, as JSON."""
+        return ["rows", self.index, self.n]
+
+
+@dataclass(frozen=True)
+class EveryNthFile:
+    """All rows of the files index, index + n, index + 2n, ... of files with `rows_of_source_files` rows."""
+
+    rows_of_source_files: tuple[int, ...]
+    n: int
+    index: int
+
+    @cached_property
+    def rows_of_files(self) -> tuple[int, ...]:
+        """Rows of each file in the shard."""
+        return self.rows_of_source_files[self.index :: self.n]
+
+    @property
+    def n_rows(self) -> int:
+        """Rows in the shard."""
+        return sum(self.rows_of_files)
+
+    @cached_property
+    def _starts(self) -> tuple[Rows, Rows]:
+        """Return the first row of each file, by the numbers of the shard and by those of the source."""
+        own, source = (np.cumsum([0, *rows]) for rows in (self.rows_of_files, self.rows_of_source_files))
+        return own, source[self.index :: self.n]
+
+    def source_rows(self, rows: Rows) -> Rows:
+        """Return the numbers in the source of rows of the shard."""
+        own, source = self._starts
+        files = np.searchsorted(own, rows, side="right") - 1
+        return rows - own[files] + source[files]
+
+    def describe(self) -> list[int | str]:
+        """Return which rows these are, as JSON."""
+        return ["files", self.index, self.n]
+
+
+class ShardedBatches:
+    """Steps in which replica r reads the next ceil(batch / n) rows of shard r, each shard in its own order.
+
+    Replicas without rows get empty parts until all are out of rows; with drop_remainder, the run ends before the first
+    step that one of them cannot fill.
+
+    Args:
+        order: of the whole source, which must not be limited by take.
+        shards: one for each replica of the job.
+        replicas: the local ones.
+    """
+
+    def __init__(self, order: SampleOrder, shards: Sequence[Shard], replicas: range) -> None:
+        self.order, self.shards, self.replicas = order, shards, replicas
+        self._step_rows = -(-(order.batch_rows or 1) // len(shards))
+        self._orders = [replace(order, n_rows=shard.n_rows, batch_rows=self._step_rows) for shard in shards]
+
+    def steps(self, cursor: Cursor) -> Iterator[Step]:
+        """Yield every step from the cursor to the end of its pass.
+
+        Raises:
+            DataError: when the cursor is inside a step, as after a change of the batch size.
+        """
+        run_rows, position = self.order.run_rows, cursor.position
+        is_endless = math.isinf(run_rows)
+        while position < cursor.pass_start + self.order.n_samples:
+            run = 0 if is_endless else int(position // run_rows)
+            run_start = 0 if is_endless else int(run * run_rows)
+            step = self._step_at(position - run_start)
+            if not self._has_step(0) or (is_endless and not self._has_step(step)):
+                return
+            while self._has_step(step):
+                after = replace(cursor, position=run_start + self._samples_before(step + 1))
+                yield Step(after, [self._rows(replica, run, step) for replica in self.replicas])
+                step += 1
+            position = int(run_start + run_rows)
+
+    def _has_step(self, step: int) -> bool:
+        if self.order.drop_remainder:
+            return all((step + 1) * self._step_rows <= order.run_rows for order in self._orders)
+        return any(step * self._step_rows < order.run_rows for order in self._orders)
+
+    def _samples_before(self, step: int) -> int:
+        return sum(int(min(step * self._step_rows, order.run_rows)) for order in self._orders)
+
+    def _step_at(self, n_samples: int) -> int:
+        """Return the step of a run that `n_samples` samples lie before."""
+        step = n_samples // (self._step_rows * len(self._orders))
+        while self._samples_before(step) < n_samples:
+            step += 1
+        if self._samples_before(step) != n_samples:
+            raise DataError(
+                f"restore: expected the end of a step of {self._step_rows} rows per replica, got {n_samples} samples "
+                f"in the run; with AutoShardPolicy.FILE or HINT, resume with the batch size of the checkpoint."
+            )
+        return step
+
+    def _rows(self, replica: int, run: int, step: int) -> Rows:
+        order = self._orders[replica]
+        run_start = 0 if math.isinf(order.run_rows) else int(run * order.run_rows)
+        low, high = (int(min(one * self._step_rows, order.run_rows)) for one in (step, step + 1))
+        return self.shards[replica].source_rows(order.rows(run_start + low, run_start + high))
+
+
+Plan = DividedBatches | ShardedBatches
+
+
+def is_stream(order: SampleOrder) -> bool:
+    """Return whether rows come one by one, and nobody knows how many."""
+    return order.n_rows == UNKNOWN
+
+
+def next_run(order: SampleOrder, position: StreamPosition) -> StreamPosition:
+    """Return the start of the first run of a stream at or after a position; of an endless run, the next epoch."""
+    run = 1 if math.isinf(order.inner_epochs) else int(order.inner_epochs)
+    return StreamPosition(-(-(position.epoch + (position.offset > 0)) // run) * run)
+
+
+def next_pass(order: SampleOrder, cursor: Cursor) -> Cursor:
+    """Return the start of the next pass: at the first run that nothing was yielded of."""
+    if is_stream(order):
+        start = next_run(order, cursor.stream)
+        return Cursor(cursor.position, cursor.position, start, start.epoch)
+    position = order.next_run(cursor.position)
+    return Cursor(position, position)
+
+
+def end_of_pass(order: SampleOrder, cursor: Cursor) -> Cursor:
+    """Return the start of the pass that follows the one of the cursor, which has come to its end."""
+    # an endless pass ends only where no batch can be filled, and then nothing was yielded
+    if not is_stream(order) and not math.isinf(order.n_samples):
+        cursor = Cursor(int(cursor.pass_start + order.n_samples))
+    return next_pass(order, cursor)
+
+
+def start_of_pass(order: SampleOrder, number: int) -> Cursor:
+    """Return the start of a pass by its number, when all passes before it are whole; endless ones count as an epoch."""
+    if is_stream(order):
+        epochs = order.inner_epochs * order.outer_epochs
+        epoch = number * (1 if math.isinf(epochs) else int(epochs))
+        return Cursor(stream=StreamPosition(epoch), pass_epoch=epoch)
+    samples = order.epoch_rows if math.isinf(order.n_samples) else order.next_run(int(order.n_samples))
+    return Cursor(number * samples, number * samples)
+
+
+def after_batches(order: SampleOrder, cursor: Cursor, n_batches: int) -> Cursor:
+    """Return the cursor after `n_batches` more batches of a pass over rows with random access. Nothing is read."""
+    end = cursor.pass_start + order.n_samples
+    for _ in range(n_batches):
+        batch = order.next_batch(cursor.position, end)
+        if batch is None:
+            break
+        cursor = replace(cursor, position=batch[1])
+    return cursor

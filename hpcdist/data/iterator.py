@@ -1,0 +1,231 @@
+"""The one iterator over batches, and its stages.
+
+plan -> fetch rows -> map -> stack -> map whole parts -> [prefetch thread, pinned] -> [device] -> yield, cursor recorded
+
+All up to the thread is done on the host, wherever the caller's code makes tensors. `stages` puts the reading stages
+together; `distributed.py` takes batches out of them, records the cursor and yields them through a
+`DistributedIterator`.
+"""
+
+import itertools
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpcdist.data.batches import Cursor, DividedBatches, Division, Plan
+from hpcdist.data.prefetch import Items, moved_ahead, read_ahead
+from hpcdist.data.rows import Function, apply, apply_to_part, n_rows_of, no_rows, stack, zeros_like
+from hpcdist.data.sources import RowSource, mapped
+from hpcdist.data.streams import Stream, StreamReader
+from hpcdist.errors import DataError
+from hpcdist.nest import Nest
+from hpcdist.plan.sample_order import SampleOrder
+
+_NOTHING = object()
+_rows_of_step = attrgetter("rows")
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A source, the order of its rows, and the functions mapped over them.
+
+    Attributes:
+        source: of rows.
+        order: in which they are visited, and the sizes of batches.
+        row_maps: functions of a row. batch_maps: functions of a part of a batch.
+        buffer_rows: rows of a stream that are mixed at a time.
+        prefetch_batches: batches that are read ahead; 0: none.
+    """
+
+    source: RowSource | Stream
+    order: SampleOrder
+    row_maps: tuple[Function, ...] = ()
+    batch_maps: tuple[Function, ...] = ()
+    buffer_rows: int = 0
+    prefetch_batches: int = 0
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether rows come one by one."""
+        return isinstance(self.source, Stream)
+
+    def part_without_rows(self) -> Nest:
+        """Return a part with 0 rows, of the shapes and dtypes of the others.
+
+        Cost: one row is read, or drawn from a new iterator, and mapped.
+
+        Raises:
+            DataError: for a stream that has neither rows nor a signature.
+        """
+        with on_host():
+            return no_rows(apply_to_part(self.batch_maps, self._first_row()))
+
+    def _first_row(self) -> Nest:
+        """Return a part with the first row, or one of zeros where a signature or the source gives the shapes."""
+        if not isinstance(self.source, Stream):
+            return mapped(self.source, self.row_maps).take(np.zeros(min(1, self.source.n_rows), np.int64))
+        signature = self.source.signature
+        row = next(iter(self.source.draw()), None) if signature is None else zeros_like(signature)
+        if row is None:
+            raise DataError(
+                "from_generator: expected a first row or output_signature, got neither; pass output_signature with "
+                "the shapes and dtypes of a row."
+            )
+        return stack([apply(self.row_maps, row)])
+
+
+def on_host() -> AbstractContextManager[object]:
+    """Make tensors of the block on the host. Where they are made there anyway, no torch call is slowed down."""
+    host = torch.device("cpu")
+    return nullcontext() if torch.get_default_device() == host else host
+
+
+def stages(pipeline: Pipeline, plan: Plan, cursor: Cursor, device: torch.device | None = None) -> Items:
+    """Return the reading stages of one pass: an iterator over (cursor after it, local parts) of every batch.
+
+    Args:
+        pipeline: what to read.
+        plan: which rows each local part gets; of a stream, whose rows nobody can plan, how a batch is divided.
+        cursor: from where.
+        device: where parts go; None leaves them on the host.
+    """
+    if isinstance(pipeline.source, Stream):
+        assert isinstance(plan, DividedBatches), "a stream has no shards"
+        items = _read_stream(pipeline, pipeline.source, plan.division, cursor)
+    else:
+        items = _read_rows(pipeline, pipeline.source, plan, cursor)
+    if pipeline.prefetch_batches:
+        items = read_ahead(items, pipeline.prefetch_batches)
+    return items if device is None else moved_ahead(items, device)
+
+
+def _read_rows(pipeline: Pipeline, source: RowSource, plan: Plan, cursor: Cursor) -> Items:
+    ahead, steps = itertools.tee(plan.steps(cursor))  # a source that reads ahead runs through the plan first
+    requests = itertools.chain.from_iterable(map(_rows_of_step, ahead))
+    fetched = mapped(source, pipeline.row_maps).take_many(requests)
+    while True:
+        with on_host():
+            step = next(steps, None)
+            if step is None:
+                return
+            parts = [apply_to_part(pipeline.batch_maps, next(fetched)) for _ in step.rows]
+        yield step.cursor, parts
+
+
+def _read_stream(pipeline: Pipeline, stream: Stream, division: Division, cursor: Cursor) -> Items:
+    batches = StreamReader(stream, pipeline.order, pipeline.buffer_rows).batches(cursor)
+    while True:
+        with on_host():
+            batch = next(batches, None)
+            if batch is None:
+                return
+            after, rows = batch
+            parts = [_part_of(pipeline, rows, low, high) for low, high in division.bounds(len(rows))]
+        yield after, parts
+
+
+def _part_of(pipeline: Pipeline, rows: list[Nest], low: int, high: int) -> Nest:
+    if low < high:
+        part = stack([apply(pipeline.row_maps, row) for row in rows[low:high]])
+    else:
+        part = no_rows(stack([apply(pipeline.row_maps, rows[0])]))
+    return apply_to_part(pipeline.batch_maps, part)
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What a strategy connects to the batches of a distributed dataset.
+
+    Attributes:
+        poll: called whenever a batch is asked for, before anything is read for it: the batches before it have been
+            used, and the cursor counts no other.
+        on_batch: called with the number of rows of each local part of a batch that is yielded, and with None at the
+            end of a pass.
+        wrap: makes the element that is yielded from the list of local parts. Default: the only part is yielded.
+        device: where the strategy places inputs; None leaves them on the host.
+        agree_rows: called with the rows of every global batch of a stream, and with 0 at its end, as nobody can know
+            before that streams are equal on all ranks; raises on all ranks when they are not. Collective.
+        agree_end: called with whether this rank is out of data; returns whether all are. Collective; None for one rank.
+    """
+
+    poll: Callable[[], None] | None = None
+    on_batch: Callable[[list[int] | None], None] | None = None
+    wrap: Callable[[list[Nest]], Any] | None = None
+    device: torch.device | None = None
+    agree_rows: Callable[[int], None] | None = None
+    agree_end: Callable[[bool], bool] | None = None
+
+    def check(self, n_local: int) -> None:
+        """Raise DataError when there are several local replicas and nothing that joins their parts."""
+        if n_local != 1 and self.wrap is None:
+            raise DataError(
+                f"distribute: expected wrap for the parts of {n_local} replicas of one rank, got None; pass a function "
+                f"that joins them."
+            )
+
+    def element_of(self, parts: list[Nest]) -> Any:
+        """Return the element to yield for the local parts of a batch, and report their row counts."""
+        if self.on_batch is not None:
+            self.on_batch([n_rows_of(part) for part in parts])
+        return parts[0] if self.wrap is None else self.wrap(parts)
+
+
+class OptionalElement:
+    """An element, or the end of the data, as in tf.experimental.Optional."""
+
+    def __init__(self, value: Any = _NOTHING) -> None:
+        self._value = value
+
+    def has_value(self) -> bool:
+        """Return whether there is an element."""
+        return self._value is not _NOTHING
+
+    def get_value(self) -> Any:
+        """Return the element.
+
+        Raises:
+            DataError: when there is none.
+        """
+        if not self.has_value():
+            raise DataError("get_value: expected an element, got the end of the data; ask has_value() first.")
+        return self._value
+
+
+class DistributedIterator:
+    """An iterator over one pass of a distributed dataset.
+
+    Args:
+        elements: yields the elements of the pass.
+        element_spec: returns the specification of an element.
+    """
+
+    def __init__(self, elements: Generator[Any, None, None], element_spec: Callable[[], Nest]) -> None:
+        self._elements, self._element_spec = elements, element_spec
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._elements)
+
+    def get_next(self) -> Any:
+        """Return the next element.
+
+        Raises:
+            StopIteration: at the end of the data; on every rank at the same step.
+        """
+        return next(self._elements)
+
+    def get_next_as_optional(self) -> OptionalElement:
+        """Return the next element, or one without a value at the end of the data; on every rank at the same step."""
+        return OptionalElement(next(self._elements, _NOTHING))
+
+    @property
+    def element_spec(self) -> Nest:
+        """The nest of a part with a TensorSpec for every array. Cost: a row is read."""
+        return self._element_spec()

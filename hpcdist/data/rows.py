@@ -1,0 +1,120 @@
+"""Rows and parts of batches: nests of arrays, what they look like, and the functions that are mapped over them."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpcdist.errors import DataError
+from hpcdist.nest import Nest, children_of, leaves, map_nest, with_children
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of an array; a dimension that varies is None."""
+
+    shape: tuple[int | None, ...]
+    dtype: Any
+
+
+def as_array(value: Any) -> Any:
+    """Return a tensor or array as it is, anything else as a numpy array."""
+    return value if isinstance(value, (torch.Tensor, np.ndarray)) else np.asarray(value)
+
+
+def stack(rows: Sequence[Nest]) -> Nest:
+    """Return one nest of (n, ...) arrays of n rows, n at least 1.
+
+    Raises:
+        DataError: when rows differ in form or shape.
+    """
+
+    def join(*values: Any) -> Any:
+        if isinstance(values[0], torch.Tensor):
+            return torch.stack([torch.as_tensor(value) for value in values])
+        return np.stack([np.asarray(value) for value in values])
+
+    try:
+        return map_nest(join, *rows)
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise DataError(
+            f"batch: expected rows of one form and shape, got {type(error).__name__}: {error}; pad or crop them in map."
+        ) from error
+
+
+def unstack(nest: Nest) -> list[Nest]:
+    """Return the rows of a nest of (n, ...) arrays."""
+    return _rows_of(nest, n_rows_of(nest))
+
+
+def _rows_of(nest: Nest, n_rows: int) -> list[Nest]:
+    if not isinstance(nest, (dict, tuple, list)):
+        return list(nest)
+    columns = [_rows_of(child, n_rows) for child in children_of(nest)]
+    rows = list(zip(*columns, strict=True)) if columns else [()] * n_rows
+    return rows if type(nest) is tuple else [with_children(nest, row) for row in rows]
+
+
+def n_rows_of(part: Nest) -> int:
+    """Return the number of rows of a nest of (n, ...) arrays."""
+    return len(leaves(part)[0])
+
+
+def no_rows(part: Nest) -> Nest:
+    """Return the nest with (0, ...) arrays in place of (n, ...) arrays."""
+    return map_nest(lambda array: array[:0], part)
+
+
+def zeros_like(specs: Nest) -> Nest:
+    """Return the nest with zeros in place of everything that has a shape and a dtype of numpy or torch."""
+
+    def zeros(spec: Any) -> Any:
+        make = torch.zeros if isinstance(spec.dtype, torch.dtype) else np.zeros
+        return make(tuple(spec.shape), dtype=spec.dtype)
+
+    return map_nest(zeros, specs)
+
+
+def spec_of(part: Nest, n_rows: int | None) -> Nest:
+    """Return the nest with a TensorSpec in place of every (n, ...) array; its first dimension is `n_rows`."""
+    return map_nest(lambda array: TensorSpec((n_rows, *array.shape[1:]), array.dtype), part)
+
+
+def apply(functions: tuple[Function, ...], element: Nest) -> Nest:
+    """Return a row or a part with functions applied one after another; as in tf.data, a tuple becomes the arguments."""
+    for function in functions:
+        is_arguments = isinstance(element, tuple) and not hasattr(element, "_fields")
+        element = function(*element) if is_arguments else function(element)
+    return element
+
+
+def apply_to_part(functions: tuple[Function, ...], part: Nest) -> Nest:
+    """Return a part with the functions of whole parts applied; an error says when a part had no rows."""
+    for function in functions:
+        with explaining_empty_parts([part]):
+            part = apply((function,), part)
+    return part
+
+
+@contextmanager
+def explaining_empty_parts(values: Iterable[Nest]) -> Iterator[None]:
+    """Add a note to an error in the block if an array among the values has 0 rows: that is often the cause."""
+    try:
+        yield
+    except Exception as error:
+        # the error keeps its class, as callers may catch it; Python 3.10 has no notes
+        if _has_empty_array(values) and hasattr(error, "add_note"):
+            error.add_note(
+                "hpcdist: this replica's part of the global batch has 0 rows, because the last batch was too short for "
+                "all replicas; use batch(..., drop_remainder=True), or a step that accepts 0 rows."
+            )
+        raise
+
+
+def _has_empty_array(values: Iterable[Nest]) -> bool:
+    return any(tuple(getattr(leaf, "shape", ()))[:1] == (0,) for value in values for leaf in leaves(value))

@@ -1,0 +1,65 @@
+"""Nests: tuples, lists and dicts, one inside another, of leaves that are opaque here.
+
+The children of a dict are visited in the order of their sorted keys, as in TensorFlow: replicas may build them in any.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+#: A leaf, or a tuple, list or dict of nests.
+Nest = Any
+
+
+def map_nest(function: Callable[..., Any], nest: Nest, *others: Nest) -> Nest:
+    """Return the nest with function(leaf, ...) in place of every leaf; the other nests have the same form.
+
+    Types are kept, named tuples and the key order of dicts included.
+
+    Raises:
+        ValueError, KeyError: when another nest has fewer or more children.
+    """
+    if isinstance(nest, dict):
+        children = [map_nest(function, nest[key], *(other[key] for other in others)) for key in sorted_keys(nest)]
+    elif isinstance(nest, (tuple, list)):
+        children = [map_nest(function, *column) for column in zip(nest, *others, strict=True)]
+    else:
+        return function(nest, *others)
+    return with_children(nest, children)
+
+
+def leaves(nest: Nest) -> list[Any]:
+    """Return the leaves of a nest, depth first."""
+    found: list[Any] = []
+    map_nest(found.append, nest)
+    return found
+
+
+def form_of(nest: Nest) -> str:
+    """Return a nest's keys and lengths as text, with * for leaves: equal for nests whose leaves belong together."""
+    if isinstance(nest, dict):
+        return "{" + ", ".join(f"{key!r}: {form_of(nest[key])}" for key in sorted_keys(nest)) + "}"
+    return f"[{', '.join(map(form_of, nest))}]" if isinstance(nest, (tuple, list)) else "*"
+
+
+def children_of(nest: Nest) -> list[Nest]:
+    """Return what a tuple, list or dict holds, in the order in which it is visited."""
+    return [nest[key] for key in sorted_keys(nest)] if isinstance(nest, dict) else list(nest)
+
+
+def sorted_keys(nest: dict[Any, Any]) -> list[Any]:
+    """Return the keys of a dict in the order in which its children are visited."""
+    try:
+        return sorted(nest)
+    except TypeError:  # such as numbers beside texts
+        return sorted(nest, key=repr)
+
+
+def with_children(nest: Nest, children: Sequence[Nest]) -> Nest:
+    """Return a tuple, list or dict like `nest` with other children, given in the order in which they are visited."""
+    if isinstance(nest, dict):
+        made = copy.copy(nest)  # keeps the type, the order of the keys and what a subclass holds
+        for key, child in zip(sorted_keys(nest), children, strict=True):
+            made[key] = child
+        return made
+    return type(nest)(*children) if hasattr(nest, "_fields") else type(nest)(children)
