@@ -72,7 +72,7 @@ class GradientSums:
         self.buckets = BucketSet(records, n_counts, self.reducer)
 
     def weight_of(self, local_index: int) -> float:
-        """Return the rows that a local replica's gradients stand for; raises as `require_op`."""
+        """Return the weight of a local replica's gradients, in rows; raises as `require_op`."""
         self.require_op()
         return self.row_counts[local_index].weight(is_mean=bool(self.is_mean))
 
@@ -139,7 +139,7 @@ class BackwardSum:
         self._is_syncing = True
         self._backward: int | None = None  # torch's number of the running backward
         self._has_accumulated = False
-        self._weight: float | None = None  # rows that the gradients stand for, also those accumulated under no_sync
+        self._weight: float | None = None  # weight of the gradients in rows, also of those accumulated under no_sync
         self._scale = 1.0
 
     @property

@@ -1,4 +1,4 @@
-"""How many rows a replica's gradient stands for: those of its part of the global batch."""
+"""Row counts: by how many rows of the global batch a replica's gradient is weighed."""
 
 from hpcdist.errors import GradientError
 
@@ -6,7 +6,7 @@ from hpcdist.errors import GradientError
 class RowCounts:
     """Rows of the parts that distributed datasets have yielded to a replica since its last backward.
 
-    A backward before which nothing new was yielded, such as a GAN's second one, stands for the same rows as the last.
+    A backward before which nothing new was yielded, such as a GAN's second one, has the weight of the last.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class RowCounts:
             self._last = None
 
     def weight(self, is_mean: bool) -> float:
-        """Return the rows that the backward that begins now stands for; 1 when no distributed dataset is used.
+        """Return the weight of the backward that begins now, in rows; 1 when no distributed dataset is used.
 
         Args:
             is_mean: whether gradients are weighed by it, so that it must be known for certain.

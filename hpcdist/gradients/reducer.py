@@ -51,7 +51,7 @@ class Reducer:
 
     Attributes:
         replicas: see above.
-        route: how every bucket is summed. Between hosts buckets are summed while backward goes on; inside one host the
+        route: how every bucket is summed. Between hosts buckets are summed while backward runs; inside one host the
             cores are busy with backward, and a sum would compete for them.
     """
 

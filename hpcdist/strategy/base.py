@@ -1,4 +1,4 @@
-"""The interface of every strategy, and what a strategy does with one replica in this process: scope, run and inputs."""
+"""The interface of every strategy, and the strategy of a single replica: scope, run, values and inputs."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -72,7 +72,7 @@ class Strategy:
 
     @contextmanager
     def _entering(self) -> Iterator[None]:
-        """Do what makes modules and tensors of the block this strategy's."""
+        """Make modules and tensors of the block this strategy's."""
         with self._watching(), self._placing():
             yield
 
@@ -102,24 +102,24 @@ class Strategy:
         return nullcontext()
 
     def _placing(self) -> AbstractContextManager[Any]:
-        """Make tensors of the block on this replica's device; no time is spent in every call where they are anyway."""
+        """Make tensors of the block on this replica's device; free where that is the default device."""
         device = self._placed_on
         is_default = device is None or device == torch.get_default_device()
         return nullcontext() if is_default or device is None else device
 
     @property
     def _placed_on(self) -> torch.device | None:
-        """Where what is made in scope and run is put; None: wherever the caller's code puts it."""
+        """The device of what is made in scope and run; None: the caller's code decides."""
         return None
 
     @property
     def _device(self) -> torch.device:
-        """Where this process computes."""
+        """The device that this process computes on."""
         return torch.get_default_device()
 
     @property
     def _parameter_device(self) -> torch.device:
-        """Where the variables are."""
+        """The device that the variables are on."""
         return self._device
 
     def _has_made(self, variable: Tensor) -> bool:
@@ -137,9 +137,9 @@ class Strategy:
     ) -> Any:
         """Call fn(*args, **kwargs) for each replica of this process, and return what they return.
 
-        Several replicas run one after another, and meet at the end of a backward, at an optimizer's step (made once, by
-        the last one), at `all_reduce`, `all_gather` and `merge_call`. They share the modules' parameters; each has
-        gradients, buffers and random numbers of its own. An error in one stops the others.
+        Several replicas run one after another, with barriers at the end of a backward, at an optimizer's step (made
+        once, by the last one), at `all_reduce`, `all_gather` and `merge_call`. They share the modules' parameters; each
+        has gradients, buffers and random numbers of its own. An error in one stops the others.
 
         Collective at the first use of a model made in the scope, at the first call where num_replicas was given, and
         where `fn` reduces.
@@ -148,7 +148,7 @@ class Strategy:
             fn: the same calls in the same order on every replica.
             args: tuple or list; a DistributedValues in it becomes the replica's own value.
             kwargs: the same, by name.
-            options: taken for tf.distribute's sake.
+            options: accepted for compatibility.
 
         Returns:
             What `fn` returns, with PerReplica values for leaves; plain values where one replica per rank is the default
@@ -184,7 +184,7 @@ class Strategy:
         return regroup(results)
 
     def _stop_replicas(self) -> None:
-        """Forget what replicas had begun that an error has stopped."""
+        """Forget what replicas had begun before an error stopped them."""
 
     def _merge_call(
         self, replica: ReplicaContext, merge_fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
@@ -309,8 +309,8 @@ class Strategy:
         Nothing is divided, batched or mixed here: the function returns batches for one replica, of the rows that are
         this pipeline's, such as by `dataset.shard(context.num_input_pipelines, context.input_pipeline_id)`.
 
-        Collective where replicas are on several ranks, and so is each step of the iteration: it goes on until no rank
-        has data, and ranks that are out before get parts with 0 rows.
+        Collective where replicas are on several ranks, and so is each step of the iteration: it continues until no
+        rank has data, and ranks that run out earlier get parts with 0 rows.
 
         Args:
             dataset_fn: called with an InputContext; returns an hpcdist.Dataset with a batch size.
@@ -338,7 +338,7 @@ class Strategy:
 
     @property
     def is_summing(self) -> bool:
-        """Whether it is known that gradients are summed."""
+        """Whether gradients are known to be summed."""
         return True
 
     def use_sum_of_scaled_losses(self) -> bool:
@@ -350,11 +350,11 @@ class Strategy:
         return {}
 
     def describe_sums(self) -> dict[str, str | None]:
-        """Return what the bits of summed gradients depend on, as recorded with each checkpoint. Equal on all ranks."""
+        """Return what the bits of summed gradients depend on, as each checkpoint records it. Equal on all ranks."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore a state."""
 
 
 _default = Strategy()
@@ -362,13 +362,13 @@ _only_replica = OnlyReplica(_default, 0, 0)
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """Return the replica that the caller is in; outside all strategies the only one; None in a scope or merge_call."""
+    """Return the caller's replica: the only one outside all strategies; None in a scope or a merge_call."""
     entry = context.current()
     return _only_replica if entry is None else entry.replica
 
 
 def in_cross_replica_context() -> bool:
-    """Return whether the caller is in a scope, but in no replica."""
+    """Return whether the caller is in a scope and in no replica."""
     entry = context.current()
     return entry is not None and entry.replica is None
 
@@ -385,7 +385,7 @@ def get_strategy() -> Strategy:
 
 
 def strategies_of_losses() -> list[Strategy]:
-    """Return the strategies that a loss computed here may belong to: the current one, else all that are alive."""
+    """Return the strategies that a loss may belong to: the current one, else all that are alive."""
     entry = context.current()
     return [entry.strategy] if entry else context.alive() or [_default]
 

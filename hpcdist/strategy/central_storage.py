@@ -1,4 +1,4 @@
-"""CentralStorageStrategy: variables once on a node, computed with by all of its ranks."""
+"""CentralStorageStrategy: variables once on a node, used by all of its ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ class CentralStorageStrategy(MirroredStrategy):
 
     At the first use of a model its parameters move to memory that the ranks share. Gradients are summed as by
     MultiWorkerMirroredStrategy, and the weights have the same bits; the chief alone makes the optimizer's step, so that
-    the optimizer's state too is there once. Buffers, such as BatchNorm's statistics, stay with each rank and are
+    the optimizer's state exists once, too. Buffers, such as BatchNorm's statistics, stay with each rank and are
     averaged. Parameters on GPUs are copies of those on the host, taken anew after every step.
 
     Weights change in `optimizer.step()` and `extended.update`. Other code that writes into them, such as clipping of

@@ -1,4 +1,4 @@
-"""Which strategy the calling code is in: the stack that scope() and run() push to."""
+"""The current strategy and replica: a stack that scope() and run() push to."""
 
 import contextvars
 import weakref
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """One scope(), run(), merge_call() or extended.update() that the caller is inside of.
+    """One scope(), run(), merge_call() or extended.update() around the caller.
 
     Attributes:
         strategy: whose.
@@ -28,7 +28,7 @@ class Entry:
 
 
 _entries: contextvars.ContextVar[tuple[Entry, ...]] = contextvars.ContextVar("hpcdist_entries", default=())
-#: Strategies with several replicas that are alive; a loss helper outside any scope asks which one is meant.
+#: Strategies with several replicas that are alive; a loss helper outside any scope must find the one that is meant.
 _alive: "weakref.WeakSet[Strategy]" = weakref.WeakSet()
 #: The scope that all code of the process is in, in every thread; see `experimental_set_strategy`.
 _everywhere: Entry | None = None
@@ -83,7 +83,7 @@ def entered(
 
 
 def register(strategy: "Strategy") -> None:
-    """Remember a strategy with replicas of its own for as long as it lives."""
+    """Register a strategy with several replicas for as long as it lives."""
     _alive.add(strategy)
 
 

@@ -1,4 +1,4 @@
-"""`strategy.extended`: for code that does a strategy's work itself, such as an optimizer or metric of its own."""
+"""`strategy.extended`: for libraries that do a strategy's work themselves, such as optimizers and metrics."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +53,7 @@ class StrategyExtended:
     ) -> Any:
         """Return fn(var, *args, **kwargs), called for each copy of a variable in this process, without gradients.
 
-        Every rank updates its own copy, so `args` must be equal on all ranks, as what `reduce_to` returns is. Under
+        Every rank updates its own copy, so `args` must be equal on all ranks, as results of `reduce_to` are. Under
         CentralStorageStrategy the chief alone calls `fn`, and the others wait and return None.
 
         Collective under CentralStorageStrategy: all ranks.
@@ -66,7 +66,7 @@ class StrategyExtended:
             group: whether results come as a PerReplica value; else as a tuple.
 
         Raises:
-            RuntimeError: inside `run`, where merge_call leads out of it, and inside another update.
+            RuntimeError: inside `run` (leave it by merge_call), and inside another update.
         """
         self._require("update")
         calls = [
@@ -89,7 +89,7 @@ class StrategyExtended:
             reduce_op: SUM or MEAN.
             value: as for `reduce`.
             destinations: a device's name, a variable (its device is meant), or None for the host.
-            options: taken for tf.distribute's sake.
+            options: accepted for compatibility.
 
         Raises:
             RuntimeError: inside `run`, where ReplicaContext.all_reduce is meant.

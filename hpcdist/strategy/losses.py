@@ -11,8 +11,8 @@ from hpcdist.strategy.base import Strategy, strategies_of_losses
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:
     """Return this replica's part of the mean loss: the (weighted) sum over its examples / global batch.
 
-    The parts of all replicas add up to the mean over the global batch, so gradients are to be summed; calling this
-    tells the strategy so.
+    The parts of all replicas add up to the mean over the global batch, so gradients must be summed: calling this
+    settles that for the strategy.
 
     Args:
         per_example_loss: (rows, ...) torch tensor or numpy array.
@@ -50,7 +50,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
-    """Return this replica's part of a loss that all replicas have alike: its sum / replicas, as gradients are summed.
+    """Return this replica's part of a loss that is equal on all replicas: its sum / replicas, as gradients are summed.
 
     Args:
         regularization_loss: torch tensor, numpy array or number.
@@ -73,7 +73,7 @@ def _weighted(losses: Any, weight: Any) -> Any:
 
 
 def _fitted(weight: Any, losses: Any) -> Any:
-    """Return weights with the dimensions of losses, as far as one of size 1 at the end makes them so.
+    """Return weights with the dimensions of losses, where adding or dropping a last dimension of 1 does that.
 
     (rows,) against (rows, n) would be broadcast along n, and (rows, 1) against (rows,) to all pairs of rows.
     """

@@ -24,7 +24,7 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
     Args:
         devices: one name for each rank, such as "/gpu:1": start as many ranks as there are devices. Modules, tensors
             and variables made in the scope and in `run` are on the rank's device, and batches are moved to it. Default:
-            they are where the program puts them.
+            the program decides.
         cross_device_ops: what sums gradients: `HierarchicalCopyAllReduce` (default), `NcclAllReduce`,
             `ReductionToOneDevice`, or a `CrossDeviceOps` of your own.
         num_replicas: as `MultiWorkerMirroredStrategy`.

@@ -70,7 +70,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         gradient_op: SUM (losses are divided by the global batch) or MEAN (losses are means over the local batch;
             replicas weigh by their rows). Default: SUM once `compute_average_loss` was called, else the first backward
             of more than one replica raises.
-        cross_device_ops: what sums gradients, instead of what the options choose.
+        cross_device_ops: the algorithm that sums gradients, instead of what the options choose.
 
     Attributes:
         world: who is where. own_replicas: the replicas of this rank.
@@ -254,12 +254,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         )
 
     def _hand_rows(self, source: int, rows: list[int] | None) -> None:
-        """Tell each local replica's backward how many rows its part has, or that a pass is over."""
+        """Record how many rows the part of each local replica has, or that a pass is over."""
         for local_index, row_counts in enumerate(self.engine.sums.row_counts):
             row_counts.record(source, None if rows is None else rows[local_index])
 
     def _agree_end(self, is_out: bool) -> bool:
-        """Return whether all ranks are out of data. Collective: all ranks; bounded."""
+        """Return whether all ranks have run out of data. Collective: all ranks; bounded."""
         return self.world.all_reduce_int(int(is_out), MPI.MIN, self._comm) == 1
 
     def _agree_rows(self, n_rows: int) -> None:
@@ -301,7 +301,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         return {**self.reducer.describe(), "replicas": self.num_replicas_in_sync if self._has_fixed_replicas else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the random numbers of a checkpoint."""
+        """Restore the random numbers and the measured algorithms of a checkpoint."""
         self.engine.generators.restore(state["seed"], state["step"])
         if state.get("algorithms"):
             algorithms.restore_table(group_of(self._comm, None, self.world), state["algorithms"])

@@ -1,4 +1,4 @@
-"""OneDeviceStrategy: one replica, on a device that is named."""
+"""OneDeviceStrategy: one replica on a named device."""
 
 import logging
 from contextlib import AbstractContextManager
@@ -18,8 +18,8 @@ logger = logging.getLogger("hpcdist")
 class OneDeviceStrategy(Strategy):
     """One replica on one device: tensors and modules made in the scope and in `run` are there, inputs are moved there.
 
-    Nothing is communicated, and the cluster is not looked at: as with tf.distribute, each of several ranks is on its
-    own and trains a model of its own, which the first rank says. `is_chief` is true on all of them.
+    It does not communicate, and ignores the cluster: as with tf.distribute, each of several ranks trains a model of its
+    own; the first rank warns of that. `is_chief` is true on all of them.
 
     >>> strategy = hpcdist.OneDeviceStrategy("cpu")
     >>> with strategy.scope():
@@ -31,7 +31,7 @@ class OneDeviceStrategy(Strategy):
         device: such as "cpu", "/gpu:0", "cuda:1" or "/job:worker/task:0/device:GPU:0".
 
     Raises:
-        ConfigurationError: when the name is not a device's, or torch cannot use the device; on this rank only.
+        ConfigurationError: when the name names no device, or torch cannot use the device; on this rank only.
     """
 
     def __init__(self, device: str | torch.device) -> None:
@@ -67,5 +67,5 @@ class OneDeviceStrategy(Strategy):
         return {"seed": self._steps.generators.seed, "step": self._steps.generators.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the random numbers of a checkpoint."""
+        """Restore the random numbers of a checkpoint."""
         self._steps.generators.restore(state["seed"], state["step"])

@@ -1,4 +1,4 @@
-"""What code inside `strategy.run` knows of its replica, and how replicas meet."""
+"""The replica context: what code inside `strategy.run` knows of its replica, and its collectives."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,11 +36,11 @@ class ReplicaContext:
     def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Call merge_fn(strategy, *args, **kwargs) once for all local replicas, outside them; return this one's part.
 
-        All replicas must come to it, in the same order of calls. Collective if `merge_fn` is.
+        All replicas must make this call, in the same order of calls. Collective if `merge_fn` is.
 
-        Gradients and buffers are shared by no two replicas: `merge_fn` finds those of this process's last one. What it
-        changes of them (`optimizer.zero_grad()`, clipping) all replicas of this process see when they go on; what it
-        leaves alone stays what it was for each. Where `num_replicas` was given, its random numbers are those of code
+        Every replica has its own gradients and buffers; `merge_fn` finds those of this process's last replica. What it
+        changes of them (`optimizer.zero_grad()`, clipping) all replicas of this process get; what it leaves alone stays
+        what it was for each. Where `num_replicas` was given, its random numbers are those of code
         outside `run`, and it may not change buffers that replicas have changed on their own, such as BatchNorm's
         between forward and backward. What it raises is raised in every replica.
 
@@ -66,7 +66,7 @@ class ReplicaContext:
             reduce_op: SUM or MEAN.
             value: nest of tensors, arrays or numbers; not overwritten. A sparse COO tensor, such as the gradient of an
                 embedding with sparse=True, becomes one with the entries of all replicas, not coalesced.
-            options: taken for tf.distribute's sake.
+            options: accepted for compatibility.
 
         Raises:
             UsageError: when the nest, or shape, dtype or kind of a value differs among replicas; on every one.
@@ -92,7 +92,7 @@ class ReplicaContext:
         Args:
             value: nest of tensors or arrays with at least one dimension.
             axis: negative ones count from the end.
-            options: taken for tf.distribute's sake.
+            options: accepted for compatibility.
 
         Raises:
             ValueError: for numbers, or shapes that do not fit; on every replica.
@@ -116,7 +116,7 @@ class ReplicaContext:
 
 
 class OnlyReplica(ReplicaContext):
-    """The replica that code outside all strategies is in: its calls enter the pass-through strategy first."""
+    """The replica of code outside all strategies: its calls enter the pass-through strategy first."""
 
     def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Return merge_fn(strategy, *args, **kwargs)."""

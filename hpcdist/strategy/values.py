@@ -1,4 +1,4 @@
-"""Values that differ, or are held, per replica; and nests of them."""
+"""Values of the replicas of this process, and nests of them."""
 
 from collections.abc import Sequence
 from typing import Any

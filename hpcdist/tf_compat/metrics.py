@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 
 
 class Metric:
-    """A weighted sum and the sum of the weights, of which each replica has its own; the base of all metrics.
+    """The base of all metrics: each replica keeps a weighted sum and the sum of the weights.
 
     Make it in the strategy's scope, call `update_state` inside `run` and `result` outside.
 
@@ -44,7 +44,7 @@ class Metric:
         self._sums.assign_add(np.array([weighted.sum(), weights.sum()]))
 
     def result(self) -> Tensor:
-        """Return the metric over all that was seen, a float64 number: of all replicas; inside `run` of this one.
+        """Return the metric over all values seen, a float64 number: of all replicas; inside `run` of this one.
 
         Collective outside `run`: all ranks. Zero when nothing was seen.
         """
@@ -52,11 +52,11 @@ class Metric:
         return total / weight if weight else torch.zeros_like(total)
 
     def reset_state(self) -> None:
-        """Forget all that was seen: by all replicas; inside `run` by this one. Outside `run` all ranks call it."""
+        """Forget all values: of all replicas; inside `run` of this one. Outside `run` all ranks call it."""
         self._sums.assign(np.zeros(2))
 
     def reset_states(self) -> None:
-        """Do as `reset_state`, whose older name this is."""
+        """Do what `reset_state` does, under its older name."""
         self.reset_state()
 
     @property
@@ -69,7 +69,7 @@ class Metric:
         return self._sums.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state. Not collective."""
+        """Restore a state. Not collective."""
         self._sums.load_state_dict(state)
 
 
@@ -109,7 +109,7 @@ class _MeanOfRows(Metric):
         """Add rows; inside `run`, if made in a strategy's scope.
 
         Args:
-            y_true: what was to be predicted.
+            y_true: the truth.
             y_pred: predictions.
             sample_weight: a number, or one weight for each row.
 
@@ -129,7 +129,7 @@ class _MeanOfRows(Metric):
 
 
 class Accuracy(_MeanOfRows):
-    """How many predictions equal what was to be predicted, element by element."""
+    """The fraction of predictions that equal the truth, element by element."""
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         y_true, y_pred = _alike(y_true, y_pred)
@@ -137,7 +137,7 @@ class Accuracy(_MeanOfRows):
 
 
 class BinaryAccuracy(_MeanOfRows):
-    """How many probabilities are on the right side of a threshold: (rows,), or (rows, n), of which rows are averaged.
+    """The fraction of probabilities on the right side of a threshold: (rows,), or (rows, n), whose rows are averaged.
 
     Args:
         name: for messages.
@@ -154,7 +154,7 @@ class BinaryAccuracy(_MeanOfRows):
 
 
 class CategoricalAccuracy(_MeanOfRows):
-    """How many rows have the largest of (rows, classes) predictions where the one-hot truth has it."""
+    """The fraction of rows whose largest of (rows, classes) predictions is at the class of the one-hot truth."""
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         y_true, y_pred = _alike(y_true, y_pred)
@@ -162,14 +162,14 @@ class CategoricalAccuracy(_MeanOfRows):
 
 
 class SparseCategoricalAccuracy(_MeanOfRows):
-    """How many rows have the largest of (rows, classes) predictions at the class given, (rows,) or (rows, 1)."""
+    """The fraction of rows whose largest of (rows, classes) predictions is at the given class, (rows,) or (rows, 1)."""
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         return _floats(_classes(y_true, y_pred) == y_pred.argmax(-1))
 
 
 class SparseTopKCategoricalAccuracy(_MeanOfRows):
-    """How many rows have the class given, (rows,) or (rows, 1), among the k largest of (rows, classes) predictions.
+    """The fraction of rows with the given class, (rows,) or (rows, 1), among the k largest of the predictions.
 
     Args:
         k: how many; a class that ties with the k-th counts.
@@ -187,7 +187,7 @@ class SparseTopKCategoricalAccuracy(_MeanOfRows):
 
 
 class TopKCategoricalAccuracy(SparseTopKCategoricalAccuracy):
-    """How many rows have the one-hot truth's class among the k largest of (rows, classes) predictions."""
+    """The fraction of rows with the one-hot truth's class among the k largest of (rows, classes) predictions."""
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         y_true, y_pred = _alike(y_true, y_pred)
@@ -195,7 +195,7 @@ class TopKCategoricalAccuracy(SparseTopKCategoricalAccuracy):
 
 
 class MeanSquaredError(_MeanOfRows):
-    """The mean of squared errors: (rows,), or (rows, n), of which rows are averaged first."""
+    """The mean of squared errors: (rows,), or (rows, n), whose rows are averaged first."""
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         y_true, y_pred = _alike(_floats(y_true), _floats(y_pred))
@@ -203,7 +203,7 @@ class MeanSquaredError(_MeanOfRows):
 
 
 class MeanAbsoluteError(_MeanOfRows):
-    """The mean of absolute errors: (rows,), or (rows, n), of which rows are averaged first."""
+    """The mean of absolute errors: (rows,), or (rows, n), whose rows are averaged first."""
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
         y_true, y_pred = _alike(_floats(y_true), _floats(y_pred))
@@ -225,7 +225,7 @@ def _means(values: Array) -> Array:
 
 
 def _alike(y_true: Array, y_pred: Array) -> tuple[Array, Array]:
-    """Return both in one shape: one may have a last dimension of 1 more. Others would be broadcast to all pairs."""
+    """Return both in one shape: one may have an extra last dimension of 1. Others would broadcast to all pairs."""
     if y_true.ndim == y_pred.ndim + 1 and y_true.shape[-1] == 1:
         y_true = y_true[..., 0]
     elif y_pred.ndim == y_true.ndim + 1 and y_pred.shape[-1] == 1:

@@ -43,7 +43,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
 
     Gradients pass through host memory and MPI. Each optimizer's step ends XLA's graph, and XLA's random numbers are
     keyed by step as torch's are. Make the strategy before the first backward of the process, which is when torch looks
-    which devices there are. Tried with PJRT_DEVICE=CPU, not on a TPU.
+    which devices there are. It was run with PJRT_DEVICE=CPU, not on a TPU.
 
     >>> strategy = hpcdist.TPUStrategy(hpcdist.TPUClusterResolver())
     >>> with strategy.scope():
@@ -99,7 +99,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         self._key_random_numbers()
 
     def _key_random_numbers(self) -> None:
-        """Give XLA the seed that torch's generator was set to, once for each time that it was set."""
+        """Give XLA the seed of torch's generator, whenever it has changed."""
         seed = torch.default_generator.initial_seed()
         if seed != self._seed:
             self._seed = seed
@@ -107,11 +107,11 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
 
 
 def experimental_connect_to_cluster(cluster_spec_or_resolver: Any, *args: Any, **kwargs: Any) -> None:
-    """Check that there is a cluster to connect to, and do no more: ranks are connected when MPI starts.
+    """Check the argument; ranks are connected when MPI starts.
 
     Args:
         cluster_spec_or_resolver: a ClusterSpec or a ClusterResolver.
-        args: taken for tf.config's sake.
+        args: accepted for compatibility.
         kwargs: see args.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What can be done with a variable's value as with a tensor: operators, torch's functions, conversions."""
+"""Using a variable as a tensor: operators, torch functions, conversions."""
 
 import operator
 from abc import ABC, abstractmethod
@@ -34,7 +34,7 @@ def _reading_reversed(function: Operator) -> Operator:
 
 
 def _refusing(sign: str, instead: str) -> Operator:
-    """Return a method that refuses an operator in place: it would put a tensor in the place of the variable."""
+    """Return a method that refuses an in-place operator: it would replace the variable by a tensor."""
 
     def method(self: Any, other: Any) -> Any:
         raise UsageError(
@@ -53,7 +53,7 @@ def _operand(value: Any) -> Any:
 
 
 class Readable(ABC):
-    """Something with a value, `read_value()`, that stands for it in expressions, in calls of torch and in numpy.
+    """Something with a `read_value()` that expressions, torch functions and numpy call.
 
     Each use reads the value: collective where `read_value` is.
     """
@@ -80,7 +80,7 @@ class Readable(ABC):
     __lt__, __le__ = _reading(operator.lt), _reading(operator.le)
     __gt__, __ge__ = _reading(operator.gt), _reading(operator.ge)
     __eq__, __ne__ = _reading(operator.eq), _reading(operator.ne)
-    __hash__ = object.__hash__  # as torch's: equality is of elements, identity is what sets and dicts look at
+    __hash__ = object.__hash__  # as torch's: == compares elements, while sets and dicts go by identity
     __getitem__ = _reading(operator.getitem)
     __float__, __int__, __bool__ = _reading(float), _reading(int), _reading(bool)
     __complex__, __index__ = _reading(complex), _reading(operator.index)

@@ -18,7 +18,7 @@ from hpcdist.tf_compat.variable_operators import Readable
 
 
 class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are made one, as in tf.VariableSynchronization; AUTO is ON_WRITE."""
+    """When the copies of a variable are combined, as in tf.VariableSynchronization; AUTO is ON_WRITE."""
 
     AUTO = "AUTO"
     NONE = "NONE"
@@ -27,7 +27,7 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How values of several replicas become one, as in tf.VariableAggregation."""
+    """How values of several replicas are combined, as in tf.VariableAggregation."""
 
     NONE = "NONE"
     SUM = "SUM"
@@ -87,14 +87,14 @@ class Variable(Readable):
 
     ON_WRITE: the same on all replicas. What replicas assign inside `run` is aggregated, and all copies are set at once;
     with NONE it is refused, as copies would differ. ON_READ: every replica writes a copy of its own; outside `run`
-    reading aggregates them. In expressions and in calls of torch a variable stands for its value: `v * 2`, `v > x`,
-    `v[0]`, `torch.exp(v)`; that is reading it, and gives tensors.
+    reading aggregates them. In expressions and torch functions a variable is read: `v * 2`, `v > x`, `v[0]` and
+    `torch.exp(v)` are tensors.
 
-    Collective: all ranks, in a strategy's scope: all begin with replica 0's value.
+    Collective: all ranks, in a strategy's scope: all start with replica 0's value.
 
     Args:
         initial_value: torch tensor, numpy array, number, nested list of numbers, or a function that returns one.
-        trainable: kept for tf.distribute's sake; gradients are those of torch parameters. Default: unless ON_READ.
+        trainable: kept for compatibility; gradients are those of torch parameters. Default: unless ON_READ.
         synchronization: a member of VariableSynchronization, or its name.
         aggregation: a member of VariableAggregation, or its name.
         name: for messages.
@@ -123,11 +123,11 @@ class Variable(Readable):
         self.aggregation = parse_member(VariableAggregation, aggregation)
         self.trainable = resolve_trainable(self.synchronization, trainable)
         self.strategy = get_strategy()
-        self._is_plain = not has_strategy()
-        self._is_on_read = self.synchronization is VariableSynchronization.ON_READ and not self._is_plain
+        self._is_unmanaged = not has_strategy()
+        self._is_on_read = self.synchronization is VariableSynchronization.ON_READ and not self._is_unmanaged
         self._check_creation()
         value = as_tensor(initial_value() if callable(initial_value) else initial_value, dtype)
-        if not self._is_plain:
+        if not self._is_unmanaged:
             self._check_mean(value)
             value = first_tensor(self.strategy, [value for _ in self.strategy.own_replicas])
         n_copies = len(self.strategy.own_replicas) if self._is_on_read else 1
@@ -135,7 +135,7 @@ class Variable(Readable):
             self._copies = [value.clone() for _ in range(n_copies)]
 
     def _check_creation(self) -> None:
-        if self._is_plain:
+        if self._is_unmanaged:
             return
         self.strategy.require_cross_replica("Variable", "make it in strategy.scope(), before run")
         if self.synchronization is VariableSynchronization.NONE:
@@ -191,7 +191,7 @@ class Variable(Readable):
     @property
     def local_copies(self) -> tuple[Tensor, ...]:
         """What each replica of this process reads; the same tensor for all unless ON_READ."""
-        n_local = 1 if self._is_plain else len(self.strategy.own_replicas)
+        n_local = 1 if self._is_unmanaged else len(self.strategy.own_replicas)
         return tuple(self._copies) if self._is_on_read else (self._copies[0],) * n_local
 
     # -- writing --------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class Variable(Readable):
         """Add to the value and return the variable; as `assign`.
 
         Raises:
-            UsageError: also outside `run`, for an ON_READ variable with SUM: whose copy would be meant?
+            UsageError: also outside `run`, for an ON_READ variable with SUM: it is not clear whose copy is meant.
         """
         return self._update("assign_add", value, torch.add)
 
@@ -244,7 +244,7 @@ class Variable(Readable):
         return self._scatter("scatter_update", sparse_delta, None)
 
     def _scatter(self, method: str, delta: Any, sign: int | None) -> "Variable":
-        if self._is_on_read or (sign is None and not self._is_plain and self.aggregation not in _SCATTERS_OF):
+        if self._is_on_read or (sign is None and not self._is_unmanaged and self.aggregation not in _SCATTERS_OF):
             raise NotImplementedError(
                 f"{method}: expected an ON_WRITE variable, with aggregation NONE or ONLY_FIRST_REPLICA for "
                 f"scatter_update, got {self!r}; assign the whole value."
@@ -275,22 +275,22 @@ class Variable(Readable):
                     f"{method}: expected a call inside strategy.run for {self!r}, got one outside; call it there, "
                     f"where it changes one replica's copy, or assign the total."
                 )
-            parts = divided(new, self.strategy.num_replicas_in_sync)
-            for place, number in enumerate(self.strategy.own_replicas):
-                self._write(place, apply, parts[number])
+            parts = divide_among(new, self.strategy.num_replicas_in_sync)
+            for index, number in enumerate(self.strategy.own_replicas):
+                self._write(index, apply, parts[number])
             return
-        for place in range(len(self._copies)):
-            self._write(place, apply, new)
+        for index in range(len(self._copies)):
+            self._write(index, apply, new)
 
     def _update_together(
         self, replica: ReplicaContext, method: str, new: Tensor, apply: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
-        """Write the one value that replicas share, from what all of them bring."""
+        """Write the one value that replicas share, from the values of all of them."""
         self._check_aggregation(method)
 
-        def combine(brought: list[Any]) -> list[None]:
-            self._write(0, apply, self._aggregated(method, brought))
-            return [None] * len(brought)
+        def combine(contributions: list[Any]) -> list[None]:
+            self._write(0, apply, self._aggregated(method, contributions))
+            return [None] * len(contributions)
 
         replica.strategy.scheduler.merge(f"{method} of {self.name!r}", new, combine)
 
@@ -311,8 +311,8 @@ class Variable(Readable):
         return _AGGREGATE[self.aggregation](self.strategy, tensors)
 
     @torch.no_grad()
-    def _write(self, place: int, apply: Callable[[Tensor, Tensor], Tensor], new: Tensor) -> None:
-        copy = self._copies[place]
+    def _write(self, index: int, apply: Callable[[Tensor, Tensor], Tensor], new: Tensor) -> None:
+        copy = self._copies[index]
         copy.copy_(apply(copy, new))
 
     def _fitting(self, method: str, value: Any) -> Tensor:
@@ -324,7 +324,7 @@ class Variable(Readable):
             )
         own = self._copies[0]
         is_number = isinstance(value, (int, float, complex)) and not isinstance(value, np.generic)
-        found = as_tensor(value, self.dtype if is_number and holds(self.dtype, value) else None)
+        found = as_tensor(value, self.dtype if is_number and can_hold(self.dtype, value) else None)
         if found.shape != self.shape or not torch.can_cast(found.dtype, self.dtype):
             raise UsageError(
                 f"{method}: expected a value of shape {tuple(self.shape)} and dtype {self.dtype} for {self.name!r}, "
@@ -333,9 +333,9 @@ class Variable(Readable):
         return found.detach().to(own.device, own.dtype)
 
     def _replica(self, method: str) -> ReplicaContext | None:
-        """Return the replica that the caller is in; None outside `run`, and for a plain variable."""
+        """Return the caller's replica; None outside `run`, and for a variable made outside all strategies."""
         entry = context.current()
-        if self._is_plain or entry is None:
+        if self._is_unmanaged or entry is None:
             return None
         if entry.strategy is not self.strategy:
             raise RuntimeError(
@@ -371,14 +371,14 @@ class Variable(Readable):
         rows = state["copies"] if "copies" in state else state["value"][None]
         n_replicas = self.strategy.num_replicas_in_sync if self._is_on_read else 1
         if len(rows) != n_replicas or ("copies" in state) != self._is_on_read:
-            self._check_dealt(len(rows), n_replicas)
-            rows = dealt(rows, n_replicas, self.aggregation.value)
+            self._check_deal(len(rows), n_replicas)
+            rows = deal(rows, n_replicas, self.aggregation.value)
         fitting = [self._fitting("load_state_dict", row) for row in rows]
         own = self.strategy.own_replicas if self._is_on_read else range(1)
-        for place, number in enumerate(own):
-            self._copies[place].copy_(fitting[number])
+        for index, number in enumerate(own):
+            self._copies[index].copy_(fitting[number])
 
-    def _check_dealt(self, n_saved: int, n_replicas: int) -> None:
+    def _check_deal(self, n_saved: int, n_replicas: int) -> None:
         if self.aggregation is VariableAggregation.NONE and n_saved > 1:
             raise UsageError(
                 f"load_state_dict: expected copies of {n_replicas} replicas for {self!r}, got {n_saved}; restart with "
@@ -404,8 +404,8 @@ def as_tensor(value: Any, dtype: Any = None) -> Tensor:
         ) from None
 
 
-def holds(dtype: torch.dtype, number: complex) -> bool:
-    """Return whether a Python number becomes this dtype without losing its kind."""
+def can_hold(dtype: torch.dtype, number: complex) -> bool:
+    """Return whether a Python number can become this dtype without losing its kind."""
     return torch.can_cast(torch.as_tensor(number).dtype, dtype)
 
 
@@ -431,10 +431,10 @@ def indices_and_rows(method: str, delta: Any, whole: Tensor) -> tuple[Tensor, Te
     return indices.to(whole.device, torch.int64), rows.to(whole.device, whole.dtype)
 
 
-def divided(total: Tensor, n_parts: int) -> list[Tensor]:
-    """Return what each replica holds of a total: equal parts; of whole numbers, the first ones hold the remainder.
+def divide_among(total: Tensor, n_parts: int) -> list[Tensor]:
+    """Return the part of a total that each replica holds: equal parts; for integers the first ones hold the remainder.
 
-    >>> [int(part) for part in divided(torch.tensor(7), 3)]
+    >>> [int(part) for part in divide_among(torch.tensor(7), 3)]
     [3, 2, 2]
     """
     if total.dtype.is_floating_point or total.dtype.is_complex:
@@ -444,10 +444,10 @@ def divided(total: Tensor, n_parts: int) -> list[Tensor]:
     return [part + (number < rest).to(total.dtype) for number in range(n_parts)]
 
 
-def dealt(rows: Tensor, n_replicas: int, aggregation: str) -> list[Tensor]:
-    """Return one row for each replica that aggregate to what the rows given aggregate to.
+def deal(rows: Tensor, n_replicas: int, aggregation: str) -> list[Tensor]:
+    """Return one row for each replica, which aggregate to what the given rows aggregate to.
 
-    >>> [float(row) for row in dealt(torch.tensor([1.0, 2.0]), 3, "SUM")]
+    >>> [float(row) for row in deal(torch.tensor([1.0, 2.0]), 3, "SUM")]
     [3.0, 0.0, 0.0]
     """
     if aggregation == "SUM":  # not divided: thirds would not add up to the bit

@@ -70,6 +70,7 @@ def run(command, clone, environ, timeout_s, cwd=None):
     return done.stdout, time.monotonic() - started
 
 
+@pytest.mark.quick
 def test_every_command_is_known():
     found = {line for path in PAGES for block in blocks(path, "sh") for line in block.splitlines()}
     assert found == set(COMMANDS)
@@ -104,6 +105,7 @@ def test_an_existing_environment(clone, clean_environ, tmp_path):
     assert "Strategy" in run(command, clone, clean_environ, 180)[0]
 
 
+@pytest.mark.quick
 def test_make_test_is_what_runs_here():
     """The command itself cannot be run from inside it; that it starts every part can be seen."""
     done = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
@@ -145,6 +147,7 @@ def test_the_three_ways(clone, clean_environ):
     assert "gen-0001/step-00000460.h5" in run(four, clone, clean_environ, 90)[0]
 
 
+@pytest.mark.quick
 def test_the_batch_script_is_shipped(clone):
     """It is run under a real Slurm in tests/slurm; here its file and options are looked at."""
     text = (clone / "slurm" / "train.sbatch").read_text()
@@ -153,17 +156,20 @@ def test_the_batch_script_is_shipped(clone):
     assert "--requeue" in text
 
 
+@pytest.mark.quick
 def test_links_lead_somewhere():
     for path in [*PAGES, *ROOT.glob("*.md"), ROOT / "tests" / "README.md", ROOT / "benchmarks" / "README.md"]:
         for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
 
 
+@pytest.mark.quick
 def test_the_api_index_follows_from_the_table():
     """`make docs` writes it anew."""
     assert (ROOT / "docs" / "api.md").read_text() == page()
 
 
+@pytest.mark.quick
 def test_the_table_of_routes_is_that_of_the_function():
     table = re.findall(r"^\| .*$", (ROOT / "hpcdist" / "collectives" / "route.py").read_text(), re.MULTILINE)
     assert "\n".join(table) in (ROOT / "docs" / "algorithms.md").read_text()

@@ -57,12 +57,16 @@ FAILURES = {
 }
 
 
-LONG = {"sys.exit", "sys.exit text", "exit", "raise beside a thread", "input", "file"}
+QUICK = {"raise", "killed"}
+LIKE_ANOTHER = {"sys.exit", "sys.exit text", "exit", "raise beside a thread", "input", "file"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.sweep] if name in LONG else []) for name in FAILURES]
-)
+def marks_of(name):
+    """Return the marks of a way to fail: a few are quick, and those that are much like another are a sweep."""
+    return [pytest.mark.quick] if name in QUICK else [pytest.mark.sweep] if name in LIKE_ANOTHER else []
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in FAILURES])
 def test_the_job_ends(name, start, nothing_left, tmp_path):
     how, after, reason, code = FAILURES[name]
     program = tmp_path / "program.py"

@@ -80,7 +80,7 @@ def ends_with_the_same_bits(launch, run_dir, unbroken):
 @pytest.mark.parametrize(
     ("number", "rank"),
     [
-        pytest.param(signal.SIGTERM, 1, id="term"),
+        pytest.param(signal.SIGTERM, 1, id="term", marks=pytest.mark.quick),
         pytest.param(signal.SIGUSR2, 0, id="usr2", marks=pytest.mark.sweep),
     ],
 )

@@ -51,6 +51,7 @@ class Kill:
             time.sleep(0.0002)
 
 
+@pytest.mark.quick
 @pytest.mark.timeout(600)
 def test_killed_again_and_again_it_ends_with_the_same_bits(start, root, tmp_path):
     """Every fourth kill comes at any time from the start on; the others in training, most while a file is written."""

@@ -101,6 +101,7 @@ def check_waiting(
     report_of(output, rank, rf"{head}, {entered}")
 
 
+@pytest.mark.quick
 def test_every_rank_of_the_node_reports(start, nothing_left, root, tmp_path):
     """One sleeps elsewhere, one waits since the limit, one waits but not for so long: it came later."""
     job = run(start, root, tmp_path, SLEEPS, late_s=0.6 * WARN_S)

@@ -15,6 +15,7 @@ LIMIT_S = 15
 QUIET_BYTES = 100_000
 
 
+@pytest.mark.quick
 def test_all_reduce_is_right_and_crosses_the_links(hosts, library):
     found = library.run(hosts, "all_reduce.py", 1, 1001, 1 << 18, (1 << 21) + 1).result
     assert found["n_hosts"] == 2

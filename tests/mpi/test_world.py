@@ -133,6 +133,22 @@ def test_another_cluster_on_one_rank(comm):
     assert f"[rank {comm.size - 1}]" in text
 
 
+def test_what_is_the_same_on_all_ranks_is_accepted(world):
+    made = world()
+    made.require_same("a model", made.comm, lambda roots: DataError(f"not {roots}"))
+
+
+def test_what_differs_is_explained_alike_on_all_ranks(world, comm):
+    if comm.size == 1:
+        pytest.skip("one rank cannot differ")
+    made = world()
+    own = "another model" if comm.rank == comm.size - 1 else "a model"
+    with pytest.raises(DataError) as caught:
+        made.require_same(own, made.comm, lambda roots: DataError(f"expected {roots}, got {own}"))
+    assert caught.value.is_agreed
+    assert set(comm.allgather(str(caught.value).partition(" [")[0])) == {"expected a model, got another model"}
+
+
 def test_agreeing_on_nothing_returns(world):
     world().agree(None)
 

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.timeout(900)
 N_PREEMPTIONS = SCALE.choose(2, 10)
 
 
+@pytest.mark.quick
 def test_to_the_end_and_the_same_command_again(submit, data):
     small = ("--data", data, "--batch", 16)
     job = submit("train", *small, "--epochs", 3)
@@ -25,6 +26,7 @@ def test_to_the_end_and_the_same_command_again(submit, data):
     assert [json.loads(row)["epoch"] for row in rows] == [0, 1, 2, 3]
 
 
+@pytest.mark.quick
 def test_preempted_again_and_again_it_ends_with_the_same_bits(folder, submit, preempt, options, run_unbroken):
     """No step is lost, and the log is not truncated."""
     signals = folder / "signals"

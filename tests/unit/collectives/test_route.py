@@ -1,0 +1,118 @@
+"""The one function that decides which algorithm sums a buffer: its table, and that all that it depends on is given."""
+
+import itertools
+
+import pytest
+
+from hpcdist.collectives.ops import MEAN, OPS, SUM
+from hpcdist.collectives.options import AllReduceAlgorithm, CommunicationOptions
+from hpcdist.collectives.options import CommunicationImplementation as Implementation
+from hpcdist.collectives.route import NCCL_DTYPES, SMALLEST_BYTES, GroupFacts, Route, choose_route
+from hpcdist.plan.placement import Placement
+from hpcdist.plan.replicas import ReplicaPlan
+
+ONE_HOST = Placement(((0, 1, 2, 3),))
+TWO_HOSTS = Placement(((0, 1), (2, 3)))
+UNEVEN = Placement(((0, 1, 2), (3,)))
+TABLE = ((4096, Implementation.MPI), (65536, Implementation.SHARED_MEMORY))
+
+
+class Own(AllReduceAlgorithm):
+    def all_reduce(self, array, comm, op):
+        raise AssertionError("nothing is summed here")
+
+
+class Named(Own):
+    stands_for = Implementation.RING
+
+
+def route(placement=ONE_HOST, asked="AUTO", nbytes=1 << 20, **more):
+    facts = {name: more.pop(name) for name in ("can_share_memory", "has_nccl", "table") if name in more}
+    options = {name: more.pop(name) for name in ("is_ordered", "wire_dtype") if name in more}
+    facts = GroupFacts(placement, **{"can_share_memory": True, "table": TABLE, **facts})
+    given = {"op": SUM, "dtype": "float32", "nbytes": nbytes, **more}
+    return choose_route(facts, CommunicationOptions(implementation=asked, **options), **given)
+
+
+def gradients(placement=ONE_HOST, asked="AUTO", n_replicas=4, **more):
+    return route(placement, asked, replicas=ReplicaPlan(n_replicas, placement.size), **more)
+
+
+@pytest.mark.parametrize(
+    "asked", [one for one in Implementation if one not in (Implementation.AUTO, Implementation.NCCL)]
+)
+def test_what_is_asked_for_by_name_is_taken(asked):
+    for placement in (ONE_HOST, TWO_HOSTS, UNEVEN):
+        assert route(placement, asked).algorithm is asked
+        assert gradients(placement, asked).algorithm is asked
+        assert not route(placement, asked).is_on_device
+
+
+@pytest.mark.parametrize("given", [Own(), Named()])
+def test_an_algorithm_of_the_users_own(given):
+    chosen = given.stands_for or given
+    assert route(asked=given).algorithm is chosen
+    assert gradients(TWO_HOSTS, given).algorithm is chosen
+    assert gradients(TWO_HOSTS, given).is_overlapped
+    assert not gradients(TWO_HOSTS, given).by_subtrees
+    assert gradients(asked=Own()).name == "Own"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [(0, "MPI"), (SMALLEST_BYTES - 1, "MPI"), (SMALLEST_BYTES, "MPI"), (65535, "MPI"), (65536, "SHARED_MEMORY")],
+)
+def test_auto_goes_by_the_measured_table(nbytes, expected):
+    assert route(nbytes=nbytes).name == expected
+    assert route(nbytes=nbytes, table=None).name == "MPI"
+    assert route(nbytes=nbytes, can_share_memory=False).name == "MPI"
+    assert route(Placement(((0,),)), nbytes=nbytes).name == "MPI"
+
+
+def test_gradients_do_not_go_by_size():
+    """Else the bits would depend on how parameters are packed."""
+    for nbytes in (0, 1, 1 << 30):
+        assert gradients(nbytes=nbytes).name == "SHARED_MEMORY"
+        assert gradients(TWO_HOSTS, nbytes=nbytes).name == "HIERARCHICAL"
+        assert gradients(TWO_HOSTS, nbytes=nbytes, can_share_memory=False).name == "MPI"
+
+
+@pytest.mark.parametrize(("op", "dtype"), list(itertools.product(OPS.values(), [*NCCL_DTYPES, "int16", "complex64"])))
+def test_device_buffers_go_by_nccl_where_it_can_carry_them(op, dtype):
+    def on_device(placement=ONE_HOST, asked="AUTO", has_nccl=True):
+        return route(placement, asked, has_nccl=has_nccl, op=op, dtype=dtype, is_device_buffer=True)
+
+    is_carried = op is not MEAN and dtype in NCCL_DTYPES
+    assert on_device().is_on_device == is_carried
+    assert on_device().name == ("NCCL" if is_carried else "SHARED_MEMORY")
+    assert not on_device(has_nccl=False).is_on_device
+    assert not on_device(has_nccl=None).is_on_device
+    assert not on_device(asked="RING").is_on_device
+    assert on_device(TWO_HOSTS, "HIERARCHICAL").name == ("NCCL" if is_carried and op is not SUM else "HIERARCHICAL")
+    assert on_device(UNEVEN, "HIERARCHICAL").name == ("NCCL" if is_carried else "HIERARCHICAL")
+
+
+def test_nccl_asked_for_by_name_says_itself_what_it_cannot_carry():
+    assert route(asked="NCCL", has_nccl=False, dtype="complex64") == Route(Implementation.NCCL, is_on_device=True)
+    assert gradients(asked="NCCL").is_on_device
+
+
+@pytest.mark.parametrize(("placement", "is_aligned"), [(ONE_HOST, True), (TWO_HOSTS, True), (UNEVEN, False)])
+def test_sums_are_in_the_order_of_replicas_where_that_costs_nothing(placement, is_aligned):
+    assert gradients(placement).is_ordered == is_aligned
+    assert gradients(placement, "RING").is_ordered is False
+    assert gradients(placement, "HIERARCHICAL", is_ordered=True).is_ordered
+    assert not gradients(placement, "HIERARCHICAL", is_ordered=False).is_ordered
+
+
+def test_ranks_contribute_subtrees_where_replicas_are_not_one_tree_of_ranks():
+    assert not gradients(n_replicas=8).by_subtrees
+    assert gradients(n_replicas=9).by_subtrees
+    assert not gradients(asked="RING", n_replicas=9).by_subtrees
+    assert not gradients(TWO_HOSTS, n_replicas=9, wire_dtype="bfloat16").by_subtrees
+
+
+def test_the_wire_and_the_background_thread_are_for_several_hosts():
+    assert gradients(TWO_HOSTS, wire_dtype="bfloat16").wire_dtype == "bfloat16"
+    assert gradients(ONE_HOST, wire_dtype="bfloat16").wire_dtype is None
+    assert (gradients(TWO_HOSTS).is_overlapped, gradients(ONE_HOST).is_overlapped) == (True, False)
