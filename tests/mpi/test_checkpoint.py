@@ -25,6 +25,19 @@ from hpcdist.runtime.mpi import MPI
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
 
+class Manager(hpcdist.CheckpointManager):
+    """A manager whose blocking saves also wait until older files are pruned.
+
+    A test that opens a second manager begins a new generation, and the pruning of the first one must not meet that.
+    """
+
+    def save(self, step, metrics=None, *, blocking=True):
+        path = super().save(step, metrics, blocking=blocking)
+        if blocking:
+            self.wait()
+        return path
+
+
 class Job:
     """A small training program: what it holds, and one that starts again."""
 
@@ -52,7 +65,7 @@ class Job:
         )
 
     def manager(self, folder, **options):
-        return hpcdist.CheckpointManager(self.checkpoint, folder, **options)
+        return Manager(self.checkpoint, folder, **options)
 
     def train(self, until, first=0):
         step = first
@@ -117,7 +130,7 @@ def test_half_precision_comes_back(comm, shared_path):
     with strategy.scope():
         model = nn.Linear(3, 2).to(torch.bfloat16)
     saved = model.weight.clone()
-    manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(model=model), shared_path)
+    manager = Manager(hpcdist.Checkpoint(model=model), shared_path)
     manager.save(1)
     nn.init.zeros_(model.weight)
     manager.restore_or_initialize()
@@ -129,7 +142,7 @@ def test_half_precision_comes_back(comm, shared_path):
 def test_the_arrays_of_a_restore_are_in_the_journal(comm, shared_path):
     """So that a rank which hangs in one of them is seen."""
     values = np.arange(1234.0)
-    manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(values=values), shared_path)
+    manager = Manager(hpcdist.Checkpoint(values=values), shared_path)
     manager.save(1)
     manager.restore_or_initialize()
     last = group_of(manager.checkpoint.world.role_comm).journal.entries[-1]
@@ -166,19 +179,17 @@ def test_of_other_objects(comm, shared_path):
 
 def test_of_another_optimizer_or_precision(comm, shared_path):
     model = nn.Linear(1, 1)
-    hpcdist.CheckpointManager(
-        hpcdist.Checkpoint(model=model, optimizer=torch.optim.Adam(model.parameters())), shared_path
-    ).save(1)
+    Manager(hpcdist.Checkpoint(model=model, optimizer=torch.optim.Adam(model.parameters())), shared_path).save(1)
     other = hpcdist.Checkpoint(model=model, optimizer=torch.optim.SGD(model.parameters()))
-    text = raised_everywhere(comm, hpcdist.CheckpointManager(other, shared_path).restore_or_initialize)
+    text = raised_everywhere(comm, Manager(other, shared_path).restore_or_initialize)
     assert "'optimizer': 'SGD'" in text
     assert "'optimizer': 'Adam'" in text
     fewer = hpcdist.Checkpoint(model=model, optimizer=torch.optim.Adam([model.weight]))
-    text = raised_everywhere(comm, hpcdist.CheckpointManager(fewer, shared_path).restore_or_initialize)
+    text = raised_everywhere(comm, Manager(fewer, shared_path).restore_or_initialize)
     assert "'group 0' 1 parameters, got 1, 'group 0' 2 parameters" in text
     model.double()
     same = hpcdist.Checkpoint(model=model, optimizer=torch.optim.Adam(model.parameters()))
-    text = raised_everywhere(comm, hpcdist.CheckpointManager(same, shared_path).restore_or_initialize)
+    text = raised_everywhere(comm, Manager(same, shared_path).restore_or_initialize)
     assert "'weight' (1, 1) float64, got 2, 'weight' (1, 1) float32" in text
 
 
@@ -198,12 +209,12 @@ def test_an_evaluator_does_not_take_part_in_the_workers_saves(comm, shared_path)
     strategy = hpcdist.MultiWorkerMirroredStrategy(hpcdist.MPIClusterResolver("worker:*,evaluator:1"))
     folders = {"directory": shared_path / "disk", "fast_directory": shared_path / "memory"}
     if strategy.cluster_resolver.task_type == "worker":
-        manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(strategy=strategy), **folders)
+        manager = Manager(hpcdist.Checkpoint(strategy=strategy), **folders)
         assert manager.save(1).endswith("step-00000001.h5")
     comm.Barrier()
     assert (shared_path / "disk" / "gen-0001" / "step-00000001.json").exists()
     if strategy.cluster_resolver.task_type == "evaluator":
-        hpcdist.CheckpointManager(hpcdist.Checkpoint(strategy=strategy), **folders)
+        Manager(hpcdist.Checkpoint(strategy=strategy), **folders)
     comm.Barrier()
     assert [path.name for path in (shared_path / "disk").glob("gen-*")] == ["gen-0001"]
 
@@ -220,7 +231,7 @@ def test_the_end_waits_for_a_save_whose_manager_nobody_holds(comm, shared_path, 
         sync(disk, descriptor)
 
     monkeypatch.setattr(durable.Disk, "sync", sync_when_told)
-    manager = hpcdist.CheckpointManager(Job(comm).checkpoint, shared_path)
+    manager = Manager(Job(comm).checkpoint, shared_path)
     manager.save(1, blocking=False)
     later.clear()
     del manager
@@ -239,7 +250,7 @@ def test_the_end_waits_for_a_save_whose_manager_nobody_holds(comm, shared_path, 
 def test_an_attempt_that_is_left_over_adds_no_record_to_the_next_ones(comm, shared_path):
     """The one that has written nothing yet would put its file in the place of the other's."""
     files = [hpcdist.MetricsFile(shared_path / "metrics.jsonl") for _ in range(2)]
-    managers = [hpcdist.CheckpointManager(hpcdist.Checkpoint(metrics=file), shared_path / "disk") for file in files]
+    managers = [Manager(hpcdist.Checkpoint(metrics=file), shared_path / "disk") for file in files]
     files[1].write(1, loss=1.0)
     files[0].write(1, loss=0.0)
     files[1].write(2, loss=2.0)
@@ -295,10 +306,10 @@ def test_only_damaged_ones_is_an_error_on_all_ranks(comm, shared_path):
 
 def test_any_number_may_be_a_step(comm, shared_path):
     values = np.zeros(2)
-    manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(values=values), shared_path)
+    manager = Manager(hpcdist.Checkpoint(values=values), shared_path)
     for step in (1 << 40, 1_200_000_000_000, (1 << 63) - 1):
         manager.save(step)
-        second = hpcdist.CheckpointManager(hpcdist.Checkpoint(values=values), shared_path)
+        second = Manager(hpcdist.Checkpoint(values=values), shared_path)
         second.restore_or_initialize()
         assert second.saved_step == second.checkpoint.step == step
         manager = second
@@ -331,7 +342,7 @@ def test_a_save_that_fails_on_the_chief_is_an_error_on_all_ranks(comm, shared_pa
 def test_a_save_goes_on_in_the_background(comm, shared_path, monkeypatch):
     """What is written is the state at the call, whatever becomes of it while the file is written."""
     values = np.full(1000, 1.0)
-    manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(values=values), shared_path)
+    manager = Manager(hpcdist.Checkpoint(values=values), shared_path)
     write_now, pwrite = threading.Event(), os.pwrite
 
     def write(*arguments):
@@ -370,7 +381,7 @@ def test_a_disk_that_is_slow_is_waited_for_and_one_that_is_stuck_is_not(comm, sh
     values, at_end, told = np.zeros(5 << 20), [], []  # 10 blocks
     with monkeypatch.context() as patch:
         patch.setattr(atexit, "register", lambda act, *arguments: at_end.append(lambda: act(*arguments)))
-        manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(values=values), shared_path)
+        manager = Manager(hpcdist.Checkpoint(values=values), shared_path)
     world, pwrite, delays_s = manager.checkpoint.world, os.pwrite, [0.2]
     monkeypatch.setattr(world, "timeout_s", 1.0)
 
@@ -399,7 +410,7 @@ def test_a_disk_that_is_slow_is_waited_for_and_one_that_is_stuck_is_not(comm, sh
 
 
 def test_a_file_that_changed_on_the_disk_is_noticed_before_older_ones_go(comm, shared_path, monkeypatch):
-    manager = Job(comm).manager(shared_path, max_to_keep=1)
+    manager = hpcdist.CheckpointManager(Job(comm).checkpoint, shared_path, max_to_keep=1)
     manager.save(1)
     manager.wait()
     write = os.pwrite
@@ -493,9 +504,9 @@ class OwnSum(hpcdist.CrossDeviceOps):
 
 def warnings_of_a_restore(path, caplog, before, now):
     """Return what the chief says when a strategy goes on from what another one saved."""
-    hpcdist.CheckpointManager(hpcdist.Checkpoint(strategy=before), path).save(1)
+    Manager(hpcdist.Checkpoint(strategy=before), path).save(1)
     with caplog.at_level(logging.WARNING, "hpcdist"):
-        hpcdist.CheckpointManager(hpcdist.Checkpoint(strategy=now), path).restore_or_initialize()
+        Manager(hpcdist.Checkpoint(strategy=now), path).restore_or_initialize()
     return [record.getMessage() for record in caplog.records]
 
 
@@ -524,14 +535,14 @@ def test_refuses_what_has_no_state(item):
     with pytest.raises(ValueError, match="expected objects with state_dict"):
         hpcdist.Checkpoint(item=item)
     with pytest.raises(ValueError, match="max_to_keep"):
-        hpcdist.CheckpointManager(hpcdist.Checkpoint(), "x", max_to_keep=0)
+        Manager(hpcdist.Checkpoint(), "x", max_to_keep=0)
 
 
 def test_a_step_saved_again_because_something_changed_keeps_its_metrics(comm, shared_path):
     values = np.zeros(3)
 
     def attempt():
-        return hpcdist.CheckpointManager(hpcdist.Checkpoint(values=values), shared_path, keep_best="loss")
+        return Manager(hpcdist.Checkpoint(values=values), shared_path, keep_best="loss")
 
     def found():
         comm.Barrier()
@@ -581,7 +592,7 @@ def test_a_checkpoint_that_kills_who_loads_it_twice_is_stepped_over(comm, shared
 
 def test_a_large_file_may_take_longer_to_read_than_a_collective(comm, shared_path, monkeypatch):
     values = np.arange(5 << 20, dtype=float)  # 10 blocks
-    manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(values=values), shared_path)
+    manager = Manager(hpcdist.Checkpoint(values=values), shared_path)
     manager.save(1)
     manager.wait()
 
