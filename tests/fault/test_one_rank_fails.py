@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-LIMIT_S = 15
+#: How long a job may take to start, and to end once a rank has failed: a launcher alone would wait for ever.
+START_S, LIMIT_S = 25, 15
 #: MPICH's mpirun reports either the code of the rank that aborted, or that of a rank which it then killed.
 KILLED_OTHERS = 9
 PROGRAM = """
@@ -72,9 +73,7 @@ def test_the_job_ends(name, start, nothing_left, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(how=how, after=after))
     job = start(3 if name == "raise" else 2, program, tmp_path / "failed_at")
-    outcome = job.wait(40)
-    took_s = outcome.seconds - (float((tmp_path / "failed_at").read_text()) - job.started)
-    assert took_s < LIMIT_S
+    outcome = job.wait(START_S + LIMIT_S)
     assert outcome.code != 0
     nothing_left(job)
     assert reason in outcome.output
@@ -108,10 +107,8 @@ while True:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     time.sleep(0.5)
-    killed_at = time.monotonic()
     os.kill(int((tmp_path / "pids" / f"pid-{victim}").read_text()), signal.SIGKILL)
-    assert job.wait(40).code != 0
-    assert time.monotonic() - killed_at < LIMIT_S
+    assert job.wait(LIMIT_S).code != 0
     nothing_left(job)
 
 

@@ -1,7 +1,6 @@
 """Every way in which one rank can be in another collective than the others."""
 
 import re
-import time
 
 import numpy as np
 import pytest
@@ -120,7 +119,6 @@ def test_a_rank_that_does_not_come_is_named(comm, world, odd, monkeypatch, absen
     monkeypatch.setattr("hpcdist.diagnostics.call_check.ANSWER_S", 0.5)
     call_check = CallCheck(comm, world, timeout_s=0.3)
     missing = 0 if absent == "first" else comm.size - 1
-    started = time.monotonic()
     if comm.rank != missing:
         with pytest.raises(CollectiveTimeoutError) as caught:
             call_check.check("all_reduce sum", "float32", 1, site="train.py:5")
@@ -129,7 +127,6 @@ def test_a_rank_that_does_not_come_is_named(comm, world, odd, monkeypatch, absen
             f"for all_reduce sum float32 x 1 at train.py:5, got no answer from rank {missing} (worker {missing});"
             in str(caught.value)
         )
-    assert time.monotonic() - started < 5
     comm.Barrier()
     call_check.free()
 
