@@ -95,7 +95,7 @@ def main():
             append(args.run_dir / "train.log", text)
 
     path = handler.restored_path
-    say(f"{strategy.num_replicas_in_sync} replicas; " + (f"going on from {path}" if path else "new run"))
+    say(f"{strategy.num_replicas_in_sync} replicas; " + (f"resuming from {path}" if path else "new run"))
 
     def train_step(images, labels):
         optimizer.zero_grad()

@@ -510,7 +510,7 @@ def test_an_error_leaves_the_decision_that_was_made_at_the_start(comm, shared_pa
     with pytest.raises(ZeroDivisionError), job.handler:
         raise ZeroDivisionError
     told = decision(comm, shared_path)
-    assert (told["decision"], told["reason"]) == ("requeue", "died without a word")
+    assert (told["decision"], told["reason"]) == ("requeue", "died without notice")
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
@@ -568,7 +568,7 @@ def test_stops_before_any_progress_end_the_chain_too(comm, shared_path, make_job
         told = decision(comm, shared_path)
         assert (told["decision"], told["attempt"], told["idle_stops"]) == (verdict, attempt, attempt - 1)
         job.handler.close()
-    why = "not to be run again: 3 attempts in a row were stopped without a newer checkpoint"
+    why = "do not run again: 3 attempts in a row were stopped without a newer checkpoint"
     assert capfd.readouterr().err.count(why) == (1 if comm.rank == 0 else 0)
 
 

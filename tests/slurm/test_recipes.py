@@ -45,7 +45,7 @@ def test_mpirun_whose_exit_code_is_not_to_be_trusted(slurm, submit, options, unb
     assert len(pids) == 2
     os.kill(pids[-1], signal.SIGKILL)
     job.wait_for_restart(2)
-    assert "exit code 0, to be requeued: died without a word, after a newer checkpoint" in job.log
+    assert "exit code 0, to be requeued: died without notice, after a newer checkpoint" in job.log
     job.finish()
     assert job.final_state() == unbroken
     assert job.decision["attempt"] == 3
@@ -101,7 +101,7 @@ def test_without_scontrol_the_command_to_run_is_printed(slurm, submit, options, 
     command = job.log.rpartition("to go on, run: ")[2].strip()
     assert command == f"scontrol requeue {job.id}"
     slurm.client(*command.split())
-    job.wait_for_text("going on from")
+    job.wait_for_text("resuming from")
     job.finish()
     assert job.final_state() == unbroken
 
