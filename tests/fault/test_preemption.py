@@ -122,7 +122,7 @@ def test_the_end_of_the_batch_job(launch, tmp_path):
     told = stopped_well(job, tmp_path / "run", "deadline")
     assert time.time() < end
     assert told["step"] > 50
-    assert job.log.read_text().count("hpcdist: deadline in ") == 1
+    assert job.log.read_text().count("hpcdist: job ends at ") == 1
 
 
 HANDLERS = """
