@@ -3,8 +3,8 @@
 python jobs/linear_regression.py
 mpirun -n 2 python jobs/linear_regression.py
 
-It learns y = 1 at x = 1 from 100 equal rows: the loss of every epoch can be worked out by hand, and the warning that
-replicas are fed the same is right.
+It learns y = 1 at x = 1 from 100 equal rows, so that the loss of every epoch can be computed by hand. The warning that
+all replicas receive the same rows is expected.
 """
 
 import torch

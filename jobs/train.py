@@ -1,4 +1,4 @@
-"""Train an image classifier on all ranks; stop or kill it at any time and start it again the same way to go on.
+"""Train an image classifier on all ranks. Stop or kill it at any time; the same command resumes it.
 
 python jobs/train.py
 mpirun -n 4 python jobs/train.py --run-dir runs/digits
@@ -26,11 +26,11 @@ def parse_args():
     parser.add_argument("--data", type=Path, help="folder with MNIST's four IDX files, gzipped or not")
     parser.add_argument("--epochs", type=positive, default=20)
     parser.add_argument("--batch", type=positive, default=64, help="rows of one step on all ranks together")
-    parser.add_argument("--replicas", type=positive, help="of the job, on any number of ranks; default: one per rank")
+    parser.add_argument("--replicas", type=positive, help="replicas on any number of ranks; default: one per rank")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/train"))
     parser.add_argument("--save-every", type=positive, default=100, metavar="STEPS")
-    parser.add_argument("--copy-every", type=positive, metavar="STEPS", help="to the memory of each node")
+    parser.add_argument("--copy-every", type=positive, metavar="STEPS", help="copy the state to each node's memory")
     return parser.parse_args()
 
 
@@ -89,13 +89,13 @@ def main():
     schedule = hpcdist.SaveSchedule(every_steps=args.save_every, in_memory_every_steps=args.copy_every)
     handler = hpcdist.PreemptionCheckpointHandler(strategy.cluster_resolver, manager, schedule=schedule)
 
-    def say(text):
+    def report(text):
         if strategy.is_chief:
             print(text, flush=True)
             append(args.run_dir / "train.log", text)
 
     path = handler.restored_path
-    say(f"{strategy.num_replicas_in_sync} replicas; " + (f"going on from {path}" if path else "new run"))
+    report(f"{strategy.num_replicas_in_sync} replicas; " + (f"resuming from {path}" if path else "new run"))
 
     def train_step(images, labels):
         optimizer.zero_grad()
@@ -116,17 +116,17 @@ def main():
         model.train()
         return float(accuracy.result())
 
-    with handler:  # saves every so often, when the job is asked to stop, and at the end
+    with handler:  # saves periodically, on a stop request, and at the end
         for epoch in range(len(metrics), args.epochs):
-            if epoch == batches.epoch:  # else a stop came between its last step and its record
+            if epoch == batches.epoch:  # otherwise a stop came after its last step and before its record
                 for batch in batches:
                     handler.run(strategy.run, train_step, args=batch)
             loss, right, step = float(mean_loss.result()), evaluate(), handler.total_run_calls
-            say(f"epoch {epoch + 1}/{args.epochs}  step {step}  loss {loss:.4f}  test accuracy {right:.4f}")
+            report(f"epoch {epoch + 1}/{args.epochs}  step {step}  loss {loss:.4f}  test accuracy {right:.4f}")
             metrics.write(step, epoch=epoch, loss=loss, test_accuracy=right)
             mean_loss.reset_state()
         right = evaluate()
-    say(f"test accuracy {right:.4f}  checkpoint {handler.latest_path}")
+    report(f"test accuracy {right:.4f}  checkpoint {handler.latest_path}")
 
 
 if __name__ == "__main__":

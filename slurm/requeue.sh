@@ -1,20 +1,20 @@
 # shellcheck shell=bash
-# What the recipes share: launch, and then do as the run's decision.json says. Source it in the repository's folder.
+# Shared by the recipes: launch the program, then act on the run's decision.json. Source it in the repository's folder.
 #
-# Exit codes of launchers are not enough: a job that is killed has none, and an mpirun was seen to exit 0 after its ranks
-# were killed. So the program says in decision.json, at any time, what to do should it die now: "requeue" (run it again),
-# "stop" (three attempts in a row came no further) or "finished".
+# Launchers' exit codes do not suffice: a killed job has none, and mpirun was seen to exit 0 after its ranks were killed.
+# So at any time decision.json states what to do if the program dies now: "requeue" (run it again), "stop" (three
+# consecutive attempts made no progress) or "finished".
 #
-# Lines marked "safety" are those that tests/mutants.py takes out one by one: a test must fail then.
+# `make mutants` removes the lines marked "safety" one by one and checks that a test fails.
 
 set -uo pipefail
-: "${RUN_DIR:=runs/$SLURM_JOB_NAME}" "${PYTHON:=.venv/bin/python}" # to be set before sbatch, if need be
-# What scontrol calls this job: the last task of an array has the id of the whole. (The variables of an array may also be left
-# from the job that submitted this one; they differ from its id then.)
+: "${RUN_DIR:=runs/$SLURM_JOB_NAME}" "${PYTHON:=.venv/bin/python}" # may be set before sbatch
+# The job's id for scontrol: the last task of an array shares the id of the whole array. (The array variables may also be
+# inherited from the job that submitted this one; then they differ from its id.)
 job=$SLURM_JOB_ID
 # safety: id of an array's task, id left by another array
 if [[ ${SLURM_ARRAY_JOB_ID:-} == "$job" ]]; then job+=_$SLURM_ARRAY_TASK_ID; fi
-early_deaths=$RUN_DIR/early-deaths # a line for each launch in a row that ended before its program had begun
+early_deaths=$RUN_DIR/early-deaths # one line per consecutive launch that ended before its program had begun
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 
 say() { echo "$(date +%FT%T) ${SLURM_JOB_NAME} ${SLURM_JOB_ID}: $*" >&2; }
@@ -26,18 +26,18 @@ for option; do
   fi
 done
 
-# Print a field of decision.json: each has a line.
+# Print a field of decision.json, which has one field per line.
 fact() { sed -n "/^ *\"$1\": /{s///;s/,\$//;s/^\"\(.*\)\"\$/\1/;s/\\\\\(.\)/\1/g;p}" "$RUN_DIR/decision.json" 2> /dev/null; }
 
-# Whether this job wrote decision.json, not one that has the run folder by now, or had it before.
+# Whether this job wrote decision.json, and not an earlier or later job with the same run folder.
 is_own() { [[ $(fact job) == "$SLURM_JOB_ID" ]]; } # safety: only this job's decision
 
-# Print what differs after every write of decision.json, which replaces it: its time has whole seconds, and attempts count
-# from 1 again where the checkpoints were removed. `cat` comes first: on NFS what `stat` says is fresh after an open.
+# Print text that changes with every write of decision.json. Its content may repeat: its time has whole seconds, and attempts
+# restart at 1 if the checkpoints were removed. `cat` comes first, as on NFS an open refreshes what `stat` prints.
 stamp() { { cat "$RUN_DIR/decision.json" && stat --format='%i %y' "$RUN_DIR/decision.json"; } 2> /dev/null; }
 
-# Wait until decision.json can be read, or is not there. A file server may be away for a while, and may be what ended the
-# program; 1 if it stays away.
+# Wait until decision.json is readable or known to be absent; return 1 if neither happens. A file server may be unreachable
+# for a while, and that may have ended the program.
 await_decision() {
   local pause names
   for pause in ${READ_PAUSES_S:-2 4 8 16 32} last; do
@@ -49,12 +49,12 @@ await_decision() {
   return 1
 }
 
-# Run a command and set `code` to its exit code, and `verdict` to the decision that it wrote: "none" where it ended before
-# it could write one, "another" where another job writes in the run folder by now. `earlier` is what stood there before, of
-# any job, if it still stands, or cannot be read any more.
+# Run a command and set `code` to its exit code and `verdict` to its decision: "none" if it ended before it wrote one,
+# "another" if another job has taken over the run folder. `earlier` is the previous decision, of any job, unless this launch
+# has replaced it.
 launch() {
   local before
-  mkdir -p "$RUN_DIR" # a new run has none yet
+  mkdir -p "$RUN_DIR"
   before=$(stamp) earlier=$(fact decision)
   "$@"
   code=$?
@@ -69,10 +69,10 @@ launch() {
   fi
 }
 
-# Whether a signal ended the launch, as far as its exit code tells.
+# Whether a signal ended the launch, judging by its exit code.
 is_signalled() { ((code > 128)); }
 
-# Whether the launch ended without having been asked to, and without a reason of its own.
+# Whether the launch died: neither stopped on request nor ended with an error of its own.
 has_died() {
   case $code:$verdict in
     2:* | 74:* | 75:* | 76:* | 78:*) return 1 ;;
@@ -81,7 +81,7 @@ has_died() {
   esac
 }
 
-# Set `state` to what Slurm says of this job, on one line.
+# Set `state` to Slurm's record of this job, on one line.
 look_up() { state=$(SLURM_TIME_FORMAT=standard scontrol --oneliner show job "$job" 2> /dev/null); }
 
 # Print a field of `state`, such as JobState.
@@ -90,7 +90,7 @@ field() {
   [[ " $state" =~ $pattern ]] && echo "${BASH_REMATCH[1]}"
 }
 
-# Whether the job was preempted, since it started last.
+# Whether the job was preempted since its last start.
 is_preempted() {
   local state preempted
   look_up
@@ -98,7 +98,7 @@ is_preempted() {
   [[ $preempted == [0-9]* && ! $preempted < $(field StartTime) ]]
 }
 
-# Print when the job's time is over, in seconds since 1970; nothing if that is not known.
+# Print the end of the job's time, in seconds since 1970; nothing if unknown.
 end_time() {
   local state end
   look_up
@@ -110,14 +110,14 @@ is_out_of_time() {
   end=$(end_time)
   [[ $end =~ ^[0-9]+$ ]] && ((end - $(date +%s) < 180))
 }
-# For the program: older versions of Slurm do not set it, and leave that of the job which submitted this one.
+# For the program: older versions of Slurm do not set it, so it may be inherited from the submitting job.
 SLURM_JOB_END_TIME=$(end_time)
 export SLURM_JOB_END_TIME
 
 # Whether Slurm has asked the job to end.
 is_called_off() { is_out_of_time || is_preempted; }
 
-# Print the nodes of the allocation that start a process, with commas: Slurm takes minutes to notice one that is lost.
+# Print the nodes of the allocation that can start a process, joined by commas: Slurm takes minutes to detect a lost node.
 answering_nodes() {
   local node
   for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
@@ -125,8 +125,8 @@ answering_nodes() {
   done | sort --version-sort | paste --serial --delimiters=,
 }
 
-# Give back the memory of some nodes, which has copies of the state: a job that died could not remove them. Where another
-# job has the run by now, they are left: it may use them on the same nodes.
+# Remove the copies of the state from the memory of some nodes: a job that died could not. If another job has taken over the
+# run, they stay: it may use them on the same nodes.
 forget_copies() {
   local id
   if [[ -z $1 ]] || ! is_own; then return 0; fi
@@ -136,50 +136,50 @@ forget_copies() {
     rm -rf "/dev/shm/hpcdist-$UID-$id" < /dev/null
 }
 
-# Have the last of some nodes watch over the node of this script, which ends that watch: no news for the log.
+# Start watch.sh on the last of some nodes, to watch the node of this script. Its end is not worth a line in the log.
 watch_from() {
   if [[ -n ${watcher:-} ]]; then kill "$watcher" 2> /dev/null; fi
-  # It takes no memory and no GPUs: before 22.05 a step kept them from others, in spite of --overlap.
+  # It requests no memory and no GPUs: before 22.05 a step blocked them for others in spite of --overlap.
   RUN_DIR=$RUN_DIR srun --quiet --overlap --mem=0 --gres=none --nodes=1 --ntasks=1 \
     --nodelist="$(scontrol show hostnames "$1" | tail -1)" bash slurm/watch.sh < /dev/null &> /dev/null &
   watcher=$!
   trap 'kill "$watcher" 2> /dev/null' EXIT
 }
 
-# Put the job into the queue again. It starts from the top, in its old log. A busy slurmctld has about a minute to answer.
+# Requeue the job. It starts from the beginning and appends to its log. A busy slurmctld has about a minute to answer.
 requeue() {
   local pause state=
   say "exit code $code, to be requeued: $1"
   for pause in ${REQUEUE_PAUSES_S:-0 2 4 8 16 32}; do
     type -P scontrol > /dev/null || break
     sleep "$pause"
-    look_up # without an answer it is not known whether the job was cancelled
+    look_up # without an answer the job may have been cancelled
     if [[ $(field JobState) == @(CANCELLED|COMPLETING) ]]; then # safety: a cancelled job stays cancelled
-      say "not requeued: Slurm ends the job"
+      say "not requeued: Slurm is ending the job"
       exit 75
     fi
     if (($(field Restarts) + 0 > ${SLURM_RESTART_COUNT:-0})); then # safety: not requeued if Slurm has restarted it
-      say "not requeued: Slurm gave up this node, and has started the job again"
+      say "not requeued: Slurm has given up this node and restarted the job"
       exit 76
     fi
-    # Also when preempted: before 24.05 Slurm requeues no job that ends in time.
+    # Needed even if preempted: before 24.05 Slurm does not requeue a job that ends within its grace time.
     if [[ -n $state ]] && scontrol requeue "$job"; then exit 75; fi
   done
-  say "to go on, run: scontrol requeue $job"
+  say "to resume, run: scontrol requeue $job"
   exit 75
 }
 
-# Whether a launch that ended before it had begun is to be repeated: three times in a row.
+# Whether to repeat a launch that ended before its program had begun: at most three times in a row.
 is_repeated() {
   local deaths
   echo "$(date +%FT%T) job $SLURM_JOB_ID: exit code $code" >> "$early_deaths" || return 1
   mapfile -t deaths < "$early_deaths"
   if ((${#deaths[@]} <= 3)); then return 0; fi # safety: early deaths end a chain
-  rm -f "$early_deaths" # who submits it again wants other tries
+  rm -f "$early_deaths" # submitting the job again permits new tries
   return 1
 }
 
-# End the script as decision.json says.
+# Exit or requeue according to decision.json.
 leave() {
   local why
   case $code:$verdict in
@@ -189,11 +189,11 @@ leave() {
     *:stop) why=$(fact reason) code=76 ;;
     *:another) why="job $(fact job) has taken over $RUN_DIR" code=76 ;;
     *)
-      why= # what ran before may run again, and what a signal ended too: a wrong command ends with 127 at most
+      why= # repeat if the run has begun before, or if a signal ended the launch: a wrong command exits with 127 at most
       if [[ $earlier == requeue ]] || is_signalled; then why="died before it had begun"; fi
       if ((code == 0)) || is_signalled; then
-        if is_preempted; then requeue "preempted before it had begun"; fi # that may well happen many times
-        if is_out_of_time; then why="out of time before it had begun"; fi # or a start that hangs: it counts
+        if is_preempted; then requeue "preempted before it had begun"; fi # not counted: it may happen many times
+        if is_out_of_time; then why="out of time before it had begun"; fi # counted, as the start may hang
       fi
       if [[ -n $why ]] && is_repeated; then requeue "$why"; fi
       why="exit code $code before it had begun"

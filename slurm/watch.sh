@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Put a job into the queue again whose batch script is lost with its node: with --no-kill Slurm lets such a job run on,
-# without a script, until its time is over. train.sbatch has this run on another node.
-trap '' USR1 PIPE # all steps get the first before the time is over; the second comes when what reads our output is lost
+# Requeue a job whose batch script was lost with its node: with --no-kill Slurm keeps such a job running without a script
+# until its time is over. train.sbatch starts this on another node.
+trap '' USR1 PIPE # Slurm sends USR1 to all steps near the time limit; PIPE arrives if the reader of the output is lost
 source slurm/requeue.sh
 
-# Whether Slurm has taken the script's node away from the job, as it does when a node has not answered for SlurmdTimeout.
+# Whether Slurm has removed the script's node from the job, as it does once a node has not answered for SlurmdTimeout.
 is_script_lost() {
   local host left newline=$'\n'
   look_up
@@ -15,7 +15,7 @@ is_script_lost() {
 }
 
 state=
-while sleep "${WATCH_PAUSE_S:-30}"; do # for ever: who requeues or ends the job ends this too
+while sleep "${WATCH_PAUSE_S:-30}"; do # endless: requeueing or ending the job ends this step too
   if ! is_script_lost; then continue; fi # safety: requeued only if the script is lost
   log=$(field StdErr)
   if [[ -f $log ]]; then exec 2>> "$log"; fi
@@ -24,5 +24,5 @@ while sleep "${WATCH_PAUSE_S:-30}"; do # for ever: who requeues or ends the job 
   code=137 verdict=none earlier=$(fact decision)
   if is_own; then verdict=$earlier; fi
   (leave)
-  if (($? != 75)) && is_script_lost; then scancel "$job"; fi # nobody else would end it
+  if (($? != 75)) && is_script_lost; then scancel "$job"; fi # nothing else would end it
 done

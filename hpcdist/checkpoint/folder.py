@@ -1,4 +1,4 @@
-"""A folder of checkpoints, for the attempt that writes into it: commit, and which are kept."""
+"""A folder of checkpoints, for the attempt that writes into it: commit and prune."""
 
 import logging
 import os
@@ -23,25 +23,25 @@ from hpcdist.errors import AttemptReplaced, CheckpointError
 
 logger = logging.getLogger("hpcdist")
 
-#: Room for names and for manifests, in a check of free space.
+#: Allowance for names and manifests in the check of free space.
 _OVERHEAD_BYTES = 1 << 16
-#: A file that is larger names no run.
+#: Largest valid run-id file.
 _MAX_RUN_ID_BYTES = 1 << 10
 
 
 class CheckpointFolder(CheckpointReader):
     """Reads and writes checkpoints.
 
-    One attempt of a job writes, in a generation of its own; any process may read. A step that is saved again gets a
-    file of another name, `step-00001200-1.h5`, so that its manifest names one whole file at any time.
+    One attempt of a job writes, in its own generation; any process may read. A step that is saved again gets a new file
+    name, `step-00001200-1.h5`, so that its manifest names a complete file at any time.
 
     Args:
-        folder: need not be there yet.
-        disk: the seam to the file system.
+        folder: path of the folder, which need not exist yet.
+        disk: file system calls, which tests replace.
 
     Attributes:
-        path: of the folder.
-        generation: of this attempt; 0 before `begin`.
+        path: path of the folder.
+        generation: number of this attempt; 0 before `begin`.
     """
 
     def __init__(self, folder: str | os.PathLike[str], disk: Disk | None = None) -> None:
@@ -51,27 +51,27 @@ class CheckpointFolder(CheckpointReader):
         self._last_before = -1
 
     def begin(self, generation: int | None = None) -> None:
-        """Start to write: make a new generation. A process that wrote here before is replaced from now on.
+        """Start to write: make a new generation, which replaces earlier writers.
 
-        What it left half written goes at once: on a disk that is nearly full the first save may need the room.
+        Also removes their incomplete files: on a nearly full disk the first save may need the space.
 
         Args:
-            generation: its number, if the attempt has one already; default: the next.
+            generation: number of the attempt, if it has one; default: the next.
 
         Raises:
-            CheckpointError: when the folder cannot be written.
+            CheckpointError: if the folder cannot be written.
         """
         with self.explained("save", "a folder that can be written"):
             self.generation = generations.make_generation(self._disk, self.path, generation)
             self._last_before = max((place.step for place in self.places()), default=-1)
-        with self._tolerated("what was left half written stays"):
+        with self._tolerated("incomplete files stay"):
             self._remove_orphans()
 
     def run_id(self) -> str:
-        """Return the name of the run that lives in this folder, drawn when its first attempt began.
+        """Return the random identifier of this folder's run, created by its first attempt.
 
         Raises:
-            CheckpointError: when it cannot be read or written, or is none.
+            CheckpointError: if it cannot be read or written, or is invalid.
         """
         path = self.path / "run-id"
         try:
@@ -83,31 +83,31 @@ class CheckpointFolder(CheckpointReader):
                 raise ValueError(repr(name[:40]))
         except ValueError as error:
             raise CheckpointError(
-                f"restore: expected the name of the run in {path}, got {error}; remove the file, and with it the way "
-                f"to copies in memory."
+                f"restore: expected the name of the run in {path}, got {error}; remove the file (copies in memory "
+                f"are then no longer found)."
             ) from None
         return name
 
     # -- attempts -------------------------------------------------------------------------------------------------
 
     def fruitless_attempts(self, first_step: int | None = None) -> list[AttemptNote]:
-        """Return the attempts right before this one that died before they came further, the newest first.
+        """Return the consecutive attempts right before this one that died without progress, newest first.
 
         Args:
-            first_step: the step that this one goes on from, if that is known.
+            first_step: the step that this attempt resumes from, if known.
 
         Raises:
-            CheckpointError: when the folder cannot be read.
+            CheckpointError: if the folder cannot be read.
         """
         with self.explained("restore", "a folder that can be read"):
             return generations.fruitless_attempts(self.path, self.generation, first_step)
 
     def note_attempt(self, restored: str | None, has_ended: bool = False, has_trained: bool = False) -> None:
-        """Write down what this attempt went on from, whether it has come to a save, and whether it ended by itself.
+        """Record what this attempt resumed from, whether it has reached a save, and whether it ended in order.
 
         Raises:
-            AttemptReplaced: when a later attempt has begun.
-            CheckpointError: when it cannot be written.
+            AttemptReplaced: if a later attempt has begun.
+            CheckpointError: if the record cannot be written.
         """
         self.check_current()
         with self.explained("save", "to note the attempt"):
@@ -118,7 +118,7 @@ class CheckpointFolder(CheckpointReader):
         return self.path / generations.folder_name(self.generation)
 
     def check_current(self) -> None:
-        """Raise AttemptReplaced if a later attempt of the job has begun: two would write."""
+        """Raise AttemptReplaced if a later attempt of the job has begun, so that two never write."""
         with self.explained("save", "a folder that can be read"):
             newest = max(generations.generations(self.path), default=0)
         if newest > self.generation:
@@ -133,7 +133,7 @@ class CheckpointFolder(CheckpointReader):
         """Return the path of the file that the next commit of a step writes.
 
         Raises:
-            CheckpointError: when the folder has a later step, or cannot be read.
+            CheckpointError: if the folder has a later step, or cannot be read.
         """
         own = [place.step for place in self.places() if place.generation == self.generation]
         last = max([*own, self._last_before])
@@ -153,19 +153,19 @@ class CheckpointFolder(CheckpointReader):
     def commit(self, step: int, path: Path, image: FileImage, written: dict[str, Any], **more: Any) -> Manifest:
         """Write a checkpoint; it is durable on return.
 
-        The HDF5 file is complete and on the disk before a manifest names it; a crash at any point leaves what was
-        committed before as it was, also an earlier save of the same step.
+        The HDF5 file is complete and durable before a manifest names it. A crash at any point leaves all committed
+        checkpoints intact, even an earlier save of the same step.
 
         Args:
             step: optimizer steps taken.
-            path: as `new_data_path` returned it.
-            image: the file.
-            written: by whom.
+            path: result of `new_data_path`.
+            image: content of the file.
+            written: its provenance.
             more: time_s and metrics of the manifest.
 
         Raises:
-            AttemptReplaced: when a later attempt has begun.
-            CheckpointError: when the file system refuses.
+            AttemptReplaced: if a later attempt has begun.
+            CheckpointError: if the file system refuses.
         """
         digest = xxhash.xxh3_128()
         self.check_current()
@@ -180,10 +180,10 @@ class CheckpointFolder(CheckpointReader):
 
     @contextmanager
     def _as_newest(self) -> Iterator[None]:
-        """Raise AttemptReplaced after a block in which a later attempt has begun: it removes what is not committed."""
+        """Raise AttemptReplaced if a later attempt begins in the block: it removes uncommitted files."""
         try:
             yield
-        except FileNotFoundError:  # removed?
+        except FileNotFoundError:  # possibly removed by a later attempt
             self.check_current()
             raise
         self.check_current()
@@ -191,20 +191,20 @@ class CheckpointFolder(CheckpointReader):
     def _check_space(self, nbytes: int) -> None:
         status = os.statvfs(self.path)
         free = status.f_bavail * status.f_frsize
-        if status.f_blocks and free < nbytes + _OVERHEAD_BYTES:  # a file system without a size, such as ramfs, tells 0
+        if status.f_blocks and free < nbytes + _OVERHEAD_BYTES:  # 0 blocks: a file system without a size, such as ramfs
             raise CheckpointError(
                 f"save: expected {nbytes + _OVERHEAD_BYTES} bytes free in {self.path}, got {free}; free some space. "
                 f"Earlier checkpoints are untouched."
             )
 
     def prune(self, newest: Manifest, retention: Retention) -> None:
-        """Verify the newest checkpoint, then remove what is not kept. Manifests go before files.
+        """Verify the newest checkpoint, then remove those that are not kept, manifests before data files.
 
-        What cannot be removed stays, with the reason in the log: the newer checkpoint is safe.
+        A failed removal is only logged, as the newest checkpoint is safe.
 
         Raises:
-            CheckpointDamaged: when the newest checkpoint is not what was written; nothing is removed then.
-            CheckpointError: when the file system cannot read it; likewise.
+            CheckpointDamaged: if the newest checkpoint differs from what was written; nothing is removed then.
+            CheckpointError: if it cannot be read; likewise.
         """
         newest.verify(self._own / newest.file, self._count_block)
         with self._tolerated("old checkpoints stay"):
@@ -220,28 +220,28 @@ class CheckpointFolder(CheckpointReader):
 
     @contextmanager
     def _tolerated(self, what_stays: str) -> Iterator[None]:
-        """Only tell in the log why something cannot be removed."""
+        """Log why something cannot be removed, and continue."""
         try:
             yield
         except (OSError, CheckpointError) as error:
             logger.warning("%s in %s: %s", what_stays, self.path, error)
 
     def _readable(self, place: Place) -> Manifest | None:
-        """Return a manifest, or None where it is damaged: such a checkpoint is neither counted nor removed."""
+        """Return a manifest, or None if it cannot be read: such a checkpoint is neither counted nor removed."""
         try:
             return self.manifest(place)
         except CheckpointError:
             return None
 
     def _remove_orphans(self) -> None:
-        """Remove files of steps without manifest, and what killed writers left."""
+        """Remove data files without a manifest, and temporary files of killed writers."""
         durable.sweep_temporary(self._disk, self.path)
         for generation in self._generations():
             durable.sweep_temporary(self._disk, self.path / generations.folder_name(generation))
             self._remove_unnamed(generation)
 
     def _remove_empty_generations(self) -> None:
-        """Remove notes of attempts that died, as this one has come further: until then they are counted."""
+        """Remove the records of dead attempts, which no longer count once this attempt has made progress."""
         for generation in self._generations():
             if generation < self.generation:
                 generations.remove_generation(self._disk, self.path, generation)
@@ -251,7 +251,7 @@ class CheckpointFolder(CheckpointReader):
         return [generation for generation in generations.generations(self.path) if generation <= self.generation]
 
     def _remove_unnamed(self, generation: int) -> None:
-        """Remove data files that no manifest names, when that is durable: else a crash may bring back one that does."""
+        """Remove data files that no manifest names, after a sync: else a crash could restore such a manifest."""
         folder = self.path / generations.folder_name(generation)
         unnamed = self._unnamed(folder, generation)
         if unnamed:
@@ -260,7 +260,7 @@ class CheckpointFolder(CheckpointReader):
             self._disk.remove(folder / name)
 
     def _unnamed(self, folder: Path, generation: int) -> list[str]:
-        """Return the data files that no manifest names; one that cannot be read may name any of its step."""
+        """Return the data files that no manifest names; an unreadable manifest may name any file of its step."""
         names, unnamed = generations.names_in(folder), []
         for name in names:
             place = Place(generation, step_of(name))
@@ -272,11 +272,11 @@ class CheckpointFolder(CheckpointReader):
                 unnamed.append(name)
         return unnamed
 
-    def go_on_from(self, used: Place) -> None:
-        """Expect steps after the checkpoint in use; rename those that `read_latest` found damaged to *.bad.
+    def resume_from(self, used: Place) -> None:
+        """Expect steps after the restored checkpoint; rename those that `read_latest` found damaged to *.bad.
 
         Raises:
-            CheckpointError: when the folder cannot be written.
+            CheckpointError: if the folder cannot be written.
         """
         with self.explained("restore", "to set damaged checkpoints aside"):
             for place in self.damaged:

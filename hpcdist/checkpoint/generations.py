@@ -1,8 +1,8 @@
-"""Generations: each attempt of a job writes into a folder of its own, `gen-0001`, `gen-0002`, ...
+"""Generations: each attempt of a job writes into its own folder, `gen-0001`, `gen-0002`, ...
 
-A process of an earlier attempt that is still alive somewhere (a zombie) writes into its own folder only, and notices at
-its next commit that it has been replaced. Pruning alone reaches into the folders of other attempts: checkpoints that
-are not kept go, whoever wrote them. Readers take the highest generation that has a checkpoint.
+A process of an earlier attempt that is still alive (a zombie) writes only into its own folder, and detects at its next
+commit that it has been replaced. Only pruning modifies the folders of earlier attempts. Readers use the highest
+generation that has a checkpoint.
 """
 
 import json
@@ -15,19 +15,19 @@ from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.checkpoint.safe_open import read_text
 
-_FOLDER = re.compile(r"gen-(\d{4,18})$")  # what fits into 63 bits
+_FOLDER = re.compile(r"gen-(\d{4,18})$")  # 18 digits fit into 63 bits
 _MANIFEST = re.compile(r"step-(\d{8,})\.json$")
 _STEP = re.compile(r"step-(\d+)$")
-#: What an attempt went on from, as long as it has not found out.
+#: Value of `AttemptNote.restored` until the attempt has found a checkpoint to resume from.
 RESTORING = ""
-#: What an attempt started from, and whether it came to an end of its own.
+#: The file in a generation's folder that holds the attempt's record.
 _ATTEMPT = "attempt.json"
 _MAX_NOTE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a checkpoint lies. Later ones are larger.
+    """Where a checkpoint is stored. Places compare by age: the newer one is larger.
 
     Attributes:
         generation: number of the attempt that wrote it.
@@ -54,16 +54,16 @@ def generations(root: Path) -> list[int]:
     """Return the generations that have a folder, oldest first.
 
     Raises:
-        OSError: when the folder is there and cannot be read.
+        OSError: if the root exists and cannot be read.
     """
     return sorted(int(match[1]) for name in names_in(root) if (match := _FOLDER.match(name)))
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names in a folder; none when it is not there, or no longer.
+    """Return the names in a folder; empty if the folder does not exist.
 
     Raises:
-        OSError: when it cannot be read.
+        OSError: if it cannot be read.
     """
     try:
         return os.listdir(folder)
@@ -72,10 +72,10 @@ def names_in(folder: Path) -> list[str]:
 
 
 def places(root: Path) -> list[Place]:
-    """Return where there are manifests, oldest first; not verified.
+    """Return the places of all manifests, unverified, oldest first.
 
     Raises:
-        OSError: when a folder is there and cannot be read.
+        OSError: if a folder exists and cannot be read.
     """
     return sorted(
         Place(generation, int(match[1]))
@@ -86,15 +86,15 @@ def places(root: Path) -> list[Place]:
 
 
 def make_generation(disk: Disk, root: Path, number: int | None = None) -> int:
-    """Make the folder of a new attempt and return its number: no two attempts get the same one.
+    """Make the folder of a new attempt and return its number, which is unique.
 
     Args:
-        disk: the seam.
-        root: the folder of all generations; made if need be.
-        number: of the attempt, if it has one already; default: the next.
+        disk: file system calls.
+        root: the folder of all generations; created if missing.
+        number: number of the attempt, if it has one; default: the next.
 
     Raises:
-        OSError: when the file system refuses.
+        OSError: if the file system refuses.
     """
     durable.make_folders(disk, root)
     if number is not None:
@@ -104,7 +104,7 @@ def make_generation(disk: Disk, root: Path, number: int | None = None) -> int:
         number = max(generations(root), default=0) + 1
         try:
             disk.make_folder(root / folder_name(number))
-        except FileExistsError:  # another attempt was quicker
+        except FileExistsError:  # another attempt took this number first
             continue
         disk.sync_folder(root)
         return number
@@ -112,14 +112,14 @@ def make_generation(disk: Disk, root: Path, number: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class AttemptNote:
-    """What is written down of an attempt.
+    """The record of an attempt.
 
     Attributes:
-        generation: its number.
-        restored: the checkpoint that it went on from; None when it began anew, `RESTORING` when it did not come so far.
-        has_ended: it came to an end of its own, be it that it was stopped or finished.
-        has_trained: it has come to a save, whatever became of that: what it went on from can be trained on.
-        has_committed: it has left a checkpoint of a later step than it went on from.
+        generation: number of the attempt.
+        restored: the checkpoint that it resumed from; None for a new run, `RESTORING` if it died before the restore.
+        has_ended: it ended in an orderly way: stopped or finished.
+        has_trained: it reached a save, successful or not, so the checkpoint that it resumed from can be trained on.
+        has_committed: it left a checkpoint of a later step than it resumed from.
     """
 
     generation: int
@@ -130,17 +130,17 @@ class AttemptNote:
 
     @property
     def is_fruitless(self) -> bool:
-        """Whether it died before it had a checkpoint."""
+        """Whether it died without progress."""
         return not (self.has_ended or self.has_committed)
 
     @property
     def first_step(self) -> int | None:
-        """The step that it went on from; -1 when it began anew, None when it did not come so far."""
+        """The step that it resumed from; -1 for a new run, None if it died before the restore."""
         return None if self.restored == RESTORING else step_of(self.restored)
 
 
 def step_of(place: str | None) -> int:
-    """Return the step of a place as a `Place` is written; -1 without one."""
+    """Return the step of a `Place` in text form; -1 if there is none."""
     match = _STEP.search(place or "")
     return int(match[1]) if match else -1
 
@@ -148,29 +148,29 @@ def step_of(place: str | None) -> int:
 def write_attempt(
     disk: Disk, root: Path, generation: int, restored: str | None, has_ended: bool, has_trained: bool
 ) -> None:
-    """Write down what an attempt went on from, and how far it has come; see `AttemptNote`.
+    """Write the record of an attempt; see `AttemptNote`.
 
     Raises:
-        OSError: when the file system refuses.
+        OSError: if the file system refuses.
     """
     text = json.dumps({"restored": restored, "has_ended": has_ended, "has_trained": has_trained})
     durable.replace_text(disk, root / folder_name(generation) / _ATTEMPT, text)
 
 
 def fruitless_attempts(root: Path, before: int, first_step: int | None = None) -> list[AttemptNote]:
-    """Return the attempts right before a generation that died before they came further, the newest first.
+    """Return the consecutive attempts right before a generation that died without progress, newest first.
 
-    One came further if it left a checkpoint of a later step than it went on from, or if the next one went on from a
-    later step than it: its copies in memory were found. Attempts that wrote nothing down (they died even earlier, or do
-    not restart by themselves) do not count.
+    An attempt made progress if it left a checkpoint of a later step than it resumed from, or if the next attempt
+    resumed from a later step, from a copy in memory. Attempts without a record (they died earlier, or are not
+    restarted automatically) are ignored.
 
     Args:
         root: the folder of all generations.
         before: the generation.
-        first_step: the step that its attempt goes on from, if that is known.
+        first_step: the step that its attempt resumes from, if known.
 
     Raises:
-        OSError: when a folder cannot be read.
+        OSError: if a folder cannot be read.
     """
     found: list[AttemptNote] = []
     last = {place.generation: place.step for place in places(root)}
@@ -199,19 +199,19 @@ def _read_attempt(root: Path, generation: int, last_step: int) -> AttemptNote | 
 
 
 def crashed_twice(attempts: list[AttemptNote]) -> set[int]:
-    """Return the steps that two of some fruitless attempts went on from: their state may be what kills the job.
+    """Return the steps from which two of these attempts resumed before they died: their state may kill the job.
 
-    One that came to a save did not die of its state: of a full disk, or of a save that takes too long.
+    An attempt that reached a save does not count: not the state killed it, but a full disk or a slow save, say.
     """
     steps = [attempt.first_step for attempt in attempts if not attempt.has_trained]
     return {step for step in steps if step is not None and step >= 0 and steps.count(step) >= 2}
 
 
 def remove_generation(disk: Disk, root: Path, generation: int) -> None:
-    """Remove the folder of an attempt if nothing but its own notes is in it.
+    """Remove the folder of an attempt if it holds nothing but the attempt's record.
 
     Raises:
-        OSError: when the file system refuses.
+        OSError: if the file system refuses.
     """
     folder = root / folder_name(generation)
     names = names_in(folder)

@@ -1,4 +1,4 @@
-"""A checkpoint file in memory, byte for byte as on the disk: the copy that a background writer works from."""
+"""A checkpoint file in memory, byte for byte as on disk: the copy that the background thread writes."""
 
 import contextlib
 import mmap
@@ -14,20 +14,20 @@ import xxhash
 from hpcdist.checkpoint.durable import ALIGNMENT_BYTES
 from hpcdist.errors import CheckpointError
 
-#: Hashed and written in one go: long enough for the disk, short enough for what was hashed to be in the cache still.
+#: Unit of hashing and writing: large enough for the disk, small enough that a hashed block is still in the cache.
 BLOCK_BYTES = 4 << 20
-#: One core alone does not copy as fast as memory allows; more than a few do not copy faster.
+#: One core does not saturate the memory bandwidth; a few do.
 MAX_COPIERS = 4
-#: Where an array belongs in the file, in bytes, and the array.
+#: An array's offset in the file, in bytes, and the array.
 Placed = tuple[int, npt.NDArray[Any]]
 
 
 class FileImage:
-    """Room for one file, page-aligned and kept from one save to the next.
+    """A page-aligned buffer for one file, reused from save to save.
 
     Attributes:
-        nbytes: of the file that it holds now.
-        n_blocks: yielded so far, of all files.
+        nbytes: size of the current file.
+        n_blocks: blocks yielded so far, over all files.
     """
 
     def __init__(self) -> None:
@@ -36,10 +36,10 @@ class FileImage:
         self.nbytes = self.n_blocks = 0
 
     def resize(self, nbytes: int) -> None:
-        """Make room for a file of `nbytes`, whose content is undefined then. Costs nothing if there was room for it.
+        """Set the size of the file; its content is then undefined. Free if the buffer is large enough.
 
         Raises:
-            CheckpointError: when there is no memory for it.
+            CheckpointError: if memory is insufficient.
         """
         if len(self._bytes) < nbytes:
             try:
@@ -50,14 +50,14 @@ class FileImage:
                     f"more. Earlier checkpoints are untouched."
                 ) from None
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                with contextlib.suppress(OSError):  # advice only: kernels built without huge pages refuse it
-                    room.madvise(mmap.MADV_HUGEPAGE)  # copies into it are a tenth faster
+                with contextlib.suppress(OSError):  # only advice: kernels without huge pages refuse it
+                    room.madvise(mmap.MADV_HUGEPAGE)  # makes copies 10 % faster
             self._room = memoryview(room)
             self._bytes = np.frombuffer(self._room, np.uint8)
         self.nbytes = nbytes
 
     def put(self, offset: int, values: npt.NDArray[Any]) -> None:
-        """Copy an array of any shape and strides to a place in the file, in C order."""
+        """Copy an array of any shape and strides to an offset in the file, in C order."""
         place = self._bytes[offset : offset + values.nbytes]
         if offset % values.itemsize:
             place[:] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
@@ -65,7 +65,7 @@ class FileImage:
             np.copyto(place.view(values.dtype).reshape(values.shape), values)
 
     def put_all(self, placed: list[Placed]) -> None:
-        """Copy arrays to places that do not overlap, in as many threads as pay."""
+        """Copy arrays to offsets that do not overlap, in up to `MAX_COPIERS` threads."""
         pieces = [piece for offset, values in placed for piece in _pieces(offset, values)]
         nbytes = sum(values.nbytes for _, values in placed)
         n_copiers = min(MAX_COPIERS, len(os.sched_getaffinity(0)), 1 + nbytes // (2 * BLOCK_BYTES))
@@ -88,7 +88,7 @@ class FileImage:
         return xxhash.xxh3_128_hexdigest(self._room[: self.nbytes])
 
     def blocks(self, digest: "xxhash.xxh3_128") -> Iterator[memoryview]:
-        """Yield the content in order, and add it to `digest` on the way."""
+        """Yield the content in order, and update `digest` with it."""
         content = self._room[: self.nbytes]
         whole = self.nbytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         for start in range(0, whole, BLOCK_BYTES):
@@ -102,7 +102,7 @@ class FileImage:
 
 
 def _pieces(offset: int, values: npt.NDArray[Any]) -> Iterator[Placed]:
-    """Yield an array in pieces of at most `BLOCK_BYTES`; whole if it is not contiguous."""
+    """Yield an array in pieces of at most `BLOCK_BYTES`; as one piece if it is not contiguous."""
     if not values.flags.c_contiguous:
         yield offset, values
         return

@@ -1,10 +1,10 @@
 """The HDF5 file of a checkpoint: one contiguous dataset per dtype, and one JSON index.
 
 /index            uint8, JSON: {"format": 1, "arrays": [[name, dtype, shape, offset], ...], "state": nest}
-/arrays/<dtype>   one dimension: all arrays of that dtype, one after the other; offset counts elements
+/arrays/<dtype>   one dimension: all arrays of that dtype, concatenated; offset counts elements
 
-bfloat16 is stored as its bits in uint16, bool in uint8. Any HDF5 reader can open the file. The layout does not depend
-on ranks, hosts or replicas.
+bfloat16 is stored as uint16 bits, bool as uint8. Any HDF5 reader can open the file. The layout does not depend on
+ranks, hosts or replicas.
 """
 
 import json
@@ -18,9 +18,9 @@ from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.tree import NamedArray
 
 FORMAT = 1
-#: How dtypes are stored that numpy or HDF5 does not have.
+#: Storage of dtypes that numpy or HDF5 lacks.
 _STORED_AS = {"bfloat16": "uint16", "bool": "uint8"}
-#: Dtypes that arrays have in numpy and in HDF5: numpy makes more of other names, such as "(2,f4", than it can bear.
+#: Dtypes that both numpy and HDF5 have. A fixed table, as numpy crashes on some other names, such as "(2,f4".
 _NUMBERS: dict[str, np.dtype[Any]] = {
     name: np.dtype(name) for name in sorted({np.dtype(code).name for code in "bhilqBHILQefdgFDG"})
 }
@@ -29,9 +29,8 @@ _NUMBERS: dict[str, np.dtype[Any]] = {
 def lay_out(image: FileImage, state: Any, arrays: list[NamedArray]) -> None:
     """Make `image` the file that holds a state and copies of its arrays.
 
-    HDF5 writes all but the arrays into memory and tells where they belong. Nothing touches a disk.
-
-    The same state makes the same file, to the byte.
+    HDF5 writes all structures into memory and reports the offsets of the arrays. Nothing is written to disk. The same
+    state gives the same bytes.
 
     Cost: one copy of the arrays.
     """
@@ -64,11 +63,11 @@ def _index(arrays: list[NamedArray]) -> tuple[list[Any], dict[str, int]]:
 
 
 class _Sketch:
-    """A file object that keeps what HDF5 writes, and where; the arrays' places stay empty.
+    """A file object that records the writes of HDF5; the arrays are left out.
 
     Attributes:
         written: offsets and bytes, in the order of writing.
-        nbytes: of the whole file.
+        nbytes: size of the whole file.
     """
 
     def __init__(self) -> None:
@@ -101,12 +100,12 @@ class _Sketch:
 
 
 def _write_structures(sketch: _Sketch, text: bytes, lengths: dict[str, int]) -> dict[str, int]:
-    """Write everything but the arrays; return where in the file each dtype's dataset starts, in bytes."""
+    """Write everything but the arrays; return the offset of each dtype's dataset in the file, in bytes."""
     creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     creation.set_layout(h5py.h5d.CONTIGUOUS)
     creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    creation.set_obj_track_times(False)  # the same state is the same file
+    creation.set_obj_track_times(False)  # so that the same state gives the same bytes
     starts: dict[str, int] = {}
     aligned = {"alignment_threshold": ALIGNMENT_BYTES, "alignment_interval": ALIGNMENT_BYTES}
     with h5py.File(sketch, "w", libver="v110", **aligned) as file:
@@ -115,15 +114,15 @@ def _write_structures(sketch: _Sketch, text: bytes, lengths: dict[str, int]) -> 
         for dtype, length in lengths.items():
             space = h5py.h5s.create_simple((length,))
             made = h5py.h5d.create(group.id, dtype.encode(), _kind(dtype), space, creation)
-            starts[dtype] = made.get_offset() or 0  # none where the dataset is empty
+            starts[dtype] = made.get_offset() or 0  # an empty dataset has no offset
     return starts
 
 
 def stored_dtype(dtype: str) -> np.dtype[Any]:
-    """Return the dtype that arrays of a named dtype are stored in.
+    """Return the storage dtype of a named dtype.
 
     Raises:
-        KeyError: for a name that is none.
+        KeyError: for an unknown name.
     """
     return _NUMBERS[_STORED_AS.get(dtype, dtype)]
 
@@ -133,7 +132,7 @@ def _kind(dtype: str) -> Any:
 
 
 def _gaps(sketch: _Sketch, starts: dict[str, int], lengths: dict[str, int]) -> list[tuple[int, int]]:
-    """Return the parts of the file, as (start, end), that neither HDF5 nor an array writes: padding."""
+    """Return the padding, as (start, end): the parts of the file that neither HDF5 nor an array writes."""
     written = [(offset, offset + len(data)) for offset, data in sketch.written]
     datasets = [
         (starts[dtype], starts[dtype] + length * stored_dtype(dtype).itemsize)

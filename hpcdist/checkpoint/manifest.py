@@ -1,4 +1,4 @@
-"""The manifest beside each checkpoint file: with it, and matching it, the file is committed."""
+"""The manifest beside each checkpoint file: a file is committed if a manifest names it and matches it."""
 
 import json
 import stat
@@ -13,22 +13,22 @@ from hpcdist.checkpoint.layout import FORMAT
 from hpcdist.checkpoint.safe_open import check_format, digest_file, read_patiently, read_text
 from hpcdist.errors import CheckpointDamaged
 
-#: Larger ones are not read: what is in it is counted in lines.
+#: Largest manifest that is read; real ones have some lines.
 _MAX_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a committed checkpoint is.
+    """The description of a committed checkpoint.
 
     Attributes:
         step: optimizer steps taken.
         file: name of the HDF5 file, in the manifest's folder.
         nbytes, xxh3_128: size and digest of the whole HDF5 file.
-        written: who wrote it with what: versions, ranks, threads.
-        time_s: when, in seconds since 1970.
-        metrics: what the program said of the model at this step.
-        format: of the file.
+        written: its provenance: versions, ranks, threads.
+        time_s: time of the save, in seconds since 1970.
+        metrics: the program's metrics of the model at this step.
+        format: number of the file format.
     """
 
     step: int
@@ -41,7 +41,7 @@ class Manifest:
     format: int = FORMAT
 
     def to_text(self) -> str:
-        """Return the manifest as JSON with a digest of its own."""
+        """Return the manifest as JSON with its own digest."""
         body = json.dumps(asdict(self), sort_keys=True)
         return json.dumps({"manifest": asdict(self), "xxh3_128": _digest(body)}, sort_keys=True, indent=1)
 
@@ -49,12 +49,12 @@ class Manifest:
         """Raise CheckpointDamaged unless the file at `path` is, byte for byte, what was committed.
 
         Args:
-            path: of the file.
+            path: path of the file.
             on_block: called after each block that was read.
 
         Raises:
             CheckpointDamaged: see above.
-            CheckpointError: when the file system cannot read the file, which says nothing of its content.
+            CheckpointError: if the file cannot be read, which is no evidence of damage.
 
         Cost: reads the whole file.
         """
@@ -76,8 +76,8 @@ def read_manifest(path: Path) -> Manifest:
     """Return the manifest at `path`.
 
     Raises:
-        CheckpointDamaged: when it is not, to the letter, what was committed.
-        CheckpointError: when it was written by a newer hpcdist, or the file system cannot read it.
+        CheckpointDamaged: if its text is not exactly what was committed.
+        CheckpointError: if a newer hpcdist wrote it, or it cannot be read.
     """
     try:
         content = json.loads(read_patiently(path, lambda: read_text(path, _MAX_BYTES)))
@@ -92,13 +92,13 @@ def read_manifest(path: Path) -> Manifest:
         ) from None
     if _digest(body_text) != digest:
         raise CheckpointDamaged(
-            f"restore: expected the manifest as committed in {path}, got another; use another checkpoint."
+            f"restore: expected the manifest as committed in {path}, got a changed one; use another checkpoint."
         )
     return Manifest(**own)
 
 
 def _check_types(own: dict[str, Any]) -> None:
-    """Raise TypeError for a part that is of another type than what is committed: the digest is no signature."""
+    """Raise TypeError unless all parts have the committed types: the digest is no signature."""
     counts, texts = (own["step"], own["nbytes"]), (own["file"], own["xxh3_128"])
     if not all(type(count) is int and 0 <= count < 1 << 63 for count in counts):
         raise TypeError("step, nbytes")

@@ -1,4 +1,4 @@
-"""A folder of checkpoints, for any process: the latest one that verifies. Nothing is changed on the disk."""
+"""Read-only access to a folder of checkpoints, for any process: the latest one that verifies."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ from hpcdist.errors import CheckpointDamaged, CheckpointError, CheckpointMissing
 
 logger = logging.getLogger("hpcdist")
 
-#: How often a folder is listed, at most, while its writer prunes faster than its files are read.
+#: Most listings of a folder while its writer prunes files faster than they are read.
 _MAX_LOOKS = 10
 _DATA = re.compile(r"step-(\d{8,})(-\d+)?\.h5$")
 
@@ -28,10 +28,10 @@ class Found:
     """A checkpoint that was read.
 
     Attributes:
-        place: where it was.
-        path: of its file.
-        manifest: what was committed.
-        state: as JSON.
+        place: its place.
+        path: path of its file.
+        manifest: its manifest.
+        state: its state, as JSON.
         arrays: its arrays.
     """
 
@@ -43,15 +43,15 @@ class Found:
 
 
 class CheckpointReader:
-    """Committed checkpoints: a manifest `gen-0001/step-00001200.json`, and the file beside it that it names.
+    """Reads committed checkpoints: a manifest `gen-0001/step-00001200.json`, and the file beside it that it names.
 
     Args:
-        folder: need not be there.
+        folder: path of the folder, which need not exist.
 
     Attributes:
-        path: of the folder.
-        damaged: where the last search found checkpoints that do not verify.
-        n_blocks_read: blocks read so far: as long as it goes up, a file that takes long is not stuck.
+        path: path of the folder.
+        damaged: places of the checkpoints that did not verify in the last search.
+        n_blocks_read: blocks read so far: while it grows, a slow read is not stuck.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -63,10 +63,10 @@ class CheckpointReader:
         self.n_blocks_read += 1
 
     def places(self) -> list[Place]:
-        """Return where checkpoints are, oldest first; not verified.
+        """Return the places of all checkpoints, unverified, oldest first.
 
         Raises:
-            CheckpointError: when the folder is there and cannot be read.
+            CheckpointError: if the folder exists and cannot be read.
         """
         with self.explained("restore", "a folder that can be read"):
             return generations.places(self.path)
@@ -74,17 +74,17 @@ class CheckpointReader:
     def read_latest(
         self, but: Collection[int] = (), before_reading: Callable[[Place], None] = lambda place: None
     ) -> Found | None:
-        """Return the latest checkpoint that verifies; None when there is none.
+        """Return the latest checkpoint that verifies; None for an empty folder.
 
-        Damaged ones are stepped over, with the reason in the log.
+        Skips damaged checkpoints and logs why.
 
         Args:
-            but: steps that are passed over too, unless there is no other.
-            before_reading: is called with the place of one that verifies.
+            but: steps to skip too, unless there is no other.
+            before_reading: called with the place of a checkpoint that verifies, before it is read.
 
         Raises:
-            CheckpointError: when there are checkpoints and none verifies, one is of a newer format, or the file system
-                cannot read one: what is newest is not known then.
+            CheckpointError: if checkpoints exist but none verifies; or if one has a newer format or cannot be read,
+                as the newest is then unknown.
         """
 
         def read(place: Place, manifest: Manifest, path: Path) -> Found:
@@ -95,7 +95,7 @@ class CheckpointReader:
         return found
 
     def latest(self) -> Path | None:
-        """Return the path of the latest checkpoint that verifies, else as `read_latest`."""
+        """Return the path of the latest checkpoint that verifies; otherwise like `read_latest`."""
         found: Path | None = self._first_sound(lambda place, manifest, path: path)
         return found
 
@@ -111,13 +111,13 @@ class CheckpointReader:
                 manifest.verify(path, self._count_block)
                 return use(place, manifest, path)
             except CheckpointDamaged as error:
-                listed = self.places()[::-1]  # without those that were pruned meanwhile
+                listed = self.places()[::-1]  # without those pruned in the meantime
                 may_be_well = listed != found or (isinstance(error, CheckpointMissing) and n_looks == 1)
                 if may_be_well and n_looks < _MAX_LOOKS:
                     return self._first_sound(use, but, n_looks + 1)
                 if place in listed:
                     self.damaged.append(place)
-                    logger.warning("step %d is skipped: %s", place.step, error)
+                    logger.warning("skipped damaged step %d: %s", place.step, error)
         if found:
             raise self._none_sound() from None
         return None
@@ -126,7 +126,7 @@ class CheckpointReader:
         if not self.damaged:
             return CheckpointError(
                 f"restore: expected a checkpoint in {self.path} to stay until it is read, got each one pruned before, "
-                f"at {_MAX_LOOKS} looks; keep more of them, or read when fewer are saved."
+                f"in {_MAX_LOOKS} listings; keep more checkpoints, or save less often."
             )
         return CheckpointError(
             f"restore: expected a checkpoint that verifies in {self.path}, got {len(self.damaged)} damaged; restore "
@@ -137,28 +137,28 @@ class CheckpointReader:
         """Return the manifest at a place.
 
         Raises:
-            CheckpointDamaged: when it is not the one that was committed there.
-            CheckpointError: when the file system cannot read it.
+            CheckpointDamaged: if it is not the one that was committed there.
+            CheckpointError: if it cannot be read.
         """
         path = place.manifest(self.path)
         manifest = read_manifest(path)
         if manifest.step != place.step or step_of(manifest.file) != place.step:
             raise CheckpointDamaged(
                 f"restore: expected the manifest of step {place.step} in {path}, got that of step {manifest.step} and "
-                f"{manifest.file!r}; give the file its own name again."
+                f"{manifest.file!r}; rename the file back."
             )
         return manifest
 
     @contextmanager
     def explained(self, operation: str, expected: str) -> Iterator[None]:
-        """Turn what the file system or HDF5 says in the block into a CheckpointError."""
+        """Turn errors of the file system or HDF5 in the block into a CheckpointError."""
         try:
             yield
         except (OSError, RuntimeError) as error:
             if isinstance(error, CheckpointError):
                 raise
             reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
-            advice = "free space or choose another folder" if operation == "save" else "see to it and run again"
+            advice = "free space or choose another folder" if operation == "save" else "fix this and run again"
             raise CheckpointError(
                 f"{operation}: expected {expected} in {self.path}, got {reason}; {advice}. Earlier checkpoints are "
                 f"untouched."
@@ -166,19 +166,19 @@ class CheckpointReader:
 
 
 def step_of(name: str) -> int:
-    """Return the step that a data file is of; -1 for other files."""
+    """Return the step of a data file; -1 for other files."""
     match = _DATA.fullmatch(name)
     return int(match[1]) if match else -1
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
-    """Return the path of the latest checkpoint in `directory` that verifies; None when there is none.
+    """Return the path of the latest checkpoint in `directory` that verifies; None for an empty folder.
 
-    Not collective. Checkpoints that are damaged are skipped, and the log says why.
+    Not collective. Skips damaged checkpoints and logs why.
 
     Raises:
-        CheckpointError: when there are checkpoints and none verifies, one was written by a newer hpcdist, the file
-            system cannot read one, or each was pruned before it was read.
+        CheckpointError: if checkpoints exist but none verifies, a newer hpcdist wrote one, one cannot be read, or each
+            was pruned before it was read.
     """
     found = CheckpointReader(directory).latest()
     return None if found is None else str(found)

@@ -1,4 +1,4 @@
-"""Which checkpoints stay when a newer one is committed. Pure: a restart cannot forget what a manifest tells."""
+"""Which checkpoints to keep when a newer one is committed. A pure function of the manifests, so restarts agree."""
 
 import math
 from collections.abc import Sequence
@@ -12,16 +12,17 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept beside the newest checkpoints.
+    """Which checkpoints to keep.
 
     Attributes:
-        max_to_keep: so many of the newest; at least 1.
-        keep_every_n_hours: of the older ones, the first, and then each that is this much later than the last kept one.
-        keep_best: a metric given to `save`; the checkpoint with its best value is kept.
-        best_mode: "min" or "max": which value is best. Of equal values the older is.
+        max_to_keep: number of the newest to keep; at least 1.
+        keep_every_n_hours: of the older ones, keep the first, and then each that is this much later than the last kept
+            one.
+        keep_best: a metric passed to `save`: the checkpoint with its best value is kept.
+        best_mode: "min" or "max": which value is best. In a tie the older one is kept.
 
     Raises:
-        UsageError: for values that make no sense.
+        UsageError: for invalid values.
     """
 
     max_to_keep: int = 3
@@ -45,7 +46,7 @@ class Retention:
             )
 
     def kept(self, saved: Sequence[Manifest]) -> list[Manifest]:
-        """Return which of some checkpoints, oldest first, are kept."""
+        """Return the checkpoints to keep, in order, of `saved`, which is ordered from the oldest."""
         chosen = [*saved[-self.max_to_keep :], *self._by_time(saved), *self._best(saved)]
         return [manifest for manifest in saved if any(manifest is one for one in chosen)]
 

@@ -1,4 +1,4 @@
-"""Opens HDF5 files that nobody vouches for: plain datasets inside the file are read, anything else is refused."""
+"""Opens untrusted HDF5 files: reads plain datasets inside the file and refuses anything else."""
 
 import errno
 import json
@@ -21,11 +21,11 @@ from hpcdist.checkpoint.tree import NamedArray, is_too_deep
 from hpcdist.errors import CheckpointDamaged, CheckpointError, CheckpointMissing, DataError
 
 _BLOCK_BYTES = 4 << 20
-#: Dimensions that an array may have: more than numpy takes anywhere.
+#: Most dimensions of an array; no numpy version allows more.
 _MAX_DIMENSIONS = 64
-#: What is said of a name that leads to nothing, or to no file: the disk is well, what was committed is not there.
+#: Errors that mean that no such file exists, on a disk that works.
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
-#: Pauses before a file that could not be read is tried again: a network file system may be well a moment later.
+#: Pauses before a failed read is repeated: a network file system may recover.
 _PAUSES_S = (0.1, 0.4)
 _HDF5_ERRNO = re.compile(r"\berrno = (\d+)")
 _LAYOUTS = (h5py.h5d.CONTIGUOUS, h5py.h5d.COMPACT)
@@ -35,33 +35,33 @@ _Read = TypeVar("_Read")
 
 
 def read_patiently(path: Path, read: Callable[[], _Read]) -> _Read:
-    """Return what `read` returns; call it again, a few times, where the file system could not read.
+    """Return the result of `read`; retry a few times if the file system cannot read.
 
-    Such an error says nothing of what was committed: whoever took it for damage would go on from an older checkpoint.
+    A read error is not damage: if it were treated as such, the job would resume from an older checkpoint.
 
     Raises:
-        CheckpointError: when the file system still cannot read `path`.
-        CheckpointMissing: when there is no such file.
+        CheckpointError: if `path` still cannot be read.
+        CheckpointMissing: if there is no such file.
     """
     for pause_s in (*_PAUSES_S, None):
         try:
             return read()
         except OSError as error:
             number, reason = _errno_of(error), error.strerror or _line(error)
-            if number is None:  # HDF5 has read it, and it is no HDF5
+            if number is None:  # the file was read, but is not HDF5
                 raise
         if number in _NO_FILE:
             raise CheckpointMissing(f"restore: expected {path}, got {reason}; use another.")
         if pause_s is not None:
             time.sleep(pause_s)
     raise CheckpointError(
-        f"restore: expected to read {path}, got {reason}, {len(_PAUSES_S) + 1} times; see to the file system and run "
+        f"restore: expected to read {path}, got {reason}, {len(_PAUSES_S) + 1} times; check the file system and run "
         f"again. Checkpoints are untouched."
     )
 
 
 def _errno_of(error: OSError) -> int | None:
-    """Return the number that the file system gave, also where HDF5 hides it in its text; None if there is none."""
+    """Return the errno of an error, which HDF5 only puts into its text; None if there is none."""
     if error.errno is not None:
         return error.errno
     match = _HDF5_ERRNO.search(str(error))
@@ -72,11 +72,11 @@ def digest_file(path: Path, on_block: Callable[[], None] = lambda: None) -> tupl
     """Return (bytes, xxh3-128 hex digest) of a file.
 
     Args:
-        path: of the file.
-        on_block: called after each of its blocks: reading comes forward.
+        path: path of the file.
+        on_block: called after each block.
 
     Raises:
-        OSError: when it cannot be read.
+        OSError: if it cannot be read.
     """
     digest, nbytes = xxhash.xxh3_128(), 0
     with open(path, "rb", buffering=0) as file:
@@ -88,11 +88,11 @@ def digest_file(path: Path, on_block: Callable[[], None] = lambda: None) -> tupl
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """Return the text of a file that may be anything: a pipe is not waited for, a device not read to its end.
+    """Return the text of a path that may be anything; neither waits for a pipe nor reads a device to its end.
 
     Raises:
-        OSError: when it cannot be read.
-        ValueError: when it is no regular file, is too large, or holds no text.
+        OSError: if it cannot be read.
+        ValueError: if it is not a regular file, is too large, or is not text.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         status = os.fstat(file.fileno())
@@ -104,16 +104,16 @@ def read_text(path: Path, max_bytes: int) -> str:
 def read_file(path: Path, on_block: Callable[[], None] = lambda: None) -> tuple[Any, list[NamedArray]]:
     """Return (state, arrays) of a checkpoint file whose digest was checked.
 
-    Only plain, contiguous datasets under the names above are read: links that lead elsewhere, virtual and external
-    datasets, filters and sizes beyond the file are refused before any of their data is read.
+    Reads only plain, contiguous datasets under the names in layout.py. Refuses links, virtual and external datasets,
+    filters and sizes beyond the file before it reads any of their data.
 
     Args:
-        path: of the file.
-        on_block: called after each block of the arrays: reading comes forward.
+        path: path of the file.
+        on_block: called after each block of the arrays.
 
     Raises:
-        CheckpointDamaged: when the file is not laid out as `layout.lay_out` does.
-        CheckpointError: when it was written by a newer hpcdist, or the file system cannot read it.
+        CheckpointDamaged: if the file does not have the layout of `layout.lay_out`.
+        CheckpointError: if a newer hpcdist wrote it, or it cannot be read.
     """
     try:
         datasets = read_patiently(path, lambda: _read_datasets(path, on_block))
@@ -140,7 +140,7 @@ def check_format(found: Any, path: Path) -> None:
     if found > FORMAT:
         raise CheckpointError(
             f"restore: expected checkpoint format up to {FORMAT}, got {found} in {path}; install the hpcdist that "
-            f"wrote it, or move the file away to go on from an older one."
+            f"wrote it, or move the file away to resume from an older one."
         )
 
 
@@ -159,7 +159,7 @@ def _read(dataset: h5py.Dataset, on_block: Callable[[], None]) -> npt.NDArray[An
 
 
 def _safe_datasets(file: h5py.File, path: Path) -> dict[str, h5py.Dataset]:
-    """Return the datasets of a checkpoint. None of their data is read."""
+    """Return the datasets of a checkpoint, without reading their data."""
     _check_members(file, {"index", "arrays"}, path)
     group = file["arrays"]
     if not isinstance(group, h5py.Group):
@@ -186,10 +186,11 @@ def _check_members(group: h5py.Group, expected: set[str] | None, path: Path) -> 
 
 
 def _plain(dataset: Any, dtype: np.dtype[Any], path: Path) -> h5py.Dataset:
-    """Return a dataset that is nothing but numbers of a dtype inside this file. None of its data is read."""
+    """Return the dataset if it holds just numbers of a dtype inside this file, without reading its data."""
     is_plain = (
         isinstance(dataset, h5py.Dataset)
-        and dataset.id.get_create_plist().get_layout() in _LAYOUTS  # first: the size of others is in other files
+        and dataset.id.get_create_plist().get_layout()
+        in _LAYOUTS  # first: other layouts may open other files for their size
         and not dataset.external
         and dataset.ndim == 1
         and dataset.dtype == dtype
@@ -202,7 +203,7 @@ def _plain(dataset: Any, dtype: np.dtype[Any], path: Path) -> h5py.Dataset:
 
 
 def _arrays_of(rows: list[Any], datasets: dict[str, npt.NDArray[Any]], path: Path) -> list[NamedArray]:
-    """Return the arrays that rows of the index tell of: they fill the datasets, one after the other."""
+    """Return the arrays described by the rows of the index, which must fill the datasets in order."""
     ends = dict.fromkeys(datasets, 0)
     arrays = []
     for row in rows:
@@ -223,7 +224,7 @@ def _array_at(row: Any, ends: dict[str, int], datasets: dict[str, npt.NDArray[An
             raise ValueError(f"{str(row)[:60]} after {ends[dtype]}")
         values = datasets[dtype][offset : offset + math.prod(shape)].reshape(shape)
         if dtype == "bool" and (values > 1).any():
-            raise ValueError("truth that is neither 0 nor 1")
+            raise ValueError("a bool that is neither 0 nor 1")
     except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise CheckpointDamaged(
             f"restore: expected index rows that fit {path}, got {_line(error)}; use another."
@@ -234,18 +235,18 @@ def _array_at(row: Any, ends: dict[str, int], datasets: dict[str, npt.NDArray[An
 def open_data(path: str, names: list[str]) -> tuple[h5py.File, dict[str, h5py.Dataset]]:
     """Open a file of training data; return it and its datasets of the given names, to be read by rows.
 
-    As in checkpoints, links that lead elsewhere, virtual and external datasets are refused. A shared lock is held while
-    the file is open, where the file system has locks.
+    As in checkpoints, links, virtual and external datasets are refused. If the file system has locks, a shared lock is
+    held while the file is open.
 
     Raises:
-        DataError: when the file is missing, no HDF5 or locked, or a dataset is missing, or no rows of numbers in this
-            file.
+        DataError: if the file is missing, not HDF5 or locked, or if a dataset is missing or does not hold rows of
+            numbers in this file.
     """
     try:
         file = h5py.File(path, "r", locking="best-effort")
     except BlockingIOError:
         raise DataError(
-            f"from_hdf5: expected a file that nobody writes, got {path!r}, which is locked; wait until its writer has "
+            f"from_hdf5: expected a file without a writer, got {path!r}, which is locked; wait until its writer has "
             f"closed it."
         ) from None
     except OSError as error:
@@ -265,7 +266,7 @@ def _data(file: h5py.File, name: str, path: str) -> h5py.Dataset:
             there = sorted(group)[:8] if isinstance(group, h5py.Group) else []
             raise DataError(
                 f"from_hdf5: expected a dataset {name!r} in {path!r}, got {'none' if found is None else 'a link'} at "
-                f"{part!r}, beside {there}; name one that is there."
+                f"{part!r}, beside {there}; name an existing one."
             )
         group = group[part]
     if not isinstance(group, h5py.Dataset) or group.ndim < 1 or group.is_virtual or group.external:

@@ -1,4 +1,4 @@
-"""One place where a process keeps checkpoints: a folder, the room for a file, and the thread that writes it."""
+"""The saver of one folder: a buffer for a file and the background thread that writes it."""
 
 import functools
 import time
@@ -18,17 +18,17 @@ from hpcdist.checkpoint.tree import NamedArray
 
 
 class Tier:
-    """Saves into one folder, one save at a time, in the background.
+    """Saves into one folder in the background, one save at a time.
 
     Args:
-        folder: where to.
-        retention: what stays.
+        folder: destination.
+        retention: which checkpoints to keep.
 
     Attributes:
         folder: see above.
-        verified_step: of the last checkpoint that is durable and was read back; -1 before.
-        last_save_s: how long that took, from the copy on; None before.
-        last: what was committed last, or restored since; None before.
+        verified_step: step of the last checkpoint that is durable and was read back; -1 before the first.
+        last_save_s: its duration from the copy on, in seconds; None before the first.
+        last: manifest of the last committed or restored checkpoint; None before the first.
     """
 
     def __init__(self, folder: CheckpointFolder, retention: Retention) -> None:
@@ -52,19 +52,19 @@ class Tier:
         metrics: Mapping[str, float] | None,
         is_changed: bool = True,
     ) -> Path | None:
-        """Copy a state, have it written and what is older pruned; return the path that its file will have.
+        """Copy a state, and write it and prune older ones in the background; return the path of its file.
 
         Args:
             step: optimizer steps taken.
-            state: as JSON.
+            state: the state, as JSON.
             arrays: its arrays.
-            written: by whom.
-            metrics: for the manifest; None: those of the last one, if it is of the same step.
-            is_changed: whether it is known to differ from what was saved or restored last; else that is looked at, and
-                None returned where it does not.
+            written: its provenance.
+            metrics: metrics for the manifest; None: those of the last checkpoint, if it has the same step.
+            is_changed: False to compare the state with the last saved or restored one first, and return None if they
+                are equal.
 
         Raises:
-            CheckpointError: when the save before cannot be written, or this one cannot begin.
+            CheckpointError: if the previous save cannot be written, or this one cannot start.
         """
         self.finish()
         started = time.monotonic()
@@ -87,26 +87,26 @@ class Tier:
             self.last = committing.result()
 
     def is_committing(self, for_s: float) -> bool:
-        """Return whether the last save is not durable yet, after waiting for it for some seconds."""
+        """Wait up to `for_s` seconds for the last save; return whether it is not yet durable."""
         return _is_under_way(self._committing, for_s)
 
     def is_busy(self, for_s: float) -> bool:
-        """Return whether the last save is not durable and read back yet, after waiting for it for some seconds."""
+        """Wait up to `for_s` seconds for the last save; return whether it is not yet durable and read back."""
         return _is_under_way(self._tidying, for_s)
 
     def read(self, read: Callable[[], Found | None]) -> None:
-        """Begin to read a checkpoint: `read` looks for it."""
+        """Start to call `read`, which finds and reads a checkpoint, in the background."""
         self._reading = self._thread.submit(read)
 
     def is_reading(self, for_s: float) -> bool:
-        """Return whether what was begun to be read is not read yet, after waiting for it for some seconds."""
+        """Wait up to `for_s` seconds for the read; return whether it is still in progress."""
         return _is_under_way(self._reading, for_s)
 
     def finish_reading(self) -> Found | None:
-        """Return what was read.
+        """Return the checkpoint that was read.
 
         Raises:
-            CheckpointError: when it could not be.
+            CheckpointError: if reading failed.
         """
         assert self._reading is not None, "read comes first"
         reading, self._reading = self._reading, None
@@ -114,30 +114,30 @@ class Tier:
 
     @property
     def n_blocks(self) -> int:
-        """Blocks written and read so far: as long as it goes up, a save or restore that takes long is not stuck."""
+        """Blocks written and read so far: while it grows, a slow save or restore is not stuck."""
         return self._image.n_blocks + self.folder.n_blocks_read
 
     @property
     def is_settled(self) -> bool:
-        """Whether no save is under way, and none has failed that nobody was told of."""
+        """Whether no save is in progress and no failure is unreported."""
         saves = [future for future in (self._committing, self._tidying) if future is not None]
         return all(future.done() and future.exception() is None for future in saves)
 
     def finish_commit(self) -> None:
-        """Return when the last save is durable.
+        """Wait until the last save is durable.
 
         Raises:
-            CheckpointError: when it could not be written; told once.
+            CheckpointError: if it could not be written; raised once.
         """
         committing, self._committing = self._committing, None
         if committing is not None:
             committing.result()
 
     def finish(self) -> None:
-        """Return when the last save is durable, was read back, and older ones are pruned.
+        """Wait until the last save is durable, was read back, and older ones are pruned.
 
         Raises:
-            CheckpointError: when it could not be written; told once.
+            CheckpointError: if it could not be written; raised once.
         """
         self.finish_commit()
         tidying, self._tidying = self._tidying, None

@@ -1,4 +1,4 @@
-"""Nested state to JSON and named arrays, and back. No pickle: what is neither is refused."""
+"""Converts nested state to JSON and named arrays, and back. Refuses anything else: there is no pickle."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ import numpy.typing as npt
 from hpcdist.errors import CheckpointDamaged, CheckpointError
 
 Array = npt.NDArray[Any]
-#: Nests in nests that a checkpoint may have: Python's own limit depends on who calls.
+#: Deepest nesting of a state. A fixed limit: Python's recursion limit depends on the depth of the caller.
 MAX_DEPTH = 100
-#: The same as levels of JSON, three for each nest, and some around them.
+#: The same in levels of JSON: three per nesting level, and some around them.
 _MAX_LEVELS = 3 * MAX_DEPTH + 8
 
 
@@ -21,9 +21,9 @@ class NamedArray:
     """One array of a checkpoint.
 
     Attributes:
-        name: where it stood in the nest, such as "optimizer/state/0/exp_avg".
-        dtype: the name of its dtype; "bfloat16" for its bits in uint16.
-        values: C-contiguous, any shape.
+        name: its path in the state, such as "optimizer/state/0/exp_avg".
+        dtype: name of its dtype; "bfloat16" for its bits in uint16.
+        values: a C-contiguous array of any shape.
     """
 
     name: str
@@ -37,14 +37,14 @@ def encode(
     """Return `value` as JSON, its arrays moved to `arrays`.
 
     Args:
-        value: nest of dicts (keys text or whole numbers), lists, tuples, numbers, text, None and arrays.
-        name: of the value, for messages and for the arrays in it.
-        to_array: returns (array, dtype name) of a tensor, which is a leaf with new_tensor().
-        arrays: the list that arrays are appended to.
-        depth: of nests around the value.
+        value: nested dicts (keys are text or integers), lists, tuples, numbers, text, None and arrays.
+        name: name of the value, for messages and for the arrays in it.
+        to_array: returns (array, dtype name) of a tensor, that is, a leaf with new_tensor().
+        arrays: list to which arrays are appended.
+        depth: nesting levels around the value.
 
     Raises:
-        CheckpointError: for a value of another type, or nests deeper than `MAX_DEPTH`.
+        CheckpointError: for a value of another type, or nesting deeper than `MAX_DEPTH`.
     """
     if depth > MAX_DEPTH:
         raise CheckpointError(
@@ -60,14 +60,14 @@ def encode(
         return {kind: [encode(v, f"{name}/{i}", to_array, arrays, depth + 1) for i, v in enumerate(value)]}
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
         array = np.asarray(value)
-        array = array.astype(array.dtype.newbyteorder("="), copy=False)  # the name of a dtype does not tell the order
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)  # a dtype's name omits the byte order
         return {"array": _append(NamedArray(name, array.dtype.name, array), arrays)}
     if hasattr(value, "new_tensor"):
         array, dtype = to_array(value)
         return {"tensor": _append(NamedArray(name, dtype, array), arrays)}
     raise CheckpointError(
-        f"save: expected numbers, text, arrays and nests of them, got {type(value).__name__} in {name!r}; leave it out "
-        f"of state_dict()."
+        f"save: expected numbers, text, arrays, and dicts, lists and tuples of them, got {type(value).__name__} in "
+        f"{name!r}; leave it out of state_dict()."
     )
 
 
@@ -83,16 +83,16 @@ def _key(key: Any, name: str) -> str | int:
 
 
 def decode(node: Any, from_array: Callable[[Array, str], Any], arrays: list[NamedArray]) -> Any:
-    """Return the value that `encode` turned into `node` and `arrays`; `from_array` makes tensors of its own memory.
+    """Return the value that `encode` turned into `node` and `arrays`; `from_array` makes tensors with their own memory.
 
     Raises:
-        CheckpointDamaged: when `node` is not what `encode` makes.
+        CheckpointDamaged: if `node` is not a result of `encode`.
     """
     return _decode(node, from_array, arrays, set(range(len(arrays))))
 
 
 def is_too_deep(json: Any) -> bool:
-    """Return whether JSON has more levels than a state may have. Costs a look at each node; does not recur."""
+    """Return whether JSON has more levels than a state may have. Visits each node once; does not recurse."""
     level = [json]
     for _ in range(_MAX_LEVELS):
         parts = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, (dict, list))]
@@ -111,7 +111,7 @@ def _decode(node: Any, from_array: Callable[[Array, str], Any], arrays: list[Nam
             parts = [_decode(part, from_array, arrays, unused) for part in content]
             return tuple(parts) if kind == "tuple" else parts
         if kind in ("array", "tensor") and type(content) is int and content in unused:
-            unused.remove(content)  # a copy of it many times over could take more memory than there is
+            unused.remove(content)  # repeated references could multiply its copies beyond memory
             array = arrays[content]
             return from_array(array.values, array.dtype) if kind == "tensor" else array.values.copy()
     raise CheckpointDamaged(

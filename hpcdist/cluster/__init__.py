@@ -1,1 +1,1 @@
-"""Who am I: cluster descriptions, tasks and the resolvers that find them. Pure: environment in, frozen values out."""
+"""Cluster descriptions, tasks, and the resolvers that derive them. Pure: environment in, frozen values out."""

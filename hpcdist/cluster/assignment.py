@@ -1,4 +1,4 @@
-"""Which rank has which task: a pure function of the cluster and three numbers per rank."""
+"""Assigns a task to each rank: a pure function of the cluster and three numbers per rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ NONE = -1
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank knows of itself: three numbers, so that a large world exchanges 12 bytes a rank.
+    """One rank's own facts: three numbers, so that a large world exchanges 12 bytes per rank.
 
     Attributes:
-        declared: position in `ClusterSpec.tasks()` of the task it was told, or NONE.
-        node: a number that equal hosts share, rising with the lowest rank of the host.
+        declared: position in `ClusterSpec.tasks()` of the task that the rank was given, or NONE.
+        node: number of the rank's host; hosts are numbered by their lowest rank.
         named: position of the entry whose address names this rank's host, or NONE.
     """
 
@@ -27,22 +27,22 @@ class RankFacts:
 def assign_tasks(spec: ClusterSpec, facts: Sequence[RankFacts]) -> list[Task]:
     """Return the task of every rank.
 
-    A chief or worker entry owns one or more ranks, all on one host; a ps or evaluator entry owns one rank. Told tasks
-    are taken as they are. Untold, ranks take entries in the order chief, worker, ps, evaluator where counts agree; else
-    each host is one entry, matched by host name where addresses name hosts, else in host order.
+    A chief or worker entry owns one or more ranks, all on one host; a ps or evaluator entry owns one rank. Declared
+    tasks are used as they are. Otherwise, if there are as many ranks as entries, ranks take entries in the order chief,
+    worker, ps, evaluator. Else each host is one entry, matched by name if addresses name hosts, else in host order.
 
     Raises:
-        ConfigurationError: when ranks and entries do not add up.
+        ConfigurationError: if ranks and entries do not match.
     """
     entries = list(spec.tasks())
-    told = [rank for rank, fact in enumerate(facts) if fact.declared != NONE]
-    if told and len(told) != len(facts):
-        untold = next(rank for rank, fact in enumerate(facts) if fact.declared == NONE)
+    declared = [rank for rank, fact in enumerate(facts) if fact.declared != NONE]
+    if declared and len(declared) != len(facts):
+        undeclared = next(rank for rank, fact in enumerate(facts) if fact.declared == NONE)
         raise ConfigurationError(
-            f"cluster: expected a task on every rank or none, got one on rank {told[0]} and none on rank {untold}; "
-            f'set "task" for each rank, or drop it and let the rank decide.'
+            f"cluster: expected a task on every rank or none, got one on rank {declared[0]} and none on rank "
+            f'{undeclared}; set "task" for each rank, or drop it and let the rank decide.'
         )
-    if told:
+    if declared:
         owned = [fact.declared for fact in facts]
     elif len(entries) == len(facts):
         owned = list(range(len(entries)))
@@ -67,7 +67,7 @@ def _entries_by_host(spec: ClusterSpec, entries: list[Task], facts: Sequence[Ran
 def _check_owned(spec: ClusterSpec, entries: list[Task], owned: list[int], facts: Sequence[RankFacts]) -> None:
     if len(set(owned)) == 1 and len(entries) > 1:
         raise ConfigurationError(
-            f"cluster: expected a task of its own on every rank, got {entries[owned[0]]} on all {len(owned)}; "
+            f"cluster: expected a different task on every rank, got {entries[owned[0]]} on all {len(owned)}; "
             f'drop "task" from TF_CONFIG and the rank decides.'
         )
     ranks_of: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The one door to the process environment: read once, never written."""
+"""The only module that accesses the process environment: read once, never written."""
 
 import difflib
 import os
@@ -15,7 +15,7 @@ HPCDIST_VARIABLES = {
     "HPCDIST_TIMEOUT_S": "longest time, in seconds, for a collective or an agreement; then the job ends (default 600)",
 }
 
-#: What HPCDIST_DEBUG may name, with commas between.
+#: Valid names in HPCDIST_DEBUG, which is separated by commas.
 DEBUG_NAMES = ("collectives",)
 
 #: Launcher variables: (size, rank, launcher). The first pair that is set and larger than one wins.
@@ -29,7 +29,7 @@ LAUNCHER_VARIABLES = (
 
 @dataclass(frozen=True)
 class Launcher:
-    """What the launcher told this process: how many processes it started and which one this is."""
+    """The launcher's variables: how many processes it started and which one this is."""
 
     name: str
     size: int
@@ -52,7 +52,7 @@ def check_names(environ: Mapping[str, str]) -> None:
 
 
 def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
-    """Return what the launcher says about this process, or None when it was started by hand."""
+    """Return the launcher's facts about this process, or None if it was started by hand."""
     found = None
     for size_name, rank_name, name in LAUNCHER_VARIABLES:
         size, rank = environ.get(size_name, ""), environ.get(rank_name, "")
@@ -67,7 +67,7 @@ def timeout_s(environ: Mapping[str, str]) -> float:
     """Return HPCDIST_TIMEOUT_S in seconds.
 
     Raises:
-        ConfigurationError: when it is not a positive number.
+        ConfigurationError: if it is not a positive number.
     """
     text = environ.get("HPCDIST_TIMEOUT_S", "600")
     try:
@@ -82,26 +82,26 @@ def timeout_s(environ: Mapping[str, str]) -> float:
 
 
 def job_end(environ: Mapping[str, str]) -> float | None:
-    """Return when Slurm will end this job, in seconds since 1970; None when it is not Slurm's, or has no limit."""
+    """Return when Slurm will end this job, in seconds since 1970; None outside Slurm or without a limit."""
     text = environ.get("SLURM_JOB_END_TIME", "")
     return float(text) if text.isdecimal() else None
 
 
 def job_id(environ: Mapping[str, str]) -> str | None:
-    """Return the number of this batch job; None when it is not Slurm's."""
+    """Return the id of this Slurm job; None outside Slurm."""
     return environ.get("SLURM_JOB_ID") or None
 
 
 def nccl_may_share_devices(environ: Mapping[str, str]) -> bool:
-    """Return whether NCCL was told that several ranks may use one GPU (experimental, NCCL 2.30 and later)."""
+    """Return whether NCCL is set to let several ranks use one GPU (experimental, NCCL 2.30 and later)."""
     return environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0").strip() == "1"
 
 
 def debug_names(environ: Mapping[str, str]) -> frozenset[str]:
-    """Return what HPCDIST_DEBUG names, such as {"collectives"}.
+    """Return the names in HPCDIST_DEBUG, such as {"collectives"}.
 
     Raises:
-        ConfigurationError: when it names something else.
+        ConfigurationError: for an unknown name.
     """
     text = environ.get("HPCDIST_DEBUG", "")
     names = frozenset(name.strip() for name in text.split(",")) - {""}

@@ -1,6 +1,6 @@
-"""Resolvers: which tasks there are, and which one this process has. Role maps such as `chief:1,ps:2,worker:*`.
+"""Resolvers determine the cluster's tasks and this process's own. Role maps such as `chief:1,ps:2,worker:*`.
 
-TF_CONFIG and Slurm have resolvers in files of their own.
+The resolvers for TF_CONFIG and Slurm are in their own files.
 """
 
 from abc import ABC, abstractmethod
@@ -19,46 +19,46 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def resolve(self, rank: int, size: int) -> tuple[ClusterSpec, Task | None]:
-        """Return the cluster, and this process's task or None where the rank decides.
+        """Return the cluster, and this process's task or None if the rank decides.
 
         Args:
             rank: this process's rank among all.
             size: the number of ranks; an empty cluster means that every rank is a worker.
 
         Raises:
-            ConfigurationError: when the description is not valid, on this rank only.
+            ConfigurationError: if the description is not valid, on this rank only.
         """
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """Return the cluster as this process alone sees it."""
+        """Return the cluster from this process's view alone."""
 
     @property
     @abstractmethod
     def task_type(self) -> str | None:
-        """This process's task type, or None when it is not known."""
+        """This process's task type, or None if unknown."""
 
     @property
     @abstractmethod
     def task_id(self) -> int | None:
-        """This process's task index, or None when it is not known."""
+        """This process's task index, or None if unknown."""
 
     @property
     def host_names(self) -> Mapping[str, Task]:
-        """Host name -> the one task whose address names it; empty when addresses are labels."""
+        """Host name -> the one task whose address names it; empty if addresses are labels."""
         return {}
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """A resolver that is given the cluster and the task.
+    """A resolver for a given cluster and task.
 
     Args:
-        cluster_spec: the cluster; empty where every rank is a worker.
-        task_type, task_id: this process's task; None where the rank decides.
-        environment, num_accelerators, rpc_layer: accepted for compatibility; MPI has no use for them.
+        cluster_spec: the cluster; empty if every rank is a worker.
+        task_type, task_id: this process's task; None if the rank decides.
+        environment, num_accelerators, rpc_layer: accepted for compatibility and ignored.
 
     Raises:
-        ConfigurationError: when the cluster has no such task.
+        ConfigurationError: if the cluster has no such task.
     """
 
     def __init__(
@@ -105,16 +105,16 @@ class Communicator(Protocol):
 
 
 class MPIClusterResolver(ClusterResolver):
-    """Gives roles to ranks in the order of a role map.
+    """Assigns roles to ranks in the order of a role map.
 
     Args:
         roles: a role map such as "chief:1,ps:2,evaluator:1,worker:*"; default: HPCDIST_ROLES, else every rank a worker.
-        comm: the communicator whose ranks are meant; default: all ranks. Without it, questions asked before a strategy
-            exists are answered from the launcher's variables.
+        comm: the communicator of the ranks; default: all ranks. Without it, the properties use the launcher's
+            variables, as MPI may not be initialized yet.
         environ: a mapping to read instead of the process environment.
 
     Raises:
-        ConfigurationError: when the role map is not valid.
+        ConfigurationError: if the role map is not valid.
     """
 
     def __init__(
@@ -187,10 +187,10 @@ def _parse_count(count: str, part: str, text: str) -> int | None:
 
 
 def tasks_of_roles(counts: Mapping[str, int | None], size: int) -> list[Task]:
-    """Return the task of every rank 0..size-1: types in the map's order, `*` taking what is left.
+    """Return the task of every rank 0..size-1: types in the map's order, `*` for the remaining ranks.
 
     Raises:
-        ConfigurationError: when the roles need another number of ranks than there are.
+        ConfigurationError: if the roles need another number of ranks.
     """
     fixed = sum(count for count in counts.values() if count is not None)
     is_open = None in counts.values()
@@ -213,15 +213,15 @@ def spec_of_tasks(tasks: list[Task]) -> ClusterSpec:
 
 
 class UnionResolver(ClusterResolver):
-    """Joins clusters: tasks of one type follow one another, in the order of the resolvers; each address counts once.
+    """Joins clusters: concatenates the tasks of each type in the order of the resolvers; each address counts once.
 
-    This process's task is that of the first resolver that knows one.
+    This process's task comes from the first resolver that has one.
 
     Args:
         resolvers: at least one.
 
     Raises:
-        UsageError: without resolvers, or for anything else.
+        UsageError: without resolvers, or for an argument that is not one.
     """
 
     def __init__(self, *resolvers: ClusterResolver) -> None:
@@ -272,21 +272,21 @@ def _join(specs: list[ClusterSpec]) -> ClusterSpec:
 
 
 def _renumbered(task: Task, spec: ClusterSpec, joined: ClusterSpec) -> Task:
-    """Return a task of one cluster under its number in the joined one."""
+    """Return a task of one cluster with its index in the joined one."""
     if not spec:
         return task
     return Task(task.type, joined.job_tasks(task.type).index(spec.task_address(task.type, task.index)))
 
 
 class TPUClusterResolver(SimpleClusterResolver):
-    """Every rank is a worker with an XLA device of its own machine; nothing is looked up or connected to.
+    """Every rank is a worker with an XLA device of its machine. It performs no lookup and opens no connection.
 
     Args:
-        tpu: "local", "" or None, or the TPU's name, which is a label. Ranks run on the TPU's own hosts, so that an
-            address elsewhere is of no use.
-        zone: accepted for compatibility, as all that follow.
-        project: see zone.
-        job_name: the type of the tasks: "worker".
+        tpu: "local", "" or None, or the TPU's name, which is only a label. Addresses are refused, as ranks run on the
+            TPU's own hosts.
+        zone: accepted for compatibility and ignored.
+        project: likewise.
+        job_name: type of the tasks; must be "worker".
 
     Raises:
         ConfigurationError: for an address, or another job_name; on this rank only.

@@ -1,7 +1,7 @@
-"""SlurmClusterResolver: hosts, ports and tasks from a Slurm step, for programs that want TF_CONFIG-like addresses.
+"""SlurmClusterResolver: hosts, ports and tasks from a Slurm step, for programs that need TF_CONFIG-like addresses.
 
-Rules as in TensorFlow's resolver (tensorflow/python/distribute/cluster_resolver/slurm_cluster_resolver.py), with three
-differences: zero padding of host names is kept, hosts stay in Slurm's own order, and the environment is never written.
+It follows TensorFlow's resolver (tensorflow/python/distribute/cluster_resolver/slurm_cluster_resolver.py), with three
+differences: it keeps the zero padding of host names and Slurm's order of hosts, and never writes the environment.
 """
 
 import re
@@ -62,7 +62,7 @@ def parse_tasks_per_node(text: str) -> list[int]:
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """The cluster of this Slurm step: one task per rank, types given to ranks in sorted order of their names.
+    """The cluster of this Slurm step: one task per rank; types are assigned to ranks in alphabetical order.
 
     Args:
         jobs: task type -> number of tasks; default: every rank a worker.
@@ -71,7 +71,7 @@ class SlurmClusterResolver(ClusterResolver):
         environ: a mapping to read instead of the process environment.
 
     Raises:
-        ConfigurationError: outside a Slurm step, or when the tasks do not add up to the step's.
+        ConfigurationError: outside a Slurm step, or if the number of tasks differs from the step's.
     """
 
     def __init__(

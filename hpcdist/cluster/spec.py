@@ -1,4 +1,4 @@
-"""ClusterSpec and Task: the frozen description of a job and of one process's place in it."""
+"""ClusterSpec and Task: the frozen description of a job and of one process's task in it."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ class Task:
     """One entry of a cluster: its type and its index within the type.
 
     Raises:
-        ConfigurationError: on an unknown type, or an index that is no whole number from 0.
+        ConfigurationError: on an unknown type, or an index that is not an integer from 0.
     """
 
     type: str
@@ -81,7 +81,7 @@ class ClusterSpec:
         """Return the addresses of one task type.
 
         Raises:
-            ConfigurationError: when the cluster has no such type.
+            ConfigurationError: if the cluster has no such type.
         """
         for known, addresses in self._jobs:
             if known == type_:
@@ -89,14 +89,14 @@ class ClusterSpec:
         raise ConfigurationError(f"cluster: expected a task type of {self.jobs}, got {type_!r}; add it to the cluster.")
 
     def num_tasks(self, type_: str) -> int:
-        """Return how many tasks of one type there are; 0 for a type that the cluster does not name."""
+        """Return the number of tasks of one type; 0 for a type that the cluster does not have."""
         return len(self.as_dict().get(type_, ()))
 
     def task_address(self, type_: str, index: int) -> str:
         """Return the address of one task.
 
         Raises:
-            ConfigurationError: when there is no such type or index.
+            ConfigurationError: if there is no such type or index.
         """
         self.check_task(Task(type_, index))
         return self.job_tasks(type_)[index]
@@ -109,7 +109,7 @@ class ClusterSpec:
 
     @property
     def chief(self) -> Task:
-        """The task that saves and logs: the chief entry, or worker 0 when there is none."""
+        """The task that saves and logs: the chief entry, or worker 0 without one."""
         return Task("chief" if self.num_tasks("chief") else "worker", 0)
 
     def check_task(self, task: Task) -> None:

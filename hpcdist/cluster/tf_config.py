@@ -1,4 +1,4 @@
-"""TFConfigClusterResolver: the cluster as TF_CONFIG describes it."""
+"""TFConfigClusterResolver: the cluster described by TF_CONFIG."""
 
 import json
 from collections import Counter
@@ -10,7 +10,7 @@ from hpcdist.cluster.resolvers import SimpleClusterResolver
 from hpcdist.cluster.spec import ClusterSpec, Task
 from hpcdist.errors import ConfigurationError
 
-#: Keys of TF_CONFIG that are understood; the last two are TensorFlow's and say nothing to MPI.
+#: Valid keys of TF_CONFIG; the last two are TensorFlow's and are ignored.
 KEYS = ("cluster", "task", "rpc_layer", "environment")
 
 
@@ -18,10 +18,10 @@ def parse_tf_config(text: str) -> tuple[ClusterSpec, Task | None]:
     """Parse TF_CONFIG. Empty text and `{}` mean no cluster, as in TensorFlow.
 
     Returns:
-        The cluster, and the task or None when TF_CONFIG has no "task".
+        The cluster, and the task or None if TF_CONFIG has no "task".
 
     Raises:
-        ConfigurationError: on anything that is not a valid TF_CONFIG, saying what was expected.
+        ConfigurationError: on anything that is not a valid TF_CONFIG; the message states what was expected.
     """
     config = _parse_object(text)
     if not config:
@@ -82,15 +82,15 @@ def _parse_task(task: Any, spec: ClusterSpec) -> Task:
 
 
 class TFConfigClusterResolver(SimpleClusterResolver):
-    """The cluster that TF_CONFIG describes. The environment is read once, when the resolver is made.
+    """The cluster described by TF_CONFIG. The environment is read once, when the resolver is created.
 
     Args:
-        task_type, task_id: override the task that TF_CONFIG names.
-        rpc_layer, environment: accepted as in TensorFlow; they say nothing to MPI.
+        task_type, task_id: override the task in TF_CONFIG.
+        rpc_layer, environment: accepted for compatibility and ignored.
         environ: a mapping to read instead of the process environment.
 
     Raises:
-        ConfigurationError: when TF_CONFIG is not valid; on this rank only. A strategy agrees on it first.
+        ConfigurationError: if TF_CONFIG is not valid; on this rank only. A strategy raises it on all ranks.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class TFConfigClusterResolver(SimpleClusterResolver):
 
     @property
     def host_names(self) -> Mapping[str, Task]:
-        """Host part of each address that names a host no other address names -> its task."""
+        """Host part -> task, for each host that exactly one address names."""
         hosts = {task: _host(self._spec.task_address(task.type, task.index)) for task in self._spec.tasks()}
         times = Counter(hosts.values())
         return {host: task for task, host in hosts.items() if times[host] == 1}

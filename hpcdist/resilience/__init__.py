@@ -1,1 +1,1 @@
-"""Objects to named arrays and back, saved and restored by all ranks together."""
+"""Saves, restores and stops a job: checkpoints of training objects, taken collectively, and what ends an attempt."""

@@ -1,4 +1,4 @@
-"""What any rank wants, learnt by all at the same poll: from sums of gradients, else by a message now and then."""
+"""Agreement on stop and save requests: all ranks learn of a request at the same poll."""
 
 import time
 from collections.abc import Callable
@@ -8,27 +8,27 @@ from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.step_flags import Request
 from hpcdist.runtime.world import World
 
-#: Polls without a sum of gradients before ranks ask each other, and the most that this grows to.
+#: Initial and largest number of polls without a gradient all-reduce between two explicit all-reduces.
 FIRST_POLLS, MAX_POLLS = 2, 32
-#: Aimed at between two such messages: much less than a batch system's notice, much more than a message costs.
+#: Target time between two explicit all-reduces: far below a batch system's notice, far above their cost.
 ASK_EVERY_S = 0.1
 _TIME_BITS = 48
 
 
 class Agreement:
-    """Lets the ranks of one role act alike on what any of them wants.
+    """Makes all ranks of one role act on a request of any of them at the same poll.
 
-    Between two polls with a sum of gradients the sum has told everyone, and a poll is a look at a number. Without one,
-    in evaluation or in numpy programs, every k-th poll is an all-reduce of 8 bytes; k follows from the time between
-    polls of the slowest rank, and is equal on all ranks. One rank asks nobody.
+    Requests are piggybacked on the gradient all-reduce: after one, a poll only reads a number. Without gradients, as in
+    evaluation or numpy programs, every k-th poll is an all-reduce of 8 bytes. k is derived from the slowest rank's time
+    between polls and is equal on all ranks. A single rank does not communicate.
 
     Args:
-        world: its ranks of this rank's role poll equally often.
-        requested: returns what this rank requests now.
-        clock: seconds that only go up.
+        world: all ranks of this rank's role must poll equally often.
+        requested: returns this rank's current request.
+        clock: monotonic seconds.
 
     Attributes:
-        n_messages: all-reduces made so far.
+        n_messages: explicit all-reduces so far.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Agreement:
         self.n_messages = 0
 
     def poll(self, at_once: bool = False) -> Request:
-        """Return what any rank wanted, or the most of it; the same on all ranks. Collective: the ranks of the role.
+        """Return the strongest request of any rank; equal on all ranks. Collective: the ranks of the role.
 
         Args:
-            at_once: ask, if no sum of gradients has told: equal on all ranks.
+            at_once: all-reduce now unless gradients have carried the requests; must be equal on all ranks.
         """
         if self._world.role_comm.size == 1:
             return self._requested()
@@ -57,10 +57,10 @@ class Agreement:
         return self._ask() if at_once or self._n_polls >= self._every else Request.NONE
 
     def require_same_step(self, step: int) -> None:
-        """Raise unless all ranks of the role have made as many steps. Collective: they.
+        """Raise unless all ranks of the role are at the same step. Collective: the ranks of the role.
 
         Raises:
-            DesyncError: on every rank alike.
+            DesyncError: on all ranks.
         """
         if not self._world.all_equal(str(step), self._world.role_comm):
             error = DesyncError(
@@ -70,29 +70,29 @@ class Agreement:
             self._world.agree(error, self._world.role_comm)
 
     def first_reason(self, own: str | None) -> str | None:
-        """Return the reason of the lowest rank of the role that has one, on all of them. Collective: they."""
+        """Return, on all ranks, the reason of the lowest rank that has one. Collective: the ranks of the role."""
         comm = self._world.role_comm
         lowest = self._world.all_reduce_int(comm.size if own is None else comm.rank, MPI.MIN, comm)
         return None if lowest == comm.size else self._world.broadcast_text(own or "", lowest, comm)
 
     def any_rank(self, is_true: bool) -> bool:
-        """Return whether it is true on any rank of the role. Collective: they."""
+        """Return whether `is_true` holds on any rank of the role. Collective: the ranks of the role."""
         return self._world.all_reduce_int(int(is_true), MPI.MAX, self._world.role_comm) > 0
 
     def _start_again(self) -> None:
         self._n_polls, self._every, self._since = 0, FIRST_POLLS, self._clock()
 
     def _ask(self) -> Request:
-        """Return what any rank wants now, and agree on when to ask again. Collective: the ranks of the role.
+        """All-reduce the requests, and agree on the number of polls until the next time. Collective: the role's ranks.
 
-        Cost: one all-reduce of 8 bytes. The largest number wins: what is wanted first, then the time between polls. A
-        stop on one rank hides a save on another.
+        Cost: one all-reduce (maximum) of 8 bytes: the request in the high bits, the time between polls in the low
+        bits. A stop on one rank hides a save on another.
         """
         elapsed_us = int((self._clock() - self._since) * 1e6 / self._n_polls)
         own = int(self._requested()) << _TIME_BITS | min(elapsed_us, (1 << _TIME_BITS) - 1)
         agreed = self._world.all_reduce_int(own, MPI.MAX, self._world.role_comm)
-        want, poll_us = agreed >> _TIME_BITS, max(agreed & ((1 << _TIME_BITS) - 1), 1)
+        request, poll_us = agreed >> _TIME_BITS, max(agreed & ((1 << _TIME_BITS) - 1), 1)
         self.n_messages += 1
         self._n_polls, self._since = 0, self._clock()
         self._every = min(max(int(ASK_EVERY_S * 1e6 / poll_us), 1), MAX_POLLS, 2 * self._every)
-        return Request(want)
+        return Request(request)

@@ -1,4 +1,4 @@
-"""The last save of a process, when its program ends: waited for, and told of if it cannot be written."""
+"""Wait for the last save when the program ends, and fail if it cannot be written."""
 
 import atexit
 import logging
@@ -13,9 +13,9 @@ logger = logging.getLogger("hpcdist")
 
 
 def finish_at_exit(owner: object, progress: DiskProgress) -> None:
-    """Let the end of the program wait for the saves of an owner, also if nobody holds that any more by then.
+    """Make the interpreter wait for the owner's saves at exit, even if the owner has been collected by then.
 
-    Not collective. Who lets go of the owner waits for nothing: it may be the thread that writes.
+    Not collective. Dropping the owner never blocks: the background thread itself may drop the last reference.
     """
     atexit.register(_finish_held, weakref.ref(owner), weakref.ref(progress), os.getpid())
     weakref.finalize(owner, _finish_later, progress, os.getpid()).atexit = False
@@ -33,12 +33,12 @@ def _finish_later(progress: DiskProgress, pid: int) -> None:
 
 
 def _finish(progress: DiskProgress, pid: int, is_held: bool) -> None:
-    if os.getpid() != pid:  # a forked child has no such thread
+    if os.getpid() != pid:  # a forked child does not inherit the background thread
         return
     try:
         progress.finish_alone(send_heartbeat)
     except CheckpointError as error:
-        if isinstance(error, AttemptReplaced) and not is_held:  # by the program's next manager, maybe
+        if isinstance(error, AttemptReplaced) and not is_held:  # possibly replaced by the program's next manager
             logger.warning("%s", error)
-        else:  # Python would print it and leave with 0
+        else:  # raising here would make Python print the error and exit with 0
             end_job(f"hpcdist: {error}\n", int(error.exit_code))

@@ -1,4 +1,4 @@
-"""One attempt of a job, as the run folder tells of it: what to do if it dies, and what became of it."""
+"""One attempt of a job as recorded in the run folder: what the launcher must do next, and how the attempt ended."""
 
 import logging
 from pathlib import Path
@@ -22,15 +22,15 @@ logger = logging.getLogger("hpcdist")
 
 
 class Attempt:
-    """Writes decisions at the turns of an attempt. The chief decides and writes.
+    """Writes the launcher's decision when an attempt starts, commits its first checkpoint and ends.
 
-    Collective: chief and workers, at every method but `gave_up` and `left`.
+    The chief decides and writes. All methods but `record_desync` and `record_end` are collective: chief and workers.
 
     Args:
-        world: who they are.
-        manager: of the checkpoints; the run folder is the parent of its folder.
-        is_counted: whether an attempt without a newer checkpoint of the manager came no further. Where somebody else
-            saves, nobody can know: the verdict is "requeue" then, until the program finishes.
+        world: the ranks of the job.
+        manager: writes the checkpoints; the run folder is the parent of its folder.
+        is_counted: whether an attempt without a newer checkpoint of this manager made no progress. If the user's own
+            function saves, progress is unknown: the verdict stays "requeue" until the program finishes.
 
     Attributes:
         folder: the run folder.
@@ -47,18 +47,18 @@ class Attempt:
         self._step: int | None = None
 
     def begin(self) -> None:
-        """Write down what shall happen if the attempt dies before its first checkpoint.
+        """Write the decision that applies if the attempt dies before its first checkpoint.
 
         Raises:
-            NoProgressError: when attempts before it died again and again; on every rank alike.
-            CheckpointError: when it cannot be written; on every rank alike.
+            NoProgressError: after too many attempts without progress; on all ranks.
+            CheckpointError: if the decision cannot be written; on all ranks.
         """
         with self._world.agreed(self._world.role_comm):
             if self._world.is_chief:
                 self._begin()
 
     def renew(self) -> None:
-        """Write it down again, now that it is known what the attempt goes on from. Raises as `begin`."""
+        """Write the decision again after the restore, which may change the count of attempts. Raises as `begin`."""
         with self._world.agreed(self._world.role_comm):
             if self._world.is_chief:
                 self._decide()
@@ -68,7 +68,7 @@ class Attempt:
         self._step, self._n_idle = (earlier or {}).get("step"), (earlier or {}).get("idle_stops", 0)
         self._has_earlier = earlier is not None
         if at_start(self._n_fruitless, self._has_earlier).exit_code is None:
-            self._manager.note_start()  # before "requeue" is written: who dies right after it counts
+            self._manager.note_start()  # before "requeue" is written, so that a death right after it counts
         self._decide()
 
     @property
@@ -80,24 +80,24 @@ class Attempt:
         self._write(decision)
         if decision.exit_code is not None:
             raise NoProgressError(
-                f"PreemptionCheckpointHandler: expected attempts that come further, got {decision.reason} without a "
-                f"newer checkpoint; see to what ends them, then remove {self._file.path} to try again."
+                f"PreemptionCheckpointHandler: expected attempts that make progress, got {decision.reason} without a "
+                f"newer checkpoint; fix what ends them, then remove {self._file.path} to try again."
             )
 
     def committed(self, step: int) -> None:
-        """Note the first checkpoint of this attempt.
+        """Record that this attempt has committed its first checkpoint.
 
         Raises:
-            CheckpointError: when it cannot be written; on every rank alike.
+            CheckpointError: if the decision cannot be written; on all ranks.
         """
         self._manager.wait()
         self._note(at_first_commit(), step)
 
     def stopped(self, reason: str, step: int) -> tuple[ExitCode, str]:
-        """Note that the attempt was asked to stop, and return the exit code for all ranks, and why it is that.
+        """Record that the attempt was asked to stop; return the exit code for all ranks, and its reason.
 
         Raises:
-            CheckpointError: when it cannot be written, or the last save could not; on every rank alike.
+            CheckpointError: if the decision or the last save cannot be written; on all ranks.
         """
         self._manager.end_attempt()
         has_newer = self._manager.fruitless_attempts == 0
@@ -109,7 +109,7 @@ class Attempt:
         return ExitCode(int(code)), why
 
     def finished(self, step: int) -> None:
-        """Note that the program came to its end.
+        """Record that the program has finished.
 
         Raises:
             CheckpointError: as `stopped`.
@@ -117,10 +117,10 @@ class Attempt:
         self._manager.end_attempt()
         self._note(at_end(), step)
 
-    def gave_up(self, error: DesyncError) -> None:
-        """Note that ranks differ: nobody shall run it again before a person has looked.
+    def record_desync(self, error: DesyncError) -> None:
+        """Record that ranks differ: the job must not be requeued before a person has looked at it.
 
-        Not collective: ranks that differ may not be at the same place. Where it cannot be written the log says so.
+        Not collective: diverged ranks may be at different points of the program. A failed write is logged.
         """
         if self._world.is_chief:
             try:
@@ -128,10 +128,10 @@ class Attempt:
             except CheckpointError as unwritten:
                 logger.warning("%s", unwritten)
 
-    def left(self, step: int) -> None:
-        """Note that the program came to its end, on a rank that is leaving; nothing if another attempt has begun.
+    def record_end(self, step: int) -> None:
+        """Record, while this rank exits, that the program has finished, unless a later attempt has begun.
 
-        Copies in memory are removed. Not collective.
+        Removes copies in memory. Not collective.
 
         Raises:
             CheckpointError: as `stopped`.
@@ -158,5 +158,5 @@ class Attempt:
             attempt=self._manager.generation,
             fruitless_attempts=self._manager.fruitless_attempts,
             idle_stops=self._n_idle,
-            job=job_id(read_environment()),  # whose word it is, should two jobs have one folder
+            job=job_id(read_environment()),  # the author, in case two jobs share a folder
         )

@@ -1,4 +1,4 @@
-"""Checkpoint: training objects to named arrays and back."""
+"""Checkpoint: converts training objects to named arrays and back."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,15 +19,15 @@ class Checkpoint:
     """Named objects whose state is saved and restored together.
 
     Args:
-        objects: each with state_dict() and load_state_dict(), such as modules, optimizers, schedulers, distributed
-            datasets and the strategy (which holds seed and step of the random numbers); or numpy arrays, restored in
-            place.
+        objects: objects with state_dict() and load_state_dict(), such as modules, optimizers, schedulers, distributed
+            datasets and the strategy (which holds the seed and step of the random numbers); or numpy arrays, which are
+            restored in place.
 
     Attributes:
-        step: of the last save or restore; 0 before.
+        step: step of the last save or restore; 0 before the first.
 
     Raises:
-        UsageError: for an object of another kind.
+        UsageError: for any other object.
     """
 
     def __init__(self, **objects: Any) -> None:
@@ -46,17 +46,17 @@ class Checkpoint:
 
     @property
     def world(self) -> World:
-        """The ranks that save and restore together: those of the strategy among the objects, else the process's own."""
+        """The ranks that save and restore together: those of the strategy among the objects, else the default world."""
         worlds = [item.world for item in self._objects.values() if isinstance(getattr(item, "world", None), World)]
         return worlds[0] if worlds else make_world()
 
     def describe_sums(self) -> dict[str, Any]:
-        """Return how the strategy among the objects sums gradients; nothing without one."""
+        """Return how the strategy among the objects sums gradients; empty without a strategy."""
         describes = [getattr(item, "describe_sums", None) for item in self._objects.values()]
         return next((describe() for describe in describes if describe is not None), {})
 
     def count_steps(self) -> StepCount:
-        """Return a new count, from the step that was saved or restored last; what it learns is saved too."""
+        """Return a new count that starts at the last saved or restored step; its state is saved too."""
         self._steps = StepCount(self.world.step_flags, self.step, self._is_outside)
         return self._steps
 
@@ -65,39 +65,39 @@ class Checkpoint:
         return self._was_outside or (self._steps is not None and self._steps.is_outside)
 
     def gather(self) -> dict[str, Any]:
-        """Return the states of objects that gather them from all ranks: variables of a copy per replica, and metrics.
+        """Return the states that are gathered from all ranks: those of variables with a copy per replica, and metrics.
 
-        Collective where there are such objects: all ranks.
+        Collective if the checkpoint holds such objects: all ranks.
         """
         gathered = {name: item for name, item in self._objects.items() if getattr(item, "is_state_collective", False)}
         return {name: item.state_dict() for name, item in gathered.items()}
 
     def collect(self, gathered: dict[str, Any]) -> tuple[Any, list[NamedArray]]:
-        """Return the state of all objects as JSON and named arrays. Not collective; nothing is copied yet.
+        """Return the state of all objects as JSON and named arrays, without copying. Not collective.
 
         Args:
-            gathered: as `gather` returned it.
+            gathered: the result of `gather`.
         """
         arrays: list[NamedArray] = []
         states = {name: gathered[name] if name in gathered else _state_of(item) for name, item in self._objects.items()}
         nodes = {name: encode(state, name, to_array, arrays) for name, state in states.items()}
         kinds = {name: _kind(item) for name, item in self._objects.items()}
-        steps = {"steps": "outside of run"} if self._is_outside else {}  # no entry, as in older files: not known
+        steps = {"steps": "outside of run"} if self._is_outside else {}  # older files have no entry: unknown
         return {"objects": nodes, "kinds": kinds, **steps}, arrays
 
     def collect_equal(self) -> tuple[Any, list[NamedArray]]:
-        """Return the state of models and optimizers, which all ranks hold alike. Not collective; nothing is copied."""
+        """Return the state of models and optimizers, which is equal on all ranks, without copying. Not collective."""
         arrays: list[NamedArray] = []
         equal = {name: item for name, item in self._objects.items() if _is_equal_everywhere(item)}
         return {name: encode(item.state_dict(), name, to_array, arrays) for name, item in equal.items()}, arrays
 
     def claim_files(self) -> None:
-        """Let metrics files begin anew: the attempts before this one were replaced.
+        """Give this attempt its own copy of each metrics file, out of reach of the attempts it replaced.
 
-        Not collective: for the chief.
+        Not collective: chief only.
 
         Raises:
-            CheckpointError: when one cannot be written.
+            CheckpointError: if a file cannot be written.
         """
         for item in self._objects.values():
             if isinstance(item, MetricsFile):
@@ -107,13 +107,13 @@ class Checkpoint:
         """Load a state into all objects.
 
         Args:
-            state: as `collect` returned it.
-            arrays: as `collect` returned them.
-            source: name of the file, for messages.
+            state: JSON from `collect`.
+            arrays: arrays from `collect`.
+            source: file name, for messages.
 
         Raises:
-            CheckpointDamaged: when the state is not what `collect` returns, whatever digest it has; likewise.
-            CheckpointError: when the objects, or the shapes in a module, are others; nothing is loaded then.
+            CheckpointDamaged: if the state is not one that `collect` returns, even if its digest is right.
+            CheckpointError: if objects or shapes differ; nothing is loaded then.
         """
         kinds = {name: _kind(item) for name, item in self._objects.items()}
         nodes, their_kinds = _parts_of(state, source)
@@ -136,12 +136,12 @@ def _state_of(item: Any) -> Any:
 
 
 def _is_equal_everywhere(item: Any) -> bool:
-    """Return whether an object is a module, or an optimizer of all ranks; others may be one rank's own."""
+    """Return whether all ranks hold the object: a module, or an optimizer that every rank steps."""
     return hasattr(item, "named_parameters") or (hasattr(item, "param_groups") and not is_stepped_by_chief(item))
 
 
 def _kind(item: Any) -> str:
-    """Return what an object is to a checkpoint: modules are told apart by their arrays, all else by its class."""
+    """Return the object's kind: "module", since arrays identify modules, or the name of its class."""
     return "module" if hasattr(item, "named_parameters") else type(item).__name__
 
 
@@ -150,7 +150,7 @@ def _damaged(expected: str, found: Any, source: str) -> CheckpointDamaged:
 
 
 def _parts_of(state: Any, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the nodes and the kinds of the objects in a state that may be any JSON: a digest is no signature."""
+    """Return the nodes and kinds of the objects in a state, which may be any JSON: a digest is no signature."""
     nodes, kinds = (state.get("objects"), state.get("kinds")) if isinstance(state, dict) else (None, None)
     if not isinstance(nodes, dict) or not isinstance(kinds, dict) or nodes.keys() != kinds.keys():
         raise _damaged("objects, each with its kind,", state, source)
@@ -162,14 +162,14 @@ def _decoded(name: str, node: Any, arrays: list[NamedArray], source: str) -> Any
         return decode(node, from_array, arrays)
     except CheckpointDamaged as error:
         raise CheckpointDamaged(f"{error} ({name!r} in {source})") from None
-    except (TypeError, ValueError) as error:  # numbers that no tensor has
+    except (TypeError, ValueError) as error:  # values that no tensor can hold
         raise _damaged(f"tensors for {name!r}", error, source) from None
 
 
 def _check_shape(name: str, item: Any, loaded: Any, source: str) -> None:
-    """Raise CheckpointDamaged unless `loaded` is a nest such as a module or an optimizer returns for its state."""
+    """Raise CheckpointDamaged unless `loaded` has the structure of a module's or an optimizer's state."""
     if hasattr(item, "param_groups"):
-        if _is_optimizer_state(item.state_dict()) and not _is_optimizer_state(loaded):  # wrappers keep more
+        if _is_optimizer_state(item.state_dict()) and not _is_optimizer_state(loaded):  # wrappers have their own
             raise _damaged(f"groups of parameters and a dict for each parameter of {name!r}", loaded, source)
     elif hasattr(item, "named_parameters") and not isinstance(loaded, Mapping):
         raise _damaged(f"a dict of arrays for {name!r}", loaded, source)
@@ -187,15 +187,15 @@ def _is_optimizer_state(loaded: Any) -> bool:
 
 
 def _is_list_of_names(value: Any) -> bool:
-    """Return whether a value names parameters as optimizers do: by numbers, some by text."""
+    """Return whether a value names parameters as optimizers do: by number, in some by text."""
     return isinstance(value, list) and all(type(name) in (int, str) for name in value)
 
 
 def _check_layout(name: str, item: Any, loaded: Any, source: str) -> None:
-    """Raise CheckpointError unless `loaded` has the arrays of a module or numpy array, or an optimizer's groups."""
+    """Raise CheckpointError unless `loaded` has the object's arrays or, for an optimizer, its parameter groups."""
     if hasattr(item, "param_groups"):
         state = item.state_dict()
-        if not _is_optimizer_state(state):  # a wrapper's: it alone knows where the groups are
+        if not _is_optimizer_state(state):  # a wrapper's state: only the wrapper can find the groups
             return
         own, theirs = _group_sizes(state), _group_sizes(loaded)
     elif isinstance(item, np.ndarray):
@@ -218,7 +218,7 @@ def _layouts(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _dtype_of(value: Any) -> str:
-    """Return the name of a tensor's or an array's dtype, in whatever order its bytes are: it is saved in ours."""
+    """Return the dtype's name without its byte order: arrays are saved in native order."""
     return value.dtype.name if isinstance(value.dtype, np.dtype) else str(value.dtype).removeprefix("torch.")
 
 

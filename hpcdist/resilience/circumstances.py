@@ -1,4 +1,4 @@
-"""What a checkpoint was written with, as far as the bits of further training depend on it."""
+"""Provenance of a checkpoint: the versions, threads and placement that the bits of further training depend on."""
 
 import logging
 import platform
@@ -13,14 +13,14 @@ from hpcdist.runtime.world import World
 
 logger = logging.getLogger("hpcdist")
 
-#: Facts that the bits of further training depend on; a restore under others warns.
+#: Facts that the bits of further training depend on; a restore warns if one has changed.
 _BITS_DEPEND_ON = ("ranks", "hosts", "threads", "instruction_set", "torch", "mpi", "all_reduce", "wire", "replicas")
-#: They do not depend on these where the number of replicas was given.
+#: Facts that do not matter if the number of replicas is fixed.
 _OF_PLACEMENT = ("ranks", "hosts", "mpi")
 
 
 def describe(world: World, sums: dict[str, Any]) -> dict[str, Any]:
-    """Return versions, ranks, hosts, threads and time of now, and how gradients are summed. Not collective."""
+    """Return versions, ranks, hosts, threads, how gradients are summed, and the time. Not collective."""
     return {
         **_versions(),
         **describe_numerics(),
@@ -34,16 +34,16 @@ def describe(world: World, sums: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@cache  # they are read from files, while training waits
+@cache  # reading them opens files, while training waits
 def _versions() -> dict[str, str]:
     return {package: version(package) for package in ("hpcdist", "numpy", "h5py", "mpi4py")}
 
 
 def warn_of_changes(written: dict[str, Any], now: dict[str, Any]) -> None:
-    """Say in the log what has changed since a checkpoint was written, if bits may differ for it."""
-    is_counted = now.get("replicas") is not None and written.get("replicas") == now["replicas"]
-    telling = [key for key in _BITS_DEPEND_ON if not (is_counted and key in _OF_PLACEMENT)]
-    known = [key for key in telling if key in written and key in now]  # an older file may not tell
+    """Log which facts have changed since a checkpoint was written, if the change may alter bits."""
+    has_fixed_replicas = now.get("replicas") is not None and written.get("replicas") == now["replicas"]
+    relevant = [key for key in _BITS_DEPEND_ON if not (has_fixed_replicas and key in _OF_PLACEMENT)]
+    known = [key for key in relevant if key in written and key in now]  # older files lack some
     changes = [f"{key} {written[key]} -> {now[key]}" for key in known if written[key] != now[key]]
     if changes:
         logger.warning("restore: bits may differ from an unbroken run, as these changed: %s", ", ".join(changes))

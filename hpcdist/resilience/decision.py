@@ -1,7 +1,7 @@
-"""What shall happen to a job after this attempt, for its launcher: run again, stop, or nothing as it is finished.
+"""The launcher's next action after this attempt: requeue the job, stop, or nothing because it is finished.
 
-Exit codes are not enough: a job that is killed has none, and launchers report them differently. So the file says at any
-time what to do if this attempt dies now, without another word.
+Exit codes do not suffice: a killed job has none, and launchers report them differently. So at any time the file states
+what to do if this attempt dies now.
 """
 
 import enum
@@ -17,12 +17,12 @@ from hpcdist.errors import CheckpointError, ExitCode
 
 logger = logging.getLogger("hpcdist")
 
-#: Attempts in a row that may end without a newer checkpoint. The next one does not start.
+#: Consecutive attempts that may end without a newer checkpoint. The next one does not start.
 MAX_FRUITLESS = 3
 
 
 class Verdict(str, enum.Enum):
-    """What the launcher shall do. Stable: batch scripts rely on these words."""
+    """What the launcher must do. Stable: batch scripts rely on these words."""
 
     FINISHED = "finished"
     REQUEUE = "requeue"
@@ -31,7 +31,7 @@ class Verdict(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Decision:
-    """A verdict, why, and the exit code to leave with now; None to go on."""
+    """A verdict, its reason, and the exit code to leave with now; None to continue."""
 
     verdict: Verdict
     reason: str
@@ -39,14 +39,14 @@ class Decision:
 
 
 def at_start(n_fruitless: int, has_earlier: bool) -> Decision:
-    """Decide what shall happen if an attempt dies before its first checkpoint, and whether it may start.
+    """Decide what follows if an attempt dies before its first checkpoint, and whether it may start.
 
     Args:
-        n_fruitless: attempts in a row without a checkpoint of their own, this one included.
-        has_earlier: whether an earlier decision is there. Who removes the file wants another try.
+        n_fruitless: consecutive attempts without progress, this one included.
+        has_earlier: whether an earlier decision exists. Removing the file permits another try.
     """
     if n_fruitless < MAX_FRUITLESS:
-        return Decision(Verdict.REQUEUE, "died without a word")
+        return Decision(Verdict.REQUEUE, "died without notice")
     reason = f"attempt {n_fruitless} in a row that died without a newer checkpoint"
     if n_fruitless == MAX_FRUITLESS or not has_earlier:
         return Decision(Verdict.STOP, reason)
@@ -54,17 +54,17 @@ def at_start(n_fruitless: int, has_earlier: bool) -> Decision:
 
 
 def at_first_commit() -> Decision:
-    """Decide what shall happen if an attempt dies after it had a checkpoint: it has come further."""
-    return Decision(Verdict.REQUEUE, "died without a word, after a newer checkpoint")
+    """Decide what follows if an attempt dies after its first checkpoint: it has made progress."""
+    return Decision(Verdict.REQUEUE, "died without notice, after a newer checkpoint")
 
 
 def at_stop(reason: str, n_idle: int) -> Decision:
-    """Decide what shall happen after an attempt that was asked to stop.
+    """Decide what follows an attempt that was asked to stop.
 
     Args:
-        reason: who asked.
-        n_idle: attempts in a row, this one included, that were stopped before they had a newer checkpoint; 0 when this
-            one has.
+        reason: source of the stop request.
+        n_idle: consecutive attempts, this one included, that were stopped without a newer checkpoint; 0 if this one
+            has a newer checkpoint.
     """
     if n_idle >= MAX_FRUITLESS:
         reason = f"{n_idle} attempts in a row were stopped without a newer checkpoint, this one by {reason}"
@@ -73,21 +73,21 @@ def at_stop(reason: str, n_idle: int) -> Decision:
 
 
 def at_desync(reason: str) -> Decision:
-    """Decide what shall happen after ranks turned out to differ: another attempt may differ again, unnoticed."""
+    """Decide what follows if ranks differ: stop, as another attempt might differ again unnoticed."""
     return Decision(Verdict.STOP, reason, ExitCode.DO_NOT_REQUEUE)
 
 
 def at_end() -> Decision:
-    """Decide what shall happen after the program's end."""
-    return Decision(Verdict.FINISHED, "the program came to its end", ExitCode.DONE)
+    """Decide what follows the program's end."""
+    return Decision(Verdict.FINISHED, "the program has finished", ExitCode.DONE)
 
 
 class DecisionFile:
-    """`decision.json` in a run folder, replaced wholly or not at all.
+    """`decision.json` in a run folder, replaced atomically.
 
     Args:
         folder: the run folder.
-        disk: the seam to the file system.
+        disk: file system calls, which tests replace.
     """
 
     def __init__(self, folder: Path, disk: durable.Disk | None = None) -> None:
@@ -95,11 +95,11 @@ class DecisionFile:
         self._disk = disk or durable.Disk()
 
     def read(self) -> dict[str, Any] | None:
-        """Return what was written last; None when there is no file, or none that can be understood."""
+        """Return the last content; None if the file is missing or unreadable."""
         try:
             content = json.loads(self.path.read_text())
             if not _is_decision(content):
-                raise ValueError("expected the facts of an attempt")
+                raise ValueError("expected the record of an attempt")
             return dict(content)
         except FileNotFoundError:
             return None
@@ -111,7 +111,7 @@ class DecisionFile:
         """Write a decision with the step of the last checkpoint.
 
         Raises:
-            CheckpointError: when the file system refuses.
+            CheckpointError: if the file cannot be written.
         """
         content = {"decision": decision.verdict.value, "reason": decision.reason, "step": step, **facts}
         content["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -126,7 +126,7 @@ class DecisionFile:
 
 
 def _is_decision(content: Any) -> bool:
-    """Return whether what is counted on from one attempt to the next is there: anybody may have written in the file."""
+    """Return whether the fields that the next attempt reads are valid: the file may have been edited."""
     return (
         isinstance(content, dict)
         and isinstance(content.get("step"), int | None)

@@ -1,10 +1,10 @@
 """The fast tier: a copy of the state in the memory of every node, for a restart inside the same allocation.
 
-The job may lose a process, or a node; what is left starts again from the newest copy that verifies, and reads no shared
-file system for it. The memory is gone with the allocation: checkpoints on disk stay what counts.
+If the job loses a process or a node, the rest restarts from the newest copy that verifies, without reading the shared
+file system. The memory is lost with the allocation, so checkpoints on disk remain authoritative.
 
-All users of a node may write to /dev/shm, and a digest does not tell who wrote: copies are made in, and taken from, a
-folder that nobody else can write to.
+All users of a node may write to /dev/shm, and a digest does not identify its author. So copies are written to, and read
+from, a folder that only this user can write to.
 """
 
 import contextlib
@@ -31,20 +31,20 @@ logger = logging.getLogger("hpcdist")
 
 
 class FastTier:
-    """The copies of one node, kept by its first rank. Copies that cannot be made are told once, and done without.
+    """The copies of one node, kept by its first rank. If a copy fails, the node logs it once and continues without.
 
-    Memory: on each node the room that a file is laid out in, the copy, and while a newer one is written that too.
+    Memory per node: the buffer in which a file is laid out, the copy, and during a save the next copy.
 
     Args:
-        directory: on a file system in memory, such as /dev/shm; every node has its own. If others may write to it, it
+        directory: on an in-memory file system, such as /dev/shm; each node has its own. If others may write to it, it
             must be sticky, as /dev/shm is.
-        run_id: names the run, so that no other's copies are taken for its own.
-        generation: of this attempt.
+        run_id: identifies the run, to exclude copies of other runs.
+        generation: number of this attempt.
     """
 
     def __init__(self, directory: str | os.PathLike[str], run_id: str, generation: int) -> None:
         self._tier: Tier | None = None
-        name = re.sub(r"\W", "-", run_id)  # the file that it was read from may hold anything
+        name = re.sub(r"\W", "-", run_id)  # it was read from a file, which may hold any characters
         self._path = Path(directory) / f"hpcdist-{os.getuid()}-{name}"
         self._disk = Disk()
         self._folder = CheckpointFolder(self._path, self._disk)
@@ -52,14 +52,14 @@ class FastTier:
 
     def _begin(self, generation: int) -> None:
         durable.make_folders(self._disk, self._path.parent)
-        with contextlib.suppress(FileExistsError):  # of an attempt before, or of somebody else
+        with contextlib.suppress(FileExistsError):  # from an earlier attempt, or another user's
             self._disk.make_folder(self._path, 0o700)
         self._require_own()
         self._folder.begin(generation)
         self._tier = Tier(self._folder, Retention(max_to_keep=1))
 
     def _require_own(self) -> None:
-        """Raise CheckpointError unless the folder is one that nobody else can have written to."""
+        """Raise CheckpointError unless only this user can have written to the folder."""
         status = os.lstat(self._path)
         is_closed = stat.S_ISDIR(status.st_mode) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if not is_closed or status.st_uid != os.getuid():
@@ -73,50 +73,50 @@ class FastTier:
             act()
         except (CheckpointError, OSError, MemoryError) as error:
             self._tier = None
-            logger.warning("fast tier: goes on without copies in memory on this node: %s", error)
+            logger.warning("fast tier: continues without copies in memory on this node: %s", error)
 
     @property
     def is_kept(self) -> bool:
-        """Whether copies are made: False from the first on that could not be."""
+        """Whether copies are made: False after the first failure."""
         return self._tier is not None
 
     def save(self, step: int, state: Any, arrays: list[NamedArray], written: dict[str, Any]) -> None:
-        """Copy a state; returns as soon as it was copied once."""
+        """Copy a state in the background; return once the arrays are in the saver's buffer."""
         tier = self._tier
         if tier is not None:
             self._try(lambda: tier.save(step, state, arrays, written, {}))
 
     def find(self) -> Found | None:
-        """Return the newest copy that verifies; None without one, or where others can have written it."""
+        """Return the newest copy that verifies; None without one, or if others could have written it."""
         try:
             self._require_own()
             return CheckpointReader(self._path).read_latest()
-        except (FileNotFoundError, NotADirectoryError):  # it could not be made, which was told
+        except (FileNotFoundError, NotADirectoryError):  # creating it failed, which was logged
             return None
         except (CheckpointError, OSError) as error:
             logger.warning("fast tier: %s", error)
             return None
 
-    def go_on_from(self, place: Place) -> None:
-        """Expect steps after the checkpoint in use, wherever it was read."""
+    def resume_from(self, place: Place) -> None:
+        """Expect later steps than the restored checkpoint's, from whichever tier it was read."""
         tier = self._tier
         if tier is not None:
-            self._try(lambda: tier.folder.go_on_from(place))
+            self._try(lambda: tier.folder.resume_from(place))
 
     def finish(self) -> None:
-        """Return when the last copy is complete."""
+        """Wait until the last copy is complete."""
         tier = self._tier
         if tier is not None:
             self._try(tier.finish)
 
     def remove(self) -> None:
-        """Give the memory back: this attempt needs no copies any more, nor do those before it."""
+        """Free the memory: remove the copies of this attempt and of earlier ones."""
         self.finish()
         self._try(self._remove)
         self._tier = None
 
     def _remove(self) -> None:
-        self._require_own()  # a link would lead to folders that must stay
+        self._require_own()  # a link could lead to folders of others
         found = generations.generations(self._path)
         for generation in found:
             if generation <= self._folder.generation:

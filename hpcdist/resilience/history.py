@@ -1,4 +1,4 @@
-"""What the run folder tells of attempts: how many in a row came no further, and what they went on from."""
+"""The recorded attempts of a run: how many in a row made no progress, and what they resumed from."""
 
 import contextlib
 import logging
@@ -11,15 +11,15 @@ logger = logging.getLogger("hpcdist")
 
 
 class History:
-    """Counts attempts that came no further, and notes this one among them until it has come to an end of its own.
+    """Counts attempts without progress. This attempt counts as one of them until it ends in an orderly way.
 
-    Not collective: its methods are for the chief. Elsewhere it only knows what this attempt has restored.
+    Not collective: chief only. On other ranks it only knows what this attempt has restored.
 
     Args:
-        folder: of the checkpoints.
+        folder: the checkpoints' folder.
 
-    Raises of all methods:
-        CheckpointError: when the folder cannot be read or written.
+    All methods raise:
+        CheckpointError: if the folder cannot be read or written.
     """
 
     def __init__(self, folder: CheckpointFolder) -> None:
@@ -31,45 +31,49 @@ class History:
 
     @property
     def first_step(self) -> int:
-        """The step that this attempt goes on from; -1 for a new run, and before it has restored."""
+        """The step that this attempt resumes from; -1 for a new run, and before the restore."""
         return -1 if self._restored is None else self._restored.step
 
     def n_fruitless(self, last_step: int) -> int:
-        """Return how many attempts in a row, this one included, came no further; its last durable step is given."""
+        """Return the number of consecutive attempts without progress, this one included; 0 if it has made progress.
+
+        Args:
+            last_step: last durable step of this attempt.
+        """
         return 0 if last_step > self.first_step else self._n_before + 1
 
     def count(self) -> None:
-        """Count those before this one: again when it has restored, as what it found tells whether they came further.
+        """Count the earlier attempts without progress, and log the suspect steps that the restore skipped.
 
-        The log then names the suspects that were stepped over.
+        Called again after the restore, as the restored step shows whether those attempts made progress.
         """
         self._n_before = len(self._folder.fruitless_attempts(self.first_step))
         for step in self._suspects:
             if step > self.first_step:
-                logger.warning("restore: step %d was stepped over: two attempts died after it, before another", step)
+                logger.warning("restore: skipped step %d: two attempts died after it, before the next one", step)
 
     def suspects(self) -> set[int]:
-        """Return the steps that two attempts in a row went on from, only to die before they had another."""
+        """Return the steps that two consecutive attempts resumed from and then died without a newer checkpoint."""
         self._suspects = crashed_twice(self._folder.fruitless_attempts())
         return self._suspects
 
     def restored(self, place: Place) -> None:
-        """Remember what this attempt goes on from. On all ranks."""
+        """Record in this process what the attempt resumes from. On all ranks."""
         self._restored = place
 
     def note_start(self) -> None:
-        """Let this attempt count as one that died, though it has not read anything yet."""
+        """Count this attempt as dead before it reads anything."""
         self._folder.note_attempt(RESTORING)
 
     def note_place(self, place: Place | None) -> None:
-        """Note what this attempt goes on from, before that is read and loaded, which may kill it."""
+        """Record what this attempt resumes from, before reading and loading it, which may kill the process."""
         self._folder.note_attempt(_name(place))
         self._is_noted = True
 
     def note_save(self, step: int) -> None:
-        """Note before the first save of a step later than what this attempt went on from that it has come so far.
+        """Record, before the first save of a later step, that this attempt has trained on what it restored.
 
-        Where a disk is so full that this cannot be noted, the save itself tells.
+        If the disk is too full for the record, the save itself will report it.
         """
         if self._is_noted and not self._has_trained and step > self.first_step:
             self._has_trained = True
@@ -77,7 +81,7 @@ class History:
                 self._folder.note_attempt(_name(self._restored), has_trained=True)
 
     def note_end(self) -> None:
-        """Note that this attempt comes to an end of its own."""
+        """Record that this attempt ends in an orderly way."""
         self._folder.note_attempt(_name(self._restored), has_ended=True)
 
 

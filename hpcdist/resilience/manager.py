@@ -1,4 +1,4 @@
-"""CheckpointManager: saves and restores a Checkpoint in one folder, collectively; the disk is the chief's."""
+"""CheckpointManager: saves and restores a Checkpoint in one folder, collectively; only the chief uses the disk."""
 
 import operator
 import os
@@ -27,25 +27,26 @@ class CheckpointManager:
     Collective: chief and workers.
 
     Args:
-        checkpoint: what is saved.
-        directory: the folder; made if need be. Only the chief needs to see it. Each manager writes into a new
-            generation in it, and replaces whoever wrote there before.
-        max_to_keep: older checkpoints are removed after a newer one was committed and read back.
-        keep_every_n_hours: of the older ones, the first, and each that is so much later than the one kept before it.
-        keep_best: name of a metric given to `save`: the checkpoint with its best value is kept too.
+        checkpoint: the objects to save.
+        directory: the folder; created if missing. Only the chief needs access. Each manager writes into a new
+            generation in it, and so replaces earlier writers.
+        max_to_keep: number of checkpoints to keep; older ones are removed once a newer one is committed and read back.
+        keep_every_n_hours: of the older ones, keep the first, and each that is this much later than the one kept
+            before it.
+        keep_best: name of a metric passed to `save`: the checkpoint with its best value is kept too.
         best_mode: "min" or "max": which value is best.
-        fast_directory: on every node a folder in memory, such as /dev/shm, for the copies of `save_fast`. A restore
-            takes the newest state that verifies, wherever it is.
+        fast_directory: an in-memory folder on every node, such as /dev/shm, for the copies of `save_fast`. A restore
+            uses the newest state that verifies, on disk or in memory.
 
     Attributes:
         checkpoint: see above.
-        latest_path: of the last checkpoint that was saved or restored.
-        saved_step: the step of that; before, the step that the Checkpoint was at. Other managers may save it too.
-        saved_at: when that was, by `time.monotonic`.
-        last_save_s: how long the save before the last took on the chief, until it was read back; None elsewhere.
+        latest_path: path of the last saved or restored checkpoint.
+        saved_step: its step; before the first, the step of the Checkpoint, which other managers may save too.
+        saved_at: time of that save or restore, by `time.monotonic`.
+        last_save_s: duration of the save before the last, read-back included, on the chief; None elsewhere.
 
     Raises:
-        CheckpointError: when the folder cannot be written; on every rank alike.
+        CheckpointError: if the folder cannot be written; on all ranks.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class CheckpointManager:
         finish_at_exit(self, self._progress)
 
     def _begin_fast_tier(self, directory: str | os.PathLike[str]) -> FastTier | None:
-        """Return the copies of this node on its first rank, None on others."""
+        """Return this node's fast tier on its first rank, None on others."""
         if self._world.task.type not in ("chief", "worker"):  # an evaluator only reads
             return None
         run_id = ""
@@ -93,28 +94,28 @@ class CheckpointManager:
 
     @property
     def directory(self) -> str:
-        """The folder of the checkpoints."""
+        """The checkpoints' folder."""
         return str(self._tier.folder.path)
 
     @property
     def generation(self) -> int:
-        """The number of this attempt: known to the chief."""
+        """The number of this attempt. Valid on the chief only."""
         return self._tier.folder.generation
 
     @property
     def fruitless_attempts(self) -> int:
-        """How many attempts in a row, this one included, have not come further than they were: known to the chief.
+        """Number of consecutive attempts without progress, this one included. Valid on the chief only.
 
-        An attempt has come further when a checkpoint of a later step than it went on from is durable and was read back,
-        or when the next one went on from a later step: from a copy in memory.
+        An attempt has made progress if a checkpoint of a later step than it resumed from is durable and was read back,
+        or if the next attempt resumed from a later step, from a copy in memory.
 
-        Attempts before this one count if they used `begin_attempt`, and did not come to `end_attempt`.
+        Earlier attempts count if they called `begin_attempt` and did not reach `end_attempt`.
         """
         return self._history.n_fruitless(self._tier.verified_step)
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is not durable and read back yet: known to the chief."""
+        """Whether a save is not yet durable and read back. Valid on the chief only."""
         return self._is_writer and self._tier.is_busy(0)
 
     # -- save -----------------------------------------------------------------------------------------------------
@@ -122,20 +123,20 @@ class CheckpointManager:
     def save(self, step: int, metrics: Mapping[str, float] | None = None, *, blocking: bool = True) -> str:
         """Commit the state after `step` optimizer steps and return the file's path on every rank.
 
-        Collective: chief and workers. The chief copies the state; a thread writes it. The next save, `wait` and the
-        end of the program wait for that thread. What is older is pruned after the file was read back.
+        Collective: chief and workers. The chief copies the state; a background thread writes it. The next save, `wait`
+        and the end of the program wait for that thread. Older checkpoints are pruned after the file was read back.
 
         Args:
-            step: optimizer steps taken; not before the last one in the folder.
-            metrics: numbers that are stored in the manifest, on the chief; see `keep_best`. Without them, a step that
-                is saved again keeps those that it has.
-            blocking: whether to return when the file is durable; else as soon as the state was copied.
+            step: optimizer steps taken; at least the last step in the folder.
+            metrics: numbers to store in the manifest, from the chief; see `keep_best`. Without them, a step that is
+                saved again keeps its metrics.
+            blocking: whether to return once the file is durable; otherwise return once the state is copied.
 
         Raises:
-            CheckpointError: when this save or the one before cannot be written, on every rank alike; earlier
-                checkpoints are untouched.
+            CheckpointError: if this save or the previous one cannot be written, on all ranks; earlier checkpoints are
+                untouched.
 
-        Cost: one copy of the arrays on the chief, and with `blocking` the time of writing them.
+        Cost: one copy of the arrays on the chief; with `blocking`, also the time to write them.
         """
         step = operator.index(step)
         if not 0 <= step < 1 << 63:
@@ -143,16 +144,16 @@ class CheckpointManager:
         return self._save(step, metrics, blocking, is_changed=True)
 
     def save_if_changed(self, step: int) -> str:
-        """Save as `save`, unless the chief's state is what was saved or restored last.
+        """Save like `save`, unless the chief's state equals the last saved or restored one.
 
-        A checkpoint of the same step is replaced, and keeps its metrics.
+        A checkpoint of the same step is replaced and keeps its metrics.
 
         Collective: chief and workers.
 
         Raises:
             CheckpointError: as `save`.
 
-        Cost: one copy of the arrays on the chief, a look at each byte of it, and where it has changed that of `save`.
+        Cost: one copy of the arrays on the chief and one read of it; if the state has changed, also that of `save`.
         """
         return self._save(step, None, blocking=True, is_changed=False)
 
@@ -174,7 +175,7 @@ class CheckpointManager:
         return self.latest_path
 
     def note_saved(self, step: int) -> None:
-        """Take note that a step is safe: of a save here, or by somebody else in this manager's place. On all ranks."""
+        """Record that `step` is saved, by this manager or by a user's function in its place. On all ranks."""
         self.checkpoint.step = self.saved_step = step
         self.saved_at = time.monotonic()
 
@@ -185,28 +186,30 @@ class CheckpointManager:
     def save_fast(self, step: int) -> None:
         """Copy the state after `step` optimizer steps to the memory of every node; see `fast_directory`.
 
-        What is saved must be equal on all ranks, as models, optimizers, distributed datasets and metrics are. Where a
-        copy cannot be made, the log says so, and the node does without.
+        The state must be equal on all ranks, as models, optimizers, distributed datasets and metrics are. A node that
+        cannot make a copy logs it and continues without.
 
         Collective: chief and workers.
 
         Raises:
-            CheckpointError: when the records of a MetricsFile cannot be made durable, on every rank alike.
+            CheckpointError: if the records of a MetricsFile cannot be made durable, on all ranks.
 
-        Cost: one copy of the arrays on the first rank of each node; no disk, but for new records of a MetricsFile.
+        Cost: one copy of the arrays on the first rank of each node; no disk, except for new records of a MetricsFile.
         """
         gathered = self.checkpoint.gather()
         with self._world.agreed(self._comm):
-            if self._memory is not None and (self._memory.is_kept or self._is_writer):  # it makes metrics durable
+            if self._memory is not None and (
+                self._memory.is_kept or self._is_writer
+            ):  # the chief makes metrics durable
                 self._memory.save(step, *self.checkpoint.collect(gathered), self._written())
 
     def wait(self) -> None:
-        """Return when the last save is durable and was read back.
+        """Wait until the last save is durable and was read back.
 
         Collective: chief and workers.
 
         Raises:
-            CheckpointError: when it cannot be written, on every rank alike.
+            CheckpointError: if it cannot be written, on all ranks.
         """
         self._progress.wait_for(self._tier.is_busy, self._tier.finish)
         if self._memory is not None:
@@ -215,48 +218,48 @@ class CheckpointManager:
     def check_equal(self) -> None:
         """Raise unless all ranks hold the same models and optimizers, bit for bit.
 
-        Checkpoints are left as they are; copies in memory are removed.
+        If they differ, checkpoints stay and copies in memory are removed.
 
         Collective: chief and workers.
 
         Raises:
-            DesyncError: on every rank alike, naming those that differ; exit code 76, "do not requeue".
+            DesyncError: on all ranks, naming those that differ; exit code 76, "do not requeue".
 
         Cost: every rank reads its models and optimizers once; two all-reduces of 8 bytes.
         """
         try:
             require_equal(digest_of(*self.checkpoint.collect_equal()), self._world)
         except DesyncError:
-            self.forget_copies()  # made since ranks were last compared, maybe by one that is wrong
+            self.forget_copies()  # they are newer than the last comparison, and may be a diverged rank's
             raise
 
     # -- restore --------------------------------------------------------------------------------------------------
 
     def restore_or_initialize(self) -> str | None:
-        """Restore the latest checkpoint that verifies; return its path, or None when there is none.
+        """Restore the latest checkpoint that verifies; return its path, or None for an empty folder.
 
-        Collective: chief and workers. The chief reads and broadcasts: others do not touch the folder.
+        Collective: chief and workers. The chief reads and broadcasts; other ranks do not access the folder.
 
         Raises:
-            CheckpointError: when no checkpoint verifies, or it is of another model or a newer format; on every rank
-            alike.
+            CheckpointError: if checkpoints exist but none verifies, or if the checkpoint belongs to another model or
+                has a newer format; on all ranks.
         """
         return self._restore(set(), lambda place: None)
 
     def note_start(self) -> None:
-        """Let this attempt count as one that died, until it has a checkpoint or comes to an end of its own.
+        """Count this attempt as dead until it has a checkpoint or ends in an orderly way.
 
-        Not collective: for the chief, before `begin_attempt`: restoring may be what kills it.
+        Not collective: chief only. Call it before `begin_attempt`, as restoring may kill the process.
 
         Raises:
-            CheckpointError: when it cannot be noted.
+            CheckpointError: if the record cannot be written.
         """
         self._history.note_start()
 
     def begin_attempt(self) -> str | None:
-        """Restore as `restore_or_initialize`, and note what from, so that a job that dies again and again is noticed.
+        """Restore like `restore_or_initialize`, and record the source, so that repeated deaths are detected.
 
-        A checkpoint that two attempts in a row went on from, only to die before they had another, is stepped over.
+        A checkpoint is skipped if two consecutive attempts resumed from it and died without a newer one.
 
         Collective: chief and workers.
 
@@ -270,7 +273,7 @@ class CheckpointManager:
         text = self._world.broadcast_text(" ".join(map(str, suspects)), 0, self._comm)
         try:
             path = self._restore({int(step) for step in text.split()}, self._history.note_place)
-        except CheckpointError:  # it has not died of what it read: that is no suspect
+        except CheckpointError:  # an error is not a death: the checkpoint that was read is no suspect
             with self._world.agreed(self._comm):
                 if self._is_writer:
                     self.note_start()
@@ -278,21 +281,21 @@ class CheckpointManager:
         with self._world.agreed(self._comm):
             if self._is_writer:
                 self._history.count()
-        if self._is_in_memory:  # to the disk, before its copies may go
+        if self._is_in_memory:  # write it to disk before the copies in memory can be removed
             self.save(self.checkpoint.step, blocking=False)
         return path
 
     def check_current(self) -> None:
-        """Raise AttemptReplaced if a later attempt of this run has begun. Not collective: for the chief."""
+        """Raise AttemptReplaced if a later attempt of this run has begun. Not collective: chief only."""
         self._tier.folder.check_current()
 
     def end_attempt(self) -> None:
-        """Note that this attempt comes to an end of its own: it finished, or was asked to stop.
+        """Record that this attempt ends in an orderly way: it finished, or was asked to stop.
 
         Collective: chief and workers.
 
         Raises:
-            CheckpointError: when it cannot be noted, or the last save cannot be written; on every rank alike.
+            CheckpointError: if the record or the last save cannot be written; on all ranks.
         """
         self.wait()
         with self._world.agreed(self._comm):
@@ -301,15 +304,15 @@ class CheckpointManager:
         self.forget_copies()
 
     def note_end(self) -> None:
-        """Note as `end_attempt`, on a chief that is leaving, whose last save is written. Not collective.
+        """Record the end like `end_attempt`, on a chief that is exiting with its last save written. Not collective.
 
         Raises:
-            CheckpointError: when it cannot be noted.
+            CheckpointError: if the record cannot be written.
         """
         self._history.note_end()
 
     def forget_copies(self) -> None:
-        """Remove the copies in the memory of this node, if this rank keeps them: they are needed no more."""
+        """Remove this node's copies in memory, if this rank keeps them."""
         if self._memory is not None:
             self._memory.remove()
 
@@ -329,10 +332,10 @@ class CheckpointManager:
         with self._world.agreed(self._comm):
             self.checkpoint.apply(state, arrays, os.path.basename(path))
             if self._is_writer:
-                self._tier.folder.go_on_from(place)
+                self._tier.folder.resume_from(place)
                 self._tier.last = found.manifest if found else None
         if self._memory is not None:
-            self._memory.go_on_from(place)
+            self._memory.resume_from(place)
         if found:
             warn_of_changes(found.manifest.written, self._written())
         self._history.restored(place)

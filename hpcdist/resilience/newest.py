@@ -1,4 +1,4 @@
-"""The newest state on any rank, on the chief's disk or in the memory of a node, and how all ranks get it."""
+"""Find the newest state, on the chief's disk or in a node's memory, and broadcast it to all ranks."""
 
 import json
 import logging
@@ -23,13 +23,16 @@ logger = logging.getLogger("hpcdist")
 
 
 class NewestState:
-    """Finds the newest state and hands it to all ranks.
+    """Finds the newest state and broadcasts it to all ranks.
 
     Args:
         world: chief and workers.
-        tier: the chief's, on the disk; unused elsewhere.
-        progress: of that tier: others wait as long as it comes forward.
-        memory: the copies of this node, on its first rank; None elsewhere.
+        tier: the saver of the chief's disk; unused on other ranks.
+        progress: progress of that disk: other ranks wait while it makes progress.
+        memory: this node's fast tier, on its first rank; None elsewhere.
+
+    Attributes:
+        is_in_memory: whether `find` chose a copy in memory; equal on all ranks.
     """
 
     def __init__(self, world: World, tier: Tier, progress: DiskProgress, memory: FastTier | None) -> None:
@@ -43,20 +46,18 @@ class NewestState:
     def find(
         self, suspects: set[int], before_reading: Callable[[Place], None]
     ) -> tuple[Found | None, Place | None, int]:
-        """Return the newest checkpoint on the rank that has read it, and on all ranks its place and that rank.
+        """Return the newest checkpoint, on the rank that has read it; and, on all ranks, its place and that rank.
 
-        `is_in_memory` tells from then on whether it was a copy in memory.
-
-        Copies in memory are looked for first; the chief then reads the disk unless they are as new.
+        Searches copies in memory first. The chief then reads the disk unless memory is as new.
 
         Collective: chief and workers.
 
         Args:
-            suspects: steps that are taken only if there is no other on the disk.
-            before_reading: is called on the chief with the place of one that it reads from the disk.
+            suspects: steps to use only if the disk has no other.
+            before_reading: called on the chief with the place of each checkpoint before reading it from disk.
 
         Raises:
-            CheckpointError: when there are checkpoints and none verifies; on every rank alike.
+            CheckpointError: if checkpoints exist and none verifies; on all ranks.
         """
         found = self._memory.find() if self._memory is not None else None
         if found is not None and found.place.step in suspects:
@@ -72,7 +73,7 @@ class NewestState:
     def _read_disk(
         self, suspects: set[int], in_memory: Place | None, before_reading: Callable[[Place], None]
     ) -> Found | None:
-        """Return the newest checkpoint on disk; None if there is none, or memory has one that is as new."""
+        """Return the newest checkpoint on disk; None if there is none, or if memory is as new."""
         on_disk = self._tier.folder.places()
         if in_memory is not None and not (on_disk and on_disk[-1] > in_memory):
             return None
@@ -81,12 +82,12 @@ class NewestState:
         except CheckpointError as error:
             if in_memory is None:
                 raise
-            logger.warning("restore: goes on from memory: %s", error)
+            logger.warning("restore: resuming from memory: %s", error)
             return None
         return found if found and (in_memory is None or found.place > in_memory) else None
 
     def _newest(self, found: Found | None) -> tuple[Place | None, int]:
-        """Return the newest place on any rank, and the first rank that has it."""
+        """Return the newest place on any rank, and the lowest rank that has it."""
         own = Place(-1, -1) if found is None else found.place
         generation = self._world.all_reduce_int(own.generation, MPI.MAX, self._comm)
         step = self._world.all_reduce_int(own.step if own.generation == generation else -1, MPI.MAX, self._comm)
@@ -95,7 +96,7 @@ class NewestState:
         return (None if generation < 0 else newest), root
 
     def broadcast(self, found: Found | None, root: int) -> tuple[Any, list[NamedArray]]:
-        """Return the state and arrays that `root` has found, on all ranks. Collective: chief and workers."""
+        """Return on all ranks the state and arrays that `root` has found. Collective: chief and workers."""
         rows = [[a.name, a.dtype, a.values.dtype.str, a.values.shape] for a in found.arrays] if found else []
         text = json.dumps([found.state, rows]) if found else ""
         state, rows = json.loads(self._world.broadcast_text(text, root, self._comm))

@@ -1,4 +1,4 @@
-"""PreemptionCheckpointHandler: a job that is asked to stop saves, leaves with code 75, and goes on when run again."""
+"""PreemptionCheckpointHandler: on a stop request the job saves and exits with code 75; run again, it resumes."""
 
 import contextlib
 import functools
@@ -27,37 +27,40 @@ from hpcdist.runtime.step_flags import Request
 
 
 class PreemptionCheckpointHandler:
-    """Saves and leaves when any rank is asked to stop, after the same step on all of them.
+    """Saves and exits on a stop request to any rank, after the same step on all ranks.
 
-    A stop is asked for by SIGTERM, SIGUSR1 or SIGUSR2 on any rank, by the end of the batch job or `time_limit_s`, by a
-    file called `stop` in the run folder (the parent of the checkpoints' folder), or by `stop`. It is obeyed between two
-    steps: where a distributed dataset is asked for its next batch, also in evaluation, where `run` is called with no
-    batch asked for since, and in `poll`. Every rank must come there equally often. What follows a loop that was stopped
-    has not happened: what must not be cut in two is passed to `run` as a whole, such as an evaluation, or the backwards
-    that add up gradients for one step of the optimizer, which no checkpoint has.
+    A stop request is SIGTERM, SIGUSR1 or SIGUSR2 on any rank, the end of the batch job or of `time_limit_s`, a file
+    named `stop` in the run folder (the parent of the checkpoints' folder), or a call of `stop`. It takes effect between
+    two steps: when a distributed dataset is asked for its next batch (in evaluation too), when `run` is called with no
+    batch taken since the last step, and in `poll`. All ranks must reach these points equally often.
 
-    As a context manager it saves the last steps at the end, and says in `decision.json` that the job is finished.
-    Without `with` that is said when all ranks have left the program with code 0; its last steps are not saved then.
+    Code after an interrupted loop does not run in this attempt. Pass work that must not be interrupted to `run` as a
+    whole: an evaluation, or the backward passes that accumulate gradients for one optimizer step, as no checkpoint
+    holds those gradients.
 
-    Collective: chief and workers. Latest checkpoints are restored when it is made, which must be in the main thread.
+    As a context manager it saves the last steps at the end and records in `decision.json` that the job is finished.
+    Without `with`, the job is finished once all ranks have exited with code 0; its last steps are then not saved.
+
+    Collective: chief and workers. Creating it restores the latest checkpoint. Create it in the main thread.
 
     Args:
-        cluster_resolver: taken for tf.distribute's sake: ranks are those of the checkpoint's strategy.
-        checkpoint_or_checkpoint_manager: what is saved, or who saves it.
-        checkpoint_dir: where, if a Checkpoint was given.
-        termination_config: see there.
-        save_every_steps: save whenever so many steps were made.
-        schedule: saves by the clock or by the rate of failures, copies in memory, comparisons of ranks.
-        time_limit_s: the job will be ended so many seconds from now. An earlier end of the batch job counts.
+        cluster_resolver: accepted for compatibility with tf.distribute; the ranks are those of the checkpoint's
+            strategy.
+        checkpoint_or_checkpoint_manager: the objects to save, or the manager that saves them.
+        checkpoint_dir: the folder, if a Checkpoint is given.
+        termination_config: see `TerminationConfig`.
+        save_every_steps: save every N steps.
+        schedule: saves by time or failure rate, copies in memory, comparisons of ranks.
+        time_limit_s: the job will be ended this many seconds from now, or earlier if the batch job ends earlier.
 
     Attributes:
-        restored_path: of the checkpoint that was restored; None for a new run.
-        deadline: when the job will be ended, and what has to fit in before; None where that is not known.
+        restored_path: path of the restored checkpoint; None for a new run.
+        deadline: when the job will be ended, and what must fit in before; None if no limit is known.
 
     Raises:
         UsageError: without a folder, or outside the main thread.
-        NoProgressError: when three attempts in a row died without a newer checkpoint; on every rank alike.
-        CheckpointError: when the folder cannot be read or written; on every rank alike.
+        NoProgressError: if three consecutive attempts died without a newer checkpoint; on all ranks.
+        CheckpointError: if the folder cannot be read or written; on all ranks.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class PreemptionCheckpointHandler:
         return Deadline(end, *times, n_saves=lambda: self._saves.n_at_end(self.step), calls=self._calls)
 
     def _begin(self) -> None:
-        """Restore, and listen from now on."""
+        """Restore the latest checkpoint and start to act on requests."""
         self.restored_path = self._manager.begin_attempt()
         self._attempt.renew()
         self._steps = self._manager.checkpoint.count_steps()
@@ -115,16 +118,16 @@ class PreemptionCheckpointHandler:
         self._step_at_poll = self.step
         self._saves.begin(self.step, is_restored=self.restored_path is not None)
         self._world.step_flags.attach(self)
-        call_when_done(self._left)
+        call_when_done(self._record_end)
         if self.deadline is not None:
-            self._say(self.deadline.describe())
+            self._log(self.deadline.describe())
 
     @property
     def latest_path(self) -> str | None:
-        """The path of the last checkpoint that was saved or restored."""
+        """The path of the last saved or restored checkpoint."""
         return self._manager.latest_path
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         if self._world.is_chief:
             log(text)
 
@@ -132,58 +135,58 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """Steps made so far, those of earlier attempts included; the name is TensorFlow's."""
+        """Steps so far, earlier attempts included; TensorFlow's name for `step`."""
         return self.step
 
     @property
     def step(self) -> int:
-        """Steps made so far, what a checkpoint is named by: calls of `run` and `save_checkpoint_if_preempted`.
+        """Steps so far, earlier attempts included; checkpoints are named by it.
 
-        Where the optimizer steps outside of them, its steps; calls in which it does not step are none from the first of
-        these on, nor in later attempts.
+        It counts calls of `run` and `save_checkpoint_if_preempted`. Once the optimizer has stepped outside such calls,
+        it counts optimizer steps instead, in later attempts too.
         """
         return self._steps.value
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return fn(*args, **kwargs): one step, or an evaluation, which is not stopped in its middle.
+        """Return fn(*args, **kwargs): one step, or an evaluation, which is not interrupted.
 
-        Collective where a stop is obeyed, before the call: chief and workers.
+        Collective: chief and workers, as it acts on requests before the call.
         """
-        if not self._is_polled:  # no batch was asked for since the last step
+        if not self._is_polled:  # no batch was taken since the last step
             self.poll()
         with self._steps.call(), self._busy():
             result = fn(*args, **kwargs)
-        if self._steps.was_evaluation:  # with what came before it since the last poll
-            self._calls.add(time.monotonic() - self._polled_at)
+        if self._steps.was_evaluation:
+            self._calls.add(time.monotonic() - self._polled_at)  # including the time between the last poll and the call
             self._is_long_since = self._world.step_flags.n_steps > 0  # numpy programs have no other calls
         self._is_polled = False
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """Count a step that was made, and act on a request to stop or save; for loops that do not use `run`.
+        """Count a completed step, and act on stop and save requests; for loops that do not use `run`.
 
         Collective: chief and workers.
 
         Args:
-            args: for `save_fn` or, after the step, `manager.save`.
-            kwargs: see args.
+            args: passed to `save_fn` or, after the step, to `manager.save`.
+            kwargs: likewise.
         """
         self._steps.count_reported(self._manager.saved_step)
         self.poll(*args, **kwargs)
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
-        """Act on a request to stop or save at the end of the block too. Collective: chief and workers."""
+        """Act on stop and save requests at the end of the block too. Collective: chief and workers."""
         yield
         self.poll()
 
     def stop(self, reason: str = "stop()") -> None:
-        """Ask all ranks to save and leave after this step. Not collective: one rank is enough; from any thread."""
+        """Request that all ranks save and exit after this step. Not collective: one rank suffices; from any thread."""
         self._flag.ask(reason)
 
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
-        """Let no loop inside the block stop."""
+        """Ignore requests inside the block."""
         was_busy, self._is_busy = self._is_busy, True
         try:
             yield
@@ -193,66 +196,66 @@ class PreemptionCheckpointHandler:
     # -- between steps --------------------------------------------------------------------------------------------
 
     def requested(self) -> Request:
-        """Return what this rank wants all ranks to do after the step. Not collective."""
+        """Return this rank's request to all ranks after the step. Not collective."""
         if self._is_done:
             return Request.NONE
-        wants_stop = self._is_end_near if self._is_counting_down else self._is_end_near or self._flag.reason is not None
-        is_late = self._world.is_chief and (self._saves.is_late(self.step) or self._wants_measure)
-        return (Request.STOP if wants_stop else Request.NONE) | (Request.SAVE if is_late else Request.NONE)
+        must_stop = self._is_end_near if self._is_counting_down else self._is_end_near or self._flag.reason is not None
+        is_late = self._world.is_chief and (self._saves.is_late(self.step) or self._needs_measure)
+        return (Request.STOP if must_stop else Request.NONE) | (Request.SAVE if is_late else Request.NONE)
 
     @property
     def _is_end_near(self) -> bool:
         return any(deadline is not None and deadline.is_near for deadline in (self.deadline, self._countdown))
 
     @property
-    def _wants_measure(self) -> bool:
-        """Whether a save should be made to know what one costs before the deadline."""
-        is_unmeasured = self.deadline is not None and self.deadline.wants_measure
+    def _needs_measure(self) -> bool:
+        """Whether to save now in order to measure the cost of a save before the deadline."""
+        is_unmeasured = self.deadline is not None and self.deadline.needs_measure
         return is_unmeasured and self.step > self._manager.saved_step
 
     def poll(self, *args: Any, **kwargs: Any) -> None:
-        """Act on a request to stop or save: the program is between two steps. For loops that nothing else polls in.
+        """Act on stop and save requests between two steps; for loops in which nothing else polls.
 
         Collective: chief and workers, equally often. Inside `run` it does nothing.
 
         Args:
-            args: as of `save_checkpoint_if_preempted`.
-            kwargs: see args.
+            args: as in `save_checkpoint_if_preempted`.
+            kwargs: likewise.
 
-        Cost: where gradients were summed since the last poll, none; else 8 bytes, every few polls.
+        Cost: none after a gradient all-reduce; otherwise an all-reduce of 8 bytes every few polls.
         """
         if self._is_busy or self._is_done or threading.current_thread() is not threading.main_thread():
             return
         has_stepped = self._measure()
         self._is_polled = True
-        heard = self._agreement.poll(at_once=self._is_long_since)
+        agreed = self._agreement.poll(at_once=self._is_long_since)
         self._is_long_since = False
-        with self._giving_up():
-            self._act(heard, has_stepped, functools.partial(self._save, *args, **kwargs))
+        with self._recording_desync():
+            self._act(agreed, has_stepped, functools.partial(self._save, *args, **kwargs))
         self._polled_at = time.monotonic()
 
-    def _act(self, heard: Request, has_stepped: bool, save: Callable[..., None]) -> None:
-        if Request.STOP in heard:
+    def _act(self, agreed: Request, has_stepped: bool, save: Callable[..., None]) -> None:
+        if Request.STOP in agreed:
             self._obey(save)
         elif has_stepped:
             self._saves.note_saved()
             self._saves.check_and_copy(self.step)
-            if Request.SAVE in heard or self._saves.is_due(self.step):
+            if Request.SAVE in agreed or self._saves.is_due(self.step):
                 save()
 
     @contextlib.contextmanager
-    def _giving_up(self) -> Iterator[None]:
-        """Note it in the run folder if ranks turn out to differ: exit codes are not enough."""
+    def _recording_desync(self) -> Iterator[None]:
+        """Record in the run folder that ranks differ: an exit code may not reach the launcher."""
         try:
             yield
         except DesyncError as error:
             if error.is_agreed:
                 self._is_done = True
-                self._attempt.gave_up(error)
+                self._attempt.record_desync(error)
             raise
 
     def _measure(self) -> bool:
-        """Return whether a step was made since the last poll; remember how long it took."""
+        """Return whether a step was made since the last poll, and record its duration."""
         has_stepped, self._step_at_poll = self.step > self._step_at_poll, self.step
         if has_stepped:
             self._step_times.add(time.monotonic() - self._polled_at)
@@ -270,19 +273,22 @@ class PreemptionCheckpointHandler:
         reason = self._agreement.first_reason(self._flag.reason or ("deadline" if is_end_near else None)) or "deadline"
         is_urgent = self._agreement.any_rank(is_end_near)
         if self._config.grace_period and not self._is_counting_down and not is_urgent:
-            self._say(f"{reason}: saves at step {self.step} and goes on for a part of {self._config.grace_period:g} s")
+            self._log(
+                f"{reason}: saving at step {self.step}; training continues within the grace period of "
+                f"{self._config.grace_period:g} s"
+            )
             save()
             self._count_down(self._config.grace_period)
             return
         if self.deadline is not None and not self.deadline.can_save:
-            self._say("a save may not fit into the time that is left; what counts then is the last periodic one")
+            self._log("too little time may be left for a save; if it fails, the last periodic one remains")
         self._is_done = True
         save(is_last=True)
-        self._flag_down()
+        self._remove_stop_file()
         code, why = self._attempt.stopped(reason, self._manager.saved_step)
-        self._say(f"{reason}: stopped after step {self.step}, saved in {self._manager.directory}")
+        self._log(f"{reason}: stopped after step {self.step}, saved in {self._manager.directory}")
         if code is ExitCode.DO_NOT_REQUEUE:
-            self._say(f"not to be run again: {why}; give it time for a save, or see to what takes so long")
+            self._log(f"do not run again: {why}; allow time for a save, or look at what takes so long")
         if self._config.exit_fn is not None:
             self._config.exit_fn()
         else:
@@ -295,8 +301,8 @@ class PreemptionCheckpointHandler:
             end = time.time() + grace_s - (time.monotonic() - self._flag.since)
             self._countdown = self._deadline_at(end)
 
-    def _flag_down(self) -> None:
-        """Remove the stop file: the next attempt shall run."""
+    def _remove_stop_file(self) -> None:
+        """Remove the stop file, so that the next attempt runs."""
         with self._world.agreed(self._world.role_comm):
             try:
                 self._flag.remove_file()
@@ -306,17 +312,17 @@ class PreemptionCheckpointHandler:
                     f"the next attempt stops at once."
                 ) from None
 
-    def _left(self) -> None:
-        """Note that the program is finished: all ranks have left it with code 0, whoever used no `with`."""
-        if self._is_done:  # noted, or stopped
+    def _record_end(self) -> None:
+        """Record that the program is finished: without `with`, once all ranks have exited with code 0."""
+        if self._is_done:  # finished or stopped, and recorded
             return
         try:
-            self._attempt.left(self._manager.saved_step)
+            self._attempt.record_end(self._manager.saved_step)
         except CheckpointError as error:
             log(str(error))
 
     def close(self) -> None:
-        """Listen no more: give the signals back to who had them. Not collective."""
+        """Stop acting on requests, and reinstall the earlier signal handlers. Not collective."""
         self._flag.close()
         self._world.step_flags.detach(self)
 
@@ -326,18 +332,18 @@ class PreemptionCheckpointHandler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._is_done:  # signals that come now must not end a process that is leaving
+        if self._is_done:  # keep the handlers: a signal must not end a process that is exiting
             return
         try:
             if kind is None or (isinstance(error, SystemExit) and not error.code):
                 self._is_done = True
-                with self._giving_up(), self._busy():
+                with self._recording_desync(), self._busy():
                     self._saves.end(self.step)
                 self._attempt.finished(self._manager.saved_step)
             elif isinstance(error, DesyncError) and error.is_agreed:
                 self._is_done = True
-                self._attempt.gave_up(error)
-            elif not issubclass(kind, SystemExit):  # a program that goes on after an error is not finished
+                self._attempt.record_desync(error)
+            elif not issubclass(kind, SystemExit):  # a program that continues after an error is not finished
                 call_when_done(None)
         finally:
             self.close()

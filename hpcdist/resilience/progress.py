@@ -1,4 +1,4 @@
-"""Waiting for the chief's disk: as long as it comes forward, however long a file takes, and not longer."""
+"""Waiting for the chief's disk: as long as it makes progress, however long a file takes."""
 
 import time
 from collections.abc import Callable
@@ -11,20 +11,20 @@ from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.waiting import AWAKE_S
 from hpcdist.runtime.world import World
 
-#: While the chief's disk is busy, it tells the others so this often.
+#: Seconds between the chief's reports to other ranks that its disk is busy.
 BEAT_S = 5.0
 
 _Result = TypeVar("_Result")
 
 
 class DiskProgress:
-    """Tells a disk that is slow from one that is stuck, and lets all ranks of a role know.
+    """Distinguishes a slow disk from a stuck one, on all ranks of a role.
 
-    It is the disk of the role's rank 0, called the chief here. An evaluator is alone in its role, and reads by itself.
+    The disk is that of the role's rank 0, called the chief here. An evaluator is alone in its role.
 
     Args:
         world: chief and workers, or an evaluator.
-        tier: what their rank 0 reads and writes with; unused elsewhere.
+        tier: saver of the role's rank 0; unused on other ranks.
     """
 
     def __init__(self, world: World, tier: Tier) -> None:
@@ -37,16 +37,16 @@ class DiskProgress:
         self._is_stuck = False
 
     def wait_for(self, is_busy: Callable[[float], bool], finish: Callable[[], _Result]) -> _Result | None:
-        """Wait until the chief's disk is no longer busy, then have the chief finish; return what that returns there.
+        """Wait until the chief's disk is idle, then call `finish` on the chief; return its result there.
 
         Collective: the ranks of the role.
 
         Args:
-            is_busy: of the chief's tier: waits for some seconds and returns whether to go on.
-            finish: of the chief's tier; raises what went wrong.
+            is_busy: a method of the chief's saver: waits up to the given seconds and returns whether it is still busy.
+            finish: a method of the chief's saver: raises the error of the work, if any.
 
         Raises:
-            CheckpointError: of `finish`, or when the disk takes no block for too long; on every rank alike.
+            CheckpointError: from `finish`, or if the disk transfers no block within the timeout; on all ranks.
         """
         self._begin()
         while self._is_chief_busy(is_busy):
@@ -59,19 +59,19 @@ class DiskProgress:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no save of this process is under way, and none has failed that nobody was told of."""
+        """Whether no save of this process is in progress and no failure is unreported."""
         return self._tier.is_settled
 
     def finish_alone(self, while_waiting: Callable[[], None]) -> None:
-        """Wait for the disk of this process, as long as it comes forward; a second for one that was found stuck.
+        """Wait for this process's disk while it makes progress; at most a second if it was found stuck.
 
         Not collective.
 
         Args:
-            while_waiting: is called about once a second.
+            while_waiting: called about once a second.
 
         Raises:
-            CheckpointError: when the last save cannot be written.
+            CheckpointError: if the last save cannot be written.
         """
         if not self._is_stuck:
             self._begin()
@@ -81,7 +81,7 @@ class DiskProgress:
         self._tier.finish()
 
     def _is_chief_busy(self, is_busy: Callable[[float], bool]) -> bool:
-        """Return whether the chief is still writing. Collective: they; each turn is bounded."""
+        """Return whether the chief's disk is busy. Collective: the ranks of the role; each call is bounded."""
         own = False
         with self._world.agreed(self._world.role_comm):
             if self._world.role_comm.rank == 0:
@@ -91,7 +91,7 @@ class DiskProgress:
 
     def _require_progress(self) -> None:
         now = time.monotonic()
-        self._waited_s += min(now - self._looked_s, BEAT_S + AWAKE_S)  # more: the job was suspended
+        self._waited_s += min(now - self._looked_s, BEAT_S + AWAKE_S)  # a longer gap means that the job was suspended
         self._looked_s = now
         if self._tier.n_blocks != self._n_blocks:
             self._n_blocks, self._waited_s = self._tier.n_blocks, 0.0
@@ -99,5 +99,5 @@ class DiskProgress:
             self._is_stuck = True
             raise CheckpointError(
                 f"checkpoint: expected the disk of {self._tier.folder.path} to take or give {BLOCK_BYTES} bytes within "
-                f"{self._world.timeout_s:g} s, got none; look after the file system (HPCDIST_TIMEOUT_S sets the limit)."
+                f"{self._world.timeout_s:g} s, got none; check the file system (HPCDIST_TIMEOUT_S sets the limit)."
             )

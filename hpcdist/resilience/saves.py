@@ -1,4 +1,4 @@
-"""The saves of one attempt: those that are due, copies and comparisons between them, and the last one."""
+"""The saves of one attempt: the scheduled ones, copies and comparisons between them, and the last one."""
 
 import time
 from collections.abc import Callable
@@ -11,16 +11,16 @@ from hpcdist.resilience.schedule import SaveSchedule, is_crossed
 
 
 class AttemptSaves:
-    """Does after a step what a schedule says, and measures what saves cost.
+    """Follows a schedule after each step, and measures the cost of saves.
 
     Args:
-        manager: makes them.
-        attempt: is told of the first.
-        schedule: when.
-        save_fn: makes saves in place of the manager; None: nobody does.
+        manager: saves and copies.
+        attempt: records the first checkpoint.
+        schedule: when to save, copy and compare.
+        save_fn: the user's function that saves in place of the manager, or None.
 
     Attributes:
-        times: of saves until they were read back: of the first on all ranks, of all on the chief.
+        times: durations of saves, read-back included: the first save on all ranks, every save on the chief.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class AttemptSaves:
         self.begin(0, is_restored=False)
 
     def begin(self, step: int, is_restored: bool) -> None:
-        """Count from here.
+        """Start the schedule at a step.
 
         Args:
-            step: steps made so far.
-            is_restored: whether that step is in a checkpoint.
+            step: steps so far.
+            is_restored: whether a checkpoint holds that step.
         """
         self._has_saved, self._is_restored = False, is_restored
         self._kept_up_to, self._began_at = step, self._manager.saved_step
@@ -50,24 +50,24 @@ class AttemptSaves:
         self._compared_at: int | None = None
 
     def is_late(self, step: int) -> bool:
-        """Return whether it is time for a save, by the clock of this process."""
+        """Return whether a save is due by time, by the clock of this process."""
         interval_s = self._schedule.interval_s(self._stalls.median if self._stalls.is_measured else None)
         waited_s = time.monotonic() - self._manager.saved_at
         return step > self._manager.saved_step and interval_s is not None and waited_s >= interval_s
 
     def is_due(self, step: int) -> bool:
-        """Return whether it is time for a save, by the number of steps. Equal on all ranks."""
+        """Return whether a save is due by the number of steps. Equal on all ranks."""
         return is_crossed(self._schedule.every_steps, step, self._manager.saved_step)
 
     def n_at_end(self, step: int) -> int:
-        """Return how many saves the end takes if it comes after this step: one that is due or under way comes first."""
+        """Return how many saves a stop after this step takes: 2 if a due or running save precedes the last one."""
         return 2 if self.is_late(step) or self.is_due(step + 1) or self._manager.is_saving else 1
 
     def check_and_copy(self, step: int) -> None:
-        """Compare the ranks and copy the state to memory, if it is time. Collective where it is: chief and workers.
+        """Compare the ranks and copy the state to memory, if due. Collective if due: chief and workers.
 
         Raises:
-            DesyncError: when ranks differ; on every rank alike.
+            DesyncError: if ranks differ; on all ranks.
         """
         last, self._kept_up_to = self._kept_up_to, step
         if is_crossed(self._schedule.compare_every_steps, step, last):
@@ -76,12 +76,12 @@ class AttemptSaves:
             self._manager.save_fast(step)
 
     def note_saved(self) -> None:
-        """Tell the attempt of a checkpoint that the program saved by hand, as of the first that is due.
+        """Record the attempt's first checkpoint if the program itself saved it.
 
-        Collective where there is one: chief and workers.
+        Collective if there is one: chief and workers.
 
         Raises:
-            CheckpointError: when it cannot be written, on every rank alike.
+            CheckpointError: if the decision cannot be written, on all ranks.
         """
         if self._has_saved or self._is_noted or self._save_fn is not None:
             return
@@ -102,11 +102,11 @@ class AttemptSaves:
         return step == self._manager.saved_step and (self._has_saved or self._is_restored)
 
     def end(self, step: int) -> None:
-        """Save at the program's end: also what has changed since this step was saved, such as records of metrics.
+        """Save at the program's end, even a saved step if its state has changed since, as by records of metrics.
 
         Collective: chief and workers. Raises as `save`.
         """
-        self._compared_at = None  # what follows the last step may have made ranks differ
+        self._compared_at = None  # code after the last step may have made ranks differ
         if not self._is_saved(step):
             self.save(step, is_last=True)
         elif self._save_fn is None:
@@ -114,21 +114,21 @@ class AttemptSaves:
             self._manager.save_if_changed(step)
 
     def save(self, step: int, is_last: bool, *args: Any, **kwargs: Any) -> None:
-        """Save, unless this step is saved. The first one waits for the disk, to know what a save costs.
+        """Save, unless this step is saved. The first save waits for the disk, to measure the cost of a save.
 
-        Where ranks are compared at all they are before each save too: what is saved is known to be equal on all.
+        If the schedule compares ranks, it also does so before each save, so that only equal states are saved.
 
         Collective: chief and workers.
 
         Args:
-            step: steps made so far.
-            is_last: whether to wait for the disk too.
-            args: for `save_fn` or, after the step, `manager.save`.
-            kwargs: see args.
+            step: steps so far.
+            is_last: whether to wait for the disk.
+            args: passed to `save_fn` or, after the step, to `manager.save`.
+            kwargs: likewise.
 
         Raises:
-            CheckpointError: when it cannot be written, on every rank alike.
-            DesyncError: when ranks differ; on every rank alike.
+            CheckpointError: if the checkpoint cannot be written, on all ranks.
+            DesyncError: if ranks differ; on all ranks.
         """
         if self._is_saved(step):
             return
@@ -143,8 +143,8 @@ class AttemptSaves:
         self._has_saved, stall_s = True, time.monotonic() - started
         if is_first:
             self._attempt.committed(step)
-            self.times.add(time.monotonic() - started)  # with what follows the last save too: it is read back
-        elif self._manager.last_save_s is not None:  # of the one before, which this one has waited for
+            self.times.add(time.monotonic() - started)  # `committed` has waited for the read-back
+        elif self._manager.last_save_s is not None:  # that of the previous save, which this one has waited for
             self.times.add(compare_s + self._manager.last_save_s)
         if not is_last:
             self._stalls.add(stall_s)

@@ -1,4 +1,4 @@
-"""When to save, to copy and to compare: by steps, by the clock, or by what a failure costs."""
+"""When to save, copy and compare: by steps, by time, or by the rate of failures."""
 
 import math
 from dataclasses import dataclass, fields
@@ -8,19 +8,20 @@ from hpcdist.errors import UsageError
 
 @dataclass(frozen=True)
 class SaveSchedule:
-    """What a handler does by itself while a job trains. Nothing is done where nothing is given.
+    """What a handler does periodically during training. None disables an action.
 
     Attributes:
-        every_steps: save whenever so many steps were made.
-        every_s: save when the last one was so many seconds ago, by the chief's clock.
-        mtbf_s: mean seconds between two failures of this job: it saves as often as loses least time in all, which is
-            every sqrt(2 * cost of a save * mtbf_s) seconds, the cost being what saves have been measured to hold up.
-        in_memory_every_steps: copy to the memory of every node so often; see `fast_directory` of CheckpointManager.
-        compare_every_steps: check so often, and before each save, that all ranks hold equal models and optimizers.
-            Optimizers of CentralStorageStrategy are left out: the chief alone has their state.
+        every_steps: save every N steps.
+        every_s: save every N seconds, by the chief's clock.
+        mtbf_s: mean seconds between failures of this job. It saves every sqrt(2 * cost of a save * mtbf_s) seconds,
+            which minimizes the time lost, where the cost is the measured time for which a save blocks training.
+        in_memory_every_steps: copy to the memory of every node every N steps; see `fast_directory` of
+            CheckpointManager.
+        compare_every_steps: every N steps, and before each save, check that all ranks hold equal models and
+            optimizers. Optimizers of CentralStorageStrategy are excluded, as only the chief has their state.
 
     Raises:
-        UsageError: for values that are not above 0.
+        UsageError: if a value is not above 0.
 
     Source: J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17 (1974).
     """
@@ -38,10 +39,11 @@ class SaveSchedule:
                 raise UsageError(f"SaveSchedule: expected {field.name} above 0, got {value}; leave it out for never.")
 
     def interval_s(self, cost_s: float | None) -> float | None:
-        """Return the longest time between two saves; None for any.
+        """Return the longest time between two saves; None for no limit.
 
         Args:
-            cost_s: what a save holds up; None while that is not known, and one save is made to learn it.
+            cost_s: measured time for which a save blocks training; None if unknown: then one save is due to measure
+                it.
         """
         by_failures = None if self.mtbf_s is None else math.sqrt(2 * (cost_s or 0.0) * self.mtbf_s)
         return min((s for s in (self.every_s, by_failures) if s is not None), default=None)

@@ -1,4 +1,4 @@
-"""Who asks for a stop: a signal, a deadline, a file, a function of the user's, a call. One flag for all of them."""
+"""Sources of stop requests: a signal, a file, the user's function, a call. One flag combines them."""
 
 import contextlib
 import os
@@ -14,28 +14,28 @@ from typing import Any
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.errors import UsageError
 
-#: What batch systems send before they end a job, or can be told to send.
+#: Signals that batch systems send, or can be configured to send, before they end a job.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-#: The stop file is looked for at most this often: a look is a request to a shared file system.
+#: Least seconds between two checks for the stop file: a check is a request to a shared file system.
 FILE_LOOK_S = 2.0
-#: The user's own function is called at most this often.
+#: Least seconds between two calls of the user's function.
 WATCHER_LOOK_S = 1.0
 
 
 class StopFlag:
-    """Whether this rank wants the job to stop, and why. Once it wants to, it always does.
+    """Whether this rank has a stop request, and its reason. A request is never withdrawn.
 
     Not collective.
 
     Args:
-        place: who this rank is, for the reason, such as "rank 3".
-        file: the file that asks for a stop while it exists; None on ranks that do not look.
+        place: name of this rank in the reason, such as "rank 3".
+        file: the stop file, a request while it exists; None on ranks that do not check it.
         watcher: returns whether the job is about to be ended; it must not block.
-        clock: seconds that only go up.
-        disk: the seam to the file system.
+        clock: monotonic seconds.
+        disk: file system calls, which tests replace.
 
     Attributes:
-        since: when the request came, by `clock`; None without one.
+        since: time of the request, by `clock`; None without one.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class StopFlag:
         self.since: float | None = None
 
     def watch_signals(self, signals: Sequence[signal.Signals] = SIGNALS) -> None:
-        """Take these signals as requests, until `close`.
+        """Treat these signals as stop requests until `close`.
 
         Raises:
             UsageError: outside the main thread, where Python allows no handlers.
@@ -65,21 +65,21 @@ class StopFlag:
         self._signals.install(signals)
 
     def close(self) -> None:
-        """Give the signals back to who had them before."""
+        """Reinstall the earlier signal handlers."""
         self._signals.close()
 
     def ignore_signals(self) -> None:
-        """Take no more signals until the process has ended."""
+        """Ignore the signals until the process has ended."""
         self._signals.ignore()
 
     def ask(self, reason: str) -> None:
-        """Ask for a stop; from any thread."""
+        """Request a stop; from any thread."""
         if self.reason is None:
             self._raise(f"{reason} on {self._place}")
 
     @property
     def reason(self) -> str | None:
-        """Why this rank wants to stop, such as "SIGTERM on rank 3"; None when it does not."""
+        """The reason for the stop request, such as "SIGTERM on rank 3"; None without one."""
         if self._reason is None:
             received = self._signals.received
             if received is not None:
@@ -97,7 +97,7 @@ class StopFlag:
         if self._file is None or self._clock() - self._file_looked_at < FILE_LOOK_S:
             return False
         self._file_looked_at = self._clock()
-        return os.path.exists(self._file)  # a file system that cannot tell has no file: Path.exists would raise
+        return os.path.exists(self._file)  # False on an I/O error too, where Path.exists would raise
 
     def _is_watcher_alarmed(self) -> bool:
         if self._watcher is None or self._clock() - self._watcher_looked_at < WATCHER_LOOK_S:
@@ -106,10 +106,10 @@ class StopFlag:
         return bool(self._watcher())
 
     def remove_file(self) -> None:
-        """Remove the stop file, if this rank looks at one: the next attempt shall run.
+        """Remove the stop file, if this rank checks one, so that the next attempt runs.
 
         Raises:
-            OSError: when it is there and cannot be removed.
+            OSError: if it exists and cannot be removed.
         """
         if self._file is not None:
             with contextlib.suppress(FileNotFoundError):
@@ -117,19 +117,19 @@ class StopFlag:
 
 
 class SignalFlag:
-    """Handlers that set an attribute and nothing else: no MPI, no lock, no output is safe where they run.
+    """Signal handlers that only set an attribute: MPI, locks and output are unsafe in a handler.
 
-    A handler that the program had installed before is called too. A forked child gets the system's defaults.
+    They also call a handler that the program had installed. A forked child gets the default handlers.
 
     Attributes:
-        received: the first signal that came; None before.
+        received: the first signal received; None before.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._earlier: dict[signal.Signals, Any] = {}
         self._ignored: set[signal.Signals] = set()
-        self._handler = self._receive  # one object, to be recognized by
+        self._handler = self._receive  # one bound method, so that identity tests work
 
     def install(self, signals: Sequence[signal.Signals]) -> None:
         """Install the handlers.
@@ -155,7 +155,7 @@ class SignalFlag:
             earlier(number, frame)
 
     def close(self) -> None:
-        """Put the earlier handlers back, where nobody has put others in place of these."""
+        """Reinstall the earlier handlers, except where the program has replaced these."""
         for number, earlier in self._earlier.items():
             is_ours = signal.getsignal(number) is (signal.SIG_IGN if number in self._ignored else self._handler)
             if is_ours:  # a handler that C code installed cannot be put back
@@ -163,14 +163,14 @@ class SignalFlag:
         self._earlier = {}
 
     def ignore(self) -> None:
-        """Ignore the signals from now on: the process is leaving, and Python gives handlers up before its very end."""
+        """Ignore the signals from now on: the process is exiting, and Python drops handlers before its very end."""
         for number in self._earlier:
             if signal.getsignal(number) is self._handler:
                 signal.signal(number, signal.SIG_IGN)
                 self._ignored.add(number)
 
     def reset(self) -> None:
-        """Give a forked child the system's defaults: it must end when it is told to."""
+        """Install the default handlers in a forked child, so that signals end it."""
         for number in self._earlier:
             if signal.getsignal(number) is self._handler:
                 signal.signal(number, signal.SIG_DFL)

@@ -82,4 +82,4 @@ def test_a_stop_is_obeyed(run, tmp_path):
     assert outcome.code == 75
     assert told["reason"] == "stop() on rank 0"
     assert (tmp_path / "run" / "checkpoints" / "gen-0001" / f"step-{told['step']:08d}.json").exists()
-    assert told["step"] > 4, "it goes on for a part of the grace period"
+    assert told["step"] > 4, "training continues within the grace period"

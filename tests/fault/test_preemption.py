@@ -69,7 +69,7 @@ def stopped_well(job, run_dir, reason):
 def ends_with_the_same_bits(launch, run_dir, unbroken):
     outcome = launch(run_dir).wait(100)
     assert outcome.code == 0, outcome.output[-3000:]
-    assert "going on from" in outcome.output
+    assert "resuming from" in outcome.output
     if not unbroken.exists():
         assert launch(unbroken).wait(100).code == 0
     assert final_state(run_dir) == final_state(unbroken)
@@ -122,7 +122,7 @@ def test_the_end_of_the_batch_job(launch, tmp_path):
     told = stopped_well(job, tmp_path / "run", "deadline")
     assert time.time() < end
     assert told["step"] > 50
-    assert job.log.read_text().count("hpcdist: deadline in ") == 1
+    assert job.log.read_text().count("hpcdist: job ends at ") == 1
 
 
 HANDLERS = """

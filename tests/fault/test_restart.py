@@ -90,7 +90,7 @@ def test_the_cnn_resumes_on_four_ranks(start, root, tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     job.kill()
-    assert "going on from" in finish(start, root, tmp_path / "killed", 4, *options)
+    assert "resuming from" in finish(start, root, tmp_path / "killed", 4, *options)
     assert final_state(tmp_path / "killed") == final_state(tmp_path / "unbroken")
 
 
@@ -146,7 +146,7 @@ def test_a_full_disk_ends_the_job_and_room_lets_it_go_on(start, root, tmp_path, 
     ended_with_74(outcome, "bytes free in")
     assert list((small_disk / "run" / "checkpoints").rglob("*.tmp-*")) == []
     subprocess.run(["mount", "-o", "remount,size=50m", small_disk], check=True)
-    assert "going on from" in finish(start, root, small_disk / "run")
+    assert "resuming from" in finish(start, root, small_disk / "run")
     finish(start, root, tmp_path / "unbroken")
     assert final_state(small_disk / "run") == final_state(tmp_path / "unbroken")
 

@@ -283,7 +283,7 @@ def test_a_damaged_newest_one_is_stepped_over_and_set_aside(comm, shared_path, c
         restored = Job(comm).manager(shared_path).restore_or_initialize()
     assert restored.endswith("step-00000001.h5")
     reports = comm.allgather([r.getMessage() for r in caplog.records if "skipped" in r.getMessage()])
-    assert reports[0][0].startswith("step 2 is skipped: restore: expected")
+    assert reports[0][0].startswith("skipped damaged step 2: restore: expected")
     assert reports[1:] == [[]] * (comm.size - 1)
     comm.Barrier()
     assert (shared_path / "gen-0001" / "step-00000002.h5.bad").exists()
@@ -439,10 +439,10 @@ def test_attempts_that_die_are_counted_and_their_checkpoint_is_stepped_over(comm
         manager = Job(comm).manager(shared_path)
         assert manager.begin_attempt().endswith("gen-0001/step-00000002.h5")
         assert manager.fruitless_attempts == (n_before + 1 if comm.rank == 0 else 1)
-    assert "stepped over" not in caplog.text
+    assert "restore: skipped step" not in caplog.text
     third = Job(comm).manager(shared_path)
     assert third.begin_attempt().endswith("gen-0001/step-00000001.h5")
-    assert caplog.text.count("step 2 was stepped over: two attempts died") == (1 if comm.rank == 0 else 0)
+    assert caplog.text.count("restore: skipped step 2: two attempts died") == (1 if comm.rank == 0 else 0)
     third.end_attempt()
     fourth = Job(comm).manager(shared_path)
     assert fourth.begin_attempt().endswith("gen-0001/step-00000002.h5")

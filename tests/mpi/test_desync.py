@@ -51,7 +51,9 @@ def test_one_bit_on_one_rank_is_named(comm, job, part):
     with pytest.raises(DesyncError) as caught:
         manager.check_equal()
     named = odd if comm.size > 2 else 1
-    assert f"equal models and optimizers on all {comm.size} ranks, got others on rank {named};" in str(caught.value)
+    assert f"equal models and optimizers on all {comm.size} ranks, got different ones on rank {named};" in str(
+        caught.value
+    )
     assert caught.value.is_agreed
     assert caught.value.exit_code == 76
 

@@ -113,7 +113,7 @@ def test_damaged_files_on_disk_do_not_matter_where_memory_has_a_copy(run, comm, 
     with caplog.at_level(logging.WARNING, "hpcdist"):
         run.attempt().restore_or_initialize()
     assert (run.values == 7).all()
-    assert comm.rank > 0 or "goes on from memory" in caplog.text
+    assert comm.rank > 0 or "resuming from memory" in caplog.text
 
 
 def test_copies_of_another_run_in_the_same_place_are_not_taken(run, comm):
@@ -138,7 +138,7 @@ def test_memory_that_is_full_is_told_and_done_without(run, comm, caplog, monkeyp
         if comm.rank > 0:
             patch.setattr(manager.checkpoint, "collect", lambda gathered: pytest.fail("nobody takes the state"))
         manager.save_fast(4)
-    assert caplog.text.count("goes on without copies in memory on this node") == 1
+    assert caplog.text.count("continues without copies in memory on this node") == 1
     save(run, manager, 5, is_fast=False)
     run.attempt().restore_or_initialize()
     assert (run.values == 5).all()

@@ -334,7 +334,7 @@ def test_the_stop_file_is_removed_when_it_was_obeyed(comm, shared_path, make_job
 
 def test_a_deadline(comm, shared_path, make_job, capfd):
     job = make_job(time_limit_s=6.5)
-    assert capfd.readouterr().err.count("hpcdist: deadline in 6 s; stops when p99 step") == (comm.rank == 0)
+    assert capfd.readouterr().err.count("hpcdist: job ends at ") == (comm.rank == 0)
     assert stopped(comm, lambda: job.train(10**6, lambda step: time.sleep(0.02))) == 75
     assert decision(comm, shared_path)["reason"] == "deadline"
     assert len(list(shared_path.rglob("step-*.json"))) == 2, "a first save was made to know what one costs"
@@ -508,7 +508,7 @@ def test_an_error_leaves_the_decision_that_was_made_at_the_start(comm, shared_pa
     with pytest.raises(ZeroDivisionError), job.handler:
         raise ZeroDivisionError
     told = decision(comm, shared_path)
-    assert (told["decision"], told["reason"]) == ("requeue", "died without a word")
+    assert (told["decision"], told["reason"]) == ("requeue", "died without notice")
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
@@ -566,7 +566,7 @@ def test_stops_before_any_progress_end_the_chain_too(comm, shared_path, make_job
         told = decision(comm, shared_path)
         assert (told["decision"], told["attempt"], told["idle_stops"]) == (verdict, attempt, attempt - 1)
         job.handler.close()
-    why = "not to be run again: 3 attempts in a row were stopped without a newer checkpoint"
+    why = "do not run again: 3 attempts in a row were stopped without a newer checkpoint"
     assert capfd.readouterr().err.count(why) == (1 if comm.rank == 0 else 0)
 
 

@@ -20,7 +20,7 @@ def test_to_the_end_and_the_same_command_again(submit, data):
     assert "epoch 3/3" in text
     assert (job.decision["attempt"], job.decision["job"]) == (1, job.id)
     job = submit("train", *small, "--epochs", 4)
-    assert "2 replicas; going on from" in job.finish()
+    assert "2 replicas; resuming from" in job.finish()
     assert (job.decision["attempt"], job.decision["job"]) == (2, job.id)
     rows = (job.run_dir / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["epoch"] for row in rows] == [0, 1, 2, 3]
@@ -43,7 +43,7 @@ def test_preempted_again_and_again_it_ends_with_the_same_bits(folder, submit, pr
         manifest = job.run_dir / "checkpoints" / f"gen-{attempt:04d}" / f"step-{told['step']:08d}.json"
         first = next(line for line in signals.read_text().splitlines()[n_before:] if "SIGTERM" in line)
         latencies_s.append(max(0.0, (manifest.stat().st_ctime_ns - int(first.split()[0])) / 1e9))  # 0: it was there
-        job.wait_for_text("going on from", attempt, 120)
+        job.wait_for_text("resuming from", attempt, 120)
         assert job.log.rstrip().count(f"{manifest.stem}.h5") == 1, "the next attempt goes on after the last step"
     text = job.finish(600)
     assert job.final_state() == run_unbroken(epochs)
@@ -66,7 +66,7 @@ def test_a_lost_node_and_the_job_goes_on_in_its_allocation(slurm, submit, option
     try:
         assert slurm.kill_node(lost) >= 1
         killed = time.monotonic()
-        job.wait_for_text("going on from", 1, 120)
+        job.wait_for_text("resuming from", 1, 120)
         print(f"goes on {time.monotonic() - killed:.1f} s after the loss of a node")
         text = job.finish()
     finally:

@@ -45,7 +45,7 @@ def test_mpirun_whose_exit_code_is_not_to_be_trusted(slurm, submit, options, unb
     assert len(pids) == 2
     os.kill(pids[-1], signal.SIGKILL)
     job.wait_for_restart(2)
-    assert "exit code 0, to be requeued: died without a word, after a newer checkpoint" in job.log
+    assert "exit code 0, to be requeued: died without notice, after a newer checkpoint" in job.log
     job.finish()
     assert job.final_state() == unbroken
     assert job.decision["attempt"] == 3
@@ -96,10 +96,10 @@ def test_without_scontrol_the_command_to_run_is_printed(slurm, submit, options, 
     job.wait_for_training()
     (job.run_dir / "stop").touch()
     assert job.end() == ("FAILED", 75), job.log[-3000:]
-    command = job.log.rpartition("to go on, run: ")[2].strip()
+    command = job.log.rpartition("to resume, run: ")[2].strip()
     assert command == f"scontrol requeue {job.id}"
     slurm.client(*command.split())
-    job.wait_for_text("going on from")
+    job.wait_for_text("resuming from")
     job.finish()
     assert job.final_state() == unbroken
 
@@ -111,7 +111,7 @@ def test_a_chain_of_jobs(slurm, submit, options, unbroken):
     assert job.end() == ("FAILED", 75), job.log[-3000:]
     assert job.n_restarts == 0
     job.id = str(int(job.id) + 1)
-    assert f"job {job.id} goes on: stop file" in (job.folder / f"{job.name}-{int(job.id) - 1}.log").read_text()
+    assert f"job {job.id} continues: stop file" in (job.folder / f"{job.name}-{int(job.id) - 1}.log").read_text()
     job.finish()
     assert job.final_state() == unbroken
     assert (job.decision["attempt"], job.decision["job"]) == (2, job.id)

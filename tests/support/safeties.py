@@ -99,7 +99,7 @@ ON_DISK = [
     Mutant("new name for a step saved again", "CheckpointFolder.new_data_path", "name in names", "False", FOLDER),
     Mutant("dead attempts are counted", "CheckpointFolder.prune", "newest.step > self._last_before", "True", FOLDER),
     Mutant("steps go up", "CheckpointFolder.new_data_path", "step < last", "False", FOLDER),
-    Mutant("damaged ones set aside", "CheckpointFolder.go_on_from", "self.damaged", "()", FOLDER),
+    Mutant("damaged ones set aside", "CheckpointFolder.resume_from", "self.damaged", "()", FOLDER),
     Mutant(
         "no silent start anew",
         "CheckpointReader._first_sound",
@@ -144,13 +144,13 @@ ON_DISK = [
     Mutant("suspect only after two deaths", "crashed_twice", "steps.count(step) >= 2", "True", FOLDER),
     Mutant("a generation for each attempt", "make_generation", "FileExistsError", "ZeroDivisionError", FOLDER),
     Mutant(
-        "suspects are stepped over",
+        "suspects are skipped",
         "CheckpointManager.begin_attempt",
         "self._history.suspects()",
         "set()",
         RANKS,
     ),
-    Mutant("set aside on restore", "CheckpointManager._restore", "self._tier.folder.go_on_from(...)", "pass", RANKS),
+    Mutant("set aside on restore", "CheckpointManager._restore", "self._tier.folder.resume_from(...)", "pass", RANKS),
     Mutant("an orderly end is noted", "CheckpointManager.end_attempt", "self._history.note_end()", "pass", RANKS),
     Mutant("a failed read-back is told", "Tier.finish", "tidying.result()", "pass", RANKS),
     Mutant("order of bytes", "checkpoint/tree:encode", "array.dtype.newbyteorder(...)", "array.dtype", TREE),
@@ -169,7 +169,7 @@ STOPS = [
     Mutant("no answer is no stop file", "StopFlag._is_file_there", "os.path.exists(...)", "self._file.stat()", STOP),
     Mutant(
         "the stop file is removed",
-        "PreemptionCheckpointHandler._flag_down",
+        "PreemptionCheckpointHandler._remove_stop_file",
         "self._flag.remove_file()",
         "pass",
         HANDLER,
@@ -188,7 +188,7 @@ STOPS = [
     ),
     Mutant("starts are counted", "Attempt._begin", "self._manager.note_start()", "pass", HANDLER),
     Mutant("requests ride on sums", "Agreement.poll", "self._world.step_flags.take()", "Request.NONE", AGREE),
-    Mutant("requests without sums", "Agreement._ask", "Request(want)", "Request.NONE", AGREE),
+    Mutant("requests without sums", "Agreement._ask", "Request(request)", "Request.NONE", AGREE),
     Mutant("compared before a save", "AttemptSaves._compare_before_save", "self._compare(...)", "pass", DESYNC),
     Mutant("compared again at the end", "AttemptSaves.end", "self._compared_at = None", "pass", DESYNC),
     Mutant(

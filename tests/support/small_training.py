@@ -74,7 +74,7 @@ class Training:
         if found is None:
             return None
         self.step, self.weights = found.state["step"], found.arrays[0].values.copy()
-        self.folder.go_on_from(found.place)
+        self.folder.resume_from(found.place)
         return str(found.place)
 
     def take_step(self):

@@ -221,8 +221,8 @@ class Attempt:
         kept = None if is_removed else copies(run_dir)
         if left := [name for name in folder.left_overs(self.job) if kept is None or name != kept.name]:
             self.faults.append(f"left {left}")
-        came_from = re.search(r"going on from \S+/step-(\d+)(?:-\d+)?\.h5", output)
-        if came_from and int(came_from[1]) < self.committed_before and "stepped over" not in output:
+        came_from = re.search(r"resuming from \S+/step-(\d+)(?:-\d+)?\.h5", output)
+        if came_from and int(came_from[1]) < self.committed_before and "restore: skipped step" not in output:
             self.faults.append(f"went on from {came_from[1]}, but {self.committed_before} was committed")
         if "new run" in output and self.committed_before >= 0:
             self.faults.append("began anew")
@@ -241,7 +241,7 @@ class Attempt:
         allowed = self._allowed_codes(is_finished)
         if allowed and self.code not in allowed:
             self.faults.append(f"code {self.code}, not one of {allowed}")
-        if self.code == 76 and "expected attempts that come further" not in output:
+        if self.code == 76 and "expected attempts that make progress" not in output:
             self.faults.append("code 76 without three attempts that died")
         self.tail = output[-3000:] if self.faults else ""
 

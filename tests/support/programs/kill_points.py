@@ -116,5 +116,5 @@ def main():
 
 
 if __name__ == "__main__":
-    logging.disable()  # what is damaged on purpose is stepped over thousands of times
+    logging.disable()  # what is damaged on purpose is skipped thousands of times
     main()

@@ -109,7 +109,7 @@ def test_damage_is_stepped_over_and_explained(folder, harm, suffix, caplog):
     harm(newest.with_suffix(suffix))
     assert latest_value(folder) == 1
     gone_manifest = suffix == ".json" and not newest.with_suffix(".json").exists()
-    assert gone_manifest or "step 2 is skipped: restore: expected" in caplog.text
+    assert gone_manifest or "skipped damaged step 2: restore: expected" in caplog.text
 
 
 def test_a_file_without_manifest_is_no_checkpoint(folder):
@@ -139,7 +139,7 @@ def test_damaged_ones_are_set_aside_once_an_older_one_is_in_use(folder):
     later = attempt(folder.path)
     place = later.read_latest().place
     assert place == Place(1, 2)
-    later.go_on_from(place)
+    later.resume_from(place)
     assert steps(later) == [1, 2]
     assert sorted(p.name for p in path.parent.glob("*.bad")) == ["step-00000003.h5.bad", "step-00000003.json.bad"]
     commit(later, 3)
@@ -421,7 +421,7 @@ def test_a_later_attempt_replaces_an_earlier_one(folder):
     assert caught.value.exit_code == 76
     assert steps(folder) == [10]
     assert later.read_latest().place == Place(1, 10)
-    later.go_on_from(Place(1, 10))
+    later.resume_from(Place(1, 10))
     commit(later, 11)
     assert later.read_latest().place == Place(2, 11)
 
@@ -430,7 +430,7 @@ def test_a_zombie_that_was_about_to_commit_does_no_harm(folder, monkeypatch):
     """It looked, saw nobody, and was suspended; its checkpoint lies in its own generation, behind the newer one."""
     commit(folder, 10)
     later = attempt(folder.path)
-    later.go_on_from(later.read_latest().place)
+    later.resume_from(later.read_latest().place)
     commit(later, 11)
     monkeypatch.setattr(folder, "check_current", lambda: None)
     commit(folder, 500)
@@ -513,7 +513,7 @@ def test_what_cannot_be_removed_is_told(tmp_path, disk, caplog):
     (commit(attempt(tmp_path), 1).parent / "step-00000002.h5").write_bytes(b"half")
     disk.fail("remove", errno.EIO)
     assert attempt(tmp_path, disk).generation == 2
-    assert "what was left half written stays in " in caplog.text
+    assert "incomplete files stay in " in caplog.text
 
 
 def die(path, restored, **more):
@@ -578,7 +578,7 @@ def test_a_checkpoint_that_was_found_damaged_was_no_progress(tmp_path):
         folder.note_attempt(RESTORING, has_ended=False)
         place = folder.read_latest().place
         assert place == Place(1, 5)
-        folder.go_on_from(place)
+        folder.resume_from(place)
         folder.note_attempt(str(place), has_ended=False)
         assert len(folder.fruitless_attempts(place.step)) == n_before
         damage(commit(folder, 10))
@@ -590,12 +590,12 @@ def test_a_save_of_the_step_that_was_restored_forgets_no_attempt_that_died(tmp_p
     for _ in range(2):
         die(tmp_path, "gen-0001/step-00000005")
     folder = die(tmp_path, "gen-0001/step-00000005")
-    folder.go_on_from(Place(1, 5))
+    folder.resume_from(Place(1, 5))
     commit(folder, 5)
     prune(folder, 3)
     assert len(attempt(tmp_path).fruitless_attempts()) == 3
     folder = attempt(tmp_path)
-    folder.go_on_from(Place(4, 5))
+    folder.resume_from(Place(4, 5))
     commit(folder, 6)
     prune(folder, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gen-0001", "gen-0004", "gen-0006"]
@@ -672,7 +672,7 @@ def test_a_file_that_cannot_be_read_is_not_damaged(folder, monkeypatch, read, er
     assert not isinstance(caught.value, CheckpointDamaged)
     assert len(pauses) == 2
     monkeypatch.undo()
-    folder.go_on_from(folder.read_latest().place)
+    folder.resume_from(folder.read_latest().place)
     assert not list(folder.path.rglob("*.bad"))
 
 

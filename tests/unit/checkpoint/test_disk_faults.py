@@ -23,7 +23,7 @@ CALLS = ["mkdir", "open", "fallocate", "pwrite", "fsync", "close", "replace", "u
 REFUSALS = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS]
 #: Old checkpoints that cannot be removed, or looked for, stay, and the log says so: no reason to end a job.
 TOLERATED = ["unlink", "rmdir", "listdir"]
-STAYS = r"(old checkpoints stay|half written stays) in "
+STAYS = r"(old checkpoints stay|incomplete files stay) in "
 #: What the message says that was expected.
 EXPECTED = [
     r"to write \d+ bytes to step-\d{8}(-\d+)?\.h5",

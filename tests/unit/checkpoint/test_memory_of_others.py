@@ -79,7 +79,7 @@ def test_copies_that_others_can_have_written_are_not_taken(memory, own, monkeypa
     take(memory, own, monkeypatch)
     before = sorted(memory.rglob("*"))
     tier = FastTier(memory, RUN, 2)
-    assert "goes on without copies in memory on this node: fast tier: expected a folder that only user" in caplog.text
+    assert "continues without copies in memory on this node: fast tier: expected a folder that only user" in caplog.text
     tier.save(8, {}, [], {})
     assert tier.find() is None
     tier.finish()

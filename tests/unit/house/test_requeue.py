@@ -338,14 +338,14 @@ def test_scontrol_that_does_not_help(leave, way):
     got, output = leave(75, STOPPED, **way)
     assert got == 75
     assert "requeued 7" not in output
-    assert output.rstrip().endswith("to go on, run: scontrol requeue 7")
+    assert output.rstrip().endswith("to resume, run: scontrol requeue 7")
 
 
 def test_scontrol_that_helps_in_the_end(leave):
     got, output = leave(75, STOPPED, REFUSALS="2")
     assert got == 75
     assert output.count("requeued 7\n") == 1
-    assert "to go on, run" not in output
+    assert "to resume, run" not in output
 
 
 def test_a_busy_slurmctld_has_a_minute(leave, tmp_path):
@@ -416,7 +416,7 @@ def test_a_job_that_cannot_be_requeued_is_watched_on(watch, tmp_path):
     add_program(tmp_path / "bin", "scancel", "#!/usr/bin/env bash\necho ends $*\n")
     got, output = watch(SAVED, NODES="n2", REFUSALS="9")
     assert got == -signal.SIGTERM
-    assert "to go on, run: scontrol requeue 7" in output
+    assert "to resume, run: scontrol requeue 7" in output
     assert "ends" not in output
 
 

@@ -130,7 +130,7 @@ def test_a_damaged_byte_costs_no_other_record(path, caplog):
             assert [step for step in kept if step != 13] == [11, 12, *([] if is_joined else [14]), *range(15, 21)]
             there = path.read_bytes() + (aside(path).read_bytes() if aside(path).exists() else b"")
             assert sorted(there.splitlines()) == sorted(damaged.splitlines()), "nothing is deleted"
-    assert f"order of steps in {path}, got 1 damaged, at line 3; these are in {aside(path)} now" in caplog.text
+    assert f"order of steps in {path}, got 1 damaged, at line 3; moved them to {aside(path)}" in caplog.text
 
 
 def test_a_restart_cuts_at_its_step_although_one_was_damaged(path):
@@ -187,7 +187,7 @@ def test_lost_records_are_told(path, caplog):
     path.unlink()
     MetricsFile(path, OneRank()).load_state_dict(state)
     assert "expected 2 records" in caplog.text
-    assert "got 0; the job goes on without the others" in caplog.text
+    assert "got 0; the job continues without the others" in caplog.text
     assert path.read_text() == ""
 
 
