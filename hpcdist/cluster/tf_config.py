@@ -112,10 +112,7 @@ class TFConfigClusterResolver(SimpleClusterResolver):
     @property
     def host_names(self) -> Mapping[str, Task]:
         """Host part -> task, for each host that exactly one address names."""
-        hosts = {task: _host(self._spec.task_address(task.type, task.index)) for task in self._spec.tasks()}
+        addresses = {task: self._spec.task_address(task.type, task.index) for task in self._spec.tasks()}
+        hosts = {task: host.rpartition(":")[0] if ":" in host else host for task, host in addresses.items()}
         times = Counter(hosts.values())
         return {host: task for task, host in hosts.items() if times[host] == 1}
-
-
-def _host(address: str) -> str:
-    return address.rpartition(":")[0] if ":" in address else address

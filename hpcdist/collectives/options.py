@@ -35,7 +35,7 @@ class AllReduceAlgorithm(abc.ABC):
         Args:
             array: (n_elements,) numpy array in host memory, C-contiguous; overwritten. Gradients are float32 or
                 float64.
-            comm: one rank per replica, or per rank of the call.
+            comm: the ranks of the strategy or of the call; `array` holds the sum over a rank's own replicas.
             op: the reduction as MPI calls it: MPI.SUM for gradients, sums and means; MPI.MIN, MPI.MAX, MPI.PROD.
         """
 

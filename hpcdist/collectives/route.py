@@ -3,13 +3,14 @@
 | asked for | where | algorithm |
 |---|---|---|
 | an algorithm by name, or one of the user's | anywhere | that one |
-| AUTO, a buffer in device memory | every rank has a GPU of its own and NCCL | NCCL |
-| AUTO, a buffer in device memory | elsewhere | as on the host, staged through pinned memory |
+| AUTO, one call, a buffer in device memory | every rank has a GPU of its own and NCCL | NCCL |
+| AUTO, one call, a buffer in device memory | elsewhere | as on the host, staged through pinned memory |
 | AUTO, one call | host memory | the fastest as measured: MPI, or SHARED_MEMORY (one host), or HIERARCHICAL |
 | AUTO, gradients | one host | SHARED_MEMORY: the bits do not depend on the size |
 | AUTO, gradients | several hosts | HIERARCHICAL |
 | AUTO | ranks of a host that cannot share memory | MPI |
-| HIERARCHICAL, a buffer in device memory | every host has as many ranks | NCCL in the host, MPI between hosts |
+| AUTO or HIERARCHICAL, gradients | replicas that do not form one tree of ranks | by subtrees of replicas |
+| HIERARCHICAL, one call, in device memory | every host has as many ranks | NCCL in the host, MPI between hosts |
 """
 
 from dataclasses import dataclass

@@ -28,20 +28,16 @@ def all_reduce(rows: list[Array], result: Array, group: Group, plan: ReplicaPlan
     Cost: with k rows here, (k + 1)(P-1)/P * n elements sent, P the ranks: (k + 1) / 2 times a plain all-reduce. A chunk
         of all ranks' rows in memory.
     """
+    n_rows = [len(subtrees) for subtrees in plan.subtrees]
     n_chunk = max(1, CHUNK_BYTES // result.itemsize)
     for start in range(0, result.size, n_chunk):
-        _reduce_chunk([row[start : start + n_chunk] for row in rows], result[start : start + n_chunk], group, plan)
-
-
-def _reduce_chunk(rows: list[Array], result: Array, group: Group, plan: ReplicaPlan) -> None:
-    bounds = [block_bounds(result.size, group.size, rank) for rank in range(group.size)]
-    sizes = [stop - start for start, stop in bounds]
-    start, stop = bounds[group.rank]
-    sent = np.concatenate([row[slice(*of_rank)] for of_rank in bounds for row in rows])
-    n_rows = [len(subtrees) for subtrees in plan.subtrees]
-    received = np.empty(sum(n_rows) * (stop - start), result.dtype)
-    parts = [received, [n * (stop - start) for n in n_rows]]
-    group.wait([group.comm.Ialltoallv([sent, [len(rows) * size for size in sizes]], parts)], SLEEP_S)
-    table = received.reshape(sum(n_rows), stop - start)
-    add_rows(list(table), plan.additions, np.add)
-    group.wait([group.comm.Iallgatherv(table[0], [result, sizes])], SLEEP_S)
+        chunk = result[start : start + n_chunk]
+        blocks = [block_bounds(chunk.size, group.size, rank) for rank in range(group.size)]
+        sizes = [block_stop - block_start for block_start, block_stop in blocks]
+        # each rank adds up the block that it owns of every rank's rows, and gives its sum to all
+        sent = np.concatenate([row[start : start + n_chunk][slice(*block)] for block in blocks for row in rows])
+        received = np.empty((sum(n_rows), sizes[group.rank]), chunk.dtype)
+        parts = [received, [n * sizes[group.rank] for n in n_rows]]
+        group.wait([group.comm.Ialltoallv([sent, [len(rows) * size for size in sizes]], parts)], SLEEP_S)
+        add_rows(list(received), plan.additions, np.add)
+        group.wait([group.comm.Iallgatherv(received[0], [chunk, sizes])], SLEEP_S)

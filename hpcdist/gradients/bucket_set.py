@@ -33,7 +33,7 @@ class BucketSet:
     ) -> None:
         is_on_device = reducer.route.is_on_device
         entries = [Entry(n_counts, "float32"), *(_entry(parameter, is_on_device) for _, parameter in records)]
-        plan = plan_buckets(entries, reducer.plan(sum(entry.nbytes for entry in entries)))
+        plan = plan_buckets(entries, reducer.begin_buckets(sum(entry.nbytes for entry in entries)))
         self._reducer = reducer
         device = records[0][1].device if records and is_on_device else torch.device("cpu")
         self._flat = [

@@ -65,6 +65,7 @@ class Reducer:
         self._group = group
         self.replicas = replicas or ReplicaPlan(group.size, group.size)
         self._options = options if cross_device_ops is None else _options_with(cross_device_ops, options)
+        # one route for all buckets: bits must not depend on how parameters are packed, so dtype and size are not used
         self.route: Route = choose_route(group.facts, self._options, SUM, "float32", 0, replicas=self.replicas)
         self._wire: Wire = PLAIN
         if self.route.is_on_device:
@@ -135,8 +136,8 @@ class Reducer:
         with self._group.recorded("broadcast", array):
             library.broadcast(array, self._group.comm)
 
-    def plan(self, total_bytes: int) -> Limits:
-        """Start to sum other buckets; return how large they should be for gradients of this size in all.
+    def begin_buckets(self, total_bytes: int) -> Limits:
+        """Return how large buckets should be for gradients of this size; forget the rounding errors of older ones.
 
         Collective at the first call: the group, on several hosts.
         """
@@ -187,7 +188,8 @@ def _options_with(ops: CrossDeviceOps, options: CommunicationOptions) -> Communi
     if not isinstance(ops, CrossDeviceOps):
         raise agreed(
             ConfigurationError(
-                f"strategy: expected cross_device_ops as a CrossDeviceOps object, got {ops!r}; make one."
+                f"strategy: expected cross_device_ops as a CrossDeviceOps object, got {ops!r}; make one, or pass an "
+                f"AllReduceAlgorithm as CommunicationOptions(implementation=...)."
             )
         )
     has_chosen = options.implementation is not Implementation.AUTO

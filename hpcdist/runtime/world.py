@@ -202,19 +202,20 @@ class World:
                     f"{library_name()}; start with the mpirun of that same MPI library, or by srun --mpi=pmi2 (MPICH) "
                     f"or --mpi=pmix (Open MPI)."
                 )
-        self.debug = frozenset(name for name in DEBUG_NAMES if self._is_on_any_rank(name in self.debug))
+        # what one rank checks with the others, all of them must check
+        self.debug = frozenset(
+            name for name in DEBUG_NAMES if self.all_reduce_int(int(name in self.debug), MPI.MAX, self.comm)
+        )
         return environ
-
-    def _is_on_any_rank(self, is_on: bool) -> bool:
-        """Return whether it is on for any rank: what one rank checks with the others, all of them must check."""
-        return self.all_reduce_int(int(is_on), MPI.MAX, self.comm) > 0
 
     def _agreed_tasks(
         self, resolver: ClusterResolver | None, environ: Mapping[str, str], node: MPI.Comm
     ) -> tuple[ClusterSpec, list[Task]]:
         spec, declared = ClusterSpec({}), None
         with self.agreed():
-            resolver = resolver or _default_resolver(environ)
+            if resolver is None:
+                has_config = environ.get("TF_CONFIG", "").strip() not in ("", "{}")
+                resolver = (TFConfigClusterResolver if has_config else MPIClusterResolver)(environ=environ)
             spec, declared = resolver.resolve(self.rank, self.size)
             if not spec:
                 resolver = MPIClusterResolver(environ={})
@@ -248,12 +249,6 @@ class World:
         facts = np.empty((self.size, 3), np.int32)
         self.wait(self.comm.Iallgather(np.array(mine, np.int32), facts))
         return [RankFacts(*(int(number) for number in row)) for row in facts]
-
-
-def _default_resolver(environ: Mapping[str, str]) -> ClusterResolver:
-    if environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
-        return TFConfigClusterResolver(environ=environ)
-    return MPIClusterResolver(environ=environ)
 
 
 def _share_of_cores(node: MPI.Comm) -> tuple[int, bool]:

@@ -118,7 +118,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             self.world, self.reducer, is_mean, self._is_entered, self._has_fixed_replicas, self._storage
         )
         self._dataset_numbers = itertools.count()
-        self._set_threads()
+        if "OMP_NUM_THREADS" not in read_environment() and self._comm.size > 1:
+            torch.set_num_threads(self.world.cores_per_rank)  # ranks share the cores of their node
         context.register(self)
 
     def _plan_replicas(self, num_replicas: int | None) -> ReplicaPlan:
@@ -139,11 +140,6 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def _is_entered(self) -> bool:
         return get_strategy() is self
-
-    def _set_threads(self) -> None:
-        """Share the node's cores among its ranks, unless OMP_NUM_THREADS says otherwise."""
-        if "OMP_NUM_THREADS" not in read_environment() and self._comm.size > 1:
-            torch.set_num_threads(self.world.cores_per_rank)
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -154,13 +154,13 @@ def test_buckets_start_while_backward_runs_in_one_order(comm, over_hosts, monkey
 def test_bucket_sizes_follow_the_measured_link(comm, over_hosts):
     over_hosts("1 each")
     _, strategy = train(comm, n_steps=1)
-    limits = strategy.reducer.plan(100_000_000)
+    limits = strategy.reducer.begin_buckets(100_000_000)
     assert len(set(comm.allgather(limits))) == 1
     if comm.size > 1:
         assert (128 << 10) <= limits.bucket_bytes <= (32 << 20)
         assert 0 < limits.last_bytes < limits.bucket_bytes
     given = Reducer(strategy.group, hpcdist.CommunicationOptions(bytes_per_pack=1000))
-    assert given.plan(1) == Limits(1000, 1 << 20, 250)
+    assert given.begin_buckets(1) == Limits(1000, 1 << 20, 250)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -120,7 +120,7 @@ print(rows.source.take(__import__("numpy").array([1 << 22, (1 << 23) - 1]))[:, 5
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ("y", r"expected a dataset 'y' in .* got none at 'y', beside \['few', .*name one that is there"),
+        ("y", r"expected a dataset 'y' in .* got none at 'y', beside \['few', .*name an existing one"),
         ("x/y", "got none at 'y'"),
         ("names", "expected numbers at 'names'.*got dtype object"),
         ("one", "expected rows inside the file"),
