@@ -63,7 +63,7 @@ def run(route: Route, buffer: Any, group: Group, op: Op = SUM, wire: Wire = PLAI
         hierarchical.all_reduce(buffer, group, op, route.is_ordered, wire, bucket)
 
 
-def restore_table(group: Group, table: list[tuple[int, str]]) -> None:
+def restore_measurements(group: Group, table: list[tuple[int, str]]) -> None:
     """Choose as the table of a checkpoint says, so that a restart sums in the same order. Not collective."""
     rows = tuple((least_bytes, Implementation(name)) for least_bytes, name in table)
     has_one_host_only = any(algorithm is Implementation.SHARED_MEMORY for _, algorithm in rows)
@@ -71,7 +71,7 @@ def restore_table(group: Group, table: list[tuple[int, str]]) -> None:
         group.set_facts(replace(group.facts, table=rows))
 
 
-def table_of(group: Group) -> list[tuple[int, str]] | None:
+def measurements_of(group: Group) -> list[tuple[int, str]] | None:
     """Return the table that was measured or restored, as a checkpoint stores it; None when none was needed yet."""
     table = group.facts.table
     return None if table is None else [(least_bytes, algorithm.value) for least_bytes, algorithm in table]

@@ -9,7 +9,7 @@
 | AUTO, gradients | one host | SHARED_MEMORY: the bits do not depend on the size |
 | AUTO, gradients | several hosts | HIERARCHICAL |
 | AUTO | ranks of a host that cannot share memory | MPI |
-| AUTO or HIERARCHICAL, gradients | replicas that do not form one tree of ranks | by subtrees of replicas |
+| AUTO, SHARED_MEMORY, HIERARCHICAL: exact gradients | replicas that do not form one tree of ranks | by subtrees |
 | HIERARCHICAL, one call, in device memory | every host has as many ranks | NCCL in the host, MPI between hosts |
 """
 
@@ -79,6 +79,11 @@ class Route:
     by_subtrees: bool = False
     is_overlapped: bool = False
     wire_dtype: str | None = None
+
+    @property
+    def is_in_replica_order(self) -> bool:
+        """Whether the sum has the bits of the binary tree over replicas."""
+        return self.is_ordered or self.by_subtrees
 
     @property
     def name(self) -> str:

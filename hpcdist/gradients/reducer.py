@@ -152,7 +152,10 @@ class Reducer:
 
     def describe(self) -> dict[str, str | None]:
         """Return what the bits of its sums depend on, as recorded with each checkpoint. Equal on all ranks."""
-        return {"all_reduce": ORDERED if self.route.is_ordered else self.route.name, "wire": self.route.wire_dtype}
+        return {
+            "all_reduce": ORDERED if self.route.is_in_replica_order else self.route.name,
+            "wire": self.route.wire_dtype,
+        }
 
     def _measure_link(self) -> tuple[float, float]:
         """Return the latency in seconds, and the seconds per byte, of an all-reduce; the chief's times on all ranks."""

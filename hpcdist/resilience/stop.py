@@ -75,7 +75,7 @@ class StopFlag:
     def ask(self, reason: str) -> None:
         """Request a stop; from any thread."""
         if self.reason is None:
-            self._raise(f"{reason} on {self._place}")
+            self._set_reason(f"{reason} on {self._place}")
 
     @property
     def reason(self) -> str | None:
@@ -83,14 +83,14 @@ class StopFlag:
         if self._reason is None:
             received = self._signals.received
             if received is not None:
-                self._raise(f"{received.name} on {self._place}")
+                self._set_reason(f"{received.name} on {self._place}")
             elif self._is_file_there():
-                self._raise(f"stop file {self._file}")
+                self._set_reason(f"stop file {self._file}")
             elif self._is_watcher_alarmed():
-                self._raise(f"termination_watcher_fn on {self._place}")
+                self._set_reason(f"termination_watcher_fn on {self._place}")
         return self._reason
 
-    def _raise(self, reason: str) -> None:
+    def _set_reason(self, reason: str) -> None:
         self._reason, self.since = reason, self._clock()
 
     def _is_file_there(self) -> bool:

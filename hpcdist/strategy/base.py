@@ -36,7 +36,7 @@ class ValueContext:
 
 
 class Strategy:
-    """What tf.distribute.Strategy offers, with one replica per process.
+    """What tf.distribute.Strategy offers; a process holds one replica unless it asks for more.
 
     This class alone is the pass-through strategy: one replica, nothing to communicate.
     """

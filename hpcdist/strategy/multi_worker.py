@@ -49,7 +49,7 @@ from hpcdist.strategy.values import regroup
 
 
 class MultiWorkerMirroredStrategy(Strategy):
-    """Synchronous training on all chief and worker ranks; each holds one replica of every model.
+    """Synchronous training on all chief and worker ranks; each holds one replica of every model, or several.
 
     Inside `scope()` modules start identical everywhere; `loss.backward()` leaves the sum of all replicas' gradients in
     `parameter.grad`, private to the rank (the next backward reuses its memory: clone what you keep), and
@@ -289,7 +289,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def state_dict(self) -> dict[str, Any]:
         """Return seed and step of the random numbers, and which algorithms AUTO chose. Equal on all ranks."""
-        generators, table = self.engine.generators, algorithms.table_of(group_of(self._comm, None, self.world))
+        generators, table = self.engine.generators, algorithms.measurements_of(group_of(self._comm, None, self.world))
         return {"seed": generators.seed, "step": generators.step, "algorithms": table}
 
     def describe_sums(self) -> dict[str, Any]:
@@ -300,5 +300,5 @@ class MultiWorkerMirroredStrategy(Strategy):
         """Restore the random numbers and the measured algorithms of a checkpoint."""
         self.engine.generators.restore(state["seed"], state["step"])
         if state.get("algorithms"):
-            algorithms.restore_table(group_of(self._comm, None, self.world), state["algorithms"])
+            algorithms.restore_measurements(group_of(self._comm, None, self.world), state["algorithms"])
         self.world.step = state["step"]

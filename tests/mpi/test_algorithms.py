@@ -8,7 +8,7 @@ from made_up_hosts import HOSTS
 
 import hpcdist
 from hpcdist.collectives import hierarchical, rounds, shared_memory, staging
-from hpcdist.collectives.algorithms import ALGORITHMS, table_of
+from hpcdist.collectives.algorithms import ALGORITHMS, measurements_of
 from hpcdist.collectives.group import group_of
 from hpcdist.collectives.ops import OPS, SUM
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
@@ -201,7 +201,7 @@ def test_auto_is_the_same_table_on_all_ranks_measured_once(comm):
     own = comm.Dup()
     group = group_of(own)
     hpcdist.all_reduce(np.ones(5000), comm=own)
-    tables = comm.allgather(table_of(group))
+    tables = comm.allgather(measurements_of(group))
     assert all(table == tables[0] for table in tables)
     if comm.size > 1:
         assert [least for least, _ in tables[0]] == sorted({least for least, _ in tables[0]})

@@ -1,11 +1,9 @@
 """The one function that decides which algorithm sums a buffer: its table, and that all that it depends on is given."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 
-from hpcdist.collectives import route as route_module
 from hpcdist.collectives.ops import MEAN, OPS, SUM
 from hpcdist.collectives.options import AllReduceAlgorithm, CommunicationOptions
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
@@ -120,8 +118,9 @@ def test_the_wire_and_the_background_thread_are_for_several_hosts():
     assert (gradients(TWO_HOSTS).is_overlapped, gradients(ONE_HOST).is_overlapped) == (True, False)
 
 
-def test_the_guide_shows_the_table_of_the_source():
-    table = [line for line in route_module.__doc__.splitlines() if line.startswith("|")]
-    guide = Path(__file__).parents[3] / "docs" / "algorithms.md"
-    assert len(table) > 8
-    assert "\n".join(table) in guide.read_text()
+def test_gradients_by_subtrees_are_in_the_order_of_replicas():
+    """So a checkpoint says so, also where ranks cannot share memory and the plain algorithm would be MPI's."""
+    chosen = gradients(n_replicas=6, can_share_memory=False)
+    assert (chosen.name, chosen.is_in_replica_order) == ("MPI", True)
+    assert gradients(TWO_HOSTS, n_replicas=6).is_in_replica_order
+    assert not gradients(UNEVEN, "RING").is_in_replica_order
