@@ -94,7 +94,8 @@ system-mpi: .venv-openmpi/test.installed
 	@if [ -n "$(SYSTEM_MPIRUN)" ] && [ -n "$(SYSTEM_LIBMPI)" ]; then \
 	$(OPENMPI_ENV) MPI4PY_LIBMPI=$(SYSTEM_LIBMPI) $(SYSTEM_MPIRUN) -n 2 $(BIN)/$(MPI_TESTS) -m core; \
 	else echo "Debian's openmpi-bin is not installed: the tests with a site MPI did not run"; test -z "$$CI"; fi
-	$(OPENMPI_ENV) $(OPENMPI_BIN)/$(PYTEST) tests/fault/test_one_rank_fails.py -m quick
+	$(OPENMPI_ENV) $(OPENMPI_BIN)/$(PYTEST) tests/fault/test_one_rank_fails.py -m "not sweep" \
+		-k "killed or (job_ends and (raise or os._exit or terminated)) or leave_together"
 
 fault: .venv/test.installed
 	$(BIN)/$(PYTEST) tests/fault -m "$(SELECT)"

@@ -6,7 +6,6 @@ from typing import Any
 HALF = ("float16", "bfloat16")
 #: The dtypes that gradients and statistics may have, with the dtype that each is summed in.
 SUM_DTYPES = {"float32": "float32", "float64": "float64", "float16": "float32", "bfloat16": "float32"}
-ITEM_BYTES = {"float32": 4, "float64": 8}
 
 
 def dtype_name(array: Any) -> str:

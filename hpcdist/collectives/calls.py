@@ -126,10 +126,10 @@ def reduce_buffer(buffer: Any, op: Op, options: CommunicationOptions, group: Gro
     with host_array(buffer) as array:
         if op is MEAN:
             _require_floats(array)
-        if asked is Implementation.AUTO and array.nbytes >= SMALLEST_BYTES:
-            algorithms.measure(group)
-        route = choose_route(group.facts, options, op, array.dtype.name, array.nbytes)
-        with group.recorded(op.title, array):
+        with group.recorded(op.title, array):  # measuring is collective too: a rank that is missing is seen
+            if asked is Implementation.AUTO and array.nbytes >= SMALLEST_BYTES:
+                algorithms.measure(group)
+            route = choose_route(group.facts, options, op, array.dtype.name, array.nbytes)
             algorithms.run(route, array, group, op)
         if op is MEAN:
             np.divide(array, group.size, out=array)

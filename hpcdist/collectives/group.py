@@ -235,8 +235,9 @@ class Handle:
         try:
             self._future.result(timeout_s)
         except FutureTimeoutError:
-            if self._future.done():  # the collective itself timed out
-                raise
+            if self._future.done():  # meanwhile, or with a timeout of its own
+                self._future.result()
+                return
             raise CollectiveTimeoutError(
                 f"wait: expected the collective to end within {timeout_s} s, got no end; wait longer, or look for a "
                 f"rank that did not start it."
@@ -256,6 +257,7 @@ class CommunicationThread:
     """
 
     def __init__(self, group: Group) -> None:
+        group.wait([group.comm.Ibarrier()])  # making a communicator blocks: nobody may be missing then
         hosts = Hosts(group.comm, group.world, group.node_comm.Dup())
         self.group = Group(group.comm, group.world, True, group.timeout_s, group.watchdog, hosts)
         self._thread = BackgroundThread("hpcdist-communication")

@@ -5,10 +5,8 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
+from hpcdist.dtypes import HALF
 from hpcdist.errors import ConfigurationError
-
-#: What gradients may be written as between hosts; sums are always float32.
-WIRE_DTYPES = ("bfloat16", "float16")
 
 
 class AllReduceAlgorithm(abc.ABC):
@@ -20,7 +18,8 @@ class AllReduceAlgorithm(abc.ABC):
     >>> hpcdist.all_reduce(numpy.ones(3), implementation=ByGather())
 
     Attributes:
-        stands_for: the built-in implementation that this one only names; None for an algorithm of its own.
+        stands_for: the built-in implementation that this class only names; None for an algorithm of its own. A
+            subclass that overrides `all_reduce` is an algorithm of its own again.
     """
 
     stands_for: "CommunicationImplementation | None" = None
@@ -66,7 +65,7 @@ class CommunicationImplementation(enum.Enum):
         if given is None:
             return _AUTO
         if isinstance(given, AllReduceAlgorithm):
-            return given.stands_for or given
+            return _named_by(given) or given
         text = str(given.value if isinstance(given, enum.Enum) else given).upper()
         if text not in cls.__members__:
             raise ConfigurationError(
@@ -113,13 +112,23 @@ class CommunicationOptions:
             _refuse("timeout_seconds above 0", self.timeout_seconds, "leave it out for HPCDIST_TIMEOUT_S")
         if not self.may_be_ordered and (self.wire_dtype is not None or self.is_ordered is not None):
             _refuse("AUTO or HIERARCHICAL with wire_dtype or is_ordered", self.implementation, "drop one")
-        if self.wire_dtype not in (None, *WIRE_DTYPES):
-            _refuse(f"wire_dtype of {', '.join(WIRE_DTYPES)} or None", self.wire_dtype, "name one of them")
+        if self.wire_dtype not in (None, *HALF):
+            _refuse(f"wire_dtype of {', '.join(HALF)} or None", self.wire_dtype, "name one of them")
 
     @property
     def may_be_ordered(self) -> bool:
         """Whether the algorithm lets the order of sums be chosen."""
         return self.implementation in (Implementation.AUTO, Implementation.HIERARCHICAL)
+
+
+def _named_by(algorithm: AllReduceAlgorithm) -> CommunicationImplementation | None:
+    """Return the built-in implementation that an object only names; None if its class has its own `all_reduce`."""
+    for kind in type(algorithm).__mro__:
+        if "stands_for" in vars(kind):
+            return vars(kind)["stands_for"]  # type: ignore[no-any-return]
+        if "all_reduce" in vars(kind):
+            return None
+    return None
 
 
 def _refuse(expected: str, got: object, advice: str) -> None:

@@ -206,7 +206,11 @@ class FileStore:
         """Keep a row."""
         layout, data = pack(row)
         with self._lock:
-            self._spool.write(data)
+            try:
+                self._spool.write(data)
+                self._spool.flush()
+            except OSError as error:
+                raise self._no_room(self._filename, error) from None
             self.rows[number] = self._new[number] = StoredRow(
                 None, self._end, len(data), layout, xxh3_64_intdigest(data)
             )
@@ -240,7 +244,6 @@ class FileStore:
     def _descriptor(self, path: str | None) -> int:
         """Return a descriptor of a file; those that were used last stay open."""
         if path is None:
-            self._spool.flush()
             return self._spool.fileno()
         if path not in self._open:
             if len(self._open) >= _OPEN_FILES:
@@ -297,12 +300,16 @@ class FileStore:
             try:
                 replace_file(Disk(), Path(path), _blocks(self._content_of_file(total)))
             except OSError as error:
-                raise DataError(
-                    f"cache: expected {path!r} to be written, got {error}; make room on the disk, or leave the "
-                    f"filename out to keep rows in memory."
-                ) from None
+                raise self._no_room(path, error) from None
             self._seen.add(path)
             self._n_committed, self._new = self._n_committed + len(self._new), {}
+
+    @staticmethod
+    def _no_room(path: str, error: OSError) -> DataError:
+        return DataError(
+            f"cache: expected {path!r} to be written, got {error}; make room on the disk, or leave the filename out to "
+            f"keep rows in memory."
+        )
 
     def _content_of_file(self, total: int | None) -> Iterator[bytes]:
         """Yield the content of a file of the new rows, piece by piece."""

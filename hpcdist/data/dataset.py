@@ -310,9 +310,10 @@ class Dataset(Pipeline):
 
         A file records the description of its source and the key; files of that name with another description or key are
         refused. The description is the kind of the source and its number of rows, the shapes and dtypes of arrays, and
-        the absolute path, size and time of change of HDF5 files; a generator has no description. **A changed function
-        of `map`, a changed generator and changed values of arrays are not noticed: change the key or the filename, or
-        remove the files.** A process that is killed while it writes may leave FILENAME.*.tmp-PID behind.
+        the absolute path, size and time of change of HDF5 files. **What is not noticed: a changed function of `map`, a
+        changed generator or its arguments, changed values of arrays, and what a torch dataset or a source of your own
+        reads, unless it overrides `describe`. Change the key or the filename then, or remove the files.**
+        A process that is killed while it writes may leave FILENAME.*.tmp-PID behind.
 
         Args:
             filename: what the names of the files begin with; default: rows are kept in the memory of this process.

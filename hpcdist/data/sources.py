@@ -50,7 +50,10 @@ class RowSource(ABC):
         return map(self.take, requests)
 
     def describe(self) -> Description:
-        """Return the description of the source that a file of cached rows records, as JSON."""
+        """Return the description of the source that a file of cached rows records, as JSON.
+
+        Override it with what tells two sources of one class apart, such as a path and its time of change.
+        """
         return {"kind": type(self).__name__, "n_rows": self.n_rows}
 
 

@@ -218,13 +218,14 @@ class MultiWorkerMirroredStrategy(Strategy):
         if dataset.has_drawn_seed and chiefs_seed != "None":
             dataset = dataset.with_drawn_seed(int(chiefs_seed))
         own = f"{dataset.order} with a {'drawn' if dataset.has_drawn_seed else 'given'} seed and {dataset.policy}"
-        chiefs = self.world.broadcast_text(own, 0, self._comm)
-        with self.world.agreed(self._comm):
-            if own != chiefs:
-                raise DataError(
-                    f"experimental_distribute_dataset: expected the dataset of the chief, {chiefs}, got {own}; give "
-                    f"every rank the same rows, batch and seed."
-                )
+        self.world.require_same(
+            own,
+            self._comm,
+            lambda chiefs: DataError(
+                f"experimental_distribute_dataset: expected the dataset of the chief, {chiefs}, got {own}; give every "
+                f"rank the same rows, batch and seed."
+            ),
+        )
         return DistributedDataset(dataset, self.own_replicas, self.num_replicas_in_sync, self._delivery(), options)
 
     def distribute_datasets_from_function(

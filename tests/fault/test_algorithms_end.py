@@ -42,10 +42,8 @@ def test_a_rank_that_is_gone_ends_the_job(start, nothing_left, tmp_path, name, s
         assert time.monotonic() < deadline
         time.sleep(0.05)
     time.sleep(0.7)
-    gone_at = time.monotonic()
     os.kill(int((pids / "pid-1").read_text()), sign)
-    outcome = job.wait(40)
-    assert time.monotonic() - gone_at < LIMIT_S + TIMEOUT_S
+    outcome = job.wait(LIMIT_S + TIMEOUT_S)
     assert outcome.code != 0
     nothing_left(job)
     if sign == signal.SIGSTOP:

@@ -56,8 +56,7 @@ def test_a_killed_rank_ends_the_job_on_all_hosts(hosts, mpich, victim):
         time.sleep(0.05)
     killed_at = time.monotonic()
     os.kill(ranks_of(hosts, hosts.hosts[victim])[-1], signal.SIGKILL)
-    assert job.wait(40).code != 0
-    assert time.monotonic() - killed_at < LIMIT_S
+    assert job.wait(LIMIT_S).code != 0
     while hosts.processes() and time.monotonic() < killed_at + LIMIT_S:
         time.sleep(0.05)
     assert hosts.processes() == []

@@ -137,7 +137,7 @@ def test_options_that_cannot_be_are_refused():
     for wrong, text in [
         ({"bytes_per_pack": -1}, "bytes_per_pack of 0 or more, got -1"),
         ({"timeout_seconds": 0}, "timeout_seconds above 0"),
-        ({"wire_dtype": "int8"}, "wire_dtype of bfloat16, float16 or None, got 'int8'"),
+        ({"wire_dtype": "int8"}, "wire_dtype of float16, bfloat16 or None, got 'int8'"),
         ({"implementation": "gloo"}, "AUTO, RING, NCCL"),
     ]:
         with pytest.raises(ValueError, match=text):

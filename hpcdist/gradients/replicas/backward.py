@@ -141,7 +141,6 @@ class ReplicaBackwardSum:
         changed, scale = sums.changed_buffers(weight), sums.scale(weight)
         if index == 0:
             self._earlier = {record: found.clone() for record, found in own.found.items()}
-            sums.n_sums += 1
         for record in sums.records:
             parameter, gradient = record.parameter, own.gradients.get(record)
             if parameter is not None:
@@ -150,7 +149,10 @@ class ReplicaBackwardSum:
                 record.take(parameter, scale)
             else:
                 record.stand_in(scale)
-        self._contributions.append(gather_changed(sums.buffers, changed))
+        contribution = gather_changed(sums.buffers, changed)
+        if index == 0:
+            sums.n_sums += 1  # with the first contribution, by which `stop` knows that it was counted
+        self._contributions.append(contribution)
         sums.buckets.add_replica(self._replica, sums.counts(changed, weight))
         if not is_last:
             for record in sums.records:

@@ -4,10 +4,11 @@ import itertools
 
 import pytest
 
+from hpcdist.collectives.gpu import nccl
 from hpcdist.collectives.ops import MEAN, OPS, SUM
 from hpcdist.collectives.options import AllReduceAlgorithm, CommunicationOptions
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
-from hpcdist.collectives.route import NCCL_DTYPES, SMALLEST_BYTES, GroupFacts, Route, choose_route
+from hpcdist.collectives.route import NCCL_DTYPES, NCCL_OPS, SMALLEST_BYTES, GroupFacts, Route, choose_route
 from hpcdist.plan.placement import Placement
 from hpcdist.plan.replicas import ReplicaPlan
 
@@ -46,6 +47,22 @@ def test_what_is_asked_for_by_name_is_taken(asked):
         assert route(placement, asked).algorithm is asked
         assert gradients(placement, asked).algorithm is asked
         assert not route(placement, asked).is_on_device
+
+
+class OwnAfterAll(Named):
+    def all_reduce(self, array, comm, op):
+        raise AssertionError("nothing is summed here")
+
+
+def test_a_subclass_of_a_name_with_an_all_reduce_of_its_own_is_called():
+    given = OwnAfterAll()
+    assert route(asked=given).algorithm is given
+    assert gradients(asked=given).algorithm is given
+
+
+def test_nccl_is_chosen_for_exactly_what_it_can_carry():
+    assert set(NCCL_DTYPES) == set(nccl.DTYPES)
+    assert set(NCCL_OPS) == set(nccl.OPS)
 
 
 @pytest.mark.parametrize("given", [Own(), Named()])
