@@ -7,7 +7,7 @@ import pytest
 from made_up_hosts import HOSTS
 
 import hpcdist
-from hpcdist.collectives import hierarchical, rounds, shared_memory, staging
+from hpcdist.collectives import algorithms, hierarchical, rounds, shared_memory, staging
 from hpcdist.collectives.algorithms import ALGORITHMS, measurements_of
 from hpcdist.collectives.group import group_of
 from hpcdist.collectives.ops import OPS, SUM
@@ -205,6 +205,15 @@ def test_auto_is_the_same_table_on_all_ranks_measured_once(comm):
     assert all(table == tables[0] for table in tables)
     if comm.size > 1:
         assert [least for least, _ in tables[0]] == sorted({least for least, _ in tables[0]})
+    own.Free()
+
+
+def test_a_measurement_is_in_the_journal(comm, monkeypatch):
+    """So that a rank which does not take part is seen by the watchdog."""
+    own, seen = comm.Dup(), []
+    monkeypatch.setattr(algorithms, "measure", lambda group: seen.append(str(group.journal.current)))
+    hpcdist.all_reduce(np.ones(5000), comm=own)
+    assert seen == ["all_reduce sum float64 x 5000"]
     own.Free()
 
 

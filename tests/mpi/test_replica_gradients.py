@@ -251,3 +251,20 @@ def test_zeros_set_by_hand_and_sums_changed_in_a_merge_call_are_added_to(strateg
 
     for _ in range(2):
         assert collect(strategy, fn) == [[[[15, 15]]]]
+
+
+def test_a_backward_that_failed_is_counted_on_no_rank(comm):
+    """Ranks hold different numbers of replicas here: one with several has begun a sum when the first replica fails."""
+    strategy = Strategy(num_replicas=comm.size + 1)
+    with strategy.scope():
+        model = nn.Embedding(4, 2, sparse=True)
+
+    def backward():
+        model(torch.tensor([1])).sum().backward()
+
+    with pytest.raises(GradientError, match="sparse=False"):
+        strategy.run(backward)
+    model.zero_grad()
+    model.sparse = False
+    strategy.run(backward)
+    assert model.weight.grad[1].tolist() == [comm.size + 1] * 2
