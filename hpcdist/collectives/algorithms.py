@@ -63,6 +63,16 @@ def run(route: Route, buffer: Any, group: Group, op: Op = SUM, wire: Wire = PLAI
         hierarchical.all_reduce(buffer, group, op, route.is_ordered, wire, bucket)
 
 
+def fastest_route(group: Group, nbytes: int) -> Route:
+    """Return what AUTO chooses for a host array of this size.
+
+    Collective where that is not measured yet: `group.comm`.
+    """
+    if nbytes >= SMALLEST_BYTES:
+        measure(group)
+    return next(route for least_bytes, route in group.auto_routes if nbytes >= least_bytes)
+
+
 def restore_measurements(group: Group, table: list[tuple[int, str]]) -> None:
     """Choose as the table of a checkpoint says, so that a restart sums in the same order. Not collective."""
     rows = tuple((least_bytes, Implementation(name)) for least_bytes, name in table)

@@ -17,13 +17,17 @@ from hpcdist.collectives.group import Group, Handle, group_of, thread_of
 from hpcdist.collectives.ops import MEAN, Op, parse_op
 from hpcdist.collectives.options import AllReduceAlgorithm, CommunicationOptions
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
-from hpcdist.collectives.route import SMALLEST_BYTES, choose_route
+from hpcdist.collectives.route import choose_route
 from hpcdist.dtypes import dtype_name
 from hpcdist.errors import CollectiveError
 from hpcdist.plan.blocks import block_bounds
 from hpcdist.runtime.mpi import MPI
 
 _AUTO = CommunicationOptions()
+#: What asks for a built-in algorithm only, by its member and by its name: made once, as checking options takes time.
+_BUILT_IN = {
+    key: CommunicationOptions(implementation=member) for member in Implementation for key in (member, member.name)
+}
 _IN_PLACE = MPI.IN_PLACE
 
 
@@ -95,7 +99,11 @@ def all_reduce_async(
 
 
 def _options_of(implementation: Implementation | AllReduceAlgorithm | str | None) -> CommunicationOptions:
-    return _AUTO if implementation is None else replace(_AUTO, implementation=implementation)
+    if implementation is None:
+        return _AUTO
+    if isinstance(implementation, (Implementation, str)) and implementation in _BUILT_IN:
+        return _BUILT_IN[implementation]
+    return replace(_AUTO, implementation=implementation)
 
 
 def _reduce_small(array: Any, op: Op, group: Group) -> None:
@@ -118,21 +126,29 @@ def reduce_buffer(buffer: Any, op: Op, options: CommunicationOptions, group: Gro
     if is_in_device_memory or asked is Implementation.NCCL:
         if asked in (Implementation.AUTO, Implementation.HIERARCHICAL):
             find_nccl(group)
-        route = choose_route(group.facts, options, op, dtype_name(buffer), 0, is_in_device_memory)
+        route = choose_route(group.facts, options, op, 0, dtype_name(buffer))
         if route.is_on_device:
             with group.recorded(op.title, buffer):
                 algorithms.run(route, buffer, group, op)
             return
+    if is_host_array(buffer):
+        _reduce_array(buffer, op, options, group)
+        return
     with host_array(buffer) as array:
-        if op is MEAN:
-            _require_floats(array)
-        with group.recorded(op.title, array):  # measuring is collective too: a rank that is missing is seen
-            if asked is Implementation.AUTO and array.nbytes >= SMALLEST_BYTES:
-                algorithms.measure(group)
-            route = choose_route(group.facts, options, op, array.dtype.name, array.nbytes)
-            algorithms.run(route, array, group, op)
-        if op is MEAN:
-            np.divide(array, group.size, out=array)
+        _reduce_array(array, op, options, group)
+
+
+def _reduce_array(array: npt.NDArray[Any], op: Op, options: CommunicationOptions, group: Group) -> None:
+    if op is MEAN:
+        _require_floats(array)
+    with group.recorded(op.title, array):  # measuring is collective too: a rank that is missing is seen
+        if options.implementation is Implementation.AUTO:
+            route = algorithms.fastest_route(group, array.nbytes)
+        else:
+            route = choose_route(group.facts, options, op, array.nbytes)
+        algorithms.run(route, array, group, op)
+    if op is MEAN:
+        np.divide(array, group.size, out=array)
 
 
 def _require_floats(array: Any) -> None:

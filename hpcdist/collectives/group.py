@@ -8,7 +8,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
 from hpcdist.background import BackgroundThread
-from hpcdist.collectives.route import SMALLEST_BYTES, GroupFacts
+from hpcdist.collectives.route import SMALLEST_BYTES, GroupFacts, auto_routes
 from hpcdist.diagnostics.call_check import CallCheck
 from hpcdist.diagnostics.journal import Journal
 from hpcdist.diagnostics.stacks import Peer
@@ -49,6 +49,7 @@ class Group:
         placement: which ranks share a host. host: number of this rank's.
         names: what the ranks of this host are called in messages, by local rank.
         facts: what the choice of an algorithm depends on; equal on all ranks.
+        auto_routes: what AUTO chooses for a host array: (fewest bytes, route) rows, descending.
         library_bytes: host arrays of fewer bytes are summed by the MPI library where AUTO may choose.
         journal: the last collectives, which the watchdog looks at.
         compares_calls: whether all ranks are compared before each collective, as HPCDIST_DEBUG=collectives asks.
@@ -87,6 +88,7 @@ class Group:
     def set_facts(self, facts: GroupFacts) -> None:
         """Choose algorithms by these facts from now on. All ranks set the same."""
         self.facts = facts
+        self.auto_routes = auto_routes(facts)
         if self.size == 1 or not facts.can_share_memory:
             self.library_bytes = 1 << 30
         elif facts.table is None:

@@ -64,6 +64,8 @@ class CommunicationImplementation(enum.Enum):
         """
         if given is None:
             return _AUTO
+        if isinstance(given, cls):
+            return given
         if isinstance(given, AllReduceAlgorithm):
             return _named_by(given) or given
         text = str(given.value if isinstance(given, enum.Enum) else given).upper()

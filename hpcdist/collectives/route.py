@@ -15,7 +15,7 @@
 
 from dataclasses import dataclass
 
-from hpcdist.collectives.ops import Op
+from hpcdist.collectives.ops import SUM, Op
 from hpcdist.collectives.options import AllReduceAlgorithm, CommunicationOptions
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.plan.placement import Placement
@@ -96,9 +96,8 @@ def choose_route(
     facts: GroupFacts,
     options: CommunicationOptions,
     op: Op,
-    dtype: str,
     nbytes: int,
-    is_device_buffer: bool = False,
+    device_dtype: str | None = None,
     replicas: ReplicaPlan | None = None,
 ) -> Route:
     """Return how a buffer is summed. Pure.
@@ -107,9 +106,8 @@ def choose_route(
         facts: of the group.
         options: what the user asked for.
         op: the reduction.
-        dtype: name of the buffer's dtype.
         nbytes: of the buffer.
-        is_device_buffer: whether it is in device memory.
+        device_dtype: name of the dtype of a buffer in device memory; None for one in host memory, of any dtype.
         replicas: for gradients, which rank holds which replicas; None for a plain call, whose order is free.
     """
     asked = Implementation.parse(options.implementation)
@@ -119,12 +117,19 @@ def choose_route(
         return _route_of_gradients(facts, options, asked, replicas)
     if asked is Implementation.NCCL:
         return Route(asked, is_on_device=True)
-    may_be_nccl = is_device_buffer and asked in (Implementation.AUTO, Implementation.HIERARCHICAL)
-    if may_be_nccl and facts.has_nccl and op.name in NCCL_OPS and dtype in NCCL_DTYPES:
+    may_be_nccl = facts.has_nccl and asked in (Implementation.AUTO, Implementation.HIERARCHICAL)
+    if may_be_nccl and device_dtype in NCCL_DTYPES and op.name in NCCL_OPS:
         is_by_lanes = asked is Implementation.HIERARCHICAL and op.name == "sum" and facts.placement.is_even
         return Route(Implementation.HIERARCHICAL if is_by_lanes else Implementation.NCCL, is_on_device=True)
     chosen = _fastest(facts, nbytes) if asked is Implementation.AUTO else asked
     return Route(chosen, is_ordered=chosen in _ORDERED and facts.placement.is_aligned)
+
+
+def auto_routes(facts: GroupFacts) -> list[tuple[int, Route]]:
+    """Return what AUTO chooses for one call in host memory: (fewest bytes, route) rows, descending. Pure."""
+    options = CommunicationOptions()
+    sizes = sorted({0, *(least_bytes for least_bytes, _ in facts.table or ())}, reverse=True)
+    return [(least_bytes, choose_route(facts, options, SUM, least_bytes)) for least_bytes in sizes]
 
 
 def _route_of_gradients(

@@ -66,7 +66,7 @@ class Reducer:
         self.replicas = replicas or ReplicaPlan(group.size, group.size)
         self._options = options if cross_device_ops is None else _options_with(cross_device_ops, options)
         # one route for all buckets: bits must not depend on how parameters are packed, so dtype and size are not used
-        self.route: Route = choose_route(group.facts, self._options, SUM, "float32", 0, replicas=self.replicas)
+        self.route: Route = choose_route(group.facts, self._options, SUM, 0, replicas=self.replicas)
         self._wire: Wire = PLAIN
         if self.route.is_on_device:
             nccl_setup.choose_device(group)

@@ -213,7 +213,7 @@ def test_a_measurement_is_in_the_journal(comm, monkeypatch):
     own, seen = comm.Dup(), []
     monkeypatch.setattr(algorithms, "measure", lambda group: seen.append(str(group.journal.current)))
     hpcdist.all_reduce(np.ones(5000), comm=own)
-    assert seen == ["all_reduce sum float64 x 5000"]
+    assert seen == ["all_reduce sum float64 x 5000"] * (comm.size > 1)  # one rank has nothing to measure
     own.Free()
 
 

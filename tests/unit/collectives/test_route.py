@@ -8,7 +8,15 @@ from hpcdist.collectives.gpu import nccl
 from hpcdist.collectives.ops import MEAN, OPS, SUM
 from hpcdist.collectives.options import AllReduceAlgorithm, CommunicationOptions
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
-from hpcdist.collectives.route import NCCL_DTYPES, NCCL_OPS, SMALLEST_BYTES, GroupFacts, Route, choose_route
+from hpcdist.collectives.route import (
+    NCCL_DTYPES,
+    NCCL_OPS,
+    SMALLEST_BYTES,
+    GroupFacts,
+    Route,
+    auto_routes,
+    choose_route,
+)
 from hpcdist.plan.placement import Placement
 from hpcdist.plan.replicas import ReplicaPlan
 
@@ -31,7 +39,7 @@ def route(placement=ONE_HOST, asked="AUTO", nbytes=1 << 20, **more):
     facts = {name: more.pop(name) for name in ("can_share_memory", "has_nccl", "table") if name in more}
     options = {name: more.pop(name) for name in ("is_ordered", "wire_dtype") if name in more}
     facts = GroupFacts(placement, **{"can_share_memory": True, "table": TABLE, **facts})
-    given = {"op": SUM, "dtype": "float32", "nbytes": nbytes, **more}
+    given = {"op": SUM, "nbytes": nbytes, **more}
     return choose_route(facts, CommunicationOptions(implementation=asked, **options), **given)
 
 
@@ -86,6 +94,15 @@ def test_auto_goes_by_the_measured_table(nbytes, expected):
     assert route(Placement(((0,),)), nbytes=nbytes).name == "MPI"
 
 
+@pytest.mark.parametrize("nbytes", [0, SMALLEST_BYTES - 1, SMALLEST_BYTES, 65535, 65536, 1 << 30])
+@pytest.mark.parametrize("table", [None, TABLE])
+@pytest.mark.parametrize("placement", [ONE_HOST, TWO_HOSTS, UNEVEN])
+def test_routes_chosen_once_are_those_of_every_size(placement, table, nbytes):
+    rows = auto_routes(GroupFacts(placement, can_share_memory=True, table=table))
+    first = next(chosen for least_bytes, chosen in rows if nbytes >= least_bytes)
+    assert first == route(placement, nbytes=nbytes, table=table)
+
+
 def test_gradients_do_not_go_by_size():
     """Else the bits would depend on how parameters are packed."""
     for nbytes in (0, 1, 1 << 30):
@@ -97,7 +114,7 @@ def test_gradients_do_not_go_by_size():
 @pytest.mark.parametrize(("op", "dtype"), list(itertools.product(OPS.values(), [*NCCL_DTYPES, "int16", "complex64"])))
 def test_device_buffers_go_by_nccl_where_it_can_carry_them(op, dtype):
     def on_device(placement=ONE_HOST, asked="AUTO", has_nccl=True):
-        return route(placement, asked, has_nccl=has_nccl, op=op, dtype=dtype, is_device_buffer=True)
+        return route(placement, asked, has_nccl=has_nccl, op=op, device_dtype=dtype)
 
     is_carried = op is not MEAN and dtype in NCCL_DTYPES
     assert on_device().is_on_device == is_carried
@@ -110,7 +127,8 @@ def test_device_buffers_go_by_nccl_where_it_can_carry_them(op, dtype):
 
 
 def test_nccl_asked_for_by_name_says_itself_what_it_cannot_carry():
-    assert route(asked="NCCL", has_nccl=False, dtype="complex64") == Route(Implementation.NCCL, is_on_device=True)
+    asked = route(asked="NCCL", has_nccl=False, device_dtype="complex64")
+    assert asked == Route(Implementation.NCCL, is_on_device=True)
     assert gradients(asked="NCCL").is_on_device
 
 
