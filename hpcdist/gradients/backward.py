@@ -149,8 +149,10 @@ class BackwardSum:
 
     def hook(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
         """Take part in every backward that reaches a parameter."""
+        is_overlapped = self._sums.reducer.route.is_overlapped
+        after = self._after_accumulation_overlapped if is_overlapped else self._after_accumulation
         torch_hooks.before_accumulation(parameter, functools.partial(self._before_accumulation, record))
-        torch_hooks.after_accumulation(parameter, functools.partial(self._after_accumulation, record))
+        torch_hooks.after_accumulation(parameter, functools.partial(after, record))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -189,7 +191,10 @@ class BackwardSum:
             record.accumulate_locally(parameter)
             return
         record.take(parameter, self._scale)
-        if self._sums.reducer.route.is_overlapped:
+
+    def _after_accumulation_overlapped(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
+        self._after_accumulation(record, parameter)
+        if self._is_syncing:
             self._sums.buckets.count_arrival(record)
 
     def _weigh(self) -> None:

@@ -10,7 +10,6 @@ from hpcdist.collectives.group import Handle
 from hpcdist.dtypes import SUM_DTYPES, dtype_name
 from hpcdist.gradients.record import ParameterRecord
 from hpcdist.gradients.reducer import Reducer
-from hpcdist.gradients.replicas.subtree_sums import SubtreeSums
 from hpcdist.plan.buckets import Entry, plan_buckets
 
 
@@ -53,8 +52,7 @@ class BucketSet:
         self._counts_bucket = counts.bucket
         self._arrays = [None if flat is None else _array(flat) for flat in self._flat]
         self._sizes = [len(members) + (bucket == counts.bucket) for bucket, members in enumerate(self._members)]
-        self._local_sums = [SubtreeSums(reducer.replicas.n_replicas) for _ in plan.buckets]
-        self._handles: list[Handle] = []
+        self._handles: list[Handle | None] = []
         self.reset()
 
     @property
@@ -64,9 +62,7 @@ class BucketSet:
 
     def reset(self) -> None:
         """Expect a new backward."""
-        for sums in self._local_sums:
-            sums.take()
-        self._handles.clear()
+        self._handles = []
         self._n_started = 0
         self._missing = self._sizes.copy()
 
@@ -81,27 +77,48 @@ class BucketSet:
 
         Collective: the reducer's group. Every record without a gradient must stand in.
         """
-        self._set_counts(counts)
+        self.set_counts(counts)
         while self._n_started < len(self._missing):
             self._start()
-        return self._wait()
+        return self.wait(self._handles)
 
     def divide(self, total: float) -> None:
         """Divide all sums, in one go for each bucket."""
-        for bucket in range(len(self._flat)):
-            self._tensor(bucket).div_(total)
+        for bucket in range(self.n_buckets):
+            self.tensor(bucket).div_(total)
 
     def _start(self) -> None:
+        bucket, array, is_exact = self.begin_next()
+        self._handles.append(self._reducer.start(array, bucket, is_exact))
+
+    def begin_next(self) -> tuple[int, Any, bool]:
+        """Count the next bucket as started; return its number, its array, and whether its sum must not be rounded."""
         bucket = self._n_started
         array = self._arrays[bucket]
         if array is None:
-            array = _array(self._tensor(bucket))
+            array = _array(self.tensor(bucket))
         self._n_started += 1
-        handle = self._reducer.start([array], array, bucket, is_exact=bucket == self._counts_bucket)
-        if handle is not None:
-            self._handles.append(handle)
+        return bucket, array, bucket == self._counts_bucket
 
-    def _tensor(self, bucket: int) -> Tensor:
+    def wait(self, handles: Sequence[Handle | None]) -> list[float]:
+        """Wait for the sums of all buckets; return those of the counts, and expect a new backward."""
+        for handle in handles:
+            if handle is not None:
+                handle.wait()
+        self.reset()
+        totals: list[float] = self._counts.tolist()
+        return totals
+
+    @property
+    def n_buckets(self) -> int:
+        """Buckets of the plan."""
+        return len(self._flat)
+
+    def is_direct(self, bucket: int) -> bool:
+        """Return whether a bucket is summed where torch made its only gradient."""
+        return self._flat[bucket] is None
+
+    def tensor(self, bucket: int) -> Tensor:
         """Return what is summed in a bucket: its flat buffer, or the memory of its only gradient."""
         flat = self._flat[bucket]
         if flat is not None:
@@ -110,42 +127,12 @@ class BucketSet:
         assert part is not None, "a direct gradient is taken before its bucket starts"
         return part
 
-    def _set_counts(self, counts: list[float]) -> None:
+    def set_counts(self, counts: list[float]) -> None:
+        """Write the numbers that are summed along."""
         if self._counts_array is None:
             self._counts.copy_(torch.tensor(counts))
         else:
             self._counts_array[:] = counts
-
-    def _wait(self) -> list[float]:
-        for handle in self._handles:
-            handle.wait()
-        self.reset()
-        totals: list[float] = self._counts.tolist()
-        return totals
-
-    # -- several replicas in one process ------------------------------------------------------------------------------
-
-    def add_replica(self, replica: int, counts: list[float]) -> None:
-        """Add the gradients of one of several local replicas, which are in the slots, to this rank's sums.
-
-        Every record without a gradient must stand in.
-        """
-        self._set_counts(counts)
-        for bucket, sums in enumerate(self._local_sums):
-            sums.add(replica, self._tensor(bucket), is_kept=self._flat[bucket] is None)
-
-    def finish_replicas(self) -> list[float]:
-        """Sum what all local replicas have added over all ranks; return the sums of the counts.
-
-        Collective: the reducer's group. The sums are in the slots then.
-        """
-        for bucket, sums in enumerate(self._local_sums):
-            own, result = [_array(tensor) for tensor in sums.take()], _array(self._tensor(bucket))
-            self._n_started += 1
-            handle = self._reducer.start(own, result, bucket, is_exact=bucket == self._counts_bucket)
-            if handle is not None:
-                self._handles.append(handle)
-        return self._wait()
 
 
 def _entry(parameter: Tensor, is_on_device: bool) -> Entry:

@@ -13,6 +13,7 @@ from hpcdist.dtypes import SUM_DTYPES, dtype_name
 from hpcdist.errors import GradientError
 from hpcdist.gradients.model_plan import BufferPlace
 from hpcdist.gradients.reducer import Reducer
+from hpcdist.gradients.replicas.local_sums import sum_rows
 from hpcdist.gradients.tensors import have_same_bits
 
 
@@ -91,7 +92,7 @@ def average_buffers(
     for dtype in sorted({records[number].sum_dtype for number in changed}):
         numbers = [number for number in changed if records[number].sum_dtype == dtype]
         rows = [_flat(records, numbers, own).numpy() for own in contributions]
-        total = torch.from_numpy(reducer.sum_rows(rows, "buffers"))
+        total = torch.from_numpy(sum_rows(reducer, rows, "buffers"))
         sizes = [records[number].shape.numel() for number in numbers]
         for number, part in zip(numbers, torch.split(total, sizes), strict=True):
             records[number].publish(part / counts[number])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hpcdist.collectives.group import Group
 from hpcdist.errors import GradientError
+from hpcdist.gradients.hidden import hide_gradients, restore_gradients
 from hpcdist.gradients.model_plan import IdentitySet
 from hpcdist.gradients.tensors import is_dense
 from hpcdist.runtime.node_memory import NodeWindow
@@ -45,6 +46,7 @@ class CentralStorage:
         self._is_chief = group.rank == 0
         self._shared: list[_Shared] = []
         self._adopted: IdentitySet[nn.Parameter] = IdentitySet()
+        self._hidden: list[Tensor | None] | None = None  # gradients of a rank whose step the chief makes
         _alive.add(self)
 
     @torch.no_grad()
@@ -116,6 +118,21 @@ class CentralStorage:
         if not self._is_chief:
             for parameter, shared in copies:
                 parameter.copy_(shared)
+
+    def begin_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Begin an optimizer's step, for which it finds gradients on the chief only. As `begin_change`."""
+        self._hidden = None if self.begin_change() else hide_gradients(parameters)
+
+    def end_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """End an optimizer's step. Collective: the group.
+
+        Raises:
+            GradientError: when it has made gradients in a closure; on this rank only.
+        """
+        hidden, self._hidden = self._hidden, None
+        if hidden is not None:
+            restore_gradients(parameters, hidden)
+        self.end_change()
 
     @contextmanager
     def changing(self) -> Iterator[bool]:

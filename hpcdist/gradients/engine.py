@@ -86,8 +86,6 @@ class GradientEngine:
         self._trained: IdentitySet[nn.Parameter] = IdentitySet()
         self._broadcast_already: IdentitySet[Tensor] = IdentitySet()
         self._optimizers: IdentitySet[Optimizer] = IdentitySet()
-        # gradients hidden from optimizers that must not step, by replica
-        self._hidden: dict[int | None, list[Tensor | None]] = {}
         self._forward_handle: torch_hooks.Handle | None = None
         for handle in torch_hooks.around_any_step(self._before_step, self._after_step):
             weakref.finalize(self, handle.remove)
@@ -237,12 +235,8 @@ class GradientEngine:
         parameters = _parameters_of(optimizer)
         if not self._is_ours(optimizer, parameters):
             return
-        replica = self.scheduler.replica
-        if replica is not None and self._replica_backward is not None:
-            self.scheduler.barrier("an optimizer's step")
-            if not self.scheduler.is_last:
-                self._hide_gradients(replica, parameters)
-                return
+        if self._replica_backward is not None and not self._replica_backward.begin_step(parameters):
+            return
         is_in_backward = self.backward.is_running
         for parameter in parameters:
             gradient, record = parameter.grad, self._records.get(id(parameter))
@@ -251,8 +245,8 @@ class GradientEngine:
             is_summed = record is not None and record.reference() is parameter and record.holds is Holds.SUMMED
             if record is None or is_in_backward or not is_summed or not record.is_published(gradient):
                 raise self._refusal(parameter)
-        if self._storage is not None and not self._storage.begin_change():
-            self._hide_gradients(replica, parameters)
+        if self._storage is not None:
+            self._storage.begin_step(parameters)
 
     def _refusal(self, parameter: nn.Parameter) -> GradientError:
         """Return the error of a parameter whose gradient is not the sum over the replicas."""
@@ -286,38 +280,20 @@ class GradientEngine:
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """Restore hidden gradients, count the step, and let the other replicas of this process run again."""
-        replica, parameters = self.scheduler.replica, _parameters_of(optimizer)
-        if replica in self._hidden:
-            self._restore_gradients(replica, parameters)
-            if replica is not None and not self.scheduler.is_last:
-                return
+        parameters = _parameters_of(optimizer)
+        if self._replica_backward is not None and not self._replica_backward.end_step(parameters):
+            return
         if self._storage is not None and self._is_ours(optimizer, parameters):
-            self._storage.end_change()
+            self._storage.end_step(parameters)
         if any(parameter in self._trained for parameter in parameters):
             self.generators.advance()
             self._world.step = self.generators.step
             self._world.step_flags.count_step()
-        if replica is not None and self._replica_backward is not None and self._is_ours(optimizer, parameters):
+        if self._replica_backward is not None and self._is_ours(optimizer, parameters):
             self.scheduler.release()
-
-    def _hide_gradients(self, replica: int | None, parameters: list[nn.Parameter]) -> None:
-        """Leave the optimizer nothing to do: the last replica makes the step, or the chief does."""
-        self._hidden[replica] = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-
-    def _restore_gradients(self, replica: int | None, parameters: list[nn.Parameter]) -> None:
-        for parameter, gradient in zip(parameters, self._hidden.pop(replica), strict=True):
-            if parameter.grad is not None:
-                raise GradientError(
-                    "step: expected a step without a closure, as one rank steps for all, got a gradient made in it; "
-                    "call backward before optimizer.step()."
-                )
-            parameter.grad = gradient
 
     def stop_replicas(self) -> None:
         """Forget what several local replicas had begun before an error stopped them."""
-        self._hidden.clear()
         if self._replica_backward is not None:
             self._replica_backward.stop()
 

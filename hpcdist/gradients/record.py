@@ -70,8 +70,6 @@ class ParameterRecord:
         # the tensor that was published last, and where its memory is if that was summed
         self._published: Tensor | TensorWeakRef | None = None
         self._address: int | None = None
-        # copies that were given to other replicas of this process
-        self._copies: list[TensorWeakRef] = []
 
     @property
     def parameter(self) -> nn.Parameter | None:
@@ -126,8 +124,7 @@ class ParameterRecord:
 
     def require_published(self, gradient: Tensor) -> None:
         """Raise GradientError for a gradient that is neither zero nor what was published; on this rank only."""
-        is_known = gradient is self.published or any(gradient is copy() for copy in self._copies)
-        if not is_known and bool(gradient.any()):
+        if gradient is not self.published and bool(gradient.any()):
             raise GradientError(
                 f"backward: expected the gradient of {self.name!r} as an earlier backward left it, got one set by "
                 f"hand; call zero_grad() first, or change the gradient in place."
@@ -255,15 +252,19 @@ class ParameterRecord:
             result = view if self._is_view else torch.empty_like(parameter).copy_(view)
             if pending.earlier is not None:
                 result.add_(pending.earlier)
-        self._end(result)
+        self.leave(result)
 
     def drop(self) -> None:
         """Forget a backward that ended in an error, and what it found: nobody can tell it from earlier sums."""
         if self.pending != Pending():
-            self._end(None)
+            self.leave(None)
 
-    def _end(self, result: Tensor | None) -> None:
-        """Leave `result` in `parameter.grad`."""
+    def restart(self, pending: Pending) -> None:
+        """Forget what this backward has taken, and continue with what is pending."""
+        self.part, self.pending = self._slot, pending
+
+    def leave(self, result: Tensor | None) -> None:
+        """Leave `result` in `parameter.grad`, as a sum over all replicas, and expect a new backward."""
         parameter = self.reference()
         if parameter is not None and parameter.grad is not result:
             parameter.grad = result
@@ -274,8 +275,7 @@ class ParameterRecord:
             # a large gradient is held weakly, so that zero_grad() frees it
             self._published = result if self._slot is not None else TensorWeakRef(result)
             self._address = address if self.part is not None and address == self.part.data_ptr() else None
-        self.part = self._slot  # a gradient that was summed in its own memory belongs to the parameter again
-        self.pending = Pending()
+        self.restart(Pending())  # a gradient that was summed in its own memory belongs to the parameter again
         self.holds = Holds.NOTHING if result is None else Holds.SUMMED
 
     @property
@@ -289,41 +289,3 @@ class ParameterRecord:
         if isinstance(published, TensorWeakRef):
             published = published()
         return gradient is published and self._address in (None, gradient.data_ptr())
-
-    # -- several replicas in one process ----------------------------------------------------------------------------
-
-    def resume(self, parameter: nn.Parameter, gradient: Tensor | None, earlier: Tensor | None) -> None:
-        """Continue as if a backward had just written `gradient`, which one of several replicas did some time ago.
-
-        Args:
-            parameter: the record's.
-            gradient: what was written; None for nothing.
-            earlier: a sum of an earlier backward, to be added to this one's sum.
-        """
-        parameter.grad, self.pending = gradient, Pending()
-        if earlier is not None and bool(earlier.any()):
-            self.pending.earlier = earlier
-        else:
-            self.pending.zeros = earlier
-
-    def forget(self) -> None:
-        """Forget a backward whose gradient was added to the sums of this rank: the last replica publishes."""
-        parameter = self.reference()
-        if parameter is not None:
-            parameter.grad = None
-        self.part, self.pending = self._slot, Pending()
-
-    def copy_for_replica(self, gradient: Tensor) -> Tensor:
-        """Return a copy of a published gradient for another replica of this process, which may change it in place."""
-        copied = gradient.detach().clone()
-        self._copies = [copy for copy in self._copies if copy() is not None]
-        self._copies.append(TensorWeakRef(copied))
-        return copied
-
-    def move_out_of_slot(self) -> None:
-        """Copy the published sum out of the slot, which another replica may use before all have seen the sum."""
-        parameter, result = self.reference(), self.published
-        if self._slot is None or parameter is None or result is None or parameter.grad is not result:
-            return
-        self._published = parameter.grad = result.clone()
-        self._address = None

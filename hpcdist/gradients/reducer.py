@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,17 +12,16 @@ import numpy.typing as npt
 from hpcdist.collectives import algorithms, library, subtree_sums
 from hpcdist.collectives.cross_device_ops import CrossDeviceOps
 from hpcdist.collectives.gpu import nccl_setup
-from hpcdist.collectives.group import Group, Handle, thread_of
+from hpcdist.collectives.group import CommunicationThread, Group, Handle, thread_of
 from hpcdist.collectives.ops import SUM
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.collectives.options import CommunicationOptions
 from hpcdist.collectives.route import Route, choose_route
-from hpcdist.collectives.staging import add_rows
 from hpcdist.collectives.wire import PLAIN, Wire
 from hpcdist.errors import ConfigurationError, agreed
 from hpcdist.gradients.half_wire import HalfWire
 from hpcdist.plan.buckets import Limits, best_bucket_bytes
-from hpcdist.plan.replicas import ReplicaPlan, plan_row_additions
+from hpcdist.plan.replicas import ReplicaPlan, Subtree
 from hpcdist.runtime.mpi import MPI
 
 Array = npt.NDArray[Any]
@@ -67,6 +67,9 @@ class Reducer:
         self._options = options if cross_device_ops is None else _options_with(cross_device_ops, options)
         # one route for all buckets: bits must not depend on how parameters are packed, so dtype and size are not used
         self.route: Route = choose_route(group.facts, self._options, SUM, 0, replicas=self.replicas)
+        by_subtrees = functools.partial(_reduce_by_subtrees, self.replicas)
+        self._reduce = by_subtrees if self.route.by_subtrees else functools.partial(_reduce_by_route, self.route)
+        self._thread: CommunicationThread | None = None
         self._wire: Wire = PLAIN
         if self.route.is_on_device:
             nccl_setup.choose_device(group)
@@ -76,17 +79,19 @@ class Reducer:
         """The replicas of this rank."""
         return self.replicas.of_rank(self._group.rank)
 
-    def start(
-        self, sums: list[Any], result: Any, bucket: int, is_exact: bool = False, title: str = "gradients"
-    ) -> Handle | None:
-        """Start to put the sum over all replicas into `result`; it is there when the handle's `wait` returns.
+    @property
+    def own_subtrees(self) -> tuple[Subtree, ...]:
+        """The subtrees of the tree over all replicas that this rank's replicas make up."""
+        return self.replicas.subtrees[self._group.rank]
+
+    def start(self, array: Any, bucket: int, is_exact: bool = False, title: str = "gradients") -> Handle | None:
+        """Start to replace an array by its sum over all ranks; it is there when the handle's `wait` returns.
 
         Collective: the group, in the order of calls.
 
         Args:
-            sums: flat arrays, on the host, or for NCCL on the device: this rank's sums of the subtrees that it holds.
-                With one replica per rank, the one array is that replica's. Overwritten.
-            result: flat, of their size; may be one of them.
+            array: flat, on the host, or for NCCL on the device: of this rank's replica, or the sum over its replicas.
+                Where sums go by subtrees a rank of several replicas uses `replicas/local_sums.py` instead.
             bucket: names the array to a wire that rounds.
             is_exact: the sum must not be rounded.
             title: what reports call it.
@@ -95,41 +100,35 @@ class Reducer:
             A handle; None where the sum is there already.
         """
         wire = PLAIN if is_exact else self._wire
-        if not self.route.is_overlapped:
-            self._reduce(sums, result, bucket, wire, title, self._group)
+        return self.submit(lambda group: self._reduce(array, group, wire, bucket), array, title)
+
+    def submit(self, reduce: Callable[[Group], None], buffer: Any, title: str) -> Handle | None:
+        """Call reduce(group), recorded as the collective `title` on `buffer`, in the thread if there is one."""
+
+        def reduce_in(group: Group) -> None:
+            with group.recorded(title, buffer):
+                reduce(group)
+
+        thread = self._thread
+        if thread is None:
+            reduce_in(self._group)
             return None
-        thread = thread_of(self._group)
-        return thread.submit(functools.partial(self._reduce, sums, result, bucket, wire, title, thread.group))
+        return thread.submit(lambda: reduce_in(thread.group))
 
-    def _reduce(self, sums: list[Any], result: Any, bucket: int, wire: Wire, title: str, group: Group) -> None:
-        with group.recorded(title, result):
-            if self.route.by_subtrees:
-                subtree_sums.all_reduce(sums, result, group, self.replicas)
-                return
-            _add_up(sums, result)
-            algorithms.run(self.route, result, group, SUM, wire, bucket)
+    def sum_array(self, array: Array, title: str) -> None:
+        """Replace a flat host array by its exact sum over all ranks, in the order in which gradients are summed.
 
-    def sum_rows(self, rows: list[Array], title: str) -> Array:
-        """Return the sum of one flat host array of each local replica over all replicas.
-
-        Collective: the group. Blocking. In the order of replicas where gradients are.
+        Collective: the group. Blocking. As `start`.
 
         Args:
-            rows: of any dtype that numpy adds; overwritten.
+            array: of any dtype that numpy adds.
             title: what reports call it.
         """
-        first, sums, result = self.own_replicas[0], [], rows[-1]
-        for start, stop in self.replicas.subtrees[self._group.rank]:
-            part = rows[start - first : stop - first]
-            add_rows(part, plan_row_additions(len(part)), np.add)  # a subtree of n replicas is the tree over n rows
-            sums.append(part[0])
         if self.route.is_on_device:
-            _add_up(sums, result)
-            with self._group.recorded(title, result):
-                library.all_reduce(result, self._group)
-        elif (handle := self.start(sums, result, 0, is_exact=True, title=title)) is not None:
+            with self._group.recorded(title, array):
+                library.all_reduce(array, self._group)
+        elif (handle := self.start(array, 0, is_exact=True, title=title)) is not None:
             handle.wait()
-        return result
 
     def broadcast(self, array: Array) -> None:
         """Replace a host array, of any dtype, by the first replica's. Collective: the group. Blocking."""
@@ -139,8 +138,11 @@ class Reducer:
     def begin_buckets(self, total_bytes: int) -> Limits:
         """Return how large buckets should be for gradients of this size; forget the rounding errors of older ones.
 
-        Collective at the first call: the group, on several hosts.
+        From then on, on several hosts, sums are made in a background thread. Collective there at the first call: the
+        group.
         """
+        if self.route.is_overlapped:
+            self._thread = thread_of(self._group)
         self._wire = PLAIN if self.route.wire_dtype is None else HalfWire(self.route.wire_dtype)
         if self._options.bytes_per_pack:
             return Limits(self._options.bytes_per_pack, DIRECT_BYTES, self._options.bytes_per_pack // 4)
@@ -169,21 +171,23 @@ class Reducer:
         return max(chiefs[0], 1000) / 1e9, max(chiefs[1], 1) / 1e15
 
     def _probe(self, nbytes: int) -> float:
-        rows = [np.zeros(nbytes // 4, np.float32) for _ in self.own_replicas]
-        times = []
+        array, times = np.zeros(nbytes // 4, np.float32), []
         for _ in range(3):
             started = time.perf_counter()
-            self.sum_rows(rows, "probe")
+            handle = self.submit(lambda group: algorithms.run(self.route, array, group), array, "probe")
+            if handle is not None:
+                handle.wait()
             times.append(time.perf_counter() - started)
         return min(times)
 
 
-def _add_up(sums: list[Any], result: Any) -> None:
-    """Put the sum of this rank's arrays into `result`, in their order."""
-    for other in sums[1:]:
-        np.add(sums[0], other, out=sums[0])
-    if result is not sums[0]:
-        np.copyto(result, sums[0])
+def _reduce_by_route(route: Route, array: Any, group: Group, wire: Wire, bucket: int) -> None:
+    algorithms.run(route, array, group, SUM, wire, bucket)
+
+
+def _reduce_by_subtrees(replicas: ReplicaPlan, array: Any, group: Group, wire: Wire, bucket: int) -> None:
+    """Sum where other ranks hold several replicas, and this one a single one: its value is its only subtree's sum."""
+    subtree_sums.all_reduce([array], array, group, replicas)
 
 
 def _options_with(ops: CrossDeviceOps, options: CommunicationOptions) -> CommunicationOptions:

@@ -35,6 +35,7 @@ from hpcdist.errors import ConfigurationError, DataError, UsageError, agreed
 from hpcdist.gradients.central_storage import CentralStorage
 from hpcdist.gradients.engine import GradientEngine
 from hpcdist.gradients.reducer import Reducer
+from hpcdist.gradients.replicas.local_sums import sum_rows
 from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
 from hpcdist.gradients.tensors import from_array, to_array
 from hpcdist.plan.devices import plan_devices
@@ -197,7 +198,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     def sum_over_replicas(self, rows: list[Any]) -> Any:
         """Return the sum of flat host arrays, one of each local replica, over all replicas. Collective: all ranks."""
         if self._has_fixed_replicas:
-            return self.reducer.sum_rows(rows, "reduce")
+            return sum_rows(self.reducer, rows, "reduce")
         with self.group.recorded("reduce", rows[0]):
             library.all_reduce(rows[0], self.group)
             return rows[0]

@@ -88,7 +88,7 @@ def test_all_that_a_step_sends_is_in_the_journal(comm, over_hosts):
     ops = [entry.op for entry in strategy.group.journal.entries]
     assert ("broadcast" in ops) == (comm.size > 1)
     assert ("gradients" in ops) == (comm.size > 1)
-    strategy.reducer.sum_rows([np.ones(3)], "buffers")
+    strategy.reducer.sum_array(np.ones(3), "buffers")
     assert str(strategy.group.journal.entries[-1]) == "buffers float64 x 3"
 
 
@@ -127,9 +127,9 @@ def test_buckets_start_while_backward_runs_in_one_order(comm, over_hosts, monkey
     events = []
     start, after = Reducer.start, torch_hooks.after_accumulation
 
-    def noted(self, sums, result, bucket, is_exact):
+    def noted(self, array, bucket, is_exact):
         events.append("counts" if is_exact else bucket)
-        return start(self, sums, result, bucket, is_exact)
+        return start(self, array, bucket, is_exact)
 
     def counted(parameter, see):
         def call(owner):

@@ -1,11 +1,12 @@
 """What is private to a replica while another one of the same process runs: gradients and buffers of shared modules."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hpcdist.errors import HpcdistError, UsageError
 from hpcdist.gradients.model_plan import BufferPlace
@@ -51,6 +52,8 @@ class ReplicaState:
         self._start: Snapshot | None = None
         self._common: list[Tensor | None] = []  # buffers that all replicas had at the start or the last sum
         self._own: set[str] = set()  # names of buffers that replicas have changed since
+        # whose gradient each copy that a replica was given is
+        self._copies: MutableMapping[Tensor, ParameterRecord] = WeakTensorKeyDictionary()
 
     def watch(self, records: Sequence[ParameterRecord], places: Sequence[BufferPlace]) -> None:
         """Switch these from now on."""
@@ -100,7 +103,7 @@ class ReplicaState:
         for record, gradient in zip(self._records, saved.gradients, strict=True):
             if (parameter := record.parameter) is not None:
                 if gradient is not None and saved.is_shared and replica != self._last:
-                    gradient = record.copy_for_replica(gradient)
+                    gradient = self._copy(record, gradient)
                 parameter.grad = gradient
         for place, kept in zip(self._places, saved.buffers, strict=True):
             if (tensor := place.tensor) is not None and kept is not None:
@@ -144,9 +147,19 @@ class ReplicaState:
     ) -> list[Tensor | None]:
         """Return a replica's gradients, with copies of the new ones where the last replica's were changed."""
         return [
-            mine if not changed else None if theirs is None else record.copy_for_replica(theirs)
+            mine if not changed else None if theirs is None else self._copy(record, theirs)
             for record, mine, theirs, changed in zip(self._records, own, new, is_changed, strict=True)
         ]
+
+    def _copy(self, record: ParameterRecord, gradient: Tensor) -> Tensor:
+        """Return a copy of a published gradient for another replica, which may change it in place."""
+        copied = gradient.detach().clone()
+        self._copies[copied] = record
+        return copied
+
+    def has_given(self, record: ParameterRecord, gradient: Tensor) -> bool:
+        """Return whether a tensor is a copy of a parameter's published gradient that a replica was given."""
+        return self._copies.get(gradient) is record
 
     def _snapshot(self) -> Snapshot:
         parameters = [record.parameter for record in self._records]

@@ -1,0 +1,134 @@
+"""Sums over the replicas of this rank, as subtrees of the tree over all replicas, and from there over all ranks."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hpcdist.collectives import subtree_sums
+from hpcdist.collectives.group import Handle
+from hpcdist.collectives.staging import add_rows
+from hpcdist.gradients.bucket_set import BucketSet
+from hpcdist.gradients.reducer import Reducer
+from hpcdist.plan.replicas import Subtree, is_joint, plan_row_additions
+
+Array = npt.NDArray[Any]
+
+
+class SubtreeSums:
+    """Flat tensors of one bucket, one from each local replica, in the order of replicas.
+
+    At most one tensor of every subtree size is kept, so for k local replicas about log2(k) + 1.
+
+    Args:
+        n_replicas: of the job.
+    """
+
+    def __init__(self, n_replicas: int) -> None:
+        self._n_replicas = n_replicas
+        self._subtrees: list[Subtree] = []
+        self._sums: list[Tensor] = []
+
+    @torch.no_grad()
+    def add(self, replica: int, tensor: Tensor, is_kept: bool) -> None:
+        """Add a replica's tensor.
+
+        Args:
+            replica: its number, one more than the last one's.
+            tensor: flat.
+            is_kept: whether it may be kept and overwritten; else it is copied where it is to be kept.
+        """
+        subtree = (replica, replica + 1)
+        if self._subtrees and is_joint(self._subtrees[-1], subtree, self._n_replicas):
+            self._sums[-1].add_(tensor)
+            self._subtrees[-1] = (self._subtrees[-1][0], subtree[1])
+        else:
+            self._subtrees.append(subtree)
+            self._sums.append(tensor if is_kept else tensor.clone())
+        while len(self._subtrees) > 1 and is_joint(self._subtrees[-2], self._subtrees[-1], self._n_replicas):
+            right, (_, stop) = self._sums.pop(), self._subtrees.pop()
+            self._sums[-1].add_(right)
+            self._subtrees[-1] = (self._subtrees[-1][0], stop)
+
+    def take(self) -> list[Tensor]:
+        """Return the sums, one for each subtree, and forget them."""
+        sums, self._sums, self._subtrees = self._sums, [], []
+        return sums
+
+
+class LocalSums:
+    """What the replicas of this rank add in one backward to every bucket.
+
+    Args:
+        buckets: of the plan.
+        reducer: sums over the ranks.
+    """
+
+    def __init__(self, buckets: BucketSet, reducer: Reducer) -> None:
+        self._buckets = buckets
+        self._reducer = reducer
+        self._sums = [SubtreeSums(reducer.replicas.n_replicas) for _ in range(buckets.n_buckets)]
+
+    def add(self, replica: int, counts: list[float]) -> None:
+        """Add the gradients of one replica, which are in the slots, and its counts.
+
+        Every record without a gradient must stand in.
+        """
+        self._buckets.set_counts(counts)
+        for bucket, sums in enumerate(self._sums):
+            sums.add(replica, self._buckets.tensor(bucket), is_kept=self._buckets.is_direct(bucket))
+
+    def finish(self) -> list[float]:
+        """Sum over all ranks what all local replicas have added; return the sums of the counts.
+
+        Collective: the reducer's group. The sums are in the slots then.
+        """
+        handles = []
+        for sums in self._sums:
+            bucket, result, is_exact = self._buckets.begin_next()
+            own = [tensor.numpy() for tensor in sums.take()]
+            if self._reducer.route.by_subtrees:
+                handles.append(_start_by_subtrees(self._reducer, own, result, "gradients"))
+            else:
+                _add_up(own, result)
+                handles.append(self._reducer.start(result, bucket, is_exact))
+        return self._buckets.wait(handles)
+
+
+def sum_rows(reducer: Reducer, rows: list[Array], title: str) -> Array:
+    """Return the sum of one flat host array of each local replica over all replicas.
+
+    Collective: the reducer's group. Blocking. In the order of replicas where gradients are.
+
+    Args:
+        reducer: sums over the ranks.
+        rows: of any dtype that numpy adds; overwritten.
+        title: what reports call it.
+    """
+    first, sums = reducer.own_replicas[0], []
+    for start, stop in reducer.own_subtrees:
+        part = rows[start - first : stop - first]
+        add_rows(part, plan_row_additions(len(part)), np.add)  # a subtree of n replicas is the tree over n rows
+        sums.append(part[0])
+    if not reducer.route.by_subtrees:
+        _add_up(sums, sums[0])
+        reducer.sum_array(sums[0], title)
+    elif (handle := _start_by_subtrees(reducer, sums, sums[0], title)) is not None:
+        handle.wait()
+    return sums[0]
+
+
+def _start_by_subtrees(reducer: Reducer, sums: list[Array], result: Array, title: str) -> Handle | None:
+    """Start to put the sum of all ranks' `sums`, one for each subtree, into `result`. Collective: the group."""
+    replicas = reducer.replicas
+    return reducer.submit(lambda group: subtree_sums.all_reduce(sums, result, group, replicas), result, title)
+
+
+def _add_up(sums: list[Array], result: Array) -> None:
+    """Put the sum of this rank's arrays into `result`, in their order."""
+    for other in sums[1:]:
+        np.add(sums[0], other, out=sums[0])
+    if result is not sums[0]:
+        np.copyto(result, sums[0])
