@@ -118,7 +118,7 @@ kills: .venv/test.installed
 crashes: .venv/test.installed
 	$(BIN)/$(PYTEST) -rP --full tests/unit/checkpoint
 
-# One safety at a time taken out of a copy: a test must notice each.
+# One safety at a time removed from a copy: a test must fail for each.
 mutants: .venv/test.installed
 	$(BIN)/python tests/support/mutants.py
 

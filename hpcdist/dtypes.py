@@ -9,10 +9,11 @@ SUM_DTYPES = {"float32": "float32", "float64": "float64", "float16": "float32", 
 
 
 def dtype_name(array: Any) -> str:
-    """Return the name of an array's or tensor's dtype, such as "float32"; empty where it has none.
+    """Return the name of an array's or tensor's dtype, such as "float32", without byte order; empty if it has none.
 
     >>> import numpy
     >>> dtype_name(numpy.zeros(3, "f4")), dtype_name("no array")
     ('float32', '')
     """
-    return str(getattr(array, "dtype", "")).removeprefix("torch.")
+    dtype = getattr(array, "dtype", "")
+    return str(getattr(dtype, "name", dtype)).removeprefix("torch.")

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from hpcdist.checkpoint.tree import NamedArray, decode, encode
+from hpcdist.dtypes import dtype_name
 from hpcdist.errors import CheckpointDamaged, CheckpointError, DataError, UsageError
 from hpcdist.gradients.central_storage import is_stepped_by_chief
 from hpcdist.gradients.tensors import from_array, to_array
@@ -214,12 +215,7 @@ def _check_layout(name: str, item: Any, loaded: Any, source: str) -> None:
 
 
 def _layouts(state: Mapping[str, Any]) -> dict[str, str]:
-    return {key: f"{tuple(value.shape)} {_dtype_of(value)}" for key, value in state.items() if hasattr(value, "shape")}
-
-
-def _dtype_of(value: Any) -> str:
-    """Return the dtype's name without its byte order: arrays are saved in native order."""
-    return value.dtype.name if isinstance(value.dtype, np.dtype) else str(value.dtype).removeprefix("torch.")
+    return {key: f"{tuple(value.shape)} {dtype_name(value)}" for key, value in state.items() if hasattr(value, "shape")}
 
 
 def _group_sizes(state: Mapping[str, Any]) -> dict[str, str]:

@@ -95,7 +95,7 @@ def test_the_cnn_resumes_on_four_ranks(start, root, tmp_path):
 
 
 @pytest.mark.timeout(200)
-def test_another_number_of_ranks_goes_on_at_the_same_sample(start, root, tmp_path):
+def test_another_number_of_ranks_resumes_at_the_same_sample(start, root, tmp_path):
     """Sample-exact, and equal within rounding: sums are taken in another order, and the job says so."""
     finish(start, root, tmp_path / "unbroken")
     finish(start, root, tmp_path / "moved", 3, "--epochs", "5")
@@ -141,7 +141,7 @@ def ended_with_74(outcome, text):
     assert "Traceback" not in outcome.output
 
 
-def test_a_full_disk_ends_the_job_and_room_lets_it_go_on(start, root, tmp_path, small_disk):
+def test_a_full_disk_ends_the_job_and_room_lets_it_resume(start, root, tmp_path, small_disk):
     outcome = start(2, *command(root, small_disk / "run")).wait(60)
     ended_with_74(outcome, "bytes free in")
     assert list((small_disk / "run" / "checkpoints").rglob("*.tmp-*")) == []

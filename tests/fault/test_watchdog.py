@@ -224,7 +224,7 @@ def test_the_collectives_of_all_threads_are_reported(start, root, tmp_path):
     assert " 1  all_reduce sum float64 x 6  " in of_thread
 
 
-def test_a_job_that_was_stopped_and_goes_on_is_not_late(start, root, tmp_path):
+def test_a_job_that_was_paused_and_continues_is_not_late(start, root, tmp_path):
     """As a batch system does that suspends jobs: rank 1 comes back in time, as this job counts time."""
     job = run(start, root, tmp_path, "time.sleep(1)")
     deadline = time.monotonic() + 30

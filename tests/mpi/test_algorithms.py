@@ -160,7 +160,7 @@ def test_bytes_that_leave_a_host_are_the_formula(comm, tiny, make_group, monkeyp
     assert of_host == 2 * (n_hosts - 1) * 4 * n_elements // n_hosts
 
 
-def test_differing_calls_in_one_node_are_told_on_all_ranks(comm):
+def test_differing_calls_in_one_node_raise_on_all_ranks(comm):
     if comm.size == 1:
         return
     group = group_of(comm)

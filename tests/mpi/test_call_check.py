@@ -88,7 +88,7 @@ def test_another_order_on_one_rank(comm, call_check, odd):
     assert f"got b float32 x 2 at train.py:5 {last(comm)}" in text
 
 
-def test_another_place_in_the_program_on_one_rank(comm, call_check, odd):
+def test_another_line_of_the_program_on_one_rank(comm, call_check, odd):
     def check():
         call_check.check("all_reduce sum", "float32", 1)
 
@@ -101,7 +101,7 @@ def test_another_place_in_the_program_on_one_rank(comm, call_check, odd):
     assert int(lines[1]) == int(lines[0]) + 3
 
 
-def test_it_goes_on_after_an_error_that_was_caught(comm, call_check, odd):
+def test_calls_continue_after_an_error_that_was_caught(comm, call_check, odd):
     for _ in range(3):
         text_everywhere(comm, call_check, "all_reduce sum", "float32", int(odd))
         call_check.check("all_reduce sum", "float32", 1)

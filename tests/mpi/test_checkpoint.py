@@ -87,7 +87,7 @@ class Job:
 
 
 @pytest.mark.parametrize("stop", [1, 5, 7, 10])
-def test_a_restart_goes_on_bit_for_bit(comm, shared_path, stop):
+def test_a_restart_resumes_bit_for_bit(comm, shared_path, stop):
     unbroken = Job(comm)
     unbroken.train(14)
     first = Job(comm)
@@ -339,7 +339,7 @@ def test_a_save_that_fails_on_the_chief_is_an_error_on_all_ranks(comm, shared_pa
     assert manager.restore_or_initialize().endswith("step-00000001.h5")
 
 
-def test_a_save_goes_on_in_the_background(comm, shared_path, monkeypatch):
+def test_a_save_continues_in_the_background(comm, shared_path, monkeypatch):
     """What is written is the state at the call, whatever becomes of it while the file is written."""
     values = np.full(1000, 1.0)
     manager = Manager(hpcdist.Checkpoint(values=values), shared_path)
@@ -360,7 +360,7 @@ def test_a_save_goes_on_in_the_background(comm, shared_path, monkeypatch):
     assert (values == 1.0).all()
 
 
-def test_a_background_save_that_fails_is_told_by_the_next_call_on_all_ranks(comm, shared_path, monkeypatch):
+def test_a_background_save_that_fails_is_raised_by_the_next_call_on_all_ranks(comm, shared_path, monkeypatch):
     manager = Job(comm).manager(shared_path)
 
     def fail(*arguments):

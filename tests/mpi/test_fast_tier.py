@@ -116,7 +116,7 @@ def test_damaged_files_on_disk_do_not_matter_where_memory_has_a_copy(run, comm, 
     assert comm.rank > 0 or "resuming from memory" in caplog.text
 
 
-def test_copies_of_another_run_in_the_same_place_are_not_taken(run, comm):
+def test_copies_of_another_run_in_the_same_folder_are_not_taken(run, comm):
     save(run, run.attempt(), 7, is_fast=True)
     comm.Barrier()
     if comm.rank == 0:
@@ -125,7 +125,7 @@ def test_copies_of_another_run_in_the_same_place_are_not_taken(run, comm):
     assert run.attempt().restore_or_initialize() is None
 
 
-def test_memory_that_is_full_is_told_and_done_without(run, comm, caplog, monkeypatch):
+def test_full_memory_is_reported_and_done_without(run, comm, caplog, monkeypatch):
     manager = run.attempt()
 
     def fail(*arguments):

@@ -233,7 +233,7 @@ def test_what_one_rank_lacks_is_said_by_all(comm, monkeypatch, make_group, optio
         nccl.all_reduce(cupy.array(np.ones(3)), make_group())
 
 
-def test_devices_are_chosen_by_the_place_on_the_host(comm, monkeypatch, make_group):
+def test_devices_are_chosen_by_local_rank(comm, monkeypatch, make_group):
     group = make_group()
     install(monkeypatch, comm, devices=[f"gpu-{index}" for index in range(comm.size)])
     assert nccl_setup.choose_device(group) == comm.rank

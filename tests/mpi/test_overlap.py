@@ -92,7 +92,7 @@ def test_all_that_a_step_sends_is_in_the_journal(comm, over_hosts):
     assert str(strategy.group.journal.entries[-1]) == "buffers float64 x 3"
 
 
-def test_what_the_bits_depend_on_is_told(comm, over_hosts):
+def test_what_the_bits_depend_on_is_described(comm, over_hosts):
     def told(**options):
         communication_options = hpcdist.CommunicationOptions(**options)
         facts = hpcdist.MultiWorkerMirroredStrategy(communication_options=communication_options).describe_sums()
@@ -333,7 +333,7 @@ def test_a_users_tensor_that_is_the_gradient_stays_as_it_is(comm):
 
 
 @pytest.mark.parametrize("hosts", [None, "1 each"])
-def test_replicas_at_different_backwards_are_told(comm, over_hosts, hosts):
+def test_replicas_at_different_backwards_are_an_error(comm, over_hosts, hosts):
     """A rank that skipped a step would else be given sums of other steps, without a word."""
     if comm.size == 1:
         return

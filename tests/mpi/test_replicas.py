@@ -66,7 +66,7 @@ def test_large_gradients_keep_their_bits(comm):
     assert train(Strategy(num_replicas=bits.N_REPLICAS)) == train(alone())
 
 
-def test_a_restart_on_other_ranks_goes_on_with_the_same_bits(comm, shared_path):
+def test_a_restart_on_other_ranks_resumes_with_the_same_bits(comm, shared_path):
     def step(model, optimizer, number, replica):
         optimizer.zero_grad()
         images = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(100 * number + replica))

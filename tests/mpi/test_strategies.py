@@ -53,7 +53,7 @@ def test_a_strategy_may_be_set_for_all_code(everywhere):
     assert everywhere.run(lambda: hpcdist.get_replica_context().num_replicas_in_sync) == everywhere.num_replicas_in_sync
 
 
-def test_another_strategy_takes_the_place_of_the_one_set(everywhere):
+def test_another_strategy_replaces_the_one_set(everywhere):
     one = hpcdist.OneDeviceStrategy("cpu")
     hpcdist.experimental_set_strategy(one)
     assert hpcdist.get_strategy() is one
@@ -264,7 +264,7 @@ def test_one_device_equals_one_mirrored_replica(comm):
     assert all(torch.equal(ours[name], mirrored[name]) for name in ours)
 
 
-def test_one_device_goes_on_with_the_same_random_numbers():
+def test_one_device_resumes_with_the_same_random_numbers():
     strategy = hpcdist.OneDeviceStrategy("cpu")
     train(strategy)
     state = strategy.state_dict()

@@ -1,4 +1,4 @@
-"""Runs a program and does it harm when it is told to.
+"""Runs a program and harms it on request.
 
 It starts in half the time: optimizers import torch's compiler only to be left alone by it, and a stand-in does.
 
@@ -30,7 +30,7 @@ def ask_mismatch(number, frame):
 
 
 def cross_entropy_or_harm(*args, **kwargs):
-    """Return what torch does; before that, once, all-reduce what no other rank does, if this was asked for."""
+    """Return what torch does; before that, once, all-reduce what no other rank does, if this was requested."""
     if wants["mismatch"]:
         wants["mismatch"] = False
         hpcdist.all_reduce(np.ones(7))

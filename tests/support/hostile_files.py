@@ -1,4 +1,4 @@
-"""Checkpoints that were changed: by accident, where the digest tells, or on purpose, with a digest that fits."""
+"""Checkpoints that were changed: by accident, which the digest reveals, or on purpose, with a digest that fits."""
 
 import functools
 import json
@@ -30,8 +30,8 @@ class Case:
     """A change to a folder of checkpoints.
 
     Attributes:
-        kind: "damage" (the digest tells), "lie" (a hostile file with a digest that fits), "noise" (random changes with
-            a digest that fits, to be read or refused: an attacker may choose the numbers), "notes" (of an attempt).
+        kind: "damage" (the digest reveals it), "lie" (a hostile file with a digest that fits), "noise" (random changes
+            with a digest that fits, to be read or refused: an attacker may choose them), "notes" (of an attempt).
         name: what is changed.
         make: makes the change in a folder.
     """
@@ -55,7 +55,7 @@ def objects(seed):
 
 
 class Original:
-    """A sound checkpoint, in generation 1; an attempt after it left its notes."""
+    """A sound checkpoint, in generation 1; a later attempt left its records."""
 
     def __init__(self, path):
         self.path = path
@@ -230,7 +230,7 @@ def link_to_same(file):
 
 
 def named_objects(dtype, name):
-    """Put in a dataset of objects under the name that numpy has for them, and a row of the index that tells of it."""
+    """Add a dataset of objects under numpy's name for them, and a row of the index for it."""
 
     def change(file):
         file.create_dataset(f"arrays/{name}", (4,), dtype)
@@ -321,12 +321,12 @@ def nested(depth):
 
 
 def set_node(name, node):
-    """Return a change of what is told of one object."""
+    """Return a change of the node of one object."""
     return lambda index: index["state"]["objects"].__setitem__(name, node)
 
 
 def set_item(name, key, node):
-    """Return a change of one item of the dict that an object is told to be; the order stays."""
+    """Return a change of one item of an object's dict; the order stays."""
 
     def change(index):
         for pair in index["state"]["objects"][name]["dict"]:

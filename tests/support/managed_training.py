@@ -13,7 +13,7 @@ N_STEPS = 6
 
 
 def run(path, disk, tell):
-    """Train to the end, as far as `disk` lets us; `tell` the place of each checkpoint once `wait` has returned."""
+    """Train as far as `disk` allows; call `tell` with the place of each checkpoint once `wait` has returned."""
     manager_module.CheckpointFolder = functools.partial(CheckpointFolder, disk=disk)
     weights, step = np.linspace(-1, 1, 300), np.zeros((), np.int64)
     manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(weights=weights, step=step), path, max_to_keep=2)

@@ -1,4 +1,4 @@
-"""Takes one safety at a time out of a copy of the package: at least one test must notice each.
+"""Removes one safety at a time from a copy of the package: at least one test must fail for each.
 
 `python tests/support/mutants.py` runs all; with numbers, those. It prints a line for each, and exits
 with 1 if one is not noticed.

@@ -1,4 +1,4 @@
-"""Takes a safety out of a copy of the package: see safeties.py."""
+"""Removes a safety from a copy of the package: see safeties.py."""
 
 import ast
 import functools

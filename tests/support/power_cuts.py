@@ -26,7 +26,7 @@ MANY = 5
 
 
 class RecordingDisk(WatchedDisk):
-    """Writes down every operation once it is done, with paths relative to a folder.
+    """Records every operation once it is done, with paths relative to a folder.
 
     Attributes:
         log: (operation, ...) in order.
@@ -192,7 +192,7 @@ def _with_contents(tree: dict) -> Iterator[dict]:
 
 
 def digest(state: dict) -> bytes:
-    """Return what tells a state from others."""
+    """Return a key that is equal for equal states only."""
     found = hashlib.blake2b(digest_size=16)
     for path, content in sorted(state.items()):
         found.update(repr((path, None if content is None else hashlib.blake2b(content).digest())).encode())

@@ -1,6 +1,6 @@
-"""The safeties of checkpoints, stops and recipes, and how each can be taken out: see mutants.py.
+"""The safeties of checkpoints, stops and recipes, and a change that removes each: see mutants.py.
 
-A mutant is fastened to names, not to the text of a file: code may be moved and reformatted, and comments rewritten.
+A mutant is located by names, not by the text of a file: code may be moved and reformatted, and comments rewritten.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ HANDLER, AGREE, TWO = "mpi/test_preemption.py", "mpi/test_agreement.py", "mpi/te
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change of the package that takes a safety away.
+    """A change of the package that removes a safety.
 
     Attributes:
         what: the safety.
@@ -68,14 +68,20 @@ ON_DISK = [
     MarkedLine("sync before rename", r"disk\.sync\(descriptor\)", "pass", FOLDER),
     Mutant("sync of the folder after rename", "replace_file", "disk.sync_folder(...)", "pass", FOLDER),
     Mutant("write to a temporary name", "replace_file", "path.with_name(...)", "path", FOLDER),
-    Mutant("names of new folders", "make_folders", "disk.sync_folder(...)", "pass", CUTS),
-    Mutant("names of folders left by the killed", "make_folders", "_sync_name_if_new(...)", "pass", CUTS),
-    Mutant("repeat what signals interrupt", "_repeat", "InterruptedError", "ZeroDivisionError", FAULTS),
-    Mutant("EINVAL of direct writes", "_write_block", "error.errno == errno.EINVAL", "False", FAULTS),
-    Mutant("no room to allocate", "Disk.allocate", "raise", "return", FAULTS),
-    Mutant("the fence", "CheckpointFolder.check_current", "newest > self.generation", "False", FOLDER),
+    Mutant("new folders are synced", "make_folders", "disk.sync_folder(...)", "pass", CUTS),
+    Mutant("folders of a killed attempt are synced", "make_folders", "_sync_name_if_new(...)", "pass", CUTS),
+    Mutant("interrupted calls are repeated", "_repeat", "InterruptedError", "ZeroDivisionError", FAULTS),
+    Mutant("EINVAL ends direct writes only", "_write_block", "error.errno == errno.EINVAL", "False", FAULTS),
+    Mutant("a failed allocation is raised", "Disk.allocate", "raise", "return", FAULTS),
+    Mutant(
+        "a superseded attempt is fenced off",
+        "CheckpointFolder.check_current",
+        "newest > self.generation",
+        "False",
+        FOLDER,
+    ),
     Mutant("verify before prune", "CheckpointFolder.prune", "newest.verify(...)", "pass", FOLDER),
-    Mutant("a read error is no damage", "read_patiently", "number in _NO_FILE", "True", FOLDER),
+    Mutant("a read error is not damage", "read_patiently", "number in _NO_FILE", "True", FOLDER),
     Mutant(
         "list again if a file is missing",
         "CheckpointReader._first_sound",
@@ -83,8 +89,8 @@ ON_DISK = [
         "False",
         FOLDER,
     ),
-    Mutant("list as often as it changes", "CheckpointReader._first_sound", "listed != found", "False", FOLDER),
-    Mutant("what was pruned is not damaged", "CheckpointReader._first_sound", "place in listed", "True", FOLDER),
+    Mutant("list again while the listing changes", "CheckpointReader._first_sound", "listed != found", "False", FOLDER),
+    Mutant("a pruned file is not damaged", "CheckpointReader._first_sound", "place in listed", "True", FOLDER),
     Mutant("verify before reading", "CheckpointReader._first_sound", "manifest.verify(...)", "pass", HOSTILE),
     Mutant("step and name agree", "CheckpointReader.manifest", "manifest.step != place.step or ...", "False", FOLDER),
     Mutant("file before manifest", "CheckpointFolder.commit", "durable.replace_file(...)", MANIFEST_FIRST, FOLDER),
@@ -96,33 +102,41 @@ ON_DISK = [
         "found, self.damaged = sorted(self.places(), key=lambda place: -place.step), []",
         FOLDER,
     ),
-    Mutant("new name for a step saved again", "CheckpointFolder.new_data_path", "name in names", "False", FOLDER),
+    Mutant("a step saved again gets a new name", "CheckpointFolder.new_data_path", "name in names", "False", FOLDER),
     Mutant("dead attempts are counted", "CheckpointFolder.prune", "newest.step > self._last_before", "True", FOLDER),
-    Mutant("steps go up", "CheckpointFolder.new_data_path", "step < last", "False", FOLDER),
-    Mutant("damaged ones set aside", "CheckpointFolder.resume_from", "self.damaged", "()", FOLDER),
+    Mutant("steps only increase", "CheckpointFolder.new_data_path", "step < last", "False", FOLDER),
+    Mutant("damaged checkpoints are set aside", "CheckpointFolder.resume_from", "self.damaged", "()", FOLDER),
     Mutant(
-        "no silent start anew",
+        "no silent start from scratch",
         "CheckpointReader._first_sound",
         "raise self._none_sound() from None",
         "pass",
         FOLDER,
     ),
     Mutant(
-        "sweep of half-written files",
+        "half-written files are swept",
         "CheckpointFolder._remove_orphans",
         "durable.sweep_temporary(self._disk, self.path / ...)",
         "pass",
         FOLDER,
     ),
-    Mutant("room for the first save", "CheckpointFolder.begin", "self._remove_orphans()", "pass", FOLDER),
     Mutant(
-        "names before removals",
+        "orphans are removed before the first save", "CheckpointFolder.begin", "self._remove_orphans()", "pass", FOLDER
+    ),
+    Mutant(
+        "names are synced before files are removed",
         "CheckpointFolder._remove_unnamed",
         "self._disk.sync_folder(...)",
         "pass",
         CUTS,
     ),
-    Mutant("replaced while it writes", "CheckpointFolder._as_newest", "FileNotFoundError", "ZeroDivisionError", FOLDER),
+    Mutant(
+        "a folder replaced during a write",
+        "CheckpointFolder._as_newest",
+        "FileNotFoundError",
+        "ZeroDivisionError",
+        FOLDER,
+    ),
     Mutant("a full disk makes no suspect", "CheckpointManager._save", "self._history.note_save(...)", "pass", RANKS),
     Mutant("digest of the manifest", "read_manifest", "_digest(...) != digest", "False", FILE),
     Mutant(
@@ -151,10 +165,10 @@ ON_DISK = [
         RANKS,
     ),
     Mutant("set aside on restore", "CheckpointManager._restore", "self._tier.folder.resume_from(...)", "pass", RANKS),
-    Mutant("an orderly end is noted", "CheckpointManager.end_attempt", "self._history.note_end()", "pass", RANKS),
-    Mutant("a failed read-back is told", "Tier.finish", "tidying.result()", "pass", RANKS),
-    Mutant("order of bytes", "checkpoint/tree:encode", "array.dtype.newbyteorder(...)", "array.dtype", TREE),
-    Mutant("shapes of states", "Checkpoint.apply", "_check_shape(...)", "pass", HOSTILE),
+    Mutant("an orderly end is recorded", "CheckpointManager.end_attempt", "self._history.note_end()", "pass", RANKS),
+    Mutant("a failed read-back is raised", "Tier.finish", "tidying.result()", "pass", RANKS),
+    Mutant("byte order", "checkpoint/tree:encode", "array.dtype.newbyteorder(...)", "array.dtype", TREE),
+    Mutant("shape of states", "Checkpoint.apply", "_check_shape(...)", "pass", HOSTILE),
     Mutant("each object has a kind", "_parts_of", "nodes.keys() != kinds.keys()", "False", HOSTILE),
     Mutant("names of dtypes", "stored_dtype", "_NUMBERS[...]", "np.dtype(_STORED_AS.get(dtype, dtype))", HOSTILE),
     Mutant("depth of states", "read_file", "is_too_deep(...)", "False", FILE),
@@ -163,10 +177,12 @@ ON_DISK = [
 ]
 
 STOPS = [
-    Mutant("a signal asks for a stop", "StopFlag.reason", "received is not None", "False", STOP),
+    Mutant("a signal requests a stop", "StopFlag.reason", "received is not None", "False", STOP),
     Mutant("handlers of others are called", "SignalFlag._receive", "callable(earlier)", "False", STOP),
     Mutant("forked children can be ended", "_reset", "flag.reset()", "pass", STOP),
-    Mutant("no answer is no stop file", "StopFlag._is_file_there", "os.path.exists(...)", "self._file.stat()", STOP),
+    Mutant(
+        "a failing stat is no stop file", "StopFlag._is_file_there", "os.path.exists(...)", "self._file.stat()", STOP
+    ),
     Mutant(
         "the stop file is removed",
         "PreemptionCheckpointHandler._remove_stop_file",
@@ -192,17 +208,17 @@ STOPS = [
     Mutant("compared before a save", "AttemptSaves._compare_before_save", "self._compare(...)", "pass", DESYNC),
     Mutant("compared again at the end", "AttemptSaves.end", "self._compared_at = None", "pass", DESYNC),
     Mutant(
-        "saves by hand are noted",
+        "saves by hand are recorded",
         "PreemptionCheckpointHandler._act",
         "self._saves.note_saved()",
         "pass",
         HANDLER,
     ),
     Mutant(
-        "a save whose manager is gone", "finish_at_exit", "weakref.finalize(owner, ...).atexit = False", "pass", RANKS
+        "a save outlives its manager", "finish_at_exit", "weakref.finalize(owner, ...).atexit = False", "pass", RANKS
     ),
     Mutant("metrics are claimed", "CheckpointManager.__init__", "checkpoint.claim_files()", "pass", RANKS),
-    Mutant("ranks that differ are noticed", "require_equal", "MPI.MIN", "MPI.MAX", DESYNC),
+    Mutant("ranks that differ are detected", "require_equal", "MPI.MIN", "MPI.MAX", DESYNC),
     Mutant(
         "copies of ranks that differ are removed",
         "CheckpointManager.check_equal",
@@ -210,17 +226,23 @@ STOPS = [
         "pass",
         DESYNC,
     ),
-    Mutant("asked after an evaluation", "PreemptionCheckpointHandler.poll", "self._is_long_since", "False", HANDLER),
+    Mutant(
+        "requests are looked for after an evaluation",
+        "PreemptionCheckpointHandler.poll",
+        "self._is_long_since",
+        "False",
+        HANDLER,
+    ),
     Mutant("a stop outweighs a save", "Request.SAVE", "1", "4", AGREE),
     Mutant(
-        "saves of this manager",
+        "only saves of this manager count",
         "AttemptSaves._is_saved",
         "self._manager.saved_step",
         "self._manager.checkpoint.step",
         TWO,
     ),
     Mutant(
-        "schedule of this manager",
+        "the schedule is this manager's",
         "AttemptSaves.is_due",
         "self._manager.saved_step",
         "self._manager.checkpoint.step",

@@ -122,7 +122,7 @@ def copies(run_dir):
 
 
 def half_written(run_dir):
-    """Return files that are being written, or were when their writer died."""
+    """Return files that are being written, or were being written when their writer died."""
     return set(run_dir.rglob("*.tmp-*"))
 
 
@@ -246,7 +246,7 @@ class Attempt:
         self.tail = output[-3000:] if self.faults else ""
 
     def _allowed_codes(self, is_finished):
-        """Return the codes that it may end with; none for any, as launchers differ in what they make of dead ranks."""
+        """Return the codes that it may end with; none for any, as launchers report dead ranks differently."""
         before_training = () if self.was_training else (76,)  # three died before a checkpoint
         if not self.was_running:
             return (*CLEAN, 76)

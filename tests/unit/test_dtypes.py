@@ -16,3 +16,7 @@ def test_names_are_those_of_both_libraries():
 
 def test_half_precisions_are_summed_in_single():
     assert {SUM_DTYPES[name] for name in HALF} == {"float32"}
+
+
+def test_names_are_without_byte_order():
+    assert dtype_name(np.zeros(1, ">f4")) == dtype_name(np.zeros(1, "<f4")) == "float32"

@@ -259,7 +259,7 @@ def test_a_file_system_without_a_size_is_not_full(folder, monkeypatch):
     assert latest_value(folder) == 1
 
 
-def test_memory_for_a_copy_that_is_missing_is_told(monkeypatch):
+def test_missing_memory_for_a_copy_is_reported(monkeypatch):
     def refuse(*arguments):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
@@ -488,7 +488,7 @@ class BesideDisk(Disk):
 
 @pytest.mark.parametrize("suffix", [".h5", ".json"])
 @pytest.mark.parametrize("operation", ["create", "rename"])
-def test_who_is_replaced_while_it_writes_is_told_so(tmp_path, operation, suffix):
+def test_an_attempt_replaced_while_it_writes_is_an_error(tmp_path, operation, suffix):
     """Though what it writes was removed as the remains of a killed attempt: it has committed nothing."""
     with pytest.raises(AttemptReplaced, match="expected generation 1 to be the newest"):
         commit(attempt(tmp_path, BesideDisk(operation, suffix)), 1)
@@ -509,7 +509,7 @@ def test_what_killed_writers_left_goes_before_the_first_save(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"gen-0001", "gen-0002"}
 
 
-def test_what_cannot_be_removed_is_told(tmp_path, disk, caplog):
+def test_what_cannot_be_removed_is_reported(tmp_path, disk, caplog):
     (commit(attempt(tmp_path), 1).parent / "step-00000002.h5").write_bytes(b"half")
     disk.fail("remove", errno.EIO)
     assert attempt(tmp_path, disk).generation == 2
@@ -713,7 +713,7 @@ def test_a_writer_that_prunes_while_a_file_is_read_damages_none(folder, n_times,
     assert "skipped" not in caplog.text
 
 
-def test_a_writer_that_is_always_quicker_is_told(folder):
+def test_a_writer_that_is_always_quicker_is_reported(folder):
     commit(folder, 1)
     reader = Overtaken(folder, 100)
     with pytest.raises(CheckpointError, match="expected a checkpoint in .* to stay until it is read"):

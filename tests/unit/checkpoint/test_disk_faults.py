@@ -107,7 +107,7 @@ def goes_on(path, committed):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("code", REFUSALS, ids=lambda code: errno.errorcode[code])
-def test_a_refusal_is_told_and_survived(fast_folder, template, monkeypatch, caplog, code):
+def test_a_refusal_is_reported_and_survived(fast_folder, template, monkeypatch, caplog, code):
     path, counts = fast_folder / "run", Counter()
     for call in CALLS:
         for error, committed in faults(call, code, path, template, monkeypatch):

@@ -110,7 +110,7 @@ def test_the_name_of_a_run_leads_nowhere_else(memory, run):
     assert (kept / "gen-0001").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_told_once(memory, caplog):
+def test_a_folder_that_cannot_be_made_is_reported_once(memory, caplog):
     memory.write_text("a file")
     tier = FastTier(memory, RUN, 1)
     assert tier.find() is None

@@ -12,11 +12,11 @@ def names(spec, rows):
     return [str(task) for task in assign_tasks(spec, [RankFacts(*row) for row in rows])]
 
 
-def test_told_tasks_are_taken():
+def test_given_tasks_are_taken():
     assert names(TWO, [(1, 0, NONE), (0, 0, NONE)]) == ["worker 1", "worker 0"]
 
 
-def test_untold_ranks_take_entries_in_order():
+def test_ranks_without_a_task_take_entries_in_order():
     assert names(FULL, [(NONE, 0, NONE)] * 3) == ["chief 0", "worker 0", "ps 0"]
 
 
@@ -29,7 +29,7 @@ def test_host_names_decide_where_addresses_have_them():
     assert names(TWO, [(NONE, 0, 1), (NONE, 0, 1), (NONE, 2, 0)]) == ["worker 1", "worker 1", "worker 0"]
 
 
-def test_one_entry_told_on_all_ranks_of_a_host():
+def test_one_entry_given_on_all_ranks_of_a_host():
     assert names(ClusterSpec({"worker": ["a:1"]}), [(0, 0, NONE)] * 3) == ["worker 0"] * 3
 
 

@@ -57,7 +57,7 @@ def test_a_device_that_cannot_be_used(cupy):
         cuda.use_device(3)
 
 
-def test_devices_are_told_apart_by_bus_and_uuid(monkeypatch):
+def test_devices_are_distinguished_by_bus_and_uuid(monkeypatch):
     cupy_stand_in.install(monkeypatch, cupy_stand_in.make_cupy(devices=("0000:01:00.0", "0000:02:00.0")))
     assert cuda.visible_devices() == [f"{bus} (UUID {bus.encode().hex()})" for bus in ("0000:01:00.0", "0000:02:00.0")]
 

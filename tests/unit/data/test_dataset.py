@@ -103,7 +103,7 @@ def interrupted(dataset, kill_at, batch_after=None):
 
 
 @pytest.mark.parametrize("kill_at", range(9))
-def test_a_pass_goes_on_at_the_exact_sample(kill_at):
+def test_a_pass_resumes_at_the_exact_sample(kill_at):
     for dataset in (slices(7).shuffle(seed=1).batch(3).repeat(3), slices(7).shuffle(seed=1).repeat(3).batch(3)):
         whole = lists(dataset)
         assert interrupted(dataset, min(kill_at, len(whole))) == whole

@@ -237,7 +237,7 @@ def test_policy_file_reads_own_files_in_as_many_steps_on_all(files):
 
 
 @pytest.mark.parametrize("n_steps", range(7))
-def test_policy_file_goes_on_at_the_same_step(files, n_steps):
+def test_policy_file_resumes_at_the_same_step(files, n_steps):
     rows = with_policy(Dataset.from_hdf5(files, "x"), hpcdist.AutoShardPolicy.FILE)
     dataset = rows.shuffle(seed=1).batch(6).repeat(2)
     before = on_ranks(dataset, 2, 2)
@@ -270,7 +270,7 @@ def test_policy_hint_puts_the_real_shard_in_the_marked_place():
 
 
 @pytest.mark.parametrize("n_steps", range(5))
-def test_policy_hint_goes_on_at_the_same_step(n_steps):
+def test_policy_hint_resumes_at_the_same_step(n_steps):
     dataset = hinted(Dataset.from_tensor_slices(np.arange(11))).shuffle(seed=1).batch(6).repeat(2)
     before = on_ranks(dataset, 2, 2)
     first = steps_of(before, n_steps)
@@ -357,7 +357,7 @@ def test_local_replicas_take_turns_at_the_batches_of_their_rank():
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_the_steps_of_a_function_go_on(is_stream):
+def test_the_steps_of_a_function_resume(is_stream):
     def make():
         rows = Dataset.from_generator(lambda: range(6)) if is_stream else Dataset.from_tensor_slices(np.arange(6))
         return DistributedFromFunction([rows.shuffle(6, seed=1).batch(2)], range(1), 1)

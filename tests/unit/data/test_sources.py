@@ -256,7 +256,7 @@ STREAMS = [
 
 @pytest.mark.parametrize("make", [slices, drawn])
 @pytest.mark.parametrize("form", STREAMS)
-def test_a_pass_goes_on_at_the_exact_sample(make, form):
+def test_a_pass_resumes_at_the_exact_sample(make, form):
     dataset = form(make)
     whole = lists(dataset)
     assert len(whole) >= 4
@@ -279,7 +279,7 @@ def test_epochs_of_a_stream_are_counted():
     assert (distributed.epoch, distributed.position) == (3, 12)
 
 
-def test_streams_that_differ_between_ranks_are_told():
+def test_streams_that_differ_between_ranks_are_reported():
     seen = []
     list(DistributedDataset(drawn(5).batch(4), range(1), 2, Delivery(agree_rows=seen.append)))
     assert seen == [4, 1, 0]

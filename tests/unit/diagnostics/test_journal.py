@@ -48,7 +48,7 @@ def test_the_unfinished_are_marked():
 
 
 @pytest.mark.parametrize("stride", [1, 8])
-def test_the_board_tells_who_is_behind(stride):
+def test_the_board_shows_who_is_behind(stride):
     cells = array("q", [0] * 3 * stride)
     journals = [Journal(memoryview(cells)[::stride], place) for place in range(3)]
     for journal, n_collectives in zip(journals, (2, 1, 2), strict=True):

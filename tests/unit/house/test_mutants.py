@@ -1,6 +1,6 @@
 """The safeties that `make mutants` takes out are still there, each once; of three it is shown that tests notice.
 
-What a mutant is fastened to is looked up in a small package.
+How a mutant is located is tested in a small package.
 """
 
 import subprocess
@@ -34,7 +34,7 @@ def test_the_tests_that_must_notice_are_there():
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("what", ["the fence", "verify before prune", "digest of the file"])
+@pytest.mark.parametrize("what", ["a superseded attempt is fenced off", "verify before prune", "digest of the file"])
 def test_a_sample_is_noticed(fast_folder, what):
     make_copy(fast_folder)
     mutant = next(mutant for mutant in MUTANTS if mutant.what == what)
@@ -42,7 +42,7 @@ def test_a_sample_is_noticed(fast_folder, what):
     assert is_noticed(mutant, Path(fast_folder))
 
 
-# -- how a mutant is fastened -------------------------------------------------------------------------------------
+# -- how a mutant is located -------------------------------------------------------------------------------------
 
 MODULE = """
 LIMIT: int = 4
@@ -107,7 +107,7 @@ def test_what_is_named_is_replaced(package, where, old, new, changed):
         ("Folder.write", "if self.is_full(..., path, True): ...", "got 0"),
     ],
 )
-def test_what_is_not_there_once_is_told(package, where, old, message):
+def test_what_is_not_there_once_is_an_error(package, where, old, message):
     with pytest.raises(ValueError, match=f"mutant 'one': expected .*{message}"):
         mutated(Mutant("one", where, old, "pass", ""), package)
 
@@ -127,6 +127,6 @@ def test_a_marked_line_is_changed(package, what, pattern, changed):
 @pytest.mark.parametrize(
     ("what", "pattern", "message"), [("four", "", "one mark, got 0"), ("one", "x", "once"), ("two", "echo", "once")]
 )
-def test_a_mark_or_pattern_that_is_not_there_once_is_told(package, what, pattern, message):
+def test_a_mark_or_pattern_that_is_not_there_once_is_an_error(package, what, pattern, message):
     with pytest.raises(ValueError, match=f"mutant '{what}': expected .*{message}"):
         mutated(MarkedLine(what, pattern, "", ""), package)

@@ -217,7 +217,7 @@ REMOVES = """program() {
 
 
 @pytest.mark.parametrize("end", [nearly_over, nearly_over_as_slurm_says], ids=["variable", "slurm"])
-def test_the_program_is_told_when_its_time_is_over(leave, end):
+def test_the_program_is_signalled_when_its_time_is_over(leave, end):
     _, output = leave(0, FINISHED, **end())
     told = float(re.search(r"ends at (\d+)", output)[1])
     assert told == pytest.approx(time.time() + 100, abs=60)

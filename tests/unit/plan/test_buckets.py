@@ -10,7 +10,7 @@ NEVER = 1 << 60
 
 @pytest.mark.parametrize("last_bytes", [0, 100, 100_000])
 @pytest.mark.parametrize("direct_bytes", [NEVER, 64])
-def test_every_tensor_has_a_place_of_its_own(last_bytes, direct_bytes):
+def test_every_tensor_has_a_slot_of_its_own(last_bytes, direct_bytes):
     entries = [
         Entry(n, dtype, is_direct)
         for n in (0, 1, 15, 16, 17, 1000)

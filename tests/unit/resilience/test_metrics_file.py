@@ -182,7 +182,7 @@ def test_a_process_that_is_left_over_without_a_record_writes_to_no_effect(path):
     assert [record["loss"] for record in records(path)] == ["of the new attempt"] * 2
 
 
-def test_lost_records_are_told(path, caplog):
+def test_lost_records_are_reported(path, caplog):
     state = written(path, [1, 2]).state_dict()
     path.unlink()
     MetricsFile(path, OneRank()).load_state_dict(state)
@@ -238,7 +238,7 @@ class FullDisk(Disk):
     ],
     ids=["state_dict", "load_state_dict", "claim", "write"],
 )
-def test_a_disk_that_is_full_is_told(path, act):
+def test_a_full_disk_is_reported(path, act):
     disk = FullDisk()
     file = MetricsFile(path, OneRank(), disk=disk)
     file.write(1)

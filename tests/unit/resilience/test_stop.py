@@ -116,7 +116,7 @@ def test_a_file_system_that_cannot_tell_ends_no_job(tmp_path, monkeypatch, code)
     assert flag.reason == f"stop file {tmp_path / 'stop'}"
 
 
-def test_a_stop_file_that_cannot_be_removed_is_told(tmp_path):
+def test_a_stop_file_that_cannot_be_removed_is_reported(tmp_path):
     class ReadOnlyDisk(Disk):
         def remove(self, path):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -171,7 +171,7 @@ print(os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status)
 """
 
 
-def test_a_forked_child_ends_when_it_is_told_to():
+def test_a_forked_child_ends_when_it_is_asked_to():
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, env=os.environ)
     assert done.stdout.strip() == str(int(signal.SIGTERM)), done.stdout + done.stderr
 

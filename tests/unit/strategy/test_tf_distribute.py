@@ -142,7 +142,7 @@ ROWS = [
     (
         "experimental_set_strategy: a strategy for all code; None: none",
         f"{STRATEGIES}::test_a_strategy_may_be_set_for_all_code",
-        f"{STRATEGIES}::test_another_strategy_takes_the_place_of_the_one_set",
+        f"{STRATEGIES}::test_another_strategy_replaces_the_one_set",
     ),
     (
         "experimental_set_strategy is refused inside a scope and run",
@@ -163,7 +163,7 @@ ROWS = [
     (
         "save works outside the scope",
         "test_metrics::test_it_comes_back_from_a_checkpoint",
-        "test_checkpoint::test_a_restart_goes_on_bit_for_bit",
+        "test_checkpoint::test_a_restart_resumes_bit_for_bit",
     ),
     (
         "a plain model(x) does not enter the strategy",
@@ -384,7 +384,7 @@ ROWS = [
     ),
     (
         "an optimizer's slots are mirrored as its variables are",
-        f"{REPLICAS}::test_a_restart_on_other_ranks_goes_on_with_the_same_bits",
+        f"{REPLICAS}::test_a_restart_on_other_ranks_resumes_with_the_same_bits",
         f"{CENTRAL}::test_weights_are_those_of_mirrored_replicas",
     ),
     # -- input -------------------------------------------------------------------------------------------------------
