@@ -29,21 +29,29 @@ def half_written(run_dir):
     return {path.name for path in (run_dir / "checkpoints").rglob("*.tmp-*")}
 
 
+def newest_step(run_dir):
+    """Return the highest step that any attempt of a run has committed, -1 if none has."""
+    return max((int(path.stem.split("-")[1]) for path in run_dir.rglob("step-*.json")), default=-1)
+
+
 class Kill:
     """One job that is killed: after a delay or, if asked, at the first file that it is writing after that delay.
 
-    The delay is counted from the job's first line, which it prints when it starts to train, or from its start.
+    The delay is counted from the job's first line, which it prints when it starts to train, or from its start. With
+    `after_progress` it starts once the job has committed a newer checkpoint than any attempt before it.
     """
 
-    def __init__(self, job, run_dir, delay_s, in_training, while_saving):
-        before = half_written(run_dir)
+    def __init__(self, job, run_dir, delay_s, in_training, while_saving, after_progress):
+        before, step_before = half_written(run_dir), newest_step(run_dir)
         self._wait(job, lambda: not in_training or "replicas;" in job.log.read_text(), 30)
+        self._wait(job, lambda: not after_progress or newest_step(run_dir) > step_before, 60)
         time.sleep(delay_s)
         self._wait(job, lambda: not while_saving or half_written(run_dir) - before, 10)
         self.was_running = job.process.poll() is None
         job.kill()
         self.was_training = self.was_running and "replicas;" in job.log.read_text()
         self.was_saving = self.was_running and bool(half_written(run_dir) - before)
+        self.has_progressed = newest_step(run_dir) > step_before
 
     def _wait(self, job, is_true, limit_s):
         deadline = time.monotonic() + limit_s
@@ -54,19 +62,24 @@ class Kill:
 @pytest.mark.quick
 @pytest.mark.timeout(600)
 def test_killed_again_and_again_it_ends_with_the_same_bits(start, root, tmp_path):
-    """Every fourth kill comes at any time from the start on; the others in training, most while a file is written."""
+    """Every fourth kill comes at any time from the start on; the others in training, most while a file is written.
+
+    A run is given up after three deaths without a newer checkpoint, so on a slow machine the third one waits for that.
+    """
     finish(start, root, tmp_path / "unbroken")
     chance = random.Random(SEED)
-    kills, run_dir = [], tmp_path / "killed"
+    kills, run_dir, n_without_progress = [], tmp_path / "killed", 0
     for attempt in range(60):
         in_training, while_saving = attempt % 4 != 0, attempt % 4 in (1, 3)
         delay_s = chance.uniform(0, 1.0) if in_training else chance.uniform(0, 3)
-        kill = Kill(start(2, *command(root, run_dir)), run_dir, delay_s, in_training, while_saving)
+        job, after_progress = start(2, *command(root, run_dir)), n_without_progress == 2
+        kill = Kill(job, run_dir, delay_s, in_training, while_saving, after_progress)
+        n_without_progress = 0 if kill.has_progressed else n_without_progress + 1
         if kill.was_running:
             kills.append(kill)
         else:  # it had finished: start over, so that the later kills have something to hit
             assert final_state(run_dir) == final_state(tmp_path / "unbroken")
-            run_dir = tmp_path / f"killed-{len(kills)}"
+            run_dir, n_without_progress = tmp_path / f"killed-{len(kills)}", 0
         if len(kills) == N_KILLS:
             break
     finish(start, root, run_dir)
