@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[3] / "hpcdist"
+TESTS = PACKAGE.parent / "tests"
 LAYERS = {
     "errors": 0,
     "public_names": 0,
@@ -137,3 +138,10 @@ def test_layers_0_and_1_load_neither_mpi_nor_torch():
     code = f"import sys\nfor n in {names}: __import__('hpcdist.' + n)\n"
     loaded = run(code + "print([m for m in ('mpi4py', 'torch') if m in sys.modules])")
     assert loaded.stdout.strip() == "[]", loaded.stderr
+
+
+def test_slow_and_sweep_tests_are_where_a_part_runs_them():
+    """`make test-rest` and `make ways` look for them in tests/fault, tests/slurm and tests/hosts only."""
+    for folder in ("unit", "mpi", "gpu"):
+        for path in sorted((TESTS / folder).rglob("*.py")):
+            assert not re.search(r"mark\.(slow|sweep|quick)\b", path.read_text()), path
