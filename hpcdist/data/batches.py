@@ -1,7 +1,7 @@
 """The plan of batches: which samples a global batch covers, and which rows each local replica reads. Pure arithmetic.
 
-A plan turns a cursor into the steps that follow it, so a cursor is all that a checkpoint needs. Positions count global
-samples from the first epoch on; see `SampleOrder` for epochs, runs and passes.
+A plan turns a cursor into the batches that follow it, so a cursor is all that a checkpoint needs. Positions count
+global samples from the first epoch on; see `SampleOrder` for epochs, runs and passes.
 """
 
 import math
@@ -37,8 +37,8 @@ class Cursor:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step of a plan: the cursor after it, and the source rows of each local part."""
+class PlannedBatch:
+    """One global batch: the cursor after it, and the source rows of each local part."""
 
     cursor: Cursor
     rows: list[Rows]
@@ -72,14 +72,14 @@ class DividedBatches:
     order: SampleOrder
     division: Division = field(default_factory=Division)
 
-    def steps(self, cursor: Cursor) -> Iterator[Step]:
-        """Yield every step from the cursor to the end of its pass."""
+    def batches(self, cursor: Cursor) -> Iterator[PlannedBatch]:
+        """Yield every batch from the cursor to the end of its pass."""
         order, end = self.order, cursor.pass_start + self.order.n_samples
         while (batch := order.next_batch(cursor.position, end)) is not None:
             start, stop = batch
             cursor = replace(cursor, position=stop)
             bounds = self.division.bounds(stop - start)
-            yield Step(cursor, [order.rows(start + low, start + high) for low, high in bounds])
+            yield PlannedBatch(cursor, [order.rows(start + low, start + high) for low, high in bounds])
 
 
 class Shard(Protocol):
@@ -159,10 +159,10 @@ class EveryNthFile:
 
 
 class ShardedBatches:
-    """Steps in which replica r reads the next ceil(batch / n) rows of shard r, each shard in its own order.
+    """Global batches of which replica r reads the next ceil(rows / n) rows of shard r, each shard in its own order.
 
     Replicas without rows get empty parts until all are out of rows; with drop_remainder, the run ends before the first
-    step that one of them cannot fill.
+    batch that one of them cannot fill.
 
     Args:
         order: of the whole source, which must not be limited by take.
@@ -172,53 +172,53 @@ class ShardedBatches:
 
     def __init__(self, order: SampleOrder, shards: Sequence[Shard], replicas: range) -> None:
         self.order, self.shards, self.replicas = order, shards, replicas
-        self._step_rows = -(-(order.batch_rows or 1) // len(shards))
-        self._orders = [replace(order, n_rows=shard.n_rows, batch_rows=self._step_rows) for shard in shards]
+        self._part_rows = -(-(order.batch_rows or 1) // len(shards))
+        self._orders = [replace(order, n_rows=shard.n_rows, batch_rows=self._part_rows) for shard in shards]
 
-    def steps(self, cursor: Cursor) -> Iterator[Step]:
-        """Yield every step from the cursor to the end of its pass.
+    def batches(self, cursor: Cursor) -> Iterator[PlannedBatch]:
+        """Yield every batch from the cursor to the end of its pass.
 
         Raises:
-            DataError: when the cursor is inside a step, as after a change of the batch size.
+            DataError: when the cursor is inside a batch, as after a change of the batch size.
         """
         run_rows, position = self.order.run_rows, cursor.position
         is_endless = math.isinf(run_rows)
         while position < cursor.pass_start + self.order.n_samples:
             run = 0 if is_endless else int(position // run_rows)
             run_start = 0 if is_endless else int(run * run_rows)
-            step = self._step_at(position - run_start)
-            if not self._has_step(0) or (is_endless and not self._has_step(step)):
+            number = self._batch_at(position - run_start)
+            if not self._has_batch(0) or (is_endless and not self._has_batch(number)):
                 return
-            while self._has_step(step):
-                after = replace(cursor, position=run_start + self._samples_before(step + 1))
-                yield Step(after, [self._rows(replica, run, step) for replica in self.replicas])
-                step += 1
+            while self._has_batch(number):
+                after = replace(cursor, position=run_start + self._samples_before(number + 1))
+                yield PlannedBatch(after, [self._rows(replica, run, number) for replica in self.replicas])
+                number += 1
             position = int(run_start + run_rows)
 
-    def _has_step(self, step: int) -> bool:
+    def _has_batch(self, number: int) -> bool:
         if self.order.drop_remainder:
-            return all((step + 1) * self._step_rows <= order.run_rows for order in self._orders)
-        return any(step * self._step_rows < order.run_rows for order in self._orders)
+            return all((number + 1) * self._part_rows <= order.run_rows for order in self._orders)
+        return any(number * self._part_rows < order.run_rows for order in self._orders)
 
-    def _samples_before(self, step: int) -> int:
-        return sum(int(min(step * self._step_rows, order.run_rows)) for order in self._orders)
+    def _samples_before(self, number: int) -> int:
+        return sum(int(min(number * self._part_rows, order.run_rows)) for order in self._orders)
 
-    def _step_at(self, n_samples: int) -> int:
-        """Return the step of a run that `n_samples` samples lie before."""
-        step = n_samples // (self._step_rows * len(self._orders))
-        while self._samples_before(step) < n_samples:
-            step += 1
-        if self._samples_before(step) != n_samples:
+    def _batch_at(self, n_samples: int) -> int:
+        """Return the number of the batch of a run that `n_samples` samples lie before."""
+        number = n_samples // (self._part_rows * len(self._orders))
+        while self._samples_before(number) < n_samples:
+            number += 1
+        if self._samples_before(number) != n_samples:
             raise DataError(
-                f"restore: expected the end of a step of {self._step_rows} rows per replica, got {n_samples} samples "
+                f"restore: expected the end of a batch of {self._part_rows} rows per replica, got {n_samples} samples "
                 f"in the run; with AutoShardPolicy.FILE or HINT, resume with the batch size of the checkpoint."
             )
-        return step
+        return number
 
-    def _rows(self, replica: int, run: int, step: int) -> Rows:
+    def _rows(self, replica: int, run: int, number: int) -> Rows:
         order = self._orders[replica]
         run_start = 0 if math.isinf(order.run_rows) else int(run * order.run_rows)
-        low, high = (int(min(one * self._step_rows, order.run_rows)) for one in (step, step + 1))
+        low, high = (int(min(one * self._part_rows, order.run_rows)) for one in (number, number + 1))
         return self.shards[replica].source_rows(order.rows(run_start + low, run_start + high))
 
 

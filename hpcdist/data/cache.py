@@ -1,24 +1,16 @@
-"""Rows that are read and mapped once, then kept in memory or in files.
-
-A file of rows, FILENAME.*.rows, is written by one process and never changed. It holds the values of its rows one after
-another; an index as JSON: the description of the source, the key, the number of all rows where it is known, the
-layouts, and for each row its number, size, layout and checksum; and a tail of fixed size with the size and checksum of
-the index.
-"""
+"""Rows that are read and mapped once, then kept in memory or in files."""
 
 import glob
 import json
 import logging
 import os
 import secrets
-import struct
 import tempfile
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 from itertools import tee
 from pathlib import Path
 from typing import Any
@@ -28,19 +20,17 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from hpcdist.checkpoint.durable import Disk, replace_file
+from hpcdist.data.row_file import StoredRow, blocks, content_of_file, pack, read_at, read_index, unpack
 from hpcdist.data.rows import no_rows, stack, unstack
 from hpcdist.data.sources import Description, RowSource
 from hpcdist.data.streams import Stream
 from hpcdist.errors import DataError
-from hpcdist.nest import Nest, leaves, map_nest
+from hpcdist.nest import Nest, map_nest
 from hpcdist.plan.sample_order import Rows
 
 logger = logging.getLogger("hpcdist")
 
-_TAIL = struct.Struct("<8sQQ")
-_MAGIC = b"hpcdrow2"
-_KINDS = "biufcSUmM"
-_BLOCK_BYTES = 1 << 20
+#: Files of rows that a process keeps open.
 _OPEN_FILES = 16
 
 
@@ -147,17 +137,6 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else np.array(value)
 
 
-@dataclass(frozen=True)
-class StoredRow:
-    """Where a row is in a file, and its layout; `path` is None for the file of new rows."""
-
-    path: str | None
-    start: int
-    n_bytes: int
-    layout: str
-    checksum: int
-
-
 class FileStore:
     """Rows by number, in files whose names begin with `filename`.
 
@@ -228,7 +207,7 @@ class FileStore:
     def _read(self, row: StoredRow) -> bytes:
         try:
             with self._lock:
-                data = _read_at(self._descriptor(row.path), row.n_bytes, row.start)
+                data = read_at(self._descriptor(row.path), row.n_bytes, row.start)
         except OSError as error:
             raise DataError(
                 f"cache: expected a readable file of rows, got {error}; start again, and the rows of a file that is "
@@ -266,7 +245,7 @@ class FileStore:
 
     def _add_file(self, path: str) -> None:
         try:
-            index, rows = _read_index(path, self._descriptor(path))
+            index, rows = read_index(path, self._descriptor(path))
         except FileNotFoundError:  # removed since it was listed
             return
         except OSError as error:
@@ -297,8 +276,9 @@ class FileStore:
             if not self._new:
                 return
             path = f"{self._filename}.{secrets.token_hex(8)}.rows"
+            header = {"description": self._description, "key": self._key, "total": total}
             try:
-                replace_file(Disk(), Path(path), _blocks(self._content_of_file(total)))
+                replace_file(Disk(), Path(path), blocks(content_of_file(header, self._new, self._read)))
             except OSError as error:
                 raise self._no_room(path, error) from None
             self._seen.add(path)
@@ -311,124 +291,8 @@ class FileStore:
             f"keep rows in memory."
         )
 
-    def _content_of_file(self, total: int | None) -> Iterator[bytes]:
-        """Yield the content of a file of the new rows, piece by piece."""
-        layouts: dict[str, int] = {}
-        rows: list[tuple[int, int, int, int]] = []
-        for number, row in sorted(self._new.items()):
-            rows.append((number, row.n_bytes, layouts.setdefault(row.layout, len(layouts)), row.checksum))
-            yield self._read(row)
-        own = {"description": self._description, "key": self._key, "total": total}
-        index = json.dumps({**own, "layouts": list(layouts), "rows": rows}).encode()
-        yield index + _TAIL.pack(_MAGIC, len(index), xxh3_64_intdigest(index))
-
 
 def _close(spool: Any, files: OrderedDict[str, int]) -> None:
     spool.close()
     for descriptor in files.values():
         os.close(descriptor)
-
-
-def _read_at(descriptor: int, n_bytes: int, start: int) -> bytes:
-    """Return bytes of a file; fewer where it ends."""
-    data = os.pread(descriptor, n_bytes, start)
-    while len(data) < n_bytes and (more := os.pread(descriptor, n_bytes - len(data), start + len(data))):
-        data += more
-    return data
-
-
-def _blocks(pieces: Iterable[bytes]) -> Iterator[memoryview]:
-    """Yield pieces joined to blocks that are worth a call of the file system."""
-    block = bytearray()
-    for piece in pieces:
-        block += piece
-        if len(block) >= _BLOCK_BYTES:
-            yield memoryview(block)
-            block = bytearray()
-    yield memoryview(block)
-
-
-def _read_index(path: str, descriptor: int) -> tuple[dict[str, Any], dict[int, StoredRow]]:
-    """Return index and rows of a file.
-
-    Raises:
-        ValueError: when the file was cut or changed.
-        OSError: when it cannot be read.
-    """
-    size = os.fstat(descriptor).st_size
-    tail = _read_at(descriptor, _TAIL.size, max(0, size - _TAIL.size))
-    magic, n_index, checksum = _TAIL.unpack(tail) if len(tail) == _TAIL.size else (b"", 0, 0)
-    start = size - _TAIL.size - n_index
-    text = _read_at(descriptor, n_index, start) if magic == _MAGIC and start >= 0 else b""
-    if magic != _MAGIC or xxh3_64_intdigest(text) != checksum:
-        raise ValueError("a file that was cut or changed")
-    index, rows, start = json.loads(text), {}, 0
-    for number, n_bytes, layout, row_checksum in index["rows"]:
-        rows[number] = StoredRow(path, start, n_bytes, index["layouts"][layout], row_checksum)
-        start += n_bytes
-    return index, rows
-
-
-@dataclass(frozen=True)
-class _ArrayLayout:
-    shape: tuple[int, ...]
-    dtype: str
-    is_tensor: bool
-
-    @property
-    def n_bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
-
-    def array(self, data: bytes) -> Any:
-        array = np.frombuffer(data, self.dtype).reshape(self.shape).copy()
-        return torch.from_numpy(array) if self.is_tensor else array
-
-
-def pack(row: Nest) -> tuple[str, bytes]:
-    """Return the layout of a row as JSON, and its values.
-
-    Raises:
-        DataError: for anything but numbers and text in tuples, lists and dicts with text as keys.
-    """
-    return json.dumps(_layout_of(row)), b"".join(np.asarray(leaf).tobytes() for leaf in leaves(row))
-
-
-def _layout_of(nest: Nest) -> Any:
-    if isinstance(nest, dict) and all(isinstance(key, str) for key in nest):
-        return {"dict": {key: _layout_of(part) for key, part in nest.items()}}
-    if type(nest) in (tuple, list):
-        return {type(nest).__name__: [_layout_of(part) for part in nest]}
-    array = np.asarray(nest)
-    if isinstance(nest, (dict, tuple, list)) or array.dtype.kind not in _KINDS:
-        raise DataError(
-            f"cache: expected rows of numbers or text in tuples, lists and dicts with text as keys, got "
-            f"{type(nest).__name__} of {array.dtype}; map them to such rows, or leave the filename out."
-        )
-    return {"array": [list(array.shape), array.dtype.str, isinstance(nest, torch.Tensor)]}
-
-
-def unpack(layout: str, data: bytes) -> Nest:
-    """Return the row that was packed."""
-    start = 0
-
-    def array(one: _ArrayLayout) -> Any:
-        nonlocal start
-        start += one.n_bytes
-        return one.array(data[start - one.n_bytes : start])
-
-    return map_nest(array, _nest_of_layouts(layout))
-
-
-@lru_cache(maxsize=64)
-def _nest_of_layouts(layout: str) -> Nest:
-    return _parsed(json.loads(layout))
-
-
-def _parsed(layout: Any) -> Nest:
-    ((kind, content),) = layout.items()
-    if kind == "array":
-        shape, dtype, is_tensor = content
-        return _ArrayLayout(tuple(shape), dtype, is_tensor)
-    if kind == "dict":
-        return {key: _parsed(part) for key, part in content.items()}
-    return {"tuple": tuple, "list": list}[kind](map(_parsed, content))

@@ -27,7 +27,7 @@ from hpcdist.nest import Nest
 from hpcdist.plan.sample_order import SampleOrder
 
 _NOTHING = object()
-_rows_of_step = attrgetter("rows")
+_rows_of_batch = attrgetter("rows")
 
 
 @dataclass(frozen=True)
@@ -105,16 +105,16 @@ def stages(pipeline: Pipeline, plan: Plan, cursor: Cursor, device: torch.device 
 
 
 def _read_rows(pipeline: Pipeline, source: RowSource, plan: Plan, cursor: Cursor) -> Items:
-    ahead, steps = itertools.tee(plan.steps(cursor))  # a source that reads ahead runs through the plan first
-    requests = itertools.chain.from_iterable(map(_rows_of_step, ahead))
+    ahead, batches = itertools.tee(plan.batches(cursor))  # a source that reads ahead runs through the plan first
+    requests = itertools.chain.from_iterable(map(_rows_of_batch, ahead))
     fetched = mapped(source, pipeline.row_maps).take_many(requests)
     while True:
         with on_host():
-            step = next(steps, None)
-            if step is None:
+            batch = next(batches, None)
+            if batch is None:
                 return
-            parts = [apply_to_part(pipeline.batch_maps, next(fetched)) for _ in step.rows]
-        yield step.cursor, parts
+            parts = [apply_to_part(pipeline.batch_maps, next(fetched)) for _ in batch.rows]
+        yield batch.cursor, parts
 
 
 def _read_stream(pipeline: Pipeline, stream: Stream, division: Division, cursor: Cursor) -> Items:

@@ -48,19 +48,19 @@ def random_plans(number, **changes):
 
 
 @pytest.mark.parametrize("number", range(60))
-def test_a_plan_resumes_from_the_cursor_of_every_step(number):
+def test_a_plan_resumes_from_the_cursor_of_every_batch(number):
     for plan in random_plans(number):
-        steps = list(plan.steps(Cursor()))
-        for done, step in enumerate(steps, 1):
-            assert list(map(rows_of, plan.steps(step.cursor))) == list(map(rows_of, steps[done:]))
-        positions = [step.cursor.position for step in steps]
+        batches = list(plan.batches(Cursor()))
+        for done, batch in enumerate(batches, 1):
+            assert list(map(rows_of, plan.batches(batch.cursor))) == list(map(rows_of, batches[done:]))
+        positions = [batch.cursor.position for batch in batches]
         assert positions == sorted(set(positions))
 
 
 @pytest.mark.parametrize("number", range(60))
 def test_without_drop_remainder_every_row_comes_once_per_epoch(number):
     for plan in random_plans(number, drop_remainder=False):
-        seen = [row for step in plan.steps(Cursor()) for rows in rows_of(step) for row in rows]
+        seen = [row for batch in plan.batches(Cursor()) for rows in rows_of(batch) for row in rows]
         n_epochs = int(plan.order.inner_epochs * plan.order.outer_epochs)
         assert sorted(seen) == sorted([*range(plan.order.n_rows)] * n_epochs)
 
@@ -89,11 +89,11 @@ def test_shards_of_files_hold_whole_files(number):
     assert sorted(seen) == list(range(sum(rows_of_files)))
 
 
-def test_a_cursor_inside_a_step_of_shards_is_refused():
+def test_a_cursor_inside_a_batch_of_shards_is_refused():
     shards = [EveryNth(11, 2, index) for index in range(2)]
     plan = ShardedBatches(SampleOrder(11, batch_rows=6), shards, range(2))
-    with pytest.raises(DataError, match="expected the end of a step of 3 rows per replica, got 4 samples in the run"):
-        list(plan.steps(Cursor(position=4)))
+    with pytest.raises(DataError, match="expected the end of a batch of 3 rows per replica, got 4 samples in the run"):
+        list(plan.batches(Cursor(position=4)))
 
 
 def test_passes_begin_at_runs():

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -15,9 +16,10 @@ import pytest
 import torch
 
 import hpcdist
-from hpcdist.data.cache import FileStore, pack, unpack
+from hpcdist.data.cache import FileStore
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset
+from hpcdist.data.row_file import pack, unpack
 from hpcdist.errors import DataError
 
 N_ROWS = 12
@@ -363,3 +365,17 @@ def test_rows_come_back_as_they_were(row):
 def test_what_no_file_can_hold_is_refused(tmp_path, row):
     with pytest.raises(DataError, match="expected rows of numbers or text .* or leave the filename out"):
         list(Dataset.from_generator(lambda: [row]).cache(tmp_path / "c"))
+
+
+def test_a_disk_that_is_full_before_the_commit(tmp_path):
+    store = FileStore(str(tmp_path / "c"), {}, "")
+    store.add(0, np.zeros(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # the disk's own refusal, for any file that grows beyond
+    try:
+        with pytest.raises(DataError, match="to be written, got .*; make room on the disk, or leave the filename out"):
+            store.add(1, np.zeros(10_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(store.rows) == [0]
+    assert store.get(0).tolist() == [0]
