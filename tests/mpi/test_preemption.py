@@ -1,5 +1,6 @@
-"""PreemptionCheckpointHandler: one rank is asked, all save after the same step and leave; the next attempt goes on."""
+"""PreemptionCheckpointHandler: one rank is asked, all save after the same step and leave; the next attempt resumes."""
 
+import functools
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from torch import nn
 import hpcdist
 from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.errors import DesyncError, ExitCode, NoProgressError, UsageError
-from hpcdist.resilience.deadline import MIN_SLACK_S
+from hpcdist.resilience.deadline import MIN_SLACK_S, Deadline
 from hpcdist.resilience.stop import SIGNALS
 from hpcdist.runtime.step_flags import Request
 
@@ -332,10 +333,24 @@ def test_the_stop_file_is_removed_when_it_was_obeyed(comm, shared_path, make_job
     assert not (shared_path / "run" / "stop").exists()
 
 
-def test_a_deadline(comm, shared_path, make_job, capfd):
-    job = make_job(time_limit_s=6.5)
+@pytest.fixture
+def advance(monkeypatch):
+    """Return a function that moves the clock of deadlines ahead, as a loaded machine takes its own time."""
+    ahead_s = [0.0]
+
+    def move(seconds):
+        ahead_s[0] += seconds
+
+    with_clock = functools.partial(Deadline, clock=lambda: time.time() + ahead_s[0])
+    monkeypatch.setattr("hpcdist.resilience.preemption.Deadline", with_clock)
+    return move
+
+
+def test_a_deadline(comm, shared_path, make_job, capfd, advance):
+    job = make_job(time_limit_s=10_000)
     assert capfd.readouterr().err.count("hpcdist: job ends at ") == (comm.rank == 0)
-    assert stopped(comm, lambda: job.train(10**6, lambda step: time.sleep(0.02))) == 75
+    assert stopped(comm, lambda: job.train(10**6, lambda step: advance(250))) == 75
+    assert 36 <= job.handler.step <= 41
     assert decision(comm, shared_path)["reason"] == "deadline"
     assert len(list(shared_path.rglob("step-*.json"))) == 2, "a first save was made to know what one costs"
 
@@ -373,16 +388,16 @@ def test_a_deadline_that_comes_near_in_an_evaluation_lets_no_step_begin(comm, ma
     assert job.handler.step == before
 
 
-def test_a_grace_period_is_used_for_training(comm, shared_path, make_job, capfd):
-    job = make_job(termination_config=hpcdist.TerminationConfig(grace_period=6.5))
+def test_a_grace_period_is_used_for_training(comm, shared_path, make_job, advance):
+    job = make_job(termination_config=hpcdist.TerminationConfig(grace_period=10_000))
 
     def after_step(step):
         if step == 2 and comm.rank == comm.size - 1:
             job.handler.stop()
-        time.sleep(0.02)
+        advance(250)
 
     assert stopped(comm, lambda: job.train(10**6, after_step)) == 75
-    assert job.handler.step > 20
+    assert 36 <= job.handler.step <= 44
     steps = sorted(path.name for path in (shared_path / "run").rglob("*.json") if path.name.startswith("step"))
     comm.Barrier()
     assert steps[0] == f"step-{2 if comm.size == 1 else 3:08d}.json", "one save at once"
