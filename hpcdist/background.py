@@ -21,9 +21,16 @@ class BackgroundThread:
         self._name = name
         self._queue: _Queue = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_stopped = False
 
     def submit(self, call: Callable[[], Any]) -> "Future[Any]":
-        """Make `call` after all that were submitted before; return the future of its result."""
+        """Make `call` after all that were submitted before; return the future of its result.
+
+        Raises:
+            RuntimeError: after `stop`.
+        """
+        if self._is_stopped:
+            raise RuntimeError(f"{self._name}: expected a call before the thread was stopped, got one after it.")
         if self._thread is None:
             self._thread = threading.Thread(target=_run, args=(self._queue,), name=self._name, daemon=True)
             self._thread.start()
@@ -34,6 +41,7 @@ class BackgroundThread:
 
     def stop(self, timeout_s: float) -> None:
         """End the thread after what was submitted, and wait for it, at most `timeout_s`."""
+        self._is_stopped = True
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(timeout_s)

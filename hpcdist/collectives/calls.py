@@ -3,7 +3,6 @@
 Each takes any communicator and any contiguous numpy, torch or cupy array.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,7 @@ from hpcdist.errors import CollectiveError
 from hpcdist.plan.blocks import block_bounds
 from hpcdist.runtime.mpi import MPI
 
-_AUTO = CommunicationOptions()
-#: What asks for a built-in algorithm only, by its member and by its name: made once, as checking options takes time.
+#: Options that name a built-in algorithm and nothing else, by member and by name. Made once, as checking takes time.
 _BUILT_IN = {
     key: CommunicationOptions(implementation=member) for member in Implementation for key in (member, member.name)
 }
@@ -100,10 +98,10 @@ def all_reduce_async(
 
 def _options_of(implementation: Implementation | AllReduceAlgorithm | str | None) -> CommunicationOptions:
     if implementation is None:
-        return _AUTO
+        return _BUILT_IN[Implementation.AUTO]
     if isinstance(implementation, (Implementation, str)) and implementation in _BUILT_IN:
         return _BUILT_IN[implementation]
-    return replace(_AUTO, implementation=implementation)
+    return CommunicationOptions(implementation=implementation)
 
 
 def _reduce_small(array: Any, op: Op, group: Group) -> None:
@@ -131,7 +129,7 @@ def reduce_buffer(buffer: Any, op: Op, options: CommunicationOptions, group: Gro
             with group.recorded(op.title, buffer):
                 algorithms.run(route, buffer, group, op)
             return
-    if is_host_array(buffer):
+    if is_host_array(buffer):  # the common case, without a context manager for each call
         _reduce_array(buffer, op, options, group)
         return
     with host_array(buffer) as array:

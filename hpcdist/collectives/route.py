@@ -128,7 +128,7 @@ def choose_route(
 def auto_routes(facts: GroupFacts) -> list[tuple[int, Route]]:
     """Return what AUTO chooses for one call in host memory: (fewest bytes, route) rows, descending. Pure."""
     options = CommunicationOptions()
-    sizes = sorted({0, *(least_bytes for least_bytes, _ in facts.table or ())}, reverse=True)
+    sizes = sorted({0, SMALLEST_BYTES, *(least_bytes for least_bytes, _ in facts.table or ())}, reverse=True)
     return [(least_bytes, choose_route(facts, options, SUM, least_bytes)) for least_bytes in sizes]
 
 

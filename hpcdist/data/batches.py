@@ -159,7 +159,7 @@ class EveryNthFile:
 
 
 class ShardedBatches:
-    """Global batches of which replica r reads the next ceil(rows / n) rows of shard r, each shard in its own order.
+    """Global batches of which replica r reads the next ceil(batch_rows / n) rows of shard r, each shard in its order.
 
     Replicas without rows get empty parts until all are out of rows; with drop_remainder, the run ends before the first
     batch that one of them cannot fill.

@@ -20,7 +20,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from hpcdist.checkpoint.durable import Disk, replace_file
-from hpcdist.data.row_file import StoredRow, blocks, content_of_file, pack, read_at, read_index, unpack
+from hpcdist.data.row_file import StoredRow, blocks, content_of_file, pack, read_at, read_index, unpack, write_at
 from hpcdist.data.rows import no_rows, stack, unstack
 from hpcdist.data.sources import Description, RowSource
 from hpcdist.data.streams import Stream
@@ -30,7 +30,7 @@ from hpcdist.plan.sample_order import Rows
 
 logger = logging.getLogger("hpcdist")
 
-#: Files of rows that a process keeps open.
+#: Files of rows that a store keeps open.
 _OPEN_FILES = 16
 
 
@@ -72,7 +72,7 @@ class CachedSource(RowSource):
         if fresh is not None:
             for number, row in zip(missing.tolist(), unstack(fresh), strict=True):
                 self._store.add(number, row)
-        # in an endless pass rows are written whenever all of a batch are there and their number has doubled
+        # in an endless pass: once all rows of a batch are stored, and the store has doubled since the last commit
         is_due = len(rows) > 0 and not len(missing) and self._store.has_doubled
         if is_due or len(self._store.rows) == self.n_rows:
             self._store.commit()
@@ -167,7 +167,8 @@ class FileStore:
         self._seen: set[str] = set()
         self._lock = threading.RLock()
         try:
-            self._spool = tempfile.TemporaryFile(dir=os.path.dirname(filename) or ".")  # noqa: SIM115 - closed below
+            folder = os.path.dirname(filename) or "."
+            self._spool = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed below
         except OSError as error:
             raise DataError(
                 f"cache: expected a folder for {filename!r} in which files can be made, got {error}; make the folder."
@@ -186,8 +187,7 @@ class FileStore:
         layout, data = pack(row)
         with self._lock:
             try:
-                self._spool.write(data)
-                self._spool.flush()
+                write_at(self._spool.fileno(), data, self._end)
             except OSError as error:
                 raise self._no_room(self._filename, error) from None
             self.rows[number] = self._new[number] = StoredRow(

@@ -58,7 +58,7 @@ def content_of_file(
 
 
 def blocks(pieces: Iterable[bytes]) -> Iterator[memoryview]:
-    """Yield pieces joined to blocks that are worth a call of the file system."""
+    """Yield pieces joined into blocks large enough for one write."""
     block = bytearray()
     for piece in pieces:
         block += piece
@@ -69,7 +69,7 @@ def blocks(pieces: Iterable[bytes]) -> Iterator[memoryview]:
 
 
 def read_index(path: str, descriptor: int) -> tuple[dict[str, Any], dict[int, StoredRow]]:
-    """Return index and rows of a file.
+    """Return a file's index, with `description`, `key` and `total` as given to `content_of_file`, and its rows.
 
     Raises:
         ValueError: when the file was cut or changed.
@@ -95,6 +95,13 @@ def read_at(descriptor: int, n_bytes: int, start: int) -> bytes:
     while len(data) < n_bytes and (more := os.pread(descriptor, n_bytes - len(data), start + len(data))):
         data += more
     return data
+
+
+def write_at(descriptor: int, data: bytes, start: int) -> None:
+    """Write bytes to a place in a file."""
+    n_written = 0
+    while n_written < len(data):
+        n_written += os.pwrite(descriptor, data[n_written:], start + n_written)
 
 
 @dataclass(frozen=True)

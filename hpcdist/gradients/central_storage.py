@@ -120,7 +120,7 @@ class CentralStorage:
                 parameter.copy_(shared)
 
     def begin_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Begin an optimizer's step, for which it finds gradients on the chief only. As `begin_change`."""
+        """Begin an optimizer's step: on ranks other than the chief its gradients are hidden. As `begin_change`."""
         self._hidden = None if self.begin_change() else hide_gradients(parameters)
 
     def end_step(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -30,6 +30,7 @@ from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.replicas.backward import ReplicaBackwardSum
 from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
 from hpcdist.gradients.replicas.state import ReplicaState
+from hpcdist.gradients.replicas.steps import ReplicaSteps
 from hpcdist.gradients.tensors import from_array, layout, to_array
 from hpcdist.runtime.world import World
 
@@ -79,6 +80,7 @@ class GradientEngine:
         after_average = self._state.share if has_fixed_replicas and not has_several else None
         self.sums = GradientSums(reducer, is_mean, world.step_flags, after_average)
         self._replica_backward = ReplicaBackwardSum(self.sums, self.scheduler, self._state) if has_several else None
+        self._replica_steps = ReplicaSteps(self.scheduler) if has_several else None
         self.backward = self._replica_backward or BackwardSum(self.sums)
         self.modules = ModuleSet()
         self._engines: weakref.WeakKeyDictionary[nn.Module, GradientEngine] = weakref.WeakKeyDictionary()
@@ -101,7 +103,7 @@ class GradientEngine:
         try:
             with torch_hooks.on_built(self._see, self._optimizers.add):
                 yield
-        finally:  # plan again where a parameter is trained now that was not when the plan was made
+        finally:  # plan again if a parameter has become trainable since the plan was made
             if any(p.requires_grad and p not in self._trained for p in self.modules.parameters()):
                 self._plan_at_next_forward()
 
@@ -235,7 +237,7 @@ class GradientEngine:
         parameters = _parameters_of(optimizer)
         if not self._is_ours(optimizer, parameters):
             return
-        if self._replica_backward is not None and not self._replica_backward.begin_step(parameters):
+        if self._replica_steps is not None and not self._replica_steps.begin(parameters):
             return
         is_in_backward = self.backward.is_running
         for parameter in parameters:
@@ -281,7 +283,7 @@ class GradientEngine:
     def _after_step(self, optimizer: Optimizer) -> None:
         """Restore hidden gradients, count the step, and let the other replicas of this process run again."""
         parameters = _parameters_of(optimizer)
-        if self._replica_backward is not None and not self._replica_backward.end_step(parameters):
+        if self._replica_steps is not None and not self._replica_steps.end(parameters):
             return
         if self._storage is not None and self._is_ours(optimizer, parameters):
             self._storage.end_step(parameters)
@@ -289,13 +291,14 @@ class GradientEngine:
             self.generators.advance()
             self._world.step = self.generators.step
             self._world.step_flags.count_step()
-        if self._replica_backward is not None and self._is_ours(optimizer, parameters):
-            self.scheduler.release()
+        if self._replica_steps is not None and self._is_ours(optimizer, parameters):
+            self._replica_steps.release()
 
     def stop_replicas(self) -> None:
         """Forget what several local replicas had begun before an error stopped them."""
-        if self._replica_backward is not None:
+        if self._replica_backward is not None and self._replica_steps is not None:
             self._replica_backward.stop()
+            self._replica_steps.stop()
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

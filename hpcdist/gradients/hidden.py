@@ -24,7 +24,7 @@ def restore_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Te
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if parameter.grad is not None:
             raise GradientError(
-                "step: expected a step without a closure, as one rank steps for all, got a gradient made in it; "
+                "step: expected a step without a closure, as it is made once for all, got a gradient made in it; "
                 "call backward before optimizer.step()."
             )
         parameter.grad = gradient

@@ -118,7 +118,7 @@ class Reducer:
     def sum_array(self, array: Array, title: str) -> None:
         """Replace a flat host array by its exact sum over all ranks, in the order in which gradients are summed.
 
-        Collective: the group. Blocking. As `start`.
+        Collective: the group. Blocking. As with `start`, not for a rank of several replicas where sums go by subtrees.
 
         Args:
             array: of any dtype that numpy adds.
@@ -172,9 +172,19 @@ class Reducer:
 
     def _probe(self, nbytes: int) -> float:
         array, times = np.zeros(nbytes // 4, np.float32), []
+        rows = [array.copy() for _ in self.own_subtrees]
+
+        def reduce(group: Group) -> None:
+            if self.route.is_on_device:  # the array is on the host: MPI's link stands for NCCL's
+                library.all_reduce(array, group)
+            elif self.route.by_subtrees:
+                subtree_sums.all_reduce(rows, array, group, self.replicas)
+            else:
+                algorithms.run(self.route, array, group)
+
         for _ in range(3):
             started = time.perf_counter()
-            handle = self.submit(lambda group: algorithms.run(self.route, array, group), array, "probe")
+            handle = self.submit(reduce, array, "probe")
             if handle is not None:
                 handle.wait()
             times.append(time.perf_counter() - started)
@@ -187,6 +197,7 @@ def _reduce_by_route(route: Route, array: Any, group: Group, wire: Wire, bucket:
 
 def _reduce_by_subtrees(replicas: ReplicaPlan, array: Any, group: Group, wire: Wire, bucket: int) -> None:
     """Sum where other ranks hold several replicas, and this one a single one: its value is its only subtree's sum."""
+    assert len(replicas.subtrees[group.rank]) == 1, "a rank with more subtrees goes by replicas/local_sums.py"
     subtree_sums.all_reduce([array], array, group, replicas)
 
 

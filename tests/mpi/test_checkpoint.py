@@ -353,6 +353,7 @@ def test_a_save_continues_in_the_background(comm, shared_path, monkeypatch):
     path = manager.save(7, blocking=False)
     values[:] = 2.0
     assert not os.path.exists(path)
+    comm.Barrier()  # the chief writes when all have looked
     write_now.set()
     manager.wait()
     assert os.path.exists(path)

@@ -125,7 +125,7 @@ def test_copies_of_another_run_in_the_same_folder_are_not_taken(run, comm):
     assert run.attempt().restore_or_initialize() is None
 
 
-def test_full_memory_is_reported_and_done_without(run, comm, caplog, monkeypatch):
+def test_full_memory_is_reported_and_training_continues(run, comm, caplog, monkeypatch):
     manager = run.attempt()
 
     def fail(*arguments):

@@ -16,6 +16,7 @@ from hpcdist.collectives.ops import OPS, SUM
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.collectives.options import CommunicationOptions
 from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError
+from hpcdist.gradients.reducer import Reducer
 from hpcdist.runtime.process import make_world
 
 pytestmark = pytest.mark.mpi
@@ -186,6 +187,14 @@ def test_what_nccl_has_no_dtype_for_goes_through_the_host(comm, cupy, make_group
     calls.reduce_buffer(array, SUM, CommunicationOptions(implementation=implementation), make_group())
     assert array.get().tolist() == expected("sum", comm.size, 10).tolist()
     assert cupy.made == []
+
+
+def test_the_size_of_buckets_between_hosts_is_measured_by_mpi(comm, monkeypatch, make_group):
+    """The probe is in host memory, which NCCL does not take."""
+    install(monkeypatch, comm, devices=tuple(f"gpu-{rank}" for rank in range(comm.size)))
+    reducer = Reducer(make_group(1), CommunicationOptions(implementation=Implementation.NCCL))
+    limits = reducer.begin_buckets(1 << 26)
+    assert len(set(comm.allgather(limits))) == 1
 
 
 def test_truth_values_on_a_device_are_refused(comm, cupy, make_group):

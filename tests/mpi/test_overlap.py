@@ -88,12 +88,11 @@ def test_all_that_a_step_sends_is_in_the_journal(comm, over_hosts):
     ops = [entry.op for entry in strategy.group.journal.entries]
     assert ("broadcast" in ops) == (comm.size > 1)
     assert ("gradients" in ops) == (comm.size > 1)
-    strategy.reducer.sum_array(np.ones(3), "buffers")
-    assert str(strategy.group.journal.entries[-1]) == "buffers float64 x 3"
+    assert ("buffers" in ops) == (comm.size > 1)
 
 
 def test_what_the_bits_depend_on_is_described(comm, over_hosts):
-    def told(**options):
+    def described(**options):
         communication_options = hpcdist.CommunicationOptions(**options)
         facts = hpcdist.MultiWorkerMirroredStrategy(communication_options=communication_options).describe_sums()
         assert facts.pop("replicas") is None
@@ -101,14 +100,14 @@ def test_what_the_bits_depend_on_is_described(comm, over_hosts):
 
     over_hosts("1 each")
     has_hosts = comm.size > 1
-    assert told(is_ordered=True) == {"all_reduce": "in the order of replicas", "wire": None}
-    assert told(is_ordered=True, wire_dtype="bfloat16")["wire"] == ("bfloat16" if has_hosts else None)
-    assert told(implementation="halving") == {"all_reduce": "HALVING", "wire": None}
+    assert described(is_ordered=True) == {"all_reduce": "in the order of replicas", "wire": None}
+    assert described(is_ordered=True, wire_dtype="bfloat16")["wire"] == ("bfloat16" if has_hosts else None)
+    assert described(implementation="halving") == {"all_reduce": "HALVING", "wire": None}
     over_hosts("3 and rest")
     is_aligned = comm.size <= 3
-    assert (told()["all_reduce"] == "in the order of replicas") == is_aligned
+    assert (described()["all_reduce"] == "in the order of replicas") == is_aligned
     over_hosts(None)
-    assert told(wire_dtype="bfloat16") == {"all_reduce": "in the order of replicas", "wire": None}
+    assert described(wire_dtype="bfloat16") == {"all_reduce": "in the order of replicas", "wire": None}
 
 
 @pytest.mark.parametrize("implementation", ["mpi", "ring", "halving", "hierarchical"])

@@ -7,7 +7,7 @@ from mpi4py import MPI
 from torch import nn
 
 import hpcdist
-from hpcdist.errors import GradientError
+from hpcdist.errors import DesyncError, GradientError
 
 pytestmark = pytest.mark.mpi
 
@@ -268,3 +268,32 @@ def test_a_backward_that_failed_is_counted_on_no_rank(comm):
     model.sparse = False
     strategy.run(backward)
     assert model.weight.grad[1].tolist() == [comm.size + 1] * 2
+
+
+@pytest.mark.parametrize("implementation", ["AUTO", "SHARED_MEMORY", "RING"])
+def test_hosts_with_different_numbers_of_replicas(comm, over_hosts, implementation):
+    """No bucket size is given, so the link is measured too, by the way that sums go."""
+    over_hosts("1 each")
+    n_replicas = 2 * comm.size + 1
+    strategy = Strategy(
+        num_replicas=n_replicas,
+        communication_options=hpcdist.CommunicationOptions(implementation=implementation),
+    )
+    with strategy.scope():
+        model = nn.Linear(3, 2, bias=False)
+    strategy.run(lambda: model(torch.ones(1, 3)).sum().backward())
+    assert model.weight.grad.tolist() == [[n_replicas] * 3] * 2
+
+
+def test_a_first_replica_without_the_first_backward_is_named(comm):
+    strategy = Strategy(num_replicas=3 * comm.size)
+    with strategy.scope():
+        model = nn.Linear(3, 2)
+    first = strategy.own_replicas[0]
+
+    def step(replica):
+        if replica != first:
+            model(torch.ones(1, 3)).sum().backward()
+
+    with pytest.raises(DesyncError, match=f"expected replica {first + 1} at its end, as replica {first}"):
+        strategy.run(step, args=(ids(strategy),))

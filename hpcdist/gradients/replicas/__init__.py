@@ -1,1 +1,4 @@
-"""Several replicas in one process. A job with one replica per rank uses nothing of this folder but the scheduler."""
+"""Several replicas in one process.
+
+With one replica per rank the scheduler never waits, `ReplicaState` only watches merges, and `sum_rows` sums one row.
+"""

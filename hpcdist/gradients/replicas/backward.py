@@ -15,7 +15,6 @@ from hpcdist.errors import GradientError
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.backward import GradientSums, graph_refusal, refuse_nested
 from hpcdist.gradients.buffers import gather_changed
-from hpcdist.gradients.hidden import hide_gradients, restore_gradients
 from hpcdist.gradients.record import ParameterRecord, Pending
 from hpcdist.gradients.replicas.local_sums import LocalSums
 from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
@@ -47,7 +46,7 @@ class ReplicaBackwardSum:
         self._passes = {replica: _Pass() for replica in scheduler.replicas}
         self._contributions: list[list[Tensor | None]] = []
         self._earlier: dict[ParameterRecord, Tensor] = {}
-        self._hidden: dict[int, list[Tensor | None]] = {}  # gradients of replicas whose step the last one makes
+        self._local_sums: LocalSums | None = None  # from the first contribution to the sum over ranks
 
     def require_host(self, records: Sequence[tuple[ParameterRecord, nn.Parameter]]) -> None:
         """Raise GradientError for parameters on a device, whose hooks torch calls in one thread for all replicas.
@@ -144,7 +143,6 @@ class ReplicaBackwardSum:
         weight = sums.weight_of(index)
         changed, scale = sums.changed_buffers(weight), sums.scale(weight)
         if index == 0:
-            self._local_sums = LocalSums(sums.buckets, sums.reducer)
             self._earlier = {record: found.clone() for record, found in own.found.items()}
         for record in sums.records:
             parameter, gradient = record.parameter, own.gradients.get(record)
@@ -158,6 +156,8 @@ class ReplicaBackwardSum:
         if index == 0:
             sums.n_sums += 1  # with the first contribution, by which `stop` knows that it was counted
         self._contributions.append(contribution)
+        if self._local_sums is None:
+            self._local_sums = LocalSums(sums.buckets, sums.reducer)
         self._local_sums.add(self._replica, sums.counts(changed, weight))
         if not is_last:  # its gradients are in the local sums; the last replica publishes
             for record in sums.records:
@@ -166,8 +166,10 @@ class ReplicaBackwardSum:
                     parameter.grad = None
 
     def _finish(self) -> None:
+        local_sums, self._local_sums = self._local_sums, None
         contributions, self._contributions = self._contributions, []
-        self._sums.publish(self._local_sums.finish(), contributions)
+        assert local_sums is not None, "every replica has added to them"
+        self._sums.publish(local_sums.finish(), contributions)
         for record in self._sums.records:
             parameter, result = record.parameter, record.published
             # another replica may use the slot before all have seen the sum
@@ -175,37 +177,18 @@ class ReplicaBackwardSum:
                 record.leave(result.clone())
         self._state.share()
 
-    def begin_step(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Wait until all local replicas are at an optimizer's step; return whether this one makes it: the last does."""
-        replica = self._scheduler.replica
-        if replica is None:
-            return True
-        self._scheduler.barrier("an optimizer's step")
-        if not self._scheduler.is_last:
-            self._hidden[replica] = hide_gradients(parameters)
-        return self._scheduler.is_last
-
-    def end_step(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Restore what `begin_step` has hidden; return whether this replica has made the step."""
-        replica = self._scheduler.replica
-        if replica is None or replica not in self._hidden:
-            return True
-        restore_gradients(parameters, self._hidden.pop(replica))
-        return False
-
     def stop(self) -> None:
         """Forget what replicas did before an error stopped them."""
-        self._hidden.clear()
         self._passes = {replica: _Pass() for replica in self._scheduler.replicas}
         if self._contributions:  # begun here, but not summed: ranks with one replica have not counted it
             self._sums.n_sums -= 1
-        self._contributions, self._earlier = [], {}
+        self._contributions, self._earlier, self._local_sums = [], {}, None
         if self._sums.records:
             self._sums.drop()
 
 
 def _pending(earlier: Tensor | None) -> Pending:
-    """Return what is pending with a sum of an earlier backward, to be added to this one's; zeros stay as they are."""
+    """Return a gradient that an earlier backward left as pending: a sum to add to this one's, or zeros to keep."""
     if earlier is not None and bool(earlier.any()):
         return Pending(earlier=earlier)
     return Pending(zeros=earlier)

@@ -1,4 +1,4 @@
-"""Sums over the replicas of this rank, as subtrees of the tree over all replicas, and from there over all ranks."""
+"""Sums over the replicas of this rank, as subtrees of the tree over all replicas; these are then summed over ranks."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ class SubtreeSums:
 
 
 class LocalSums:
-    """What the replicas of this rank add in one backward to every bucket.
+    """Sums of what this rank's replicas contribute to each bucket in one backward.
 
     Args:
         buckets: of the plan.

@@ -52,7 +52,7 @@ class ReplicaState:
         self._start: Snapshot | None = None
         self._common: list[Tensor | None] = []  # buffers that all replicas had at the start or the last sum
         self._own: set[str] = set()  # names of buffers that replicas have changed since
-        # whose gradient each copy that a replica was given is
+        # the parameter whose gradient each replica's copy is
         self._copies: MutableMapping[Tensor, ParameterRecord] = WeakTensorKeyDictionary()
 
     def watch(self, records: Sequence[ParameterRecord], places: Sequence[BufferPlace]) -> None:

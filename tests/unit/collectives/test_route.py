@@ -95,7 +95,7 @@ def test_auto_goes_by_the_measured_table(nbytes, expected):
 
 
 @pytest.mark.parametrize("nbytes", [0, SMALLEST_BYTES - 1, SMALLEST_BYTES, 65535, 65536, 1 << 30])
-@pytest.mark.parametrize("table", [None, TABLE])
+@pytest.mark.parametrize("table", [None, TABLE, ((1024, Implementation.SHARED_MEMORY),)])
 @pytest.mark.parametrize("placement", [ONE_HOST, TWO_HOSTS, UNEVEN])
 def test_routes_chosen_once_are_those_of_every_size(placement, table, nbytes):
     rows = auto_routes(GroupFacts(placement, can_share_memory=True, table=table))

@@ -141,7 +141,8 @@ def test_layers_0_and_1_load_neither_mpi_nor_torch():
 
 
 def test_slow_and_sweep_tests_are_where_a_part_runs_them():
-    """`make test-rest` and `make ways` look for them in tests/fault, tests/slurm and tests/hosts only."""
-    for folder in ("unit", "mpi", "gpu"):
+    """`make test-rest` runs slow tests in tests/fault, tests/slurm and tests/hosts; `make ways` sweeps tests/fault."""
+    marks = {"unit": "slow|sweep|quick", "mpi": "slow|sweep|quick", "gpu": "slow|sweep|quick", "hosts": "sweep"}
+    for folder, unwanted in marks.items():
         for path in sorted((TESTS / folder).rglob("*.py")):
-            assert not re.search(r"mark\.(slow|sweep|quick)\b", path.read_text()), path
+            assert not re.search(rf"mark\.({unwanted})\b", path.read_text()), path
