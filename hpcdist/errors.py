@@ -1,4 +1,4 @@
-"""Exceptions and exit codes: what can go wrong, and what the batch script gets to know.
+"""Exceptions and exit codes: what can go wrong, and what the batch script sees.
 
 HpcdistError                70  an internal fault, and the base of all below
 ├── UsageError               2  a call or command that makes no sense

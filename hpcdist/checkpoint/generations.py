@@ -201,7 +201,7 @@ def _read_attempt(root: Path, generation: int, last_step: int) -> AttemptNote | 
 def crashed_twice(attempts: list[AttemptNote]) -> set[int]:
     """Return the steps from which two of these attempts resumed before they died: their state may kill the job.
 
-    An attempt that reached a save does not count: not the state killed it, but a full disk or a slow save, say.
+    An attempt that reached a save does not count: not its state killed it, but something else, such as a full disk.
     """
     steps = [attempt.first_step for attempt in attempts if not attempt.has_trained]
     return {step for step in steps if step is not None and step >= 0 and steps.count(step) >= 2}

@@ -98,7 +98,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _check_types(own: dict[str, Any]) -> None:
-    """Raise TypeError unless all parts have the committed types: the digest is no signature."""
+    """Raise TypeError unless all parts have the committed types: the digest is not a signature."""
     counts, texts = (own["step"], own["nbytes"]), (own["file"], own["xxh3_128"])
     if not all(type(count) is int and 0 <= count < 1 << 63 for count in counts):
         raise TypeError("step, nbytes")

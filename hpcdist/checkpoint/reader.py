@@ -125,8 +125,8 @@ class CheckpointReader:
     def _none_sound(self) -> CheckpointError:
         if not self.damaged:
             return CheckpointError(
-                f"restore: expected a checkpoint in {self.path} to stay until it is read, got each one pruned before, "
-                f"in {_MAX_LOOKS} listings; keep more checkpoints, or save less often."
+                f"restore: expected a checkpoint in {self.path} that stays until it is read, got each one pruned "
+                f"before that, in {_MAX_LOOKS} listings; keep more checkpoints, or save less often."
             )
         return CheckpointError(
             f"restore: expected a checkpoint that verifies in {self.path}, got {len(self.damaged)} damaged; restore "

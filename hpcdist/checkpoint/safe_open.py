@@ -119,7 +119,7 @@ def read_file(path: Path, on_block: Callable[[], None] = lambda: None) -> tuple[
         datasets = read_patiently(path, lambda: _read_datasets(path, on_block))
         index = json.loads(datasets.pop("index").tobytes())
         if is_too_deep(index):
-            raise ValueError("nests in nests without end")
+            raise ValueError("nesting that is too deep")
     except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -168,7 +168,7 @@ def _safe_datasets(file: h5py.File, path: Path) -> dict[str, h5py.Dataset]:
     found = {name: _plain(group[name], stored_dtype(name), path) for name in group}
     index = _plain(file["index"], np.dtype(np.uint8), path)
     if sum(dataset.nbytes for dataset in (index, *found.values())) > os.path.getsize(path):
-        raise CheckpointDamaged(f"restore: expected less data than bytes in {path}, got more; use another file.")
+        raise CheckpointDamaged(f"restore: expected datasets no larger than {path}, got larger ones; use another file.")
     return {**found, "index": index}
 
 

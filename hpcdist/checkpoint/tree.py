@@ -48,7 +48,7 @@ def encode(
     """
     if depth > MAX_DEPTH:
         raise CheckpointError(
-            f"save: expected at most {MAX_DEPTH} nests in nests, got more in {name[:60]!r}; flatten it."
+            f"save: expected nesting of at most {MAX_DEPTH} levels, got more in {name[:60]!r}; flatten it."
         )
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

@@ -40,7 +40,7 @@ def assign_tasks(spec: ClusterSpec, facts: Sequence[RankFacts]) -> list[Task]:
         undeclared = next(rank for rank, fact in enumerate(facts) if fact.declared == NONE)
         raise ConfigurationError(
             f"cluster: expected a task on every rank or none, got one on rank {declared[0]} and none on rank "
-            f'{undeclared}; set "task" for each rank, or drop it and let the rank decide.'
+            f'{undeclared}; set "task" for each rank, or drop it: tasks then follow the ranks.'
         )
     if declared:
         owned = [fact.declared for fact in facts]
@@ -68,7 +68,7 @@ def _check_owned(spec: ClusterSpec, entries: list[Task], owned: list[int], facts
     if len(set(owned)) == 1 and len(entries) > 1:
         raise ConfigurationError(
             f"cluster: expected a different task on every rank, got {entries[owned[0]]} on all {len(owned)}; "
-            f'drop "task" from TF_CONFIG and the rank decides.'
+            f'drop "task" from TF_CONFIG: tasks then follow the ranks.'
         )
     ranks_of: dict[int, list[int]] = {}
     for rank, entry_index in enumerate(owned):
@@ -85,5 +85,5 @@ def _check_owned(spec: ClusterSpec, entries: list[Task], owned: list[int], facts
             limit = "ranks on one host" if entry.is_training else "one rank"
             raise ConfigurationError(
                 f"cluster: expected {limit} for {entry}, got ranks {ranks[:8]} on {len(nodes)} hosts; "
-                f'give each rank its own task, or drop "task" and let the rank decide.'
+                f'give each rank its own task, or drop "task": tasks then follow the ranks.'
             )

@@ -19,7 +19,7 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def resolve(self, rank: int, size: int) -> tuple[ClusterSpec, Task | None]:
-        """Return the cluster, and this process's task or None if the rank decides.
+        """Return the cluster, and this process's task, or None where it follows from the rank.
 
         Args:
             rank: this process's rank among all.
@@ -54,7 +54,7 @@ class SimpleClusterResolver(ClusterResolver):
 
     Args:
         cluster_spec: the cluster; empty if every rank is a worker.
-        task_type, task_id: this process's task; None if the rank decides.
+        task_type, task_id: this process's task; None where it follows from the rank.
         environment, num_accelerators, rpc_layer: accepted for compatibility and ignored.
 
     Raises:

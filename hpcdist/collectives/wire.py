@@ -14,7 +14,7 @@ class Wire(Protocol):
         """Return what is sent for `values`, a contiguous array; `key` names them, the same at every step."""
 
     def empty(self, like: Array) -> Array:
-        """Return where the encoding of as many elements as `like` has is received; `like` itself if it may be."""
+        """Return a buffer for the received encoding of `like.size` elements; `like` itself if it can serve."""
 
     def decode(self, received: Array, values: Array) -> None:
         """Write what was received into `values`, if it is not there already."""

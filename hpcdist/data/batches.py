@@ -204,7 +204,7 @@ class ShardedBatches:
         return sum(int(min(number * self._part_rows, order.run_rows)) for order in self._orders)
 
     def _batch_at(self, n_samples: int) -> int:
-        """Return the number of the batch of a run that `n_samples` samples lie before."""
+        """Return how many batches of a run precede sample `n_samples` of it."""
         number = n_samples // (self._part_rows * len(self._orders))
         while self._samples_before(number) < n_samples:
             number += 1
@@ -237,7 +237,7 @@ def next_run(order: SampleOrder, position: StreamPosition) -> StreamPosition:
 
 
 def next_pass(order: SampleOrder, cursor: Cursor) -> Cursor:
-    """Return the start of the next pass: at the first run that nothing was yielded of."""
+    """Return the start of the next pass: the first run of which nothing was yielded."""
     if is_stream(order):
         start = next_run(order, cursor.stream)
         return Cursor(cursor.position, cursor.position, start, start.epoch)

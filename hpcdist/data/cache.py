@@ -187,7 +187,7 @@ class FileStore:
         layout, data = pack(row)
         with self._lock:
             try:
-                write_at(self._spool.fileno(), data, self._end)
+                write_at(self._spool, data, self._end)
             except OSError as error:
                 raise self._no_room(self._filename, error) from None
             self.rows[number] = self._new[number] = StoredRow(

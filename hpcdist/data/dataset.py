@@ -86,7 +86,7 @@ class Dataset(Pipeline):
         """Return the rows of a source of your own; see `hpcdist.RowSource`.
 
         Raises:
-            DataError: when `source` is no RowSource.
+            DataError: when `source` is not a RowSource.
         """
         _check(isinstance(source, RowSource), "from_source", "an hpcdist.RowSource", type(source).__name__)
         return cls(source, SampleOrder(source.n_rows))
@@ -95,8 +95,8 @@ class Dataset(Pipeline):
     def from_torch(cls, data: Any) -> "Dataset":
         """Return the rows of a torch dataset, or the batches of a DataLoader, as tensors.
 
-        Of a DataLoader the dataset, batch_size (here the global batch), drop_last, collate_fn and worker processes are
-        used; shuffle=True becomes `shuffle()` with a seed that hpcdist draws, as every rank must know the order.
+        A DataLoader gives its dataset, batch_size (here the global batch), drop_last, collate_fn and worker processes;
+        shuffle=True becomes `shuffle()` with a seed that hpcdist draws, as every rank must know the order.
         Workers started by fork are refused: they would inherit MPI. An IterableDataset is a stream: see
         `from_generator` for the cost.
 

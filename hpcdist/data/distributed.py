@@ -263,7 +263,7 @@ def datasets_of(dataset_fn: DatasetFunction, contexts: list[InputContext]) -> li
     """Return the dataset that the function returns for each context.
 
     Raises:
-        DataError: when one is no Dataset with a batch size; on this rank only.
+        DataError: when one is not a Dataset with a batch size; on this rank only.
     """
     made = [dataset_fn(context) for context in contexts]
     for dataset in made:

@@ -142,8 +142,8 @@ class Delivery:
     """What a strategy connects to the batches of a distributed dataset.
 
     Attributes:
-        poll: called whenever a batch is asked for, before anything is read for it: the batches before it have been
-            used, and the cursor counts no other.
+        poll: called whenever a batch is asked for, before anything is read for it: every earlier batch has
+            been used then, and the cursor counts exactly those.
         on_batch: called with the number of rows of each local part of a batch that is yielded, and with None at the
             end of a pass.
         wrap: makes the element that is yielded from the list of local parts. Default: the only part is yielded.

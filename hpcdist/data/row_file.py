@@ -97,11 +97,12 @@ def read_at(descriptor: int, n_bytes: int, start: int) -> bytes:
     return data
 
 
-def write_at(descriptor: int, data: bytes, start: int) -> None:
-    """Write bytes to a place in a file."""
+def write_at(file: Any, data: bytes, start: int) -> None:
+    """Write bytes to a place in an unbuffered file."""
+    file.seek(start)
     n_written = 0
     while n_written < len(data):
-        n_written += os.pwrite(descriptor, data[n_written:], start + n_written)
+        n_written += file.write(data[n_written:])
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The stacks of this process's threads and of other ranks of the node, also of a rank that hangs in C code.
+"""The stacks of this process's threads and of other ranks of the node, even of one that hangs in C code.
 
 A rank answers a signal by writing its stacks to an anonymous file of its own, which the asking rank reads through
 /proc. Python's fault handler needs no interpreter lock for that, so a rank that hangs while holding it answers too.

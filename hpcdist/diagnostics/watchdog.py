@@ -159,7 +159,7 @@ class Watchdog:
         lasted_s = min(self._awake_s - other.since_s for other in self._watched)  # of all that this process does
         if lasted_s >= self._limit_s and is_first and not is_last and not watched.is_warned:
             watched.is_warned = True
-            what = f"no collective for {self._limit_s:g} s, no fault unless others wait for this rank; it is here"
+            what = f"in no collective for {self._limit_s:g} s, a problem only if others wait for this rank; its stacks"
             _write(self._report_of(journal, what))
 
     def _give_up(self, watched: _Watched, journal: Journal, entry: Entry) -> None:
@@ -233,7 +233,7 @@ def _advice(watched: _Watched, behind: list[int]) -> str:
     running = [watched.peers[one].pid for one in behind if not watched.flags[one] & LEFT]
     if not running:
         return "let every rank call the same collectives"
-    return f"see what that does: py-spy dump --pid {running[0]}"
+    return f"look at that rank: py-spy dump --pid {running[0]}"
 
 
 def _progress(entry: Entry) -> str:

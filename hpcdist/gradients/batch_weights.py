@@ -1,4 +1,4 @@
-"""Row counts: by how many rows of the global batch a replica's gradient is weighed."""
+"""Row counts: the number of rows of the global batch by which a replica's gradient is weighted."""
 
 from hpcdist.errors import GradientError
 
@@ -18,7 +18,7 @@ class RowCounts:
 
         Args:
             source: a number that names the dataset.
-            n_rows: of the part; None when the dataset's pass is over, and its parts with it.
+            n_rows: of the part; None at the end of the dataset's pass, which discards its parts.
         """
         if n_rows is not None:
             self._new.setdefault(source, set()).add(n_rows)
@@ -31,7 +31,7 @@ class RowCounts:
         """Return the weight of the backward that begins now, in rows; 1 when no distributed dataset is used.
 
         Args:
-            is_mean: whether gradients are weighed by it, so that it must be known for certain.
+            is_mean: whether gradients are weighted by it, so that it must be known for certain.
 
         Raises:
             GradientError: when parts of different length were yielded since the last backward; on this rank only.

@@ -7,7 +7,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-#: Who draws outside `strategy.run` where the number of replicas is fixed: the same on every rank.
+#: Key of the numbers drawn outside `strategy.run` where the number of replicas is fixed; equal on every rank.
 _OUTSIDE = "outside"
 
 

@@ -58,7 +58,7 @@ class ModuleSet(IdentitySet[nn.Module]):
     """The modules made in a scope, in the order in which they were first seen."""
 
     def parameters(self) -> IdentitySet[nn.Parameter]:
-        """Return every parameter that the modules have now, also frozen ones."""
+        """Return every parameter that the modules have now, including frozen ones."""
         return IdentitySet(parameter for module in self for parameter in module.parameters())
 
     def holds(self, tensor: Tensor) -> bool:
@@ -77,7 +77,7 @@ class ModelPlan:
     """All tensors of some modules, by name, in the order of the modules.
 
     Attributes:
-        parameters: every parameter once, also frozen ones.
+        parameters: every parameter once, including frozen ones.
         buffers: every buffer.
     """
 

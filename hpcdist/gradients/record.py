@@ -255,7 +255,7 @@ class ParameterRecord:
         self.leave(result)
 
     def drop(self) -> None:
-        """Forget a backward that ended in an error, and what it found: nobody can tell it from earlier sums."""
+        """Forget a failed backward and the gradients it stashed, as they cannot be told apart from earlier sums."""
         if self.pending != Pending():
             self.leave(None)
 

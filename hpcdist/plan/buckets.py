@@ -15,7 +15,7 @@ class Entry:
 
     Attributes:
         n_elements: of the tensor. dtype: "float32" or "float64", in which it is summed.
-        is_direct: whether it is summed where it lies if it is large, without a copy.
+        is_direct: whether it is summed in its own memory, without a copy, if it is large.
     """
 
     n_elements: int
@@ -34,7 +34,7 @@ class Limits:
 
     Attributes:
         bucket_bytes: size above which a new bucket is begun.
-        direct_bytes: size from which a tensor that may be is summed where it lies.
+        direct_bytes: size from which a tensor with `is_direct` is summed in its own memory.
         last_bytes: the first tensors, up to this size, are kept apart from the others, so that little is left to do
             when the last gradient is there; 0: they are not.
     """

@@ -34,7 +34,7 @@ def permutation(seed: int, epoch: int, n_rows: int) -> Rows:
 class SampleOrder:
     """The order in which a dataset's rows are visited, and where batches end.
 
-    Rows make epochs, epochs make a run, which batches do not cross the ends of, and runs make a pass.
+    Rows form an epoch, epochs a run, and runs a pass. A batch may cross the end of an epoch, but not that of a run.
 
     Attributes:
         n_rows: rows of the source; UNKNOWN for a stream.
@@ -91,7 +91,7 @@ class SampleOrder:
         return n_runs * run + min(n_more * rows, run)
 
     def next_run(self, position: int) -> int:
-        """Return where the first run starts that has nothing before `position`; of an endless run, the next epoch."""
+        """Return the start of the first run at or after `position`; of an endless run, that of the next epoch."""
         run = self.epoch_rows if math.isinf(self.run_rows) else int(self.run_rows)
         return -(-position // max(run, 1)) * run
 

@@ -151,7 +151,7 @@ def _damaged(expected: str, found: Any, source: str) -> CheckpointDamaged:
 
 
 def _parts_of(state: Any, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the nodes and kinds of the objects in a state, which may be any JSON: a digest is no signature."""
+    """Return the nodes and kinds of the objects in a state, which may be any JSON: a digest is not a signature."""
     nodes, kinds = (state.get("objects"), state.get("kinds")) if isinstance(state, dict) else (None, None)
     if not isinstance(nodes, dict) or not isinstance(kinds, dict) or nodes.keys() != kinds.keys():
         raise _damaged("objects, each with its kind,", state, source)

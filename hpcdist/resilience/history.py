@@ -50,7 +50,9 @@ class History:
         self._n_before = len(self._folder.fruitless_attempts(self.first_step))
         for step in self._suspects:
             if step > self.first_step:
-                logger.warning("restore: skipped step %d: two attempts died after it, before the next one", step)
+                logger.warning(
+                    "restore: skipped step %d: two attempts resumed from it and died before another save", step
+                )
 
     def suspects(self) -> set[int]:
         """Return the steps that two consecutive attempts resumed from and then died without a newer checkpoint."""

@@ -146,7 +146,7 @@ class ExitHooks:
             if waited_s > limit_s:
                 stack = self._exit.stack if self._exit else []
                 self._abort("left with a non-zero exit" if code else "finished, but others did not", stack, code or 1)
-        # a launcher terminates the others as soon as one has exited with a code; their own codes are to be seen
+        # a launcher terminates the others as soon as one has exited with a code, which would hide their own codes
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._finish(int(worst[0]))
         self._on_leave()

@@ -65,7 +65,7 @@ def refuse(error: ConfigurationError, environ: Mapping[str, str]) -> None:
 
 
 def check_launcher(environ: Mapping[str, str], library: str) -> None:
-    """Raise ConfigurationError when `library` (its version text) cannot be started by what started this process."""
+    """Raise ConfigurationError when `library` (its version text) does not fit the launcher of this process."""
     has_only_pmix = "PMIX_RANK" in environ and "PMI_RANK" not in environ
     if has_only_pmix and _MPICH_WHEEL in library:
         raise ConfigurationError(

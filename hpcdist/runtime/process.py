@@ -21,7 +21,7 @@ _hooks: ExitHooks | None = None
 def make_world(resolver: ClusterResolver | None = None) -> World:
     """Return the process-wide world, making it at first use.
 
-    A later explicit resolver, or one of fewer ranks than were started, makes a world of its own.
+    An explicit resolver after the first call, or one of fewer ranks than were started, makes a separate world.
 
     Collective where a world is made: at the first call in a program all ranks, later those of the resolver.
 

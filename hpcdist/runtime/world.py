@@ -161,7 +161,7 @@ class World:
         return -self.all_reduce_int(-digest, MPI.MIN, comm) == self.all_reduce_int(digest, MPI.MIN, comm)
 
     def require_same(self, text: str, comm: MPI.Comm, explain: Callable[[str], HpcdistError]) -> None:
-        """Return when all ranks hold the same text, else raise on all of them what the lowest rank that differs says.
+        """Return when all ranks hold the same text, else raise the error of the lowest rank that differs.
 
         Collective: `comm`; bounded by `timeout_s`.
 

@@ -155,7 +155,7 @@ class Strategy:
             (no num_replicas), or all replicas return the same object.
 
         Raises:
-            UsageError: when args is no list or tuple, or replicas return different structures.
+            UsageError: when args is not a list or tuple, or replicas return different structures.
             RuntimeError: inside `run`.
             DesyncError: when the replicas of this process do not make the same calls.
         """
@@ -209,7 +209,7 @@ class Strategy:
 
         Args:
             reduce_op: SUM or MEAN. MEAN over an axis divides the global sum by the global number of elements, so parts
-                of different length weigh by their length.
+                of different length are weighted by their length.
             value: PerReplica, or, with one replica in this process, its value: torch tensor, numpy array or number.
                 With several, a plain value counts for each; its SUM with axis None is refused, as in tf.distribute.
                 With axis None also a sparse COO tensor, whose entries are joined.
@@ -297,7 +297,7 @@ class Strategy:
         Collective where replicas are on several ranks: they agree on the seed of the order.
 
         Raises:
-            DataError: when `dataset` is no hpcdist.Dataset with a batch size; on every rank alike.
+            DataError: when `dataset` is not an hpcdist.Dataset with a batch size; on every rank alike.
         """
         return DistributedDataset(dataset, range(1), 1, self._delivery(), options)
 

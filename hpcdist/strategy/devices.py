@@ -16,9 +16,9 @@ _TORCH_KINDS = {"gpu": "cuda", "tpu": "xla"}
 
 
 def parse_device(name: Any, caller: str = "device") -> torch.device:
-    """Return the device for a name such as "/gpu:0", "/job:worker/task:0/device:CPU:0" or "cuda:1"; see also Raises.
+    """Return the device for a name such as "/gpu:0", "/job:worker/task:0/device:CPU:0" or "cuda:1".
 
-    Whether the device is there is not asked. There is one host device, whatever its number; GPU without a number is
+    Does not check that the device exists. There is one host device, whatever its number; GPU without a number is
     the first one.
 
     Args:

@@ -69,8 +69,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         num_replicas: replicas of the job, however many ranks it has; at least as many. Weights, losses and metrics then
             have the same bits on any number of ranks, and steps go through `run`. Default: one per rank.
         gradient_op: SUM (losses are divided by the global batch) or MEAN (losses are means over the local batch;
-            replicas weigh by their rows). Default: SUM once `compute_average_loss` was called, else the first backward
-            of more than one replica raises.
+            replicas are weighted by their rows). Default: SUM once `compute_average_loss` was called, else the first
+            backward of more than one replica raises.
         cross_device_ops: the algorithm that sums gradients, instead of what the options choose.
 
     Attributes:

@@ -35,7 +35,7 @@ def select(place: int, nest: Any) -> Any:
 
 
 def local_values(value: Any) -> tuple[Any, ...]:
-    """Return the values of the local replicas, also of a variable; of anything else, itself."""
+    """Return the values of the local replicas, including those of a variable; of anything else, itself."""
     if hasattr(value, "local_copies"):
         return tuple(value.local_copies)
     return value.values if isinstance(value, DistributedValues) else (value,)
@@ -62,7 +62,7 @@ def regroup(nests: Sequence[Any], is_single_kept: bool = False) -> Any:
         _check_alike(nests, [len(nest) if isinstance(nest, type(first)) else None for nest in nests])
         return with_children(first, [regroup(parts, is_single_kept) for parts in zip(*nests, strict=True)])
     _check_alike(nests, [isinstance(nest, (dict, tuple, list)) for nest in nests])
-    is_number = isinstance(first, (int, float, complex))  # equal ones may be one object, and are values all the same
+    is_number = isinstance(first, (int, float, complex))  # equal ones may be one object, but are per-replica values
     is_kept_single = is_single_kept and first is not None
     if all(nest is first for nest in nests) and not (is_kept_single if len(nests) == 1 else is_number):
         return first

@@ -220,7 +220,7 @@ def _floats(value: Any) -> Array:
 
 
 def _means(values: Array) -> Array:
-    """Return the mean of each row; (rows,) as they are: their mean would count alike for parts of any length."""
+    """Return the mean of each row; (rows,) unchanged: a mean of it would give parts of any length the same weight."""
     return _floats(values) if values.ndim < 2 else _floats(values).mean(-1)
 
 

@@ -119,7 +119,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Return the module with a SyncBatchNorm in place of every BatchNorm in it; itself one if it was one.
+    """Replace every BatchNorm in a module by a SyncBatchNorm; return the module, or the replacement of a BatchNorm.
 
     Call it in the strategy's scope, before optimizers are made. Parameters and statistics are the same tensors.
 

@@ -38,8 +38,8 @@ def _refusing(sign: str, instead: str) -> Operator:
 
     def method(self: Any, other: Any) -> Any:
         raise UsageError(
-            f"Variable: expected variable.{instead} for {self.name!r}, got variable {sign} value, after which the name "
-            f"would stand for a tensor; call it."
+            f"Variable: expected variable.{instead} for {self.name!r}, got variable {sign} value, which would "
+            f"rebind the name to a tensor; call the method."
         )
 
     return method

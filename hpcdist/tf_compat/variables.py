@@ -239,7 +239,7 @@ class Variable(Readable):
         """Set rows at indices, and return the variable; as `scatter_add`.
 
         Raises:
-            NotImplementedError: also with SUM or MEAN, which do not say what rows become that only some replicas set.
+            NotImplementedError: as above, and with SUM or MEAN: they do not define a row that only some replicas set.
         """
         return self._scatter("scatter_update", sparse_delta, None)
 

@@ -108,7 +108,7 @@ def test_every_rank_of_the_node_reports(start, nothing_left, root, tmp_path):
     output = check_end(job, tmp_path)
     pid = (tmp_path / "shared" / "away").read_text()
     missing = rf"not entered by rank 1 \(worker 1\) of this node; the job ends when it has taken {LIMIT_S:g} s"
-    advice = rf"; see what that does: py-spy dump --pid {pid}\."
+    advice = rf"; look at that rank: py-spy dump --pid {pid}\."
     check_waiting(output, 0, missing + advice, "the limit; ending the job")
     check_waiting(output, 2, missing + advice, "another rank of this node is ending the job")
     culprit = report_of(
@@ -143,7 +143,7 @@ def test_a_rank_that_hangs_alone_on_its_node_shows_itself(start, nothing_left, r
     output = check_end(job, tmp_path)
     check_waiting(output, 0)
     check_waiting(output, 2)
-    report = report_of(output, 1, rf"no collective for {LIMIT_S:g} s, no fault unless others wait for this rank")
+    report = report_of(output, 1, rf"in no collective for {LIMIT_S:g} s, a problem only if others wait for this rank")
     assert len(re.findall(r"program\.py:\d+ in stay_away", report)) == 1
     nothing_left(job)
 

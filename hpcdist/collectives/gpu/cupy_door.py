@@ -252,7 +252,7 @@ def _pinned(n_elements: int, dtype: Any) -> HostArray:
 
 
 def _reduce_on_host(host: HostArray, dtype: str, host_all_reduce: Callable[[HostArray], None]) -> None:
-    """Reduce a piece; MPI has no type for half precision, so it is widened on the host, which moves half the bytes."""
+    """Reduce a piece. MPI has no half precision; widening on the host, not the device, halves the bytes copied."""
     if dtype == "bfloat16":
         wide = (host.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
         host_all_reduce(wide)

@@ -46,7 +46,7 @@ def all_reduce(buffer: Any, group: Group, op: Op = SUM) -> None:
 
     Collective: group.comm. Blocking. Same shape and dtype required on every rank: yes.
 
-    Waits for what is queued on the producer's stream (`cuda.device_array`) and returns when the result is there.
+    Waits for what is queued on the producer's stream (`cupy_door.device_array`) and returns when the result is there.
 
     Args:
         buffer: cupy array or torch CUDA tensor of one of `DTYPES`, contiguous; overwritten.

@@ -1,8 +1,9 @@
 """The replica scheduler: several replicas in one process, each in a thread of its own, one running at a time.
 
 Replicas run in the order of their numbers, each until its next barrier: the end of a backward, an optimizer's step, an
-all_reduce, a merge_call, its end. The last one to arrive does what is to be done once, then releases the others. So
-every run makes the same calls in the same order, and nothing else needs a lock.
+all_reduce, an all_gather, a merge_call, its end. The last one to arrive does the work that is done once, such as the
+sum or the step, then releases the others. So every run makes the same calls in the same order, and nothing else needs
+a lock.
 """
 
 import contextvars

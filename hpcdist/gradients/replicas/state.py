@@ -30,8 +30,8 @@ class ReplicaState:
     """Switches `parameter.grad` and buffers between the replicas of a process, and watches merges.
 
     A merge_call runs between replicas. What it changes, all replicas get. It may not change buffers that a replica has
-    changed on its own since the start of the run or the last sum: a merge finds those of one replica on each rank, so
-    that the result would depend on the number of ranks.
+    changed on its own since the start of the run or the last sum: a merge sees only one replica's on each rank, so
+    the result would depend on the number of ranks.
 
     Args:
         replicas: of this process. With one, only merges are watched.
@@ -111,7 +111,7 @@ class ReplicaState:
 
     @contextmanager
     def merging(self) -> Iterator[None]:
-        """Give every replica what the block changes; the block finds what the last replica has.
+        """Apply what the block changes to every replica; the block sees the state of the last one.
 
         A gradient that it sets, drops or writes into becomes every replica's, each with a copy of its own; so does a
         buffer that it writes into. What it leaves alone stays what it was for each replica.

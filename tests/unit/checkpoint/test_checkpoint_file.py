@@ -77,7 +77,7 @@ def test_a_state_that_is_nested_deeper_than_any_is_saved(tmp_path, depth, is_rea
     if is_read:
         assert read_file(path) == (state, [])
     else:
-        with pytest.raises(CheckpointDamaged, match="nests in nests without end"):
+        with pytest.raises(CheckpointDamaged, match="nesting that is too deep"):
             read_file(path)
 
 

@@ -716,7 +716,7 @@ def test_a_writer_that_prunes_while_a_file_is_read_damages_none(folder, n_times,
 def test_a_writer_that_is_always_quicker_is_reported(folder):
     commit(folder, 1)
     reader = Overtaken(folder, 100)
-    with pytest.raises(CheckpointError, match="expected a checkpoint in .* to stay until it is read"):
+    with pytest.raises(CheckpointError, match="expected a checkpoint in .* that stays until it is read"):
         reader.read_latest()
     assert reader.damaged == []
     assert steps(folder) == [11]

@@ -36,14 +36,14 @@ def test_nests_in_nests_come_back_up_to_a_depth(nest):
         value = nest(value)
     assert round_trip(value)[0] == value
     assert not is_too_deep({"state": {"objects": {"x": encode(value, "x", refuse, [])}}})
-    with pytest.raises(CheckpointError, match=f"save: expected at most {MAX_DEPTH} nests in nests, got more in 'x/"):
+    with pytest.raises(CheckpointError, match=f"save: expected nesting of at most {MAX_DEPTH} levels, got more in 'x/"):
         encode(nest(value), "x", refuse, [])
 
 
 def test_a_nest_in_itself_is_refused():
     value = []
     value.append(value)
-    with pytest.raises(CheckpointError, match="nests in nests"):
+    with pytest.raises(CheckpointError, match="nesting of at most"):
         encode(value, "x", refuse, [])
 
 

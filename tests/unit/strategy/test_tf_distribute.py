@@ -172,12 +172,12 @@ ROWS = [
     (
         "merge_call waits for all local replicas, hands over their arguments, and gives each its part",
         f"{REPLICAS}::test_merge_call",
-        "test_replicas::test_merge_gives_each_its_part",
+        "test_scheduler::test_merge_gives_each_its_part",
     ),
     (
         "merge points must be reached by all replicas in the same order",
         f"{REPLICAS}::test_replicas_that_do_not_agree_are_named",
-        "test_replicas::test_replicas_that_make_other_calls_are_named",
+        "test_scheduler::test_replicas_that_make_other_calls_are_named",
     ),
     (
         "merge_call inside control flow: not refused, as nothing is traced",
@@ -216,7 +216,7 @@ ROWS = [
     ),
     (
         "an error in one replica stops the others and is raised once",
-        "test_replicas::test_an_error_in_one_replica_stops_the_others_and_is_raised_once",
+        "test_scheduler::test_an_error_in_one_replica_stops_the_others_and_is_raised_once",
         f"{REPLICAS}::test_an_error_in_all_replicas_leaves_nothing_behind",
         "test_one_rank_fails::test_the_job_ends",
     ),
