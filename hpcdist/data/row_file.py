@@ -98,7 +98,7 @@ def read_at(descriptor: int, n_bytes: int, start: int) -> bytes:
 
 
 def write_at(file: Any, data: bytes, start: int) -> None:
-    """Write bytes to a place in an unbuffered file."""
+    """Write bytes at an offset of an unbuffered file."""
     file.seek(start)
     n_written = 0
     while n_written < len(data):

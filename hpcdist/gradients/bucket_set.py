@@ -42,7 +42,7 @@ class BucketSet:
         self._members: list[list[ParameterRecord]] = [[] for _ in plan.buckets]
         for (record, parameter), slot in zip(records, plan.slots[1:], strict=True):
             flat = self._flat[slot.bucket]
-            record.place(slot.bucket, None if flat is None else flat[slot.offset :][: slot.n_elements], parameter)
+            record.assign_slot(slot.bucket, None if flat is None else flat[slot.offset :][: slot.n_elements], parameter)
             self._members[slot.bucket].append(record)
         counts = plan.slots[0]
         flat = self._flat[counts.bucket]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpcdist.dtypes import SUM_DTYPES, dtype_name
 from hpcdist.errors import GradientError
-from hpcdist.gradients.model_plan import BufferPlace
+from hpcdist.gradients.model_plan import ModelBuffer
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.replicas.local_sums import sum_rows
 from hpcdist.gradients.tensors import have_same_bits
@@ -26,8 +26,8 @@ class BufferRecord:
     Cost: one read of the buffer per synchronized backward, and its size in memory.
     """
 
-    def __init__(self, place: BufferPlace, tensor: Tensor) -> None:
-        self.place = place
+    def __init__(self, buffer: ModelBuffer, tensor: Tensor) -> None:
+        self.buffer = buffer
         self.shape = tensor.shape
         self.sum_dtype = SUM_DTYPES[dtype_name(tensor)]
         self._kept = tensor.clone()
@@ -35,7 +35,7 @@ class BufferRecord:
     @property
     def is_changed(self) -> bool:
         """Whether the buffer differs from what it was when it was last averaged."""
-        tensor = self.place.tensor
+        tensor = self.buffer.tensor
         return tensor is not None and not have_same_bits(tensor, self._kept)
 
     def contribution(self, takes_part: bool) -> Tensor:
@@ -44,19 +44,19 @@ class BufferRecord:
         Raises:
             GradientError: when the module has given the buffer another shape; on this rank only.
         """
-        dtype, tensor = getattr(torch, self.sum_dtype), self.place.tensor
+        dtype, tensor = getattr(torch, self.sum_dtype), self.buffer.tensor
         if not takes_part or tensor is None:
             return torch.zeros(self.shape.numel(), dtype=dtype, device="cpu")
         if tensor.shape != self.shape:
             raise GradientError(
-                f"backward: expected buffer {self.place.name!r} of shape {tuple(self.shape)} as at the first step, "
+                f"backward: expected buffer {self.buffer.name!r} of shape {tuple(self.shape)} as at the first step, "
                 f"got {tuple(tensor.shape)}; keep its shape."
             )
         return tensor.reshape(-1).to("cpu", dtype)
 
     def publish(self, mean: Tensor) -> None:
         """Write the mean over the replicas into the module, unseen by autograd, which may have saved the buffer."""
-        tensor = self.place.tensor
+        tensor = self.buffer.tensor
         if tensor is not None:
             tensor.data.copy_(mean.view(self.shape))
             self._kept = tensor.clone()

@@ -208,7 +208,7 @@ class GradientEngine:
         self._records = {id(owner): record for record, owner in alive}
         if self._replica_backward is not None:
             self._replica_backward.require_host(alive)
-        self.sums.plan(alive, [BufferRecord(place, tensor) for place, tensor in plan.averaged])
+        self.sums.plan(alive, [BufferRecord(buffer, tensor) for buffer, tensor in plan.averaged])
         self._state.watch([record for record, _ in alive], plan.buffers)
 
     def _record_of(self, parameter: nn.Parameter) -> ParameterRecord | None:

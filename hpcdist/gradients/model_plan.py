@@ -14,7 +14,7 @@ from hpcdist.errors import ConfigurationError, DesyncError
 from hpcdist.gradients.tensors import layout
 
 
-class BufferPlace:
+class ModelBuffer:
     """A module's buffer by name: modules may put a new tensor there. The module is held weakly."""
 
     def __init__(self, name: str, module: nn.Module, key: str) -> None:
@@ -82,7 +82,7 @@ class ModelPlan:
     """
 
     parameters: tuple[tuple[str, nn.Parameter], ...]
-    buffers: tuple[BufferPlace, ...]
+    buffers: tuple[ModelBuffer, ...]
 
     @property
     def trained(self) -> list[tuple[str, nn.Parameter]]:
@@ -90,12 +90,12 @@ class ModelPlan:
         return [(name, parameter) for name, parameter in self.parameters if parameter.requires_grad]
 
     @property
-    def averaged(self) -> list[tuple[BufferPlace, Tensor]]:
+    def averaged(self) -> list[tuple[ModelBuffer, Tensor]]:
         """Buffers of floats, such as BatchNorm's running statistics."""
-        return [(place, tensor) for place, tensor in self._buffer_tensors() if dtype_name(tensor) in SUM_DTYPES]
+        return [(buffer, tensor) for buffer, tensor in self._buffer_tensors() if dtype_name(tensor) in SUM_DTYPES]
 
-    def _buffer_tensors(self) -> list[tuple[BufferPlace, Tensor]]:
-        return [(place, tensor) for place in self.buffers if (tensor := place.tensor) is not None]
+    def _buffer_tensors(self) -> list[tuple[ModelBuffer, Tensor]]:
+        return [(buffer, tensor) for buffer in self.buffers if (tensor := buffer.tensor) is not None]
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor."""
@@ -105,7 +105,7 @@ class ModelPlan:
     def describe(self) -> str:
         """Return one line per tensor: name, layout, and whether it needs a gradient."""
         rows = [f"{name} {layout(tensor)} {tensor.requires_grad}" for name, tensor in self.parameters]
-        return "\n".join(rows + [f"{place.name} {layout(tensor)} buffer" for place, tensor in self._buffer_tensors()])
+        return "\n".join(rows + [f"{buffer.name} {layout(tensor)} buffer" for buffer, tensor in self._buffer_tensors()])
 
 
 def plan_model(roots: list[nn.Module]) -> ModelPlan:
@@ -115,7 +115,7 @@ def plan_model(roots: list[nn.Module]) -> ModelPlan:
         ConfigurationError: for a parameter that has no shape yet or whose gradient cannot be summed; on this rank only.
     """
     parameters: list[tuple[str, nn.Parameter]] = []
-    buffers: list[BufferPlace] = []
+    buffers: list[ModelBuffer] = []
     seen: set[int] = set()
     for number, root in enumerate(roots):
         prefix = f"{number}:" if len(roots) > 1 else ""
@@ -128,7 +128,7 @@ def plan_model(roots: list[nn.Module]) -> ModelPlan:
             for key, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
-                    buffers.append(BufferPlace(prefix + ".".join(filter(None, (module_name, key))), module, key))
+                    buffers.append(ModelBuffer(prefix + ".".join(filter(None, (module_name, key))), module, key))
     return ModelPlan(tuple(parameters), tuple(buffers))
 
 

@@ -76,7 +76,7 @@ class ParameterRecord:
         """The parameter, or None when its model is gone."""
         return self.reference()
 
-    def place(self, bucket: int, slot: Tensor | None, parameter: nn.Parameter) -> None:
+    def assign_slot(self, bucket: int, slot: Tensor | None, parameter: nn.Parameter) -> None:
         """Take a new slot: a flat host tensor of as many elements; None to be summed where torch made it."""
         self.bucket = bucket
         self._slot = self.part = slot

@@ -22,7 +22,7 @@ def plan_devices(n_local: int, visible_devices: Sequence[str]) -> list[int]:
 
 
 def shared_devices(devices_of_ranks: Sequence[str]) -> dict[str, list[int]]:
-    """Return the devices that more than one rank uses, each with the places of these ranks.
+    """Return the devices that more than one rank uses, each with the indices of these ranks.
 
     >>> shared_devices(["a", "b", "a"])
     {'a': [0, 2]}

@@ -127,9 +127,9 @@ class SampleOrder:
         return np.concatenate(parts) if parts else rows
 
     def _epochs_and_rows(self, positions: Rows) -> tuple[Rows, Rows]:
-        """Return the epoch of each position, and its place in the epoch."""
+        """Return the epoch of each position, and its offset in the epoch."""
         epoch, run = max(self.epoch_rows, 1), self.run_rows
         if math.isinf(run) or not run:
             return positions // epoch, positions % epoch
-        runs, places = positions // int(run), positions % int(run)
-        return runs * -(-int(run) // epoch) + places // epoch, places % epoch
+        runs, offsets = positions // int(run), positions % int(run)
+        return runs * -(-int(run) // epoch) + offsets // epoch, offsets % epoch

@@ -166,8 +166,8 @@ class Strategy:
             raise RuntimeError("run: expected a call outside strategy.run, got one inside; call the function itself.")
         self._prepare(args)
         calls = [
-            functools.partial(self._call, ReplicaContext(self, replica, place), fn, args, kwargs or {})
-            for place, replica in enumerate(self.own_replicas)
+            functools.partial(self._call, ReplicaContext(self, replica, local_index), fn, args, kwargs or {})
+            for local_index, replica in enumerate(self.own_replicas)
         ]
         try:
             return self._regroup(self.scheduler.run(calls))
@@ -189,11 +189,11 @@ class Strategy:
     def _merge_call(
         self, replica: ReplicaContext, merge_fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        def combine(brought: list[Any]) -> list[Any]:
-            all_args, all_kwargs = regroup(brought)
+        def combine(contributed: list[Any]) -> list[Any]:
+            all_args, all_kwargs = regroup(contributed)
             with self.scheduler.merging(), context.entered(self):
                 result = merge_fn(self, *all_args, **all_kwargs)
-            return [select(place, result) for place in range(len(brought))]
+            return [select(local_index, result) for local_index in range(len(contributed))]
 
         return self.scheduler.merge("a merge_call", (tuple(args), kwargs), combine)
 

@@ -70,15 +70,17 @@ class StrategyExtended:
         """
         self._require("update")
         calls = [
-            functools.partial(self._update_copy, place, copy, fn, args, kwargs or {})
-            for place, copy in enumerate(local_values(var))
+            functools.partial(self._update_copy, local_index, copy, fn, args, kwargs or {})
+            for local_index, copy in enumerate(local_values(var))
         ]
         results = self._strategy._update_copies(var, calls)
         return regroup(results) if group else tuple(results)
 
-    def _update_copy(self, place: int, copy: Any, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        with context.entered(self._strategy, updated=place), torch.no_grad():
-            return fn(copy, *select(place, args), **select(place, kwargs))
+    def _update_copy(
+        self, local_index: int, copy: Any, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        with context.entered(self._strategy, updated=local_index), torch.no_grad():
+            return fn(copy, *select(local_index, args), **select(local_index, kwargs))
 
     def reduce_to(self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None) -> Any:
         """Return `value` reduced over all replicas, a tensor on the device of `destinations`.

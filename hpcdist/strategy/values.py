@@ -29,9 +29,9 @@ class Mirrored(DistributedValues):
     """Values that are equal on all replicas."""
 
 
-def select(place: int, nest: Any) -> Any:
+def select(local_index: int, nest: Any) -> Any:
     """Return a nest with the value of one local replica in place of every DistributedValues."""
-    return map_nest(lambda leaf: leaf.values[place] if isinstance(leaf, DistributedValues) else leaf, nest)
+    return map_nest(lambda leaf: leaf.values[local_index] if isinstance(leaf, DistributedValues) else leaf, nest)
 
 
 def local_values(value: Any) -> tuple[Any, ...]:

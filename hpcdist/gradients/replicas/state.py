@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hpcdist.errors import HpcdistError, UsageError
-from hpcdist.gradients.model_plan import BufferPlace
+from hpcdist.gradients.model_plan import ModelBuffer
 from hpcdist.gradients.record import ParameterRecord
 from hpcdist.gradients.tensors import have_same_bits
 
@@ -47,7 +47,7 @@ class ReplicaState:
         self._last = replicas[-1]
         self._agree = agree
         self._records: Sequence[ParameterRecord] = ()
-        self._places: Sequence[BufferPlace] = ()
+        self._buffers: Sequence[ModelBuffer] = ()
         self._saved: dict[int, Snapshot] = {}
         self._start: Snapshot | None = None
         self._common: list[Tensor | None] = []  # buffers that all replicas had at the start or the last sum
@@ -55,9 +55,9 @@ class ReplicaState:
         # the parameter whose gradient each replica's copy is
         self._copies: MutableMapping[Tensor, ParameterRecord] = WeakTensorKeyDictionary()
 
-    def watch(self, records: Sequence[ParameterRecord], places: Sequence[BufferPlace]) -> None:
+    def watch(self, records: Sequence[ParameterRecord], buffers: Sequence[ModelBuffer]) -> None:
         """Switch these from now on."""
-        self._records, self._places = records, places
+        self._records, self._buffers = records, buffers
         self.share()
 
     def begin_run(self) -> None:
@@ -86,9 +86,9 @@ class ReplicaState:
         """Save a replica's state, and record which buffers it has changed."""
         now = self._snapshot()
         self._own |= {
-            place.name
-            for place, common, buffer in zip(self._places, self._common, now.buffers, strict=False)
-            if not have_same_bits(buffer, common)
+            buffer.name
+            for buffer, common, value in zip(self._buffers, self._common, now.buffers, strict=False)
+            if not have_same_bits(value, common)
         }
         if self._has_several:
             self._saved[replica] = now
@@ -105,8 +105,8 @@ class ReplicaState:
                 if gradient is not None and saved.is_shared and replica != self._last:
                     gradient = self._copy(record, gradient)
                 parameter.grad = gradient
-        for place, kept in zip(self._places, saved.buffers, strict=True):
-            if (tensor := place.tensor) is not None and kept is not None:
+        for buffer, kept in zip(self._buffers, saved.buffers, strict=True):
+            if (tensor := buffer.tensor) is not None and kept is not None:
                 tensor.data.copy_(kept)
 
     @contextmanager
@@ -122,16 +122,16 @@ class ReplicaState:
             UsageError: for buffers that a replica has changed on its own; on all ranks.
         """
         self.suspend(self._last)
-        before, marks = self._snapshot(), [_mark(place.tensor) for place in self._places]
+        before, marks = self._snapshot(), [_mark(buffer.tensor) for buffer in self._buffers]
         values = [None if gradient is None else gradient.clone() for gradient in before.gradients]
         yield
         now = self._snapshot()
         written = [
-            _mark(place.tensor) != mark or not have_same_bits(found, after)
-            for place, mark, found, after in zip(self._places, marks, before.buffers, now.buffers, strict=True)
+            _mark(buffer.tensor) != mark or not have_same_bits(found, after)
+            for buffer, mark, found, after in zip(self._buffers, marks, before.buffers, now.buffers, strict=True)
         ]
         if any(written):
-            names = {place.name for place, is_written in zip(self._places, written, strict=True) if is_written}
+            names = {buffer.name for buffer, is_written in zip(self._buffers, written, strict=True) if is_written}
             self._agree(_refusal(sorted(self._own & names)))
             self._common = _choose(self._common, now.buffers, written)
         is_changed = [
@@ -163,7 +163,7 @@ class ReplicaState:
 
     def _snapshot(self) -> Snapshot:
         parameters = [record.parameter for record in self._records]
-        tensors = [place.tensor for place in self._places]
+        tensors = [buffer.tensor for buffer in self._buffers]
         return Snapshot(
             [None if parameter is None else parameter.grad for parameter in parameters],
             [None if tensor is None else tensor.detach().clone() for tensor in tensors],
