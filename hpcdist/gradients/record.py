@@ -275,7 +275,8 @@ class ParameterRecord:
             # a large gradient is held weakly, so that zero_grad() frees it
             self._published = result if self._slot is not None else TensorWeakRef(result)
             self._address = address if self.part is not None and address == self.part.data_ptr() else None
-        self.restart(Pending())  # a gradient that was summed in its own memory belongs to the parameter again
+        self.part = self._slot  # a gradient that was summed in its own memory belongs to the parameter again
+        self.pending = Pending()
         self.holds = Holds.NOTHING if result is None else Holds.SUMMED
 
     @property

@@ -443,7 +443,7 @@ def test_attempts_that_die_are_counted_and_their_checkpoint_is_stepped_over(comm
     assert "restore: skipped step" not in caplog.text
     third = Job(comm).manager(shared_path)
     assert third.begin_attempt().endswith("gen-0001/step-00000001.h5")
-    assert caplog.text.count("restore: skipped step 2: two attempts died") == (1 if comm.rank == 0 else 0)
+    assert caplog.text.count("restore: skipped step 2: two attempts resumed from it") == (1 if comm.rank == 0 else 0)
     third.end_attempt()
     fourth = Job(comm).manager(shared_path)
     assert fourth.begin_attempt().endswith("gen-0001/step-00000002.h5")
