@@ -8,7 +8,7 @@
 | AUTO, one call | host memory | the fastest as measured: MPI, or SHARED_MEMORY (one host), or HIERARCHICAL |
 | AUTO, gradients | one host | SHARED_MEMORY: the bits do not depend on the size |
 | AUTO, gradients | several hosts | HIERARCHICAL |
-| AUTO | ranks of a host that cannot share memory | MPI |
+| AUTO, in host memory | ranks of a host that cannot share memory | MPI |
 | AUTO, SHARED_MEMORY, HIERARCHICAL: exact gradients | replicas that do not form one tree of ranks | by subtrees |
 | HIERARCHICAL, one call, in device memory | every host has as many ranks | NCCL in the host, MPI between hosts |
 """
