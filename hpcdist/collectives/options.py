@@ -127,7 +127,8 @@ def _named_by(algorithm: AllReduceAlgorithm) -> CommunicationImplementation | No
     """Return the built-in implementation that an object only names; None if its class has its own `all_reduce`."""
     for kind in type(algorithm).__mro__:
         if "stands_for" in vars(kind):
-            return vars(kind)["stands_for"]  # type: ignore[no-any-return]
+            named: CommunicationImplementation | None = vars(kind)["stands_for"]
+            return named
         if "all_reduce" in vars(kind):
             return None
     return None

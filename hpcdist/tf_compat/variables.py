@@ -212,7 +212,8 @@ class Variable(Readable):
         """Add to the value and return the variable; as `assign`.
 
         Raises:
-            UsageError: also outside `run`, for an ON_READ variable with SUM: it is not clear whose copy is meant.
+            UsageError: as `assign`, and outside `run` for an ON_READ variable with SUM: it is not clear whose copy is
+                meant.
         """
         return self._update("assign_add", value, torch.add)
 
@@ -239,7 +240,8 @@ class Variable(Readable):
         """Set rows at indices, and return the variable; as `scatter_add`.
 
         Raises:
-            NotImplementedError: as above, and with SUM or MEAN: they do not define a row that only some replicas set.
+            NotImplementedError: as `scatter_add`, and with SUM or MEAN: they do not define a row that only some
+                replicas set.
         """
         return self._scatter("scatter_update", sparse_delta, None)
 
