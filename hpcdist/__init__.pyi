@@ -1,6 +1,6 @@
 from hpcdist import cluster_resolver as cluster_resolver
 from hpcdist import experimental as experimental
-from hpcdist.checkpoint.reader import latest_checkpoint as latest_checkpoint
+from hpcdist.checkpoint.store import latest_checkpoint as latest_checkpoint
 from hpcdist.cluster.resolvers import ClusterResolver as ClusterResolver
 from hpcdist.cluster.resolvers import MPIClusterResolver as MPIClusterResolver
 from hpcdist.cluster.resolvers import SimpleClusterResolver as SimpleClusterResolver

@@ -12,6 +12,7 @@ HpcdistError                70  an internal fault, and the base of all below
 └── CheckpointError         74  a checkpoint cannot be written or read
     ├── CheckpointDamaged   74  the file is not what was committed
     │   └── CheckpointMissing 74  the file is not there
+    ├── CheckpointMismatch  78  the file is of another model, other objects or a newer format
     └── AttemptReplaced     76  a later attempt of the job writes now; do not requeue
 """
 
@@ -101,6 +102,12 @@ class CheckpointDamaged(CheckpointError):
 
 class CheckpointMissing(CheckpointDamaged):
     """The file is not there: it was lost, or pruned since its folder was listed."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """The file is sound, and of another model, other objects or a newer format: to run again would not help."""
+
+    exit_code = ExitCode.BAD_CONFIGURATION
 
 
 class AttemptReplaced(CheckpointError):

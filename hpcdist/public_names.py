@@ -11,7 +11,7 @@ from typing import Any
 
 #: Module -> the names that it defines.
 _DEFINED_IN = {
-    "checkpoint.reader": ["latest_checkpoint"],
+    "checkpoint.store": ["latest_checkpoint"],
     "cluster.resolvers": [
         "ClusterResolver",
         "MPIClusterResolver",

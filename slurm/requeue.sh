@@ -130,7 +130,7 @@ answering_nodes() {
 forget_copies() {
   local id
   if [[ -z $1 ]] || ! is_own; then return 0; fi
-  id=$(cat "$RUN_DIR/checkpoints/run-id" 2> /dev/null)
+  read -r id _ 2> /dev/null < "$RUN_DIR/checkpoints/run-id" # the second word is the folder's inode
   if ! [[ $id =~ ^[0-9a-f]+$ ]]; then return 0; fi
   timeout --kill-after=5 30 srun --quiet --overlap --nodelist="$1" --nodes="$2" --ntasks="$2" \
     rm -rf "/dev/shm/hpcdist-$UID-$id" < /dev/null

@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 #: Files being written are named NAME.tmp-PID; readers ignore them.
@@ -22,6 +22,8 @@ ALIGNMENT_BYTES = 4096
 #: Writes through the page cache are synced every N bytes, so that the last sync is short: a save in which no block is
 #: written for long counts as stuck.
 SYNC_EVERY_BYTES = 256 << 20
+#: An offset in a file, in bytes, and what is written there.
+Block = tuple[int, memoryview]
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -36,7 +38,7 @@ def fallocate(descriptor: int, nbytes: int) -> None:
             raise OSError(code, os.strerror(code))
 
 
-def _repeat(act: Callable[..., None], *arguments: Path | int) -> None:
+def _repeat(act: Callable[..., None], *arguments: Path | int | str) -> None:
     """Repeat a change of names while signals interrupt it: Python retries all other calls, but not these."""
     while True:
         with contextlib.suppress(InterruptedError):
@@ -57,6 +59,26 @@ class Disk:
     def create(self, path: Path) -> int:
         """Make an empty file and return its descriptor."""
         return os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+
+    def make_new(self, path: Path) -> None:
+        """Make an empty file, whose name no other process can take then; its name is durable once its folder is synced.
+
+        Raises:
+            FileExistsError: if the name is taken.
+        """
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))
+
+    def open_end(self, path: Path) -> int:
+        """Open a file for writing at its end and return its descriptor."""
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def replace_link(self, path: Path, target: str) -> None:
+        """Make a symbolic link, in place of any file of that name. It is not made durable."""
+        temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+        with contextlib.suppress(FileNotFoundError):
+            _repeat(os.unlink, temporary)
+        _repeat(os.symlink, target, temporary)
+        _repeat(os.replace, temporary, path)
 
     def allocate(self, descriptor: int, nbytes: int) -> None:
         """Allocate the blocks of a new file, if the file system supports it."""
@@ -94,10 +116,6 @@ class Disk:
         """Remove a file. Until its folder is synced, a crash may restore it."""
         _repeat(os.unlink, path)
 
-    def remove_folder(self, path: Path) -> None:
-        """Remove an empty folder."""
-        _repeat(os.rmdir, path)
-
 
 def make_folders(disk: Disk, path: Path) -> None:
     """Make a folder and its missing parents, and make their names durable.
@@ -122,15 +140,22 @@ def _sync_name_if_new(disk: Disk, folder: Path) -> None:
             disk.sync_folder(folder.parent)
 
 
-def replace_file(disk: Disk, path: Path, blocks: Iterable[memoryview], nbytes: int | None = None) -> None:
+def replace_file(
+    disk: Disk,
+    path: Path,
+    blocks: Iterable[Block],
+    nbytes: int | None = None,
+    before_rename: Callable[[], None] = lambda: None,
+) -> None:
     """Atomically make `path` a file of the given content.
 
     Args:
         disk: file system calls.
         path: the file to make or replace.
-        blocks: its content in order. Blocks aligned in memory and length bypass the page cache if the file system
-            supports it, which saves processor time and memory.
+        blocks: its content, written in this order. Blocks aligned in memory, offset and length bypass the page cache if
+            the file system supports it: 400 MB are durable in 0.77 of the time, for a fifth of the processor time.
         nbytes: total size, if known: the file's blocks are then allocated at once.
+        before_rename: called once the content is durable; if it raises, `path` is unchanged.
 
     Raises:
         OSError: if the file system refuses; `path` is then unchanged or, if only its name could not be made durable,
@@ -139,6 +164,7 @@ def replace_file(disk: Disk, path: Path, blocks: Iterable[memoryview], nbytes: i
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
         _write_file(disk, temporary, blocks, nbytes)
+        before_rename()
         disk.rename(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):  # otherwise the next attempt cleans it up
@@ -147,15 +173,22 @@ def replace_file(disk: Disk, path: Path, blocks: Iterable[memoryview], nbytes: i
     disk.sync_folder(path.parent)
 
 
-def _write_file(disk: Disk, path: Path, blocks: Iterable[memoryview], nbytes: int | None) -> None:
+def in_order(pieces: Iterable[memoryview]) -> Iterator[Block]:
+    """Yield pieces with their offsets, one after the other."""
+    offset = 0
+    for piece in pieces:
+        yield offset, piece
+        offset += len(piece)
+
+
+def _write_file(disk: Disk, path: Path, blocks: Iterable[Block], nbytes: int | None) -> None:
     descriptor = disk.create(path)
     try:
         if nbytes is not None:
             disk.allocate(descriptor, nbytes)
-        offset = n_cached = 0
-        for block in blocks:
+        n_cached = 0
+        for offset, block in blocks:
             n_cached += _write_block(disk, descriptor, block, offset)
-            offset += len(block)
             if n_cached >= SYNC_EVERY_BYTES:
                 n_cached = 0
                 disk.sync(descriptor)
@@ -205,7 +238,26 @@ def replace_text(disk: Disk, path: Path, text: str) -> None:
         OSError: as `replace_file`.
     """
     data = text.encode()
-    replace_file(disk, path, [memoryview(data)], len(data))
+    replace_file(disk, path, [(0, memoryview(data))], len(data))
+
+
+def append_line(disk: Disk, path: Path, line: str) -> None:
+    """Append a line to a file, and make it durable. A crash may leave a part of it.
+
+    Raises:
+        OSError: if the file system refuses.
+    """
+    descriptor = disk.open_end(path)
+    try:
+        offset = os.fstat(descriptor).st_size
+        is_torn = offset > 0 and os.pread(descriptor, 1, offset - 1) != b"\n"  # by a write that failed
+        data = memoryview((b"\n" if is_torn else b"") + line.encode() + b"\n")
+        while data:
+            done = disk.write(descriptor, data, offset)
+            data, offset = data[done:], offset + done
+        disk.sync(descriptor)
+    finally:
+        disk.close(descriptor)
 
 
 def sweep_temporary(disk: Disk, folder: Path, of: str = "") -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hpcdist.checkpoint.durable import ALIGNMENT_BYTES
+from hpcdist.checkpoint.durable import ALIGNMENT_BYTES, Block
+from hpcdist.checkpoint.header import HEADER_BYTES, Header
 from hpcdist.errors import CheckpointError
 
 #: Unit of hashing and writing: large enough for the disk, small enough that a hashed block is still in the cache.
@@ -27,6 +28,7 @@ class FileImage:
 
     Attributes:
         nbytes: size of the current file.
+        index: offset and length of its index; see layout.py.
         n_blocks: blocks yielded so far, over all files.
     """
 
@@ -34,8 +36,9 @@ class FileImage:
         self._room = memoryview(b"")
         self._bytes = np.frombuffer(self._room, np.uint8)
         self.nbytes = self.n_blocks = 0
+        self.index = (0, 0)
 
-    def resize(self, nbytes: int) -> None:
+    def resize(self, nbytes: int, index_offset: int, index_nbytes: int) -> None:
         """Set the size of the file; its content is then undefined. Free if the buffer is large enough.
 
         Raises:
@@ -54,7 +57,7 @@ class FileImage:
                     room.madvise(mmap.MADV_HUGEPAGE)  # makes copies 10 % faster
             self._room = memoryview(room)
             self._bytes = np.frombuffer(self._room, np.uint8)
-        self.nbytes = nbytes
+        self.nbytes, self.index = nbytes, (index_offset, index_nbytes)
 
     def put(self, offset: int, values: npt.NDArray[Any]) -> None:
         """Copy an array of any shape and strides to an offset in the file, in C order."""
@@ -83,22 +86,25 @@ class FileImage:
         """Fill a part of the file with zeros."""
         self._bytes[offset:end] = 0
 
-    def digest(self) -> str:
-        """Return the xxh3-128 hex digest of the content."""
-        return xxhash.xxh3_128_hexdigest(self._room[: self.nbytes])
+    def digest_of_arrays(self) -> str:
+        """Return the digest of the arrays, as the header holds it."""
+        return xxhash.xxh3_128_hexdigest(self._room[HEADER_BYTES : self.index[0]])
 
-    def blocks(self, digest: "xxhash.xxh3_128") -> Iterator[memoryview]:
-        """Yield the content in order, and update `digest` with it."""
-        content = self._room[: self.nbytes]
-        whole = self.nbytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        for start in range(0, whole, BLOCK_BYTES):
-            block = content[start : min(start + BLOCK_BYTES, whole)]
-            digest.update(block)
+    def blocks(self) -> Iterator[Block]:
+        """Yield (offset, content) of all blocks of the file. The header, which holds their digests, comes last."""
+        of_arrays, of_index = xxhash.xxh3_128(), xxhash.xxh3_128()
+        start, whole = HEADER_BYTES, self.nbytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        while start < self.nbytes:
+            end = min(start + BLOCK_BYTES, whole) if start < whole else self.nbytes
+            block, n_of_arrays = self._room[start:end], max(self.index[0] - start, 0)
+            of_arrays.update(block[:n_of_arrays])
+            of_index.update(block[n_of_arrays:])
             self.n_blocks += 1
-            yield block
-        if whole < self.nbytes:
-            digest.update(content[whole:])
-            yield content[whole:]
+            yield start, block
+            start = end
+        header = Header(self.nbytes, *self.index, of_arrays.hexdigest(), of_index.hexdigest())
+        self._room[:HEADER_BYTES] = header.to_bytes()
+        yield 0, self._room[:HEADER_BYTES]
 
 
 def _pieces(offset: int, values: npt.NDArray[Any]) -> Iterator[Placed]:

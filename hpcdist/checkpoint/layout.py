@@ -1,69 +1,160 @@
-"""The HDF5 file of a checkpoint: one contiguous dataset per dtype, and one JSON index.
+"""A checkpoint as one HDF5 file that verifies itself.
 
-/index            uint8, JSON: {"format": 1, "arrays": [[name, dtype, shape, offset], ...], "state": nest}
-/arrays/<dtype>   one dimension: all arrays of that dtype, concatenated; offset counts elements
+    bytes 0 to 4095     the user block, which HDF5 leaves to us: header.py
+    HDF5 from there on  one contiguous dataset per array, under the array's name, such as /model/0.weight
+    /index, the last    JSON, padded with spaces: {"step", "time_s", "metrics", "written", "arrays", "state"}, with
+                        arrays as [[name, dtype, shape, offset in bytes from the start of the file], ...]
 
 bfloat16 is stored as uint16 bits, bool as uint8. Any HDF5 reader can open the file. The layout does not depend on
 ranks, hosts or replicas.
 """
 
 import json
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import h5py
 import numpy as np
 
-from hpcdist.checkpoint.durable import ALIGNMENT_BYTES
+from hpcdist.checkpoint.header import HEADER_BYTES
 from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.tree import NamedArray
 
-FORMAT = 1
+#: The index is padded with spaces to a multiple of this, so that the next save has the same layout.
+_INDEX_UNIT_BYTES = 4096
 #: Storage of dtypes that numpy or HDF5 lacks.
 _STORED_AS = {"bfloat16": "uint16", "bool": "uint8"}
 #: Dtypes that both numpy and HDF5 have. A fixed table, as numpy crashes on some other names, such as "(2,f4".
 _NUMBERS: dict[str, np.dtype[Any]] = {
     name: np.dtype(name) for name in sorted({np.dtype(code).name for code in "bhilqBHILQefdgFDG"})
 }
+#: Name, dtype and shape of an array.
+_Spec = tuple[str, str, tuple[int, ...]]
 
 
-def lay_out(image: FileImage, state: Any, arrays: list[NamedArray]) -> None:
-    """Make `image` the file that holds a state and copies of its arrays.
+def stored_dtype(dtype: str) -> np.dtype[Any]:
+    """Return the storage dtype of a named dtype.
 
-    HDF5 writes all structures into memory and reports the offsets of the arrays. Nothing is written to disk. The same
-    state gives the same bytes.
+    Raises:
+        KeyError: for an unknown name.
+    """
+    return _NUMBERS[_STORED_AS.get(dtype, dtype)]
+
+
+def lay_out(image: FileImage, facts: dict[str, Any], state: Any, arrays: list[NamedArray]) -> None:
+    """Make `image` the file of a state and copies of its arrays, but for the header, which comes with its blocks.
+
+    HDF5 writes its structures into memory, once for all saves of arrays of the same names, dtypes and shapes.
+
+    Args:
+        image: the file in memory.
+        facts: step, time_s, metrics and written.
+        state: the state, as JSON.
+        arrays: its arrays.
 
     Cost: one copy of the arrays.
     """
-    index, lengths = _index(arrays)
-    text = json.dumps({"format": FORMAT, "arrays": index, "state": state}).encode()
-    sketch = _Sketch()
-    starts = _write_structures(sketch, text, lengths)
-    image.resize(sketch.nbytes)
-    for start, end in _gaps(sketch, starts, lengths):
+    specs = tuple((array.name, array.dtype, array.values.shape) for array in arrays)
+    offsets = _layout_of(specs, _INDEX_UNIT_BYTES).offsets
+    rows = [[*spec, offset] for spec, offset in zip(specs, offsets, strict=True)]
+    text = json.dumps({**facts, "arrays": rows, "state": state}).encode()
+    layout = _layout_of(specs, -(-len(text) // _INDEX_UNIT_BYTES) * _INDEX_UNIT_BYTES)
+    image.resize(layout.nbytes, layout.index_offset, len(text))
+    for start, end in layout.gaps:
         image.clear(start, end)
-    for offset, data in sketch.written:
+    for offset, data in layout.structures:
         image.put(offset, np.frombuffer(data, np.uint8))
-    image.put_all(
-        [
-            (starts[dtype] + offset * array.values.itemsize, array.values)
-            for (_, dtype, _, offset), array in zip(index, arrays, strict=True)
-        ]
-    )
+    image.put(layout.index_offset, np.frombuffer(text.ljust(layout.index_nbytes), np.uint8))
+    image.put_all([(offset, array.values) for offset, array in zip(offsets, arrays, strict=True)])
 
 
-def _index(arrays: list[NamedArray]) -> tuple[list[Any], dict[str, int]]:
-    """Return the index rows and the length of each dtype's dataset, in elements."""
-    index: list[Any] = []
-    lengths: dict[str, int] = {}
-    for array in arrays:
-        offset = lengths.setdefault(array.dtype, 0)
-        index.append([array.name, array.dtype, list(array.values.shape), offset])
-        lengths[array.dtype] = offset + array.values.size
-    return index, lengths
+@dataclass(frozen=True)
+class _Layout:
+    """Where everything is in a file.
+
+    Attributes:
+        nbytes: size of the file.
+        offsets: of the arrays.
+        index_offset, index_nbytes: of the index, padding included.
+        structures: what HDF5 writes, as (offset, bytes), in the order of writing.
+        gaps: the parts that nothing writes, as (start, end).
+    """
+
+    nbytes: int
+    offsets: tuple[int, ...]
+    index_offset: int
+    index_nbytes: int
+    structures: tuple[tuple[int, bytes], ...]
+    gaps: tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=4)  # HDF5 takes 50 microseconds for a dataset
+def _layout_of(specs: tuple[_Spec, ...], index_nbytes: int) -> _Layout:
+    sketch = _Sketch()
+    paths = _paths([name for name, _, _ in specs])
+    with h5py.File(sketch, "w", libver="v110", userblock_size=HEADER_BYTES) as file:
+        offsets = tuple(
+            _make_dataset(file, path, stored_dtype(dtype), shape)
+            for path, (_, dtype, shape) in zip(paths, specs, strict=True)
+        )
+        index_offset = _make_dataset(file, "index", np.dtype(np.uint8), (index_nbytes,))
+    sizes = [int(np.prod(shape)) * stored_dtype(dtype).itemsize for _, dtype, shape in specs]
+    written = [(offset, offset + len(data)) for offset, data in sketch.written]
+    written += [(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True) if size]
+    written += [(0, HEADER_BYTES), (index_offset, index_offset + index_nbytes), (sketch.nbytes, sketch.nbytes)]
+    return _Layout(sketch.nbytes, offsets, index_offset, index_nbytes, tuple(sketch.written), _gaps(written))
+
+
+def _make_dataset(file: h5py.File, path: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
+    """Make a dataset and the groups around it; return the offset of its content, 0 for an empty one."""
+    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    creation.set_layout(h5py.h5d.CONTIGUOUS)
+    creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    creation.set_obj_track_times(False)  # so that the same state gives the same bytes
+    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    links.set_create_intermediate_group(True)
+    links.set_char_encoding(h5py.h5t.CSET_UTF8)
+    space, kind = h5py.h5s.create_simple(shape), h5py.h5t.py_create(dtype, logical=True)
+    made = h5py.h5d.create(file.id, path.encode(), kind, space, creation, links)
+    return made.get_offset() if 0 not in shape else 0
+
+
+def _paths(names: list[str]) -> list[str]:
+    """Return the path in the file for each array: its name, or #NUMBER where HDF5 cannot take that."""
+    groups: set[str] = set()
+    taken = {"index"}
+    paths = []
+    for number, name in enumerate(names):
+        above = {name[:at] for at, letter in enumerate(name) if letter == "/"}
+        is_fit = _is_path(name) and name not in taken | groups and not above & taken
+        if is_fit:
+            groups |= above
+        path = name if is_fit else f"#{number}"
+        while not is_fit and path in taken | groups:
+            path = f"#{path}"
+        taken.add(path)
+        paths.append(path)
+    return paths
+
+
+def _is_path(name: str) -> bool:
+    parts = name.split("/")
+    return name.isprintable() and not {"", ".", ".."} & set(parts) and not name.startswith("#")
+
+
+def _gaps(written: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    gaps, end = [], 0
+    for start, stop in sorted(written):
+        if start > end:
+            gaps.append((end, start))
+        end = max(end, stop)
+    return tuple(gaps)
 
 
 class _Sketch:
-    """A file object that records the writes of HDF5; the arrays are left out.
+    """A file object that records the writes of HDF5; the arrays and the index are left out.
 
     Attributes:
         written: offsets and bytes, in the order of writing.
@@ -97,51 +188,3 @@ class _Sketch:
 
     def flush(self) -> None:
         """Do nothing: all is in memory."""
-
-
-def _write_structures(sketch: _Sketch, text: bytes, lengths: dict[str, int]) -> dict[str, int]:
-    """Write everything but the arrays; return the offset of each dtype's dataset in the file, in bytes."""
-    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    creation.set_layout(h5py.h5d.CONTIGUOUS)
-    creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    creation.set_obj_track_times(False)  # so that the same state gives the same bytes
-    starts: dict[str, int] = {}
-    aligned = {"alignment_threshold": ALIGNMENT_BYTES, "alignment_interval": ALIGNMENT_BYTES}
-    with h5py.File(sketch, "w", libver="v110", **aligned) as file:
-        file.create_dataset("index", data=np.frombuffer(text, np.uint8))
-        group = file.create_group("arrays")
-        for dtype, length in lengths.items():
-            space = h5py.h5s.create_simple((length,))
-            made = h5py.h5d.create(group.id, dtype.encode(), _kind(dtype), space, creation)
-            starts[dtype] = made.get_offset() or 0  # an empty dataset has no offset
-    return starts
-
-
-def stored_dtype(dtype: str) -> np.dtype[Any]:
-    """Return the storage dtype of a named dtype.
-
-    Raises:
-        KeyError: for an unknown name.
-    """
-    return _NUMBERS[_STORED_AS.get(dtype, dtype)]
-
-
-def _kind(dtype: str) -> Any:
-    return h5py.h5t.py_create(stored_dtype(dtype), logical=True)
-
-
-def _gaps(sketch: _Sketch, starts: dict[str, int], lengths: dict[str, int]) -> list[tuple[int, int]]:
-    """Return the padding, as (start, end): the parts of the file that neither HDF5 nor an array writes."""
-    written = [(offset, offset + len(data)) for offset, data in sketch.written]
-    datasets = [
-        (starts[dtype], starts[dtype] + length * stored_dtype(dtype).itemsize)
-        for dtype, length in lengths.items()
-        if length
-    ]
-    gaps, end = [], 0
-    for start, stop in [*sorted(written + datasets), (sketch.nbytes, sketch.nbytes)]:
-        if start > end:
-            gaps.append((end, start))
-        end = max(end, stop)
-    return gaps

@@ -1,13 +1,21 @@
-"""Which checkpoints to keep when a newer one is committed. A pure function of the manifests, so restarts agree."""
+"""Which checkpoints to keep when a newer one is committed: a pure function of their indices, so restarts agree."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.errors import UsageError
 
 _HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class SaveFacts:
+    """What counts of a checkpoint: its step, the time of the save in seconds since 1970, and its metrics."""
+
+    step: int
+    time_s: float
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -45,23 +53,21 @@ class Retention:
                 f"CheckpointManager: expected best_mode 'min' or 'max', got {self.best_mode!r}; give one of them."
             )
 
-    def kept(self, saved: Sequence[Manifest]) -> list[Manifest]:
+    def kept(self, saved: Sequence[SaveFacts]) -> list[SaveFacts]:
         """Return the checkpoints to keep, in order, of `saved`, which is ordered from the oldest."""
-        chosen = [*saved[-self.max_to_keep :], *self._by_time(saved), *self._best(saved)]
-        return [manifest for manifest in saved if any(manifest is one for one in chosen)]
+        chosen = [*saved[-self.max_to_keep :], *self._by_time(saved), self.best(saved)]
+        return [facts for facts in saved if any(facts is one for one in chosen)]
 
-    def _by_time(self, saved: Sequence[Manifest]) -> list[Manifest]:
-        kept: list[Manifest] = []
+    def _by_time(self, saved: Sequence[SaveFacts]) -> list[SaveFacts]:
+        kept: list[SaveFacts] = []
         if self.keep_every_n_hours is not None:
-            for manifest in saved:
-                if not kept or manifest.time_s - kept[-1].time_s >= self.keep_every_n_hours * _HOUR_S:
-                    kept.append(manifest)
+            for facts in saved:
+                if not kept or facts.time_s - kept[-1].time_s >= self.keep_every_n_hours * _HOUR_S:
+                    kept.append(facts)
         return kept
 
-    def _best(self, saved: Sequence[Manifest]) -> list[Manifest]:
-        valued = [manifest for manifest in saved if self._is_valued(manifest)]
-        sign = 1 if self.best_mode == "min" else -1
-        return [min(valued, key=lambda manifest: sign * manifest.metrics[self.keep_best or ""])] if valued else []
-
-    def _is_valued(self, manifest: Manifest) -> bool:
-        return self.keep_best in manifest.metrics and not math.isnan(manifest.metrics[self.keep_best or ""])
+    def best(self, saved: Sequence[SaveFacts]) -> SaveFacts | None:
+        """Return the checkpoint with the best value of `keep_best`; None if no one has a value."""
+        name, sign = self.keep_best or "", 1 if self.best_mode == "min" else -1
+        valued = [facts for facts in saved if not math.isnan(facts.metrics.get(name, math.nan))]
+        return min(valued, key=lambda facts: sign * facts.metrics[name], default=None)

@@ -11,6 +11,7 @@ from hpcdist.errors import ConfigurationError
 #: Every variable that hpcdist itself defines, with its meaning.
 HPCDIST_VARIABLES = {
     "HPCDIST_DEBUG": "what to check at run time: collectives (all ranks call the same ones), or nothing (default)",
+    "HPCDIST_PREEMPTED": "1 where the batch system ended the attempt before this one; batch scripts set it",
     "HPCDIST_ROLES": "role map given to ranks in order, such as chief:1,ps:2,worker:*",
     "HPCDIST_TIMEOUT_S": "longest time, in seconds, for a collective or an agreement; then the job ends (default 600)",
 }
@@ -25,6 +26,9 @@ LAUNCHER_VARIABLES = (
     ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MVAPICH's mpirun"),
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
 )
+
+#: The id of a batch job under Slurm, PBS, LSF and Flux.
+JOB_ID_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,13 @@ def job_end(environ: Mapping[str, str]) -> float | None:
 
 
 def job_id(environ: Mapping[str, str]) -> str | None:
-    """Return the id of this Slurm job; None outside Slurm."""
-    return environ.get("SLURM_JOB_ID") or None
+    """Return the id of this batch job; None outside of one."""
+    return next((environ[name] for name in JOB_ID_VARIABLES if environ.get(name)), None)
+
+
+def is_after_preemption(environ: Mapping[str, str]) -> bool:
+    """Return whether the batch script says that the batch system ended the attempt before this one."""
+    return environ.get("HPCDIST_PREEMPTED", "") == "1"
 
 
 def nccl_may_share_devices(environ: Mapping[str, str]) -> bool:

@@ -28,6 +28,15 @@ def parse_hostlist(text: str) -> list[str]:
     return [host for part in _PART.findall(text) for host in _expand(part)]
 
 
+def node_names(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the nodes of this Slurm step, or of its job; empty outside Slurm."""
+    text = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    try:
+        return tuple(parse_hostlist(text)) if text else ()
+    except ConfigurationError:
+        return (text,)  # to tell it from another one, it need not be expanded
+
+
 def _expand(part: str) -> list[str]:
     head, bracket, rest = part.partition("[")
     if not bracket:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from xxhash import xxh3_64_intdigest
 
-from hpcdist.checkpoint.durable import Disk, replace_file
+from hpcdist.checkpoint.durable import Disk, in_order, replace_file
 from hpcdist.data.row_file import StoredRow, blocks, content_of_file, pack, read_at, read_index, unpack, write_at
 from hpcdist.data.rows import no_rows, stack, unstack
 from hpcdist.data.sources import Description, RowSource
@@ -278,7 +278,8 @@ class FileStore:
             path = f"{self._filename}.{secrets.token_hex(8)}.rows"
             header = {"description": self._description, "key": self._key, "total": total}
             try:
-                replace_file(Disk(), Path(path), blocks(content_of_file(header, self._new, self._read)))
+                pieces = blocks(content_of_file(header, self._new, self._read))
+                replace_file(Disk(), Path(path), in_order(pieces))
             except OSError as error:
                 raise self._no_room(path, error) from None
             self._seen.add(path)

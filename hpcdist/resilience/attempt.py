@@ -1,111 +1,115 @@
-"""One attempt of a job as recorded in the run folder: what the launcher must do next, and how the attempt ended."""
+"""One attempt of a job: it keeps `decision.json` true, so that the launcher knows what to do however it ends."""
 
 import logging
 from pathlib import Path
 
-from hpcdist.cluster.environment import job_id, read_environment
-from hpcdist.errors import CheckpointError, DesyncError, ExitCode, NoProgressError
-from hpcdist.resilience.decision import (
-    Decision,
-    DecisionFile,
-    Verdict,
-    at_desync,
-    at_end,
-    at_first_commit,
-    at_start,
-    at_stop,
-)
+from hpcdist.errors import CheckpointError, CheckpointMismatch, DesyncError, ExitCode, NoProgressError
+from hpcdist.resilience.decision import Decision, DecisionFile, decide, without_progress
+from hpcdist.resilience.ledger import Launch
 from hpcdist.resilience.manager import CheckpointManager
 from hpcdist.runtime.world import World
 
 logger = logging.getLogger("hpcdist")
 
 
-class Attempt:
-    """Writes the launcher's decision when an attempt starts, commits its first checkpoint and ends.
+class RunAttempt:
+    """Notes in the ledger how the attempt ends, and writes what follows from the ledger to `decision.json`.
 
     The chief decides and writes. All methods but `record_desync` and `record_end` are collective: chief and workers.
 
     Args:
         world: the ranks of the job.
         manager: writes the checkpoints; the run folder is the parent of its folder.
-        is_counted: whether an attempt without a newer checkpoint of this manager made no progress. If the user's own
-            function saves, progress is unknown: the verdict stays "requeue" until the program finishes.
+        knows_progress: whether an attempt without a newer checkpoint of this manager made no progress. If the user's
+            own function saves, progress is unknown: the verdict stays "requeue" until the program finishes.
 
     Attributes:
         folder: the run folder.
     """
 
-    def __init__(self, world: World, manager: CheckpointManager, is_counted: bool = True) -> None:
+    def __init__(self, world: World, manager: CheckpointManager, knows_progress: bool = True) -> None:
         self._world = world
         self._manager = manager
         self.folder = Path(manager.directory).parent
         self._file = DecisionFile(self.folder)
-        self._is_counted = is_counted
-        self._n_idle = 0
-        self._has_earlier = False
-        self._step: int | None = None
+        self._launch = Launch.of_this_process()
+        self._is_counted = knows_progress and self._launch.job is not None
+        self._warns = knows_progress and not self._is_counted
 
     def begin(self) -> None:
-        """Write the decision that applies if the attempt dies before its first checkpoint.
+        """Begin the attempt, and write the decision that applies if it dies before its first checkpoint.
 
         Raises:
-            NoProgressError: after too many attempts without progress; on all ranks.
-            CheckpointError: if the decision cannot be written; on all ranks.
+            NoProgressError: after too many attempts without progress; on all ranks. No attempt begins then.
+            CheckpointError: if the folder cannot be written; on all ranks.
         """
+        is_new_try = not self._file.path.exists()
         with self._world.agreed(self._world.role_comm):
-            if self._world.is_chief:
-                self._begin()
+            if self._world.is_chief and not is_new_try:
+                self._require_progress()
+        self._manager.begin(is_new_try)
+        self.renew()
 
-    def renew(self) -> None:
-        """Write the decision again after the restore, which may change the count of attempts. Raises as `begin`."""
-        with self._world.agreed(self._world.role_comm):
-            if self._world.is_chief:
-                self._decide()
-
-    def _begin(self) -> None:
-        earlier = self._file.read()
-        self._step, self._n_idle = (earlier or {}).get("step"), (earlier or {}).get("idle_stops", 0)
-        self._has_earlier = earlier is not None
-        if at_start(self._n_fruitless, self._has_earlier).exit_code is None:
-            self._manager.note_start()  # before "requeue" is written, so that a death right after it counts
-        self._decide()
-
-    @property
-    def _n_fruitless(self) -> int:
-        return self._manager.fruitless_attempts if self._is_counted else 0
-
-    def _decide(self) -> None:
-        decision = at_start(self._n_fruitless, self._has_earlier)
-        self._write(decision)
+    def _require_progress(self) -> None:
+        this = self._launch.attempt(self._manager.attempt)
+        earlier = [attempt for attempt in self._manager.ledger.attempts() if attempt.number != this.number]
+        decision = decide([*earlier, this], self._is_counted)
         if decision.exit_code is not None:
             raise NoProgressError(
-                f"PreemptionCheckpointHandler: expected attempts that make progress, got {decision.reason} without a "
-                f"newer checkpoint; fix what ends them, then remove {self._file.path} to try again."
+                f"PreemptionCheckpointHandler: expected attempts that make progress, got {decision.reason}; fix what "
+                f"ends them, then remove {self._file.path} to try again."
+            )
+        n_earlier = len(without_progress([*earlier, this])) - 1
+        if self._warns and n_earlier >= 3:
+            logger.warning(
+                "%d attempts in a row made no progress: as a batch job this one would not start, unless you remove %s.",
+                n_earlier,
+                self._file.path,
             )
 
-    def committed(self, step: int) -> None:
-        """Record that this attempt has committed its first checkpoint.
+    def renew(self) -> None:
+        """Write the decision again, as the restore may have changed it.
 
         Raises:
-            CheckpointError: if the decision cannot be written; on all ranks.
+            CheckpointError: if it cannot be written; on all ranks.
+        """
+        with self._world.agreed(self._world.role_comm):
+            if self._world.is_chief:
+                self._write(None)
+
+    def refused(self, error: CheckpointError) -> None:
+        """Note that this attempt failed to restore, or that its checkpoint is of another program.
+
+        Not collective; a failed write is logged, as the error is about to be raised.
+        """
+        if self._world.is_chief and self._manager.attempt:
+            self._try_to_end("refused" if isinstance(error, CheckpointMismatch) else "failed", str(error))
+
+    def committed(self, step: int) -> None:
+        """Write that this attempt has a checkpoint, once it is durable and was read back.
+
+        Raises:
+            CheckpointError: if it cannot be written; on all ranks.
         """
         self._manager.wait()
-        self._note(at_first_commit(), step)
+        with self._world.agreed(self._world.role_comm):
+            if self._world.is_chief:
+                self._write(step)
 
-    def stopped(self, reason: str, step: int) -> tuple[ExitCode, str]:
+    def stopped(self, reason: str, step: int, is_excused: bool) -> tuple[ExitCode, str]:
         """Record that the attempt was asked to stop; return the exit code for all ranks, and its reason.
+
+        Args:
+            reason: source of the request.
+            step: step of the last checkpoint.
+            is_excused: whether the batch system asked, at a time of its own choice.
 
         Raises:
             CheckpointError: if the decision or the last save cannot be written; on all ranks.
         """
-        self._manager.end_attempt()
-        has_newer = self._manager.fruitless_attempts == 0
-        self._n_idle = 0 if has_newer or not self._is_counted else self._n_idle + 1
-        decision = at_stop(reason, self._n_idle)
-        self._note(decision, step)
-        own = f"{(decision.exit_code or ExitCode.RUN_AGAIN).value} {decision.reason}"
-        code, _, why = self._world.broadcast_text(own, 0, self._world.role_comm).partition(" ")
+        decision = self._end("stopped", reason, step, is_excused and self._launch.job is not None)
+        text = f"{(decision.exit_code or ExitCode.RUN_AGAIN).value} {decision.reason}" if decision else ""
+        code, _, why = self._world.broadcast_text(text, 0, self._world.role_comm).partition(" ")
         return ExitCode(int(code)), why
 
     def finished(self, step: int) -> None:
@@ -114,8 +118,16 @@ class Attempt:
         Raises:
             CheckpointError: as `stopped`.
         """
-        self._manager.end_attempt()
-        self._note(at_end(), step)
+        self._end("finished", "the program has finished", step)
+
+    def _end(self, how: str, reason: str, step: int, is_excused: bool = False) -> Decision | None:
+        """Return the decision on the chief."""
+        self._manager.end_attempt(how, reason, is_excused)
+        decision = None
+        with self._world.agreed(self._world.role_comm):
+            if self._world.is_chief:
+                decision = self._write(step)
+        return decision
 
     def record_desync(self, error: DesyncError) -> None:
         """Record that ranks differ: the job must not be requeued before a person has looked at it.
@@ -123,10 +135,14 @@ class Attempt:
         Not collective: diverged ranks may be at different points of the program. A failed write is logged.
         """
         if self._world.is_chief:
-            try:
-                self._write(at_desync(str(error)))
-            except CheckpointError as unwritten:
-                logger.warning("%s", unwritten)
+            self._try_to_end("diverged", str(error))
+
+    def _try_to_end(self, how: str, reason: str) -> None:
+        try:
+            self._manager.ledger.end(how, reason)
+            self._write(None)
+        except CheckpointError as unwritten:
+            logger.warning("%s", unwritten)
 
     def record_end(self, step: int) -> None:
         """Record, while this rank exits, that the program has finished, unless a later attempt has begun.
@@ -137,26 +153,22 @@ class Attempt:
             CheckpointError: as `stopped`.
         """
         self._manager.forget_copies()
-        if self._world.is_chief and (self._file.read() or {}).get("attempt") == self._manager.generation:
-            self._manager.note_end()
-            self._step, self._n_idle = step, 0
-            self._write(at_end())
+        if self._world.is_chief:
+            self._manager.ledger.end("finished", "the program has finished")
+            self._write(step)
 
-    def _note(self, decision: Decision, step: int) -> None:
-        with self._world.agreed(self._world.role_comm):
-            if self._world.is_chief:
-                self._step = step
-                if decision.verdict is Verdict.FINISHED or self._manager.fruitless_attempts == 0:
-                    self._n_idle = 0
-                self._write(decision)
+    def _write(self, step: int | None) -> Decision:
+        """Write what follows from the ledger.
 
-    def _write(self, decision: Decision) -> None:
+        Args:
+            step: step of the last checkpoint; default: the last that an attempt is known to have reached.
+        """
         self._manager.check_current()
-        self._file.write(
-            decision,
-            self._step,
-            attempt=self._manager.generation,
-            fruitless_attempts=self._manager.fruitless_attempts,
-            idle_stops=self._n_idle,
-            job=job_id(read_environment()),  # the author, in case two jobs share a folder
-        )
+        attempts = self._manager.ledger.attempts()
+        decision = decide(attempts, self._is_counted)
+        if step is None and attempts[-1].reached_step >= 0:
+            step = attempts[-1].reached_step
+        n = len(without_progress(attempts))
+        facts = {"attempt": self._manager.attempt, "attempts_without_progress": n, "job": self._launch.job}
+        self._file.write(decision, step, **facts)
+        return decision

@@ -1,16 +1,19 @@
 """Checkpoint: converts training objects to named arrays and back."""
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hpcdist.checkpoint.tree import NamedArray, decode, encode
 from hpcdist.dtypes import dtype_name
-from hpcdist.errors import CheckpointDamaged, CheckpointError, DataError, UsageError
+from hpcdist.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, DataError, UsageError
 from hpcdist.gradients.central_storage import is_stepped_by_chief
 from hpcdist.gradients.tensors import from_array, to_array
 from hpcdist.resilience.metrics_file import MetricsFile
+from hpcdist.resilience.newest import read_everywhere
 from hpcdist.resilience.steps import StepCount
 from hpcdist.runtime.process import make_world
 from hpcdist.runtime.world import World
@@ -26,6 +29,7 @@ class Checkpoint:
 
     Attributes:
         step: step of the last save or restore; 0 before the first.
+        is_chosen: whether `restore` has set it: a run that goes on from there makes progress from there.
 
     Raises:
         UsageError: for any other object.
@@ -42,6 +46,7 @@ class Checkpoint:
                 )
         self._objects = objects
         self.step = 0
+        self.is_chosen = False
         self._steps: StepCount | None = None
         self._was_outside = False
 
@@ -92,6 +97,35 @@ class Checkpoint:
         equal = {name: item for name, item in self._objects.items() if _is_equal_everywhere(item)}
         return {name: encode(item.state_dict(), name, to_array, arrays) for name, item in equal.items()}, arrays
 
+    def read(self, path: str | os.PathLike[str]) -> int:
+        """Load the checkpoint file at `path`, of any run, into the objects; return its step.
+
+        Writes nothing and begins no attempt: the folder may be read-only, and of a job that runs.
+
+        Collective: chief and workers; rank 0 reads, and the others need no access.
+
+        Raises:
+            CheckpointMissing: if there is no such file; on all ranks.
+            CheckpointDamaged: if it is not what was committed; on all ranks.
+            CheckpointMismatch: if it is of other objects or another model, or has a newer format; on all ranks.
+            CheckpointError: if it cannot be read; on all ranks.
+
+        Cost: one read of the file, and a broadcast of its arrays.
+        """
+        index, arrays = read_everywhere(self.world, Path(path))
+        with self.world.agreed(self.world.role_comm):
+            self.apply(index.state, arrays, os.path.basename(path))
+        return index.step
+
+    def restore(self, path: str | os.PathLike[str]) -> int:
+        """Load like `read`, and go on from there: `step` is the checkpoint's, and saves in any folder begin after it.
+
+        Collective: chief and workers. Raises as `read`.
+        """
+        self.step = self.read(path)
+        self.is_chosen = True
+        return self.step
+
     def claim_files(self) -> None:
         """Give this attempt its own copy of each metrics file, out of reach of the attempts it replaced.
 
@@ -114,12 +148,12 @@ class Checkpoint:
 
         Raises:
             CheckpointDamaged: if the state is not one that `collect` returns, even if its digest is right.
-            CheckpointError: if objects or shapes differ; nothing is loaded then.
+            CheckpointMismatch: if objects or shapes differ; nothing is loaded then.
         """
         kinds = {name: _kind(item) for name, item in self._objects.items()}
         nodes, their_kinds = _parts_of(state, source)
         if their_kinds != kinds:
-            raise CheckpointError(
+            raise CheckpointMismatch(
                 f"restore: expected objects {kinds}, got {str(their_kinds)[:1000]} in {source}; make Checkpoint(...) "
                 f"with the same objects, or start with a new run folder."
             )
@@ -193,7 +227,7 @@ def _is_list_of_names(value: Any) -> bool:
 
 
 def _check_layout(name: str, item: Any, loaded: Any, source: str) -> None:
-    """Raise CheckpointError unless `loaded` has the object's arrays or, for an optimizer, its parameter groups."""
+    """Raise CheckpointMismatch unless `loaded` has the object's arrays or, for an optimizer, its parameter groups."""
     if hasattr(item, "param_groups"):
         state = item.state_dict()
         if not _is_optimizer_state(state):  # a wrapper's state: only the wrapper can find the groups
@@ -207,7 +241,7 @@ def _check_layout(name: str, item: Any, loaded: Any, source: str) -> None:
         return
     for key in [*own, *theirs]:
         if own.get(key) != theirs.get(key):
-            raise CheckpointError(
+            raise CheckpointMismatch(
                 f"restore: expected {name!r} with {len(own)} arrays, {key!r} {own.get(key, 'absent')}, got "
                 f"{len(theirs)}, {key!r} {theirs.get(key, 'absent')} in {source}; build the same model, or start with "
                 "a new run folder."
@@ -233,10 +267,10 @@ def _load(name: str, item: Any, loaded: Any, source: str) -> None:
     except CheckpointError:
         raise
     except DataError as error:
-        raise CheckpointError(str(error)) from None
+        raise CheckpointMismatch(str(error)) from None
     except (ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         text = " ".join(str(error).split())
-        raise CheckpointError(
+        raise CheckpointMismatch(
             f"restore: expected {source} to fit {name!r}, got {type(error).__name__} ({text}); build the same objects, "
             f"or start with a new run folder."
         ) from None

@@ -1,24 +1,35 @@
-"""The launcher's next action after this attempt: requeue the job, stop, or nothing because it is finished.
+"""The one rule of restarts: from the ledger to what the launcher must do next.
 
-Exit codes do not suffice: a killed job has none, and launchers report them differently. So at any time the file states
-what to do if this attempt dies now.
+| this attempt                                             | decision | exit code |
+|----------------------------------------------------------|----------|-----------|
+| has finished                                             | finished | 0         |
+| found ranks that differ                                  | stop     | 76        |
+| was refused: another model, a newer format               | stop     | 78        |
+| was stopped, third in a row without progress             | stop     | 76        |
+| was stopped otherwise                                    | requeue  | 75        |
+| would be the fourth in a row without progress            | stop     | 76        |
+| dies now, third in a row without progress                | stop     |           |
+| dies now otherwise                                       | requeue  |           |
+
+Progress is a checkpoint of a step beyond the highest that any attempt of the run has reached. Attempts without progress
+count in a batch job only. Those that the batch system ended do not count, nor do those before a person removed
+`decision.json`, nor those of a program whose file has changed since.
 """
 
 import enum
+import itertools
 import json
-import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hpcdist.checkpoint import durable
 from hpcdist.errors import CheckpointError, ExitCode
+from hpcdist.resilience.ledger import Attempt
 
-logger = logging.getLogger("hpcdist")
-
-#: Consecutive attempts that may end without a newer checkpoint. The next one does not start.
-MAX_FRUITLESS = 3
+#: Consecutive attempts without progress. The next one does not start.
+MAX_WITHOUT_PROGRESS = 3
 
 
 class Verdict(str, enum.Enum):
@@ -38,52 +49,89 @@ class Decision:
     exit_code: ExitCode | None = None
 
 
-def at_start(n_fruitless: int, has_earlier: bool) -> Decision:
-    """Decide what follows if an attempt dies before its first checkpoint, and whether it may start.
+def decide(attempts: Sequence[Attempt], is_counted: bool) -> Decision:
+    """Return what the launcher must do after the last of these attempts, if it has ended or dies now.
 
     Args:
-        n_fruitless: consecutive attempts without progress, this one included.
-        has_earlier: whether an earlier decision exists. Removing the file permits another try.
+        attempts: the run's attempts, oldest first, this one included.
+        is_counted: whether attempts without progress end the run.
     """
-    if n_fruitless < MAX_FRUITLESS:
-        return Decision(Verdict.REQUEUE, "died without notice")
-    reason = f"attempt {n_fruitless} in a row that died without a newer checkpoint"
-    if n_fruitless == MAX_FRUITLESS or not has_earlier:
-        return Decision(Verdict.STOP, reason)
-    return Decision(Verdict.STOP, f"{n_fruitless - 1} attempts in a row died", ExitCode.DO_NOT_REQUEUE)
-
-
-def at_first_commit() -> Decision:
-    """Decide what follows if an attempt dies after its first checkpoint: it has made progress."""
-    return Decision(Verdict.REQUEUE, "died without notice, after a newer checkpoint")
-
-
-def at_stop(reason: str, n_idle: int) -> Decision:
-    """Decide what follows an attempt that was asked to stop.
-
-    Args:
-        reason: source of the stop request.
-        n_idle: consecutive attempts, this one included, that were stopped without a newer checkpoint; 0 if this one
-            has a newer checkpoint.
-    """
-    if n_idle >= MAX_FRUITLESS:
-        reason = f"{n_idle} attempts in a row were stopped without a newer checkpoint, this one by {reason}"
+    this = attempts[-1]
+    n = len(without_progress(attempts)) if is_counted else 0
+    if this.end == "finished":
+        return Decision(Verdict.FINISHED, this.reason, ExitCode.DONE)
+    if this.end == "diverged":
+        return Decision(Verdict.STOP, this.reason, ExitCode.DO_NOT_REQUEUE)
+    if this.end == "refused":
+        return Decision(Verdict.STOP, this.reason, ExitCode.BAD_CONFIGURATION)
+    if n > MAX_WITHOUT_PROGRESS and not this.end:
+        reason = f"{n - 1} attempts in a row without progress"
         return Decision(Verdict.STOP, reason, ExitCode.DO_NOT_REQUEUE)
-    return Decision(Verdict.REQUEUE, reason, ExitCode.RUN_AGAIN)
+    if this.end == "stopped" and n >= MAX_WITHOUT_PROGRESS and not this.is_excused:
+        reason = f"{n} attempts in a row made no progress; this one was stopped by {this.reason}"
+        return Decision(Verdict.STOP, reason, ExitCode.DO_NOT_REQUEUE)
+    if this.end == "stopped":
+        return Decision(Verdict.REQUEUE, this.reason, ExitCode.RUN_AGAIN)
+    if n >= MAX_WITHOUT_PROGRESS:
+        return Decision(Verdict.STOP, f"attempt {n} in a row that died without progress")
+    if this.end:  # failed
+        return Decision(Verdict.REQUEUE, this.reason)
+    return Decision(
+        Verdict.REQUEUE, "died without notice" + (", after a newer checkpoint" if has_progress(this) else "")
+    )
 
 
-def at_desync(reason: str) -> Decision:
-    """Decide what follows if ranks differ: stop, as another attempt might differ again unnoticed."""
-    return Decision(Verdict.STOP, reason, ExitCode.DO_NOT_REQUEUE)
+def without_progress(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """Return the attempts that count as a row without progress, newest first, the last of `attempts` included."""
+    found: list[Attempt] = []
+    known = [attempt for attempt in attempts if attempt.has_begun]
+    for attempt, successor in reversed(list(itertools.zip_longest(known, known[1:]))):
+        if attempt.program != known[-1].program or attempt.end == "finished" or has_progress(attempt, successor):
+            break
+        is_excused = attempt.is_excused or (successor is not None and successor.is_vouched)
+        if not is_excused and attempt.end != "refused":
+            found.append(attempt)
+        if attempt.is_new_try:
+            break
+    return found
 
 
-def at_end() -> Decision:
-    """Decide what follows the program's end."""
-    return Decision(Verdict.FINISHED, "the program has finished", ExitCode.DONE)
+def has_progress(attempt: Attempt, successor: Attempt | None = None) -> bool:
+    """Return whether an attempt came further than all before it.
+
+    Args:
+        attempt: the attempt.
+        successor: the next one, if there is one: it may have resumed from a copy in memory, which is progress too.
+    """
+    successors = -1 if successor is None or successor.resumed_step is None else successor.resumed_step
+    began_at = -1 if attempt.resumed_step is None else attempt.resumed_step  # beyond its base, if it was in memory
+    return max(attempt.committed_step, successors) > max(attempt.base_step, began_at)
+
+
+def suspects(attempts: Sequence[Attempt]) -> dict[int, list[Attempt]]:
+    """Return the steps that an attempt after these must not resume from, and the attempts that died on each.
+
+    A step is suspect if two attempts died after they resumed from it and before they came to a save, in different
+    jobs, or on nodes of which they share none: a sick node or a full memory is no fault of a checkpoint. Outside of
+    batch jobs every launch is a job.
+    """
+    died: dict[int, list[Attempt]] = {}
+    for attempt in without_progress(attempts):
+        if not attempt.end and not attempt.has_saved and attempt.restored_step >= 0:
+            died.setdefault(attempt.restored_step, []).append(attempt)
+    return {
+        step: found
+        for step, found in died.items()
+        if any(_differ(one, other) for one, other in itertools.combinations(found, 2))
+    }
+
+
+def _differ(one: Attempt, other: Attempt) -> bool:
+    return one.job is None or one.job != other.job or not set(one.nodes) & set(other.nodes)
 
 
 class DecisionFile:
-    """`decision.json` in a run folder, replaced atomically.
+    """`decision.json` in a run folder, replaced atomically, for the launcher. hpcdist only looks whether it is there.
 
     Args:
         folder: the run folder.
@@ -93,19 +141,6 @@ class DecisionFile:
     def __init__(self, folder: Path, disk: durable.Disk | None = None) -> None:
         self.path = folder / "decision.json"
         self._disk = disk or durable.Disk()
-
-    def read(self) -> dict[str, Any] | None:
-        """Return the last content; None if the file is missing or unreadable."""
-        try:
-            content = json.loads(self.path.read_text())
-            if not _is_decision(content):
-                raise ValueError("expected the record of an attempt")
-            return dict(content)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, RecursionError) as error:
-            logger.warning("decision: %s is not used: %s", self.path, error)
-            return None
 
     def write(self, decision: Decision, step: int | None, **facts: int | str | None) -> None:
         """Write a decision with the step of the last checkpoint.
@@ -123,12 +158,3 @@ class DecisionFile:
                 f"decision: expected to write {self.path}, got {error.strerror}; free space or choose another run "
                 f"folder. Checkpoints are untouched."
             ) from None
-
-
-def _is_decision(content: Any) -> bool:
-    """Return whether the fields that the next attempt reads are valid: the file may have been edited."""
-    return (
-        isinstance(content, dict)
-        and isinstance(content.get("step"), int | None)
-        and isinstance(content.get("idle_stops", 0), int)
-    )

@@ -17,13 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpcdist.checkpoint import durable, generations
+from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
-from hpcdist.checkpoint.folder import CheckpointFolder
-from hpcdist.checkpoint.generations import Place
-from hpcdist.checkpoint.reader import CheckpointReader, Found
 from hpcdist.checkpoint.retention import Retention
-from hpcdist.checkpoint.tier import Tier
+from hpcdist.checkpoint.saver import Saver
+from hpcdist.checkpoint.store import Found, Saved, Store
 from hpcdist.checkpoint.tree import NamedArray
 from hpcdist.errors import CheckpointError
 
@@ -39,24 +37,24 @@ class FastTier:
         directory: on an in-memory file system, such as /dev/shm; each node has its own. If others may write to it, it
             must be sticky, as /dev/shm is.
         run_id: identifies the run, to exclude copies of other runs.
-        generation: number of this attempt.
+        attempt: number of this attempt.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], run_id: str, generation: int) -> None:
-        self._tier: Tier | None = None
+    def __init__(self, directory: str | os.PathLike[str], run_id: str, attempt: int) -> None:
+        self._saver: Saver | None = None
         name = re.sub(r"\W", "-", run_id)  # it was read from a file, which may hold any characters
         self._path = Path(directory) / f"hpcdist-{os.getuid()}-{name}"
         self._disk = Disk()
-        self._folder = CheckpointFolder(self._path, self._disk)
-        self._try(lambda: self._begin(generation))
+        self._store = Store(self._path, self._disk)
+        self._try(lambda: self._begin(attempt))
 
-    def _begin(self, generation: int) -> None:
+    def _begin(self, attempt: int) -> None:
         durable.make_folders(self._disk, self._path.parent)
         with contextlib.suppress(FileExistsError):  # from an earlier attempt, or another user's
             self._disk.make_folder(self._path, 0o700)
         self._require_own()
-        self._folder.begin(generation)
-        self._tier = Tier(self._folder, Retention(max_to_keep=1))
+        self._store.begin_attempt(attempt)
+        self._saver = Saver(self._store, Retention(max_to_keep=1))
 
     def _require_own(self) -> None:
         """Raise CheckpointError unless only this user can have written to the folder."""
@@ -72,54 +70,50 @@ class FastTier:
         try:
             act()
         except (CheckpointError, OSError, MemoryError) as error:
-            self._tier = None
+            self._saver = None
             logger.warning("fast tier: continues without copies in memory on this node: %s", error)
 
     @property
     def is_kept(self) -> bool:
         """Whether copies are made: False after the first failure."""
-        return self._tier is not None
+        return self._saver is not None
 
     def save(self, step: int, state: Any, arrays: list[NamedArray], written: dict[str, Any]) -> None:
         """Copy a state in the background; return once the arrays are in the saver's buffer."""
-        tier = self._tier
-        if tier is not None:
-            self._try(lambda: tier.save(step, state, arrays, written, {}))
+        saver = self._saver
+        if saver is not None:
+            self._try(lambda: saver.save(step, state, arrays, written, {}))
 
     def find(self) -> Found | None:
         """Return the newest copy that verifies; None without one, or if others could have written it."""
         try:
             self._require_own()
-            return CheckpointReader(self._path).read_latest()
+            return Store(self._path).read_latest()
         except (FileNotFoundError, NotADirectoryError):  # creating it failed, which was logged
             return None
         except (CheckpointError, OSError) as error:
             logger.warning("fast tier: %s", error)
             return None
 
-    def resume_from(self, place: Place) -> None:
+    def resume_from(self, saved: Saved) -> None:
         """Expect later steps than the restored checkpoint's, from whichever tier it was read."""
-        tier = self._tier
-        if tier is not None:
-            self._try(lambda: tier.folder.resume_from(place))
+        saver = self._saver
+        if saver is not None:
+            self._try(lambda: saver.store.resume_from(saved))
 
     def finish(self) -> None:
         """Wait until the last copy is complete."""
-        tier = self._tier
-        if tier is not None:
-            self._try(tier.finish)
+        saver = self._saver
+        if saver is not None:
+            self._try(saver.finish)
 
     def remove(self) -> None:
         """Free the memory: remove the copies of this attempt and of earlier ones."""
         self.finish()
         self._try(self._remove)
-        self._tier = None
+        self._saver = None
 
     def _remove(self) -> None:
         self._require_own()  # a link could lead to folders of others
-        found = generations.generations(self._path)
-        for generation in found:
-            if generation <= self._folder.generation:
-                shutil.rmtree(self._path / generations.folder_name(generation))
-        if not any(generation > self._folder.generation for generation in found):
-            shutil.rmtree(self._path)
+        self._store.check_current()  # a later attempt may restore from them
+        shutil.rmtree(self._path)

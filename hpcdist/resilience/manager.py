@@ -1,39 +1,44 @@
 """CheckpointManager: saves and restores a Checkpoint in one folder, collectively; only the chief uses the disk."""
 
+import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from hpcdist.checkpoint.folder import CheckpointFolder
-from hpcdist.checkpoint.generations import Place
 from hpcdist.checkpoint.retention import Retention
-from hpcdist.checkpoint.tier import Tier
-from hpcdist.errors import CheckpointError, DesyncError, UsageError
+from hpcdist.checkpoint.saver import Saver
+from hpcdist.checkpoint.store import Saved, Store
+from hpcdist.errors import DesyncError, UsageError
 from hpcdist.resilience.at_exit import finish_at_exit
 from hpcdist.resilience.checkpoint import Checkpoint
 from hpcdist.resilience.circumstances import describe, warn_of_changes
+from hpcdist.resilience.decision import suspects
 from hpcdist.resilience.desync import digest_of, require_equal
 from hpcdist.resilience.fast_tier import FastTier
-from hpcdist.resilience.history import History
+from hpcdist.resilience.ledger import Launch, Ledger
 from hpcdist.resilience.newest import NewestState
 from hpcdist.resilience.progress import DiskProgress
+
+logger = logging.getLogger("hpcdist")
 
 
 class CheckpointManager:
     """Saves and restores a Checkpoint in one folder: written by the chief, restored on all ranks.
 
+    Making it writes nothing. The first restore, or the first save without one, begins an attempt, which replaces
+    earlier writers of the folder.
+
     Collective: chief and workers.
 
     Args:
         checkpoint: the objects to save.
-        directory: the folder; created if missing. Only the chief needs access. Each manager writes into a new
-            generation in it, and so replaces earlier writers.
+        directory: the folder; created by the attempt if missing. Only the chief needs access.
         max_to_keep: number of checkpoints to keep; older ones are removed once a newer one is committed and read back.
         keep_every_n_hours: of the older ones, keep the first, and each that is this much later than the one kept
             before it.
-        keep_best: name of a metric passed to `save`: the checkpoint with its best value is kept too.
+        keep_best: name of a metric passed to `save`: the checkpoint with its best value is kept too, as `best.h5`.
         best_mode: "min" or "max": which value is best.
         fast_directory: an in-memory folder on every node, such as /dev/shm, for the copies of `save_fast`. A restore
             uses the newest state that verifies, on disk or in memory.
@@ -44,9 +49,7 @@ class CheckpointManager:
         saved_step: its step; before the first, the step of the Checkpoint, which other managers may save too.
         saved_at: time of that save or restore, by `time.monotonic`.
         last_save_s: duration of the save before the last, read-back included, on the chief; None elsewhere.
-
-    Raises:
-        CheckpointError: if the folder cannot be written; on all ranks.
+        ledger: the attempts of the run. Valid on the chief only.
     """
 
     def __init__(
@@ -63,23 +66,42 @@ class CheckpointManager:
         self.checkpoint = checkpoint
         self._world = checkpoint.world
         self._comm = self._world.role_comm
-        self._tier = Tier(CheckpointFolder(directory), Retention(max_to_keep, keep_every_n_hours, keep_best, best_mode))
+        self._saver = Saver(Store(directory), Retention(max_to_keep, keep_every_n_hours, keep_best, best_mode))
         self._is_writer = self._world.is_chief
-        self._progress = DiskProgress(self._world, self._tier)
-        self._history = History(self._tier.folder)
-        self._is_in_memory = False
+        self._progress = DiskProgress(self._world, self._saver)
+        self.ledger = Ledger(self._saver.store)
+        self._fast_directory = fast_directory
+        self._memory: FastTier | None = None
+        self._has_begun = self._is_in_memory = False
         self.latest_path: str | None = None
         self.last_save_s: float | None = None
         self._collect_s = 0.0
         self.note_saved(checkpoint.step)
+        finish_at_exit(self, self._progress)
+
+    def begin(self, is_new_try: bool = False) -> None:
+        """Begin an attempt, which replaces earlier writers of the folder, unless this manager has begun one.
+
+        A restore does so too, and the first save.
+
+        Collective: chief and workers.
+
+        Args:
+            is_new_try: whether a person wants another try, so that earlier attempts without progress do not count.
+
+        Raises:
+            CheckpointError: if the folder cannot be written; on all ranks.
+        """
+        if self._has_begun:
+            return
         with self._world.agreed(self._comm):
             if self._is_writer:
-                self._tier.folder.begin()
-                self._history.count()
+                self.ledger.begin(Launch.of_this_process(), is_new_try)
                 self.check_current()
-                checkpoint.claim_files()
-        self._memory = None if fast_directory is None else self._begin_fast_tier(fast_directory)
-        finish_at_exit(self, self._progress)
+                self.checkpoint.claim_files()
+        if self._fast_directory is not None:
+            self._memory = self._begin_fast_tier(self._fast_directory)
+        self._has_begun = True
 
     def _begin_fast_tier(self, directory: str | os.PathLike[str]) -> FastTier | None:
         """Return this node's fast tier on its first rank, None on others."""
@@ -88,35 +110,24 @@ class CheckpointManager:
         run_id = ""
         with self._world.agreed(self._comm):
             if self._is_writer:
-                run_id = self._tier.folder.run_id()
-        run_id, generation = self._world.broadcast_text(f"{run_id} {self.generation}", 0, self._comm).split()
-        return FastTier(directory, run_id, int(generation)) if self._world.node_comm.rank == 0 else None
+                run_id = self._saver.store.run_id()
+        run_id, attempt = self._world.broadcast_text(f"{run_id} {self.attempt}", 0, self._comm).split()
+        return FastTier(directory, run_id, int(attempt)) if self._world.node_comm.rank == 0 else None
 
     @property
     def directory(self) -> str:
         """The checkpoints' folder."""
-        return str(self._tier.folder.path)
+        return str(self._saver.store.path)
 
     @property
-    def generation(self) -> int:
-        """The number of this attempt. Valid on the chief only."""
-        return self._tier.folder.generation
-
-    @property
-    def fruitless_attempts(self) -> int:
-        """Number of consecutive attempts without progress, this one included. Valid on the chief only.
-
-        An attempt has made progress if a checkpoint of a later step than it resumed from is durable and was read back,
-        or if the next attempt resumed from a later step, from a copy in memory.
-
-        Earlier attempts count if they called `begin_attempt` and did not reach `end_attempt`.
-        """
-        return self._history.n_fruitless(self._tier.verified_step)
+    def attempt(self) -> int:
+        """The number of this attempt; 0 before `begin`. Valid on the chief only."""
+        return self._saver.store.attempt
 
     @property
     def is_saving(self) -> bool:
         """Whether a save is not yet durable and read back. Valid on the chief only."""
-        return self._is_writer and self._tier.is_busy(0)
+        return self._is_writer and self._saver.is_busy(0)
 
     # -- save -----------------------------------------------------------------------------------------------------
 
@@ -158,21 +169,30 @@ class CheckpointManager:
         return self._save(step, None, blocking=True, is_changed=False)
 
     def _save(self, step: int, metrics: Mapping[str, float] | None, blocking: bool, is_changed: bool) -> str:
+        if not self._has_begun:
+            self._begin_with(self.checkpoint.step)
         self.wait()
         self._measure_last()
         started = time.monotonic()
         path, gathered = "", self.checkpoint.gather()
         with self._world.agreed(self._comm):
             if self._is_writer:
-                self._history.note_save(step)
                 state = self.checkpoint.collect(gathered)
                 self._collect_s = time.monotonic() - started
-                path = str(self._tier.save(step, *state, self._written(), metrics, is_changed) or self.latest_path)
+                path = str(self._saver.save(step, *state, self._written(), metrics, is_changed) or self.latest_path)
         if blocking:
-            self._progress.wait_for(self._tier.is_committing, self._tier.finish_commit)
+            self._progress.wait_for(self._saver.is_committing, self._saver.finish_commit)
         self.latest_path = self._world.broadcast_text(path, 0, self._comm)
         self.note_saved(step)
         return self.latest_path
+
+    def _begin_with(self, step: int) -> None:
+        """Begin an attempt that does not search for a checkpoint: a new run, or one that goes on from a chosen one."""
+        self.begin()
+        with self._world.agreed(self._comm):
+            if self._is_writer and self.checkpoint.is_chosen:
+                self.ledger.resume(step, is_base=True)
+                self._saver.store.resume_from(Saved(self.attempt, step))
 
     def note_saved(self, step: int) -> None:
         """Record that `step` is saved, by this manager or by a user's function in its place. On all ranks."""
@@ -180,8 +200,8 @@ class CheckpointManager:
         self.saved_at = time.monotonic()
 
     def _measure_last(self) -> None:
-        if self._tier.last_save_s is not None:
-            self.last_save_s = self._collect_s + self._tier.last_save_s
+        if self._saver.last_save_s is not None:
+            self.last_save_s = self._collect_s + self._saver.last_save_s
 
     def save_fast(self, step: int) -> None:
         """Copy the state after `step` optimizer steps to the memory of every node; see `fast_directory`.
@@ -196,6 +216,8 @@ class CheckpointManager:
 
         Cost: one copy of the arrays on the first rank of each node; no disk, except for new records of a MetricsFile.
         """
+        if not self._has_begun:
+            self._begin_with(self.checkpoint.step)
         gathered = self.checkpoint.gather()
         with self._world.agreed(self._comm):
             if self._memory is not None and (
@@ -211,7 +233,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: if it cannot be written, on all ranks.
         """
-        self._progress.wait_for(self._tier.is_busy, self._tier.finish)
+        self._progress.wait_for(self._saver.is_busy, self._saver.finish)
         if self._memory is not None:
             self._memory.finish()
 
@@ -238,61 +260,55 @@ class CheckpointManager:
     def restore_or_initialize(self) -> str | None:
         """Restore the latest checkpoint that verifies; return its path, or None for an empty folder.
 
+        Begins an attempt if this manager has not begun one, and notes what it restores: a checkpoint that two attempts
+        died on is skipped, see docs/checkpoints.md.
+
         Collective: chief and workers. The chief reads and broadcasts; other ranks do not access the folder.
 
         Raises:
-            CheckpointError: if checkpoints exist but none verifies, or if the checkpoint belongs to another model or
-                has a newer format; on all ranks.
+            CheckpointMismatch: if the checkpoint is of another model or other objects, or has a newer format; on all
+                ranks.
+            CheckpointError: if checkpoints exist but none verifies, or one cannot be read; on all ranks.
         """
-        return self._restore(set(), lambda place: None)
-
-    def note_start(self) -> None:
-        """Count this attempt as dead until it has a checkpoint or ends in an orderly way.
-
-        Not collective: chief only. Call it before `begin_attempt`, as restoring may kill the process.
-
-        Raises:
-            CheckpointError: if the record cannot be written.
-        """
-        self._history.note_start()
-
-    def begin_attempt(self) -> str | None:
-        """Restore like `restore_or_initialize`, and record the source, so that repeated deaths are detected.
-
-        A checkpoint is skipped if two consecutive attempts resumed from it and died without a newer one.
-
-        Collective: chief and workers.
-
-        Raises:
-            CheckpointError: as `restore_or_initialize`.
-        """
-        suspects: set[int] = set()
-        with self._world.agreed(self._comm):
-            if self._is_writer:
-                suspects = self._history.suspects()
-        text = self._world.broadcast_text(" ".join(map(str, suspects)), 0, self._comm)
-        try:
-            path = self._restore({int(step) for step in text.split()}, self._history.note_place)
-        except CheckpointError:  # an error is not a death: the checkpoint that was read is no suspect
-            with self._world.agreed(self._comm):
-                if self._is_writer:
-                    self.note_start()
-            raise
-        with self._world.agreed(self._comm):
-            if self._is_writer:
-                self._history.count()
+        self.begin()
+        self.wait()
+        path = self._restore(self._suspects())
         if self._is_in_memory:  # write it to disk before the copies in memory can be removed
             self.save(self.checkpoint.step, blocking=False)
         return path
 
+    begin_attempt = restore_or_initialize
+
+    def _suspects(self) -> set[int]:
+        """Return the steps that attempts died on, and log what is done about them. Collective: chief and workers."""
+        text = ""
+        with self._world.agreed(self._comm):
+            if self._is_writer:
+                found = suspects(self.ledger.attempts()[:-1])
+                text = " ".join(map(str, found))
+                for step, died in found.items():
+                    numbers = " and ".join(str(attempt.number) for attempt in died[::-1])
+                    logger.warning(
+                        "restore: skips step %d, if there is another one: attempts %s died on it, in different jobs or "
+                        "on different nodes.",
+                        step,
+                        numbers,
+                    )
+        return {int(step) for step in self._world.broadcast_text(text, 0, self._comm).split()}
+
     def check_current(self) -> None:
         """Raise AttemptReplaced if a later attempt of this run has begun. Not collective: chief only."""
-        self._tier.folder.check_current()
+        self._saver.store.check_current()
 
-    def end_attempt(self) -> None:
-        """Record that this attempt ends in an orderly way: it finished, or was asked to stop.
+    def end_attempt(self, how: str = "finished", reason: str = "", is_excused: bool = False) -> None:
+        """Record that this attempt ends in an orderly way.
 
         Collective: chief and workers.
+
+        Args:
+            how: "finished", or "stopped" if it was asked to.
+            reason: why.
+            is_excused: whether the batch system asked, so that it does not count as an attempt without progress.
 
         Raises:
             CheckpointError: if the record or the last save cannot be written; on all ranks.
@@ -300,48 +316,44 @@ class CheckpointManager:
         self.wait()
         with self._world.agreed(self._comm):
             if self._is_writer:
-                self._history.note_end()
+                self.ledger.end(how, reason, is_excused)
         self.forget_copies()
-
-    def note_end(self) -> None:
-        """Record the end like `end_attempt`, on a chief that is exiting with its last save written. Not collective.
-
-        Raises:
-            CheckpointError: if the record cannot be written.
-        """
-        self._history.note_end()
 
     def forget_copies(self) -> None:
         """Remove this node's copies in memory, if this rank keeps them."""
         if self._memory is not None:
             self._memory.remove()
 
-    def _restore(self, suspects: set[int], note: Callable[[Place | None], None]) -> str | None:
-        self.wait()
-        newest = NewestState(self._world, self._tier, self._progress, self._memory)
-        found, place, root = newest.find(suspects, note)
+    def _restore(self, skipped: set[int]) -> str | None:
+        newest = NewestState(self._world, self._saver, self._progress, self._memory)
+        found, saved, root = newest.find(skipped, self._note_restore)
         self._is_in_memory = newest.is_in_memory
-        with self._world.agreed(self._comm):
-            if self._is_writer and (place is None or newest.is_in_memory):
-                note(place)
-        if place is None:
+        if saved is None:
             self.note_saved(self.checkpoint.step)
             return None
-        state, arrays = newest.broadcast(found, root)
+        with self._world.agreed(self._comm):
+            if newest.is_in_memory:
+                self._note_restore(saved)
+        index, arrays = newest.broadcast(found, root)
         path = self._world.broadcast_text(str(found.path) if found else "", root, self._comm)
         with self._world.agreed(self._comm):
-            self.checkpoint.apply(state, arrays, os.path.basename(path))
+            self.checkpoint.apply(index.state, arrays, os.path.basename(path))
             if self._is_writer:
-                self._tier.folder.resume_from(place)
-                self._tier.last = found.manifest if found else None
+                self._saver.store.resume_from(saved)
+                self._saver.last = index
+                self.ledger.resume(saved.step)
         if self._memory is not None:
-            self._memory.resume_from(place)
-        if found:
-            warn_of_changes(found.manifest.written, self._written())
-        self._history.restored(place)
+            self._memory.resume_from(saved)
+        if self._is_writer:
+            warn_of_changes(index.written, self._written())
         self.latest_path = path
-        self.note_saved(place.step)
+        self.note_saved(saved.step)
         return path
+
+    def _note_restore(self, saved: Saved) -> None:
+        """Note what is about to be read: it may kill this process. An evaluator, which only reads, notes nothing."""
+        if self._is_writer:
+            self.ledger.restore(saved.step)
 
     def _written(self) -> dict[str, Any]:
         return describe(self._world, self.checkpoint.describe_sums())

@@ -97,7 +97,7 @@ class MetricsFile:
         )
 
     def _replace(self, path: Path, content: bytes) -> None:
-        durable.replace_file(self._disk, path, [memoryview(content)], len(content))
+        durable.replace_file(self._disk, path, [(0, memoryview(content))], len(content))
 
     def write(self, step: int, **values: Any) -> None:
         """Append a record of the step and JSON values. It is in the file, not yet durable, when this returns.

@@ -14,7 +14,7 @@ from typing import Any
 from hpcdist.cluster.environment import job_end, read_environment
 from hpcdist.errors import CheckpointError, DesyncError, ExitCode, UsageError, log
 from hpcdist.resilience.agreement import Agreement
-from hpcdist.resilience.attempt import Attempt
+from hpcdist.resilience.attempt import RunAttempt
 from hpcdist.resilience.checkpoint import Checkpoint
 from hpcdist.resilience.deadline import Calls, Deadline, Durations
 from hpcdist.resilience.manager import CheckpointManager
@@ -59,7 +59,7 @@ class PreemptionCheckpointHandler:
 
     Raises:
         UsageError: without a folder, or outside the main thread.
-        NoProgressError: if three consecutive attempts died without a newer checkpoint; on all ranks.
+        NoProgressError: if three attempts of a batch job in a row made no progress; on all ranks.
         CheckpointError: if the folder cannot be read or written; on all ranks.
     """
 
@@ -80,7 +80,7 @@ class PreemptionCheckpointHandler:
         schedule = schedule or SaveSchedule()
         if save_every_steps is not None:
             schedule = replace(schedule, every_steps=save_every_steps)
-        self._attempt = Attempt(self._world, self._manager, is_counted=self._config.save_fn is None)
+        self._attempt = RunAttempt(self._world, self._manager, knows_progress=self._config.save_fn is None)
         self._saves = AttemptSaves(self._manager, self._attempt, schedule, self._config.save_fn)
         self._step_times, self._calls = Durations(), Calls()
         self.deadline = self._make_deadline(time_limit_s)
@@ -107,7 +107,11 @@ class PreemptionCheckpointHandler:
 
     def _begin(self) -> None:
         """Restore the latest checkpoint and start to act on requests."""
-        self.restored_path = self._manager.begin_attempt()
+        try:
+            self.restored_path = self._manager.restore_or_initialize()
+        except CheckpointError as error:
+            self._attempt.refused(error)
+            raise
         self._attempt.renew()
         self._steps = self._manager.checkpoint.count_steps()
         self._is_busy = self._is_done = self._is_polled = self._is_long_since = False
@@ -285,7 +289,10 @@ class PreemptionCheckpointHandler:
         self._is_done = True
         save(is_last=True)
         self._remove_stop_file()
-        code, why = self._attempt.stopped(reason, self._manager.saved_step)
+        is_excused = (
+            reason.startswith("SIGTERM ") and not is_urgent
+        )  # preempted: not the deadline, nor a person's request
+        code, why = self._attempt.stopped(reason, self._manager.saved_step, is_excused)
         self._log(f"{reason}: stopped after step {self.step}, saved in {self._manager.directory}")
         if code is ExitCode.DO_NOT_REQUEUE:
             self._log(f"do not run again: {why}; allow time for a save, or look at what takes so long")

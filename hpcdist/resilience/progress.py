@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from hpcdist.checkpoint.image import BLOCK_BYTES
-from hpcdist.checkpoint.tier import Tier
+from hpcdist.checkpoint.saver import Saver
 from hpcdist.errors import CheckpointError
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.waiting import AWAKE_S
@@ -24,16 +24,16 @@ class DiskProgress:
 
     Args:
         world: chief and workers, or an evaluator.
-        tier: saver of the role's rank 0; unused on other ranks.
+        saver: that of the role's rank 0; unused on other ranks.
     """
 
-    def __init__(self, world: World, tier: Tier) -> None:
+    def __init__(self, world: World, saver: Saver) -> None:
         self._world = world
-        self._tier = tier
+        self._saver = saver
         self._begin()
 
     def _begin(self) -> None:
-        self._n_blocks, self._waited_s, self._looked_s = self._tier.n_blocks, 0.0, time.monotonic()
+        self._n_blocks, self._waited_s, self._looked_s = self._saver.n_blocks, 0.0, time.monotonic()
         self._is_stuck = False
 
     def wait_for(self, is_busy: Callable[[float], bool], finish: Callable[[], _Result]) -> _Result | None:
@@ -60,7 +60,7 @@ class DiskProgress:
     @property
     def is_settled(self) -> bool:
         """Whether no save of this process is in progress and no failure is unreported."""
-        return self._tier.is_settled
+        return self._saver.is_settled
 
     def finish_alone(self, while_waiting: Callable[[], None]) -> None:
         """Wait for this process's disk while it makes progress; at most a second if it was found stuck.
@@ -75,10 +75,10 @@ class DiskProgress:
         """
         if not self._is_stuck:
             self._begin()
-        while self._tier.is_busy(1.0):
+        while self._saver.is_busy(1.0):
             while_waiting()
             self._require_progress()
-        self._tier.finish()
+        self._saver.finish()
 
     def _is_chief_busy(self, is_busy: Callable[[float], bool]) -> bool:
         """Return whether the chief's disk is busy. Collective: the ranks of the role; each call is bounded."""
@@ -93,11 +93,11 @@ class DiskProgress:
         now = time.monotonic()
         self._waited_s += min(now - self._looked_s, BEAT_S + AWAKE_S)  # a longer gap means that the job was suspended
         self._looked_s = now
-        if self._tier.n_blocks != self._n_blocks:
-            self._n_blocks, self._waited_s = self._tier.n_blocks, 0.0
+        if self._saver.n_blocks != self._n_blocks:
+            self._n_blocks, self._waited_s = self._saver.n_blocks, 0.0
         if self._waited_s > self._world.timeout_s:
             self._is_stuck = True
             raise CheckpointError(
-                f"checkpoint: expected the disk of {self._tier.folder.path} to take or give {BLOCK_BYTES} bytes within "
+                f"checkpoint: expected the disk of {self._saver.store.path} to take or give {BLOCK_BYTES} bytes within "
                 f"{self._world.timeout_s:g} s, got none; check the file system (HPCDIST_TIMEOUT_S sets the limit)."
             )

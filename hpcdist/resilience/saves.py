@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hpcdist.resilience.attempt import Attempt
+from hpcdist.resilience.attempt import RunAttempt
 from hpcdist.resilience.deadline import Durations
 from hpcdist.resilience.manager import CheckpointManager
 from hpcdist.resilience.schedule import SaveSchedule, is_crossed
@@ -26,7 +26,7 @@ class AttemptSaves:
     def __init__(
         self,
         manager: CheckpointManager,
-        attempt: Attempt,
+        attempt: RunAttempt,
         schedule: SaveSchedule,
         save_fn: Callable[..., Any] | None,
     ) -> None:

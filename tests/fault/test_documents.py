@@ -144,7 +144,7 @@ def test_the_three_ways(clone, clean_environ):
     assert "1 replicas; new run" in run("python jobs/train.py --run-dir runs/one", clone, clean_environ, 60)[0]
     four = "mpirun -n 4 python jobs/train.py --run-dir runs/four"
     assert "4 replicas; new run" in run(four, clone, clean_environ, 90)[0]
-    assert "gen-0001/step-00000460.h5" in run(four, clone, clean_environ, 90)[0]
+    assert "step-00000460-0001.h5" in run(four, clone, clean_environ, 90)[0]
 
 
 @pytest.mark.quick

@@ -81,5 +81,5 @@ def test_a_stop_is_obeyed(run, tmp_path):
     outcome, told = run("full", STOPPED)
     assert outcome.code == 75
     assert told["reason"] == "stop() on rank 0"
-    assert (tmp_path / "run" / "checkpoints" / "gen-0001" / f"step-{told['step']:08d}.json").exists()
+    assert (tmp_path / "run" / "checkpoints" / f"step-{told['step']:08d}-0001.h5").exists()
     assert told["step"] > 4, "training continues within the grace period"

@@ -31,6 +31,6 @@ def test_a_slow_disk_is_waited_for(start, nothing_left, tmp_path, end, code):
     outcome = job.wait(60)
     assert outcome.code == code, outcome.output
     assert outcome.seconds > 5
-    assert (tmp_path / "checkpoints" / "gen-0001" / "step-00000007.json").exists()
+    assert (tmp_path / "checkpoints" / "step-00000007-0001.h5").exists()
     assert "left with a non-zero exit" not in outcome.output
     nothing_left(job)

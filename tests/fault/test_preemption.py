@@ -60,8 +60,8 @@ def stopped_well(job, run_dir, reason):
     told = json.loads((run_dir / "decision.json").read_text())
     assert told["decision"] == "requeue"
     assert told["reason"] == reason
-    newest = max(run_dir.rglob("step-*.json"), key=lambda path: path.name)
-    assert newest.stem == f"step-{told['step']:08d}"
+    newest = max(run_dir.rglob("step-*.h5"), key=lambda path: path.name)
+    assert newest.name == f"step-{told['step']:08d}-{told['attempt']:04d}.h5"
     assert f"stopped after step {told['step']}" in outcome.output
     return told
 
@@ -200,6 +200,6 @@ def test_a_program_without_with_is_finished_when_all_ranks_leave_it_well(
         assert outcome.code == code, outcome.output[-3000:]
     told = json.loads((tmp_path / "run" / "decision.json").read_text())
     assert (told["decision"], told["step"]) == (verdict, {0: 0, 5: 4 if verdict == "finished" else 2}[n_steps])
-    note = json.loads((tmp_path / "run" / "checkpoints" / "gen-0001" / "attempt.json").read_text())
-    assert note["has_ended"] == (verdict == "finished")
+    ledger = (tmp_path / "run" / "checkpoints" / "attempts" / "0001.jsonl").read_text()
+    assert ('"how": "finished"' in ledger) == (verdict == "finished")
     assert os.listdir(tmp_path / "run" / "memory") == [] or verdict == "requeue"

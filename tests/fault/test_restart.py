@@ -31,7 +31,7 @@ def half_written(run_dir):
 
 def newest_step(run_dir):
     """Return the highest step that any attempt of a run has committed, -1 if none has."""
-    return max((int(path.stem.split("-")[1]) for path in run_dir.rglob("step-*.json")), default=-1)
+    return max((int(path.stem.split("-")[1]) for path in run_dir.rglob("step-*.h5")), default=-1)
 
 
 class Kill:
@@ -99,7 +99,7 @@ def test_the_cnn_resumes_on_four_ranks(start, root, tmp_path):
     finish(start, root, tmp_path / "unbroken", 4, *options)
     job = start(4, *command(root, tmp_path / "killed", *options))
     deadline = time.monotonic() + 60
-    while not list((tmp_path / "killed").rglob("step-00000012.json")):
+    while not list((tmp_path / "killed").rglob("step-00000012-*.h5")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     job.kill()

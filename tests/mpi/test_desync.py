@@ -83,7 +83,7 @@ def test_where_ranks_are_compared_nothing_is_saved_that_differs(comm, job, share
     with pytest.raises(DesyncError):
         train()
     comm.Barrier()
-    assert [path.name for path in (shared_path / "run").rglob("step-*.json")] == ["step-00000002.json"]
+    assert [path.name for path in (shared_path / "run").rglob("step-*.h5")] == ["step-00000002-0001.h5"]
     assert not list(memory.iterdir())
     told = json.loads((shared_path / "run" / "decision.json").read_text())
     assert (told["decision"], told["step"]) == ("stop", 2)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import hpcdist
-from hpcdist.checkpoint.manifest import Manifest
-from hpcdist.errors import DesyncError, ExitCode, NoProgressError, UsageError
+from hpcdist.checkpoint.read import CheckpointFile
+from hpcdist.errors import CheckpointMismatch, DesyncError, ExitCode, NoProgressError, UsageError
 from hpcdist.resilience.deadline import MIN_SLACK_S, Deadline
 from hpcdist.resilience.stop import SIGNALS
 from hpcdist.runtime.step_flags import Request
@@ -27,13 +27,15 @@ N_STEPS = ROWS // BATCH
 class Job:
     """A model, its data and a handler over one run folder."""
 
+    width = 2
+
     def __init__(
         self, folder, make_strategy=hpcdist.MultiWorkerMirroredStrategy, num_replicas=None, metrics=None, **options
     ):
         torch.manual_seed(3)
         self.strategy = strategy = make_strategy(num_replicas=num_replicas, gradient_op="sum")
         with strategy.scope():
-            self.model = nn.Linear(3, 2)
+            self.model = nn.Linear(3, self.width)
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         rows = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(1))
         self.batches = self.distribute(rows)
@@ -132,7 +134,7 @@ def test_a_signal_to_one_rank_and_the_next_attempt_has_the_same_bits(
     assert told["reason"] == f"{number.name} on rank {comm.size - 1}"
     first.handler.close()
     second = make_job(**options)
-    assert second.handler.restored_path.endswith(f"step-{at:08d}.h5")
+    assert second.handler.restored_path.endswith(f"step-{at:08d}-0001.h5")
     assert second.handler.total_run_calls == at
     with second.handler:
         second.train(2)
@@ -199,8 +201,8 @@ def test_an_evaluation_passed_to_run_is_no_step_in_the_next_attempt_either(comm,
     first = make_job()
     assert stopped(comm, lambda: train(first)) == 75
     second = make_job()
-    assert second.handler.restored_path.endswith(f"step-{N_STEPS:08d}.h5")
-    assert train(second).endswith(f"step-{2 * N_STEPS:08d}.h5")
+    assert second.handler.restored_path.endswith(f"step-{N_STEPS:08d}-0001.h5")
+    assert train(second).endswith(f"step-{2 * N_STEPS:08d}-0002.h5")
     assert second.handler.step == 2 * N_STEPS
 
 
@@ -222,7 +224,7 @@ def test_the_steps_of_a_strategy_of_one_replica_count(comm, shared_path):
             optimizer.step()
     assert handler.step == N_STEPS
     assert sorted(path.name for path in shared_path.rglob("step-*.h5")) == [
-        f"step-0000000{step}.h5" for step in (3, 6, N_STEPS)
+        f"step-0000000{step}-0001.h5" for step in (3, 6, N_STEPS)
     ]
 
 
@@ -244,11 +246,17 @@ def test_the_end_saves_what_has_changed_since_the_last_step_was_saved(comm, shar
                 metrics.write(N_STEPS, loss=0.5)
         return before
 
-    first = f"run/checkpoints/gen-0001/step-0000000{N_STEPS}"
-    assert run() == [f"{first}.h5"]
-    assert files() == [f"{first}-1.h5"]
+    def inode():
+        comm.Barrier()
+        return os.stat(shared_path / name).st_ino
+
+    name = f"run/checkpoints/step-0000000{N_STEPS}-0001.h5"
+    assert run() == [name]
+    assert files() == [name]
+    before = inode()
     run()
-    assert files() == [f"{first}-1.h5"], "nothing has changed"
+    assert files() == [name]
+    assert inode() == before, "nothing has changed"
     assert len(metrics) == 1
     metrics.load_state_dict({"records": 0, "last_step": -1})
     run()
@@ -269,7 +277,7 @@ def test_an_early_end_by_sys_exit_saves_too(comm, shared_path, make_job, code):
     assert stopped(comm, train) == code
     told = decision(comm, shared_path)
     assert (told["decision"], told["step"]) == ("finished", 3)
-    assert job.handler.latest_path.endswith("step-00000003.h5")
+    assert job.handler.latest_path.endswith("step-00000003-0001.h5")
 
 
 def test_an_evaluation_passed_to_run_is_not_cut_in_two(comm, shared_path, make_job):
@@ -352,7 +360,7 @@ def test_a_deadline(comm, shared_path, make_job, capfd, advance):
     assert stopped(comm, lambda: job.train(10**6, lambda step: advance(250))) == 75
     assert 36 <= job.handler.step <= 41
     assert decision(comm, shared_path)["reason"] == "deadline"
-    assert len(list(shared_path.rglob("step-*.json"))) == 2, "a first save was made to know what one costs"
+    assert len(list(shared_path.rglob("step-*.h5"))) == 2, "a first save was made to know what one costs"
 
 
 @pytest.mark.parametrize("is_in_run", [False, True])
@@ -398,15 +406,15 @@ def test_a_grace_period_is_used_for_training(comm, shared_path, make_job, advanc
 
     assert stopped(comm, lambda: job.train(10**6, after_step)) == 75
     assert 36 <= job.handler.step <= 44
-    steps = sorted(path.name for path in (shared_path / "run").rglob("*.json") if path.name.startswith("step"))
+    steps = sorted(path.name for path in (shared_path / "run").rglob("step-*.h5"))
     comm.Barrier()
-    assert steps[0] == f"step-{2 if comm.size == 1 else 3:08d}.json", "one save at once"
-    assert steps[-1] == f"step-{job.handler.step:08d}.json", "one at the end"
+    assert steps[0] == f"step-{2 if comm.size == 1 else 3:08d}-0001.h5", "one save at once"
+    assert steps[-1] == f"step-{job.handler.step:08d}-0001.h5", "one at the end"
 
 
 def test_what_a_save_costs_is_with_its_read_back(comm, make_job, monkeypatch):
-    verify = Manifest.verify
-    monkeypatch.setattr(Manifest, "verify", lambda *arguments: (time.sleep(0.5), verify(*arguments)))
+    verify = CheckpointFile.verify
+    monkeypatch.setattr(CheckpointFile, "verify", lambda *arguments: (time.sleep(0.5), verify(*arguments)))
     job, n_saves = make_job(time_limit_s=600, save_every_steps=5), []
     job.train(1, lambda step: n_saves.append(job.handler.deadline.n_saves()))
     assert job.handler.deadline.save.p99 >= 0.5
@@ -418,8 +426,8 @@ def test_what_a_save_costs_is_with_its_read_back(comm, make_job, monkeypatch):
 
 
 def test_saves_that_become_slower_are_measured_too(comm, make_job, monkeypatch):
-    verify, delay_s = Manifest.verify, [0.0]
-    monkeypatch.setattr(Manifest, "verify", lambda *arguments: (time.sleep(delay_s[0]), verify(*arguments)))
+    verify, delay_s = CheckpointFile.verify, [0.0]
+    monkeypatch.setattr(CheckpointFile, "verify", lambda *arguments: (time.sleep(delay_s[0]), verify(*arguments)))
     job = make_job(time_limit_s=600, save_every_steps=2)
 
     def slow_down(step):
@@ -450,7 +458,7 @@ def test_periodic_saves(comm, shared_path, make_job, every):
         job.train(1, lambda step: time.sleep(0.03))
     assert job.manager.checkpoint.step == N_STEPS
     comm.Barrier()
-    steps = sorted(int(path.stem[5:]) for path in (shared_path / "run").rglob("step-*.json"))
+    steps = sorted(int(path.stem[5:13]) for path in (shared_path / "run").rglob("step-*.h5"))
     if "save_every_steps" in every:
         assert steps == [3, 6, N_STEPS]
     else:
@@ -527,11 +535,18 @@ def test_an_error_leaves_the_decision_that_was_made_at_the_start(comm, shared_pa
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.fixture
+def in_batch_job(monkeypatch):
+    """Attempts without progress end a run in batch jobs only."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+
+
+@pytest.mark.usefixtures("in_batch_job")
 def test_attempts_that_die_again_and_again_are_not_started_a_fourth_time(comm, shared_path, make_job):
     for verdict in ("requeue", "requeue", "stop"):
         make_job().handler.close()
         assert decision(comm, shared_path)["decision"] == verdict
-    with pytest.raises(NoProgressError, match="got 3 attempts in a row died") as refusal:
+    with pytest.raises(NoProgressError, match="got 3 attempts in a row without progress") as refusal:
         make_job()
     assert refusal.value.exit_code == 76
     assert refusal.value.is_agreed
@@ -544,8 +559,64 @@ def test_attempts_that_die_again_and_again_are_not_started_a_fourth_time(comm, s
     job.train(1)
     assert decision(comm, shared_path)["decision"] == "requeue", "renewed by the first checkpoint"
     job.handler.close()
+    assert sorted(path.name for path in shared_path.rglob("*.jsonl")) == [f"000{n}.jsonl" for n in range(1, 5)]
 
 
+def test_attempts_outside_of_batch_jobs_warn_only(comm, shared_path, make_job, caplog):
+    """Three bugs in a row at a prompt do not keep the fourth, corrected program from running."""
+    for n in range(5):
+        make_job().handler.close()
+        assert decision(comm, shared_path)["decision"] == "requeue"
+        assert caplog.text.count("attempts in a row made no progress") == (max(n - 2, 0) if comm.rank == 0 else 0)
+
+
+@pytest.mark.usefixtures("in_batch_job")
+def test_a_corrected_program_starts_after_three_that_died(shared_path, make_job, monkeypatch):
+    program = shared_path / "train.py"
+    monkeypatch.setattr("sys.argv", [str(program)])
+    for n in range(6):
+        program.write_text(str(n // 3))
+        make_job().handler.close()
+
+
+@pytest.mark.usefixtures("in_batch_job")
+def test_preemptions_before_the_first_new_step_do_not_count(comm, shared_path, make_job, monkeypatch):
+    """Asked by Slurm, or killed and restarted by Slurm, which the batch script tells."""
+    for _ in range(4):
+        job = make_job()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stopped(comm, lambda job=job: [job.handler.poll() for _ in range(3)]) == 75
+        job.handler.close()
+        told = decision(comm, shared_path)
+        assert (told["decision"], told["attempts_without_progress"]) == ("requeue", 0)
+    monkeypatch.setenv("HPCDIST_PREEMPTED", "1")
+    for _ in range(4):
+        make_job().handler.close()
+        told = decision(comm, shared_path)
+        assert (told["decision"], told["attempts_without_progress"]) == ("requeue", 1)
+
+
+class OtherJob(Job):
+    """Of another model."""
+
+    width = 3
+
+
+def test_another_model_is_refused_once_and_for_all(comm, shared_path, make_job):
+    job = make_job()
+    with job.handler:
+        job.train(1)
+    with pytest.raises(CheckpointMismatch) as refusal:
+        OtherJob(shared_path / "run")
+    assert refusal.value.exit_code == ExitCode.BAD_CONFIGURATION == 78
+    told = decision(comm, shared_path)
+    assert told["decision"] == "stop"
+    assert "expected 'model' with" in told["reason"]
+    again = make_job()
+    assert again.handler.step == N_STEPS
+
+
+@pytest.mark.usefixtures("in_batch_job")
 def test_a_checkpoint_saved_by_hand_renews_the_decision(comm, shared_path, make_job):
     """The third attempt of a run without a checkpoint begins with "stop", whoever saves later."""
     for _ in range(2):
@@ -554,11 +625,12 @@ def test_a_checkpoint_saved_by_hand_renews_the_decision(comm, shared_path, make_
     assert decision(comm, shared_path)["decision"] == "stop"
     job.train(1, lambda step: job.manager.save(step, {"loss": 1.0}, blocking=False) if step == 2 else None)
     told = decision(comm, shared_path)
-    assert (told["decision"], told["step"], told["fruitless_attempts"]) == ("requeue", 2, 0)
+    assert (told["decision"], told["step"], told["attempts_without_progress"]) == ("requeue", 2, 0)
 
 
+@pytest.mark.usefixtures("in_batch_job")
 def test_attempts_that_die_while_they_restore_count_too(comm, shared_path, make_job, monkeypatch):
-    def die(manager, suspects, note):
+    def die(manager, skipped):
         raise MemoryError
 
     monkeypatch.setattr(hpcdist.CheckpointManager, "_restore", die)
@@ -566,10 +638,11 @@ def test_attempts_that_die_while_they_restore_count_too(comm, shared_path, make_
         with pytest.raises(MemoryError):
             make_job()
         assert decision(comm, shared_path)["decision"] == verdict
-    with pytest.raises(NoProgressError, match="got 3 attempts in a row died"):
+    with pytest.raises(NoProgressError, match="got 3 attempts in a row without progress"):
         make_job()
 
 
+@pytest.mark.usefixtures("in_batch_job")
 def test_stops_before_any_progress_end_the_chain_too(comm, shared_path, make_job, capfd):
     job = make_job()
     with job.handler:
@@ -579,12 +652,13 @@ def test_stops_before_any_progress_end_the_chain_too(comm, shared_path, make_job
         job.handler.stop()
         assert stopped(comm, lambda job=job: [job.handler.poll() for _ in range(3)]) == code
         told = decision(comm, shared_path)
-        assert (told["decision"], told["attempt"], told["idle_stops"]) == (verdict, attempt, attempt - 1)
+        assert (told["decision"], told["attempt"], told["attempts_without_progress"]) == (verdict, attempt, attempt - 1)
         job.handler.close()
-    why = "do not run again: 3 attempts in a row were stopped without a newer checkpoint"
+    why = "do not run again: 3 attempts in a row made no progress; this one was stopped by stop() on rank 0"
     assert capfd.readouterr().err.count(why) == (1 if comm.rank == 0 else 0)
 
 
+@pytest.mark.usefixtures("in_batch_job")
 def test_with_save_fn_nobody_counts(comm, shared_path, make_job):
     """What save_fn saves is unknown: three preempted attempts in a row are three that came further, for all we know."""
     saves = []
@@ -593,7 +667,7 @@ def test_with_save_fn_nobody_counts(comm, shared_path, make_job):
         job = make_job(termination_config=config)
         assert stopped(comm, lambda job=job: job.train(1, lambda step, job=job: job.handler.stop())) == 75
         told = decision(comm, shared_path)
-        assert (told["decision"], told["attempt"], told["idle_stops"]) == ("requeue", attempt, 0)
+        assert (told["decision"], told["attempt"]) == ("requeue", attempt)
         job.handler.close()
     assert len(saves) == 4
     for _ in range(4):

@@ -45,7 +45,7 @@ def make_job(shared_path):
 
 def steps_in(comm, folder):
     comm.Barrier()
-    return sorted(int(path.stem[-8:]) for path in folder.rglob("step-*.json"))
+    return sorted(int(path.stem[5:13]) for path in folder.rglob("step-*.h5"))
 
 
 def test_periodic_saves_do_not_depend_on_the_other(comm, shared_path, make_job):

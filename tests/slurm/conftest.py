@@ -269,10 +269,9 @@ class Job:
 
     def wait_for_training(self, attempt=1):
         """Return when an attempt has made some steps and saved some of them."""
-        has_saved = f"{self.run_dir}/checkpoints/gen-{attempt:04d}/"
 
         def is_training():
-            return any(str(path).startswith(has_saved) for path in self.run_dir.rglob("step-*.json"))
+            return any(self.run_dir.glob(f"checkpoints/step-*-{attempt:04d}.h5"))
 
         self.wait_for(f"a checkpoint of attempt {attempt}", is_training, 120)
 

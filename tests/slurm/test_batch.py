@@ -40,11 +40,11 @@ def test_preempted_again_and_again_it_ends_with_the_same_bits(folder, submit, pr
         assert (told["decision"], told["attempt"]) == ("requeue", attempt)
         assert told["reason"].startswith("SIGTERM on rank ")
         assert f"stopped after step {told['step']}" in job.log
-        manifest = job.run_dir / "checkpoints" / f"gen-{attempt:04d}" / f"step-{told['step']:08d}.json"
+        saved = job.run_dir / "checkpoints" / f"step-{told['step']:08d}-{attempt:04d}.h5"
         first = next(line for line in signals.read_text().splitlines()[n_before:] if "SIGTERM" in line)
-        latencies_s.append(max(0.0, (manifest.stat().st_ctime_ns - int(first.split()[0])) / 1e9))  # 0: it was there
+        latencies_s.append(max(0.0, (saved.stat().st_ctime_ns - int(first.split()[0])) / 1e9))  # 0: it was there
         job.wait_for_text("resuming from", attempt, 120)
-        assert job.log.rstrip().count(f"{manifest.stem}.h5") == 1, "the next attempt goes on after the last step"
+        assert job.log.rstrip().count(saved.name) == 1, "the next attempt goes on after the last step"
     text = job.finish(600)
     assert job.final_state() == run_unbroken(epochs)
     assert text.count("new run") == 1

@@ -14,14 +14,16 @@ import numpy as np
 import torch
 import xxhash
 
-from hpcdist.checkpoint.folder import CheckpointFolder
+from hpcdist.checkpoint.header import HEADER_BYTES, Header, parse_header
 from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.layout import lay_out
-from hpcdist.checkpoint.safe_open import digest_file
+from hpcdist.checkpoint.store import Saved, Store
 from hpcdist.resilience.checkpoint import Checkpoint
+from hpcdist.resilience.ledger import Launch, Ledger
 
 SEED = 20261123
-DATA, MANIFEST = "gen-0001/step-00000004.h5", "gen-0001/step-00000004.json"
+DATA = str(Saved(1, 4))
+LAUNCH = Launch(None, ("n1",), None, is_vouched=False)
 DEEP = 100_000
 
 
@@ -30,8 +32,9 @@ class Case:
     """A change to a folder of checkpoints.
 
     Attributes:
-        kind: "damage" (the digest reveals it), "lie" (a hostile file with a digest that fits), "noise" (random changes
-            with a digest that fits, to be read or refused: an attacker may choose them), "notes" (of an attempt).
+        kind: "damage" (a digest reveals it), "lie" (a hostile file with digests that fit), "structure" (HDF5 structures
+            that lie, with digests that fit: nobody looks at them), "noise" (random changes with digests that fit, to be
+            read or refused: an attacker may choose them), "ledger" (of an attempt).
         name: what is changed.
         make: makes the change in a folder.
     """
@@ -55,18 +58,19 @@ def objects(seed):
 
 
 class Original:
-    """A sound checkpoint, in generation 1; a later attempt left its records."""
+    """A sound checkpoint of attempt 1; a later attempt left its ledger."""
 
     def __init__(self, path):
         self.path = path
-        folder, image = CheckpointFolder(path), FileImage()
-        folder.begin()
-        lay_out(image, *objects(SEED).collect({}))
-        folder.commit(4, folder.new_data_path(4), image, {"by": "test"}, metrics={"loss": 0.5})
-        later = CheckpointFolder(path)
-        later.begin()
-        later.note_attempt("gen-0001/step-00000004", has_ended=False)
-        self.data, self.manifest = (path / DATA).read_bytes(), (path / MANIFEST).read_bytes()
+        ledger, image = Ledger(Store(path)), FileImage()
+        ledger.begin(LAUNCH)
+        facts = {"step": 4, "time_s": 1.5, "metrics": {"loss": 0.5}, "written": {"by": "test"}}
+        lay_out(image, facts, *objects(SEED).collect({}))
+        ledger._store.commit(4, image)
+        later = Ledger(Store(path))
+        later.begin(LAUNCH)
+        later.resume(4)
+        self.data = (path / DATA).read_bytes()
 
 
 # -- damage ------------------------------------------------------------------------------------------------------
@@ -95,10 +99,10 @@ def spliced(content, chance):
 
 
 def damages(original, name, content):
-    """Yield every sort of damage to one file; of the bits, one of 11 in the file of arrays, and one of 3 in others."""
-    for bit in range(0, 8 * len(content), 11 if name == DATA else 3):
+    """Yield every sort of damage to one file; of the bits, one of 11."""
+    for bit in range(0, 8 * len(content), 11):
         yield Case("damage", f"{name}: bit {bit}", put(name, flipped(content, bit)))
-    for length in range(0, len(content), 512 if name == DATA else 16):
+    for length in range(0, len(content), 512):
         yield Case("damage", f"{name}: cut to {length}", put(name, content[:length]))
     chance = random.Random(SEED)
     for number in range(600):
@@ -106,35 +110,41 @@ def damages(original, name, content):
 
 
 def noises(original):
-    """Yield random changes to the file of arrays, with a manifest that fits."""
+    """Yield random changes behind the header, with digests that fit."""
     chance = random.Random(SEED + 1)
     for number in range(1500):
         changed = original.data
         for _ in range(chance.choice([1, 2, 8])):
-            start = chance.randrange(min(len(changed), chance.choice([64, 1024, 1 << 20])))
+            start = HEADER_BYTES + chance.randrange(
+                min(len(changed) - HEADER_BYTES, chance.choice([64, 1024, 1 << 20]))
+            )
             changed = changed[:start] + chance.choice([b"\0", b"\xff", chance.randbytes(2)]) + changed[start + 1 :]
-        yield Case("noise", f"noise {number}", both(put(DATA, changed)))
+        yield Case("noise", f"noise {number}", both(put(DATA, original.data[:HEADER_BYTES] + changed[HEADER_BYTES:])))
 
 
 # -- lies --------------------------------------------------------------------------------------------------------
 
 
-def seal(body):
-    """Return the text of a manifest whose digest fits whatever it says."""
-    digest = xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
-    return json.dumps({"manifest": body, "xxh3_128": digest})
+def sealed(data, index_offset, index_nbytes):
+    """Return a file whose header fits the bytes behind it."""
+    digests = [xxhash.xxh3_128_hexdigest(part) for part in (data[HEADER_BYTES:index_offset], data[index_offset:])]
+    return Header(len(data), index_offset, index_nbytes, *digests).to_bytes() + data[HEADER_BYTES:]
 
 
 def both(change):
-    """Return a change that is followed by a manifest that fits the changed file."""
+    """Return a change that is followed by a header that fits the changed file."""
 
     def make(path):
+        old = header_of(path)
         change(path)
-        body = json.loads((path / MANIFEST).read_text())["manifest"]
-        nbytes, digest = digest_file(path / DATA)
-        (path / MANIFEST).write_text(seal({**body, "nbytes": nbytes, "xxh3_128": digest}))
+        data = (path / DATA).read_bytes()
+        (path / DATA).write_bytes(sealed(data, old.index_offset, old.index_nbytes))
 
     return make
+
+
+def header_of(path):
+    return parse_header((path / DATA).read_bytes()[:HEADER_BYTES], path)
 
 
 def in_file(change):
@@ -146,19 +156,24 @@ def in_file(change):
 
 
 def in_index(change):
-    def within(file):
-        index = json.loads(file["index"][()].tobytes())
-        text = change(index)
-        del file["index"]
-        file["index"] = np.frombuffer((text or json.dumps(index)).encode(), np.uint8)
-
-    return in_file(within)
-
-
-def in_manifest(**parts):
     def make(path):
-        body = json.loads((path / MANIFEST).read_text())["manifest"]
-        (path / MANIFEST).write_text(seal({**body, **parts}))
+        old, data = header_of(path), (path / DATA).read_bytes()
+        index = json.loads(data[old.index_offset :][: old.index_nbytes])
+        text = change(index)
+        new = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else json.dumps(index).encode()
+        (path / DATA).write_bytes(sealed(data[: old.index_offset] + new, old.index_offset, len(new)))
+
+    return make
+
+
+def in_header(line):
+    """Return a change of the header's line, with its own digest."""
+
+    def make(path):
+        said = json.loads((path / DATA).read_bytes().split(b"\n")[0])
+        text = line(said) or json.dumps(said)
+        header = f"{text}\n{xxhash.xxh3_128_hexdigest(text.encode())}\n".encode().ljust(HEADER_BYTES, b"\0")
+        (path / DATA).write_bytes(header + (path / DATA).read_bytes()[HEADER_BYTES:])
 
     return make
 
@@ -176,25 +191,25 @@ def replace(name, *arguments, **named):
 def virtual(file, source="/proc/self/mem", shape=(400,), most=None):
     layout = h5py.VirtualLayout(shape, "f4", maxshape=most)
     layout[:] = h5py.VirtualSource(source, "x", shape, maxshape=most)
-    del file["arrays/float32"]
-    file.create_virtual_dataset("arrays/float32", layout)
+    del file["model/weight"]
+    file.create_virtual_dataset("model/weight", layout)
 
 
 def deep_groups(file):
-    group = file["arrays"]
+    group = file["model"]
     for _ in range(2000):
         group = group.create_group("a")
 
 
 def many_links(file):
     for number in range(2000):
-        file[f"arrays/x{number}"] = file["arrays/float32"]
+        file[f"model/x{number}"] = file["model/weight"]
 
 
 def huge_attribute(file):
     file.attrs.create("a", np.zeros(8000), dtype="f8")
-    file["arrays"].attrs["b"] = "x" * 60000
-    file["arrays/evil"] = h5py.SoftLink("/")
+    file["model"].attrs["b"] = "x" * 60000
+    file["model/evil"] = h5py.SoftLink("/")
 
 
 def link(name, target):
@@ -207,104 +222,33 @@ def link(name, target):
 
 
 def big_array(dtype, n_elements, **more):
-    return replace("arrays/float32", (n_elements,), dtype, **more)
-
-
-def compound(file):
-    replace("arrays/float32", (400,), np.dtype([("a", "f4"), ("b", "f4", (1 << 16,))]))(file)
-
-
-def copies(file):
-    """Many datasets, each as large as the file."""
-    nbytes = file.id.get_filesize()
-    file.create_dataset("arrays/uint8x", data=np.zeros(nbytes // 2, "u1"))
-    for number in range(3000):
-        file[f"arrays/y{number}"] = file["arrays/uint8x"]
+    return replace("model/weight", (n_elements,), dtype, **more)
 
 
 def link_to_same(file):
     """Move an array into another file, and leave a link to it."""
     with h5py.File(Path(file.filename).with_name("other.h5"), "w") as other:
-        file.copy("arrays/float32", other, "x")
-    link("arrays/float32", h5py.ExternalLink("other.h5", "/x"))(file)
+        file.copy("model/weight", other, "x")
+    link("model/weight", h5py.ExternalLink("other.h5", "/x"))(file)
 
 
-def named_objects(dtype, name):
-    """Add a dataset of objects under numpy's name for them, and a row of the index for it."""
-
-    def change(file):
-        file.create_dataset(f"arrays/{name}", (4,), dtype)
-        index = json.loads(file["index"][()].tobytes())
-        index["arrays"].append(["o", name, [4], 0])
-        replace("index", data=np.frombuffer(json.dumps(index).encode(), np.uint8))(file)
-
-    return change
-
-
-#: Changes of the HDF5 file.
-FILES = {
-    "external link": link("arrays/float32", h5py.ExternalLink("/etc/passwd", "/x")),
+#: Changes of the HDF5 structures: nobody looks at them.
+STRUCTURES = {
+    "external link": link("model/weight", h5py.ExternalLink("/etc/passwd", "/x")),
     "external link to the same data": link_to_same,
-    "external link to itself": link("arrays/float32", h5py.ExternalLink("step-00000004.h5", "/index")),
-    "soft link": link("arrays/float32", h5py.SoftLink("/index")),
-    "soft link in a circle": link("arrays/float32", h5py.SoftLink("/arrays/float32")),
-    "dangling link": link("index", h5py.SoftLink("/nothing")),
-    "index elsewhere": link("index", h5py.ExternalLink("/etc/passwd", "/x")),
-    "cyclic hard link": link("arrays/evil", lambda file: file["/"]),
-    "arrays is the root": link("arrays", lambda file: file["/"]),
-    "index is the arrays": link("index", lambda file: file["arrays"]),
-    "arrays is the index": link("arrays", lambda file: file["index"]),
-    "index among the arrays": link("arrays/index", lambda file: file["index"]),
+    "soft link in a circle": link("model/weight", h5py.SoftLink("/model/weight")),
+    "cyclic hard link": link("model/evil", lambda file: file["/"]),
+    "model is the index": link("model", lambda file: file["index"]),
+    "no index": lambda file: file.__delitem__("index"),
     "one dataset under many names": many_links,
-    "more data than the file": copies,
     "virtual": virtual,
     "virtual without end": functools.partial(virtual, shape=(400,), most=(None,)),
-    "virtual of itself": functools.partial(virtual, source="."),
-    "external storage": replace("arrays/float32", (400,), "f4", external=[("/etc/passwd", 0, 1600)]),
-    "external storage without end": replace(
-        "arrays/float32", (400,), "f4", external=[("/dev/zero", 0, h5py.h5f.UNLIMITED)]
-    ),
-    "chunks": big_array("f4", 400, chunks=(10,)),
-    "gzip": big_array("f4", 400, chunks=(400,), compression="gzip"),
-    "shuffle and checksum": big_array("f4", 400, chunks=(400,), shuffle=True, fletcher32=True),
-    "scale-offset": big_array("i4", 400, chunks=(400,), scaleoffset=4),
-    "bomb": big_array("f8", 1 << 50, chunks=(1 << 10,)),
-    "gzip bomb": replace("arrays/float32", data=np.zeros(1 << 22, "f4"), chunks=(1 << 20,), compression="gzip"),
-    "contiguous bomb of the right type": big_array("f4", 1 << 47),
+    "external storage": replace("model/weight", (400,), "f4", external=[("/etc/passwd", 0, 1600)]),
+    "gzip bomb": replace("model/weight", data=np.zeros(1 << 22, "f4"), chunks=(1 << 20,), compression="gzip"),
     "contiguous bomb": big_array("f8", 1 << 47),
-    "two dimensions": replace("arrays/float32", (20, 20), "f4"),
-    "32 dimensions": replace("arrays/float32", (1,) * 32, "f4"),
-    "a scalar": replace("arrays/float32", (), "f4"),
-    "null space": replace("arrays/float32", data=h5py.Empty("f4")),
-    "text": replace("arrays/float32", data=["a", "b"]),
-    "fixed text": replace("arrays/float32", data=np.array([b"abc"] * 9)),
-    "variable length": replace("arrays/float32", (400,), h5py.vlen_dtype(np.float32)),
-    "references": replace("arrays/float32", (400,), h5py.ref_dtype),
-    "region references": replace("arrays/float32", (400,), h5py.regionref_dtype),
-    "objects called so": named_objects(h5py.vlen_dtype(np.float32), "object"),
-    "a compound called so": named_objects(np.dtype("f4,f4"), "f4,f4"),
-    "a name that numpy cannot parse": named_objects("f4", "(2,f4"),
-    "a name that is no number to Python": named_objects("f4", "01f4"),
-    "another name of a dtype": named_objects("f4", "f4"),
-    "compound": compound,
-    "opaque": replace("arrays/float32", (400,), "V8"),
-    "subarrays": replace("arrays/float32", (4,), np.dtype(("f4", (1 << 10,)))),
-    "another type": replace("arrays/float32", (400,), "f8"),
-    "other bytes of a number": replace("arrays/float32", (400,), ">f4"),
-    "other bytes of a whole number": replace("arrays/int64", (50,), ">i8"),
-    "an enumeration": replace("arrays/float32", (400,), h5py.enum_dtype({"a": 1}, "i4")),
-    "truth of floats": replace("arrays/bool", (9,), "f8"),
-    "truth of 7": replace("arrays/bool", data=np.full(9, 7, np.uint8)),
-    "a named type": link("arrays/float32", lambda file: np.dtype("f4")),
-    "a group": lambda file: file.create_group("arrays/evil/a/b/c"),
+    "references": replace("model/weight", (400,), h5py.ref_dtype),
     "deep groups": deep_groups,
     "huge attributes": huge_attribute,
-    "another dataset": replace("index", (9,), "u1"),
-    "no index": lambda file: file.__delitem__("index"),
-    "no arrays": lambda file: file.__delitem__("arrays"),
-    "an array less": lambda file: file.__delitem__("arrays/float32"),
-    "more at the root": lambda file: file.create_dataset("more", (3,), "f4"),
-    "more than the index tells": lambda file: file.create_dataset("arrays/float16", (3,), "f2"),
 }
 
 
@@ -317,7 +261,8 @@ def set_part(name, value):
 
 
 def nested(depth):
-    return '{"format": 1, "arrays": [], "state": ' + '{"list": [' * depth + "]}" * depth + "}"
+    facts = '{"step": 4, "time_s": 0, "metrics": {}, "written": {}, "arrays": [], "state": '
+    return facts + '{"list": [' * depth + "]}" * depth + "}"
 
 
 def set_node(name, node):
@@ -397,19 +342,16 @@ INDICES = {
     "nested state": lambda index: nested(450),
     "state nested so that Python can just read it": lambda index: nested(480),
     "state nested deeper than is saved": lambda index: nested(160),
-    "a number of many digits": lambda index: '{"format": 1, "arrays": [], "state": ' + "9" * 100_000 + "}",
-    "a format of many digits": set_part("format", 10**400),
-    "format NaN": set_part("format", float("nan")),
-    "format list": set_part("format", [1]),
+    "a number of many digits": lambda index: json.dumps(index).replace('"step": 4', '"step": ' + "9" * 100_000),
     "not JSON": lambda index: "{",
-    "not UTF-8": lambda index: "\udcff".encode("utf-8", "surrogatepass").decode("latin1"),
+    "not UTF-8": lambda index: "\udcff",
     "a list": lambda index: "[1]",
     "arrays infinite": set_part("arrays", float("inf")),
     "rows that are numbers": set_part("arrays", [1, 2]),
     "rows that are dicts": set_part("arrays", [{"a": 1, "b": 2, "c": 3, "d": 4}]),
     "shape NaN": set_row(0, "w", "float32", [float("nan")], 0),
     "shape infinite": set_row(0, "w", "float32", [float("inf")], 0),
-    "shape with 0 and more": set_row(0, "w", "float32", [0, 10**30], 0),
+    "shape with 0 and more": set_row(0, "w", "float32", [0, 10**30], 5000),
     "shape of many digits": set_row(0, "w", "float32", [10**4000] * 200, 0),
     "shape of many ones": set_row(0, "w", "float32", [1] * 1000 + [400], 0),
     "shape of huge numbers": set_row(0, "w", "float32", [10**4000] * 3000, 0),
@@ -418,7 +360,9 @@ INDICES = {
     "shape None": set_row(0, "w", "float32", None, 0),
     "shape text": set_row(0, "w", "float32", "400", 0),
     "shape dict": set_row(0, "w", "float32", {"400": 1}, 0),
-    "offset beyond": set_row(0, "w", "float32", [40, 10], 1),
+    "offset in the header": set_row(0, "w", "float32", [40, 10], 0),
+    "offset in another array": lambda index: index["arrays"][0].__setitem__(3, index["arrays"][1][3]),
+    "offset beyond": lambda index: index["arrays"][0].__setitem__(3, 10**6),
     "offset huge": set_row(0, "w", "float32", [0], 10**30),
     "offset float": set_row(0, "w", "float32", [40, 10], 0.0),
     "dtype list": set_row(0, "w", ["float32"], [40, 10], 0),
@@ -429,29 +373,14 @@ INDICES = {
     "the same array often": set_part("arrays", [["w", "float32", [40, 10], 0]] * 10_000),
 }
 
-#: Changes of the manifest.
-MANIFESTS = {
-    "file elsewhere": {"file": "../../../../etc/passwd"},
-    "file absolute": {"file": "/etc/passwd"},
-    "file with a line": {"file": "step-00000004.h5\n"},
-    "file with a null": {"file": "step-00000004.h5\0"},
-    "file up and back": {"file": "../gen-0001/step-00000004.h5"},
-    "file number": {"file": 7},
-    "file None": {"file": None},
-    "file list": {"file": ["step-00000004.h5"]},
-    "file of another step": {"file": "step-00000005.h5"},
-    "file is the manifest": {"file": "step-00000004.json"},
+#: Changes of the facts in the index.
+FACTS = {
     "step text": {"step": "4"},
     "step float": {"step": 4.0},
     "step true": {"step": True},
     "step NaN": {"step": float("nan")},
     "step huge": {"step": 10**300},
-    "size text": {"nbytes": "1"},
-    "size huge": {"nbytes": 10**300},
-    "size negative": {"nbytes": -1},
-    "size NaN": {"nbytes": float("nan")},
-    "digest None": {"xxh3_128": None},
-    "digest list": {"xxh3_128": []},
+    "another step": {"step": 5},
     "written number": {"written": 7},
     "written list": {"written": ["ranks"]},
     "metrics number": {"metrics": 7},
@@ -463,9 +392,31 @@ MANIFESTS = {
     "time text": {"time_s": "now"},
     "time None": {"time_s": None},
     "time huge": {"time_s": 10**400},
-    "format text": {"format": "1"},
-    "format huge": {"format": 10**300},
-    "format list": {"format": [1]},
+    **{f"no {name}": {name: ...} for name in ("step", "time_s", "metrics", "written", "arrays", "state")},
+}
+
+#: Changes of the line of the header.
+HEADERS = {
+    "nested": lambda said: "[" * 900 + "]" * 900,
+    "a list": lambda said: "[1]",
+    "digits": lambda said: "9" * 3000,
+    "size text": lambda said: said.update(nbytes="1"),
+    "size huge": lambda said: said.update(nbytes=10**300),
+    "size negative": lambda said: said.update(nbytes=-1),
+    "size NaN": lambda said: said.update(nbytes=float("nan")),
+    "size less": lambda said: said.update(nbytes=said["nbytes"] - 1),
+    "digest None": lambda said: said.update(xxh3_128=[None, None]),
+    "digest list": lambda said: said.update(xxh3_128=[[], []]),
+    "one digest": lambda said: said.update(xxh3_128=said["xxh3_128"][:1]),
+    "index beyond": lambda said: said.update(index=[said["nbytes"] - 1, 100]),
+    "index in the header": lambda said: said.update(index=[0, 100]),
+    "index negative": lambda said: said.update(index=[-5, 100]),
+    "index huge": lambda said: said.update(index=[10**300, 1]),
+    "index of all": lambda said: said.update(index=[4096, said["nbytes"] - 4096]),
+    "format text": lambda said: said.update(format="1"),
+    "format huge": lambda said: said.update(format=10**300),
+    "format list": lambda said: said.update(format=[1]),
+    "format of many digits": lambda said: said.update(format=10**3000),
 }
 
 
@@ -492,11 +443,6 @@ def is_pipe(name):
     return make
 
 
-def endless_of_no_bytes(path):
-    in_manifest(nbytes=0)(path)
-    is_link_to(DATA, "/dev/zero")(path)
-
-
 def is_folder(name):
     def make(path):
         (path / name).unlink()
@@ -505,65 +451,64 @@ def is_folder(name):
     return make
 
 
-def json_bomb(depth):
-    return put(MANIFEST, ('{"manifest": ' * depth + "1" + "}" * depth).encode())
-
-
 #: Changes of what is in the folder.
 OTHERS = {
-    "a pickle": both(put(DATA, pickle.dumps(Payload()))),
-    "nothing": both(put(DATA, b"")),
-    "zeros": both(put(DATA, bytes(5000))),
-    "a signature alone": both(put(DATA, b"\x89HDF\r\n\x1a\n")),
-    "manifest nested": json_bomb(DEEP),
-    "manifest nested less": json_bomb(980),
-    "manifest of lists": put(MANIFEST, b"[" * DEEP + b"]" * DEEP),
-    "manifest of digits": put(MANIFEST, b'{"manifest": ' + b"9" * 100_000 + b', "xxh3_128": 1}'),
-    "manifest null": put(MANIFEST, b"null"),
-    "manifest text": put(MANIFEST, b'"text"'),
-    "manifest not UTF-8": put(MANIFEST, b"\xff\xfe\0"),
-    "manifest without end": is_link_to(MANIFEST, "/dev/zero"),
+    "a pickle": put(DATA, pickle.dumps(Payload())),
+    "a pickle behind a header": both(lambda path: put(DATA, bytes(HEADER_BYTES) + pickle.dumps(Payload()) * 999)(path)),
+    "nothing": put(DATA, b""),
+    "zeros": put(DATA, bytes(9000)),
+    "a signature alone": put(DATA, b"\x89HDF\r\n\x1a\n"),
+    "lines": put(DATA, b"\n" * 9000),
+    "not UTF-8": put(DATA, b"\xff\xfe\n\n" * 5000),
     "file without end": is_link_to(DATA, "/dev/zero"),
-    "file without end, of no bytes": endless_of_no_bytes,
-    "manifest a pipe": is_pipe(MANIFEST),
-    "file a pipe": is_pipe(DATA),
-    "manifest a folder": is_folder(MANIFEST),
-    "file a folder": is_folder(DATA),
-    "manifest linked to itself": is_link_to(MANIFEST, "step-00000004.json"),
+    "a pipe": is_pipe(DATA),
+    "a folder": is_folder(DATA),
+    "linked to itself": is_link_to(DATA, DATA),
 }
 
-#: Changes of the notes of an attempt: the checkpoint is sound, and must be read.
-NOTES = {
+#: Lines in the ledger of an attempt: the checkpoint is sound, and must be read.
+LEDGERS = {
     "nested": b"[" * DEEP,
-    "list": b'{"restored": [], "has_ended": false}',
-    "dict": b'{"restored": {"a": 1}, "has_ended": false}',
-    "digits": b'{"restored": ' + b"9" * 10_000 + b', "has_ended": 1}',
+    "list": b'{"event": "begin", "base": [], "nodes": []}',
+    "dict": b'{"event": {"a": 1}}',
+    "digits": b'{"event": "resume", "step": ' + b"9" * 10_000 + b"}",
+    "negative": b'{"event": "resume", "step": -7}',
+    "nodes": b'{"event": "begin", "base": 4, "job": "1", "program": null, "nodes": 7, "is_new_try": 0}',
     "null": b"null",
     "empty": b"",
     "not UTF-8": b"\xff",
 }
 
 
+def set_facts(parts):
+    def change(index):
+        for name, value in parts.items():
+            index.__delitem__(name) if value is ... else index.__setitem__(name, value)
+
+    return change
+
+
 def lies():
-    """Yield every hostile file whose digest fits."""
-    for name, change in FILES.items():
-        yield Case("lie", f"file: {name}", in_file(change))
+    """Yield every hostile file whose digests fit, or that needs none."""
+    for name, change in STRUCTURES.items():
+        yield Case("structure", f"structure: {name}", in_file(change))
     for name, change in INDICES.items():
         yield Case("lie", f"index: {name}", in_index(change))
     for name, change in STATES.items():
         yield Case("lie", f"state: {name}", in_index(change))
-    for name, parts in MANIFESTS.items():
-        yield Case("lie", f"manifest: {name}", in_manifest(**parts))
+    for name, parts in FACTS.items():
+        yield Case("lie", f"facts: {name}", in_index(set_facts(parts)))
+    for name, change in HEADERS.items():
+        yield Case("lie", f"header: {name}", in_header(change))
     for name, make in OTHERS.items():
         yield Case("lie", f"folder: {name}", make)
-    for name, content in NOTES.items():
-        yield Case("notes", f"notes: {name}", put("gen-0002/attempt.json", content))
+    for name, content in LEDGERS.items():
+        yield Case("ledger", f"ledger: {name}", put("attempts/0002.jsonl", content))
 
 
 def all_cases(original):
     """Return every case: lies first."""
-    found = [*lies(), *noises(original), *damages(original, DATA, original.data)]
-    return [*found, *damages(original, MANIFEST, original.manifest)]
+    return [*lies(), *noises(original), *damages(original, DATA, original.data)]
 
 
 def cases(original, first, last, every):

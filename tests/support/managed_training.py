@@ -5,16 +5,15 @@ import functools
 import numpy as np
 
 import hpcdist
-from hpcdist.checkpoint.folder import CheckpointFolder
-from hpcdist.checkpoint.generations import Place
+from hpcdist.checkpoint.store import Saved, Store
 from hpcdist.resilience import manager as manager_module
 
 N_STEPS = 6
 
 
 def run(path, disk, tell):
-    """Train as far as `disk` allows; call `tell` with the place of each checkpoint once `wait` has returned."""
-    manager_module.CheckpointFolder = functools.partial(CheckpointFolder, disk=disk)
+    """Train as far as `disk` allows; call `tell` with the each checkpoint once `wait` has returned."""
+    manager_module.Store = functools.partial(Store, disk=disk)
     weights, step = np.linspace(-1, 1, 300), np.zeros((), np.int64)
     manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(weights=weights, step=step), path, max_to_keep=2)
     manager.begin_attempt()
@@ -23,5 +22,5 @@ def run(path, disk, tell):
         weights[:] = weights * 0.9 + np.sin(np.arange(weights.size) * int(step))
         manager.save(int(step), blocking=int(step) % 2 == 0)
         manager.wait()
-        tell(Place(manager.generation, int(step)))
+        tell(Saved(manager.attempt, int(step)))
     manager.end_attempt()

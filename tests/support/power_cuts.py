@@ -38,7 +38,7 @@ class RecordingDisk(WatchedDisk):
     def watch(self, name, act, *arguments):
         result = act(*arguments)
         entry = [str(a.relative_to(self.base)) if isinstance(a, Path) else a for a in arguments]
-        if name == "create":
+        if name in ("create", "open_end"):
             self.paths[result] = entry[0]
         elif isinstance(arguments[0], int):
             entry[0] = self.paths[arguments[0]]
@@ -145,8 +145,10 @@ class Model:
             self._change(path, None, name, path)
         elif operation == "create" and name in self._folder_of(path).now():
             self.file(path).content.clear()
-        elif operation == "create":
+        elif operation == "create" or operation == "make_new":
             self._change(path, None, name, File())
+        elif operation == "replace_link":
+            self._change(path, None, name, File(entry[1].encode(), bytearray(entry[1].encode())))
         elif operation == "allocate":
             self.file(path).allocated = entry[1]
         elif operation == "write":
@@ -155,12 +157,12 @@ class Model:
             self.file(path).sync()
         elif operation == "rename":
             self._change(path, name, os.path.basename(entry[1]), self.file(path))
-        elif operation in ("remove", "remove_folder"):
+        elif operation == "remove":
             self._change(path, name, None, None)
         elif operation == "sync_folder":
             self.folders[path].sync()
         else:
-            assert operation == "close", operation
+            assert operation in ("close", "open_end"), operation
 
     def states(self) -> Iterator[dict]:
         """Yield every state after a power cut now: paths to content, None for folders."""

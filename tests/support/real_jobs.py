@@ -1,6 +1,5 @@
 """Real jobs: started in sessions of their own with a time limit, and found again by a mark in their environment."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,8 +9,9 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-import h5py
 import pytest
+
+from hpcdist.checkpoint.store import Store
 
 PYTHON = Path(sys.executable)
 MPIRUN = PYTHON.parent / "mpirun"
@@ -83,8 +83,6 @@ class Job:
 
 def final_state(run_dir):
     """Return everything that training left: arrays and state of the last checkpoint, and the metrics."""
-    newest = sorted((run_dir / "checkpoints").rglob("*.h5"))[-1]
-    with h5py.File(newest) as file:
-        arrays = {name: file["arrays"][name][()].tobytes() for name in file["arrays"]}
-        index = json.loads(file["index"][()].tobytes())
-    return newest.name, arrays, index, (run_dir / "metrics.jsonl").read_text()
+    found = Store(run_dir / "checkpoints").read_latest()
+    arrays = {array.name: array.values.tobytes() for array in found.arrays}
+    return found.index.step, arrays, found.index.state, (run_dir / "metrics.jsonl").read_text()

@@ -6,9 +6,9 @@ A mutant is located by names, not by the text of a file: code may be moved and r
 from dataclasses import dataclass
 
 _CHECKPOINT, _RESILIENCE = "unit/checkpoint/test_{}.py".format, "unit/resilience/test_{}.py".format
-FOLDER, FILE, TREE = (_CHECKPOINT(f"checkpoint_{name}") for name in ("folder", "file", "tree"))
+STORE, FILE, TREE = map(_CHECKPOINT, ("store", "checkpoint_file", "checkpoint_tree"))
 CUTS, FAULTS, HOSTILE = map(_CHECKPOINT, ("power_cuts", "disk_faults", "hostile_files"))
-STOP, DEADLINE, DECISION = map(_RESILIENCE, ("stop", "deadline", "decision"))
+STOP, DEADLINE, DECISION, LEDGER = map(_RESILIENCE, ("stop", "deadline", "decision", "ledger"))
 SCRIPTS, CHAIN = "unit/house/test_requeue.py", "unit/house/test_recipe_parts.py"
 METRICS, OWN_MEMORY = _RESILIENCE("metrics_file"), _CHECKPOINT("memory_of_others")
 RANKS, MEMORY, DESYNC = "mpi/test_checkpoint.py", "mpi/test_fast_tier.py", "mpi/test_desync.py"
@@ -54,126 +54,78 @@ class MarkedLine:
 
 
 WHOLE_LINE = r"\S.*"
-#: Writes what `CheckpointFolder.commit` writes, the manifest first.
-MANIFEST_FIRST = """
-blocks = list(image.blocks(digest))
-manifest = Manifest(step, path.name, image.nbytes, digest.hexdigest(), written, **more)
-durable.replace_text(self._disk, self._own / f"step-{step:08d}.json", manifest.to_text())
-durable.replace_file(self._disk, path, blocks, image.nbytes)
-"""
-
 ON_DISK = [
     Mutant("fsync of a file", "Disk.sync", "os.fsync(...)", "pass", FAULTS),
     Mutant("fsync of a folder", "Disk.sync_folder", "os.fsync(...)", "pass", FAULTS),
-    MarkedLine("sync before rename", r"disk\.sync\(descriptor\)", "pass", FOLDER),
-    Mutant("sync of the folder after rename", "replace_file", "disk.sync_folder(...)", "pass", FOLDER),
-    Mutant("write to a temporary name", "replace_file", "path.with_name(...)", "path", FOLDER),
+    MarkedLine("sync before rename", r"disk\.sync\(descriptor\)", "pass", STORE),
+    Mutant("sync of the folder after rename", "replace_file", "disk.sync_folder(...)", "pass", STORE),
+    Mutant("write to a temporary name", "replace_file", "path.with_name(...)", "path", STORE),
     Mutant("new folders are synced", "make_folders", "disk.sync_folder(...)", "pass", CUTS),
     Mutant("folders of a killed attempt are synced", "make_folders", "_sync_name_if_new(...)", "pass", CUTS),
     Mutant("interrupted calls are repeated", "_repeat", "InterruptedError", "ZeroDivisionError", FAULTS),
     Mutant("EINVAL ends direct writes only", "_write_block", "error.errno == errno.EINVAL", "False", FAULTS),
     Mutant("a failed allocation is raised", "Disk.allocate", "raise", "return", FAULTS),
+    Mutant("a number for each attempt", "Disk.make_new", "os.O_EXCL", "0", STORE),
+    Mutant("an attempt that is overtaken", "Store._take_number", "FileExistsError", "ZeroDivisionError", STORE),
+    Mutant("a superseded attempt is fenced off", "Store.check_current", "newest > self.attempt", "False", STORE),
+    Mutant("fenced off before the rename", "replace_file", "before_rename()", "pass", STORE),
+    Mutant("replaced during a write", "Store.commit", "FileNotFoundError", "ZeroDivisionError", STORE),
+    Mutant("lines of the ledger are durable", "append_line", "disk.sync(...)", "pass", STORE),
+    Mutant("torn lines of the ledger", "append_line", "is_torn", "False", STORE),
+    Mutant("verify before prune", "Store.prune", "file.verify(...)", "None", STORE),
+    Mutant("a read error is not damage", "read_patiently", "number in _NO_FILE", "True", STORE),
     Mutant(
-        "a superseded attempt is fenced off",
-        "CheckpointFolder.check_current",
-        "newest > self.generation",
+        "list again if a file is missing", "Store._first_sound", "isinstance(error, CheckpointMissing)", "False", STORE
+    ),
+    Mutant("list again while the listing changes", "Store._first_sound", "listed != found", "False", STORE),
+    Mutant("a pruned file is not damaged", "Store._first_sound", "saved in listed", "True", STORE),
+    Mutant("step and name agree", "Store._use", "file.index.step != saved.step", "False", STORE),
+    Mutant("room before writing", "Store.commit", "self._check_space(...)", "pass", STORE),
+    Mutant("unlimited memory", "Store._check_space", "status.f_blocks", "True", STORE),
+    Mutant(
+        "newest attempt first",
+        "Store._first_sound",
+        "found, self.damaged = self.saved()[::-1], []",
+        "found, self.damaged = sorted(self.saved(), key=lambda saved: -saved.step), []",
+        STORE,
+    ),
+    Mutant("steps only increase", "Store.path_of", "step < last", "False", STORE),
+    Mutant("damaged checkpoints are set aside", "Store.resume_from", "self._disk.rename(...)", "pass", STORE),
+    Mutant("no silent start from scratch", "Store._first_sound", "raise self._none_sound() from None", "pass", STORE),
+    Mutant("half-written files are swept", "Store.begin_attempt", "durable.sweep_temporary(...)", "pass", STORE),
+    Mutant("a copy of a run is another run", "Store.run_id", "found[1] == inode", "True", STORE),
+    Mutant("a full disk makes no suspect", "Store.commit", "self._note_save(...)", "pass", RANKS),
+    Mutant("digest of the header", "parse_header", "digest != _digest(line)", "False", FILE),
+    Mutant("types in the header", "parse_header", "not _is_sound(...)", "False", HOSTILE),
+    Mutant(
+        "digest of the arrays",
+        "CheckpointFile._blocks",
+        "digest.hexdigest() != self.index.header.arrays_digest",
         "False",
-        FOLDER,
-    ),
-    Mutant("verify before prune", "CheckpointFolder.prune", "newest.verify(...)", "pass", FOLDER),
-    Mutant("a read error is not damage", "read_patiently", "number in _NO_FILE", "True", FOLDER),
-    Mutant(
-        "list again if a file is missing",
-        "CheckpointReader._first_sound",
-        "isinstance(error, CheckpointMissing)",
-        "False",
-        FOLDER,
-    ),
-    Mutant("list again while the listing changes", "CheckpointReader._first_sound", "listed != found", "False", FOLDER),
-    Mutant("a pruned file is not damaged", "CheckpointReader._first_sound", "place in listed", "True", FOLDER),
-    Mutant("verify before reading", "CheckpointReader._first_sound", "manifest.verify(...)", "pass", HOSTILE),
-    Mutant("step and name agree", "CheckpointReader.manifest", "manifest.step != place.step or ...", "False", FOLDER),
-    Mutant("file before manifest", "CheckpointFolder.commit", "durable.replace_file(...)", MANIFEST_FIRST, FOLDER),
-    Mutant("room before writing", "CheckpointFolder.commit", "self._check_space(...)", "pass", FOLDER),
-    Mutant(
-        "newest generation first",
-        "CheckpointReader._first_sound",
-        "found, self.damaged = self.places()[::-1], []",
-        "found, self.damaged = sorted(self.places(), key=lambda place: -place.step), []",
-        FOLDER,
-    ),
-    Mutant("a step saved again gets a new name", "CheckpointFolder.new_data_path", "name in names", "False", FOLDER),
-    Mutant("dead attempts are counted", "CheckpointFolder.prune", "newest.step > self._last_before", "True", FOLDER),
-    Mutant("steps only increase", "CheckpointFolder.new_data_path", "step < last", "False", FOLDER),
-    Mutant("damaged checkpoints are set aside", "CheckpointFolder.resume_from", "self.damaged", "()", FOLDER),
-    Mutant(
-        "no silent start from scratch",
-        "CheckpointReader._first_sound",
-        "raise self._none_sound() from None",
-        "pass",
-        FOLDER,
-    ),
-    Mutant(
-        "half-written files are swept",
-        "CheckpointFolder._remove_orphans",
-        "durable.sweep_temporary(self._disk, self.path / ...)",
-        "pass",
-        FOLDER,
-    ),
-    Mutant(
-        "orphans are removed before the first save", "CheckpointFolder.begin", "self._remove_orphans()", "pass", FOLDER
-    ),
-    Mutant(
-        "names are synced before files are removed",
-        "CheckpointFolder._remove_unnamed",
-        "self._disk.sync_folder(...)",
-        "pass",
-        CUTS,
-    ),
-    Mutant(
-        "a folder replaced during a write",
-        "CheckpointFolder._as_newest",
-        "FileNotFoundError",
-        "ZeroDivisionError",
-        FOLDER,
-    ),
-    Mutant("a full disk makes no suspect", "CheckpointManager._save", "self._history.note_save(...)", "pass", RANKS),
-    Mutant("digest of the manifest", "read_manifest", "_digest(...) != digest", "False", FILE),
-    Mutant(
-        "digest of the file",
-        "Manifest.verify",
-        "found != (self.nbytes, self.xxh3_128)",
-        "found[0] != self.nbytes",
         FILE,
     ),
-    Mutant("types in the manifest", "read_manifest", "_check_types(...)", "pass", HOSTILE),
-    Mutant("regular files only", "Manifest.verify", "stat.S_ISREG(...)", "True", HOSTILE),
-    Mutant("no links in HDF5", "_check_members", "isinstance(..., h5py.HardLink)", "True", HOSTILE),
-    Mutant("plain HDF5 layouts", "_plain", "... in _LAYOUTS", "True", HOSTILE),
-    Mutant("no external storage", "_plain", "not dataset.external", "True", HOSTILE),
-    Mutant("dtypes of datasets", "_plain", "dataset.dtype == dtype", "True", HOSTILE),
-    Mutant("no more data than bytes", "_safe_datasets", "sum(...)", "0", HOSTILE),
-    Mutant("rows fill the datasets", "_arrays_of", "ends != sizes", "False", HOSTILE),
-    Mutant("newer formats", "check_format", "found > FORMAT", "False", FILE),
-    Mutant("suspect only after two deaths", "crashed_twice", "steps.count(step) >= 2", "True", FOLDER),
-    Mutant("a generation for each attempt", "make_generation", "FileExistsError", "ZeroDivisionError", FOLDER),
     Mutant(
-        "suspects are skipped",
-        "CheckpointManager.begin_attempt",
-        "self._history.suspects()",
-        "set()",
-        RANKS,
+        "digest of the index",
+        "CheckpointFile._read_index",
+        "xxhash.xxh3_128_hexdigest(rest) != header.index_digest",
+        "False",
+        FILE,
     ),
-    Mutant("set aside on restore", "CheckpointManager._restore", "self._tier.folder.resume_from(...)", "pass", RANKS),
-    Mutant("an orderly end is recorded", "CheckpointManager.end_attempt", "self._history.note_end()", "pass", RANKS),
-    Mutant("a failed read-back is raised", "Tier.finish", "tidying.result()", "pass", RANKS),
+    Mutant("size of the file", "CheckpointFile._read_index", "status.st_size != header.nbytes", "False", HOSTILE),
+    Mutant("regular files only", "CheckpointFile._read_index", "stat.S_ISREG(...)", "True", HOSTILE),
+    Mutant("no waiting for a pipe", "open_checkpoint", "os.O_NONBLOCK", "0", HOSTILE),
+    Mutant("arrays within the file", "_parse_index", "end <= array.offset <= ...", "True", HOSTILE),
+    Mutant("types of numbers", "_parse_index", "all(...)", "True", HOSTILE),
+    Mutant("newer formats", "_check_format", "found > FORMAT", "False", FILE),
+    Mutant("suspects are skipped", "CheckpointManager._suspects", "suspects(...)", "{}", RANKS),
+    Mutant("set aside on restore", "CheckpointManager._restore", "self._saver.store.resume_from(...)", "pass", RANKS),
+    Mutant("a failed read-back is raised", "Saver.finish", "tidying.result()", "pass", RANKS),
     Mutant("byte order", "checkpoint/tree:encode", "array.dtype.newbyteorder(...)", "array.dtype", TREE),
     Mutant("shape of states", "Checkpoint.apply", "_check_shape(...)", "pass", HOSTILE),
     Mutant("each object has a kind", "_parts_of", "nodes.keys() != kinds.keys()", "False", HOSTILE),
     Mutant("names of dtypes", "stored_dtype", "_NUMBERS[...]", "np.dtype(_STORED_AS.get(dtype, dtype))", HOSTILE),
-    Mutant("depth of states", "read_file", "is_too_deep(...)", "False", FILE),
+    Mutant("depth of states", "_parse_index", "is_too_deep(...)", "False", FILE),
     Mutant("depth of nests", "checkpoint/tree:encode", "depth > MAX_DEPTH", "False", TREE),
-    Mutant("unlimited memory", "CheckpointFolder._check_space", "status.f_blocks", "True", FOLDER),
 ]
 
 STOPS = [
@@ -192,8 +144,16 @@ STOPS = [
     ),
     Mutant("slack before a deadline", "slack_s", "max(...)", "0.0", DEADLINE),
     Mutant("time for the save under way", "needed_s", "n_saves * save.p99", "save.p99", DEADLINE),
-    Mutant("stop after three deaths", "at_start", "n_fruitless < MAX_FRUITLESS", "True", DECISION),
-    Mutant("stop after three idle attempts", "at_stop", "n_idle >= MAX_FRUITLESS", "False", DECISION),
+    Mutant("progress is beyond the highest step", "has_progress", "attempt.base_step", "-1", DECISION),
+    Mutant("preempted attempts do not count", "without_progress", "not is_excused", "True", DECISION),
+    Mutant(
+        "a corrected program starts anew", "without_progress", "attempt.program != known[-1].program", "False", DECISION
+    ),
+    Mutant("a person may try again", "without_progress", "attempt.is_new_try", "False", DECISION),
+    Mutant("suspect on other nodes or in other jobs only", "suspects", "_differ(...)", "True", DECISION),
+    Mutant("attempts count in batch jobs only", "decide", "is_counted", "True", DECISION),
+    Mutant("the base is carried over", "Ledger.begin", "earlier[-1].reached_step if earlier else -1", "-1", LEDGER),
+    Mutant("another model is refused for good", "RunAttempt.refused", "isinstance(...)", "False", HANDLER),
     Mutant("no stop inside a step", "PreemptionCheckpointHandler.poll", "self._is_busy", "False", HANDLER),
     Mutant(
         "no signal while leaving",
@@ -202,7 +162,7 @@ STOPS = [
         "pass",
         HANDLER,
     ),
-    Mutant("starts are counted", "Attempt._begin", "self._manager.note_start()", "pass", HANDLER),
+    Mutant("too many attempts are refused", "RunAttempt.begin", "self._require_progress()", "pass", HANDLER),
     Mutant("requests ride on sums", "Agreement.poll", "self._world.step_flags.take()", "Request.NONE", AGREE),
     Mutant("requests without sums", "Agreement._ask", "Request(request)", "Request.NONE", AGREE),
     Mutant("compared before a save", "AttemptSaves._compare_before_save", "self._compare(...)", "pass", DESYNC),
@@ -217,7 +177,7 @@ STOPS = [
     Mutant(
         "a save outlives its manager", "finish_at_exit", "weakref.finalize(owner, ...).atexit = False", "pass", RANKS
     ),
-    Mutant("metrics are claimed", "CheckpointManager.__init__", "checkpoint.claim_files()", "pass", RANKS),
+    Mutant("metrics are claimed", "CheckpointManager.begin", "self.checkpoint.claim_files()", "pass", RANKS),
     Mutant("ranks that differ are detected", "require_equal", "MPI.MIN", "MPI.MAX", DESYNC),
     Mutant(
         "copies of ranks that differ are removed",
@@ -258,10 +218,10 @@ COPIES_AND_METRICS = [
     Mutant("no copies of others are read", "FastTier.find", "self._require_own()", "pass", OWN_MEMORY),
     Mutant("characters in a run's name", "FastTier.__init__", "re.sub(...)", "run_id", OWN_MEMORY),
     Mutant("nothing is removed through a link", "FastTier._remove", "self._require_own()", "pass", OWN_MEMORY),
-    Mutant("suspects in memory", "NewestState.find", "found.place.step in suspects", "False", MEMORY),
+    Mutant("suspects in memory", "NewestState.find", "found.saved.step in skipped", "False", MEMORY),
     Mutant("newer on disk", "NewestState._read_disk", "on_disk[-1] > in_memory", "False", MEMORY),
-    Mutant("from memory to the disk", "CheckpointManager.begin_attempt", "self._is_in_memory", "False", MEMORY),
-    Mutant("memory of a later attempt", "FastTier._remove", "generation <= self._folder.generation", "True", MEMORY),
+    Mutant("from memory to the disk", "CheckpointManager.restore_or_initialize", "self._is_in_memory", "False", MEMORY),
+    Mutant("memory of a later attempt", "FastTier._remove", "self._store.check_current()", "pass", MEMORY),
     Mutant("metrics after the checkpoint are cut", "MetricsFile._cut", "record[1] <= last_step", "True", METRICS),
     Mutant("damaged metrics are set aside", "MetricsFile._set_aside", "self._replace(...)", "pass", METRICS),
     Mutant(

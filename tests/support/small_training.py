@@ -9,16 +9,18 @@ from pathlib import Path
 import numpy as np
 
 from hpcdist.checkpoint.durable import Disk
-from hpcdist.checkpoint.folder import CheckpointFolder
-from hpcdist.checkpoint.generations import Place, crashed_twice, folder_name
 from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.layout import lay_out
 from hpcdist.checkpoint.retention import Retention
+from hpcdist.checkpoint.store import Saved, Store
 from hpcdist.checkpoint.tree import NamedArray
+from hpcdist.resilience.decision import suspects
+from hpcdist.resilience.ledger import Launch, Ledger
 
 OPERATIONS = [name for name, item in vars(Disk).items() if callable(item)]
 N_STEPS = 8
 KEPT = Retention(2, keep_best="loss")
+LAUNCH = Launch(None, ("n1",), None, is_vouched=False)
 
 
 class WatchedDisk(Disk):
@@ -46,36 +48,35 @@ class Training:
     Args:
         path: of the checkpoints.
         disk: the seam.
-        tell: called with the place of a checkpoint as soon as it is committed.
+        tell: called with a checkpoint as soon as it is committed.
         retention: what is kept.
     """
 
-    def __init__(self, path, disk=None, tell=lambda place: None, retention=KEPT):
-        self.folder = CheckpointFolder(path, disk)
+    def __init__(self, path, disk=None, tell=lambda saved: None, retention=KEPT):
+        self.store = Store(path, disk)
+        self.ledger = Ledger(self.store)
         self.tell, self.retention = tell, retention
         self.image = FileImage()
         self.step, self.weights = 0, np.linspace(-1, 1, 300)
 
     def run(self):
-        self.folder.begin()
-        self.folder.run_id()
-        restored = self.restore(crashed_twice(self.folder.fruitless_attempts()))
-        self.folder.note_attempt(restored, has_ended=False)
+        self.ledger.begin(LAUNCH)
+        self.store.run_id()
+        self.restore(suspects(self.ledger.attempts()[:-1]))
         while self.step < N_STEPS:
             self.take_step()
             if self.step % 2 == 0:
                 self.save()
         self.save()
-        self.folder.note_attempt(restored, has_ended=True)
+        self.ledger.end("finished")
         return self
 
-    def restore(self, suspects):
-        found = self.folder.read_latest(suspects)
-        if found is None:
-            return None
-        self.step, self.weights = found.state["step"], found.arrays[0].values.copy()
-        self.folder.resume_from(found.place)
-        return str(found.place)
+    def restore(self, skipped):
+        found = self.store.read_latest(skipped, lambda saved: self.ledger.restore(saved.step))
+        if found is not None:
+            self.step, self.weights = found.index.state["step"], found.arrays[0].values.copy()
+            self.store.resume_from(found.saved)
+        self.ledger.resume(self.step if found else -1)
 
     def take_step(self):
         self.step += 1
@@ -83,53 +84,54 @@ class Training:
 
     def save(self, prunes=True):
         arrays = [NamedArray("weights", "float64", self.weights)]
-        lay_out(self.image, {"step": self.step}, arrays)
-        path = self.folder.new_data_path(self.step)
-        metrics = {"loss": abs(self.step - 3.9)}  # the best is in the middle
-        newest = self.folder.commit(self.step, path, self.image, {}, metrics=metrics)
-        self.tell(Place(self.folder.generation, self.step))
+        facts = {"step": self.step, "time_s": 0.0, "metrics": {"loss": abs(self.step - 3.9)}, "written": {}}
+        lay_out(self.image, facts, {"step": self.step}, arrays)  # the best is in the middle
+        newest = Saved(self.store.attempt, self.step)
+        self.store.path_of(self.step)
+        self.store.commit(self.step, self.image)
+        self.tell(newest)
         if prunes:
-            self.folder.prune(newest, self.retention)
+            self.store.prune(newest, self.retention)
+        self.store.note("commit", step=self.step)
 
 
 def final_bits(path):
     """Return the state and the bytes that the latest checkpoint holds, or None where there is none."""
-    found = CheckpointFolder(path).read_latest()
-    return None if found is None else (found.state, [array.values.tobytes() for array in found.arrays])
+    found = Store(path).read_latest()
+    return None if found is None else (found.index.state, [array.values.tobytes() for array in found.arrays])
 
 
-def newest_place(path):
-    """Return the place of the latest checkpoint that verifies, or None where there is none."""
-    found = CheckpointFolder(path).read_latest()
-    return None if found is None else found.place
+def newest_saved(path):
+    """Return the latest checkpoint that verifies, or None where there is none."""
+    found = Store(path).read_latest()
+    return None if found is None else found.saved
 
 
 def make_fresh(path):
-    """Return the place of the newest checkpoint in a folder that is not there yet."""
+    """Return the newest checkpoint in a folder that is not there yet."""
     return None
 
 
 def make_broken(path):
-    """Leave what four attempts that died left; return the place of the newest sound checkpoint.
+    """Leave what four attempts that died left; return the newest sound checkpoint.
 
-    The newest checkpoint is damaged, two attempts died on the one before, and files are half written.
+    The newest checkpoint is damaged, two attempts died on the one before, a file is half written, and a line is torn.
     """
     first = Training(path)
-    first.folder.begin()
+    first.ledger.begin(LAUNCH)
     for _ in range(6):
         first.take_step()
         if first.step % 2 == 0:
             first.save(prunes=False)
     for _ in range(2):
-        died = CheckpointFolder(path)
-        died.begin()
-        died.note_attempt("gen-0001/step-00000004", has_ended=False)
-    own = path / folder_name(1)
-    damage(own / "step-00000006.h5")
-    (own / "step-00000008.h5").write_bytes(b"not named by a manifest")
-    (path / folder_name(3) / "step-00000006.h5.tmp-1").write_bytes(b"half")
-    CheckpointFolder(path).begin()
-    return Place(1, 4)
+        died = Ledger(Store(path))
+        died.begin(LAUNCH)
+        died.resume(4)
+    damage(path / str(Saved(1, 6)))
+    (path / f"{Saved(3, 6)}.tmp-1").write_bytes(b"half")
+    Store(path).begin_attempt()
+    (path / "attempts" / "0004.jsonl").write_text('{"event": "be')
+    return Saved(1, 4)
 
 
 #: What is there when the program starts.

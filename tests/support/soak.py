@@ -118,7 +118,7 @@ def write_digits(folder):
 def copies(run_dir):
     """Return the folder in memory with copies of the state of a run; None if it never had one."""
     path = run_dir / "checkpoints" / "run-id"
-    return Path(f"/dev/shm/hpcdist-{os.getuid()}-{path.read_text()}") if path.exists() else None
+    return Path(f"/dev/shm/hpcdist-{os.getuid()}-{path.read_text().split()[0]}") if path.exists() else None
 
 
 def half_written(run_dir):
@@ -127,9 +127,9 @@ def half_written(run_dir):
 
 
 def newest_step(run_dir):
-    """Return the step of the newest committed checkpoint: of the highest generation that has one. -1 without any."""
-    found = sorted(run_dir.glob("checkpoints/gen-*/step-*.json"))
-    return int(found[-1].stem[5:]) if found else -1
+    """Return the step of the newest committed checkpoint: of the latest attempt that has one. -1 without any."""
+    found = sorted(run_dir.glob("checkpoints/step-*.h5"), key=lambda path: path.stem.split("-")[::-1])
+    return int(found[-1].stem.split("-")[1]) if found else -1
 
 
 class Attempt:
@@ -222,7 +222,7 @@ class Attempt:
         if left := [name for name in folder.left_overs(self.job) if kept is None or name != kept.name]:
             self.faults.append(f"left {left}")
         came_from = re.search(r"resuming from \S+/step-(\d+)(?:-\d+)?\.h5", output)
-        if came_from and int(came_from[1]) < self.committed_before and "restore: skipped step" not in output:
+        if came_from and int(came_from[1]) < self.committed_before and "restore: skips step" not in output:
             self.faults.append(f"went on from {came_from[1]}, but {self.committed_before} was committed")
         if "new run" in output and self.committed_before >= 0:
             self.faults.append("began anew")

@@ -18,10 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import h5py
 from hostile_files import Original, cases, objects
 
-from hpcdist.checkpoint.folder import CheckpointFolder
-from hpcdist.checkpoint.generations import crashed_twice
-from hpcdist.checkpoint.retention import Retention
+from hpcdist.checkpoint.retention import Retention, SaveFacts
+from hpcdist.checkpoint.store import Store
 from hpcdist.errors import CheckpointError
+from hpcdist.resilience.decision import decide, suspects
+from hpcdist.resilience.ledger import Ledger
 
 LIMIT_S = 10
 MEMORY_BYTES = 1 << 30
@@ -39,20 +40,17 @@ class CountingFile(h5py.File):
 
 def use(path):
     """Do all that a restart does with a folder, and return what it found."""
-    folder = CheckpointFolder(path)
-    folder.generation = 3
-    crashed_twice(folder.fruitless_attempts())
-    found = folder.read_latest()
+    store = Store(path)
+    attempts = Ledger(store).attempts()
+    suspects(attempts)
+    decide(attempts, is_counted=True)
+    found = store.read_latest()
     checkpoint = objects(seed=1)
-    checkpoint.apply(found.state, found.arrays, found.path.name)
-    Retention(1, keep_every_n_hours=1, keep_best="loss").kept([found.manifest, found.manifest])
-    return [
-        (repr(state), [content(array) for array in arrays]) for state, arrays in found_and_loaded(found, checkpoint)
-    ]
-
-
-def found_and_loaded(found, checkpoint):
-    return (found.state, found.arrays), checkpoint.collect({})
+    checkpoint.apply(found.index.state, found.arrays, found.path.name)
+    facts = SaveFacts(found.index.step, found.index.time_s, found.index.metrics)
+    Retention(1, keep_every_n_hours=1, keep_best="loss").kept([facts, facts])
+    states = (found.index.state, found.arrays), checkpoint.collect({})
+    return [(repr(state), [content(array) for array in arrays]) for state, arrays in states]
 
 
 def content(array):
@@ -83,7 +81,7 @@ def main():
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(original.path, path)
         case.make(path)
-        CountingFile.n_opened = 0
+        CountingFile.n_opened = 0  # cases themselves open files
         print(json.dumps({"number": number, "name": case.name, "kind": case.kind}), flush=True)
         signal.alarm(LIMIT_S)
         outcome, what = read(path)

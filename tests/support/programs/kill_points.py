@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from small_training import STARTS, Training, WatchedDisk, final_bits, newest_place
+from small_training import STARTS, Training, WatchedDisk, final_bits, newest_saved
 
 
 class KillingDisk(WatchedDisk):
@@ -52,12 +52,12 @@ PROGRAMS = {"plain": run_plain, "managed": run_managed}
 
 
 def run_and_kill(program, path, nth, is_after):
-    """Run in a child; return whether it was killed, at which operation, and the last place that it had committed."""
+    """Run in a child; return whether it was killed, at which operation, and the last checkpoint that it committed."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         disk = KillingDisk(nth, is_after, writing)
-        program(path, disk, lambda place: os.write(writing, f"committed {place.generation} {place.step}\n".encode()))
+        program(path, disk, lambda saved: os.write(writing, b"committed %d %d\n" % (saved.attempt, saved.step)))
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as told:
@@ -80,9 +80,9 @@ def look_at_one(program, template, folder, expected, nth, is_after):
     if not was_killed:
         return None
     at_least = max(committed or (0, 0), tuple(json.loads(before) or (0, 0)))
-    newest = newest_place(path)
+    newest = newest_saved(path)
     wrong = []
-    if at_least > (0, 0) and (newest is None or (newest.generation, newest.step) < at_least):
+    if at_least > (0, 0) and (newest is None or (newest.attempt, newest.step) < at_least):
         wrong.append(f"lost {at_least}, found {newest}")
     has_saved = run_and_kill(program, path, 0, False)[2] is not None
     if final_bits(path) != expected:
@@ -100,7 +100,7 @@ def main():
     template = folder / "template"
     template.mkdir()
     newest = STARTS[start](template / "run")
-    (template / "newest").write_text(json.dumps(newest and [newest.generation, newest.step]))
+    (template / "newest").write_text(json.dumps(newest and [newest.attempt, newest.step]))
     run_and_kill(program, folder / "unbroken", 0, False)
     expected = final_bits(folder / "unbroken")
     points, wrong = {}, []

@@ -34,15 +34,15 @@ def read_all(folder, environ, first, last, every):
 def what_is_wrong(case, report):
     """Return what must not be of a case, or None."""
     allowed = {
-        "damage": report["outcome"] == "refused" or report["same"],  # such as white space in a manifest
+        "damage": report["outcome"] == "refused",
         "lie": report["outcome"] == "refused",
+        "structure": report["outcome"] == "refused" or report["same"],
         "noise": report["outcome"] in ("refused", "read"),
-        "notes": report["same"],
+        "ledger": report["same"],
     }
     if not allowed[case["kind"]]:
         return f"{case['name']}: {report['outcome']} {report['text']}"
-    was_opened = case["kind"] == "damage" and report["outcome"] == "refused" and report["opened"]
-    return f"{case['name']}: given to libhdf5" if was_opened else None
+    return f"{case['name']}: given to libhdf5" if report["opened"] else None
 
 
 @pytest.mark.timeout(1800)
@@ -56,4 +56,4 @@ def test_a_changed_checkpoint_is_refused_or_read_as_it_was(fast_folder, clean_en
     print(f"{len(found)} changed checkpoints, seed {SEED}: {dict(counts)}")
     assert [text for case, report in found if (text := what_is_wrong(case, report))] == []
     assert len(found) >= (5000 if IS_FULL else 400)
-    assert counts["lie", "refused"] >= 175
+    assert counts["lie", "refused"] >= 125

@@ -13,20 +13,19 @@ import shutil
 import pytest
 from power_cuts import Model, RecordingDisk, digest, write_out
 from scale import SCALE
-from small_training import N_STEPS, STARTS, Training, newest_place
+from small_training import N_STEPS, STARTS, Training, newest_saved
 
-from hpcdist.checkpoint.folder import CheckpointFolder
-from hpcdist.checkpoint.generations import Place
 from hpcdist.checkpoint.retention import Retention
+from hpcdist.checkpoint.store import Saved, Store
 from hpcdist.errors import CheckpointError
 
 IS_FULL = SCALE.is_full
 SEED = 20261122
 #: About so many states are recovered, of those of every nth cut.
-SAMPLE, EVERY_NTH_CUT = (5000, 1) if IS_FULL else (150, 8)
+SAMPLE, EVERY_NTH_CUT = (5000, 1) if IS_FULL else (150, 2)
 #: Of the base folder.
 PATH = "run/checkpoints"
-NOTHING = Place(0, 0)
+NOTHING = Saved(0, 0)
 
 
 @functools.cache
@@ -45,7 +44,7 @@ def make_base(base):
 
 
 def record(base, start="fresh", disk=None, **options):
-    """Return (model of what was there, log, newest place) of a whole run below `base`."""
+    """Return (model of what was there, log, newest checkpoint) of a whole run below `base`."""
     make_base(base)
     newest = NOTHING
     if start != "fresh":
@@ -53,12 +52,12 @@ def record(base, start="fresh", disk=None, **options):
         newest = STARTS[start](base / PATH)
     disk = disk or RecordingDisk(base)
     before = functools.partial(Model, shutil.copytree(base, base.with_name("before")))
-    Training(base / PATH, disk, lambda place: disk.log.append(("committed", place)), **options).run()
+    Training(base / PATH, disk, lambda saved: disk.log.append(("committed", saved)), **options).run()
     return before, disk.log, newest
 
 
 def cuts(before, log, newest, every=1):
-    """Yield (state, place of the newest checkpoint that was committed) for every cut of a log."""
+    """Yield (state, newest checkpoint that was committed) for every cut of a log."""
     model = before()
     for number in range(len(log) + 1):
         if number % every == 0:
@@ -71,25 +70,25 @@ def cuts(before, log, newest, every=1):
 
 
 def recover(state, base):
-    """Return the place of the checkpoint that is found in a state, or what is wrong with it."""
+    """Return the checkpoint that is found in a state, or what is wrong with it."""
     shutil.rmtree(base, ignore_errors=True)
     base.mkdir()
     write_out(state, base)
     try:
-        found = CheckpointFolder(base / PATH).read_latest()
+        found = Store(base / PATH).read_latest()
     except CheckpointError as error:
         return f"{type(error).__name__}: {error}"
     if found is None:
         return NOTHING
-    step, weights = found.state["step"], found.arrays[0].values.tobytes()
-    is_right = weights == weights_after(step) and step == found.place.step
-    return found.place if is_right else f"{found.place}: other bytes"
+    step, weights = found.index.state["step"], found.arrays[0].values.tobytes()
+    is_right = weights == weights_after(step) and step == found.saved.step
+    return found.saved if is_right else f"{found.saved}: other bytes"
 
 
 def goes_on(base):
     """Return whether a training that is started on what was recovered comes to its end."""
     training = Training(base / PATH).run()
-    return training.weights.tobytes() == weights_after(N_STEPS) and newest_place(base / PATH).step == N_STEPS
+    return training.weights.tobytes() == weights_after(N_STEPS) and newest_saved(base / PATH).step == N_STEPS
 
 
 class Verdicts:
@@ -164,7 +163,7 @@ class DyingDisk(RecordingDisk):
         if self.n_calls > self.nth:
             raise OSError("nothing is done after death")
         result = super().watch(name, act, *arguments)
-        if name == "create":
+        if name in ("create", "open_end"):
             self.open.add(result)
         elif name == "close":
             self.open.remove(arguments[0])
@@ -176,11 +175,11 @@ def record_with_kill(base, nth):
     make_base(base)
     disk = DyingDisk(base, nth)
     with contextlib.suppress(Killed):
-        Training(base / PATH, disk, lambda place: disk.log.append(("committed", place))).run()
+        Training(base / PATH, disk, lambda saved: disk.log.append(("committed", saved))).run()
     for descriptor in disk.open:
         os.close(descriptor)
     again = RecordingDisk(base, disk.log)
-    Training(base / PATH, again, lambda place: disk.log.append(("committed", place))).run()
+    Training(base / PATH, again, lambda saved: disk.log.append(("committed", saved))).run()
     return functools.partial(Model, make_base(base.with_name(f"{base.name}-before"))), disk.log, NOTHING
 
 
@@ -244,44 +243,34 @@ def in_place(log):
 
 
 def split_at_commits(log):
-    """Return (what comes before, [(operations of one file, operations of its manifest, what comes after), ...])."""
+    """Return (what comes before, [(operations of one commit, what comes after), ...])."""
     starts = [n for n, entry in enumerate(log) if entry[0] == "create" and is_temporary(entry[1], ".h5")]
-    parts = [log[start:end] for start, end in itertools.pairwise([*starts, len(log)])]
     commits = []
-    for part in parts:
-        middle = next(n for n, entry in enumerate(part) if entry[0] == "sync_folder") + 1
-        end = next(n for n, entry in enumerate(part) if entry[0] == "committed")
-        commits.append((part[:middle], part[middle:end], part[end:]))
+    for start, end in itertools.pairwise([*starts, len(log)]):
+        committed = next(n for n in range(start, end) if log[n][0] == "committed")
+        commits.append((log[start:committed], log[committed:end]))
     return log[: starts[0]], commits
-
-
-def manifest_before_file(log):
-    before, commits = split_at_commits(log)
-    return before + [entry for data, manifest, after in commits for entry in (*manifest, *data, *after)]
 
 
 def pruned_before_durable(log):
     before, commits = split_at_commits(log)
     changed = list(before)
-    for data, manifest, after in commits:
+    for commit, after in commits:
         removals = [entry for entry in after if entry[0] == "remove"]
-        changed += [*removals, *data, *manifest, *(entry for entry in after if entry not in removals)]
+        changed += [*removals, *commit, *(entry for entry in after if entry not in removals)]
     return changed
 
 
 BROKEN = {
     "no sync": without_sync,
     "no sync of the file": functools.partial(without_sync_of, ".h5"),
-    "no sync of the manifest": functools.partial(without_sync_of, ".json"),
     "no sync of folders": without_sync_of_folders,
     "no sync of the folder after the file": functools.partial(without_sync_of_the_folder_after, "rename", ".h5"),
-    "no sync of the folder after the manifest": functools.partial(without_sync_of_the_folder_after, "rename", "8.json"),
     "no sync of the parent of a new folder": functools.partial(
         without_sync_of_the_folder_after, "make_folder", "checkpoints"
     ),
     "renamed before synced": renamed_before_synced,
     "written in place": in_place,
-    "manifest before file": manifest_before_file,
     "pruned before durable": pruned_before_durable,
 }
 

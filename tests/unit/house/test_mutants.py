@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from mutants import ROOT, is_noticed, make_copy
 from mutation import marks, mutated
-from safeties import FILE, FOLDER, MUTANTS, MarkedLine, Mutant
+from safeties import FILE, MUTANTS, STORE, MarkedLine, Mutant
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.what)
@@ -34,11 +34,11 @@ def test_the_tests_that_must_notice_are_there():
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("what", ["a superseded attempt is fenced off", "verify before prune", "digest of the file"])
+@pytest.mark.parametrize("what", ["a superseded attempt is fenced off", "verify before prune", "digest of the arrays"])
 def test_a_sample_is_noticed(fast_folder, what):
     make_copy(fast_folder)
     mutant = next(mutant for mutant in MUTANTS if mutant.what == what)
-    assert mutant.tests in (FOLDER, FILE)
+    assert mutant.tests in (STORE, FILE)
     assert is_noticed(mutant, Path(fast_folder))
 
 

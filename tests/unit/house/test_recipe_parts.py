@@ -58,7 +58,7 @@ def run_recipe(root, tmp_path, clean_environ):
 def train(run_recipe, tmp_path):
     """Return train(): the recipe for srun, where all launches end alike; its exit code, number of launches, output."""
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / "run-id").write_text("abc")
+    (tmp_path / "run" / "checkpoints" / "run-id").write_text("abc 123")
     add_program(tmp_path / "bin", "srun", SRUN)
 
     def train(code, **environ):

@@ -10,7 +10,7 @@ import time
 import pytest
 from stand_ins import SCONTROL, add_program
 
-from hpcdist.resilience.decision import DecisionFile, at_end, at_first_commit, at_start, at_stop
+from hpcdist.resilience.decision import Decision, DecisionFile, Verdict
 
 pytestmark = pytest.mark.timeout(60)
 SCRIPT = """
@@ -87,13 +87,11 @@ def without_scontrol(folder):
     return str(programs)
 
 
-DIED, SAVED, STOPPED, FINISHED = (
-    at_start(1, False),
-    at_first_commit(),
-    at_stop('he said "stop", on rank 0', 0),
-    at_end(),
-)
-STOP = at_start(3, True)
+DIED = Decision(Verdict.REQUEUE, "died without notice")
+SAVED = Decision(Verdict.REQUEUE, "died without notice, after a newer checkpoint")
+STOPPED = Decision(Verdict.REQUEUE, 'he said "stop", on rank 0')
+FINISHED = Decision(Verdict.FINISHED, "the program has finished")
+STOP = Decision(Verdict.STOP, "attempt 3 in a row that died without progress")
 
 
 @pytest.mark.parametrize("code", [0, 1, 74, 75, 137, 143])

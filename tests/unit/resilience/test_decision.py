@@ -1,38 +1,143 @@
-"""What a job's launcher is told: every case of the rules, and the file."""
+"""The one rule of restarts: what the ledger of a run tells the launcher, and the file."""
 
-import itertools
 import json
+import re
+from pathlib import Path
 
 import pytest
 
+import hpcdist.resilience.decision as decision_module
 from hpcdist.errors import CheckpointError, ExitCode
-from hpcdist.resilience.decision import Decision, DecisionFile, Verdict, at_end, at_first_commit, at_start, at_stop
+from hpcdist.resilience.decision import Decision, DecisionFile, Verdict, decide, suspects, without_progress
+from hpcdist.resilience.ledger import Attempt
 
 
-@pytest.mark.parametrize(("n_fruitless", "has_earlier"), list(itertools.product(range(1, 9), (False, True))))
-def test_the_third_attempt_is_the_last_and_a_fourth_does_not_start(n_fruitless, has_earlier):
-    decision = at_start(n_fruitless, has_earlier)
-    assert decision.verdict is (Verdict.REQUEUE if n_fruitless <= 2 else Verdict.STOP)
-    is_refused = n_fruitless > 3 and has_earlier
-    assert decision.exit_code is (ExitCode.DO_NOT_REQUEUE if is_refused else None)
-    assert decision.reason
+def run(*attempts, **first):
+    """Return attempts of one run, numbered, each with the base that those before it give it."""
+    made, base = [], -1
+    for number, facts in enumerate(attempts, 1):
+        given = {"job": "7", "nodes": ("n1",), "program": "p", "base_step": base, **facts}
+        made.append(Attempt(number, has_begun=True, **given))
+        base = made[-1].reached_step
+    return made
 
 
-@pytest.mark.parametrize("n_idle", range(7))
-def test_stops_without_a_newer_checkpoint_end_the_chain(n_idle):
-    decision = at_stop("SIGTERM on rank 3", n_idle)
-    assert "SIGTERM on rank 3" in decision.reason
-    if n_idle < 3:
-        assert decision == Decision(Verdict.REQUEUE, "SIGTERM on rank 3", ExitCode.RUN_AGAIN)
-    else:
-        assert (decision.verdict, decision.exit_code) == (Verdict.STOP, ExitCode.DO_NOT_REQUEUE)
-        assert decision.reason.startswith(f"{n_idle} attempts in a row")
+def from_step(step, **facts):
+    return {"restored_step": step, "resumed_step": step, **facts}
 
 
-def test_a_commit_and_the_end():
-    assert at_first_commit().verdict is Verdict.REQUEUE
-    assert at_first_commit().exit_code is None
-    assert (at_end().verdict, at_end().exit_code) == (Verdict.FINISHED, ExitCode.DONE)
+DIES = {}
+PREEMPTED = {"end": "stopped", "reason": "SIGTERM on rank 3", "is_excused": True}
+STOPPED = {"end": "stopped", "reason": "deadline"}
+
+
+@pytest.mark.parametrize(
+    ("attempts", "verdict", "code"),
+    [
+        ([DIES], "requeue", None),
+        ([DIES, DIES], "requeue", None),
+        ([DIES, DIES, DIES], "stop", None),
+        ([DIES, DIES, DIES, DIES], "stop", 76),
+        ([DIES, DIES, {"committed_step": 5}], "requeue", None),
+        ([STOPPED], "requeue", 75),
+        ([STOPPED, DIES, STOPPED], "stop", 76),
+        ([STOPPED, STOPPED, {**STOPPED, "committed_step": 1}], "requeue", 75),
+        ([{"end": "finished", "reason": "done"}], "finished", 0),
+        ([DIES, DIES, {"end": "finished", "reason": "done"}, DIES, DIES], "requeue", None),
+        ([{"end": "diverged", "reason": "rank 1"}], "stop", 76),
+        ([{"end": "refused", "reason": "another model"}], "stop", 78),
+        ([{"end": "failed", "reason": "cannot be read"}], "requeue", None),
+        ([{"end": "failed", "reason": "cannot be read"}] * 3, "stop", None),
+        ([{"end": "refused", "reason": "another model"}] * 4 + [DIES], "requeue", None),
+    ],
+)
+def test_what_follows_in_a_batch_job(attempts, verdict, code):
+    found = decide(run(*attempts), is_counted=True)
+    assert (found.verdict, found.exit_code) == (verdict, code)
+    assert found.reason
+
+
+def test_a_program_that_dies_at_the_same_step_makes_no_progress_by_reaching_a_checkpoint_again():
+    """It dies in step 26 and saves every 10: two deaths on step 20 go back to 10, from where it saves 20 again."""
+    first = from_step(-1, committed_step=20)
+    on_20 = from_step(20)
+    back = from_step(10, committed_step=20)
+    attempts = run(first, on_20, on_20, back)
+    assert [attempt.number for attempt in without_progress(attempts)] == [4, 3, 2]
+    assert decide(attempts, is_counted=True).verdict is Verdict.STOP
+    assert decide(run(first, on_20, on_20, {**back, "committed_step": 30}), True).verdict is Verdict.REQUEUE
+
+
+@pytest.mark.parametrize("n", [3, 10])
+def test_what_slurm_vouches_for_does_not_count(n):
+    """Preempted before the first new step, again and again: asked to stop, or killed and restarted by Slurm."""
+    assert decide(run(*[PREEMPTED] * n), is_counted=True) == Decision(
+        Verdict.REQUEUE, "SIGTERM on rank 3", ExitCode.RUN_AGAIN
+    )
+    killed = run(DIES, *[{"is_vouched": True}] * n)
+    assert [attempt.number for attempt in without_progress(killed)] == [n + 1]
+    assert len(without_progress(run(DIES, PREEMPTED, DIES, PREEMPTED, DIES))) == 3
+
+
+def test_attempts_outside_of_a_batch_job_never_end_a_run():
+    assert decide(run(*[DIES] * 9), is_counted=False).verdict is Verdict.REQUEUE
+    assert decide(run(*[STOPPED] * 9), is_counted=False).exit_code is ExitCode.RUN_AGAIN
+
+
+def test_a_changed_program_or_a_person_who_tries_again_starts_a_new_row():
+    assert len(without_progress(run(DIES, DIES, DIES, {"program": "corrected"}))) == 1
+    assert len(without_progress(run(DIES, DIES, DIES, {"is_new_try": True}))) == 1
+    assert len(without_progress(run(DIES, {"is_new_try": True}, DIES))) == 2
+
+
+def test_a_copy_in_memory_that_the_next_one_went_on_from_was_progress():
+    attempts = run(from_step(5), from_step(7), from_step(9))
+    assert [attempt.number for attempt in without_progress(attempts)] == [3]
+    again = run(DIES, from_step(7, committed_step=7), from_step(7))  # the second one wrote the copy to the disk
+    assert [attempt.number for attempt in without_progress(again)] == [3, 2]
+
+
+def test_a_step_that_a_person_chose_is_the_new_base():
+    attempts = run({"committed_step": 50}, from_step(10, base_step=10), from_step(10, base_step=10, committed_step=20))
+    assert decide(attempts, True).reason.endswith("after a newer checkpoint")
+
+
+def test_an_attempt_without_a_first_event_is_none():
+    assert without_progress([*run(DIES), Attempt(2)]) == run(DIES)
+    assert without_progress([Attempt(1)]) == []
+
+
+ON_5 = from_step(5)
+
+
+@pytest.mark.parametrize(
+    ("deaths", "is_suspect"),
+    [
+        ([ON_5], False),
+        ([ON_5, ON_5], False),
+        ([ON_5, {**ON_5, "job": "8"}], True),
+        ([ON_5, {**ON_5, "nodes": ("n2",)}], True),
+        ([ON_5, {**ON_5, "nodes": ("n1", "n2")}], False),
+        ([ON_5, {**ON_5, "job": "8", "has_saved": True}], False),
+        ([ON_5, {**ON_5, "job": "8", **STOPPED}], False),
+        ([ON_5, {**ON_5, "job": "8", "end": "failed"}], False),
+        ([{**ON_5, "job": None}, {**ON_5, "job": None}], True),
+        ([ON_5, {**ON_5, "job": "8"}, {"is_new_try": True}], False),
+        ([ON_5, {**ON_5, "job": "8"}, {"is_vouched": True}], False),
+        ([{"restored_step": 5}, {"restored_step": 5, "job": "8"}], True),
+        ([from_step(-1), from_step(-1, job="8")], False),
+    ],
+)
+def test_a_checkpoint_is_suspect_once_attempts_died_on_it_under_different_conditions(deaths, is_suspect):
+    """Not before: a sick node, a full memory or a preemption is no fault of a checkpoint."""
+    found = suspects(run({"committed_step": 5}, *deaths))
+    assert list(found) == ([5] if is_suspect else [])
+
+
+def test_the_table_in_the_docs_is_that_of_the_rule():
+    table = re.findall(r"^\|.*\|$", decision_module.__doc__, re.MULTILINE)
+    docs = Path(__file__).parents[3] / "docs" / "stopping.md"
+    assert "\n".join(table) in docs.read_text()
 
 
 def test_the_words_are_stable():
@@ -41,31 +146,21 @@ def test_the_words_are_stable():
 
 def test_the_file_is_replaced(tmp_path):
     file = DecisionFile(tmp_path)
-    assert file.read() is None
-    file.write(at_start(1, False), None, attempt=1)
-    file.write(at_stop("stop file", 0), 12, attempt=1, idle_stops=0)
+    file.write(decide(run(DIES), True), None, attempt=1)
+    file.write(decide(run(STOPPED), True), 12, attempt=1)
     content = json.loads((tmp_path / "decision.json").read_text())
     assert content.pop("time").endswith("Z")
-    assert content == {"decision": "requeue", "reason": "stop file", "step": 12, "attempt": 1, "idle_stops": 0}
-    assert file.read()["step"] == 12
+    assert content == {"decision": "requeue", "reason": "deadline", "step": 12, "attempt": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["decision.json"]
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[1]", "\xff", "[" * 100_000, '{"idle_stops": null}', '{"idle_stops": [1]}', '{"step": "x"}']
-)
-def test_a_file_that_cannot_be_understood_counts_as_none(tmp_path, text):
-    (tmp_path / "decision.json").write_bytes(text.encode("latin-1"))
-    assert DecisionFile(tmp_path).read() is None
 
 
 def test_a_folder_that_is_gone(tmp_path):
     with pytest.raises(CheckpointError, match=r"decision: expected to write .*decision.json, got No such file"):
-        DecisionFile(tmp_path / "gone").write(at_end(), 1)
+        DecisionFile(tmp_path / "gone").write(decide(run(DIES), True), 1)
 
 
 def test_what_a_killed_writer_left_is_swept(tmp_path):
     (tmp_path / "decision.json.tmp-123").write_text("half")
     (tmp_path / "mine.tmp-123").write_text("another's")
-    DecisionFile(tmp_path).write(at_end(), 3)
+    DecisionFile(tmp_path).write(decide(run(DIES), True), 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["decision.json", "mine.tmp-123"]

@@ -1,6 +1,7 @@
-"""The saver of one folder: a buffer for a file and the background thread that writes it."""
+"""The saver of one folder: a buffer for a file, and the background thread that writes and reads files."""
 
 import functools
+import json
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
@@ -8,38 +9,37 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.background import BackgroundThread
-from hpcdist.checkpoint.folder import CheckpointFolder
 from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.layout import lay_out
-from hpcdist.checkpoint.manifest import Manifest
-from hpcdist.checkpoint.reader import Found
+from hpcdist.checkpoint.read import Index
 from hpcdist.checkpoint.retention import Retention
+from hpcdist.checkpoint.store import Found, Saved, Store
 from hpcdist.checkpoint.tree import NamedArray
 
 
-class Tier:
+class Saver:
     """Saves into one folder in the background, one save at a time.
 
     Args:
-        folder: destination.
+        store: destination.
         retention: which checkpoints to keep.
 
     Attributes:
-        folder: see above.
+        store: see above.
         verified_step: step of the last checkpoint that is durable and was read back; -1 before the first.
         last_save_s: its duration from the copy on, in seconds; None before the first.
-        last: manifest of the last committed or restored checkpoint; None before the first.
+        last: index of the last committed or restored checkpoint; None before the first.
     """
 
-    def __init__(self, folder: CheckpointFolder, retention: Retention) -> None:
-        self.folder = folder
+    def __init__(self, store: Store, retention: Retention) -> None:
+        self.store = store
         self.verified_step = -1
         self.last_save_s: float | None = None
-        self.last: Manifest | None = None
+        self.last: Index | None = None
         self._retention = retention
         self._image = FileImage()
         self._thread = BackgroundThread("hpcdist-saver")
-        self._committing: Future[Manifest] | None = None
+        self._committing: Future[Index] | None = None
         self._tidying: Future[None] | None = None
         self._reading: Future[Found | None] | None = None
 
@@ -59,7 +59,7 @@ class Tier:
             state: the state, as JSON.
             arrays: its arrays.
             written: its provenance.
-            metrics: metrics for the manifest; None: those of the last checkpoint, if it has the same step.
+            metrics: metrics for the index; None: those of the last checkpoint, if it has the same step.
             is_changed: False to compare the state with the last saved or restored one first, and return None if they
                 are equal.
 
@@ -68,23 +68,31 @@ class Tier:
         """
         self.finish()
         started = time.monotonic()
-        path = self.folder.new_data_path(step)
-        lay_out(self._image, state, arrays)
-        if not is_changed and self.last is not None and self._image.digest() == self.last.xxh3_128:
-            return None
+        path = self.store.path_of(step)
         if metrics is None:
             metrics = self.last.metrics if self.last is not None and self.last.step == step else {}
-        facts = {"time_s": time.time(), "metrics": {name: float(value) for name, value in metrics.items()}}
-        commit = functools.partial(self.folder.commit, step, path, self._image, written, **facts)
-        self._committing = self._thread.submit(commit)
+        facts = {"step": step, "time_s": time.time(), "metrics": {name: float(metrics[name]) for name in metrics}}
+        lay_out(self._image, {**facts, "written": written}, state, arrays)
+        if not is_changed and self._is_last(state):
+            return None
+        self._committing = self._thread.submit(functools.partial(self.store.commit, step, self._image))
         self._tidying = self._thread.submit(functools.partial(self._tidy, self._committing, started))
         return path
 
-    def _tidy(self, committing: "Future[Manifest]", started: float) -> None:
+    def _is_last(self, state: Any) -> bool:
+        """Return whether a state, with the arrays in the image, is that of the last checkpoint."""
+        return (
+            self.last is not None
+            and json.dumps(state) == json.dumps(self.last.state)
+            and self._image.digest_of_arrays() == self.last.header.arrays_digest
+        )
+
+    def _tidy(self, committing: "Future[Index]", started: float) -> None:
         if committing.exception() is None:
-            self.folder.prune(committing.result(), self._retention)
-            self.verified_step, self.last_save_s = committing.result().step, time.monotonic() - started
             self.last = committing.result()
+            self.store.prune(Saved(self.store.attempt, self.last.step), self._retention)
+            self.store.note("commit", step=self.last.step)
+            self.verified_step, self.last_save_s = self.last.step, time.monotonic() - started
 
     def is_committing(self, for_s: float) -> bool:
         """Wait up to `for_s` seconds for the last save; return whether it is not yet durable."""
@@ -115,7 +123,7 @@ class Tier:
     @property
     def n_blocks(self) -> int:
         """Blocks written and read so far: while it grows, a slow save or restore is not stuck."""
-        return self._image.n_blocks + self.folder.n_blocks_read
+        return self._image.n_blocks + self.store.n_blocks_read
 
     @property
     def is_settled(self) -> bool:

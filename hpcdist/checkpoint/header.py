@@ -1,0 +1,96 @@
+"""The header of a checkpoint file: its first 4,096 bytes, which say what the rest must be.
+
+One line of JSON: {"format": 2, "nbytes", "index": [offset, nbytes], "xxh3_128": [digest, digest]}; a line with the
+digest of that line; zeros. Of the two digests the first covers the file from byte 4096 to the index, the second one the rest.
+The header is written last: without it, no file is a checkpoint.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from hpcdist.errors import CheckpointDamaged, CheckpointMismatch
+
+FORMAT = 2
+HEADER_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a header says.
+
+    Attributes:
+        nbytes: size of the file.
+        index_offset, index_nbytes: where its index is.
+        arrays_digest: xxh3-128 of the bytes from `HEADER_BYTES` to the index, in hexadecimal.
+        index_digest: the same of the bytes from the index to the end.
+    """
+
+    nbytes: int
+    index_offset: int
+    index_nbytes: int
+    arrays_digest: str
+    index_digest: str
+
+    def to_bytes(self) -> bytes:
+        """Return the first `HEADER_BYTES` of the file."""
+        index, digests = (self.index_offset, self.index_nbytes), (self.arrays_digest, self.index_digest)
+        line = json.dumps({"format": FORMAT, "nbytes": self.nbytes, "index": index, "xxh3_128": digests})
+        return f"{line}\n{_digest(line)}\n".encode().ljust(HEADER_BYTES, b"\0")
+
+
+def parse_header(data: bytes, path: Path) -> Header:
+    """Return the header in the first bytes of the file at `path`.
+
+    Raises:
+        CheckpointDamaged: if they are not, byte for byte, a header that `to_bytes` returns.
+        CheckpointMismatch: if a newer hpcdist wrote the file.
+    """
+    try:
+        line, digest, zeros = data.decode().split("\n")
+        if len(data) != HEADER_BYTES or digest != _digest(line) or zeros.strip("\0"):
+            raise ValueError("other bytes than were committed")
+        said = json.loads(line)
+        _check_format(said["format"], path)
+        (index_offset, index_nbytes), (arrays_digest, index_digest) = said["index"], said["xxh3_128"]
+        header = Header(said["nbytes"], index_offset, index_nbytes, arrays_digest, index_digest)
+        if header.to_bytes() != data or not _is_sound(header):
+            raise ValueError(line[:80])
+    except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
+        if isinstance(error, CheckpointDamaged):
+            raise
+        raise CheckpointDamaged(
+            f"restore: expected the header of a checkpoint in {path}, got {' '.join(str(error).split())[:80]}; use "
+            f"another."
+        ) from None
+    return header
+
+
+def _is_sound(header: Header) -> bool:
+    """Return whether the parts lie within the file: the digest is not a signature."""
+    numbers = (header.nbytes, header.index_offset, header.index_nbytes)
+    are_numbers = all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
+    are_texts = type(header.arrays_digest) is str and type(header.index_digest) is str
+    return (
+        are_numbers
+        and are_texts
+        and HEADER_BYTES <= header.index_offset <= header.index_offset + header.index_nbytes <= header.nbytes
+    )
+
+
+def _check_format(found: object, path: Path) -> None:
+    if type(found) is not int or found < 1:
+        raise ValueError(f"format {found!r}"[:80])
+    if found > FORMAT:
+        raise CheckpointMismatch(
+            f"restore: expected checkpoint format {FORMAT}, got {found} in {path}; install the hpcdist that wrote it, "
+            f"or move the file away to resume from an older one."
+        )
+    if found < FORMAT:
+        raise ValueError(f"format {found}, of an hpcdist before {FORMAT}")
+
+
+def _digest(line: str) -> str:
+    return xxhash.xxh3_128_hexdigest(line.encode())

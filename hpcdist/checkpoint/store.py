@@ -1,0 +1,472 @@
+"""A folder of checkpoints: finding the newest that verifies; and, for the attempt that writes, commit and prune.
+
+    step-00000300-0007.h5     step 300, as attempt 7 saved it
+    latest.h5, best.h5        links to two of them, for people
+    attempts/0007.jsonl       what attempt 7 did: making this file gave it its number
+    run-id                    the name of the run, for its copies in memory
+
+Any process may read. One attempt of a job writes: a process of an earlier one that is still alive looks for a later
+attempt before it gives a file its name, and ends if there is one. Locks would not do: those of network file systems
+outlive their holders, or do not hold. The newest checkpoint is the highest step of the latest attempt that has one.
+"""
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hpcdist.checkpoint import durable
+from hpcdist.checkpoint.durable import Disk
+from hpcdist.checkpoint.image import FileImage
+from hpcdist.checkpoint.read import CheckpointFile, Index, open_checkpoint, read_patiently, read_text
+from hpcdist.checkpoint.retention import Retention, SaveFacts
+from hpcdist.checkpoint.tree import NamedArray
+from hpcdist.errors import AttemptReplaced, CheckpointDamaged, CheckpointError, CheckpointMissing
+
+logger = logging.getLogger("hpcdist")
+
+#: Allowance for names in the check of free space.
+_OVERHEAD_BYTES = 1 << 16
+#: Most listings of a folder while its writer prunes files faster than they are read.
+_MAX_LOOKS = 10
+_MAX_RUN_ID_BYTES = 1 << 10
+_MAX_LEDGER_BYTES = 16 << 20
+_CHECKPOINT = re.compile(r"step-(\d{8,19})-(\d{4,18})\.h5$")
+_ATTEMPT = re.compile(r"(\d{4,18})\.jsonl$")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, order=True)
+class Saved:
+    """Which checkpoint of a folder. They compare by age: the newer one is larger.
+
+    Attributes:
+        attempt: number of the attempt that wrote it.
+        step: optimizer steps taken.
+    """
+
+    attempt: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"step-{self.step:08d}-{self.attempt:04d}.h5"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that was read: which one, its path, its index and its arrays."""
+
+    saved: Saved
+    path: Path
+    index: Index
+    arrays: list[NamedArray]
+
+
+class Store:
+    """Reads checkpoints of a folder and, after `begin_attempt`, writes them.
+
+    Args:
+        folder: path of the folder, which need not exist. Reading makes nothing.
+        disk: file system calls, which tests replace.
+
+    Attributes:
+        path: path of the folder.
+        attempt: number of this attempt; 0 before `begin_attempt`.
+        damaged: what did not verify in the last search.
+        n_blocks_read: blocks read so far: while it grows, a slow read is not stuck.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], disk: Disk | None = None) -> None:
+        self.path = Path(folder)
+        self.attempt = 0
+        self.damaged: list[Saved] = []
+        self.n_blocks_read = 0
+        self._disk = disk or Disk()
+        self._last_before = -1
+        self._has_saved = False
+        self._facts: dict[Saved, SaveFacts] = {}
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    def saved(self) -> list[Saved]:
+        """Return all checkpoints, unverified, oldest first.
+
+        Raises:
+            CheckpointError: if the folder exists and cannot be read.
+        """
+        with self.explained("restore", "a folder that can be read"):
+            found = (_CHECKPOINT.match(name) for name in _names_in(self.path))
+            saved = [Saved(int(match[2]), int(match[1])) for match in found if match]
+        return sorted(one for one in saved if one.step < 1 << 63)
+
+    def read_latest(
+        self, but: Collection[int] = (), before_reading: Callable[[Saved], None] = lambda saved: None
+    ) -> Found | None:
+        """Return the latest checkpoint that verifies; None for an empty folder.
+
+        Skips damaged checkpoints and logs why.
+
+        Args:
+            but: steps to skip too, unless there is no other.
+            before_reading: called with each checkpoint whose index verifies, before its arrays are read.
+
+        Raises:
+            CheckpointError: if checkpoints exist but none verifies, or if one cannot be read, as the newest is then
+                unknown.
+            CheckpointMismatch: if one has a newer format.
+        """
+
+        def read(saved: Saved, file: CheckpointFile) -> Found:
+            before_reading(saved)
+            return Found(saved, file.path, file.index, file.read_arrays(self._count_block))
+
+        return self._first_sound(read, but)
+
+    def latest(self) -> Path | None:
+        """Return the path of the latest checkpoint that verifies; otherwise like `read_latest`."""
+
+        def verify(saved: Saved, file: CheckpointFile) -> Path:
+            file.verify(self._count_block)
+            return file.path
+
+        return self._first_sound(verify)
+
+    def _count_block(self) -> None:
+        self.n_blocks_read += 1
+
+    def _first_sound(
+        self, use: Callable[[Saved, CheckpointFile], _Result], but: Collection[int] = (), n_looks: int = 1
+    ) -> _Result | None:
+        found, self.damaged = self.saved()[::-1], []
+        for saved in sorted(found, key=lambda saved: saved.step in but):  # stable: else the newest comes first
+            try:
+                return self._use(saved, use)
+            except CheckpointDamaged as error:
+                listed = self.saved()[::-1]  # without those pruned in the meantime
+                may_be_well = listed != found or (isinstance(error, CheckpointMissing) and n_looks == 1)
+                if may_be_well and n_looks < _MAX_LOOKS:
+                    return self._first_sound(use, but, n_looks + 1)
+                if saved in listed:
+                    self.damaged.append(saved)
+                    logger.warning("skipped damaged step %d: %s", saved.step, error)
+        if found:
+            raise self._none_sound() from None
+        return None
+
+    def _use(self, saved: Saved, use: Callable[[Saved, CheckpointFile], _Result]) -> _Result:
+        """Return the result of `use` for an open checkpoint.
+
+        Raises:
+            CheckpointDamaged: if it is not what was committed.
+            CheckpointError: if it cannot be read.
+        """
+        path = self.path / str(saved)
+
+        def open_and_use() -> _Result:
+            with open_checkpoint(path) as file:
+                if file.index.step != saved.step:
+                    raise CheckpointDamaged(
+                        f"restore: expected step {saved.step} in {path}, got step {file.index.step}; rename the file "
+                        f"back."
+                    )
+                return use(saved, file)
+
+        return read_patiently(path, open_and_use)
+
+    def _none_sound(self) -> CheckpointError:
+        if not self.damaged:
+            return CheckpointError(
+                f"restore: expected a checkpoint in {self.path} that stays until it is read, got each one pruned "
+                f"before that, in {_MAX_LOOKS} listings; keep more checkpoints, or save less often."
+            )
+        return CheckpointError(
+            f"restore: expected a checkpoint that verifies in {self.path}, got {len(self.damaged)} damaged; restore "
+            f"one from a backup, or start with a new run folder."
+        )
+
+    def ledger(self, n_latest: int) -> list[tuple[int, list[str]]]:
+        """Return number and lines of the latest attempts, oldest first.
+
+        Raises:
+            CheckpointError: if the folder exists and cannot be read.
+        """
+        with self.explained("restore", "a folder that can be read"):
+            return [(number, self._lines_of(number)) for number in self._attempts()[-n_latest:]]
+
+    def _lines_of(self, number: int) -> list[str]:
+        with contextlib.suppress(FileNotFoundError, ValueError):  # a file that is none tells of nothing
+            return read_text(self._ledger_of(number), _MAX_LEDGER_BYTES).splitlines()
+        return []
+
+    def _attempts(self) -> list[int]:
+        found = (_ATTEMPT.match(name) for name in _names_in(self.path / "attempts"))
+        return sorted(int(match[1]) for match in found if match)
+
+    def _ledger_of(self, number: int) -> Path:
+        return self.path / "attempts" / f"{number:04d}.jsonl"
+
+    @contextmanager
+    def explained(self, operation: str, expected: str) -> Iterator[None]:
+        """Turn errors of the file system in the block into a CheckpointError."""
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or " ".join(str(error).split())[:200]
+            advice = "free space or choose another folder" if operation == "save" else "fix this and run again"
+            raise CheckpointError(
+                f"{operation}: expected {expected} in {self.path}, got {reason}; {advice}. Earlier checkpoints are "
+                f"untouched."
+            ) from None
+
+    # -- the attempt that writes ----------------------------------------------------------------------------------
+
+    def begin_attempt(self, number: int | None = None) -> None:
+        """Start to write: take a number, which shuts out earlier attempts.
+
+        Also removes their incomplete files: on a nearly full disk the first save may need the space.
+
+        Args:
+            number: number of the attempt, if it has one; default: the next.
+
+        Raises:
+            CheckpointError: if the folder cannot be written.
+        """
+        with self.explained("save", "a folder that can be written"):
+            durable.make_folders(self._disk, self.path / "attempts")
+            self.attempt = self._take_number() if number is None else number
+            if number is not None and number not in self._attempts():
+                self._disk.make_new(self._ledger_of(number))
+            self._disk.sync_folder(self.path / "attempts")
+            self._last_before = max((saved.step for saved in self.saved()), default=-1)
+        with self._tolerated("incomplete files stay"):
+            durable.sweep_temporary(self._disk, self.path)
+
+    def _take_number(self) -> int:
+        while True:
+            number = max(self._attempts(), default=0) + 1
+            with contextlib.suppress(FileExistsError):  # another attempt took this number first
+                self._disk.make_new(self._ledger_of(number))
+                return number
+
+    def note(self, event: str, **facts: Any) -> None:
+        """Append an event to this attempt's ledger; it is durable on return.
+
+        Raises:
+            AttemptReplaced: if a later attempt has begun.
+            CheckpointError: if it cannot be written.
+        """
+        self.check_current()
+        with self.explained("save", "to note the attempt"):
+            durable.append_line(self._disk, self._ledger_of(self.attempt), json.dumps({"event": event, **facts}))
+
+    def check_current(self) -> None:
+        """Raise AttemptReplaced if a later attempt of the job has begun, so that two never write."""
+        with self.explained("save", "a folder that can be read"):
+            newest = max(self._attempts(), default=0)
+        if newest > self.attempt:
+            raise AttemptReplaced(
+                f"save: expected attempt {self.attempt} to be the latest in {self.path}, got {newest}: another attempt "
+                f"of this job has begun; this one ends. Its last checkpoint is untouched."
+            )
+
+    def run_id(self) -> str:
+        """Return the random identifier of this folder's run, made by its first attempt.
+
+        A copy of the folder is another run: the file holds the folder's inode number, which a copy does not share.
+
+        Raises:
+            CheckpointError: if it cannot be read or written, or is invalid.
+        """
+        path = self.path / "run-id"
+        with self.explained("save", "to name the run"):
+            inode = os.stat(self.path).st_ino
+            with contextlib.suppress(FileNotFoundError):
+                found = self._read_run_id(path)
+                if found[1] == inode:
+                    return found[0]
+            name = secrets.token_hex(8)
+            durable.replace_text(self._disk, path, f"{name} {inode}")
+        return name
+
+    def _read_run_id(self, path: Path) -> tuple[str, int]:
+        try:
+            text = read_text(path, _MAX_RUN_ID_BYTES)
+            match = re.fullmatch(r"([0-9a-f]{16}) (\d{1,20})", text)
+            if match is None:
+                raise ValueError(repr(text[:40]))
+        except ValueError as error:
+            raise self._no_run_id(path, str(error)) from None
+        return match[1], int(match[2])
+
+    def _no_run_id(self, path: Path, found: str) -> CheckpointError:
+        return CheckpointError(
+            f"restore: expected the name of the run in {path}, got {found}; remove the file (copies in memory are then "
+            f"no longer found)."
+        )
+
+    def path_of(self, step: int) -> Path:
+        """Return the path of the file that the next commit of a step writes.
+
+        Raises:
+            CheckpointError: if the folder has a later step, or cannot be read.
+        """
+        own = [saved.step for saved in self.saved() if saved.attempt == self.attempt]
+        last = max([*own, self._last_before])
+        if step < last:
+            raise CheckpointError(
+                f"save: expected a step after {last}, the last one in {self.path}, got {step}; restore first, or "
+                f"choose another folder."
+            )
+        return self.path / str(Saved(self.attempt, step))
+
+    def commit(self, step: int, image: FileImage) -> Index:
+        """Write a checkpoint, in place of an earlier save of the same step; it is durable on return.
+
+        A crash at any point leaves all committed checkpoints intact.
+
+        Args:
+            step: optimizer steps taken; see `path_of`.
+            image: content of the file.
+
+        Returns:
+            its index.
+
+        Raises:
+            AttemptReplaced: if a later attempt has begun.
+            CheckpointError: if the file system refuses.
+        """
+        saved = Saved(self.attempt, step)
+        self.check_current()
+        self._note_save(step)
+        with self.explained("save", f"to write {image.nbytes} bytes to {saved}"):
+            self._check_space(image.nbytes)
+            try:
+                durable.replace_file(
+                    self._disk, self.path / str(saved), image.blocks(), image.nbytes, self.check_current
+                )
+            except FileNotFoundError:  # possibly removed by a later attempt, as the rest of a killed one
+                self.check_current()
+                raise
+        self._facts.pop(saved, None)
+        return self._use(saved, lambda _, file: file.index)
+
+    def _note_save(self, step: int) -> None:
+        """Note, once, that this attempt has come to a save: what it restored can be trained on."""
+        if not self._has_saved and step > self._last_before:
+            self._has_saved = True
+            with self._tolerated("no note of the first save"):
+                self.note("save")
+
+    def _check_space(self, nbytes: int) -> None:
+        status = os.statvfs(self.path)
+        free = status.f_bavail * status.f_frsize
+        if status.f_blocks and free < nbytes + _OVERHEAD_BYTES:  # 0 blocks: a file system without a size, such as ramfs
+            raise CheckpointError(
+                f"save: expected {nbytes + _OVERHEAD_BYTES} bytes free in {self.path}, got {free}; free some space. "
+                f"Earlier checkpoints are untouched."
+            )
+
+    def prune(self, newest: Saved, retention: Retention) -> None:
+        """Verify the newest checkpoint, then remove those that are not kept, and renew the links for people.
+
+        A failed removal or link is only logged, as the newest checkpoint is safe.
+
+        Raises:
+            CheckpointDamaged: if the newest checkpoint differs from what was written; nothing is removed then.
+            CheckpointError: if it cannot be read; likewise.
+        """
+        self._use(newest, lambda _, file: file.verify(self._count_block))
+        with self._tolerated("old checkpoints stay"):
+            self.check_current()
+            readable = {saved: facts for saved in self.saved() if (facts := self._facts_of(saved)) is not None}
+            kept = retention.kept(list(readable.values()))
+            self._link("latest.h5", newest)
+            best = retention.best(kept)
+            for saved, facts in readable.items():
+                if facts is best:
+                    self._link("best.h5", saved)
+                if not any(facts is one for one in kept):
+                    self._disk.remove(self.path / str(saved))
+
+    def _facts_of(self, saved: Saved) -> SaveFacts | None:
+        """Return what retention asks for; None if it cannot be read: such a file is neither counted nor removed."""
+        if saved not in self._facts:
+            with contextlib.suppress(CheckpointError):
+                index = self._use(saved, lambda _, file: file.index)
+                self._facts[saved] = SaveFacts(index.step, index.time_s, index.metrics)
+        return self._facts.get(saved)
+
+    def _link(self, name: str, saved: Saved) -> None:
+        """Make a name in the folder a link to a checkpoint. No program reads it, so that it may be lost."""
+        if os.path.islink(self.path / name) and os.readlink(self.path / name) == str(saved):
+            return
+        try:
+            self._disk.replace_link(self.path / name, str(saved))
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):  # file systems without links
+                raise
+
+    @contextmanager
+    def _tolerated(self, what_stays: str) -> Iterator[None]:
+        """Log why something cannot be removed, and continue."""
+        try:
+            yield
+        except (OSError, CheckpointError) as error:
+            logger.warning("%s in %s: %s", what_stays, self.path, error)
+
+    def resume_from(self, used: Saved) -> None:
+        """Expect steps after the restored checkpoint; rename those that `read_latest` found damaged to *.bad.
+
+        Raises:
+            CheckpointError: if the folder cannot be written.
+        """
+        with self.explained("restore", "to set damaged checkpoints aside"):
+            for saved in self.damaged:
+                self._disk.rename(self.path / str(saved), self.path / f"{saved}.bad")
+            if self.damaged:
+                self._disk.sync_folder(self.path)
+        self.damaged, self._last_before = [], used.step
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+def read_one(path: Path) -> Found:
+    """Return the checkpoint at `path`, whatever its name is.
+
+    Raises:
+        CheckpointDamaged: if it is not what was committed, or not there.
+        CheckpointError: if it cannot be read.
+        CheckpointMismatch: if a newer hpcdist wrote it.
+    """
+
+    def read() -> Found:
+        with open_checkpoint(path) as file:
+            return Found(Saved(0, file.index.step), path, file.index, file.read_arrays())
+
+    return read_patiently(path, read)
+
+
+def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
+    """Return the path of the latest checkpoint in `directory` that verifies; None for an empty folder.
+
+    Not collective. Writes nothing. Skips damaged checkpoints and logs why.
+
+    Raises:
+        CheckpointError: if checkpoints exist but none verifies, a newer hpcdist wrote one, one cannot be read, or each
+            was pruned before it was read.
+    """
+    found = Store(directory).latest()
+    return None if found is None else str(found)

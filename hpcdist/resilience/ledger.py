@@ -1,0 +1,192 @@
+"""The ledger: what every attempt of a run did, one file per attempt, from which `decision.py` decides what comes next.
+
+An attempt appends to its own file only, one line of JSON per event. The store itself notes saves and commits.
+
+    begin     with job, nodes, program, base (the highest step that earlier attempts reached), is_new_try, is_vouched
+    restore   step: what it will read now, which may kill it
+    resume    step: what it goes on from, -1 for a new run; is_base
+    save      it has come to its first save, so that what it restored can be trained on
+    commit    step: a checkpoint is durable and was read back
+    end       how (finished, stopped, failed, refused, diverged), reason, is_excused
+
+Lines that are torn or that are no events are ignored: a crash may leave them.
+"""
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from hpcdist.checkpoint.store import Store
+from hpcdist.cluster.environment import is_after_preemption, job_id, read_environment
+from hpcdist.cluster.slurm import node_names
+
+#: Attempts that are read: each line "begin" carries over what counts of earlier ones.
+_N_READ = 16
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt, as its ledger tells it.
+
+    Attributes:
+        number: of the attempt.
+        job: id of its batch job; None outside of one.
+        nodes: names of its nodes.
+        program: digest of the program's file; None if unknown.
+        base_step: progress is a step beyond this one; -1 in a new run.
+        is_new_try: a person asked to try again, so that earlier attempts do not count.
+        is_vouched: the batch system ended the attempt before this one, so that that one does not count.
+        has_begun: whether its first event is known.
+        restored_step: the step that it read or was about to read; -1 for none.
+        resumed_step: the step that it went on from; -1 for a new run, None if it did not get there.
+        has_saved: it came to a save, successful or not.
+        committed_step: the highest step of its checkpoints that were read back; -1 for none.
+        end: how it ended: finished, stopped, failed, refused, diverged; empty if it died, or still runs.
+        reason: why.
+        is_excused: it was ended by the batch system, so that it does not count as one without progress.
+    """
+
+    number: int
+    job: str | None = None
+    nodes: tuple[str, ...] = ()
+    program: str | None = None
+    base_step: int = -1
+    is_new_try: bool = False
+    is_vouched: bool = False
+    has_begun: bool = False
+    restored_step: int = -1
+    resumed_step: int | None = None
+    has_saved: bool = False
+    committed_step: int = -1
+    end: str = ""
+    reason: str = ""
+    is_excused: bool = False
+
+    @property
+    def reached_step(self) -> int:
+        """The highest step that this attempt or an earlier one is known to have reached."""
+        return max(self.base_step, self.committed_step, -1 if self.resumed_step is None else self.resumed_step)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is known of this process's launch; the names are those of `Attempt`."""
+
+    job: str | None
+    nodes: tuple[str, ...]
+    program: str | None
+    is_vouched: bool
+
+    @classmethod
+    def of_this_process(cls) -> "Launch":
+        """Return the launch of this process. Cost: reads the program's file."""
+        environ = read_environment()
+        nodes = node_names(environ) or (platform.node(),)
+        return cls(job_id(environ), nodes, _digest_of_program(), is_after_preemption(environ))
+
+    def attempt(self, number: int, **more: Any) -> Attempt:
+        """Return the attempt of this launch, as it begins."""
+        return Attempt(number, has_begun=True, **vars(self), **more)
+
+
+def _digest_of_program() -> str | None:
+    try:
+        return xxhash.xxh3_64_hexdigest(Path(sys.argv[0]).read_bytes())
+    except (OSError, ValueError, IndexError):  # as in an interactive session
+        return None
+
+
+def parse_attempt(number: int, lines: Iterable[str]) -> Attempt:
+    """Return the attempt that the lines of a ledger tell of. Ignores lines that are no events."""
+    attempt = Attempt(number)
+    for line in lines:
+        try:
+            said = json.loads(line)
+            attempt = _after(attempt, str(said["event"]), said)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return attempt
+
+
+def _after(attempt: Attempt, event: str, said: dict[str, Any]) -> Attempt:
+    """Return an attempt after one more event."""
+    if event == "begin":
+        nodes = tuple(str(node) for node in said["nodes"])
+        job, program = (None if said[name] is None else str(said[name]) for name in ("job", "program"))
+        attempt = replace(attempt, has_begun=True, job=job, nodes=nodes, program=program, base_step=_step(said["base"]))
+        return replace(attempt, is_new_try=bool(said["is_new_try"]), is_vouched=bool(said["is_vouched"]))
+    if event == "restore":
+        return replace(attempt, restored_step=_step(said["step"]))
+    if event == "resume":
+        step = _step(said["step"])
+        base = step if said.get("is_base") else attempt.base_step
+        return replace(attempt, restored_step=step, resumed_step=step, base_step=base)
+    if event == "save":
+        return replace(attempt, has_saved=True)
+    if event == "commit":
+        return replace(attempt, committed_step=max(attempt.committed_step, _step(said["step"])))
+    if event == "end":
+        end, reason, is_excused = str(said["how"]), str(said["reason"]), bool(said.get("is_excused"))
+        return replace(attempt, end=end, reason=reason, is_excused=is_excused)
+    return attempt
+
+
+def _step(value: Any) -> int:
+    if type(value) is not int or not -1 <= value < 1 << 63:
+        raise TypeError(f"{value!r} is no step")
+    return value
+
+
+class Ledger:
+    """The ledger of a folder of checkpoints, for the attempt that writes there. Not collective: chief only.
+
+    Args:
+        store: the folder.
+
+    All methods raise:
+        CheckpointError: if the folder cannot be read or written.
+        AttemptReplaced: from the methods that write, if a later attempt has begun.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def attempts(self) -> list[Attempt]:
+        """Return the latest attempts, oldest first; this one, if it has begun, comes last."""
+        return [parse_attempt(number, lines) for number, lines in self._store.ledger(_N_READ)]
+
+    def begin(self, launch: Launch, is_new_try: bool = False) -> None:
+        """Begin this attempt: take the next number.
+
+        Args:
+            launch: of this process.
+            is_new_try: see `Attempt`.
+        """
+        earlier = [attempt for attempt in self.attempts() if attempt.has_begun]
+        self._store.begin_attempt()
+        base = earlier[-1].reached_step if earlier else -1
+        self._store.note("begin", base=base, is_new_try=is_new_try, time_s=time.time(), **vars(launch))
+
+    def restore(self, step: int) -> None:
+        """Note what will be read now, as it may kill this process."""
+        self._store.note("restore", step=step)
+
+    def resume(self, step: int, is_base: bool = False) -> None:
+        """Note what this attempt goes on from.
+
+        Args:
+            step: the step; -1 for a new run.
+            is_base: progress counts from there, although an earlier attempt came further: a person chose it.
+        """
+        self._store.note("resume", step=step, is_base=is_base)
+
+    def end(self, how: str, reason: str = "", is_excused: bool = False) -> None:
+        """Note how this attempt ends; see `Attempt`."""
+        self._store.note("end", how=how, reason=reason, is_excused=is_excused)
