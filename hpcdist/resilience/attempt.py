@@ -108,9 +108,10 @@ class RunAttempt:
             CheckpointError: if the decision or the last save cannot be written; on all ranks.
         """
         decision = self._end("stopped", reason, step, is_excused and self._launch.job is not None)
-        text = f"{(decision.exit_code or ExitCode.RUN_AGAIN).value} {decision.reason}" if decision else ""
-        code, _, why = self._world.broadcast_text(text, 0, self._world.role_comm).partition(" ")
-        return ExitCode(int(code)), why
+        code = decision.exit_code if decision is not None and decision.exit_code else ExitCode.RUN_AGAIN
+        text = f"{code.value} {decision.reason if decision else reason}"
+        number, _, why = self._world.broadcast_text(text, 0, self._world.role_comm).partition(" ")
+        return ExitCode(int(number)), why
 
     def finished(self, step: int) -> None:
         """Record that the program has finished.

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from hpcdist.cluster.environment import job_end, read_environment
-from hpcdist.errors import CheckpointError, DesyncError, ExitCode, UsageError, log
+from hpcdist.errors import AttemptReplaced, CheckpointError, DesyncError, ExitCode, UsageError, log
 from hpcdist.resilience.agreement import Agreement
 from hpcdist.resilience.attempt import RunAttempt
 from hpcdist.resilience.checkpoint import Checkpoint
@@ -22,7 +22,7 @@ from hpcdist.resilience.saves import AttemptSaves
 from hpcdist.resilience.schedule import SaveSchedule
 from hpcdist.resilience.stop import StopFlag
 from hpcdist.resilience.termination import TerminationConfig
-from hpcdist.runtime.process import call_when_done
+from hpcdist.runtime.process import call_when_done, end_of_training
 from hpcdist.runtime.step_flags import Request
 
 
@@ -37,6 +37,9 @@ class PreemptionCheckpointHandler:
     Code after an interrupted loop does not run in this attempt. Pass work that must not be interrupted to `run` as a
     whole: an evaluation, or the backward passes that accumulate gradients for one optimizer step, as no checkpoint
     holds those gradients.
+
+    On an evaluator, which saves nothing, `poll` ends the program with the chief's code once the chief has left and the
+    evaluator has had one more round: an evaluator's loop polls, and needs no other end.
 
     As a context manager it saves the last steps at the end and records in `decision.json` that the job is finished.
     Without `with`, the job is finished once all ranks have exited with code 0; its last steps are then not saved.
@@ -116,7 +119,7 @@ class PreemptionCheckpointHandler:
         self._steps = self._manager.checkpoint.count_steps()
         self._is_busy = self._is_done = self._is_polled = self._is_long_since = False
         self._countdown: Deadline | None = None
-        self._is_counting_down = False
+        self._is_counting_down = self._knows_of_end = False
         self._agreement = Agreement(self._world, self.requested)
         self._polled_at = time.monotonic()
         self._step_at_poll = self.step
@@ -230,6 +233,7 @@ class PreemptionCheckpointHandler:
         """
         if self._is_busy or self._is_done or threading.current_thread() is not threading.main_thread():
             return
+        self._leave_after_training()
         has_stepped = self._measure()
         self._is_polled = True
         agreed = self._agreement.poll(at_once=self._is_long_since)
@@ -268,6 +272,15 @@ class PreemptionCheckpointHandler:
     def _save(self, *args: Any, is_last: bool = False, **kwargs: Any) -> None:
         with self._busy():
             self._saves.save(self.step, is_last, *args, **kwargs)
+
+    def _leave_after_training(self) -> None:
+        """On an evaluator, leave once the chief has left; at the second poll, so that its last checkpoint is seen."""
+        code = None if self._world.task.type in ("chief", "worker") else end_of_training()
+        if code is not None and self._knows_of_end:
+            self._is_done = True
+            self._flag.ignore_signals()
+            sys.exit(code)
+        self._knows_of_end = code is not None
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -325,6 +338,8 @@ class PreemptionCheckpointHandler:
             return
         try:
             self._attempt.record_end(self._manager.saved_step)
+        except AttemptReplaced:
+            return  # what follows is for the later attempt to say
         except CheckpointError as error:
             log(str(error))
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import NoReturn, TextIO
 
@@ -42,6 +42,10 @@ LOOK_S, MAX_SLEEP_S = 0.1, 0.002
 #: If the MPI library's abort does not return, this process exits by itself.
 ABORT_LIMIT_S = 10.0
 _HEARTBEAT = np.empty(0, np.uint8)
+#: Tags of messages between ranks that leave.
+_HEARTBEAT_TAG, _END_TAG = 0, 1
+#: Codes of ranks that leave as agreed.
+_ORDERLY = (ExitCode.DONE, ExitCode.RUN_AGAIN)
 
 
 class ExitHooks:
@@ -74,6 +78,7 @@ class ExitHooks:
         self._previous_hook = sys.excepthook
         self._exit: _RecordedExit | None = None
         self._heartbeats: list[MPI.Request] = []
+        self._announced: int | None = None
         self.is_leaving = False
 
     def call_when_done(self, act: Callable[[], None] | None) -> None:
@@ -134,7 +139,8 @@ class ExitHooks:
         self.is_leaving = True
         worst = np.zeros(1, np.int32)
         request = self._comm.Iallreduce(np.array([code], np.int32), worst, MPI.MAX)
-        limit_s = FINISH_LIMIT_S if not code else LAST_CALL_S if self._exit else UNKNOWN_CALL_S
+        # a rank that was asked to leave waits for those that save, as one that is done waits for those that are not
+        limit_s = FINISH_LIMIT_S if code in _ORDERLY else LAST_CALL_S if self._exit else UNKNOWN_CALL_S
         started, is_logged = time.monotonic(), False
         while not wait_until(request.Test, LOOK_S, yields=0, max_sleep_s=MAX_SLEEP_S):
             if self._received_heartbeat():
@@ -159,14 +165,28 @@ class ExitHooks:
         if not (MPI.Is_finalized() or self._is_forked):
             for rank in range(self._comm.size):
                 if rank != self._comm.rank:
-                    self._heartbeats.append(self._comm.Isend(_HEARTBEAT, rank))
+                    self._heartbeats.append(self._comm.Isend(_HEARTBEAT, rank, _HEARTBEAT_TAG))
             self._heartbeats = [sent for sent in self._heartbeats if not sent.Test()]
+
+    def announce_end(self, ranks: Sequence[int]) -> None:
+        """Tell other ranks, such as evaluators, with which code this one is about to leave. Not collective."""
+        if not (MPI.Is_finalized() or self._is_forked):
+            code = np.array([self._leaving_code()], np.int32)
+            self._heartbeats += [self._comm.Isend(code, rank, _END_TAG) for rank in ranks if rank != self._comm.rank]
+
+    def announced_end(self) -> int | None:
+        """Return the code that another rank has announced to leave with; None before. Not collective."""
+        if self._announced is None and not MPI.Is_finalized() and self._comm.Iprobe(tag=_END_TAG):
+            code = np.empty(1, np.int32)
+            self._comm.Recv(code, tag=_END_TAG)
+            self._announced = int(code[0])
+        return self._announced
 
     def _received_heartbeat(self) -> bool:
         """Return whether any rank has sent a heartbeat since the last call."""
         n_received = 0
-        while self._comm.Iprobe():
-            self._comm.Recv(_HEARTBEAT)
+        while self._comm.Iprobe(tag=_HEARTBEAT_TAG):
+            self._comm.Recv(_HEARTBEAT, tag=_HEARTBEAT_TAG)
             n_received += 1
         return n_received > 0
 

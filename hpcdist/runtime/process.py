@@ -3,6 +3,7 @@
 The world is made at first use, behind hooks that end every rank when one fails, and freed at exit.
 """
 
+import atexit
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -75,6 +76,21 @@ def _install_hooks() -> None:
     is_reporter = comm.rank == 0 and (launcher is None or comm.size > 1 or launcher.rank == 0)
     _hooks = ExitHooks(comm, _describe_process, is_reporter, _free_process_world)
     _hooks.install()
+    atexit.register(_announce_end)  # runs before the hooks wait for the others
+
+
+def _announce_end() -> None:
+    """Tell evaluators and parameter servers that training is over: a loop of theirs would keep the job for ever."""
+    if _hooks is not None and _process_world is not None and _process_world.is_chief:
+        _hooks.announce_end(_process_world.side_ranks)
+
+
+def end_of_training() -> int | None:
+    """Return, on an evaluator or a parameter server, the chief's exit code once it has left its program; else None.
+
+    Not collective. Cost: about a microsecond.
+    """
+    return None if _hooks is None else _hooks.announced_end()
 
 
 def _describe_process() -> str:
