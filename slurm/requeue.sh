@@ -26,6 +26,39 @@ for option; do
   fi
 done
 
+# Set `state` to Slurm's record of this job, on one line.
+look_up() { state=$(SLURM_TIME_FORMAT=standard scontrol --oneliner show job "$job" 2> /dev/null); }
+
+# Print a field of `state`, such as JobState.
+field() {
+  local pattern=" $1=([^ ]+)"
+  [[ " $state" =~ $pattern ]] && echo "${BASH_REMATCH[1]}"
+}
+
+# The job's own record in the run folder: it is made at the job's first start, which also makes the folder. A later start that
+# does not find it is on a node that does not see the folder: it would train anew, somewhere else.
+marker=$RUN_DIR/jobs/$SLURM_JOB_ID
+look_up
+n_restarts=${SLURM_RESTART_COUNT:-0} # may be inherited from the job that submitted this one: never more than Slurm says
+if (($(field Restarts) + 0 < n_restarts)) && [[ -n $state ]]; then n_restarts=$(field Restarts); fi
+if ((n_restarts == 0)); then
+  mkdir -p "$RUN_DIR/jobs" && touch "$marker"
+else
+  for pause in ${READ_PAUSES_S:-2 4 8 16 32} 0; do
+    if [[ -e $marker ]]; then break; fi
+    sleep "$pause"
+  done
+  if [[ ! -e $marker ]]; then # safety: no start anew where the run folder is not there
+    say "expected $marker, as this job has started before, got none on $(hostname): is the file system mounted? nothing was made"
+    exit 74
+  fi
+  # safety: what Slurm ends does not count
+  if ! grep --quiet --line-regexp "requeued after restart $((n_restarts - 1))" "$marker"; then export HPCDIST_PREEMPTED=1; fi
+fi
+
+# Note that the requeue that follows is not Slurm's doing: the attempt counts if it made no progress.
+note_requeue() { echo "requeued after restart $n_restarts" >> "$marker"; }
+
 # Print a field of decision.json, which has one field per line.
 fact() { sed -n "/^ *\"$1\": /{s///;s/,\$//;s/^\"\(.*\)\"\$/\1/;s/\\\\\(.\)/\1/g;p}" "$RUN_DIR/decision.json" 2> /dev/null; }
 
@@ -53,11 +86,14 @@ await_decision() {
 # "another" if another job has taken over the run folder. `earlier` is the previous decision, of any job, unless this launch
 # has replaced it.
 launch() {
-  local before
-  mkdir -p "$RUN_DIR"
+  local before guard
   before=$(stamp) earlier=$(fact decision)
+  guard_limit &
+  guard=$!
   "$@"
   code=$?
+  kill "$guard" 2> /dev/null
+  unset HPCDIST_PREEMPTED
   verdict=none
   if ! await_decision || [[ $(stamp) == "$before" ]]; then return; fi # safety: a decision that cannot be read
   earlier=none
@@ -81,15 +117,6 @@ has_died() {
   esac
 }
 
-# Set `state` to Slurm's record of this job, on one line.
-look_up() { state=$(SLURM_TIME_FORMAT=standard scontrol --oneliner show job "$job" 2> /dev/null); }
-
-# Print a field of `state`, such as JobState.
-field() {
-  local pattern=" $1=([^ ]+)"
-  [[ " $state" =~ $pattern ]] && echo "${BASH_REMATCH[1]}"
-}
-
 # Whether the job was preempted since its last start.
 is_preempted() {
   local state preempted
@@ -109,6 +136,23 @@ is_out_of_time() {
   local end
   end=$(end_time)
   [[ $end =~ ^[0-9]+$ ]] && ((end - $(date +%s) < 180))
+}
+# Requeue the job shortly before its time is over, unless the program has ended by then: Slurm does not requeue a job that has
+# reached its limit. The program gets a SIGTERM and KillWait from that.
+guard_limit() {
+  local end left clock state=
+  exec {clock}<> <(:) # `read` from it only waits, and ends with this function: `sleep` would outlive it
+  while end=$(end_time) && [[ $end =~ ^[0-9]+$ ]]; do
+    left=$((end - $(date +%s) - ${LIMIT_MARGIN_S:-20}))
+    if ((left <= 0)); then break; fi
+    read -r -t "$((left < 300 ? left : 300))" -u "$clock" _
+  done
+  look_up
+  if [[ $end =~ ^[0-9]+$ && $(field Requeue) == 1 && $(fact decision) == requeue ]] && is_own; then
+    say "the time limit is near, and the program has not ended: requeued"
+    note_requeue
+    scontrol requeue "$job"
+  fi
 }
 # For the program: older versions of Slurm do not set it, so it may be inherited from the submitting job.
 SLURM_JOB_END_TIME=$(end_time)
@@ -150,15 +194,17 @@ watch_from() {
 requeue() {
   local pause state=
   say "exit code $code, to be requeued: $1"
+  if [[ -z ${is_node_lost:-} ]] && ! is_preempted; then note_requeue; fi
   for pause in ${REQUEUE_PAUSES_S:-0 2 4 8 16 32}; do
     type -P scontrol > /dev/null || break
     sleep "$pause"
     look_up # without an answer the job may have been cancelled
-    if [[ $(field JobState) == @(CANCELLED|COMPLETING) ]]; then # safety: a cancelled job stays cancelled
+    # safety: a cancelled job stays cancelled
+    if [[ $(field JobState) == @(CANCELLED|COMPLETING) && $(field Reason) != TimeLimit ]]; then
       say "not requeued: Slurm is ending the job"
       exit 75
     fi
-    if (($(field Restarts) + 0 > ${SLURM_RESTART_COUNT:-0})); then # safety: not requeued if Slurm has restarted it
+    if (($(field Restarts) + 0 > n_restarts)); then # safety: not requeued if Slurm has restarted it
       say "not requeued: Slurm has given up this node and restarted the job"
       exit 76
     fi

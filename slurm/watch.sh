@@ -21,6 +21,7 @@ while sleep "${WATCH_PAUSE_S:-30}"; do # endless: requeueing or ending the job e
   if [[ -f $log ]]; then exec 2>> "$log"; fi
   say "the node of the batch script is lost"
   if ! await_decision; then continue; fi # safety: watch on while no decision can be read
+  is_node_lost=1 # Slurm's doing
   code=137 verdict=none earlier=$(fact decision)
   if is_own; then verdict=$earlier; fi
   (leave)

@@ -1,7 +1,7 @@
 """The header of a checkpoint file: its first 4,096 bytes, which say what the rest must be.
 
 One line of JSON: {"format": 2, "nbytes", "index": [offset, nbytes], "xxh3_128": [digest, digest]}; a line with the
-digest of that line; zeros. Of the two digests the first covers the file from byte 4096 to the index, the second one the rest.
+digest of that line; zeros. The first digest covers the file from byte 4096 to the index, the second one the rest.
 The header is written last: without it, no file is a checkpoint.
 """
 

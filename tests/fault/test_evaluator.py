@@ -32,7 +32,10 @@ if strategy.cluster_resolver.task_type == "evaluator":
         time.sleep(0.05)
 rename = durable.Disk.rename
 if slow_s:
-    durable.Disk.rename = lambda disk, path, to: (time.sleep(slow_s * to.name.startswith("step")), rename(disk, path, to))
+    def rename_slowly(disk, path, to):
+        time.sleep(slow_s * to.name.startswith("step"))
+        rename(disk, path, to)
+    durable.Disk.rename = rename_slowly
 
 def step():
     optimizer.zero_grad()

@@ -104,8 +104,8 @@ def test_a_rank_that_dies_at_each_start_has_three_attempts(submit, options, fold
     assert job.log.count("inside the allocation") == 2
     assert job.n_restarts == 0
     told = job.decision
-    assert (told["decision"], told["attempt"], told["fruitless_attempts"]) == ("stop", 3, 3)
-    assert "not run again: attempt 3 in a row that died without a newer checkpoint" in job.log
+    assert (told["decision"], told["attempt"], told["attempts_without_progress"]) == ("stop", 3, 3)
+    assert "not run again: attempt 3 in a row that died without progress" in job.log
 
 
 def test_a_cancelled_job_ends(slurm, submit, options):
@@ -125,11 +125,23 @@ def test_of_two_jobs_in_one_run_folder_the_older_ends(submit, options, unbroken)
     old.wait_for_training()
     new = submit("train", *options, sbatch=("--job-name=new",), environ=shared)
     assert old.end() == ("FAILED", 76), old.log[-3000:]
-    assert "expected generation 1 to be the newest" in old.log
+    assert "expected attempt 1 to be the latest" in old.log
     assert "not run again: " in old.log
     new.finish()
     assert new.final_state() == unbroken
     assert (new.decision["attempt"], new.decision["job"], old.n_restarts) == (2, new.id, 0)
+
+
+def test_a_job_that_cannot_stop_before_its_limit_is_requeued(submit, options, unbroken):
+    """Slurm would end it as TIMEOUT, which it does not requeue."""
+    environ = {"PROBE_STUCK_AFTER": "30", "LIMIT_MARGIN_S": "25"}
+    job = submit("train", *options, sbatch=("--time=1", "--signal=USR2@1"), environ=environ)
+    job.wait_for_training()
+    job.wait_for_restart(1)
+    assert "the time limit is near, and the program has not ended: requeued" in job.log
+    job.finish(200)
+    assert job.final_state() == unbroken
+    assert job.decision["attempts_without_progress"] == 0
 
 
 def test_out_of_time_and_requeued_by_hand(slurm, submit, options, unbroken):

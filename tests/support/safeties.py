@@ -240,7 +240,7 @@ IN_SCRIPTS = [
     MarkedLine("early deaths end a chain", r"\(\(.*\)\)", "true", SCRIPTS),
     MarkedLine("no code 0 without a decision", WHOLE_LINE, ":", SCRIPTS),
     MarkedLine("a cancelled job stays cancelled", r"@\(CANCELLED\|COMPLETING\)", "NEVER", SCRIPTS),
-    MarkedLine("not requeued if Slurm has restarted it", r"\+ 0 > \$\{SLURM_RESTART_COUNT:-0\}", "< 0", SCRIPTS),
+    MarkedLine("not requeued if Slurm has restarted it", r"\+ 0 > n_restarts", "< 0", SCRIPTS),
     MarkedLine("id of an array's task", r"job\+=_\$SLURM_ARRAY_TASK_ID", ":", SCRIPTS),
     MarkedLine(
         "id left by another array", r'\$\{SLURM_ARRAY_JOB_ID:-\} == "\$job"', "-n ${SLURM_ARRAY_JOB_ID:-}", SCRIPTS
@@ -249,6 +249,8 @@ IN_SCRIPTS = [
     MarkedLine("requeued only if the script is lost", WHOLE_LINE, "continue", SCRIPTS),
     MarkedLine("watch on while no decision can be read", WHOLE_LINE, "", SCRIPTS),
     MarkedLine("a job that runs is watched", r"\$\(field JobState\) == RUNNING && ", "", SCRIPTS),
+    MarkedLine("no start anew where the run folder is not there", r"! -e \$marker", "-n ''", SCRIPTS),
+    MarkedLine("what Slurm ends does not count", r"HPCDIST_PREEMPTED=1", "HPCDIST_PREEMPTED=0", SCRIPTS),
     MarkedLine("the run was taken over", "another", "none", SCRIPTS),
     MarkedLine("the successor is withdrawn", r'! "\$\{withdraw\[@\]\}"', "false", CHAIN),
 ]

@@ -42,6 +42,23 @@ def pace(seconds):
     register_optimizer_step_post_hook(lambda *_: time.sleep(seconds))
 
 
+def get_stuck(n_steps):
+    """Let the job's first start hang after some optimizer steps, whatever signals arrive."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    left = [n_steps]
+
+    def count(*_):
+        left[0] -= 1
+        while left[0] <= 0:
+            time.sleep(1)
+
+    if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+        register_optimizer_step_post_hook(count)
+
+
+if "PROBE_STUCK_AFTER" in os.environ:
+    get_stuck(int(os.environ["PROBE_STUCK_AFTER"]))
 if "PROBE_PACE_S" in os.environ:
     pace(float(os.environ["PROBE_PACE_S"]))
 if "PROBE_SIGNALS" in os.environ:

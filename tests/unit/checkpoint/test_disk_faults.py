@@ -21,7 +21,7 @@ from hpcdist.errors import CheckpointError, ExitCode
 EVERY = SCALE.choose(3, 1)
 CALLS = ["mkdir", "open", "fallocate", "pwrite", "fsync", "close", "replace", "symlink", "unlink", "listdir", "statvfs"]
 REFUSALS = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS]
-#: Old checkpoints that cannot be removed, or looked for, stay, and so does the ledger; the log says so: no reason to end a job.
+#: Old checkpoints that cannot be removed, or looked for, stay, and the log says so: no reason to end a job.
 TOLERATED = ["symlink", "unlink", "listdir"]
 STAYS = r"(old checkpoints stay|incomplete files stay|no note of the first save) in "
 #: What the message says that was expected.

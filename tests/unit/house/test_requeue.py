@@ -52,10 +52,12 @@ def leave(root, tmp_path, clean_environ):
         written = DecisionFile(tmp_path)
         if decision is not None:
             written.write(decision, 5, attempt=attempt, job=job)
-        if scontrol:
+        if scontrol:  # None: the test has made its own
             add_program(tmp_path / "bin", "scontrol", SCONTROL)
         own = {
-            "PATH": f"{tmp_path / 'bin'}:{clean_environ['PATH']}" if scontrol else without_scontrol(tmp_path),
+            "PATH": f"{tmp_path / 'bin'}:{clean_environ['PATH']}"
+            if scontrol is not False
+            else without_scontrol(tmp_path),
             "RUN_DIR": str(tmp_path / "run"),
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NAME": "job",
@@ -307,11 +309,20 @@ def test_a_job_that_a_task_of_an_array_has_submitted_is_no_such_task(leave):
     assert "requeued 7\n" in output
 
 
+def has_started_before(tmp_path, *lines):
+    """Leave what a job's earlier starts leave in its run folder."""
+    marker = tmp_path / "run" / "jobs" / "7"
+    marker.parent.mkdir(exist_ok=True)
+    marker.write_text("".join(f"{line}\n" for line in lines))
+    return marker
+
+
 @pytest.mark.parametrize(
     ("restarts", "own", "expected"), [("1", "0", 76), ("2", "1", 76), ("1", "1", 75), ("0", "2", 75)]
 )
-def test_a_job_that_slurm_has_started_again_elsewhere(leave, restarts, own, expected):
+def test_a_job_that_slurm_has_started_again_elsewhere(leave, tmp_path, restarts, own, expected):
     """A job keeps its id; a variable of the job that submitted this one may be left."""
+    has_started_before(tmp_path)
     got, output = leave(143, DIED, RESTARTS=restarts, SLURM_RESTART_COUNT=own)
     assert got == expected
     assert ("requeued 7" in output) == (expected == 75)
@@ -353,6 +364,58 @@ def test_a_busy_slurmctld_has_a_minute(leave, tmp_path):
     assert pauses[0] == 0
     assert 45 <= sum(pauses) <= 90
     assert len((tmp_path / "bin" / "scontrol.tries").read_text()) == len(pauses) > 3
+
+
+def test_a_restart_that_does_not_see_the_run_folder_makes_nothing(leave, tmp_path):
+    """A file system that is not mounted on the node: the job would train anew, into a folder of the node's own."""
+    code, output = leave(0, FINISHED, RESTARTS="1", SLURM_RESTART_COUNT="1")
+    assert code == 74
+    assert f"expected {tmp_path}/run/jobs/7, as this job has started before, got none" in output
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_first_start_makes_the_run_folder(leave, tmp_path):
+    (tmp_path / "run").rmdir()
+    assert leave(75, STOPPED, SLURM_RESTART_COUNT="3")[0] == 75, "a count that is left from another job"
+    assert (tmp_path / "run" / "jobs" / "7").read_text() == "requeued after restart 0\n"
+
+
+TELLS = SCRIPT.replace("program() {", 'program() {\n  echo "preempted: ${HPCDIST_PREEMPTED:-no}"')
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"), [([], "1"), (["requeued after restart 0"], "1"), (["requeued after restart 1"], "no")]
+)
+def test_what_slurm_has_ended_is_told_from_what_died(leave, tmp_path, lines, expected):
+    """Slurm restarts a job that was preempted, or that lost a node; this script one that died."""
+    has_started_before(tmp_path, *lines)
+    _, output = leave(75, STOPPED, RESTARTS="2", SLURM_RESTART_COUNT="2", script=TELLS)
+    assert f"preempted: {expected}\n" in output
+
+
+def test_a_preempted_job_that_the_script_requeues_was_ended_by_slurm(leave, tmp_path):
+    marker = has_started_before(tmp_path)
+    assert leave(75, STOPPED, **PREEMPTED)[0] == 75
+    assert marker.read_text() == ""
+
+
+def test_a_job_whose_limit_is_near_is_requeued_while_its_program_runs(leave, tmp_path):
+    """Slurm does not requeue a job that has reached its limit."""
+    script = SCRIPT.replace('return "$CODE"', 'sleep 2\n  return "$CODE"')
+    for margin_s, is_requeued in (("200", True), ("0", False)):
+        (tmp_path / "bin" / "scontrol.tries").unlink(missing_ok=True)
+        file = DecisionFile(tmp_path / "run")
+        file.write(DIED, 3, attempt=1, job="7")
+        _, output = leave(0, DIED, script=script, LIMIT_MARGIN_S=margin_s, **nearly_over_as_slurm_says())
+        assert ("the program has not ended: requeued" in output) == is_requeued
+        assert (tmp_path / "bin" / "scontrol.tries").exists() == is_requeued
+
+
+def test_a_job_that_reached_its_limit_may_still_be_requeued(leave, tmp_path):
+    add_program(tmp_path / "bin", "scontrol", SCONTROL.replace("Reason=None", "Reason=TimeLimit"))
+    code, output = leave(75, STOPPED, STATE="COMPLETING", scontrol=None)
+    assert code == 75
+    assert "requeued 7" in output
 
 
 def test_the_fields_are_those_of_the_file(tmp_path):
