@@ -26,8 +26,8 @@ for option; do
   fi
 done
 
-# Set `state` to Slurm's record of this job, on one line.
-look_up() { state=$(SLURM_TIME_FORMAT=standard scontrol --oneliner show job "$job" 2> /dev/null); }
+# Set `state` to Slurm's record of this job, on one line, with times in seconds since 1970: a time of day may come twice.
+look_up() { state=$(SLURM_TIME_FORMAT=%s scontrol --oneliner show job "$job" 2> /dev/null); }
 
 # Print a field of `state`, such as JobState.
 field() {
@@ -122,14 +122,15 @@ is_preempted() {
   local state preempted
   look_up
   preempted=$(field PreemptTime)
-  [[ $preempted == [0-9]* && ! $preempted < $(field StartTime) ]]
+  [[ $preempted =~ ^[0-9]+$ ]] && ((preempted >= $(field StartTime)))
 }
 
 # Print the end of the job's time, in seconds since 1970; nothing if unknown.
 end_time() {
   local state end
   look_up
-  if ! { end=$(field EndTime) && date --date="$end" +%s 2> /dev/null; }; then echo "${SLURM_JOB_END_TIME:-}"; fi
+  end=$(field EndTime)
+  if [[ $end =~ ^[0-9]+$ ]]; then echo "$end"; else echo "${SLURM_JOB_END_TIME:-}"; fi
 }
 
 is_out_of_time() {

@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ logger = logging.getLogger("hpcdist")
 _OVERHEAD_BYTES = 1 << 16
 #: Most listings of a folder while its writer prunes files faster than they are read.
 _MAX_LOOKS = 10
+_LOOK_AGAIN_S = 0.1
 _MAX_RUN_ID_BYTES = 1 << 10
 _MAX_LEDGER_BYTES = 16 << 20
 _CHECKPOINT = re.compile(r"step-(\d{8,19})-(\d{4,18})\.h5$")
@@ -153,6 +155,7 @@ class Store:
                 listed = self.saved()[::-1]  # without those pruned in the meantime
                 may_be_well = listed != found or (isinstance(error, CheckpointMissing) and n_looks == 1)
                 if may_be_well and n_looks < _MAX_LOOKS:
+                    time.sleep(_LOOK_AGAIN_S)
                     return self._first_sound(use, but, n_looks + 1)
                 if saved in listed:
                     self.damaged.append(saved)
@@ -250,9 +253,10 @@ class Store:
             durable.sweep_temporary(self._disk, self.path)
 
     def _take_number(self) -> int:
+        number = max(self._attempts(), default=0)
         while True:
-            number = max(self._attempts(), default=0) + 1
-            with contextlib.suppress(FileExistsError):  # another attempt took this number first
+            number += 1
+            with contextlib.suppress(FileExistsError):  # another attempt took it, maybe long ago: listings may be old
                 self._disk.make_new(self._ledger_of(number))
                 return number
 

@@ -83,7 +83,7 @@ def _key(key: Any, name: str) -> str | int:
 
 
 def decode(node: Any, from_array: Callable[[Array, str], Any], arrays: list[NamedArray]) -> Any:
-    """Return the value that `encode` turned into `node` and `arrays`; `from_array` makes tensors with their own memory.
+    """Return the value that `encode` turned into `node` and `arrays`; tensors and arrays may use the memory of `arrays`.
 
     Raises:
         CheckpointDamaged: if `node` is not a result of `encode`.
@@ -113,7 +113,7 @@ def _decode(node: Any, from_array: Callable[[Array, str], Any], arrays: list[Nam
         if kind in ("array", "tensor") and type(content) is int and content in unused:
             unused.remove(content)  # repeated references could multiply its copies beyond memory
             array = arrays[content]
-            return from_array(array.values, array.dtype) if kind == "tensor" else array.values.copy()
+            return from_array(array.values, array.dtype) if kind == "tensor" else array.values
     raise CheckpointDamaged(
         f"restore: expected a dict, list, tuple or array node, got {str(node)[:60]!r}; use another file."
     )

@@ -24,8 +24,8 @@ def to_array(tensor: Tensor) -> tuple[Array, str]:
 
 
 def from_array(array: Array, dtype: str) -> Tensor:
-    """Return a host tensor with the values of `array`; the inverse of `to_array`. The memory is its own."""
-    tensor = torch.from_numpy(np.array(array, copy=True, order="C"))
+    """Return a host tensor with the values of `array`, in its memory if it is contiguous; the inverse of `to_array`."""
+    tensor = torch.from_numpy(array if array.flags.c_contiguous else array.copy())
     return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
 
 

@@ -29,10 +29,11 @@ from hpcdist.runtime.step_flags import Request
 class PreemptionCheckpointHandler:
     """Saves and exits on a stop request to any rank, after the same step on all ranks.
 
-    A stop request is SIGTERM, SIGUSR1 or SIGUSR2 on any rank, the end of the batch job or of `time_limit_s`, a file
-    named `stop` in the run folder (the parent of the checkpoints' folder), or a call of `stop`. It takes effect between
-    two steps: when a distributed dataset is asked for its next batch (in evaluation too), when `run` is called with no
-    batch taken since the last step, and in `poll`. All ranks must reach these points equally often.
+    A stop request is SIGTERM, SIGUSR1, SIGUSR2 or a first Ctrl-C (SIGINT) on any rank, the end of the batch job or of
+    `time_limit_s`, a file named `stop` in the run folder (the parent of the checkpoints' folder), or a call of `stop`.
+    It takes effect between two steps: when a distributed dataset is asked for its next batch (in evaluation too), when
+    `run` is called with no batch taken since the last step, and in `poll`. All ranks must reach these points equally
+    often. If the time left is too short for a save, none is begun: the last one counts.
 
     Code after an interrupted loop does not run in this attempt. Pass work that must not be interrupted to `run` as a
     whole: an evaluation, or the backward passes that accumulate gradients for one optimizer step, as no checkpoint
@@ -215,6 +216,11 @@ class PreemptionCheckpointHandler:
         return any(deadline is not None and deadline.is_near for deadline in (self.deadline, self._countdown))
 
     @property
+    def _is_too_late(self) -> bool:
+        """Whether a save does not fit into the time left: a job that is ended in it may not be run again."""
+        return any(deadline is not None and not deadline.can_save for deadline in (self.deadline, self._countdown))
+
+    @property
     def _needs_measure(self) -> bool:
         """Whether to save now in order to measure the cost of a save before the deadline."""
         is_unmeasured = self.deadline is not None and self.deadline.needs_measure
@@ -297,16 +303,17 @@ class PreemptionCheckpointHandler:
             save()
             self._count_down(self._config.grace_period)
             return
-        if self.deadline is not None and not self.deadline.can_save:
-            self._log("too little time may be left for a save; if it fails, the last periodic one remains")
         self._is_done = True
-        save(is_last=True)
+        is_too_late = self._agreement.any_rank(self._is_too_late)  # the chief knows what a save costs
+        if not is_too_late:
+            save(is_last=True)
         self._remove_stop_file()
         is_excused = (
             reason.startswith("SIGTERM ") and not is_urgent
         )  # preempted: not the deadline, nor a person's request
         code, why = self._attempt.stopped(reason, self._manager.saved_step, is_excused)
-        self._log(f"{reason}: stopped after step {self.step}, saved in {self._manager.directory}")
+        saved = "too late for a save: the last one is step " + str(self._manager.saved_step) if is_too_late else "saved"
+        self._log(f"{reason}: stopped after step {self.step}, {saved} in {self._manager.directory}")
         if code is ExitCode.DO_NOT_REQUEUE:
             self._log(f"do not run again: {why}; allow time for a save, or look at what takes so long")
         if self._config.exit_fn is not None:

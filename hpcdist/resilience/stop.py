@@ -14,8 +14,8 @@ from typing import Any
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.errors import UsageError
 
-#: Signals that batch systems send, or can be configured to send, before they end a job.
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+#: Signals that batch systems send, or can be configured to send, before they end a job; and Ctrl-C.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 #: Least seconds between two checks for the stop file: a check is a request to a shared file system.
 FILE_LOOK_S = 2.0
 #: Least seconds between two calls of the user's function.
@@ -35,7 +35,7 @@ class StopFlag:
         disk: file system calls, which tests replace.
 
     Attributes:
-        since: time of the request, by `clock`; None without one.
+        since: time of the request, by `clock`: when a signal arrived, not when it was seen; None without one.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class StopFlag:
         self._clock = clock
         self._disk = disk or Disk()
         self._reason: str | None = None
-        self._signals = SignalFlag()
+        self._signals = SignalFlag(clock)
         self._file_looked_at = self._watcher_looked_at = -float("inf")
         self.since: float | None = None
 
@@ -84,6 +84,7 @@ class StopFlag:
             received = self._signals.received
             if received is not None:
                 self._set_reason(f"{received.name} on {self._place}")
+                self.since = self._signals.received_at
             elif self._is_file_there():
                 self._set_reason(f"stop file {self._file}")
             elif self._is_watcher_alarmed():
@@ -123,10 +124,16 @@ class SignalFlag:
 
     Attributes:
         received: the first signal received; None before.
+        received_at: when it arrived, by `clock`.
+
+    Args:
+        clock: monotonic seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.received: signal.Signals | None = None
+        self.received_at: float | None = None
         self._earlier: dict[signal.Signals, Any] = {}
         self._ignored: set[signal.Signals] = set()
         self._handler = self._receive  # one bound method, so that identity tests work
@@ -149,9 +156,14 @@ class SignalFlag:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
+            self.received_at = self._clock()
             self.received = signal.Signals(number)
         earlier = self._earlier.get(signal.Signals(number))
-        if callable(earlier):
+        if number == signal.SIGINT and earlier is signal.default_int_handler:
+            signal.signal(number, earlier)  # the first Ctrl-C asks for a stop, the second one ends the program
+            with contextlib.suppress(OSError):
+                os.write(2, b"\nhpcdist: Ctrl-C: saving and stopping after this step; press it again to end at once\n")
+        elif callable(earlier):
             earlier(number, frame)
 
     def close(self) -> None:

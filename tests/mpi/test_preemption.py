@@ -341,6 +341,14 @@ def test_the_stop_file_is_removed_when_it_was_obeyed(comm, shared_path, make_job
     assert not (shared_path / "run" / "stop").exists()
 
 
+LIMIT_S = 9_756
+
+
+def pace_s(step):
+    """Return how long a step takes by the clock of deadlines: little near `LIMIT_S`, to leave time for a save."""
+    return 250 if step < 40 else 1
+
+
 @pytest.fixture
 def advance(monkeypatch):
     """Return a function that moves the clock of deadlines ahead, as a loaded machine takes its own time."""
@@ -355,9 +363,9 @@ def advance(monkeypatch):
 
 
 def test_a_deadline(comm, shared_path, make_job, capfd, advance):
-    job = make_job(time_limit_s=10_000)
+    job = make_job(time_limit_s=LIMIT_S)
     assert capfd.readouterr().err.count("hpcdist: job ends at ") == (comm.rank == 0)
-    assert stopped(comm, lambda: job.train(10**6, lambda step: advance(250))) == 75
+    assert stopped(comm, lambda: job.train(10**6, lambda step: advance(pace_s(step)))) == 75
     assert 36 <= job.handler.step <= 41
     assert decision(comm, shared_path)["reason"] == "deadline"
     assert len(list(shared_path.rglob("step-*.h5"))) == 2, "a first save was made to know what one costs"
@@ -382,6 +390,21 @@ def test_the_deadline_leaves_time_for_one_more_evaluation(comm, shared_path, mak
     assert decision(comm, shared_path)["reason"] == "deadline"
 
 
+def test_a_save_that_cannot_fit_is_not_begun(comm, shared_path, make_job, capfd):
+    """A job that is ended in the middle of it is not run again on every site."""
+    job = make_job(time_limit_s=600)
+    job.train(1, lambda step: job.manager.save(step) if step == 3 else None)
+    job.handler.deadline.save.add(200)
+    job.handler.deadline.end = time.time() + 100
+    assert stopped(comm, lambda: job.train(2)) == 75
+    assert job.handler.step > 3
+    told = decision(comm, shared_path)
+    assert (told["decision"], told["step"]) == ("requeue", 3)
+    assert hpcdist.latest_checkpoint(job.manager.directory).endswith("step-00000003-0001.h5")
+    too_late = "too late for a save: the last one is step 3 in "
+    assert capfd.readouterr().err.count(too_late) == (1 if comm.rank == 0 else 0)
+
+
 def test_a_deadline_that_comes_near_in_an_evaluation_lets_no_step_begin(comm, make_job):
     """The last sum of gradients was made before it, and could not tell."""
     job = make_job(time_limit_s=600)
@@ -397,12 +420,12 @@ def test_a_deadline_that_comes_near_in_an_evaluation_lets_no_step_begin(comm, ma
 
 
 def test_a_grace_period_is_used_for_training(comm, shared_path, make_job, advance):
-    job = make_job(termination_config=hpcdist.TerminationConfig(grace_period=10_000))
+    job = make_job(termination_config=hpcdist.TerminationConfig(grace_period=LIMIT_S))
 
     def after_step(step):
         if step == 2 and comm.rank == comm.size - 1:
             job.handler.stop()
-        advance(250)
+        advance(pace_s(step))
 
     assert stopped(comm, lambda: job.train(10**6, after_step)) == 75
     assert 36 <= job.handler.step <= 44

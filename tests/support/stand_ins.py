@@ -14,13 +14,13 @@ if [[ $1 == requeue ]]; then
   echo "requeued $2"
   exit
 fi
-if [[ -z $STATE ]]; then exit 1; fi
+if [[ -z $STATE || $SLURM_TIME_FORMAT != %s ]]; then exit 1; fi
 if [[ ${SLURM_ARRAY_JOB_ID:-} == "$SLURM_JOB_ID" && $4 != *_* ]]; then
-  echo "JobId=6 ArrayJobId=7 ArrayTaskId=1 JobState=CANCELLED Restarts=0 StartTime=2026-11-21T11:00:00" \
-    "EndTime=2026-11-21T11:00:30 PreemptTime=2026-11-21T12:00:00"
+  echo "JobId=6 ArrayJobId=7 ArrayTaskId=1 JobState=CANCELLED Restarts=0 StartTime=1000" \
+    "EndTime=1030 PreemptTime=4600"
 fi
 echo "JobId=$SLURM_JOB_ID JobName=job JobState=$STATE Reason=None Requeue=1 Restarts=$RESTARTS BatchFlag=1" \
-  "StartTime=2026-11-21T11:00:00 EndTime=$END Deadline=N/A PreemptEligibleTime=2026-11-21T11:00:00" \
+  "StartTime=1000 EndTime=$END Deadline=N/A PreemptEligibleTime=1000" \
   "PreemptTime=$PREEMPTED BatchHost=n1 NodeList=$NODES StdErr=$RUN_DIR/log"
 """
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hpcdist.checkpoint import durable, header, read
+from hpcdist.checkpoint import store as store_module
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.layout import lay_out
@@ -523,6 +524,14 @@ def test_an_attempt_that_is_overtaken_takes_the_next_number(tmp_path):
     assert attempt(tmp_path, OvertakenDisk()).attempt == 2
 
 
+def test_a_listing_that_is_old_does_not_keep_an_attempt_from_its_number(tmp_path, monkeypatch):
+    """Network file systems keep listings for up to a minute."""
+    for _ in range(5):
+        attempt(tmp_path)
+    monkeypatch.setattr(Store, "_attempts", lambda store: [1])
+    assert attempt(tmp_path).attempt == 6
+
+
 class BesideDisk(Disk):
     """Another attempt begins right before this one makes a file."""
 
@@ -652,6 +661,11 @@ class Overtaken(Store):
             commit(self.writer, found[-1].step + 1)
             prune(self.writer, 1)
         return found
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(store_module, "_LOOK_AGAIN_S", 0.0)
 
 
 @pytest.mark.parametrize("n_times", [1, 2, 9])

@@ -196,3 +196,42 @@ sys.exit(75)
 """
     done = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
     assert done.returncode == 75
+
+
+def test_the_grace_counts_from_the_signal_not_from_the_next_look(earlier):
+    clock = Clock()
+    flag = StopFlag("rank 0", clock=clock)
+    flag.watch_signals()
+    clock.now = 105.0
+    signal.raise_signal(signal.SIGTERM)
+    clock.now = 130.0  # a long step
+    assert flag.reason == "SIGTERM on rank 0"
+    assert flag.since == 105.0
+    flag.close()
+
+
+CTRL_C = """
+import signal, time
+from hpcdist.resilience.stop import StopFlag
+flag = StopFlag("rank 0")
+flag.watch_signals()
+print("ready", flush=True)
+while flag.reason is None:
+    time.sleep(0.01)
+print(flag.reason, flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_first_ctrl_c_asks_for_a_stop_and_the_second_ends_the_program():
+    with subprocess.Popen(
+        [sys.executable, "-c", CTRL_C], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout.readline() == "ready\n"
+        program.send_signal(signal.SIGINT)
+        assert program.stdout.readline() == "SIGINT on rank 0\n"
+        program.send_signal(signal.SIGINT)
+        _, errors = program.communicate(timeout=10)
+    assert "hpcdist: Ctrl-C: saving and stopping after this step; press it again to end at once" in errors
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert program.returncode == -signal.SIGINT
