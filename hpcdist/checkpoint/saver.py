@@ -23,6 +23,7 @@ class Saver:
     Args:
         store: destination.
         retention: which checkpoints to keep.
+        prepare: called in the background before a checkpoint is written; its CheckpointError is that of the save.
 
     Attributes:
         store: see above.
@@ -31,8 +32,9 @@ class Saver:
         last: index of the last committed or restored checkpoint; None before the first.
     """
 
-    def __init__(self, store: Store, retention: Retention) -> None:
+    def __init__(self, store: Store, retention: Retention, prepare: Callable[[], None] = lambda: None) -> None:
         self.store = store
+        self._prepare = prepare
         self.verified_step = -1
         self.last_save_s: float | None = None
         self.last: Index | None = None
@@ -75,7 +77,7 @@ class Saver:
         lay_out(self._image, {**facts, "written": written}, state, arrays)
         if not is_changed and self._is_last(state):
             return None
-        self._committing = self._thread.submit(functools.partial(self.store.commit, step, self._image))
+        self._committing = self._thread.submit(functools.partial(self._commit, step))
         self._tidying = self._thread.submit(functools.partial(self._tidy, self._committing, started))
         return path
 
@@ -86,6 +88,10 @@ class Saver:
             and json.dumps(state) == json.dumps(self.last.state)
             and self._image.digest_of_arrays() == self.last.header.arrays_digest
         )
+
+    def _commit(self, step: int) -> Index:
+        self._prepare()
+        return self.store.commit(step, self._image)
 
     def _tidy(self, committing: "Future[Index]", started: float) -> None:
         if committing.exception() is None:

@@ -398,7 +398,8 @@ class Store:
                 if facts is best:
                     self._link("best.h5", saved)
                 if not any(facts is one for one in kept):
-                    self._disk.remove(self.path / str(saved))
+                    with contextlib.suppress(FileNotFoundError):  # two nodes may share one memory
+                        self._disk.remove(self.path / str(saved))
 
     def _facts_of(self, saved: Saved) -> SaveFacts | None:
         """Return what retention asks for; None if it cannot be read: such a file is neither counted nor removed."""

@@ -83,7 +83,7 @@ def _key(key: Any, name: str) -> str | int:
 
 
 def decode(node: Any, from_array: Callable[[Array, str], Any], arrays: list[NamedArray]) -> Any:
-    """Return the value that `encode` turned into `node` and `arrays`; tensors and arrays may use the memory of `arrays`.
+    """Return the value that `encode` turned into `node` and `arrays`; both may use the memory of `arrays`.
 
     Raises:
         CheckpointDamaged: if `node` is not a result of `encode`.

@@ -138,6 +138,16 @@ class Checkpoint:
             if isinstance(item, MetricsFile):
                 item.claim()
 
+    def make_files_durable(self) -> None:
+        """Make the records of metrics files durable, before a checkpoint that counts them. Chief only; any thread.
+
+        Raises:
+            CheckpointError: if a file cannot be written.
+        """
+        for item in self._objects.values():
+            if isinstance(item, MetricsFile):
+                item.make_durable()
+
     def apply(self, state: Any, arrays: list[NamedArray], source: str) -> None:
         """Load a state into all objects.
 

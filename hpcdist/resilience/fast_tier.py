@@ -38,10 +38,18 @@ class FastTier:
             must be sticky, as /dev/shm is.
         run_id: identifies the run, to exclude copies of other runs.
         attempt: number of this attempt.
+        prepare: called in the background before each copy; if it raises CheckpointError, no copies are made.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], run_id: str, attempt: int) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        run_id: str,
+        attempt: int,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
         self._saver: Saver | None = None
+        self._prepare = prepare
         name = re.sub(r"\W", "-", run_id)  # it was read from a file, which may hold any characters
         self._path = Path(directory) / f"hpcdist-{os.getuid()}-{name}"
         self._disk = Disk()
@@ -54,7 +62,7 @@ class FastTier:
             self._disk.make_folder(self._path, 0o700)
         self._require_own()
         self._store.begin_attempt(attempt)
-        self._saver = Saver(self._store, Retention(max_to_keep=1))
+        self._saver = Saver(self._store, Retention(max_to_keep=1), self._prepare)
 
     def _require_own(self) -> None:
         """Raise CheckpointError unless only this user can have written to the folder."""

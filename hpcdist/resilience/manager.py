@@ -66,7 +66,8 @@ class CheckpointManager:
         self.checkpoint = checkpoint
         self._world = checkpoint.world
         self._comm = self._world.role_comm
-        self._saver = Saver(Store(directory), Retention(max_to_keep, keep_every_n_hours, keep_best, best_mode))
+        retention = Retention(max_to_keep, keep_every_n_hours, keep_best, best_mode)
+        self._saver = Saver(Store(directory), retention, checkpoint.make_files_durable)
         self._is_writer = self._world.is_chief
         self._progress = DiskProgress(self._world, self._saver)
         self.ledger = Ledger(self._saver.store)
@@ -112,7 +113,8 @@ class CheckpointManager:
             if self._is_writer:
                 run_id = self._saver.store.run_id()
         run_id, attempt = self._world.broadcast_text(f"{run_id} {self.attempt}", 0, self._comm).split()
-        return FastTier(directory, run_id, int(attempt)) if self._world.node_comm.rank == 0 else None
+        prepare = self.checkpoint.make_files_durable  # writes on the chief only
+        return FastTier(directory, run_id, int(attempt), prepare) if self._world.node_comm.rank == 0 else None
 
     @property
     def directory(self) -> str:
@@ -211,18 +213,14 @@ class CheckpointManager:
 
         Collective: chief and workers.
 
-        Raises:
-            CheckpointError: if the records of a MetricsFile cannot be made durable, on all ranks.
-
-        Cost: one copy of the arrays on the first rank of each node; no disk, except for new records of a MetricsFile.
+        Cost: one copy of the arrays on the first rank of each node; a thread makes new records of a MetricsFile
+        durable, and no copy is made if it cannot.
         """
         if not self._has_begun:
             self._begin_with(self.checkpoint.step)
         gathered = self.checkpoint.gather()
         with self._world.agreed(self._comm):
-            if self._memory is not None and (
-                self._memory.is_kept or self._is_writer
-            ):  # the chief makes metrics durable
+            if self._memory is not None and self._memory.is_kept:
                 self._memory.save(step, *self.checkpoint.collect(gathered), self._written())
 
     def wait(self) -> None:

@@ -49,7 +49,7 @@ class MetricsFile:
         self._is_writer = (world or make_world()).is_chief
         self._n_records = 0
         self._last_step = -1
-        self._is_durable = True
+        self._n_changes = self._n_durable = 0
         self._file: FileIO | None = None
         self._is_cut = False
 
@@ -125,7 +125,8 @@ class MetricsFile:
 
     def _add(self, file: FileIO, line: bytes, step: int) -> None:
         """Append a whole line or nothing."""
-        self._is_durable = self._is_cut = False
+        self._n_changes += 1
+        self._is_cut = False
         try:
             while line:
                 line = line[file.write(line) :]
@@ -144,18 +145,27 @@ class MetricsFile:
         lines = [(line, _step_of(line)) for line in _lines_in(file.read())]
         kept = list(itertools.takewhile(lambda record: record[1] is None or record[1] <= last_step, lines))
         file.truncate(sum(len(line) for line, _ in kept))
-        self._is_durable, self._is_cut = False, True
+        self._n_changes += 1
+        self._is_cut = True
         return sum(step is not None for _, step in kept)
 
     def state_dict(self) -> dict[str, Any]:
-        """Make the records durable, as a checkpoint relies on them; return their number. Equal on all ranks."""
-        if self._file is not None and not self._is_durable:
+        """Return the number of records and the last step. Equal on all ranks."""
+        return {"records": self._n_records, "last_step": self._last_step}
+
+    def make_durable(self) -> None:
+        """Make the records durable: a checkpoint that counts them relies on it. From any thread; chief only.
+
+        Raises:
+            CheckpointError: if the file system refuses.
+        """
+        n_changes = self._n_changes  # the main thread may add records meanwhile
+        if self._file is not None and self._n_durable != n_changes:
             try:
                 self._disk.sync(self._file.fileno())
             except OSError as error:
                 raise self._error(error) from None
-            self._is_durable = True
-        return {"records": self._n_records, "last_step": self._last_step}
+            self._n_durable = n_changes
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the records that existed when the state was saved.

@@ -1,23 +1,31 @@
 """Sources of stop requests: a signal, a file, the user's function, a call. One flag combines them."""
 
 import contextlib
+import functools
+import logging
 import os
 import signal
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from hpcdist.background import BackgroundThread
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.errors import UsageError
+
+logger = logging.getLogger("hpcdist")
 
 #: Signals that batch systems send, or can be configured to send, before they end a job; and Ctrl-C.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 #: Least seconds between two checks for the stop file: a check is a request to a shared file system.
 FILE_LOOK_S = 2.0
+#: Longest wait for that check in the training thread, and the time after which a check without an answer is reported.
+FILE_WAIT_S, SILENCE_S = 0.001, 60.0
 #: Least seconds between two calls of the user's function.
 WATCHER_LOOK_S = 1.0
 
@@ -54,6 +62,9 @@ class StopFlag:
         self._reason: str | None = None
         self._signals = SignalFlag(clock)
         self._file_looked_at = self._watcher_looked_at = -float("inf")
+        self._looker = BackgroundThread("hpcdist-stop-file")
+        self._look: Future[bool] | None = None
+        self._has_warned = False
         self.since: float | None = None
 
     def watch_signals(self, signals: Sequence[signal.Signals] = SIGNALS) -> None:
@@ -95,10 +106,31 @@ class StopFlag:
         self._reason, self.since = reason, self._clock()
 
     def _is_file_there(self) -> bool:
-        if self._file is None or self._clock() - self._file_looked_at < FILE_LOOK_S:
+        """Return whether the last look has found the stop file; start the next look, in a thread, if it is time.
+
+        A file server that hangs stops that thread, and not training.
+        """
+        if self._file is None:
             return False
-        self._file_looked_at = self._clock()
-        return os.path.exists(self._file)  # False on an I/O error too, where Path.exists would raise
+        now = self._clock()
+        if self._look is None and now - self._file_looked_at >= FILE_LOOK_S:
+            self._file_looked_at, self._has_warned = now, False
+            # False on an I/O error too, where Path.exists would raise
+            self._look = self._looker.submit(functools.partial(os.path.exists, self._file))
+            wait([self._look], FILE_WAIT_S)
+        if self._look is None:
+            return False
+        if self._look.done():
+            look, self._look = self._look, None
+            return look.result()
+        if now - self._file_looked_at >= SILENCE_S and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "stop: expected %s to answer, got none for %d s; training goes on until the next save is due.",
+                self._file.parent,
+                SILENCE_S,
+            )
+        return False
 
     def _is_watcher_alarmed(self) -> bool:
         if self._watcher is None or self._clock() - self._watcher_looked_at < WATCHER_LOOK_S:

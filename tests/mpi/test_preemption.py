@@ -546,7 +546,7 @@ def test_signals_do_not_end_a_process_that_is_leaving(comm, make_job):
 
     assert stopped(comm, leave) == 75
     os.kill(os.getpid(), signal.SIGTERM)
-    assert [signal.getsignal(number) for number in SIGNALS] == [signal.SIG_IGN] * 3, "handlers go before Python's end"
+    assert [signal.getsignal(number) for number in SIGNALS] == [signal.SIG_IGN] * 4, "handlers go before Python's end"
 
 
 def test_an_error_leaves_the_decision_that_was_made_at_the_start(comm, shared_path, make_job):

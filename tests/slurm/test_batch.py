@@ -134,7 +134,7 @@ def test_of_two_jobs_in_one_run_folder_the_older_ends(submit, options, unbroken)
 
 def test_a_job_that_cannot_stop_before_its_limit_is_requeued(submit, options, unbroken):
     """Slurm would end it as TIMEOUT, which it does not requeue. (It sends its signal at once in so short a job.)"""
-    environ = {"PROBE_STUCK_AFTER": "30", "LIMIT_MARGIN_S": "25"}
+    environ = {"PROBE_STUCK_AFTER": "60", "LIMIT_MARGIN_S": "25"}
     job = submit("train", *options, sbatch=("--time=1", "--signal=URG@1"), environ=environ)
     job.wait_for_training()
     job.wait_for_restart(1)

@@ -133,7 +133,7 @@ STOPS = [
     Mutant("handlers of others are called", "SignalFlag._receive", "callable(earlier)", "False", STOP),
     Mutant("forked children can be ended", "_reset", "flag.reset()", "pass", STOP),
     Mutant(
-        "a failing stat is no stop file", "StopFlag._is_file_there", "os.path.exists(...)", "self._file.stat()", STOP
+        "a failing stat is no stop file", "StopFlag._is_file_there", "functools.partial(...)", "self._file.stat", STOP
     ),
     Mutant(
         "the stop file is removed",
@@ -227,11 +227,11 @@ COPIES_AND_METRICS = [
     Mutant(
         "half a record is cut off",
         "MetricsFile._add",
-        "self._is_durable = self._is_cut = False",
-        "self._is_durable = False",
+        "self._is_cut = False",
+        "pass",
         METRICS,
     ),
-    Mutant("metrics are durable", "MetricsFile.state_dict", "self._disk.sync(...)", "pass", METRICS),
+    Mutant("metrics are durable", "MetricsFile.make_durable", "self._disk.sync(...)", "pass", METRICS),
 ]
 
 IN_SCRIPTS = [

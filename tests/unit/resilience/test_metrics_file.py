@@ -213,7 +213,7 @@ def test_records_are_durable_before_a_checkpoint_counts_them(path, monkeypatch):
     synced = []
     file = written(path, [1])
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
-    file.state_dict()
+    file.make_durable()
     assert synced == [path.stat().st_ino]
 
 
@@ -231,12 +231,12 @@ class FullDisk(Disk):
 @pytest.mark.parametrize(
     "act",
     [
-        lambda file, disk: file.state_dict(),
+        lambda file, disk: file.make_durable(),
         lambda file, disk: MetricsFile(file.path, OneRank(), disk=disk).load_state_dict({"records": 1, "last_step": 1}),
         lambda file, disk: MetricsFile(file.path, OneRank(), disk=disk).claim(),
         lambda file, disk: MetricsFile(file.path, OneRank(), disk=disk).write(2),
     ],
-    ids=["state_dict", "load_state_dict", "claim", "write"],
+    ids=["make_durable", "load_state_dict", "claim", "write"],
 )
 def test_a_full_disk_is_reported(path, act):
     disk = FullDisk()

@@ -6,12 +6,20 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.errors import UsageError
+from hpcdist.resilience import stop as stop_module
 from hpcdist.resilience.stop import SIGNALS, StopFlag
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Wait for the look at the stop file as long as it takes on a loaded machine, unless a test says otherwise."""
+    monkeypatch.setattr(stop_module, "FILE_WAIT_S", 5.0)
 
 
 class Clock:
@@ -97,6 +105,32 @@ def test_the_file_is_looked_for_at_most_every_two_seconds(tmp_path):
     flag.remove_file()
     assert not (tmp_path / "stop").exists()
     assert StopFlag("rank 0", file=tmp_path / "stop", clock=clock).reason is None
+
+
+def test_a_file_server_that_hangs_does_not_stop_training(tmp_path, monkeypatch, caplog):
+    """It is asked from a thread, once at a time; that it does not answer is said once."""
+    clock, answer, calls = Clock(), threading.Event(), []
+    monkeypatch.setattr(stop_module, "FILE_WAIT_S", 0.001)
+
+    def hang(path):
+        calls.append(path)
+        return answer.wait(30)
+
+    flag = StopFlag("rank 0", file=tmp_path / "stop", clock=clock)
+    with monkeypatch.context() as patch:
+        patch.setattr(os.path, "exists", hang)
+        started = time.monotonic()
+        for _ in range(100):
+            assert flag.reason is None
+            clock.now += 1.0
+        assert time.monotonic() - started < 1
+        assert len(calls) == 1
+        assert caplog.text.count(f"expected {tmp_path} to answer, got none for 60 s; training goes on") == 1
+        answer.set()
+        waiting = time.monotonic() + 10
+        while flag.reason is None and time.monotonic() < waiting:
+            time.sleep(0.01)
+    assert flag.reason == f"stop file {tmp_path / 'stop'}"
 
 
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES], ids=lambda code: errno.errorcode[code])
