@@ -14,7 +14,6 @@ from hpcdist.gradients.central_storage import is_stepped_by_chief
 from hpcdist.gradients.tensors import from_array, to_array
 from hpcdist.resilience.metrics_file import MetricsFile
 from hpcdist.resilience.newest import read_everywhere
-from hpcdist.resilience.steps import StepCount
 from hpcdist.runtime.process import make_world
 from hpcdist.runtime.world import World
 
@@ -47,8 +46,6 @@ class Checkpoint:
         self._objects = objects
         self.step = 0
         self.is_chosen = False
-        self._steps: StepCount | None = None
-        self._was_outside = False
 
     @property
     def world(self) -> World:
@@ -60,15 +57,6 @@ class Checkpoint:
         """Return how the strategy among the objects sums gradients; empty without a strategy."""
         describes = [getattr(item, "describe_sums", None) for item in self._objects.values()]
         return next((describe() for describe in describes if describe is not None), {})
-
-    def count_steps(self) -> StepCount:
-        """Return a new count that starts at the last saved or restored step; its state is saved too."""
-        self._steps = StepCount(self.world.step_flags, self.step, self._is_outside)
-        return self._steps
-
-    @property
-    def _is_outside(self) -> bool:
-        return self._was_outside or (self._steps is not None and self._steps.is_outside)
 
     def gather(self) -> dict[str, Any]:
         """Return the states that are gathered from all ranks: those of variables with a copy per replica, and metrics.
@@ -88,8 +76,7 @@ class Checkpoint:
         states = {name: gathered[name] if name in gathered else _state_of(item) for name, item in self._objects.items()}
         nodes = {name: encode(state, name, to_array, arrays) for name, state in states.items()}
         kinds = {name: _kind(item) for name, item in self._objects.items()}
-        steps = {"steps": "outside of run"} if self._is_outside else {}  # older files have no entry: unknown
-        return {"objects": nodes, "kinds": kinds, **steps}, arrays
+        return {"objects": nodes, "kinds": kinds}, arrays
 
     def collect_equal(self) -> tuple[Any, list[NamedArray]]:
         """Return the state of models and optimizers, which is equal on all ranks, without copying. Not collective."""
@@ -173,7 +160,6 @@ class Checkpoint:
             _check_layout(name, item, loaded[name], source)
         for name, item in self._objects.items():
             _load(name, item, loaded[name], source)
-        self._was_outside = state.get("steps") == "outside of run"
 
 
 def _state_of(item: Any) -> Any:

@@ -20,6 +20,7 @@ from hpcdist.resilience.deadline import Calls, Deadline, Durations
 from hpcdist.resilience.manager import CheckpointManager
 from hpcdist.resilience.saves import AttemptSaves
 from hpcdist.resilience.schedule import SaveSchedule
+from hpcdist.resilience.steps import StepCount
 from hpcdist.resilience.stop import StopFlag
 from hpcdist.resilience.termination import TerminationConfig
 from hpcdist.runtime.process import call_when_done, end_of_training
@@ -35,9 +36,9 @@ class PreemptionCheckpointHandler:
     `run` is called with no batch taken since the last step, and in `poll`. All ranks must reach these points equally
     often. If the time left is too short for a save, none is begun: the last one counts.
 
-    Code after an interrupted loop does not run in this attempt. Pass work that must not be interrupted to `run` as a
-    whole: an evaluation, or the backward passes that accumulate gradients for one optimizer step, as no checkpoint
-    holds those gradients.
+    Code after an interrupted loop does not run in this attempt. Pass work that must not be interrupted as a whole: an
+    evaluation to `evaluate`; to `run` the backward passes that accumulate gradients for one optimizer step, as no
+    checkpoint holds those gradients.
 
     On an evaluator, which saves nothing, `poll` ends the program with the chief's code once the chief has left and the
     evaluator has had one more round: an evaluator's loop polls, and needs no other end.
@@ -117,7 +118,8 @@ class PreemptionCheckpointHandler:
             self._attempt.refused(error)
             raise
         self._attempt.renew()
-        self._steps = self._manager.checkpoint.count_steps()
+        self._first_step = self._manager.checkpoint.step
+        self._steps = StepCount(self._world.step_flags, self._first_step)
         self._is_busy = self._is_done = self._is_polled = self._is_long_since = False
         self._countdown: Deadline | None = None
         self._is_counting_down = self._knows_of_end = False
@@ -150,13 +152,13 @@ class PreemptionCheckpointHandler:
     def step(self) -> int:
         """Steps so far, earlier attempts included; checkpoints are named by it.
 
-        It counts calls of `run` and `save_checkpoint_if_preempted`. Once the optimizer has stepped outside such calls,
-        it counts optimizer steps instead, in later attempts too.
+        Each call of `run` or `save_checkpoint_if_preempted` is a step; so is each optimizer step outside of `run` and
+        `evaluate`.
         """
         return self._steps.value
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return fn(*args, **kwargs): one step, or an evaluation, which is not interrupted.
+        """Return fn(*args, **kwargs), which is one step and is not interrupted.
 
         Collective: chief and workers, as it acts on requests before the call.
         """
@@ -164,10 +166,23 @@ class PreemptionCheckpointHandler:
             self.poll()
         with self._steps.call(), self._busy():
             result = fn(*args, **kwargs)
-        if self._steps.was_evaluation:
-            self._calls.add(time.monotonic() - self._polled_at)  # including the time between the last poll and the call
-            self._is_long_since = self._world.step_flags.n_steps > 0  # numpy programs have no other calls
         self._is_polled = False
+        return result
+
+    def evaluate(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return fn(*args, **kwargs), which is no step and is not interrupted, such as an evaluation.
+
+        Before a deadline time is left for one more call as long as the longest that is expected again.
+
+        Collective: chief and workers, as it acts on requests before the call.
+        """
+        if not self._is_polled:
+            self.poll()
+        with self._steps.evaluation(), self._busy():
+            result = fn(*args, **kwargs)
+        if self.step > self._first_step:  # else a call of half the time limit would prevent every step
+            self._calls.add(time.monotonic() - self._polled_at)  # including the time between the last poll and the call
+        self._is_long_since, self._is_polled = True, False
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:

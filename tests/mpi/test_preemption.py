@@ -164,7 +164,7 @@ def test_a_stop_in_evaluation(comm, shared_path, make_job):
     assert (told["reason"], told["step"]) == ("the user on rank 0", N_STEPS)
 
 
-def test_an_evaluation_passed_to_run_is_no_step_where_optimizers_step_by_themselves(comm, shared_path, make_job):
+def test_an_evaluation_is_no_step_where_optimizers_step_by_themselves(comm, shared_path, make_job):
     """README's loop, with saves: they go on after the evaluation, under the optimizer's steps."""
     job = make_job(schedule=hpcdist.SaveSchedule(every_steps=3))
     saved = []
@@ -177,13 +177,13 @@ def test_an_evaluation_passed_to_run_is_no_step_where_optimizers_step_by_themsel
         for _ in range(2):
             for x in job.batches:
                 job.step(x)
-            assert job.handler.run(evaluate) == ROWS
+            assert job.handler.evaluate(evaluate) == ROWS
     assert saved == [6, 15]
     assert job.handler.total_run_calls == 2 * N_STEPS
     assert decision(comm, shared_path)["step"] == 2 * N_STEPS
 
 
-def test_an_evaluation_passed_to_run_is_no_step_in_the_next_attempt_either(comm, make_job):
+def test_an_evaluation_is_no_step_in_the_next_attempt_either(comm, make_job):
     """It comes there before a step of the attempt: README's loop, stopped after the last step of an epoch."""
 
     def train(job):
@@ -193,7 +193,7 @@ def test_an_evaluation_passed_to_run_is_no_step_in_the_next_attempt_either(comm,
                     job.step(x)
                     if job.handler.step == stop_at:
                         job.handler.stop()
-                job.handler.run(lambda: sum(len(x) for x in job.test_batches))
+                job.handler.evaluate(lambda: sum(len(x) for x in job.test_batches))
         return job.handler.latest_path
 
     # the sum of the next step tells the other ranks; a single one needs no telling
@@ -280,16 +280,16 @@ def test_an_early_end_by_sys_exit_saves_too(comm, shared_path, make_job, code):
     assert job.handler.latest_path.endswith("step-00000003-0001.h5")
 
 
-def test_an_evaluation_passed_to_run_is_not_cut_in_two(comm, shared_path, make_job):
+def test_an_evaluation_is_not_cut_in_two(comm, shared_path, make_job):
     job = make_job()
 
     def evaluate():
         job.handler.stop()
         return sum(len(x) for x in job.test_batches)
 
-    n_rows = job.strategy.reduce("sum", torch.tensor(float(job.handler.run(evaluate))), axis=None)
+    n_rows = job.strategy.reduce("sum", torch.tensor(float(job.handler.evaluate(evaluate))), axis=None)
     assert n_rows == ROWS
-    assert stopped(comm, lambda: [job.handler.run(evaluate) for _ in range(5)]) == 75
+    assert stopped(comm, lambda: [job.handler.evaluate(evaluate) for _ in range(5)]) == 75
 
 
 def test_a_loop_under_no_sync(comm, make_job):
@@ -383,7 +383,7 @@ def test_the_deadline_leaves_time_for_one_more_evaluation(comm, shared_path, mak
 
     train(15)
     assert job.handler.deadline.calls.longest_s == 0.0, "calls that are steps have their p99"
-    job.handler.run(time.sleep, 3)
+    job.handler.evaluate(time.sleep, 3)
     train(1)
     job.handler.deadline.end = time.time() + MIN_SLACK_S + 2.9
     assert stopped(comm, lambda: train(1)) == 75
@@ -413,7 +413,7 @@ def test_a_deadline_that_comes_near_in_an_evaluation_lets_no_step_begin(comm, ma
     def evaluate():
         job.handler.deadline.end = time.time() + MIN_SLACK_S
 
-    job.handler.run(evaluate)
+    job.handler.evaluate(evaluate)
     before = job.handler.step
     assert stopped(comm, lambda: job.train(2)) == 75
     assert job.handler.step == before

@@ -134,9 +134,10 @@ class Slurm:
         assert all(name_of(pid).startswith("slurmstepd") for pid in shepherds), shepherds
         self.nodes[name].kill()
         self.nodes[name].wait(10)
-        for pid in [*shepherds, *ranks]:
-            with contextlib.suppress(ProcessLookupError):  # with its shepherd, or another rank
-                os.kill(pid, signal.SIGKILL)
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # at once: a script must not see its program die
+            for pid in [*shepherds, *ranks]:
+                with contextlib.suppress(ProcessLookupError):  # with its shepherd, or another rank
+                    os.kill(pid, number)
         return len(ranks)
 
     def restart_node(self, name):
