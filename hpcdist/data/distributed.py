@@ -1,6 +1,7 @@
 """Distributed datasets: this rank's parts of every batch, and the cursor from which a restart resumes."""
 
 import contextlib
+import logging
 import math
 import secrets
 from abc import ABC, abstractmethod
@@ -28,6 +29,8 @@ from hpcdist.data.prefetch import Items, on_device
 from hpcdist.data.rows import spec_of
 from hpcdist.errors import DataError
 from hpcdist.nest import Nest
+
+logger = logging.getLogger("hpcdist")
 
 DatasetFunction = Callable[[InputContext], Dataset]
 #: The policies by which replicas read shards of their own, and what a checkpoint calls the number of shards.
@@ -212,6 +215,7 @@ class DistributedDataset(DistributedInput):
             "pass_start": cursor.pass_start,
             "n_rows": order.n_rows,
             "seed": order.seed,
+            "batch": order.batch_rows,
         }
         if self._dataset.is_stream:
             stream = cursor.stream
@@ -237,6 +241,13 @@ class DistributedDataset(DistributedInput):
                     f"restore: expected a dataset with {key} {state.get(key)} as in the checkpoint, got {own}; "
                     f"use the same data and seed, or a new run folder."
                 )
+        if state.get("batch") not in (None, order.batch_rows) and 0 in self._replicas:  # said once
+            logger.warning(
+                "restore: the global batch was %d rows at the save and is %d now: the sample is the same, but steps "
+                "and learning rates mean something else.",
+                state["batch"],
+                order.batch_rows,
+            )
         *stream, pass_epoch = state.get("stream") or (0, 0, 0, 0)
         self._cursor = Cursor(state["position"], state["pass_start"], StreamPosition(*stream), pass_epoch)
         self._is_resumed = True

@@ -7,6 +7,7 @@ import json
 import logging
 import operator
 import os
+import time
 import weakref
 from io import FileIO
 from pathlib import Path
@@ -25,7 +26,8 @@ class MetricsFile:
     """Records of a job, each with its step, in the order of steps.
 
     Pass it to the Checkpoint too: a restart then keeps the records that existed at the save, and training writes the
-    later ones again. Otherwise the first record of an attempt drops those of its own and of later steps.
+    later ones again. Otherwise the first record of an attempt drops those of its own and of later steps, after a copy
+    of the file was made.
 
     A line damaged on disk does not affect others: a new attempt moves it to NAME.bad and logs its number.
 
@@ -117,11 +119,22 @@ class MetricsFile:
             try:
                 file = self._file or self._claim()
                 if not self._is_cut:
+                    if self._last_step < 0:
+                        self._keep_earlier_run(file)
                     self._cut(file, step - 1)
                 self._add(file, line.encode(), step)
             except OSError as error:
                 raise self._error(error) from None
         self._n_records, self._last_step = self._n_records + 1, step
+
+    def _keep_earlier_run(self, file: FileIO) -> None:
+        """Copy the records of a run that this one does not continue, as its checkpoints are gone, to another file."""
+        file.seek(0)
+        content = file.read()
+        if content:
+            kept = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}")
+            self._replace(kept, content)
+            logger.warning("metrics: this run is new: the records that were in %s are in %s.", self.path, kept)
 
     def _add(self, file: FileIO, line: bytes, step: int) -> None:
         """Append a whole line or nothing."""

@@ -125,6 +125,14 @@ def test_the_cursor_does_not_depend_on_batch_size_or_replicas():
     assert rows == whole[4:]
 
 
+@pytest.mark.parametrize(("batch", "is_said"), [(4, False), (2, True)])
+def test_another_batch_size_is_said_once(batch, is_said, caplog):
+    state = DistributedDataset(slices(12).batch(4), range(1), 2).state_dict()
+    for replica in range(2):
+        DistributedDataset(slices(12).batch(batch), range(replica, replica + 1), 2).load_state_dict(state)
+    assert caplog.text.count("the global batch was 4 rows at the save and is 2 now") == is_said
+
+
 def test_epochs_are_counted_and_each_pass_is_a_new_one():
     distributed = DistributedDataset(slices(5).shuffle(seed=1).batch(2), range(1), 1)
     assert distributed.epoch == 0

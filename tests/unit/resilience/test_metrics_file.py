@@ -209,6 +209,16 @@ def test_a_disk_that_refuses(path):
         written(path, [1])
 
 
+def test_the_records_of_a_run_whose_checkpoints_are_gone_are_kept(path, caplog):
+    written(path, range(1, 10))
+    before = path.read_bytes()
+    written(path, [1, 2])
+    assert len(path.read_text().splitlines()) == 2
+    (kept,) = path.parent.glob(f"{path.name}.2*")
+    assert kept.read_bytes() == before
+    assert f"are in {kept}" in caplog.text
+
+
 def test_records_are_durable_before_a_checkpoint_counts_them(path, monkeypatch):
     synced = []
     file = written(path, [1])
