@@ -24,7 +24,8 @@ from hpcdist.checkpoint.layout import stored_dtype
 from hpcdist.checkpoint.tree import NamedArray, is_too_deep
 from hpcdist.errors import CheckpointDamaged, CheckpointError, CheckpointMissing
 
-_BLOCK_BYTES = 4 << 20
+#: Unit of reading, hashing and broadcasting.
+BLOCK_BYTES = 4 << 20
 #: Largest index that is read, the state in it included; real ones have some kilobytes.
 _MAX_INDEX_BYTES = 1 << 28
 #: Most dimensions of an array; no numpy version allows more.
@@ -119,7 +120,7 @@ class CheckpointFile:
 
         Cost: reads the whole file.
         """
-        for _ in self._blocks(on_block):
+        for _ in self.blocks(on_block):
             pass
 
     def read_arrays(self, on_block: Callable[[], None] = lambda: None) -> list[NamedArray]:
@@ -133,25 +134,34 @@ class CheckpointFile:
         stored = self.index.arrays
         arrays = [np.empty(array.shape, stored_dtype(array.dtype)) for array in stored]
         writer = ArrayWriter(stored, arrays)
-        for offset, block in self._blocks(on_block):
-            writer.take(offset, block)
+        start = HEADER_BYTES
+        for block in self.blocks(on_block):
+            writer.take(start, block)
+            start += len(block)
         try:
             return named_arrays(stored, arrays)
         except ValueError as error:
             raise self._damaged("arrays", str(error)) from None
 
-    def _blocks(self, on_block: Callable[[], None]) -> Iterator[tuple[int, memoryview]]:
-        """Yield (offset, content) of the part with the arrays, and verify it at the end."""
-        digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK_BYTES))
+    def blocks(self, on_block: Callable[[], None] = lambda: None) -> Iterator[memoryview]:
+        """Yield the part with the arrays, from `HEADER_BYTES` on, in blocks of `BLOCK_BYTES` and a rest.
+
+        Raises:
+            CheckpointDamaged: after the last block, if they are not what was committed; before, if the file is cut.
+        """
+        digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(BLOCK_BYTES))
         start, end = HEADER_BYTES, self.index.header.index_offset
         while start < end:
-            n_read = os.preadv(self._descriptor, [buffer[: end - start]], start)
-            if n_read == 0:
-                raise self._damaged(f"{end} bytes", f"{start} bytes")
-            digest.update(buffer[:n_read])
+            block, n_read = buffer[: end - start], 0
+            while n_read < len(block):
+                n_more = os.preadv(self._descriptor, [block[n_read:]], start + n_read)
+                if n_more == 0:
+                    raise self._damaged(f"{end} bytes", f"{start + n_read} bytes")
+                n_read += n_more
+            digest.update(block)
             on_block()
-            yield start, buffer[:n_read]
-            start += n_read
+            yield block
+            start += len(block)
         if digest.hexdigest() != self.index.header.arrays_digest:
             raise self._damaged("arrays as committed", "other bytes")
 

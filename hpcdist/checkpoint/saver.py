@@ -1,4 +1,4 @@
-"""The saver of one folder: a buffer for a file, and the background thread that writes and reads files."""
+"""The saver of one folder: a buffer for a file, and the background thread that writes it."""
 
 import functools
 import json
@@ -13,7 +13,7 @@ from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.layout import lay_out
 from hpcdist.checkpoint.read import Index
 from hpcdist.checkpoint.retention import Retention
-from hpcdist.checkpoint.store import Found, Saved, Store
+from hpcdist.checkpoint.store import Saved, Store
 from hpcdist.checkpoint.tree import NamedArray
 
 
@@ -43,7 +43,6 @@ class Saver:
         self._thread = BackgroundThread("hpcdist-saver")
         self._committing: Future[Index] | None = None
         self._tidying: Future[None] | None = None
-        self._reading: Future[Found | None] | None = None
 
     def save(
         self,
@@ -108,27 +107,9 @@ class Saver:
         """Wait up to `for_s` seconds for the last save; return whether it is not yet durable and read back."""
         return _is_under_way(self._tidying, for_s)
 
-    def read(self, read: Callable[[], Found | None]) -> None:
-        """Start to call `read`, which finds and reads a checkpoint, in the background."""
-        self._reading = self._thread.submit(read)
-
-    def is_reading(self, for_s: float) -> bool:
-        """Wait up to `for_s` seconds for the read; return whether it is still in progress."""
-        return _is_under_way(self._reading, for_s)
-
-    def finish_reading(self) -> Found | None:
-        """Return the checkpoint that was read.
-
-        Raises:
-            CheckpointError: if reading failed.
-        """
-        assert self._reading is not None, "read comes first"
-        reading, self._reading = self._reading, None
-        return reading.result()
-
     @property
     def n_blocks(self) -> int:
-        """Blocks written and read so far: while it grows, a slow save or restore is not stuck."""
+        """Blocks written and read back so far: while it grows, a slow save is not stuck."""
         return self._image.n_blocks + self.store.n_blocks_read
 
     @property

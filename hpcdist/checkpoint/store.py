@@ -130,23 +130,27 @@ class Store:
             before_reading(saved)
             return Found(saved, file.path, file.index, file.read_arrays(self._count_block))
 
-        return self._first_sound(read, but)
+        return self.use_latest(read, but)
 
-    def latest(self) -> Path | None:
-        """Return the path of the latest checkpoint that verifies; otherwise like `read_latest`."""
+    def latest(self) -> tuple[Saved, Path] | None:
+        """Return the latest checkpoint that verifies, and its path; otherwise like `read_latest`."""
 
-        def verify(saved: Saved, file: CheckpointFile) -> Path:
+        def verify(saved: Saved, file: CheckpointFile) -> tuple[Saved, Path]:
             file.verify(self._count_block)
-            return file.path
+            return saved, file.path
 
-        return self._first_sound(verify)
+        return self.use_latest(verify)
 
     def _count_block(self) -> None:
         self.n_blocks_read += 1
 
-    def _first_sound(
+    def use_latest(
         self, use: Callable[[Saved, CheckpointFile], _Result], but: Collection[int] = (), n_looks: int = 1
     ) -> _Result | None:
+        """Return the result of `use` for the latest checkpoint for which it does not raise CheckpointDamaged.
+
+        It may be called again for a checkpoint that cannot be read at once. Otherwise like `read_latest`.
+        """
         found, self.damaged = self.saved()[::-1], []
         for saved in sorted(found, key=lambda saved: saved.step in but):  # stable: else the newest comes first
             try:
@@ -156,7 +160,7 @@ class Store:
                 may_be_well = listed != found or (isinstance(error, CheckpointMissing) and n_looks == 1)
                 if may_be_well and n_looks < _MAX_LOOKS:
                     time.sleep(_LOOK_AGAIN_S)
-                    return self._first_sound(use, but, n_looks + 1)
+                    return self.use_latest(use, but, n_looks + 1)
                 if saved in listed:
                     self.damaged.append(saved)
                     logger.warning("skipped damaged step %d: %s", saved.step, error)
@@ -448,8 +452,8 @@ def _names_in(folder: Path) -> list[str]:
         return []
 
 
-def read_one(path: Path) -> Found:
-    """Return the checkpoint at `path`, whatever its name is.
+def use_one(path: Path, use: Callable[[Saved, CheckpointFile], _Result]) -> _Result:
+    """Return the result of `use` for the checkpoint at `path`, whatever its name is.
 
     Raises:
         CheckpointDamaged: if it is not what was committed, or not there.
@@ -457,11 +461,11 @@ def read_one(path: Path) -> Found:
         CheckpointMismatch: if a newer hpcdist wrote it.
     """
 
-    def read() -> Found:
+    def open_and_use() -> _Result:
         with open_checkpoint(path) as file:
-            return Found(Saved(0, file.index.step), path, file.index, file.read_arrays())
+            return use(Saved(0, file.index.step), file)
 
-    return read_patiently(path, read)
+    return read_patiently(path, open_and_use)
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
@@ -474,4 +478,4 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
             was pruned before it was read.
     """
     found = Store(directory).latest()
-    return None if found is None else str(found)
+    return None if found is None else str(found[1])

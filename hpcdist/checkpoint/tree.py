@@ -105,7 +105,7 @@ def _decode(node: Any, from_array: Callable[[Array, str], Any], arrays: list[Nam
         return node
     if len(node) == 1:
         ((kind, content),) = node.items()
-        if kind == "dict" and _is_list_of_pairs(content):
+        if kind == "dict" and is_list_of_pairs(content):
             return {key: _decode(part, from_array, arrays, unused) for key, part in content}
         if kind in ("list", "tuple") and isinstance(content, list):
             parts = [_decode(part, from_array, arrays, unused) for part in content]
@@ -119,7 +119,8 @@ def _decode(node: Any, from_array: Callable[[Array, str], Any], arrays: list[Nam
     )
 
 
-def _is_list_of_pairs(content: Any) -> bool:
+def is_list_of_pairs(content: Any) -> bool:
+    """Return whether JSON is the content of a "dict" node."""
     return isinstance(content, list) and all(
         isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], (str, int)) for pair in content
     )

@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.checkpoint.tree import NamedArray, decode, encode
+from hpcdist.checkpoint.layout import stored_dtype
+from hpcdist.checkpoint.read import Index, named_arrays
+from hpcdist.checkpoint.tree import Array, NamedArray, decode, encode, is_list_of_pairs
 from hpcdist.dtypes import dtype_name
 from hpcdist.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, DataError, UsageError
 from hpcdist.gradients.central_storage import is_stepped_by_chief
 from hpcdist.gradients.tensors import from_array, to_array
 from hpcdist.resilience.metrics_file import MetricsFile
-from hpcdist.resilience.newest import read_everywhere
+from hpcdist.resilience.restore import Prepared, Restore
 from hpcdist.runtime.process import make_world
 from hpcdist.runtime.world import World
 
@@ -97,12 +99,11 @@ class Checkpoint:
             CheckpointMismatch: if it is of other objects or another model, or has a newer format; on all ranks.
             CheckpointError: if it cannot be read; on all ranks.
 
-        Cost: one read of the file, and a broadcast of its arrays.
+        The objects hold a part of the state if it is damaged.
+
+        Cost: one read of the file, and a broadcast of its arrays; no memory above the state but two blocks of 4 MiB.
         """
-        index, arrays = read_everywhere(self.world, Path(path))
-        with self.world.agreed(self.world.role_comm):
-            self.apply(index.state, arrays, os.path.basename(path))
-        return index.step
+        return Restore(self.world, self).one(Path(path)).step
 
     def restore(self, path: str | os.PathLike[str]) -> int:
         """Load like `read`, and go on from there: `step` is the checkpoint's, and saves in any folder begin after it.
@@ -135,31 +136,91 @@ class Checkpoint:
             if isinstance(item, MetricsFile):
                 item.make_durable()
 
-    def apply(self, state: Any, arrays: list[NamedArray], source: str) -> None:
-        """Load a state into all objects.
+    def prepare(self, index: Index, source: str) -> Prepared:
+        """Return where the arrays of a checkpoint go: into the objects' own memory, or into new memory.
 
         Args:
-            state: JSON from `collect`.
-            arrays: arrays from `collect`.
-            source: file name, for messages.
+            index: of the checkpoint.
+            source: its file name, for messages.
 
         Raises:
             CheckpointDamaged: if the state is not one that `collect` returns, even if its digest is right.
             CheckpointMismatch: if objects or shapes differ; nothing is loaded then.
         """
         kinds = {name: _kind(item) for name, item in self._objects.items()}
-        nodes, their_kinds = _parts_of(state, source)
+        nodes, their_kinds = _parts_of(index.state, source)
         if their_kinds != kinds:
             raise CheckpointMismatch(
                 f"restore: expected objects {kinds}, got {str(their_kinds)[:1000]} in {source}; make Checkpoint(...) "
                 f"with the same objects, or start with a new run folder."
             )
-        loaded = {name: _decoded(name, node, arrays, source) for name, node in nodes.items()}
+        own = _memory_in_objects(self._objects, nodes)
+        arrays = []
+        for number, one in enumerate(index.arrays):
+            dtype, memory = own.get(number, ("", None))
+            is_fit = memory is not None and dtype == one.dtype and memory.shape == one.shape
+            arrays.append(memory if is_fit and memory is not None else np.empty(one.shape, stored_dtype(one.dtype)))
+        named = [
+            NamedArray(one.name, one.dtype, values.view(np.bool_) if one.dtype == "bool" else values)
+            for one, values in zip(index.arrays, arrays, strict=True)
+        ]
+        loaded = {name: _decoded(name, node, named, source) for name, node in nodes.items()}
         for name, item in self._objects.items():
             _check_shape(name, item, loaded[name], source)
             _check_layout(name, item, loaded[name], source)
+        return Prepared(arrays, loaded, source)
+
+    def load(self, index: Index, prepared: Prepared) -> None:
+        """Load the state of a checkpoint into all objects, once its arrays are filled.
+
+        Raises:
+            CheckpointDamaged: if an array holds values that its dtype does not have.
+            CheckpointMismatch: if an object refuses its state.
+        """
+        try:
+            named_arrays(index.arrays, prepared.arrays)
+        except ValueError as error:
+            raise _damaged("bools", error, prepared.source) from None
         for name, item in self._objects.items():
-            _load(name, item, loaded[name], source)
+            _load(name, item, prepared.loaded[name], prepared.source)
+
+
+def _memory_in_objects(objects: dict[str, Any], nodes: dict[str, Any]) -> dict[int, tuple[str, Array]]:
+    """Return dtype and memory of modules' tensors and of arrays, by the numbers of the arrays that belong there.
+
+    Args:
+        objects: by name.
+        nodes: their states, which may be any JSON.
+    """
+    found: dict[int, tuple[str, Array] | None] = {}
+    for name, item in objects.items():
+        node = nodes[name] if isinstance(nodes[name], dict) else {}
+        if isinstance(item, np.ndarray):
+            found[_number_in(node, "array")] = _memory_of(item)
+        elif hasattr(item, "named_parameters") and is_list_of_pairs(node.get("dict")):
+            state = item.state_dict()
+            for key, part in node["dict"]:
+                found[_number_in(part, "tensor")] = _memory_of(state.get(key))
+    return {number: memory for number, memory in found.items() if memory is not None}
+
+
+def _number_in(node: Any, kind: str) -> int:
+    """Return the number of the array that a node refers to; -1 if it refers to none."""
+    number = node.get(kind) if isinstance(node, dict) else None
+    return number if type(number) is int else -1
+
+
+def _memory_of(value: Any) -> tuple[str, Array] | None:
+    """Return the name of the dtype and the memory, as it is stored, of an array or host tensor in one piece."""
+    if isinstance(value, np.ndarray) and value.dtype.isnative:
+        array, dtype = value, value.dtype.name
+    elif hasattr(value, "new_tensor") and value.device.type == "cpu" and value.is_contiguous():
+        array, dtype = to_array(value)
+    else:
+        return None
+    if not (array.flags.c_contiguous and array.flags.writeable):
+        return None
+    return dtype, array.view(np.uint8) if dtype == "bool" else array
 
 
 def _state_of(item: Any) -> Any:

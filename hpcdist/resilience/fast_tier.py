@@ -21,7 +21,7 @@ from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.saver import Saver
-from hpcdist.checkpoint.store import Found, Saved, Store
+from hpcdist.checkpoint.store import Saved, Store
 from hpcdist.checkpoint.tree import NamedArray
 from hpcdist.errors import CheckpointError
 
@@ -92,11 +92,11 @@ class FastTier:
         if saver is not None:
             self._try(lambda: saver.save(step, state, arrays, written, {}))
 
-    def find(self) -> Found | None:
-        """Return the newest copy that verifies; None without one, or if others could have written it."""
+    def find(self) -> tuple[Saved, Path] | None:
+        """Return the newest copy that verifies, and its path; None without one, or if others could have written it."""
         try:
             self._require_own()
-            return Store(self._path).read_latest()
+            return Store(self._path).latest()
         except (FileNotFoundError, NotADirectoryError):  # creating it failed, which was logged
             return None
         except (CheckpointError, OSError) as error:

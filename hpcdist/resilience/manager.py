@@ -18,8 +18,8 @@ from hpcdist.resilience.decision import suspects
 from hpcdist.resilience.desync import digest_of, require_equal
 from hpcdist.resilience.fast_tier import FastTier
 from hpcdist.resilience.ledger import Launch, Ledger
-from hpcdist.resilience.newest import NewestState
 from hpcdist.resilience.progress import DiskProgress
+from hpcdist.resilience.restore import Restore, Restored
 
 logger = logging.getLogger("hpcdist")
 
@@ -73,7 +73,7 @@ class CheckpointManager:
         self.ledger = Ledger(self._saver.store)
         self._fast_directory = fast_directory
         self._memory: FastTier | None = None
-        self._has_begun = self._is_in_memory = False
+        self._has_begun = False
         self.latest_path: str | None = None
         self.last_save_s: float | None = None
         self._collect_s = 0.0
@@ -270,10 +270,10 @@ class CheckpointManager:
         """
         self.begin()
         self.wait()
-        path = self._restore(self._suspects())
-        if self._is_in_memory:  # write it to disk before the copies in memory can be removed
+        found = self._restore(self._suspects())
+        if found is not None and found.is_in_memory:  # to the disk, before the copies in memory can be removed
             self.save(self.checkpoint.step, blocking=False)
-        return path
+        return None if found is None else found.path
 
     begin_attempt = restore_or_initialize
 
@@ -322,31 +322,25 @@ class CheckpointManager:
         if self._memory is not None:
             self._memory.remove()
 
-    def _restore(self, skipped: set[int]) -> str | None:
-        newest = NewestState(self._world, self._saver, self._progress, self._memory)
-        found, saved, root = newest.find(skipped, self._note_restore)
-        self._is_in_memory = newest.is_in_memory
-        if saved is None:
+    def _restore(self, skipped: set[int]) -> Restored | None:
+        copy = None if self._memory is None else self._memory.find()
+        restore = Restore(self._world, self.checkpoint)
+        found = restore.newest(self._saver.store, copy, skipped, self._note_restore)
+        if found is None:
             self.note_saved(self.checkpoint.step)
             return None
         with self._world.agreed(self._comm):
-            if newest.is_in_memory:
-                self._note_restore(saved)
-        index, arrays = newest.broadcast(found, root)
-        path = self._world.broadcast_text(str(found.path) if found else "", root, self._comm)
-        with self._world.agreed(self._comm):
-            self.checkpoint.apply(index.state, arrays, os.path.basename(path))
             if self._is_writer:
-                self._saver.store.resume_from(saved)
-                self._saver.last = index
-                self.ledger.resume(saved.step)
+                self._saver.store.resume_from(found.saved)
+                self._saver.last = found.index
+                self.ledger.resume(found.saved.step)
         if self._memory is not None:
-            self._memory.resume_from(saved)
+            self._memory.resume_from(found.saved)
         if self._is_writer:
-            warn_of_changes(index.written, self._written())
-        self.latest_path = path
-        self.note_saved(saved.step)
-        return path
+            warn_of_changes(found.index.written, self._written())
+        self.latest_path = found.path
+        self.note_saved(found.saved.step)
+        return found
 
     def _note_restore(self, saved: Saved) -> None:
         """Note what is about to be read: it may kill this process. An evaluator, which only reads, notes nothing."""

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import h5py
 from hostile_files import Original, cases, objects
+from loading import load
 
 from hpcdist.checkpoint.retention import Retention, SaveFacts
 from hpcdist.checkpoint.store import Store
@@ -46,7 +47,7 @@ def use(path):
     decide(attempts, is_counted=True)
     found = store.read_latest()
     checkpoint = objects(seed=1)
-    checkpoint.apply(found.index.state, found.arrays, found.path.name)
+    load(checkpoint, found.index.state, found.arrays, found.path.name)
     facts = SaveFacts(found.index.step, found.index.time_s, found.index.metrics)
     Retention(1, keep_every_n_hours=1, keep_best="loss").kept([facts, facts])
     states = (found.index.state, found.arrays), checkpoint.collect({})

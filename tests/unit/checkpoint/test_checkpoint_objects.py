@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from loading import load
 
 from hpcdist.checkpoint.tree import NamedArray
 from hpcdist.errors import CheckpointDamaged, CheckpointError
@@ -21,14 +22,14 @@ def saved(**objects):
 def test_an_array_of_another_byte_order_is_restored(before, now):
     state, arrays = saved(values=np.arange(5).astype(before))
     values = np.zeros(5, now)
-    Checkpoint(values=values).apply(state, arrays, "file")
+    load(Checkpoint(values=values), state, arrays, "file")
     assert values.tolist() == [0, 1, 2, 3, 4]
     assert values.dtype == np.dtype(now)
 
 
 def test_an_array_of_another_precision_is_refused():
     with pytest.raises(CheckpointError, match=r"\(5,\) float64, got 1, 'values' \(5,\) float32 in file"):
-        Checkpoint(values=np.zeros(5, ">f8")).apply(*saved(values=np.zeros(5, ">f4")), "file")
+        load(Checkpoint(values=np.zeros(5, ">f8")), *saved(values=np.zeros(5, ">f4")), "file")
 
 
 def test_a_state_that_is_none_is_damage_that_names_the_file():
@@ -37,15 +38,15 @@ def test_a_state_that_is_none_is_damage_that_names_the_file():
     state, arrays = saved(model=model)
     for changed in (7, {**state, "objects": {"model": 7}}, {**state, "objects": {"model": {"pickle": 0}}}):
         with pytest.raises(CheckpointDamaged, match="step-00000004.h5") as caught:
-            Checkpoint(model=model).apply(changed, arrays, "step-00000004.h5")
+            load(Checkpoint(model=model), changed, arrays, "step-00000004.h5")
         assert "\n" not in str(caught.value)
 
 
 def test_numbers_that_no_tensor_has_are_damage():
     state, arrays = saved(model=torch.nn.Linear(2, 1, bias=False))
-    arrays[0] = NamedArray("model/weight", ">f4", arrays[0].values.astype(">f4"))
+    arrays[0] = NamedArray("model/weight", "float128", arrays[0].values.astype("float128"))
     with pytest.raises(CheckpointDamaged, match="expected tensors for 'model' in file"):
-        Checkpoint(model=torch.nn.Linear(2, 1, bias=False)).apply(state, arrays, "file")
+        load(Checkpoint(model=torch.nn.Linear(2, 1, bias=False)), state, arrays, "file")
 
 
 def test_optimizers_that_name_their_parameters_are_restored():
@@ -58,7 +59,7 @@ def test_optimizers_that_name_their_parameters_are_restored():
             self.loaded = state
 
     optimizer = Named([torch.zeros(2)], 0.1)
-    Checkpoint(optimizer=optimizer).apply(*saved(optimizer=optimizer), "file")
+    load(Checkpoint(optimizer=optimizer), *saved(optimizer=optimizer), "file")
     assert optimizer.loaded["state"] == {"weight": 1}
 
 
@@ -67,7 +68,7 @@ def test_an_optimizer_with_other_groups_is_refused():
     other.add_param_group({"params": [torch.zeros(3), torch.zeros(4)]})
     state, arrays = saved(optimizer=other)
     with pytest.raises(CheckpointError, match="'group 1' absent, got 2, 'group 1' 2 parameters in file"):
-        Checkpoint(optimizer=one).apply(state, arrays, "file")
+        load(Checkpoint(optimizer=one), state, arrays, "file")
 
 
 class Lookahead:
@@ -96,15 +97,6 @@ def test_an_optimizer_around_another_is_restored():
     before.param_groups[0]["params"][0].grad = torch.full((2,), 3.0)
     before.base.step()
     before.n_steps = 1
-    Checkpoint(optimizer=now).apply(*saved(optimizer=before), "file")
+    load(Checkpoint(optimizer=now), *saved(optimizer=before), "file")
     assert now.n_steps == 1
     assert now.base.state_dict()["state"][0]["momentum_buffer"].tolist() == [3.0, 3.0]
-
-
-def test_whether_optimizers_step_outside_of_run_is_kept_and_older_files_do_not_tell():
-    values, known, unknown = np.zeros(2), {"steps": "outside of run"}, saved(values=np.zeros(2))
-    assert "steps" not in unknown[0]
-    checkpoint = Checkpoint(values=values)
-    for more, kept in [(known, known), ({}, {}), ({"steps": ["hostile"]}, {})]:
-        checkpoint.apply({**unknown[0], **more}, unknown[1], "file")
-        assert checkpoint.collect({})[0] == {**unknown[0], **kept}

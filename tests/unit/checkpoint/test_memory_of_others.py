@@ -33,7 +33,7 @@ def copied(memory, attempt, step):
 
 def step_in(memory, attempt=2):
     found = FastTier(memory, RUN, attempt).find()
-    return None if found is None else found.saved.step
+    return None if found is None else found[0].step
 
 
 def test_nobody_else_sees_copies_whatever_the_umask(memory, own):

@@ -408,7 +408,7 @@ def test_saving_a_step_again_never_loses_the_first_save(folder, disk, operation)
         commit(folder, 7, n_elements=50)
     disk.fail("", 0)
     assert latest_value(folder) == 7
-    assert commit(folder, 7, n_elements=50) == first == folder.latest()
+    assert commit(folder, 7, n_elements=50) == first == folder.latest()[1]
     assert len(folder.read_latest().arrays[0].values) == 50
 
 

@@ -1,0 +1,222 @@
+"""Restore: one rank reads a checkpoint once, and all ranks put it into their objects as it comes.
+
+Nothing is held twice: a block is read, hashed, broadcast, and copied to where it belongs, into tensors that exist or
+into new ones. Shapes are compared before, from the index; whether the bytes are right is known at the end. If they are
+not, an older checkpoint is put over them.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hpcdist.checkpoint.header import HEADER_BYTES
+from hpcdist.checkpoint.read import BLOCK_BYTES, ArrayWriter, CheckpointFile, Index
+from hpcdist.checkpoint.store import Saved, Store, use_one
+from hpcdist.collectives import library as mpi
+from hpcdist.collectives.group import group_of
+from hpcdist.errors import CheckpointError, HpcdistError
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.world import World
+
+logger = logging.getLogger("hpcdist")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a checkpoint is loaded into.
+
+    Attributes:
+        arrays: C-contiguous arrays in the order of the index: memory of tensors that exist, or new memory.
+        loaded: the state of each object, made of these arrays.
+        source: name of the checkpoint, for messages.
+    """
+
+    arrays: list[npt.NDArray[Any]]
+    loaded: dict[str, Any]
+    source: str
+
+
+class Objects(Protocol):
+    """Objects that are restored: a Checkpoint."""
+
+    def prepare(self, index: Index, source: str) -> Prepared:
+        """Return where the arrays go. Raises CheckpointMismatch if objects or shapes differ."""
+
+    def load(self, index: Index, prepared: Prepared) -> None:
+        """Load the state, once the arrays are filled."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint that was restored: which one, its path, its index, and whether it was a copy in memory."""
+
+    saved: Saved
+    path: str
+    index: Index
+    is_in_memory: bool
+
+
+class Restore:
+    """A restore by all ranks of a role.
+
+    Args:
+        world: chief and workers, or an evaluator.
+        objects: what is restored on this rank.
+    """
+
+    def __init__(self, world: World, objects: Objects) -> None:
+        self._world = world
+        self._comm = world.role_comm
+        self._objects = objects
+        self._taken: tuple[Index, Prepared] | None = None
+
+    def one(self, path: Path) -> Index:
+        """Restore the checkpoint at `path`, which rank 0 reads; return its index. Collective: the ranks of the role.
+
+        Raises:
+            CheckpointError: if it is not there, damaged, of other objects or a newer format, or cannot be read; on all
+                ranks.
+        """
+        self._lead(0, lambda: use_one(path, lambda saved, file: self._send(file)))
+        return self._load()
+
+    def newest(
+        self,
+        store: Store,
+        copy: tuple[Saved, Path] | None,
+        skipped: set[int],
+        before_reading: Callable[[Saved], None],
+    ) -> Restored | None:
+        """Restore the newest checkpoint that verifies, on the chief's disk or in a node's memory; None without one.
+
+        Collective: the ranks of the role.
+
+        Args:
+            store: the chief's folder; unused on other ranks.
+            copy: the newest copy in this node's memory, if this rank keeps copies; it verifies.
+            skipped: steps to use only if the disk has no other.
+            before_reading: called on the chief with each checkpoint before its arrays are read.
+
+        Raises:
+            CheckpointError: if checkpoints exist and none verifies, or one is of other objects; on all ranks.
+        """
+        own = copy if copy is not None and copy[0].step not in skipped else None
+        in_memory, root = self._newest(own)
+        found: list[tuple[Saved, Path]] = []
+
+        def use(saved: Saved, file: CheckpointFile) -> None:
+            if in_memory is None or saved > in_memory:
+                before_reading(saved)
+                self._send(file)
+                found.append((saved, file.path))
+
+        self._lead(0, lambda: self._search(store, in_memory, skipped, use))
+        if self._comm.rank == 0 and found:
+            own = found[0]
+        is_in_memory = self._world.all_reduce_int(len(found), MPI.MAX, self._comm) == 0
+        if is_in_memory and in_memory is None:
+            return None
+        if is_in_memory:
+            with self._world.agreed(self._comm):
+                if self._comm.rank == 0 and in_memory is not None:
+                    before_reading(in_memory)
+            self._lead(root, lambda: use_one(own[1], lambda saved, file: self._send(file)) if own else None)
+        reader = root if is_in_memory else 0
+        told = f"{own[0].attempt} {own[0].step} {own[1]}" if own and self._comm.rank == reader else ""
+        attempt, step, path = self._world.broadcast_text(told, reader, self._comm).split(" ", 2)
+        return Restored(Saved(int(attempt), int(step)), path, self._load(), is_in_memory)
+
+    def _search(
+        self,
+        store: Store,
+        in_memory: Saved | None,
+        skipped: set[int],
+        use: Callable[[Saved, CheckpointFile], None],
+    ) -> None:
+        """Send the newest checkpoint on disk, unless memory is as new. On the chief."""
+        on_disk = store.saved()
+        if in_memory is None or (on_disk and on_disk[-1] > in_memory):
+            try:
+                store.use_latest(use, skipped)
+            except CheckpointError as error:
+                if in_memory is None or error.is_agreed:
+                    raise
+                logger.warning("restore: resuming from memory: %s", error)
+
+    def _newest(self, own: tuple[Saved, Path] | None) -> tuple[Saved | None, int]:
+        """Return the newest copy on any rank, and the lowest rank that has it."""
+        saved = Saved(-1, -1) if own is None else own[0]
+        attempt = self._world.all_reduce_int(saved.attempt, MPI.MAX, self._comm)
+        step = self._world.all_reduce_int(saved.step if saved.attempt == attempt else -1, MPI.MAX, self._comm)
+        newest = Saved(attempt, step)
+        root = self._world.all_reduce_int(self._comm.rank if saved == newest else self._comm.size, MPI.MIN, self._comm)
+        return (None if attempt < 0 else newest), root
+
+    # -- the stream -----------------------------------------------------------------------------------------------
+
+    def _lead(self, root: int, search: Callable[[], object]) -> None:
+        """Let `search` on `root` send checkpoints, one after the other, to all ranks. An error is raised on all."""
+        with self._world.agreed(self._comm):
+            if self._comm.rank != root:
+                while text := self._world.broadcast_text("", root, self._comm):
+                    self._take(*_parse(text), root, None)
+                return
+            try:
+                search()
+            except HpcdistError as error:
+                if not error.is_agreed:  # else the others have left the loop
+                    self._world.broadcast_text("", root, self._comm)
+                raise
+            self._world.broadcast_text("", root, self._comm)
+
+    def _send(self, file: CheckpointFile) -> None:
+        """Send an open checkpoint to all ranks.
+
+        Raises:
+            CheckpointDamaged: if it is not what was committed.
+            CheckpointMismatch: if it is of other objects; on all ranks.
+            OSError: if it cannot be read.
+        """
+        text = json.dumps([file.path.name, file.index.to_text()])
+        self._world.broadcast_text(text, self._comm.rank, self._comm)
+        self._take(file.path.name, file.index, self._comm.rank, file.blocks())
+
+    def _take(self, source: str, index: Index, root: int, blocks: Iterator[memoryview] | None) -> None:
+        """Put the blocks of a checkpoint, which root reads, into the objects of this rank."""
+        with self._world.agreed(self._comm):
+            prepared = self._objects.prepare(index, source)
+        writer, group = ArrayWriter(index.arrays, prepared.arrays), group_of(self._comm)
+        buffer, error = np.empty(BLOCK_BYTES, np.uint8), None
+        for start in range(HEADER_BYTES, index.header.index_offset, BLOCK_BYTES):
+            block = buffer[: min(BLOCK_BYTES, index.header.index_offset - start)]
+            if blocks is not None and error is None:
+                try:
+                    block[:] = next(blocks)
+                except (CheckpointError, OSError) as caught:
+                    error = caught  # the others wait for the rest all the same
+            with group.recorded("broadcast", block):
+                mpi.broadcast(block, group.comm, root)
+            writer.take(start, block.data)
+        if error is not None:
+            raise error
+        if blocks is not None:
+            next(blocks, None)  # verifies the digest
+        self._taken = index, prepared
+
+    def _load(self) -> Index:
+        assert self._taken is not None, "a checkpoint was sent"
+        index, prepared = self._taken
+        with self._world.agreed(self._comm):
+            self._objects.load(index, prepared)
+        return index
+
+
+def _parse(text: str) -> tuple[str, Index]:
+    source, index = json.loads(text)
+    return source, Index.from_text(index)

@@ -1,0 +1,61 @@
+"""What a restore takes of the memory: the state itself, and little more, on every rank."""
+
+import json
+
+import pytest
+
+STATE_BYTES = 1 << 30
+#: Above the state: two blocks, and what libraries take.
+ALLOWED_BYTES = 64 << 20
+
+PROGRAM = """
+import pathlib, sys
+import torch
+import hpcdist
+
+def resident(name):
+    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) << 10
+
+path, n_bytes, does_save = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "save"
+width = int((n_bytes / 12) ** 0.5)  # weights, and twice as much in the optimizer
+strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+with strategy.scope():
+    model = torch.nn.Linear(width, width, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer)
+manager = hpcdist.CheckpointManager(checkpoint, path)
+if does_save:
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(width * width).reshape(width, width) % 1000)
+    optimizer.state[model.weight] = {
+        "step": torch.tensor(3.0), "exp_avg": model.weight.detach() + 1, "exp_avg_sq": model.weight.detach() + 2
+    }
+    manager.save(3)
+else:
+    model.weight.detach().fill_(1)  # all of its memory is there
+    before = resident("VmRSS")
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    assert manager.restore_or_initialize()
+    state = optimizer.state[model.weight]
+    assert float(model.weight.detach()[1, 1]) == (width + 1) % 1000
+    assert float(state["exp_avg_sq"][1, 1]) == (width + 1) % 1000 + 2
+    new = 2 * 4 * width * width
+    (pathlib.Path(path).parent / f"above-{strategy.world.rank}").write_text(str(resident("VmHWM") - before - new))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_restore_takes_little_more_than_the_state(start, tmp_path):
+    path = tmp_path / "checkpoints"
+    saved = start(1, "-c", PROGRAM, path, STATE_BYTES, "save").wait(120)
+    assert saved.code == 0, saved.output[-3000:]
+    assert (path / "latest.h5").stat().st_size > 0.99 * STATE_BYTES
+    restored = start(4, "-c", PROGRAM, path, STATE_BYTES, "restore").wait(150)
+    assert restored.code == 0, restored.output[-3000:]
+    above = {file.name: int(file.read_text()) for file in tmp_path.glob("above-*")}
+    print(f"1 GiB of state on 4 ranks, MiB above the state: {json.dumps({k: v >> 20 for k, v in above.items()})}")
+    assert len(above) == 4
+    assert max(above.values()) <= ALLOWED_BYTES, above
