@@ -2,8 +2,8 @@
 # Shared by the recipes: launch the program, then act on the run's decision.json. Source it in the repository's folder.
 #
 # Launchers' exit codes do not suffice: a killed job has none, and mpirun was seen to exit 0 after its ranks were killed.
-# So at any time decision.json states what to do if the program dies now: "requeue" (run it again), "stop" (three
-# consecutive attempts made no progress) or "finished".
+# So at any time decision.json states what to do if the program dies now: "requeue" (run it again), "stop" (attempts
+# made no progress, ranks differ, or the checkpoint is of another model) or "finished".
 #
 # `make mutants` removes the lines marked "safety" one by one and checks that a test fails.
 
@@ -49,7 +49,8 @@ else
     sleep "$pause"
   done
   if [[ ! -e $marker ]]; then # safety: no start anew where the run folder is not there
-    say "expected $marker, as this job has started before, got none on $(hostname): is the file system mounted? nothing was made"
+    say "expected $marker, as this job has started before, got none on $(hostname): is the file system mounted? nothing was made;" \
+      "if the job never began, run: mkdir -p $RUN_DIR/jobs && touch $marker && scontrol requeue $job"
     exit 74
   fi
   # safety: what Slurm ends does not count
@@ -148,12 +149,17 @@ guard_limit() {
     if ((left <= 0)); then break; fi
     read -r -t "$((left < 300 ? left : 300))" -u "$clock" _
   done
-  look_up
-  if [[ $end =~ ^[0-9]+$ && $(field Requeue) == 1 && $(fact decision) == requeue ]] && is_own; then
-    say "the time limit is near, and the program has not ended: requeued"
-    note_requeue
-    scontrol requeue "$job"
-  fi
+  if ! [[ $end =~ ^[0-9]+$ && $(fact decision) == requeue ]] || ! is_own; then return; fi
+  for ((left = 6; left > 0; left--)); do # a busy slurmctld may not answer at once
+    look_up
+    if [[ -n $state && $(field Requeue) != 1 ]]; then return; fi # the recipe for chains does without
+    if [[ -n $state ]] && scontrol requeue "$job"; then
+      note_requeue
+      say "the time limit is near, and the program has not ended: requeued"
+      return
+    fi
+    read -r -t 2 -u "$clock" _
+  done
 }
 # For the program: older versions of Slurm do not set it, so it may be inherited from the submitting job.
 SLURM_JOB_END_TIME=$(end_time)

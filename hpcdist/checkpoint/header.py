@@ -59,8 +59,6 @@ def parse_header(data: bytes, path: Path) -> Header:
         if header.to_bytes() != data or not _is_sound(header):
             raise ValueError(line[:80])
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
-        if isinstance(error, CheckpointDamaged):
-            raise
         raise CheckpointDamaged(
             f"restore: expected the header of a checkpoint in {path}, got {' '.join(str(error).split())[:80]}; use "
             f"another."

@@ -128,11 +128,11 @@ def _paths(names: list[str]) -> list[str]:
     paths = []
     for number, name in enumerate(names):
         above = {name[:at] for at, letter in enumerate(name) if letter == "/"}
-        is_fit = _is_path(name) and name not in taken | groups and not above & taken
+        is_fit = _is_path(name) and name not in taken and name not in groups and not above & taken
         if is_fit:
             groups |= above
         path = name if is_fit else f"#{number}"
-        while not is_fit and path in taken | groups:
+        while not is_fit and (path in taken or path in groups):
             path = f"#{path}"
         taken.add(path)
         paths.append(path)

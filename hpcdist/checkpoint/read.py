@@ -254,7 +254,7 @@ def read_patiently(path: Path, read: Callable[[], _Read]) -> _Read:
     )
 
 
-def read_text(path: Path, max_bytes: int) -> str:
+def read_text(path: Path, max_bytes: int, errors: str = "strict") -> str:
     """Return the text of a path that may be anything; neither waits for a pipe nor reads a device to its end.
 
     Raises:
@@ -265,7 +265,7 @@ def read_text(path: Path, max_bytes: int) -> str:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
             raise ValueError(f"no file of at most {max_bytes} bytes")
-        return file.read().decode()
+        return file.read().decode(errors=errors)
 
 
 def _read(descriptor: int, nbytes: int, offset: int) -> bytes:
@@ -299,7 +299,8 @@ def _parse_row(name: Any, dtype: Any, shape: Any, offset: Any) -> StoredArray:
     is_fit = len(numbers) <= _MAX_DIMENSIONS + 1 and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
     if not is_fit or type(name) is not str or type(dtype) is not str:
         raise ValueError("a row that is none")
-    stored_dtype(dtype)  # raises KeyError
+    if math.prod(max(n, 1) for n in shape) * stored_dtype(dtype).itemsize >= 1 << 62:  # numpy refuses, even beside a 0
+        raise ValueError("a shape without bounds")
     return StoredArray(name, dtype, tuple(shape), offset)
 
 

@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -73,7 +74,7 @@ class Found:
 
 
 class Store:
-    """Reads checkpoints of a folder and, after `begin_attempt`, writes them.
+    """Reads checkpoints of a folder and, after `begin`, writes them.
 
     Args:
         folder: path of the folder, which need not exist. Reading makes nothing.
@@ -81,7 +82,7 @@ class Store:
 
     Attributes:
         path: path of the folder.
-        attempt: number of this attempt; 0 before `begin_attempt`.
+        attempt: number of this attempt; 0 before `begin`.
         damaged: what did not verify in the last search.
         n_blocks_read: blocks read so far: while it grows, a slow read is not stuck.
     """
@@ -94,6 +95,7 @@ class Store:
         self._disk = disk or Disk()
         self._last_before = -1
         self._has_saved = False
+        self._noting = threading.Lock()  # the saver's thread notes commits
         self._facts: dict[Saved, SaveFacts] = {}
 
     # -- reading --------------------------------------------------------------------------------------------------
@@ -210,7 +212,7 @@ class Store:
 
     def _lines_of(self, number: int) -> list[str]:
         with contextlib.suppress(FileNotFoundError, ValueError):  # a file that is none tells of nothing
-            return read_text(self._ledger_of(number), _MAX_LEDGER_BYTES).splitlines()
+            return read_text(self._ledger_of(number), _MAX_LEDGER_BYTES, errors="replace").splitlines()
         return []
 
     def _attempts(self) -> list[int]:
@@ -235,7 +237,7 @@ class Store:
 
     # -- the attempt that writes ----------------------------------------------------------------------------------
 
-    def begin_attempt(self, number: int | None = None) -> None:
+    def begin(self, number: int | None = None) -> None:
         """Start to write: take a number, which shuts out earlier attempts.
 
         Also removes their incomplete files: on a nearly full disk the first save may need the space.
@@ -257,7 +259,7 @@ class Store:
             durable.sweep_temporary(self._disk, self.path)
 
     def _take_number(self) -> int:
-        number = max(self._attempts(), default=0)
+        number = max(self._attempts() + [saved.attempt for saved in self.saved()], default=0)
         while True:
             number += 1
             with contextlib.suppress(FileExistsError):  # another attempt took it, maybe long ago: listings may be old
@@ -272,7 +274,7 @@ class Store:
             CheckpointError: if it cannot be written.
         """
         self.check_current()
-        with self.explained("save", "to note the attempt"):
+        with self._noting, self.explained("save", "to note the attempt"):
             durable.append_line(self._disk, self._ledger_of(self.attempt), json.dumps({"event": event, **facts}))
 
     def check_current(self) -> None:
@@ -396,14 +398,15 @@ class Store:
             self.check_current()
             readable = {saved: facts for saved in self.saved() if (facts := self._facts_of(saved)) is not None}
             kept = retention.kept(list(readable.values()))
+            for saved, facts in readable.items():
+                if not any(facts is one for one in kept):
+                    with contextlib.suppress(FileNotFoundError):  # two nodes may share one memory
+                        self._disk.remove(self.path / str(saved))
             self._link("latest.h5", newest)
             best = retention.best(kept)
             for saved, facts in readable.items():
                 if facts is best:
                     self._link("best.h5", saved)
-                if not any(facts is one for one in kept):
-                    with contextlib.suppress(FileNotFoundError):  # two nodes may share one memory
-                        self._disk.remove(self.path / str(saved))
 
     def _facts_of(self, saved: Saved) -> SaveFacts | None:
         """Return what retention asks for; None if it cannot be read: such a file is neither counted nor removed."""
@@ -439,7 +442,8 @@ class Store:
         """
         with self.explained("restore", "to set damaged checkpoints aside"):
             for saved in self.damaged:
-                self._disk.rename(self.path / str(saved), self.path / f"{saved}.bad")
+                with contextlib.suppress(FileNotFoundError):  # listings may be old
+                    self._disk.rename(self.path / str(saved), self.path / f"{saved}.bad")
             if self.damaged:
                 self._disk.sync_folder(self.path)
         self.damaged, self._last_before = [], used.step

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ def to_array(tensor: Tensor) -> tuple[Array, str]:
 
 def from_array(array: Array, dtype: str) -> Tensor:
     """Return a host tensor with the values of `array`, in its memory if it is contiguous; the inverse of `to_array`."""
+    array = np.asarray(array)  # sums of arrays without dimensions are numpy's scalars
     tensor = torch.from_numpy(array if array.flags.c_contiguous else array.copy())
     return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
 

@@ -4,9 +4,10 @@ import logging
 from pathlib import Path
 
 from hpcdist.errors import CheckpointError, CheckpointMismatch, DesyncError, ExitCode, NoProgressError
-from hpcdist.resilience.decision import Decision, DecisionFile, decide, without_progress
+from hpcdist.resilience.decision import Decision, DecisionFile, decide, has_progress, without_progress
 from hpcdist.resilience.ledger import Launch
 from hpcdist.resilience.manager import CheckpointManager
+from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.world import World
 
 logger = logging.getLogger("hpcdist")
@@ -15,7 +16,8 @@ logger = logging.getLogger("hpcdist")
 class RunAttempt:
     """Notes in the ledger how the attempt ends, and writes what follows from the ledger to `decision.json`.
 
-    The chief decides and writes. All methods but `record_desync` and `record_end` are collective: chief and workers.
+    The chief decides and writes. All methods but `refused`, `record_desync` and `record_end` are collective: chief and
+    workers.
 
     Args:
         world: the ranks of the job.
@@ -25,6 +27,7 @@ class RunAttempt:
 
     Attributes:
         folder: the run folder.
+        has_progress: whether the attempt is known to have made progress, or it does not matter; equal on all ranks.
     """
 
     def __init__(self, world: World, manager: CheckpointManager, knows_progress: bool = True) -> None:
@@ -35,6 +38,7 @@ class RunAttempt:
         self._launch = Launch.of_this_process()
         self._is_counted = knows_progress and self._launch.job is not None
         self._warns = knows_progress and not self._is_counted
+        self.has_progress = not knows_progress
 
     def begin(self) -> None:
         """Begin the attempt, and write the decision that applies if it dies before its first checkpoint.
@@ -43,11 +47,13 @@ class RunAttempt:
             NoProgressError: after too many attempts without progress; on all ranks. No attempt begins then.
             CheckpointError: if the folder cannot be written; on all ranks.
         """
-        is_new_try = not self._file.path.exists()
+        is_new_try = False
         with self._world.agreed(self._world.role_comm):
-            if self._world.is_chief and not is_new_try:
-                self._require_progress()
-        self._manager.begin(is_new_try)
+            if self._world.is_chief:
+                is_new_try = not self._file.is_there()
+                if not is_new_try:
+                    self._require_progress()
+        self._manager.begin_attempt(self._any(is_new_try))
         self.renew()
 
     def _require_progress(self) -> None:
@@ -55,6 +61,8 @@ class RunAttempt:
         earlier = [attempt for attempt in self._manager.ledger.attempts() if attempt.number != this.number]
         decision = decide([*earlier, this], self._is_counted)
         if decision.exit_code is not None:
+            if self._manager.attempt:  # it has begun with a restore before this: it is none that counts
+                self._manager.ledger.end("refused", decision.reason)
             raise NoProgressError(
                 f"PreemptionCheckpointHandler: expected attempts that make progress, got {decision.reason}; fix what "
                 f"ends them, then remove {self._file.path} to try again."
@@ -86,28 +94,36 @@ class RunAttempt:
             self._try_to_end("refused" if isinstance(error, CheckpointMismatch) else "failed", str(error))
 
     def committed(self, step: int) -> None:
-        """Write that this attempt has a checkpoint, once it is durable and was read back.
+        """Write what a checkpoint changes, once it is durable and was read back: the attempt may have made progress.
 
         Raises:
             CheckpointError: if it cannot be written; on all ranks.
         """
         self._manager.wait()
+        is_reached = False
         with self._world.agreed(self._world.role_comm):
             if self._world.is_chief:
                 self._write(step)
+                is_reached = has_progress(self._manager.ledger.attempts()[-1])
+        self.has_progress = self._any(is_reached) or self.has_progress
 
-    def stopped(self, reason: str, step: int, is_excused: bool) -> tuple[ExitCode, str]:
+    def _any(self, is_true: bool) -> bool:
+        """Return whether something holds on any rank. Collective: chief and workers."""
+        return self._world.all_reduce_int(int(is_true), MPI.MAX, self._world.role_comm) > 0
+
+    def stopped(self, reason: str, step: int, is_excused: bool, is_late: bool) -> tuple[ExitCode, str]:
         """Record that the attempt was asked to stop; return the exit code for all ranks, and its reason.
 
         Args:
             reason: source of the request.
             step: step of the last checkpoint.
             is_excused: whether the batch system asked, at a time of its own choice.
+            is_late: whether there is no time left for a save.
 
         Raises:
             CheckpointError: if the decision or the last save cannot be written; on all ranks.
         """
-        decision = self._end("stopped", reason, step, is_excused and self._launch.job is not None)
+        decision = self._end("stopped", reason, step, is_excused and self._launch.job is not None, is_late)
         code = decision.exit_code if decision is not None and decision.exit_code else ExitCode.RUN_AGAIN
         text = f"{code.value} {decision.reason if decision else reason}"
         number, _, why = self._world.broadcast_text(text, 0, self._world.role_comm).partition(" ")
@@ -121,9 +137,11 @@ class RunAttempt:
         """
         self._end("finished", "the program has finished", step)
 
-    def _end(self, how: str, reason: str, step: int, is_excused: bool = False) -> Decision | None:
+    def _end(
+        self, how: str, reason: str, step: int, is_excused: bool = False, is_late: bool = False
+    ) -> Decision | None:
         """Return the decision on the chief."""
-        self._manager.end_attempt(how, reason, is_excused)
+        self._manager.end_attempt(how, reason, is_excused, is_late)
         decision = None
         with self._world.agreed(self._world.role_comm):
             if self._world.is_chief:

@@ -30,7 +30,7 @@ class Checkpoint:
 
     Attributes:
         step: step of the last save or restore; 0 before the first.
-        is_chosen: whether `restore` has set it: a run that goes on from there makes progress from there.
+        chosen_path: path that `restore` has loaded, until a manager goes on from there; else None.
 
     Raises:
         UsageError: for any other object.
@@ -47,7 +47,7 @@ class Checkpoint:
                 )
         self._objects = objects
         self.step = 0
-        self.is_chosen = False
+        self.chosen_path: str | None = None
 
     @property
     def world(self) -> World:
@@ -89,7 +89,8 @@ class Checkpoint:
     def read(self, path: str | os.PathLike[str]) -> int:
         """Load the checkpoint file at `path`, of any run, into the objects; return its step.
 
-        Writes nothing and begins no attempt: the folder may be read-only, and of a job that runs.
+        Writes nothing and begins no attempt: the folder may be read-only, and of a job that runs. A MetricsFile among
+        the objects stays as it is.
 
         Collective: chief and workers; rank 0 reads, and the others need no access.
 
@@ -106,13 +107,18 @@ class Checkpoint:
         return Restore(self.world, self).one(Path(path)).step
 
     def restore(self, path: str | os.PathLike[str]) -> int:
-        """Load like `read`, and go on from there: `step` is the checkpoint's, and saves in any folder begin after it.
+        """Load like `read`, and go on from there: a manager's restore then keeps it, and its next save is after it.
+
+        Call it before the handler is made, which counts steps from there. A MetricsFile goes on after its records.
 
         Collective: chief and workers. Raises as `read`.
         """
-        self.step = self.read(path)
-        self.is_chosen = True
-        return self.step
+        index = Restore(self.world, self).one(Path(path))
+        for name, item in self._objects.items():
+            if isinstance(item, MetricsFile):
+                item.resume(decode(index.state["objects"][name], from_array, []))
+        self.step, self.chosen_path = index.step, str(path)
+        return index.step
 
     def claim_files(self) -> None:
         """Give this attempt its own copy of each metrics file, out of reach of the attempts it replaced.
@@ -170,8 +176,13 @@ class Checkpoint:
             _check_layout(name, item, loaded[name], source)
         return Prepared(arrays, loaded, source)
 
-    def load(self, index: Index, prepared: Prepared) -> None:
+    def load(self, index: Index, prepared: Prepared, is_own_run: bool = True) -> None:
         """Load the state of a checkpoint into all objects, once its arrays are filled.
+
+        Args:
+            index: of the checkpoint.
+            prepared: for it.
+            is_own_run: whether the run goes on from it, so that the files of its metrics follow.
 
         Raises:
             CheckpointDamaged: if an array holds values that its dtype does not have.
@@ -182,7 +193,8 @@ class Checkpoint:
         except ValueError as error:
             raise _damaged("bools", error, prepared.source) from None
         for name, item in self._objects.items():
-            _load(name, item, prepared.loaded[name], prepared.source)
+            if is_own_run or not isinstance(item, MetricsFile):
+                _load(name, item, prepared.loaded[name], prepared.source)
 
 
 def _memory_in_objects(objects: dict[str, Any], nodes: dict[str, Any]) -> dict[int, tuple[str, Array]]:

@@ -8,8 +8,8 @@
 | was stopped, third in a row without progress             | stop     | 76        |
 | was stopped otherwise                                    | requeue  | 75        |
 | would be the fourth in a row without progress            | stop     | 76        |
-| dies now, third in a row without progress                | stop     |           |
-| dies now otherwise                                       | requeue  |           |
+| fails or dies now, third in a row without progress       | stop     |           |
+| fails or dies now otherwise                              | requeue  |           |
 
 Progress is a checkpoint of a step beyond the highest that any attempt of the run has reached. Attempts without progress
 count in a batch job only. Those that the batch system ended do not count, nor do those before a person removed
@@ -113,7 +113,7 @@ def suspects(attempts: Sequence[Attempt]) -> dict[int, list[Attempt]]:
 
     A step is suspect if two attempts died after they resumed from it and before they came to a save, in different
     jobs, or on nodes of which they share none: a sick node or a full memory is no fault of a checkpoint. Outside of
-    batch jobs every launch is a job.
+    batch jobs people start programs that fail, and nothing is suspect on the same nodes.
     """
     died: dict[int, list[Attempt]] = {}
     for attempt in without_progress(attempts):
@@ -127,7 +127,7 @@ def suspects(attempts: Sequence[Attempt]) -> dict[int, list[Attempt]]:
 
 
 def _differ(one: Attempt, other: Attempt) -> bool:
-    return one.job is None or one.job != other.job or not set(one.nodes) & set(other.nodes)
+    return one.job != other.job or not set(one.nodes) & set(other.nodes)
 
 
 class DecisionFile:
@@ -141,6 +141,19 @@ class DecisionFile:
     def __init__(self, folder: Path, disk: durable.Disk | None = None) -> None:
         self.path = folder / "decision.json"
         self._disk = disk or durable.Disk()
+
+    def is_there(self) -> bool:
+        """Return whether the file is there: a person may have removed it, to try again.
+
+        Raises:
+            CheckpointError: if the file system cannot tell.
+        """
+        try:
+            return self.path.exists()
+        except OSError as error:
+            raise CheckpointError(
+                f"decision: expected to look for {self.path}, got {error.strerror}; check the file system, run again."
+            ) from None
 
     def write(self, decision: Decision, step: int | None, **facts: int | str | None) -> None:
         """Write a decision with the step of the last checkpoint.

@@ -27,6 +27,9 @@ from hpcdist.errors import CheckpointError
 
 logger = logging.getLogger("hpcdist")
 
+#: Longest wait of the training thread for the last copy.
+_PATIENCE_S = 5.0
+
 
 class FastTier:
     """The copies of one node, kept by its first rank. If a copy fails, the node logs it once and continues without.
@@ -61,7 +64,7 @@ class FastTier:
         with contextlib.suppress(FileExistsError):  # from an earlier attempt, or another user's
             self._disk.make_folder(self._path, 0o700)
         self._require_own()
-        self._store.begin_attempt(attempt)
+        self._store.begin(attempt)
         self._saver = Saver(self._store, Retention(max_to_keep=1), self._prepare)
 
     def _require_own(self) -> None:
@@ -87,9 +90,14 @@ class FastTier:
         return self._saver is not None
 
     def save(self, step: int, state: Any, arrays: list[NamedArray], written: dict[str, Any]) -> None:
-        """Copy a state in the background; return once the arrays are in the saver's buffer."""
+        """Copy a state in the background; return once the arrays are in the saver's buffer.
+
+        If the last copy takes long, as where a file server hangs that has to take records first, there is none.
+        """
         saver = self._saver
-        if saver is not None:
+        if saver is not None and saver.is_busy(_PATIENCE_S):
+            logger.warning("fast tier: no copy of step %d in memory on this node: the last one is not done", step)
+        elif saver is not None:
             self._try(lambda: saver.save(step, state, arrays, written, {}))
 
     def find(self) -> tuple[Saved, Path] | None:

@@ -3,8 +3,9 @@
 An attempt appends to its own file only, one line of JSON per event. The store itself notes saves and commits.
 
     begin     with job, nodes, program, base (the highest step that earlier attempts reached), is_new_try, is_vouched
+    new try   a person wants another try: as is_new_try
     restore   step: what it will read now, which may kill it
-    resume    step: what it goes on from, -1 for a new run; is_base
+    resume    step: what it goes on from; is_base
     save      it has come to its first save, so that what it restored can be trained on
     commit    step: a checkpoint is durable and was read back
     end       how (finished, stopped, failed, refused, diverged), reason, is_excused
@@ -45,7 +46,7 @@ class Attempt:
         is_vouched: the batch system ended the attempt before this one, so that that one does not count.
         has_begun: whether its first event is known.
         restored_step: the step that it read or was about to read; -1 for none.
-        resumed_step: the step that it went on from; -1 for a new run, None if it did not get there.
+        resumed_step: the step that it went on from; None for a new run, and if it did not get there.
         has_saved: it came to a save, successful or not.
         committed_step: the highest step of its checkpoints that were read back; -1 for none.
         end: how it ended: finished, stopped, failed, refused, diverged; empty if it died, or still runs.
@@ -122,6 +123,8 @@ def _after(attempt: Attempt, event: str, said: dict[str, Any]) -> Attempt:
         job, program = (None if said[name] is None else str(said[name]) for name in ("job", "program"))
         attempt = replace(attempt, has_begun=True, job=job, nodes=nodes, program=program, base_step=_step(said["base"]))
         return replace(attempt, is_new_try=bool(said["is_new_try"]), is_vouched=bool(said["is_vouched"]))
+    if event == "new try":
+        return replace(attempt, is_new_try=True)
     if event == "restore":
         return replace(attempt, restored_step=_step(said["step"]))
     if event == "resume":
@@ -170,9 +173,13 @@ class Ledger:
             is_new_try: see `Attempt`.
         """
         earlier = [attempt for attempt in self.attempts() if attempt.has_begun]
-        self._store.begin_attempt()
+        self._store.begin()
         base = earlier[-1].reached_step if earlier else -1
         self._store.note("begin", base=base, is_new_try=is_new_try, time_s=time.time(), **vars(launch))
+
+    def try_again(self) -> None:
+        """Note that a person wants another try, after this attempt has begun."""
+        self._store.note("new try")
 
     def restore(self, step: int) -> None:
         """Note what will be read now, as it may kill this process."""
@@ -182,7 +189,7 @@ class Ledger:
         """Note what this attempt goes on from.
 
         Args:
-            step: the step; -1 for a new run.
+            step: the step.
             is_base: progress counts from there, although an earlier attempt came further: a person chose it.
         """
         self._store.note("resume", step=step, is_base=is_base)

@@ -80,8 +80,8 @@ class CheckpointManager:
         self.note_saved(checkpoint.step)
         finish_at_exit(self, self._progress)
 
-    def begin(self, is_new_try: bool = False) -> None:
-        """Begin an attempt, which replaces earlier writers of the folder, unless this manager has begun one.
+    def begin_attempt(self, is_new_try: bool = False) -> None:
+        """Begin an attempt, which replaces earlier writers of the folder, unless one of this manager is in progress.
 
         A restore does so too, and the first save.
 
@@ -94,7 +94,10 @@ class CheckpointManager:
             CheckpointError: if the folder cannot be written; on all ranks.
         """
         if self._has_begun:
+            if is_new_try:
+                self._try_again()
             return
+        self._memory = None
         with self._world.agreed(self._comm):
             if self._is_writer:
                 self.ledger.begin(Launch.of_this_process(), is_new_try)
@@ -103,6 +106,11 @@ class CheckpointManager:
         if self._fast_directory is not None:
             self._memory = self._begin_fast_tier(self._fast_directory)
         self._has_begun = True
+
+    def _try_again(self) -> None:
+        with self._world.agreed(self._comm):
+            if self._is_writer:
+                self.ledger.try_again()
 
     def _begin_fast_tier(self, directory: str | os.PathLike[str]) -> FastTier | None:
         """Return this node's fast tier on its first rank, None on others."""
@@ -123,7 +131,7 @@ class CheckpointManager:
 
     @property
     def attempt(self) -> int:
-        """The number of this attempt; 0 before `begin`. Valid on the chief only."""
+        """The number of this attempt; 0 before `begin_attempt`. Valid on the chief only."""
         return self._saver.store.attempt
 
     @property
@@ -141,7 +149,7 @@ class CheckpointManager:
 
         Args:
             step: optimizer steps taken; at least the last step in the folder.
-            metrics: numbers to store in the manifest, from the chief; see `keep_best`. Without them, a step that is
+            metrics: numbers to store in the file, from the chief; see `keep_best`. Without them, a step that is
                 saved again keeps its metrics.
             blocking: whether to return once the file is durable; otherwise return once the state is copied.
 
@@ -171,8 +179,7 @@ class CheckpointManager:
         return self._save(step, None, blocking=True, is_changed=False)
 
     def _save(self, step: int, metrics: Mapping[str, float] | None, blocking: bool, is_changed: bool) -> str:
-        if not self._has_begun:
-            self._begin_with(self.checkpoint.step)
+        self._begin_to_save()
         self.wait()
         self._measure_last()
         started = time.monotonic()
@@ -188,13 +195,22 @@ class CheckpointManager:
         self.note_saved(step)
         return self.latest_path
 
-    def _begin_with(self, step: int) -> None:
-        """Begin an attempt that does not search for a checkpoint: a new run, or one that goes on from a chosen one."""
-        self.begin()
-        with self._world.agreed(self._comm):
-            if self._is_writer and self.checkpoint.is_chosen:
-                self.ledger.resume(step, is_base=True)
-                self._saver.store.resume_from(Saved(self.attempt, step))
+    def _begin_to_save(self) -> str | None:
+        """Begin an attempt if there is none; return the path of the checkpoint that a person chose since the last call.
+
+        Progress counts from there, and saves may be of any later step. Collective: chief and workers.
+        """
+        self.begin_attempt()
+        chosen, self.checkpoint.chosen_path = self.checkpoint.chosen_path, None
+        if chosen is not None:
+            step = self.checkpoint.step
+            with self._world.agreed(self._comm):
+                if self._is_writer:
+                    self.ledger.resume(step, is_base=True)
+                    self._saver.store.resume_from(Saved(self.attempt, step))
+            self.latest_path = chosen
+            self.note_saved(step)
+        return chosen
 
     def note_saved(self, step: int) -> None:
         """Record that `step` is saved, by this manager or by a user's function in its place. On all ranks."""
@@ -216,8 +232,7 @@ class CheckpointManager:
         Cost: one copy of the arrays on the first rank of each node; a thread makes new records of a MetricsFile
         durable, and no copy is made if it cannot.
         """
-        if not self._has_begun:
-            self._begin_with(self.checkpoint.step)
+        self._begin_to_save()
         gathered = self.checkpoint.gather()
         with self._world.agreed(self._comm):
             if self._memory is not None and self._memory.is_kept:
@@ -258,8 +273,8 @@ class CheckpointManager:
     def restore_or_initialize(self) -> str | None:
         """Restore the latest checkpoint that verifies; return its path, or None for an empty folder.
 
-        Begins an attempt if this manager has not begun one, and notes what it restores: a checkpoint that two attempts
-        died on is skipped, see docs/checkpoints.md.
+        Begins an attempt if none of this manager is in progress, and notes what it restores: a checkpoint that two
+        attempts died on is skipped, see docs/checkpoints.md. After `Checkpoint.restore(path)` it keeps that one.
 
         Collective: chief and workers. The chief reads and broadcasts; other ranks do not access the folder.
 
@@ -268,14 +283,14 @@ class CheckpointManager:
                 ranks.
             CheckpointError: if checkpoints exist but none verifies, or one cannot be read; on all ranks.
         """
-        self.begin()
+        chosen = self._begin_to_save()
+        if chosen is not None:
+            return chosen
         self.wait()
         found = self._restore(self._suspects())
         if found is not None and found.is_in_memory:  # to the disk, before the copies in memory can be removed
             self.save(self.checkpoint.step, blocking=False)
         return None if found is None else found.path
-
-    begin_attempt = restore_or_initialize
 
     def _suspects(self) -> set[int]:
         """Return the steps that attempts died on, and log what is done about them. Collective: chief and workers."""
@@ -298,7 +313,9 @@ class CheckpointManager:
         """Raise AttemptReplaced if a later attempt of this run has begun. Not collective: chief only."""
         self._saver.store.check_current()
 
-    def end_attempt(self, how: str = "finished", reason: str = "", is_excused: bool = False) -> None:
+    def end_attempt(
+        self, how: str = "finished", reason: str = "", is_excused: bool = False, is_late: bool = False
+    ) -> None:
         """Record that this attempt ends in an orderly way.
 
         Collective: chief and workers.
@@ -307,15 +324,19 @@ class CheckpointManager:
             how: "finished", or "stopped" if it was asked to.
             reason: why.
             is_excused: whether the batch system asked, so that it does not count as an attempt without progress.
+            is_late: whether there is no time to wait for a save in progress; copies in memory stay then, too.
 
         Raises:
             CheckpointError: if the record or the last save cannot be written; on all ranks.
         """
-        self.wait()
+        if not is_late:
+            self.wait()
         with self._world.agreed(self._comm):
             if self._is_writer:
                 self.ledger.end(how, reason, is_excused)
-        self.forget_copies()
+        if not is_late:
+            self.forget_copies()
+        self._has_begun = False  # what this manager does next is another attempt
 
     def forget_copies(self) -> None:
         """Remove this node's copies in memory, if this rank keeps them."""

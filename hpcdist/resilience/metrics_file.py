@@ -120,21 +120,28 @@ class MetricsFile:
                 file = self._file or self._claim()
                 if not self._is_cut:
                     if self._last_step < 0:
-                        self._keep_earlier_run(file)
+                        self._keep_earlier_run(file, step)
                     self._cut(file, step - 1)
                 self._add(file, line.encode(), step)
             except OSError as error:
                 raise self._error(error) from None
         self._n_records, self._last_step = self._n_records + 1, step
 
-    def _keep_earlier_run(self, file: FileIO) -> None:
-        """Copy the records of a run that this one does not continue, as its checkpoints are gone, to another file."""
+    def _keep_earlier_run(self, file: FileIO, step: int) -> None:
+        """Copy the file if its records from a step on are about to go, as no checkpoint tells that they come again."""
         file.seek(0)
         content = file.read()
-        if content:
+        n_going = sum((_step_of(line) or -1) >= step for line in _lines_in(content))
+        if n_going:
             kept = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}")
             self._replace(kept, content)
-            logger.warning("metrics: this run is new: the records that were in %s are in %s.", self.path, kept)
+            logger.warning(
+                "metrics: %s goes on at step %d without the checkpoint of its %d later records; it was copied to %s.",
+                self.path,
+                step,
+                n_going,
+                kept,
+            )
 
     def _add(self, file: FileIO, line: bytes, step: int) -> None:
         """Append a whole line or nothing."""
@@ -201,6 +208,15 @@ class MetricsFile:
                 self.path,
                 n_kept,
             )
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from a state of any run: the first record that is written drops later ones, and nothing before it.
+
+        Raises:
+            CheckpointDamaged: if the state is not one that `state_dict` returns.
+        """
+        self._n_records, self._last_step = _counts_in(state, self.path)
+        self._is_cut = False
 
     def _error(self, error: OSError) -> CheckpointError:
         return CheckpointError(

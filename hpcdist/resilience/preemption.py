@@ -252,9 +252,18 @@ class PreemptionCheckpointHandler:
 
         Cost: none after a gradient all-reduce; otherwise an all-reduce of 8 bytes every few polls.
         """
-        if self._is_busy or self._is_done or threading.current_thread() is not threading.main_thread():
+        if self._can_poll:
+            self._leave_after_training()
+        self.poll_between_batches(*args, **kwargs)
+
+    @property
+    def _can_poll(self) -> bool:
+        return not (self._is_busy or self._is_done or threading.current_thread() is not threading.main_thread())
+
+    def poll_between_batches(self, *args: Any, **kwargs: Any) -> None:
+        """Poll like `poll`, but do not end an evaluator, whose evaluation is not over. Datasets call it."""
+        if not self._can_poll:
             return
-        self._leave_after_training()
         has_stepped = self._measure()
         self._is_polled = True
         agreed = self._agreement.poll(at_once=self._is_long_since)
@@ -326,7 +335,7 @@ class PreemptionCheckpointHandler:
         is_excused = (
             reason.startswith("SIGTERM ") and not is_urgent
         )  # preempted: not the deadline, nor a person's request
-        code, why = self._attempt.stopped(reason, self._manager.saved_step, is_excused)
+        code, why = self._attempt.stopped(reason, self._manager.saved_step, is_excused, is_too_late)
         saved = "too late for a save: the last one is step " + str(self._manager.saved_step) if is_too_late else "saved"
         self._log(f"{reason}: stopped after step {self.step}, {saved} in {self._manager.directory}")
         if code is ExitCode.DO_NOT_REQUEUE:

@@ -48,8 +48,8 @@ class Objects(Protocol):
     def prepare(self, index: Index, source: str) -> Prepared:
         """Return where the arrays go. Raises CheckpointMismatch if objects or shapes differ."""
 
-    def load(self, index: Index, prepared: Prepared) -> None:
-        """Load the state, once the arrays are filled."""
+    def load(self, index: Index, prepared: Prepared, is_own_run: bool) -> None:
+        """Load the state, once the arrays are filled; files only if the run goes on from it."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Restore:
                 ranks.
         """
         self._lead(0, lambda: use_one(path, lambda saved, file: self._send(file)))
-        return self._load()
+        return self._load(is_own_run=False)
 
     def newest(
         self,
@@ -130,7 +130,7 @@ class Restore:
         reader = root if is_in_memory else 0
         told = f"{own[0].attempt} {own[0].step} {own[1]}" if own and self._comm.rank == reader else ""
         attempt, step, path = self._world.broadcast_text(told, reader, self._comm).split(" ", 2)
-        return Restored(Saved(int(attempt), int(step)), path, self._load(), is_in_memory)
+        return Restored(Saved(int(attempt), int(step)), path, self._load(is_own_run=True), is_in_memory)
 
     def _search(
         self,
@@ -209,11 +209,11 @@ class Restore:
             next(blocks, None)  # verifies the digest
         self._taken = index, prepared
 
-    def _load(self) -> Index:
+    def _load(self, is_own_run: bool) -> Index:
         assert self._taken is not None, "a checkpoint was sent"
         index, prepared = self._taken
         with self._world.agreed(self._comm):
-            self._objects.load(index, prepared)
+            self._objects.load(index, prepared, is_own_run)
         return index
 
 

@@ -141,8 +141,9 @@ class AttemptSaves:
         else:
             self._manager.save(step, *args, blocking=is_last or is_first, **kwargs)
         self._has_saved, stall_s = True, time.monotonic() - started
-        if is_first:
+        if is_first or not self._attempt.has_progress:
             self._attempt.committed(step)
+        if is_first:
             self.times.add(time.monotonic() - started)  # `committed` has waited for the read-back
         elif self._manager.last_save_s is not None:  # that of the previous save, which this one has waited for
             self.times.add(compare_s + self._manager.last_save_s)

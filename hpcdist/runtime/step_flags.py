@@ -27,8 +27,8 @@ class Requester(Protocol):
     def requested(self) -> Request:
         """Return what this rank requests now. Called at every sum; not collective."""
 
-    def poll(self) -> None:
-        """Act on requests: the program is between two steps. Collective: the ranks of the role."""
+    def poll_between_batches(self) -> None:
+        """Act on requests: the program is between two batches. Collective: the ranks of the role."""
 
 
 class StepFlags:
@@ -75,7 +75,7 @@ class StepFlags:
     def poll(self) -> None:
         """Let the requester act between two steps. Collective where there is one: the ranks of the role."""
         if self.requester is not None:
-            self.requester.poll()
+            self.requester.poll_between_batches()
 
 
 #: The flags of a job of one rank. Strategies of one replica use them without starting MPI.

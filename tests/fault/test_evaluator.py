@@ -25,8 +25,11 @@ checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, strategy=strat
 manager = hpcdist.CheckpointManager(checkpoint, run / "checkpoints")
 handler = hpcdist.PreemptionCheckpointHandler(None, manager, save_every_steps=10)
 if strategy.cluster_resolver.task_type == "evaluator":
+    batches = strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(torch.ones(40)).batch(2))
     while True:
         path = hpcdist.latest_checkpoint(run / "checkpoints")
+        for _ in batches:  # polls, too
+            time.sleep(0.005)
         (run / "seen").write_text(str(path))
         handler.poll()
         time.sleep(0.05)

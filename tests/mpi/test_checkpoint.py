@@ -251,7 +251,7 @@ def test_an_attempt_that_is_left_over_adds_no_record_to_the_next_ones(comm, shar
     files = [hpcdist.MetricsFile(shared_path / "metrics.jsonl") for _ in range(2)]
     managers = [Manager(hpcdist.Checkpoint(metrics=file), shared_path / "disk") for file in files]
     for manager in managers:
-        manager.begin()
+        manager.begin_attempt()
     files[1].write(1, loss=1.0)
     files[0].write(1, loss=0.0)
     files[1].write(2, loss=2.0)
@@ -298,7 +298,7 @@ def test_only_damaged_ones_is_an_error_on_all_ranks(comm, shared_path):
         (shared_path / "step-00000001-0001.h5").write_bytes(b"")
     comm.Barrier()
     assert "got 1 damaged" in raised_everywhere(comm, manager.restore_or_initialize)
-    assert "got 1 damaged" in raised_everywhere(comm, manager.begin_attempt)
+    assert "got 1 damaged" in raised_everywhere(comm, manager.restore_or_initialize)
 
 
 def test_any_number_may_be_a_step(comm, shared_path):
@@ -340,7 +340,7 @@ def test_a_save_continues_in_the_background(comm, shared_path, monkeypatch):
     """What is written is the state at the call, whatever becomes of it while the file is written."""
     values = np.full(1000, 1.0)
     manager = Manager(hpcdist.Checkpoint(values=values), shared_path)
-    manager.begin()
+    manager.begin_attempt()
     write_now, pwrite = threading.Event(), os.pwrite
 
     def write(*arguments):
@@ -361,7 +361,7 @@ def test_a_save_continues_in_the_background(comm, shared_path, monkeypatch):
 
 def test_a_background_save_that_fails_is_raised_by_the_next_call_on_all_ranks(comm, shared_path, monkeypatch):
     manager = Job(comm).manager(shared_path)
-    manager.begin()
+    manager.begin_attempt()
 
     def fail(*arguments):
         raise OSError(28, "No space left on device")
@@ -437,8 +437,8 @@ def without_progress_of(manager):
     return len(without_progress(manager.ledger.attempts()))
 
 
-def test_attempts_that_die_are_counted_and_their_checkpoint_is_stepped_over(comm, shared_path, caplog):
-    """Each launch outside of a batch job is a job of its own: two deaths in different jobs make a suspect."""
+def test_attempts_that_die_are_counted_and_their_checkpoint_is_stepped_over(comm, shared_path, caplog, monkeypatch):
+    """Two deaths in different jobs make a suspect."""
     first = Job(comm).manager(shared_path)
     assert first.restore_or_initialize() is None
     first.save(1)
@@ -446,6 +446,7 @@ def test_attempts_that_die_are_counted_and_their_checkpoint_is_stepped_over(comm
     first.wait()
     assert without_progress_of(first) == 0
     for n_before in range(2):
+        monkeypatch.setenv("SLURM_JOB_ID", str(n_before))
         manager = Job(comm).manager(shared_path)
         assert manager.restore_or_initialize().endswith("step-00000002-0001.h5")
         assert without_progress_of(manager) == n_before + 1
@@ -484,8 +485,8 @@ def full(folder, nbytes):
 
 def test_an_attempt_that_was_replaced_ends(comm, shared_path):
     first, second = (Job(comm).manager(shared_path) for _ in range(2))
-    first.begin()
-    second.begin()
+    first.begin_attempt()
+    second.begin_attempt()
     text = raised_everywhere(comm, lambda: first.save(1))
     assert "expected attempt 1 to be the latest" in text
     assert second.save(1).endswith("step-00000001-0002.h5")
@@ -511,6 +512,25 @@ def test_a_checkpoint_is_read_without_writing(comm, shared_path):
     assert other.bits()[:-1] == job.bits()[:-1]
     assert files_in(shared_path) == before
     writer.save(4)
+
+
+def test_reading_leaves_the_metrics_of_a_job_that_runs_alone(comm, shared_path):
+    job = Job(comm, metrics=hpcdist.MetricsFile(shared_path / "metrics.jsonl"))
+    manager = job.manager(shared_path / "run")
+    metrics = job.checkpoint._objects["metrics"]
+    metrics.write(1, loss=1.0)
+    path = manager.save(1)
+    metrics.write(2, loss=2.0)
+    reader = Job(comm, metrics=hpcdist.MetricsFile(shared_path / "metrics.jsonl")).checkpoint
+    assert reader.read(path) == 1
+    metrics.write(3, loss=3.0)
+    comm.Barrier()
+    assert len((shared_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert reader.restore(path) == 1
+    reader._objects["metrics"].write(2, loss=2.5)
+    comm.Barrier()
+    steps = [json.loads(line)["step"] for line in (shared_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -559,7 +579,14 @@ def test_a_person_who_goes_back_makes_progress_from_there(comm, shared_path):
     if comm.rank == 0:
         assert manager.ledger.attempts()[-1].base_step == 10
     assert without_progress_of(manager) == 0
-    assert Job(comm).manager(shared_path).restore_or_initialize().endswith("step-00000015-0002.h5")
+    last = Job(comm)
+    later = last.manager(shared_path)
+    assert later.restore_or_initialize().endswith("step-00000015-0002.h5")
+    assert last.checkpoint.restore(paths[0]) == 10
+    assert later.save(12).endswith("step-00000012-0003.h5"), "though its attempt began at 15"
+    assert last.checkpoint.restore(paths[1]) == 20
+    assert later.restore_or_initialize() == paths[1], "the chosen one, not the newest"
+    assert later.saved_step == 20
 
 
 def test_another_thread_count_is_reported(comm, shared_path, caplog):
@@ -659,8 +686,9 @@ def test_a_checkpoint_that_kills_who_loads_it_twice_is_stepped_over(comm, shared
     def die(*_):
         raise MemoryError
 
-    for _ in range(2):
+    for job_id in ("7", "8"):
         with monkeypatch.context() as patched:
+            patched.setenv("SLURM_JOB_ID", job_id)
             patched.setattr(hpcdist.Checkpoint, "load", die)
             with pytest.raises(MemoryError):
                 job.manager(shared_path).restore_or_initialize()

@@ -99,7 +99,7 @@ def test_another_node_stands_in_for_one_whose_copy_is_damaged_or_lost(run, comm,
     if comm.rank == 0:
         harm(run.memory)
     comm.Barrier()
-    assert run.attempt().begin_attempt() is not None
+    assert run.attempt().restore_or_initialize() is not None
     assert (run.values == (7 if comm.size > 1 else 5)).all()
 
 
@@ -128,7 +128,7 @@ def test_copies_of_another_run_in_the_same_folder_are_not_taken(run, comm):
 
 def test_full_memory_is_reported_and_training_continues(run, comm, caplog, monkeypatch):
     manager = run.attempt()
-    manager.begin()
+    manager.begin_attempt()
 
     def fail(*arguments):
         raise OSError(28, "No space left on device")
@@ -180,60 +180,61 @@ def test_the_name_of_a_run_that_is_none_is_refused_on_all_ranks(comm, shared_pat
 
 def test_the_memory_is_given_back_at_the_end(run):
     manager = run.attempt()
-    manager.begin_attempt()
+    manager.restore_or_initialize()
     save(run, manager, 3, is_fast=True)
     assert run.files()
     manager.end_attempt()
     assert not list(run.memory.iterdir())
 
 
-def test_a_copy_that_killed_two_attempts_is_stepped_over(run):
+def test_a_copy_that_killed_two_attempts_is_stepped_over(run, monkeypatch):
     first = run.attempt()
-    first.begin_attempt()
+    first.restore_or_initialize()
     save(run, first, 5, is_fast=False)
     save(run, first, 7, is_fast=True)
     for found in ("memory", "disk"):  # the first one has written it to the disk
+        monkeypatch.setenv("SLURM_JOB_ID", found)  # two jobs
         dies = run.attempt()
-        path = dies.begin_attempt()
+        path = dies.restore_or_initialize()
         assert "step-00000007-" in path
         assert ("checkpoints" in path) == (found == "disk")
         dies.wait()
-    assert run.attempt().begin_attempt().endswith("step-00000005-0001.h5")
+    assert run.attempt().restore_or_initialize().endswith("step-00000005-0001.h5")
 
 
 def test_what_was_restored_from_memory_goes_to_the_disk_before_the_memory_goes(run, comm):
     """A job that died at step 7, and is asked to stop, or ends, right after it went on from there."""
     first = run.attempt()
-    first.begin_attempt()
+    first.restore_or_initialize()
     save(run, first, 5, is_fast=False)
     save(run, first, 7, is_fast=True)
     second = run.attempt()
-    assert second.begin_attempt().endswith("step-00000007-0001.h5")
+    assert second.restore_or_initialize().endswith("step-00000007-0001.h5")
     second.end_attempt()
     assert not run.files()
     assert second.latest_path == hpcdist.latest_checkpoint(run.disk)
     third = run.attempt()
-    assert "checkpoints" in third.begin_attempt()
+    assert "checkpoints" in third.restore_or_initialize()
     assert (run.values == 7).all()
 
 
 def test_an_attempt_that_came_further_in_memory_was_not_in_vain(run, comm):
     first = run.attempt()
-    first.begin_attempt()
+    first.restore_or_initialize()
     for step in (10, 20, 30, 40, 50):
         assert len(without_progress(first.ledger.attempts())) == 1
         save(run, first, step, is_fast=True)
         first = run.attempt()
-        first.begin_attempt()
+        first.restore_or_initialize()
         first.wait()
     died_at_once = run.attempt()
-    died_at_once.begin_attempt()
+    died_at_once.restore_or_initialize()
     assert len(without_progress(died_at_once.ledger.attempts())) == 2
 
 
 def test_the_memory_of_a_later_attempt_is_left_alone(run):
     first = run.attempt()
-    first.begin()
+    first.begin_attempt()
     second = run.attempt()
     save(run, second, 3, is_fast=True)
     first.forget_copies()

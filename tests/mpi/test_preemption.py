@@ -619,6 +619,60 @@ def test_preemptions_before_the_first_new_step_do_not_count(comm, shared_path, m
         assert (told["decision"], told["attempts_without_progress"]) == ("requeue", 1)
 
 
+def test_a_second_handler_of_a_manager_is_another_attempt(comm, shared_path, make_job):
+    """Two phases of a program: what the first has finished says nothing of the second."""
+    job = make_job()
+    with job.handler:
+        job.train(1)
+    second = hpcdist.PreemptionCheckpointHandler(None, job.manager)
+    told = decision(comm, shared_path)
+    assert (told["decision"], told["attempt"]) == ("requeue", 2)
+    second.close()
+
+
+@pytest.mark.usefixtures("in_batch_job")
+def test_a_restore_before_the_handler_keeps_the_rule(comm, shared_path, make_job, monkeypatch):
+    """As in TensorFlow's guides. A refused start counts as little as it does without."""
+    plain = hpcdist.CheckpointManager.__init__
+
+    def restoring(manager, *args, **kwargs):
+        plain(manager, *args, **kwargs)
+        manager.restore_or_initialize()
+
+    monkeypatch.setattr(hpcdist.CheckpointManager, "__init__", restoring)
+    for _ in range(3):
+        make_job().handler.close()
+    for _ in range(2):
+        with pytest.raises(NoProgressError, match="got 3 attempts in a row without progress"):
+            make_job()
+    comm.Barrier()
+    if comm.rank == 0:
+        (shared_path / "run" / "decision.json").unlink()
+    comm.Barrier()
+    make_job().handler.close()
+    told = decision(comm, shared_path)
+    assert (told["decision"], told["attempts_without_progress"]) == ("requeue", 1)
+
+
+@pytest.mark.usefixtures("in_batch_job")
+def test_progress_after_a_suspect_was_skipped_is_told(comm, shared_path, make_job, monkeypatch):
+    """The third attempt begins with "stop", and its first save only reaches the step that was skipped."""
+    first = make_job(save_every_steps=2)
+    first.train(1, lambda step: first.handler.close() if step == 4 else None)
+    first.manager.wait()
+    for job_id in ("8", "9"):
+        monkeypatch.setenv("SLURM_JOB_ID", job_id)
+        make_job().handler.close()
+    job = make_job(save_every_steps=2)
+    start = job.handler.step
+    verdicts = []
+    job.train(2, lambda step: verdicts.append(decision(comm, shared_path)["decision"]))
+    assert verdicts[0] == "stop"
+    assert verdicts[-1] == "requeue"
+    assert start < job.handler.step
+    job.handler.close()
+
+
 class OtherJob(Job):
     """Of another model."""
 

@@ -16,7 +16,7 @@ def run(path, disk, tell):
     manager_module.Store = functools.partial(Store, disk=disk)
     weights, step = np.linspace(-1, 1, 300), np.zeros((), np.int64)
     manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(weights=weights, step=step), path, max_to_keep=2)
-    manager.begin_attempt()
+    manager.restore_or_initialize()
     while step < N_STEPS:
         step += 1
         weights[:] = weights * 0.9 + np.sin(np.arange(weights.size) * int(step))

@@ -65,6 +65,7 @@ ON_DISK = [
     Mutant("interrupted calls are repeated", "_repeat", "InterruptedError", "ZeroDivisionError", FAULTS),
     Mutant("EINVAL ends direct writes only", "_write_block", "error.errno == errno.EINVAL", "False", FAULTS),
     Mutant("a failed allocation is raised", "Disk.allocate", "raise", "return", FAULTS),
+    Mutant("numbers beyond those of all files", "Store._take_number", "self.saved()", "()", STORE),
     Mutant("a number for each attempt", "Disk.make_new", "os.O_EXCL", "0", STORE),
     Mutant("an attempt that is overtaken", "Store._take_number", "FileExistsError", "ZeroDivisionError", STORE),
     Mutant("a superseded attempt is fenced off", "Store.check_current", "newest > self.attempt", "False", STORE),
@@ -92,7 +93,7 @@ ON_DISK = [
     Mutant("steps only increase", "Store.path_of", "step < last", "False", STORE),
     Mutant("damaged checkpoints are set aside", "Store.resume_from", "self._disk.rename(...)", "pass", STORE),
     Mutant("no silent start from scratch", "Store.use_latest", "raise self._none_sound() from None", "pass", STORE),
-    Mutant("half-written files are swept", "Store.begin_attempt", "durable.sweep_temporary(...)", "pass", STORE),
+    Mutant("half-written files are swept", "Store.begin", "durable.sweep_temporary(...)", "pass", STORE),
     Mutant("a copy of a run is another run", "Store.run_id", "found[1] == inode", "True", STORE),
     Mutant("a full disk makes no suspect", "Store.commit", "self._note_save(...)", "pass", RANKS),
     Mutant("digest of the header", "parse_header", "digest != _digest(line)", "False", FILE),
@@ -154,7 +155,7 @@ STOPS = [
     Mutant("attempts count in batch jobs only", "decide", "is_counted", "True", DECISION),
     Mutant("the base is carried over", "Ledger.begin", "earlier[-1].reached_step if earlier else -1", "-1", LEDGER),
     Mutant("another model is refused for good", "RunAttempt.refused", "isinstance(...)", "False", HANDLER),
-    Mutant("no stop inside a step", "PreemptionCheckpointHandler.poll", "self._is_busy", "False", HANDLER),
+    Mutant("no stop inside a step", "PreemptionCheckpointHandler._can_poll", "self._is_busy", "False", HANDLER),
     Mutant(
         "no signal while leaving",
         "PreemptionCheckpointHandler._obey",
@@ -177,7 +178,7 @@ STOPS = [
     Mutant(
         "a save outlives its manager", "finish_at_exit", "weakref.finalize(owner, ...).atexit = False", "pass", RANKS
     ),
-    Mutant("metrics are claimed", "CheckpointManager.begin", "self.checkpoint.claim_files()", "pass", RANKS),
+    Mutant("metrics are claimed", "CheckpointManager.begin_attempt", "self.checkpoint.claim_files()", "pass", RANKS),
     Mutant("ranks that differ are detected", "require_equal", "MPI.MIN", "MPI.MAX", DESYNC),
     Mutant(
         "copies of ranks that differ are removed",
@@ -188,7 +189,7 @@ STOPS = [
     ),
     Mutant(
         "requests are looked for after an evaluation",
-        "PreemptionCheckpointHandler.poll",
+        "PreemptionCheckpointHandler.poll_between_batches",
         "self._is_long_since",
         "False",
         HANDLER,

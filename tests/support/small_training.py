@@ -20,7 +20,8 @@ from hpcdist.resilience.ledger import Launch, Ledger
 OPERATIONS = [name for name, item in vars(Disk).items() if callable(item)]
 N_STEPS = 8
 KEPT = Retention(2, keep_best="loss")
-LAUNCH = Launch(None, ("n1",), None, is_vouched=False)
+#: Two jobs: who dies on a checkpoint in both suspects it.
+LAUNCHES = [Launch(job, ("n1",), None, is_vouched=False) for job in ("7", "8")]
 
 
 class WatchedDisk(Disk):
@@ -60,7 +61,7 @@ class Training:
         self.step, self.weights = 0, np.linspace(-1, 1, 300)
 
     def run(self):
-        self.ledger.begin(LAUNCH)
+        self.ledger.begin(LAUNCHES[0])
         self.store.run_id()
         self.restore(suspects(self.ledger.attempts()[:-1]))
         while self.step < N_STEPS:
@@ -118,18 +119,18 @@ def make_broken(path):
     The newest checkpoint is damaged, two attempts died on the one before, a file is half written, and a line is torn.
     """
     first = Training(path)
-    first.ledger.begin(LAUNCH)
+    first.ledger.begin(LAUNCHES[0])
     for _ in range(6):
         first.take_step()
         if first.step % 2 == 0:
             first.save(prunes=False)
-    for _ in range(2):
+    for launch in LAUNCHES:
         died = Ledger(Store(path))
-        died.begin(LAUNCH)
+        died.begin(launch)
         died.resume(4)
     damage(path / str(Saved(1, 6)))
     (path / f"{Saved(3, 6)}.tmp-1").write_bytes(b"half")
-    Store(path).begin_attempt()
+    Store(path).begin()
     (path / "attempts" / "0004.jsonl").write_text('{"event": "be')
     return Saved(1, 4)
 

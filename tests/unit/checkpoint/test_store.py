@@ -46,7 +46,7 @@ def disk():
 
 def attempt(path, disk=None):
     folder = Store(path, disk)
-    folder.begin_attempt()
+    folder.begin()
     return folder
 
 
@@ -504,7 +504,7 @@ def test_two_attempts_that_begin_at_once_get_two_numbers(tmp_path):
 import sys
 from hpcdist.checkpoint.store import Store
 store = Store(sys.argv[1])
-store.begin_attempt()
+store.begin()
 print(store.attempt)
 """
     jobs = [subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE) for _ in range(4)]
@@ -522,6 +522,17 @@ class OvertakenDisk(Disk):
 
 def test_an_attempt_that_is_overtaken_takes_the_next_number(tmp_path):
     assert attempt(tmp_path, OvertakenDisk()).attempt == 2
+
+
+def test_a_checkpoint_of_a_later_attempt_without_its_ledger_is_older_than_what_is_saved_now(folder):
+    """A file of another run that was copied here, or a ledger that was removed."""
+    path = commit(folder, 300)
+    path.rename(folder.path / str(Saved(7, 300)))
+    later = attempt(folder.path)
+    assert later.attempt == 8
+    commit(later, 301)
+    prune(later, 1)
+    assert later.read_latest().saved == Saved(8, 301)
 
 
 def test_a_listing_that_is_old_does_not_keep_an_attempt_from_its_number(tmp_path, monkeypatch):

@@ -121,7 +121,7 @@ ON_5 = from_step(5)
         ([ON_5, {**ON_5, "job": "8", "has_saved": True}], False),
         ([ON_5, {**ON_5, "job": "8", **STOPPED}], False),
         ([ON_5, {**ON_5, "job": "8", "end": "failed"}], False),
-        ([{**ON_5, "job": None}, {**ON_5, "job": None}], True),
+        ([{**ON_5, "job": None}, {**ON_5, "job": None}], False),
         ([ON_5, {**ON_5, "job": "8"}, {"is_new_try": True}], False),
         ([ON_5, {**ON_5, "job": "8"}, {"is_vouched": True}], False),
         ([{"restored_step": 5}, {"restored_step": 5, "job": "8"}], True),

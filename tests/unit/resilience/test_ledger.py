@@ -46,6 +46,13 @@ def test_the_base_is_the_highest_step_that_any_attempt_has_reached(begin):
     assert [attempt.base_step for attempt in begin().attempts()][-2:] == [5, 5]
 
 
+def test_a_person_may_try_again_after_an_attempt_has_begun(begin):
+    ledger = begin()
+    assert not ledger.attempts()[-1].is_new_try
+    ledger.try_again()
+    assert ledger.attempts()[-1].is_new_try
+
+
 def test_only_the_latest_attempts_are_read(begin):
     begin()._store.note("commit", step=30)
     for _ in range(20):
