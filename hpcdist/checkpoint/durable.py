@@ -256,8 +256,11 @@ def append_line(disk: Disk, path: Path, line: str) -> None:
             done = disk.write(descriptor, data, offset)
             data, offset = data[done:], offset + done
         disk.sync(descriptor)
-    finally:
-        disk.close(descriptor)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first error is raised
+            disk.close(descriptor)
+        raise
+    disk.close(descriptor)
 
 
 def sweep_temporary(disk: Disk, folder: Path, of: str = "") -> None:

@@ -255,6 +255,7 @@ class Store:
                 self._disk.make_new(self._ledger_of(number))
             self._disk.sync_folder(self.path / "attempts")
             self._last_before = max((saved.step for saved in self.saved()), default=-1)
+            self._has_saved, self.damaged = False, []
         with self._tolerated("incomplete files stay"):
             durable.sweep_temporary(self._disk, self.path)
 

@@ -57,17 +57,18 @@ class RunAttempt:
         self.renew()
 
     def _require_progress(self) -> None:
-        this = self._launch.attempt(self._manager.attempt)
-        earlier = [attempt for attempt in self._manager.ledger.attempts() if attempt.number != this.number]
-        decision = decide([*earlier, this], self._is_counted)
+        attempts = self._manager.ledger.attempts()
+        if not self._manager.is_in_progress:
+            attempts.append(self._launch.attempt(0))  # this one, as it would begin
+        decision = decide(attempts, self._is_counted)
         if decision.exit_code is not None:
-            if self._manager.attempt:  # it has begun with a restore before this: it is none that counts
+            if self._manager.is_in_progress:  # it has begun with a restore before this: it is none that counts
                 self._manager.ledger.end("refused", decision.reason)
             raise NoProgressError(
                 f"PreemptionCheckpointHandler: expected attempts that make progress, got {decision.reason}; fix what "
                 f"ends them, then remove {self._file.path} to try again."
             )
-        n_earlier = len(without_progress([*earlier, this])) - 1
+        n_earlier = len(without_progress(attempts)) - 1
         if self._warns and n_earlier >= 3:
             logger.warning(
                 "%d attempts in a row made no progress: as a batch job this one would not start, unless you remove %s.",
@@ -92,6 +93,7 @@ class RunAttempt:
         """
         if self._world.is_chief and self._manager.attempt:
             self._try_to_end("refused" if isinstance(error, CheckpointMismatch) else "failed", str(error))
+        self._manager.give_up_attempt()
 
     def committed(self, step: int) -> None:
         """Write what a checkpoint changes, once it is durable and was read back: the attempt may have made progress.

@@ -104,7 +104,10 @@ class Checkpoint:
 
         Cost: one read of the file, and a broadcast of its arrays; no memory above the state but two blocks of 4 MiB.
         """
-        return Restore(self.world, self).one(Path(path)).step
+        chosen, self.chosen_path = self.chosen_path, None  # not if this raises: a part of the state is another one then
+        step = Restore(self.world, self).one(Path(path)).step
+        self.chosen_path = chosen
+        return step
 
     def restore(self, path: str | os.PathLike[str]) -> int:
         """Load like `read`, and go on from there: a manager's restore then keeps it, and its next save is after it.
@@ -113,6 +116,7 @@ class Checkpoint:
 
         Collective: chief and workers. Raises as `read`.
         """
+        self.chosen_path = None  # until this one is loaded
         index = Restore(self.world, self).one(Path(path))
         for name, item in self._objects.items():
             if isinstance(item, MetricsFile):

@@ -198,17 +198,23 @@ class CheckpointManager:
     def _begin_to_save(self) -> str | None:
         """Begin an attempt if there is none; return the path of the checkpoint that a person chose since the last call.
 
-        Progress counts from there, and saves may be of any later step. Collective: chief and workers.
+        Progress counts from there, and saves may be of any later step: of another attempt, if this one came further.
+
+        Collective: chief and workers.
         """
+        chosen, step = self.checkpoint.chosen_path, self.checkpoint.step
+        if chosen is not None and self.saved_step > step:
+            self._has_begun = False
         self.begin_attempt()
-        chosen, self.checkpoint.chosen_path = self.checkpoint.chosen_path, None
         if chosen is not None:
-            step = self.checkpoint.step
             with self._world.agreed(self._comm):
                 if self._is_writer:
                     self.ledger.resume(step, is_base=True)
                     self._saver.store.resume_from(Saved(self.attempt, step))
-            self.latest_path = chosen
+                    self._saver.last = None  # what it holds is of the state left behind
+            if self._memory is not None:
+                self._memory.resume_from(Saved(0, step))
+            self.latest_path, self.checkpoint.chosen_path = chosen, None
             self.note_saved(step)
         return chosen
 
@@ -308,6 +314,15 @@ class CheckpointManager:
                         numbers,
                     )
         return {int(step) for step in self._world.broadcast_text(text, 0, self._comm).split()}
+
+    def give_up_attempt(self) -> None:
+        """Let what this manager does next be another attempt: this one was refused, or has failed. On all ranks."""
+        self._has_begun = False
+
+    @property
+    def is_in_progress(self) -> bool:
+        """Whether an attempt of this manager has begun and has not ended."""
+        return self._has_begun
 
     def check_current(self) -> None:
         """Raise AttemptReplaced if a later attempt of this run has begun. Not collective: chief only."""

@@ -20,7 +20,7 @@ from hpcdist.checkpoint.read import BLOCK_BYTES, ArrayWriter, CheckpointFile, In
 from hpcdist.checkpoint.store import Saved, Store, use_one
 from hpcdist.collectives import library as mpi
 from hpcdist.collectives.group import group_of
-from hpcdist.errors import CheckpointError, HpcdistError
+from hpcdist.errors import CheckpointDamaged, CheckpointError, HpcdistError
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.world import World
 
@@ -111,7 +111,7 @@ class Restore:
         found: list[tuple[Saved, Path]] = []
 
         def use(saved: Saved, file: CheckpointFile) -> None:
-            if in_memory is None or saved > in_memory:
+            if in_memory is None or saved >= in_memory:  # the disk has metrics, too
                 before_reading(saved)
                 self._send(file)
                 found.append((saved, file.path))
@@ -141,7 +141,7 @@ class Restore:
     ) -> None:
         """Send the newest checkpoint on disk, unless memory is as new. On the chief."""
         on_disk = store.saved()
-        if in_memory is None or (on_disk and on_disk[-1] > in_memory):
+        if in_memory is None or (on_disk and on_disk[-1] >= in_memory):
             try:
                 store.use_latest(use, skipped)
             except CheckpointError as error:
@@ -189,9 +189,14 @@ class Restore:
 
     def _take(self, source: str, index: Index, root: int, blocks: Iterator[memoryview] | None) -> None:
         """Put the blocks of a checkpoint, which root reads, into the objects of this rank."""
-        with self._world.agreed(self._comm):
-            prepared = self._objects.prepare(index, source)
-        writer, group = ArrayWriter(index.arrays, prepared.arrays), group_of(self._comm)
+        try:
+            with self._world.agreed(self._comm):
+                prepared = self._objects.prepare(index, source)
+        except CheckpointDamaged as damage:  # on all ranks: the others wait for what root sends next
+            if blocks is None:
+                return
+            raise CheckpointDamaged(str(damage)) from None
+        writer, group = ArrayWriter(index.arrays, prepared.arrays), group_of(self._comm, world=self._world)
         buffer, error = np.empty(BLOCK_BYTES, np.uint8), None
         for start in range(HEADER_BYTES, index.header.index_offset, BLOCK_BYTES):
             block = buffer[: min(BLOCK_BYTES, index.header.index_offset - start)]

@@ -26,7 +26,7 @@ class Watcher:
     def requested(self):
         return self.want
 
-    def poll(self):
+    def poll_between_batches(self):
         self.n_polls += 1
         if heard := self.agreement.poll():
             self.learnt.append((self.n_polls, heard))
@@ -97,7 +97,7 @@ def test_stop_and_save_by_different_ranks_ride_together(comm, watcher):
         strategy.run(step, args=(x,))
         watcher.want = Request.NONE
         break
-    watcher.poll()
+    watcher.poll_between_batches()
     same_everywhere(comm, watcher.learnt)
     assert watcher.learnt[-1:] == [(2 if comm.size > 1 else 1, Request.STOP | Request.SAVE)]
 
@@ -106,7 +106,7 @@ def test_a_stop_by_one_rank_is_heard_beside_a_save_by_another(comm, watcher):
     """By messages too, of which one number has to tell all."""
     watcher.want = Request.STOP if comm.rank == comm.size - 1 else Request.SAVE
     for _ in range(2 * MAX_POLLS):
-        watcher.poll()
+        watcher.poll_between_batches()
     heard = same_everywhere(comm, watcher.learnt)
     assert heard
     assert all(Request.STOP in want for _, want in heard)

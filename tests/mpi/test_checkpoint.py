@@ -583,10 +583,40 @@ def test_a_person_who_goes_back_makes_progress_from_there(comm, shared_path):
     later = last.manager(shared_path)
     assert later.restore_or_initialize().endswith("step-00000015-0002.h5")
     assert last.checkpoint.restore(paths[0]) == 10
-    assert later.save(12).endswith("step-00000012-0003.h5"), "though its attempt began at 15"
+    assert later.save(12).endswith("step-00000012-0004.h5"), "another attempt, as this one began at 15"
     assert last.checkpoint.restore(paths[1]) == 20
     assert later.restore_or_initialize() == paths[1], "the chosen one, not the newest"
     assert later.saved_step == 20
+    assert last.checkpoint.restore(paths[0]) == 10
+    assert later.save(11).endswith("step-00000011-0005.h5"), "another attempt, as this one had come to 20"
+
+
+def test_a_state_that_is_damaged_though_its_digest_is_right_is_stepped_over_on_all_ranks(
+    comm, shared_path, monkeypatch
+):
+    values = np.zeros(3)
+    checkpoint = hpcdist.Checkpoint(values=values)
+    manager = Manager(checkpoint, shared_path)
+    values[:] = 1
+    manager.save(1)
+    values[:] = 2
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "collect", lambda gathered: ({"objects": 7, "kinds": 7}, []))
+        manager.save(2)
+    manager.wait()
+    assert manager.restore_or_initialize().endswith("step-00000001-0001.h5")
+    assert values.tolist() == [1, 1, 1]
+    comm.Barrier()
+    assert (shared_path / "step-00000002-0001.h5.bad").exists()
+
+
+def test_a_chosen_checkpoint_whose_successor_cannot_be_read_is_chosen_no_more(comm, shared_path):
+    values = np.zeros(3)
+    checkpoint = hpcdist.Checkpoint(values=values)
+    path = Manager(checkpoint, shared_path / "run").save(1)
+    checkpoint.restore(path)
+    raised_everywhere(comm, lambda: checkpoint.restore(shared_path / "nothing.h5"))
+    assert checkpoint.chosen_path is None
 
 
 def test_another_thread_count_is_reported(comm, shared_path, caplog):

@@ -56,7 +56,7 @@ def save(run, manager, step, is_fast):
         ([(10, True)], "memory"),
         ([(10, False), (12, True)], "memory"),
         ([(10, True), (12, False)], "disk"),
-        ([(10, True), (10, False)], "memory"),
+        ([(10, True), (10, False)], "disk"),  # with its metrics
         ([(10, True), (12, True), (13, True)], "memory"),
     ],
 )
