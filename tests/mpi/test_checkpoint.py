@@ -568,19 +568,19 @@ def test_what_cannot_be_read_is_an_error_on_all_ranks(comm, shared_path):
 
 
 def test_a_person_who_goes_back_makes_progress_from_there(comm, shared_path):
-    first = Job(comm).manager(shared_path)
+    first = Job(comm).manager(shared_path, max_to_keep=9)
     paths = [first.save(step) for step in (10, 20)]
     first.wait()
     again = Job(comm)
     assert again.checkpoint.restore(paths[0]) == 10
-    manager = again.manager(shared_path)
+    manager = again.manager(shared_path, max_to_keep=9)
     manager.save(15)
     manager.wait()
     if comm.rank == 0:
         assert manager.ledger.attempts()[-1].base_step == 10
     assert without_progress_of(manager) == 0
     last = Job(comm)
-    later = last.manager(shared_path)
+    later = last.manager(shared_path, max_to_keep=9)
     assert later.restore_or_initialize().endswith("step-00000015-0002.h5")
     assert last.checkpoint.restore(paths[0]) == 10
     assert later.save(12).endswith("step-00000012-0004.h5"), "another attempt, as this one began at 15"

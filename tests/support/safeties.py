@@ -220,7 +220,7 @@ COPIES_AND_METRICS = [
     Mutant("characters in a run's name", "FastTier.__init__", "re.sub(...)", "run_id", OWN_MEMORY),
     Mutant("nothing is removed through a link", "FastTier._remove", "self._require_own()", "pass", OWN_MEMORY),
     Mutant("suspects in memory", "Restore.newest", "copy[0].step not in skipped", "True", MEMORY),
-    Mutant("newer on disk", "Restore._search", "on_disk[-1] > in_memory", "False", MEMORY),
+    Mutant("newer on disk", "Restore._search", "on_disk[-1] >= in_memory", "False", MEMORY),
     Mutant("from memory to the disk", "CheckpointManager.restore_or_initialize", "found.is_in_memory", "False", MEMORY),
     Mutant("memory of a later attempt", "FastTier._remove", "self._store.check_current()", "pass", MEMORY),
     Mutant("metrics after the checkpoint are cut", "MetricsFile._cut", "record[1] <= last_step", "True", METRICS),
