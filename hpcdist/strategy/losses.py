@@ -1,5 +1,6 @@
 """Loss helpers: losses scaled by the global batch, so that summed gradients are the gradient of the mean."""
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         UsageError: for a loss without rows and no global_batch_size, a negative global_batch_size, weights that do not
             fit the loss, or when the strategy was made with gradient_op=ReduceOp.MEAN, which would divide twice.
     """
-    strategies = strategies_of_losses()
+    strategies = _strategies()
     if global_batch_size is None:
         global_batch_size = _local_rows(per_example_loss) * _n_replicas(strategies, "compute_average_loss")
     if np.ndim(global_batch_size) or global_batch_size < 0:
@@ -59,7 +60,7 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
         UsageError: outside every scope and run, when strategies of different numbers of replicas are alive.
     """
     total = regularization_loss.sum() if hasattr(regularization_loss, "sum") else regularization_loss
-    return total / _n_replicas(strategies_of_losses(), "scale_regularization_loss")
+    return total / _n_replicas(_strategies(), "scale_regularization_loss")
 
 
 def _weighted(losses: Any, weight: Any) -> Any:
@@ -90,6 +91,18 @@ def _local_rows(per_example_loss: Any) -> int:
             "global_batch_size."
         )
     return int(per_example_loss.shape[0])
+
+
+def _strategies() -> list[Strategy]:
+    """Return the strategies that a loss may belong to, without those that only wait for the garbage collector.
+
+    When it runs differs between ranks, and one of them would raise.
+    """
+    strategies = strategies_of_losses()
+    if len(strategies) > 1 and not all(strategy.is_summing for strategy in strategies):
+        gc.collect()
+        strategies = strategies_of_losses()
+    return strategies
 
 
 def _n_replicas(strategies: list[Strategy], call: str) -> int:

@@ -134,7 +134,7 @@ def test_programs(clone, clean_environ, code):
     (clone / "mine.py").write_text(code)
     run("mpirun -n 2 python mine.py", clone, clean_environ, 60)
     if "runs/mine" in code:
-        assert len(list((clone / "runs" / "mine").rglob("*.h5"))) == 3
+        assert len(list((clone / "runs" / "mine").rglob("step-*.h5"))) == 3
         output = run("python mine.py", clone, clean_environ, 60)[0]
         assert "loss" not in output, "nothing is left to do"
 
