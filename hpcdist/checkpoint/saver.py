@@ -23,7 +23,8 @@ class Saver:
     Args:
         store: destination.
         retention: which checkpoints to keep.
-        prepare: called in the background before a checkpoint is written; its CheckpointError is that of the save.
+        prepare: called in the background before a checkpoint is written; its CheckpointError is that of the save. It
+            must not hold models: a save that is not done keeps this object to the end of the program.
 
     Attributes:
         store: see above.

@@ -132,19 +132,12 @@ class Checkpoint:
         Raises:
             CheckpointError: if a file cannot be written.
         """
-        for item in self._objects.values():
-            if isinstance(item, MetricsFile):
-                item.claim()
+        for file in self.files():
+            file.claim()
 
-    def make_files_durable(self) -> None:
-        """Make the records of metrics files durable, before a checkpoint that counts them. Chief only; any thread.
-
-        Raises:
-            CheckpointError: if a file cannot be written.
-        """
-        for item in self._objects.values():
-            if isinstance(item, MetricsFile):
-                item.make_durable()
+    def files(self) -> list[MetricsFile]:
+        """Return the metrics files, whose records must be durable before a checkpoint that counts them."""
+        return [item for item in self._objects.values() if isinstance(item, MetricsFile)]
 
     def prepare(self, index: Index, source: str) -> Prepared:
         """Return where the arrays of a checkpoint go: into the objects' own memory, or into new memory.

@@ -1,5 +1,6 @@
 """CheckpointManager: saves and restores a Checkpoint in one folder, collectively; only the chief uses the disk."""
 
+import functools
 import logging
 import operator
 import os
@@ -18,6 +19,7 @@ from hpcdist.resilience.decision import suspects
 from hpcdist.resilience.desync import digest_of, require_equal
 from hpcdist.resilience.fast_tier import FastTier
 from hpcdist.resilience.ledger import Launch, Ledger
+from hpcdist.resilience.metrics_file import make_durable
 from hpcdist.resilience.progress import DiskProgress
 from hpcdist.resilience.restore import Restore, Restored
 
@@ -67,7 +69,7 @@ class CheckpointManager:
         self._world = checkpoint.world
         self._comm = self._world.role_comm
         retention = Retention(max_to_keep, keep_every_n_hours, keep_best, best_mode)
-        self._saver = Saver(Store(directory), retention, checkpoint.make_files_durable)
+        self._saver = Saver(Store(directory), retention, functools.partial(make_durable, checkpoint.files()))
         self._is_writer = self._world.is_chief
         self._progress = DiskProgress(self._world, self._saver)
         self.ledger = Ledger(self._saver.store)
@@ -121,7 +123,7 @@ class CheckpointManager:
             if self._is_writer:
                 run_id = self._saver.store.run_id()
         run_id, attempt = self._world.broadcast_text(f"{run_id} {self.attempt}", 0, self._comm).split()
-        prepare = self.checkpoint.make_files_durable  # writes on the chief only
+        prepare = functools.partial(make_durable, self.checkpoint.files())  # writes on the chief only
         return FastTier(directory, run_id, int(attempt), prepare) if self._world.node_comm.rank == 0 else None
 
     @property

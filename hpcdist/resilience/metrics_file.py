@@ -9,6 +9,7 @@ import operator
 import os
 import time
 import weakref
+from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,12 @@ class MetricsFile:
         return CheckpointError(
             f"metrics: expected to write {self.path}, got {error.strerror}; free space or choose another run folder."
         )
+
+
+def make_durable(files: Sequence[MetricsFile]) -> None:
+    """Make the records of files durable; see `MetricsFile.make_durable`."""
+    for file in files:
+        file.make_durable()
 
 
 def _counts_in(state: Any, path: Path) -> tuple[int, int]:
