@@ -182,6 +182,8 @@ class SignalFlag:
                 f"{threading.current_thread().name}; make it there."
             )
         for number in signals:
+            if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # a job in the background, which Ctrl-C is not meant for
             self._earlier[number] = signal.signal(number, self._handler)
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _reset(this()))

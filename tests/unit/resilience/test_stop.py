@@ -244,6 +244,15 @@ def test_the_grace_counts_from_the_signal_not_from_the_next_look(earlier):
     flag.close()
 
 
+def test_a_job_in_the_background_keeps_ignoring_ctrl_c(earlier):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    flag = StopFlag("rank 0")
+    flag.watch_signals()
+    signal.raise_signal(signal.SIGINT)
+    assert flag.reason is None
+    flag.close()
+
+
 CTRL_C = """
 import signal, time
 from hpcdist.resilience.stop import StopFlag
@@ -258,14 +267,19 @@ time.sleep(60)
 
 
 def test_the_first_ctrl_c_asks_for_a_stop_and_the_second_ends_the_program():
-    with subprocess.Popen(
-        [sys.executable, "-c", CTRL_C], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as program:
+    def in_the_foreground():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # shells start jobs in the background without it
+
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", CTRL_C], preexec_fn=in_the_foreground, **pipes) as program:
         assert program.stdout.readline() == "ready\n"
         program.send_signal(signal.SIGINT)
         assert program.stdout.readline() == "SIGINT on rank 0\n"
         program.send_signal(signal.SIGINT)
-        _, errors = program.communicate(timeout=10)
+        try:
+            _, errors = program.communicate(timeout=10)
+        finally:
+            program.kill()
     assert "hpcdist: Ctrl-C: saving and stopping after this step; press it again to end at once" in errors
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert program.returncode == -signal.SIGINT
