@@ -72,6 +72,8 @@ class Job:
 @pytest.fixture
 def make_job(shared_path):
     jobs = []
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # the tests run in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def make(name="run", **options):
         jobs.append(Job(shared_path / name, **options))
