@@ -152,7 +152,7 @@ guard_limit() {
   if ! [[ $end =~ ^[0-9]+$ && $(fact decision) == requeue ]] || ! is_own; then return; fi
   for ((left = 6; left > 0; left--)); do # a busy slurmctld may not answer at once
     look_up
-    if [[ -n $state && $(field Requeue) != 1 ]]; then return; fi # the recipe for chains does without
+    if [[ -n $state && $(field Requeue) != 1 ]]; then return; fi # such as a chain, whose successor is queued
     if [[ -n $state ]] && scontrol requeue "$job"; then
       note_requeue
       say "the time limit is near, and the program has not ended: requeued"

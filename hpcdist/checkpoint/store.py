@@ -211,7 +211,7 @@ class Store:
             return [(number, self._lines_of(number)) for number in self._attempts()[-n_latest:]]
 
     def _lines_of(self, number: int) -> list[str]:
-        with contextlib.suppress(FileNotFoundError, ValueError):  # a file that is none tells of nothing
+        with contextlib.suppress(FileNotFoundError, ValueError):  # not a regular file: no events
             return read_text(self._ledger_of(number), _MAX_LEDGER_BYTES, errors="replace").splitlines()
         return []
 
@@ -370,7 +370,7 @@ class Store:
         return self._use(saved, lambda _, file: file.index)
 
     def _note_save(self, step: int) -> None:
-        """Note, once, that this attempt has come to a save: what it restored can be trained on."""
+        """Record, once, that this attempt reached a save: the checkpoint it restored can be trained on."""
         if not self._has_saved and step > self._last_before:
             self._has_saved = True
             with self._tolerated("no note of the first save"):
@@ -410,7 +410,7 @@ class Store:
                     self._link("best.h5", saved)
 
     def _facts_of(self, saved: Saved) -> SaveFacts | None:
-        """Return what retention asks for; None if it cannot be read: such a file is neither counted nor removed."""
+        """Return the facts for retention; None if the file cannot be read: it is then neither counted nor removed."""
         if saved not in self._facts:
             with contextlib.suppress(CheckpointError):
                 index = self._use(saved, lambda _, file: file.index)

@@ -30,7 +30,7 @@ class Checkpoint:
 
     Attributes:
         step: step of the last save or restore; 0 before the first.
-        chosen_path: path that `restore` has loaded, until a manager goes on from there; else None.
+        chosen_path: path of the checkpoint that `restore` loaded, until a manager resumes from it; else None.
 
     Raises:
         UsageError: for any other object.
@@ -104,15 +104,15 @@ class Checkpoint:
 
         Cost: one read of the file, and a broadcast of its arrays; no memory above the state but two blocks of 4 MiB.
         """
-        chosen, self.chosen_path = self.chosen_path, None  # not if this raises: a part of the state is another one then
+        chosen, self.chosen_path = self.chosen_path, None  # not if this raises: the objects then hold a mixture
         step = Restore(self.world, self).one(Path(path)).step
         self.chosen_path = chosen
         return step
 
     def restore(self, path: str | os.PathLike[str]) -> int:
-        """Load like `read`, and go on from there: a manager's restore then keeps it, and its next save is after it.
+        """Load like `read`, and resume training from there: managers do not replace it by the newest checkpoint.
 
-        Call it before the handler is made, which counts steps from there. A MetricsFile goes on after its records.
+        Call it before the handler is created, which counts steps from there. A MetricsFile keeps the records up to it.
 
         Collective: chief and workers. Raises as `read`.
         """
@@ -179,7 +179,7 @@ class Checkpoint:
         Args:
             index: of the checkpoint.
             prepared: for it.
-            is_own_run: whether the run goes on from it, so that the files of its metrics follow.
+            is_own_run: whether this run resumes from it: only then are metrics files truncated to its records.
 
         Raises:
             CheckpointDamaged: if an array holds values that its dtype does not have.

@@ -97,7 +97,7 @@ def without_progress(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def has_progress(attempt: Attempt, successor: Attempt | None = None) -> bool:
-    """Return whether an attempt came further than all before it.
+    """Return whether an attempt made progress.
 
     Args:
         attempt: the attempt.
@@ -111,7 +111,7 @@ def has_progress(attempt: Attempt, successor: Attempt | None = None) -> bool:
 def suspects(attempts: Sequence[Attempt]) -> dict[int, list[Attempt]]:
     """Return the steps that an attempt after these must not resume from, and the attempts that died on each.
 
-    A step is suspect if two attempts died after they resumed from it and before they came to a save, in different
+    A step is suspect if two attempts died after they resumed from it and before they reached a save, in different
     jobs, or on nodes of which they share none: a sick node or a full memory is no fault of a checkpoint. Outside of
     batch jobs people start programs that fail, and nothing is suspect on the same nodes.
     """

@@ -4,9 +4,9 @@ An attempt appends to its own file only, one line of JSON per event. The store i
 
     begin     with job, nodes, program, base (the highest step that earlier attempts reached), is_new_try, is_vouched
     new try   a person wants another try: as is_new_try
-    restore   step: what it will read now, which may kill it
-    resume    step: what it goes on from; is_base
-    save      it has come to its first save, so that what it restored can be trained on
+    restore   step: the checkpoint it is about to read, which may kill it
+    resume    step: the step it resumed from; is_base
+    save      it reached its first save, so the checkpoint it restored can be trained on
     commit    step: a checkpoint is durable and was read back
     end       how (finished, stopped, failed, refused, diverged), reason, is_excused
 
@@ -34,7 +34,7 @@ _N_READ = 16
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt, as its ledger tells it.
+    """One attempt, as recorded in its ledger.
 
     Attributes:
         number: of the attempt.
@@ -46,8 +46,8 @@ class Attempt:
         is_vouched: the batch system ended the attempt before this one, so that that one does not count.
         has_begun: whether its first event is known.
         restored_step: the step that it read or was about to read; -1 for none.
-        resumed_step: the step that it went on from; None for a new run, and if it did not get there.
-        has_saved: it came to a save, successful or not.
+        resumed_step: the step that it resumed from; None for a new run, or if it died before.
+        has_saved: it reached a save, successful or not.
         committed_step: the highest step of its checkpoints that were read back; -1 for none.
         end: how it ended: finished, stopped, failed, refused, diverged; empty if it died, or still runs.
         reason: why.
@@ -178,22 +178,22 @@ class Ledger:
         self._store.note("begin", base=base, is_new_try=is_new_try, time_s=time.time(), **vars(launch))
 
     def try_again(self) -> None:
-        """Note that a person wants another try, after this attempt has begun."""
+        """Record that a person wants another try, after this attempt has begun."""
         self._store.note("new try")
 
     def restore(self, step: int) -> None:
-        """Note what will be read now, as it may kill this process."""
+        """Record what is about to be read, as reading may kill this process."""
         self._store.note("restore", step=step)
 
     def resume(self, step: int, is_base: bool = False) -> None:
-        """Note what this attempt goes on from.
+        """Record the step that this attempt resumes from.
 
         Args:
             step: the step.
-            is_base: progress counts from there, although an earlier attempt came further: a person chose it.
+            is_base: a person chose this step: progress counts from there, even if an earlier attempt reached a later one.
         """
         self._store.note("resume", step=step, is_base=is_base)
 
     def end(self, how: str, reason: str = "", is_excused: bool = False) -> None:
-        """Note how this attempt ends; see `Attempt`."""
+        """Record how this attempt ends; see `Attempt`."""
         self._store.note("end", how=how, reason=reason, is_excused=is_excused)

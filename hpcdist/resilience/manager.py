@@ -200,7 +200,7 @@ class CheckpointManager:
     def _begin_to_save(self) -> str | None:
         """Begin an attempt if there is none; return the path of the checkpoint that a person chose since the last call.
 
-        Progress counts from there, and saves may be of any later step: of another attempt, if this one came further.
+        Progress counts from there, and any later step can be saved. If this attempt has saved a later step, another begins.
 
         Collective: chief and workers.
         """
@@ -213,7 +213,7 @@ class CheckpointManager:
                 if self._is_writer:
                     self.ledger.resume(step, is_base=True)
                     self._saver.store.resume_from(Saved(self.attempt, step))
-                    self._saver.last = None  # what it holds is of the state left behind
+                    self._saver.last = None  # it describes the state before the choice
             if self._memory is not None:
                 self._memory.resume_from(Saved(0, step))
             self.latest_path, self.checkpoint.chosen_path = chosen, None
@@ -381,7 +381,7 @@ class CheckpointManager:
         return found
 
     def _note_restore(self, saved: Saved) -> None:
-        """Note what is about to be read: it may kill this process. An evaluator, which only reads, notes nothing."""
+        """Record what is about to be read: it may kill this process. An evaluator only reads, and records nothing."""
         if self._is_writer:
             self.ledger.restore(saved.step)
 

@@ -129,7 +129,7 @@ class MetricsFile:
         self._n_records, self._last_step = self._n_records + 1, step
 
     def _keep_earlier_run(self, file: FileIO, step: int) -> None:
-        """Copy the file if its records from a step on are about to go, as no checkpoint tells that they come again."""
+        """Copy the file if records of this and later steps are about to be dropped although nothing was restored."""
         file.seek(0)
         content = file.read()
         n_going = sum((_step_of(line) or -1) >= step for line in _lines_in(content))
@@ -137,7 +137,7 @@ class MetricsFile:
             kept = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}")
             self._replace(kept, content)
             logger.warning(
-                "metrics: %s goes on at step %d without the checkpoint of its %d later records; it was copied to %s.",
+                "metrics: %s continues at step %d, and no checkpoint of its %d later records was restored; the file was copied to %s.",
                 self.path,
                 step,
                 n_going,
@@ -211,7 +211,7 @@ class MetricsFile:
             )
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Go on from a state of any run: the first record that is written drops later ones, and nothing before it.
+        """Resume from a state of any run: the next record drops those of its own and later steps.
 
         Raises:
             CheckpointDamaged: if the state is not one that `state_dict` returns.

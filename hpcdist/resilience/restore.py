@@ -1,8 +1,8 @@
 """Restore: one rank reads a checkpoint once, and all ranks put it into their objects as it comes.
 
 Nothing is held twice: a block is read, hashed, broadcast, and copied to where it belongs, into tensors that exist or
-into new ones. Shapes are compared before, from the index; whether the bytes are right is known at the end. If they are
-not, an older checkpoint is put over them.
+into new ones. Shapes are compared first, from the index. The digest is known at the end: if it differs, an older
+checkpoint overwrites what was loaded.
 """
 
 import json
@@ -49,7 +49,7 @@ class Objects(Protocol):
         """Return where the arrays go. Raises CheckpointMismatch if objects or shapes differ."""
 
     def load(self, index: Index, prepared: Prepared, is_own_run: bool) -> None:
-        """Load the state, once the arrays are filled; files only if the run goes on from it."""
+        """Load the state, once the arrays are filled; metrics files only if this run resumes from it."""
 
 
 @dataclass(frozen=True)

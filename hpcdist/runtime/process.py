@@ -80,7 +80,7 @@ def _install_hooks() -> None:
 
 
 def _announce_end() -> None:
-    """Tell evaluators and parameter servers that training is over: a loop of theirs would keep the job for ever."""
+    """Notify evaluators and parameter servers that the chief leaves: their loops would otherwise run for ever."""
     if _hooks is not None and _process_world is not None and _process_world.is_chief:
         _hooks.announce_end(_process_world.side_ranks)
 
