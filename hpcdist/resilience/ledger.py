@@ -190,7 +190,7 @@ class Ledger:
 
         Args:
             step: the step.
-            is_base: a person chose this step: progress counts from there, even if an earlier attempt reached a later one.
+            is_base: a person chose this step: progress counts from there, whatever earlier attempts reached.
         """
         self._store.note("resume", step=step, is_base=is_base)
 

@@ -200,7 +200,8 @@ class CheckpointManager:
     def _begin_to_save(self) -> str | None:
         """Begin an attempt if there is none; return the path of the checkpoint that a person chose since the last call.
 
-        Progress counts from there, and any later step can be saved. If this attempt has saved a later step, another begins.
+        Progress counts from there, and any later step can be saved. An attempt that has saved a later step gives way to
+        another one.
 
         Collective: chief and workers.
         """
