@@ -137,8 +137,8 @@ class MetricsFile:
             kept = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}")
             self._replace(kept, content)
             logger.warning(
-                "metrics: %s continues at step %d, and no checkpoint of its %d later records was restored; it was copied "
-                "to %s.",
+                "metrics: %s continues at step %d, but no checkpoint of its %d later records was restored; it was "
+                "copied to %s.",
                 self.path,
                 step,
                 n_going,

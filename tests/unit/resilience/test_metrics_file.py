@@ -216,10 +216,7 @@ def test_the_records_of_a_run_whose_checkpoints_are_gone_are_kept(path, caplog):
     assert len(path.read_text().splitlines()) == 2
     (kept,) = path.parent.glob(f"{path.name}.2*")
     assert kept.read_bytes() == before
-    assert (
-        f"continues at step 1, and no checkpoint of its 9 later records was restored; the file was copied to {kept}"
-        in caplog.text
-    )
+    assert f"no checkpoint of its 9 later records was restored; it was copied to {kept}" in caplog.text
     written(path, [3])
     assert len(list(path.parent.glob(f"{path.name}.2*"))) == 1, "nothing is dropped"
 
