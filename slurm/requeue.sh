@@ -41,7 +41,7 @@ marker=$RUN_DIR/jobs/$SLURM_JOB_ID
 look_up
 n_restarts=${SLURM_RESTART_COUNT:-0} # may be inherited from the job that submitted this one: never more than Slurm says
 if (($(field Restarts) + 0 < n_restarts)) && [[ -n $state ]]; then n_restarts=$(field Restarts); fi
-if ((n_restarts == 0)); then
+if ((n_restarts == 0)) && [[ -z ${is_watch:-} ]]; then # safety: only the batch script makes the run folder
   mkdir -p "$RUN_DIR/jobs" && touch "$marker"
 else
   for pause in ${READ_PAUSES_S:-2 4 8 16 32} 0; do
@@ -54,7 +54,7 @@ else
     exit 74
   fi
   # safety: what Slurm ends does not count
-  if ! grep --quiet --line-regexp "requeued after restart $((n_restarts - 1))" "$marker"; then export HPCDIST_PREEMPTED=1; fi
+  if ((n_restarts > 0)) && ! grep --quiet --line-regexp "requeued after restart $((n_restarts - 1))" "$marker"; then export HPCDIST_PREEMPTED=1; fi
 fi
 
 # Note that the requeue that follows is not Slurm's doing: the attempt counts if it made no progress.

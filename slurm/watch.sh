@@ -2,6 +2,8 @@
 # Requeue a job whose batch script was lost with its node: with --no-kill Slurm keeps such a job running without a script
 # until its time is over. train.sbatch starts this on another node.
 trap '' USR1 PIPE # Slurm sends USR1 to all steps near the time limit; PIPE arrives if the reader of the output is lost
+# shellcheck disable=SC2034  # requeue.sh reads it
+is_watch=1
 source slurm/requeue.sh
 
 # Whether Slurm has removed the script's node from the job, as it does once a node has not answered for SlurmdTimeout.

@@ -99,6 +99,7 @@ class CheckpointManager:
             if is_new_try:
                 self._try_again()
             return
+        self.wait()  # a save that is still being written belongs to the attempt before
         self._memory = None
         with self._world.agreed(self._comm):
             if self._is_writer:

@@ -128,8 +128,8 @@ class Restore:
                     before_reading(in_memory)
             self._lead(root, lambda: use_one(own[1], lambda saved, file: self._send(file)) if own else None)
         reader = root if is_in_memory else 0
-        told = f"{own[0].attempt} {own[0].step} {own[1]}" if own and self._comm.rank == reader else ""
-        attempt, step, path = self._world.broadcast_text(told, reader, self._comm).split(" ", 2)
+        text = f"{own[0].attempt} {own[0].step} {own[1]}" if own and self._comm.rank == reader else ""
+        attempt, step, path = self._world.broadcast_text(text, reader, self._comm).split(" ", 2)
         return Restored(Saved(int(attempt), int(step)), path, self._load(is_own_run=True), is_in_memory)
 
     def _search(

@@ -591,6 +591,29 @@ def test_a_person_who_goes_back_makes_progress_from_there(comm, shared_path):
     assert later.save(11).endswith("step-00000011-0005.h5"), "another attempt, as this one had come to 20"
 
 
+def test_a_save_that_is_being_written_belongs_to_the_attempt_before(comm, shared_path, monkeypatch):
+    values, pwrite = np.zeros(3), os.pwrite
+    manager = Manager(hpcdist.Checkpoint(values=values), shared_path)
+    first = manager.save(1)
+
+    def write(*arguments):
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.3)
+        return pwrite(*arguments)
+
+    if comm.rank == 0:
+        monkeypatch.setattr(os, "pwrite", write)
+    manager.save(3, blocking=False)
+    manager.checkpoint.restore(first)
+    assert manager.save(2).endswith("step-00000002-0002.h5")
+    comm.Barrier()
+    assert sorted(path.name for path in shared_path.glob("step-*")) == [
+        "step-00000001-0001.h5",
+        "step-00000002-0002.h5",
+        "step-00000003-0001.h5",
+    ]
+
+
 def test_a_state_that_is_damaged_though_its_digest_is_right_is_stepped_over_on_all_ranks(
     comm, shared_path, monkeypatch
 ):

@@ -251,6 +251,7 @@ IN_SCRIPTS = [
     MarkedLine("watch on while no decision can be read", WHOLE_LINE, "", SCRIPTS),
     MarkedLine("a job that runs is watched", r"\$\(field JobState\) == RUNNING && ", "", SCRIPTS),
     MarkedLine("no start anew where the run folder is not there", r"! -e \$marker", "-n ''", SCRIPTS),
+    MarkedLine("only the batch script makes the run folder", r" && \[\[ -z \$\{is_watch:-\} \]\]", "", SCRIPTS),
     MarkedLine("what Slurm ends does not count", r"HPCDIST_PREEMPTED=1", "HPCDIST_PREEMPTED=0", SCRIPTS),
     MarkedLine("the run was taken over", "another", "none", SCRIPTS),
     MarkedLine("the successor is withdrawn", r'! "\$\{withdraw\[@\]\}"', "false", CHAIN),

@@ -435,6 +435,7 @@ touch "$0.called"
 def watch(leave, tmp_path):
     """Return watch(): one look of watch.sh, with a decision that stands there; its exit code and output."""
     add_program(tmp_path / "bin", "sleep", SLEEP)
+    has_started_before(tmp_path)
     return lambda before, **environ: leave(
         0, before=before, script="exec bash slurm/watch.sh", WATCH_PAUSE_S="9", **environ
     )
@@ -481,8 +482,16 @@ def test_a_job_that_cannot_be_requeued_is_watched_on(watch, tmp_path):
 
 
 def test_a_job_whose_decision_cannot_be_read_is_watched_on(watch, tmp_path):
-    (tmp_path / "run").rename(tmp_path / "away")
-    (tmp_path / "run").write_text("not a folder")
+    loses = 'mv "$RUN_DIR" "$RUN_DIR-away"\ntouch "$RUN_DIR" "$0.called"'  # a file in place of the folder
+    add_program(tmp_path / "bin", "sleep", SLEEP.replace('touch "$0.called"', loses))
     got, output = watch(None, NODES="n2")
     assert got == -signal.SIGTERM
     assert output.rstrip().endswith("the node of the batch script is lost")
+
+
+def test_a_watch_on_a_node_that_does_not_see_the_run_folder_makes_nothing(watch, tmp_path):
+    (tmp_path / "run" / "jobs" / "7").unlink()
+    got, output = watch(SAVED, NODES="n2", READ_PAUSES_S="")
+    assert got == 74
+    assert f"expected {tmp_path}/run/jobs/7, as this job has started before, got none" in output
+    assert list((tmp_path / "run" / "jobs").iterdir()) == []
