@@ -71,7 +71,8 @@ lint: .venv/test.installed
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy
-	@if command -v shellcheck > /dev/null; then shellcheck slurm/*.sbatch slurm/*.sh tests/hosts/*.sh .ci/run; \
+	cd slurm && ../$(BIN)/mypy --strict --python-version 3.10 *.py
+	@if command -v shellcheck > /dev/null; then shellcheck slurm/train* tests/hosts/*.sh .ci/run; \
 	else echo "shellcheck is not installed: slurm/ and tests/hosts/ are not checked"; test -z "$$CI"; fi
 
 unit: .venv/test.installed

@@ -186,18 +186,22 @@ def _write_file(disk: Disk, path: Path, blocks: Iterable[Block], nbytes: int | N
     try:
         if nbytes is not None:
             disk.allocate(descriptor, nbytes)
-        n_cached = 0
-        for offset, block in blocks:
-            n_cached += _write_block(disk, descriptor, block, offset)
-            if n_cached >= SYNC_EVERY_BYTES:
-                n_cached = 0
-                disk.sync(descriptor)
-        disk.sync(descriptor)  # safety: sync before rename
+        _write_blocks(disk, descriptor, blocks)
+        disk.sync(descriptor)
     except BaseException:
         with contextlib.suppress(OSError):  # the first error is raised
             disk.close(descriptor)
         raise
     disk.close(descriptor)
+
+
+def _write_blocks(disk: Disk, descriptor: int, blocks: Iterable[Block]) -> None:
+    n_cached = 0
+    for offset, block in blocks:
+        n_cached += _write_block(disk, descriptor, block, offset)
+        if n_cached >= SYNC_EVERY_BYTES:
+            n_cached = 0
+            disk.sync(descriptor)
 
 
 def _write_block(disk: Disk, descriptor: int, block: memoryview, offset: int) -> int:

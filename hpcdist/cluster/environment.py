@@ -11,6 +11,7 @@ from hpcdist.errors import ConfigurationError
 #: Every variable that hpcdist itself defines, with its meaning.
 HPCDIST_VARIABLES = {
     "HPCDIST_DEBUG": "what to check at run time: collectives (all ranks call the same ones), or nothing (default)",
+    "HPCDIST_JOB_END_S": "when the batch job will be ended, in seconds since 1970; set by scripts of PBS, LSF, Flux",
     "HPCDIST_PREEMPTED": "1 where the batch system ended the attempt before this one; batch scripts set it",
     "HPCDIST_ROLES": "role map given to ranks in order, such as chief:1,ps:2,worker:*",
     "HPCDIST_TIMEOUT_S": "longest time, in seconds, for a collective or an agreement; then the job ends (default 600)",
@@ -86,8 +87,8 @@ def timeout_s(environ: Mapping[str, str]) -> float:
 
 
 def job_end(environ: Mapping[str, str]) -> float | None:
-    """Return when Slurm will end this job, in seconds since 1970; None outside Slurm or without a limit."""
-    text = environ.get("SLURM_JOB_END_TIME", "")
+    """Return when the batch system will end this job, in seconds since 1970; None if unknown."""
+    text = environ.get("SLURM_JOB_END_TIME") or environ.get("HPCDIST_JOB_END_S", "")
     return float(text) if text.isdecimal() else None
 
 

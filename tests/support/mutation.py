@@ -2,12 +2,6 @@
 
 import ast
 import functools
-import re
-
-from safeties import MarkedLine
-
-#: Precedes the names of safeties, with commas between them.
-MARK = "# safety: "
 
 
 def mutated(mutant, root):
@@ -17,8 +11,6 @@ def mutated(mutant, root):
         ValueError: when what it changes is not there, or not once.
     """
     try:
-        if isinstance(mutant, MarkedLine):
-            return _change_marked(mutant, root)
         return _change_named(mutant, root)
     except ValueError as error:
         raise ValueError(f"mutant {mutant.what!r}: {error}") from None
@@ -28,9 +20,6 @@ def _only(found, what):
     if len(found) != 1:
         raise ValueError(f"expected one {what}, got {len(found)}")
     return found[0]
-
-
-# -- what is found by its name ------------------------------------------------------------------------------------
 
 
 def _change_named(mutant, root):
@@ -54,7 +43,7 @@ def _is_module(path, end):
 def _definitions(root):
     """Return the files, relative to `root`, in which each qualified name is defined; one for each definition."""
     found = {}
-    for path in sorted((root / "hpcdist").rglob("*.py")):
+    for path in sorted([*(root / "hpcdist").rglob("*.py"), *(root / "slurm").glob("*.py")]):
         for name, _ in _named_nodes(ast.parse(path.read_text())):
             found.setdefault(name, []).append(path.relative_to(root))
     return found
@@ -116,27 +105,3 @@ def _is_any(pattern):
     if isinstance(pattern, ast.Expr):
         return _is_any(pattern.value)
     return isinstance(pattern, ast.Constant) and pattern.value is ...
-
-
-# -- what is found by its mark ------------------------------------------------------------------------------------
-
-
-def _change_marked(mutant, root):
-    path, number = _only([(path, n) for name, path, n in marks(root) if name == mutant.what], "mark")
-    lines = path.read_text().splitlines()
-    code, mark, names = lines[number].partition(MARK)
-    changed, n_found = re.subn(mutant.pattern, lambda _: mutant.new, code)
-    if n_found != 1:
-        raise ValueError(f"expected the marked line to match {mutant.pattern!r} once, got {code!r}")
-    lines[number] = changed + mark + names
-    return path, "\n".join([*lines, ""])
-
-
-def marks(root):
-    """Return (safety, file, number of the line that it marks) of all marks."""
-    found = []
-    for path in sorted([*(root / "hpcdist").rglob("*.py"), *(root / "slurm").iterdir()]):
-        for number, line in enumerate(path.read_text().splitlines()):
-            code, _, names = line.partition(MARK)
-            found += [(name, path, number + (not code.strip())) for name in names.split(", ") if name]
-    return found

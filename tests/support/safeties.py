@@ -9,7 +9,7 @@ _CHECKPOINT, _RESILIENCE = "unit/checkpoint/test_{}.py".format, "unit/resilience
 STORE, FILE, TREE = map(_CHECKPOINT, ("store", "checkpoint_file", "checkpoint_tree"))
 CUTS, FAULTS, HOSTILE = map(_CHECKPOINT, ("power_cuts", "disk_faults", "hostile_files"))
 STOP, DEADLINE, DECISION, LEDGER = map(_RESILIENCE, ("stop", "deadline", "decision", "ledger"))
-SCRIPTS, CHAIN = "unit/house/test_requeue.py", "unit/house/test_recipe_parts.py"
+JOB, RULES, SYSTEMS, FILES = map("unit/recipes/test_{}.py".format, ("job", "rules", "batch_systems", "recipe_files"))
 METRICS, OWN_MEMORY = _RESILIENCE("metrics_file"), _CHECKPOINT("memory_of_others")
 RANKS, MEMORY, DESYNC = "mpi/test_checkpoint.py", "mpi/test_fast_tier.py", "mpi/test_desync.py"
 HANDLER, AGREE, TWO = "mpi/test_preemption.py", "mpi/test_agreement.py", "mpi/test_two_managers.py"
@@ -36,28 +36,10 @@ class Mutant:
     tests: str
 
 
-@dataclass(frozen=True)
-class MarkedLine:
-    """A change of the line that a comment marks, "# safety: NAME, NAME"; of the next line if it has no code.
-
-    Attributes:
-        what: the safety; the name in the mark.
-        pattern: a regular expression that the code of the line matches once.
-        new: the text in its place.
-        tests: as of `Mutant`.
-    """
-
-    what: str
-    pattern: str
-    new: str
-    tests: str
-
-
-WHOLE_LINE = r"\S.*"
 ON_DISK = [
     Mutant("fsync of a file", "Disk.sync", "os.fsync(...)", "pass", FAULTS),
     Mutant("fsync of a folder", "Disk.sync_folder", "os.fsync(...)", "pass", FAULTS),
-    MarkedLine("sync before rename", r"disk\.sync\(descriptor\)", "pass", STORE),
+    Mutant("sync before rename", "_write_file", "disk.sync(...)", "pass", STORE),
     Mutant("sync of the folder after rename", "replace_file", "disk.sync_folder(...)", "pass", STORE),
     Mutant("write to a temporary name", "replace_file", "path.with_name(...)", "path", STORE),
     Mutant("new folders are synced", "make_folders", "disk.sync_folder(...)", "pass", CUTS),
@@ -235,26 +217,37 @@ COPIES_AND_METRICS = [
     Mutant("metrics are durable", "MetricsFile.make_durable", "self._disk.sync(...)", "pass", METRICS),
 ]
 
-IN_SCRIPTS = [
-    MarkedLine("only this job's decision", r"\[\[.*\]\]", "true", SCRIPTS),
-    MarkedLine("codes that end a chain", WHOLE_LINE, "", SCRIPTS),
-    MarkedLine("early deaths end a chain", r"\(\(.*\)\)", "true", SCRIPTS),
-    MarkedLine("no code 0 without a decision", WHOLE_LINE, ":", SCRIPTS),
-    MarkedLine("a cancelled job stays cancelled", r"@\(CANCELLED\|COMPLETING\)", "NEVER", SCRIPTS),
-    MarkedLine("not requeued if Slurm has restarted it", r"\+ 0 > n_restarts", "< 0", SCRIPTS),
-    MarkedLine("id of an array's task", r"job\+=_\$SLURM_ARRAY_TASK_ID", ":", SCRIPTS),
-    MarkedLine(
-        "id left by another array", r'\$\{SLURM_ARRAY_JOB_ID:-\} == "\$job"', "-n ${SLURM_ARRAY_JOB_ID:-}", SCRIPTS
+IN_RECIPES = [
+    Mutant("only this job's decision", "Job._ended", "decision.job != self.id", "False", JOB),
+    Mutant("codes that end a chain", "action_after", "code in FINAL_CODES", "False", RULES),
+    Mutant("early deaths end a chain", "RunFolder.may_repeat", "n_deaths <= MAX_EARLY_DEATHS", "True", JOB),
+    Mutant("no code 0 without a decision", "not_begun", "code or 1", "code", RULES),
+    Mutant(
+        "a cancelled job stays cancelled", "facts_of_slurm", "state in ('CANCELLED', 'COMPLETING')", "False", SYSTEMS
     ),
-    MarkedLine("a decision that cannot be read", r"! await_decision \|\| ", "", SCRIPTS),
-    MarkedLine("requeued only if the script is lost", WHOLE_LINE, "continue", SCRIPTS),
-    MarkedLine("watch on while no decision can be read", WHOLE_LINE, "", SCRIPTS),
-    MarkedLine("a job that runs is watched", r"\$\(field JobState\) == RUNNING && ", "", SCRIPTS),
-    MarkedLine("no start anew where the run folder is not there", r"! -e \$marker", "-n ''", SCRIPTS),
-    MarkedLine("only the batch script makes the run folder", r" && \[\[ -z \$\{is_watch:-\} \]\]", "", SCRIPTS),
-    MarkedLine("what Slurm ends does not count", r"HPCDIST_PREEMPTED=1", "HPCDIST_PREEMPTED=0", SCRIPTS),
-    MarkedLine("the run was taken over", "another", "none", SCRIPTS),
-    MarkedLine("the successor is withdrawn", r'! "\$\{withdraw\[@\]\}"', "false", CHAIN),
+    Mutant("a job that is ending is not requeued", "Job._requeue", "facts.is_ending", "False", JOB),
+    Mutant(
+        "not requeued if Slurm has restarted it", "Job._requeue", "facts.n_restarts > self.n_restarts", "False", JOB
+    ),
+    Mutant("id of an array's task", "Job.__init__", "f\"{self.id}_{environ['SLURM_ARRAY_TASK_ID']}\"", "self.id", JOB),
+    Mutant(
+        "id left by another array",
+        "Job.__init__",
+        "environ.get('SLURM_ARRAY_JOB_ID') == self.id",
+        "environ.get('SLURM_ARRAY_JOB_ID')",
+        JOB,
+    ),
+    Mutant("a count left by another job", "Job._count_restarts", "min(said, int(variable))", "int(variable)", JOB),
+    Mutant("a decision that cannot be read", "Job._ended", "decision = before", "decision = None", JOB),
+    Mutant("requeued only if the script is lost", "watch:main", "is_script_lost(...)", "True", JOB),
+    Mutant("a job that runs is watched", "is_script_lost", "facts.state == 'RUNNING'", "True", JOB),
+    Mutant("watch on while no decision can be read", "act", "return", "decision = None", JOB),
+    Mutant("no start anew where the run folder is not there", "job:begin", "not job.folder.has_marker()", "False", JOB),
+    Mutant("a watch makes no run folder", "watch:main", "job.folder.has_marker()", "not job.folder.make_marker()", JOB),
+    Mutant("what Slurm ends does not count", "job:begin", "not job.folder.was_requeued(...)", "False", JOB),
+    Mutant("a job is requeued before its limit", "Job._guard_limit", "left_s > 0", "True", JOB),
+    Mutant("a node whose rank failed is left out", "restart_nodes", "node != failed", "True", RULES),
+    Mutant("the successor is withdrawn", "job:main", "code != RUN_AGAIN", "False", FILES),
 ]
 
-MUTANTS = [*ON_DISK, *STOPS, *COPIES_AND_METRICS, *IN_SCRIPTS]
+MUTANTS = [*ON_DISK, *STOPS, *COPIES_AND_METRICS, *IN_RECIPES]

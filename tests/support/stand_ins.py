@@ -11,7 +11,7 @@ if [[ $1 == requeue ]]; then
   echo >> "$0.tries"
   mapfile -t tries < "$0.tries"
   if ((${#tries[@]} <= REFUSALS)); then exit 1; fi
-  echo "requeued $2"
+  echo "requeued $2" >> "${0%/*}/calls"
   exit
 fi
 if [[ -z $STATE || $SLURM_TIME_FORMAT != %s ]]; then exit 1; fi

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 
 import pytest
 from stand_ins import SCONTROL, add_program
@@ -11,8 +12,8 @@ RECIPES = ("train", "train-mpirun", "train-array", "train-chain")
 SRUN = """#!/usr/bin/env bash
 case " $* " in
   *" true ") exit ;;
-  *" rm -rf "*) echo "removes ${*: -1}"; exit ;;
-  *" slurm/watch.sh "*) echo "$*" >> "$0.watches"; exec sleep 60 > /proc/$PPID/fd/1 ;;
+  *" rm -rf "*) echo "removes ${*: -1}" >> "${0%/*}/calls"; exit ;;
+  *"/watch.py "*) echo "$*" >> "$0.watches"; exec sleep 60 ;;
 esac
 echo >> "$0.launches"
 mapfile -t launches < "$0.launches"
@@ -29,9 +30,10 @@ def run_recipe(root, tmp_path, clean_environ):
     """Return run_recipe(name, **environ): a recipe in a job of its own; its exit code and output."""
     add_program(tmp_path / "bin", "scontrol", SCONTROL)
 
-    def run_recipe(name, **environ):
+    def run_recipe(name, *options, **environ):
         own = {
             "PATH": f"{tmp_path / 'bin'}:{clean_environ['PATH']}",
+            "PYTHON": sys.executable,
             "RUN_DIR": str(tmp_path / "run"),
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NAME": "job",
@@ -47,9 +49,10 @@ def run_recipe(root, tmp_path, clean_environ):
             "END": "Unknown",
             "NODES": "n[1-2]",
         }
-        command = ["bash", f"slurm/{name}.sbatch"]
+        command = ["bash", f"slurm/{name}.sbatch", *options]
         done = subprocess.run(command, env={**own, **environ}, cwd=root, capture_output=True, text=True, timeout=30)
-        return done.returncode, done.stdout + done.stderr
+        calls = tmp_path / "bin" / "calls"
+        return done.returncode, done.stdout + done.stderr + (calls.read_text() if calls.exists() else "")
 
     return run_recipe
 
@@ -79,13 +82,14 @@ def test_each_restart_that_is_announced_takes_place(train):
     assert "requeued 7\n" in output
 
 
-def test_another_node_watches_over_that_of_the_script_at_each_launch(train, tmp_path):
+def test_another_node_watches_over_that_of_the_script_at_each_launch(train, root, tmp_path):
     """And no longer than the script is there: else this would wait for it."""
     _, n_launches, _ = train(137)
     watches = tmp_path / "bin" / "srun.watches"
-    assert watches.read_text().count(" --nodes=1 --ntasks=1 --nodelist=n2 bash slurm/watch.sh\n") == n_launches == 7
+    command = f" --nodes=1 --ntasks=1 --nodelist=n2 {sys.executable} -E -S {root}/slurm/watch.py \n"
+    assert watches.read_text().count(command) == n_launches == 7
     watches.unlink()
-    train(75, SLURM_JOB_NUM_NODES="1")
+    train(75, SLURM_JOB_NODELIST="n2", SLURM_JOB_NUM_NODES="1")
     assert not watches.exists()
 
 
@@ -102,12 +106,14 @@ def test_copies_are_removed_unless_another_job_has_the_run(train, code, taken_ov
 
 @pytest.mark.parametrize("options", [["--run-dir", "here"], ["--epochs", "3", "--run-dir=here"]])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_run_folder_is_no_option(root, clean_environ, recipe, options):
-    own = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job", "SLURM_ARRAY_TASK_ID": "1"}
-    command = ["bash", f"slurm/{recipe}.sbatch", *options]
-    done = subprocess.run(command, env={**clean_environ, **own}, cwd=root, capture_output=True, text=True, timeout=20)
-    assert done.returncode == 2
-    assert f"got the option {options[-1] if len(options) > 2 else options[0]}; set RUN_DIR=FOLDER" in done.stderr
+def test_the_run_folder_is_no_option(run_recipe, tmp_path, recipe, options):
+    for name in ("sbatch", "scancel"):
+        add_program(tmp_path / "bin", name, SBATCH)
+    code, output = run_recipe(recipe, *options, SLURM_ARRAY_TASK_ID="1", SUBMITTED="8", REFUSED="none")
+    assert code == 2
+    assert f"got the option {options[-1] if len(options) > 2 else options[0]}; set RUN_DIR=FOLDER" in output
+    assert not (tmp_path / "run").exists()
+    assert ("scancel 8\n" in output) == (recipe == "train-chain"), "its successor would end in the same way"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -139,7 +145,7 @@ def test_mpich_s_mpirun_that_a_signal_ended_before_it_had_begun(run_recipe, tmp_
 
 SBATCH = """#!/usr/bin/env bash
 if [[ ${0##*/} == "$REFUSED" ]]; then echo "refused" >&2; exit 1; fi
-if [[ $0 == */sbatch ]]; then echo "$SUBMITTED"; else echo "${0##*/} $*"; fi
+if [[ $0 == */sbatch ]]; then echo "$SUBMITTED"; else echo "${0##*/} $*" >> "${0%/*}/calls"; fi
 """
 
 
@@ -159,7 +165,7 @@ def test_a_chain_that_is_finished_withdraws_its_next_job(chain, submitted, withd
     assert got == 0
     assert withdrawn in output.splitlines()
     _, output = chain(SUBMITTED=submitted, REFUSED="scancel")
-    assert output.rstrip().endswith(f"to end the chain, run: {withdrawn}")
+    assert f"to end the chain, run: {withdrawn}\n" in output
 
 
 def test_a_chain_without_a_next_job_does_not_begin(chain, tmp_path):

@@ -1,0 +1,374 @@
+"""Run a training program in a batch job: launch it, restart it on the nodes that are left, have the job requeued.
+
+    RUN_DIR=FOLDER python -E -S slurm/job.py [--successor JOB] LAUNCHER ... PROGRAM ... --run-dir FOLDER
+
+The recipes of this folder call it. In the command, %nodes stands for the names of the nodes, such as n1,n2; %hosts for
+the same with the number of ranks on each, such as n1:4,n2:4; %n_nodes and %n_ranks for their numbers.
+
+The launcher's exit code does not suffice: a killed job has none, and mpirun was seen to exit 0 after its ranks were
+killed. So at any time `decision.json` in the run folder states what to do if the program dies now: "requeue" (run it
+again), "stop" (attempts made no progress, ranks differ, or the checkpoint is of another model) or "finished". hpcdist
+writes it; this program only reads it.
+
+It needs nothing but the standard library, and starts in about 40 ms.
+"""
+
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO
+
+from batch_systems import SLURM, WAITED_FOR, Facts, batch_system, output_of, receive_signals
+from rules import (
+    RUN_AGAIN,
+    End,
+    Ended,
+    Requeue,
+    action_after,
+    failed_node,
+    filled,
+    has_died,
+    is_of_signal,
+    not_begun,
+    restart_nodes,
+)
+from run_folder import Decision, RunFolder, UnreadableError
+
+#: Restarts inside one allocation.
+MAX_RESTARTS = 6
+#: A launch that ends this close to the time limit was ended by it, in seconds.
+LIMIT_IS_NEAR_S = 180
+
+
+class Job:
+    """This batch job.
+
+    Args:
+        environ: its variables. For tests and unusual sites: REQUEUE_PAUSES_S, the pauses before tries to requeue;
+            LIMIT_MARGIN_S, how long before its time limit a job is requeued whose program has not ended.
+        successor: the job that is queued to continue this one, as JOB or JOB;CLUSTER; empty without one.
+    """
+
+    def __init__(self, environ: Mapping[str, str], successor: str = "") -> None:
+        self.environ = environ
+        self.successor = successor
+        self._system = batch_system(environ)
+        self.is_slurm = self._system is SLURM
+        self.id = self._name = environ[self._system.id_variable]
+        # The last task of an array shares the id of the whole array, so it is named by its number. The variables may
+        # also be inherited from the job that submitted this one; then they differ from its id.
+        if self.is_slurm and environ.get("SLURM_ARRAY_JOB_ID") == self.id:
+            self._name = f"{self.id}_{environ['SLURM_ARRAY_TASK_ID']}"
+        self.folder = RunFolder(environ, self.id)
+        self.n_restarts = self._count_restarts(self.look().n_restarts)
+
+    def _count_restarts(self, said: int | None) -> int:
+        variable = self.environ.get("SLURM_RESTART_COUNT", "0") if self.is_slurm else ""
+        if not variable.isdecimal():
+            return said or 0
+        return int(variable) if said is None else min(said, int(variable))  # the variable may be inherited
+
+    def say(self, text: str) -> None:
+        """Print a line to the log."""
+        name = self.environ.get("SLURM_JOB_NAME", "job")
+        with contextlib.suppress(OSError):  # a full disk must not end the job
+            print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {name} {self.id}: {text}", file=sys.stderr, flush=True)
+
+    # -- what the batch system says --------------------------------------------------------------------------------
+
+    def look(self) -> Facts:
+        """Return what the batch system says of the job."""
+        text = output_of(self._command(self._system.show), SLURM_TIME_FORMAT="%s")
+        return Facts() if text is None else self._system.read(text, time.time())
+
+    def _command(self, command: Sequence[str], job: str = "") -> list[str]:
+        return [part.replace("{job}", job or self._name) for part in command]
+
+    def end_s(self) -> float | None:
+        """Return when the job's time is over, in seconds since 1970; None if unknown."""
+        end_s, variable = self.look().end_s, self.environ.get("SLURM_JOB_END_TIME", "")
+        return float(variable) if end_s is None and variable.isdecimal() else end_s
+
+    def _is_out_of_time(self) -> bool:
+        end_s = self.end_s()
+        return end_s is not None and end_s - time.time() < LIMIT_IS_NEAR_S
+
+    def names_of(self, nodes: str) -> list[str]:
+        """Return the names in a list of nodes as Slurm writes it; none elsewhere."""
+        return (output_of(["scontrol", "show", "hostnames", nodes]) or "").split() if self.is_slurm else []
+
+    def cancel(self) -> None:
+        """End this job."""
+        output_of(self._command(self._system.cancel))
+
+    # -- one launch ------------------------------------------------------------------------------------------------
+
+    def launch(self, command: Sequence[str]) -> tuple[Ended, str]:
+        """Run a command; return how it ended, and the last it printed to standard error, which is passed on."""
+        before = None
+        with contextlib.suppress(UnreadableError):
+            before = self.folder.decision()
+        try:
+            process = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=receive_signals)
+        except OSError as error:
+            self.say(f"cannot start {command[0]}: {error.strerror}")
+            return self._ended(127, False, before), ""
+        assert process.stderr is not None
+        errors = _PassedOn(process.stderr)
+        self._wait_for(process)
+        code = process.returncode if process.returncode >= 0 else 128 - process.returncode
+        return self._ended(code, is_of_signal(code, command[0]), before), errors.text()
+
+    def _ended(self, code: int, is_signalled: bool, before: Decision | None) -> Ended:
+        try:
+            decision = self.folder.decision()
+        except UnreadableError:
+            decision = before
+        if decision is None:  # a person may have removed it, to try again
+            return Ended(code, is_signalled=is_signalled)
+        if before is not None and decision.stamp == before.stamp:
+            return Ended(code, earlier=before.verdict, is_signalled=is_signalled)
+        if decision.job != self.id:
+            return Ended(code, "another", decision.job, is_signalled=is_signalled)
+        self.folder.forget_early_deaths()
+        return Ended(code, decision.verdict, decision.reason, is_signalled=is_signalled)
+
+    def _wait_for(self, process: "subprocess.Popen[bytes]") -> None:
+        """Wait for the program's end, and guard the time limit.
+
+        SIGUSR1 is passed on. SIGTERM is not: Slurm sends it to the ranks too, and Open MPI's mpirun would exit at once.
+        """
+        pause_s: float | None = 0.0
+        while process.poll() is None:
+            pause_s = None if pause_s is None else self._guard_limit()
+            received = signal.sigtimedwait(WAITED_FOR, 3600 if pause_s is None else pause_s)
+            if received is not None and received.si_signo == signal.SIGUSR1:
+                process.send_signal(signal.SIGUSR1)
+
+    def _guard_limit(self) -> float | None:
+        """Have the job requeued if its time limit is near: Slurm does not requeue a job that has reached its limit.
+
+        Returns:
+            Seconds until the next look; None for no more.
+        """
+        end_s = self.end_s()
+        if end_s is None or self.successor:
+            return None
+        left_s = end_s - time.time() - float(self.environ.get("LIMIT_MARGIN_S", "20"))
+        if left_s > 0:
+            return min(left_s, 300.0)
+        facts = self.look()
+        if facts.state and not (facts.can_requeue and self._wants_requeue()):
+            return None
+        if facts.state and output_of(self._command(self._system.requeue)) is not None:
+            self.folder.note_requeue(self.n_restarts)
+            self.say("the time limit is near, and the program has not ended: requeued")
+            return None
+        return 2.0 if left_s > -12 else None  # a busy slurmctld may not answer at once
+
+    def _wants_requeue(self) -> bool:
+        try:
+            decision = self.folder.decision()
+        except UnreadableError:
+            return False
+        return decision is not None and decision.job == self.id and decision.verdict == "requeue"
+
+    # -- all launches ----------------------------------------------------------------------------------------------
+
+    def train(self, command: Sequence[str]) -> int:
+        """Launch the program, and again on the nodes that are left where it died; return the job's exit code."""
+        nodes: Sequence[str] = self.names_of(self.environ.get("SLURM_JOB_NODELIST", ""))
+        for restart in range(1, MAX_RESTARTS + 2):
+            with self._watched(nodes):
+                ended, errors = self.launch(self._filled(command, nodes))
+            os.environ.pop("HPCDIST_PREEMPTED", None)
+            if not has_died(ended) or self.look().is_preempted or self._is_out_of_time():
+                break
+            left = restart_nodes(ended, nodes, self._answering(nodes), failed_node(errors))
+            if left is None or restart > MAX_RESTARTS:
+                break
+            nodes = left
+            self.say(f"exit code {ended.code}: restart {restart} inside the allocation, on {','.join(nodes) or 'it'}")
+        if ended.decision not in ("finished", "another") and ended.code != RUN_AGAIN:
+            self._forget_copies(nodes)
+        return self.leave(ended)
+
+    def _filled(self, command: Sequence[str], nodes: Sequence[str]) -> list[str]:
+        """Fill in the nodes; without scontrol, whose names are not known, the whole allocation."""
+        known = ",".join(nodes) or self.environ.get("SLURM_JOB_NODELIST", "")
+        n_nodes = len(nodes) or int(self.environ.get("SLURM_JOB_NUM_NODES", "1"))
+        return filled(command, known, n_nodes, int(self.environ.get("SLURM_NTASKS_PER_NODE", "1")))
+
+    def _answering(self, nodes: Sequence[str]) -> list[str]:
+        """Return the nodes that can start a process; asked all at once, as a lost one does not answer."""
+        answers: dict[str, bool] = {}
+        threads = [
+            threading.Thread(target=lambda node=node: answers.update({node: self._step([node], "true")}))
+            for node in nodes
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [node for node in nodes if answers[node]]
+
+    def _step(self, nodes: Sequence[str], *command: str) -> bool:
+        """Run a command once on each of some nodes; return whether it succeeded."""
+        count = str(len(nodes))
+        options = ("--quiet", "--overlap", f"--nodes={count}", f"--ntasks={count}", f"--nodelist={','.join(nodes)}")
+        return output_of(["srun", *options, *command]) is not None
+
+    def _forget_copies(self, nodes: Sequence[str]) -> None:
+        """Remove the copies of the state from the memory of nodes: a job that died could not."""
+        try:
+            with open(os.path.join(self.folder.path, "checkpoints", "run-id")) as file:
+                run_id = file.read().split()[0]  # the second word is the folder's inode
+        except (OSError, IndexError):
+            return
+        if nodes and run_id.isalnum():
+            self._step(nodes, "rm", "-rf", f"/dev/shm/hpcdist-{os.getuid()}-{run_id}")
+
+    @contextlib.contextmanager
+    def _watched(self, nodes: Sequence[str]) -> Iterator[None]:
+        """Have the last of some nodes watch over that of this script, whose loss a job may survive: see watch.py."""
+        if len(nodes) < 2:
+            yield
+            return
+        # It requests no memory and no GPUs: before 22.05 a step blocked them for others in spite of --overlap.
+        step = [
+            "srun",
+            "--quiet",
+            "--overlap",
+            "--mem=0",
+            "--gres=none",
+            "--nodes=1",
+            "--ntasks=1",
+            f"--nodelist={nodes[-1]}",
+        ]
+        program = [sys.executable, "-E", "-S", os.path.join(os.path.dirname(__file__), "watch.py"), self.successor]
+        nowhere = subprocess.DEVNULL
+        watch = subprocess.Popen(
+            [*step, *program], stdin=nowhere, stdout=nowhere, stderr=nowhere, preexec_fn=receive_signals
+        )
+        try:
+            yield
+        finally:
+            watch.terminate()  # not waited for: its node may be lost
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def leave(self, ended: Ended, is_script_lost: bool = False) -> int:
+        """Have the job requeued, or not; return its exit code."""
+        is_preempted = self.look().is_preempted
+        action = action_after(ended, is_preempted, self._is_out_of_time())
+        note = f"job {self.id}: exit code {ended.code}"
+        if isinstance(action, Requeue) and action.is_early and not self.folder.may_repeat(note):
+            action = not_begun(ended.code)
+        if isinstance(action, End):
+            if action.why:
+                self.say(f"not run again: {action.why}")
+            return action.code
+        if self.successor:
+            self.say(f"exit code {ended.code}, job {self.successor} continues: {action.why}")
+            return RUN_AGAIN
+        self.say(f"exit code {ended.code}, to be requeued: {action.why}")
+        if not (is_preempted or is_script_lost):
+            self.folder.note_requeue(self.n_restarts)
+        return self._requeue()
+
+    def _requeue(self) -> int:
+        """Have the job start from the beginning and append to its log. A busy slurmctld has a minute to answer."""
+        for pause_s in self.environ.get("REQUEUE_PAUSES_S", "0 2 4 8 16 32").split():
+            time.sleep(float(pause_s))
+            facts = self.look()  # without an answer the job may have been cancelled
+            if facts.is_ending:
+                self.say("not requeued: the batch system is ending the job")
+                return RUN_AGAIN
+            if facts.n_restarts is not None and facts.n_restarts > self.n_restarts:
+                self.say("not requeued: the batch system has given up this node and restarted the job")
+                return 76
+            # Needed even if preempted: before 24.05 Slurm does not requeue a job that ends within its grace time.
+            if facts.state and output_of(self._command(self._system.requeue)) is not None:
+                return RUN_AGAIN
+        self.say(f"to resume, run: {shlex.join(self._command(self._system.requeue))}")
+        return RUN_AGAIN
+
+    def withdraw_successor(self) -> None:
+        """Cancel the job that is queued to continue this one."""
+        job, _, cluster = self.successor.partition(";")
+        program, *arguments = self._command(self._system.cancel, job)
+        command = [program, *([f"--clusters={cluster}"] if cluster else []), *arguments]
+        if output_of(command) is None:
+            self.say(f"to end the chain, run: {shlex.join(command)}")
+
+
+class _PassedOn:
+    """Passes on what a process prints to standard error, and keeps the last 64 KiB of it."""
+
+    def __init__(self, source: IO[bytes]) -> None:
+        self._kept = b""
+        self._thread = threading.Thread(target=self._copy, args=(source,), daemon=True)
+        self._thread.start()
+
+    def _copy(self, source: IO[bytes]) -> None:
+        while piece := os.read(source.fileno(), 1 << 16):
+            self._kept = (self._kept + piece)[-(1 << 16) :]
+            with contextlib.suppress(OSError):  # a full disk must not end the program
+                while piece:
+                    piece = piece[os.write(sys.stderr.fileno(), piece) :]
+
+    def text(self) -> str:
+        """Return what was kept. A process that was left behind may hold the pipe: it is waited for, for a second."""
+        self._thread.join(1.0)
+        return self._kept.decode(errors="replace")
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; return the job's exit code."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
+    successor = ""
+    if arguments[:1] == ["--successor"]:
+        successor, arguments = arguments[1], arguments[2:]
+    job = Job(os.environ, successor)
+    code = begin(job, arguments) or job.train(arguments)
+    if successor and code != RUN_AGAIN:
+        job.withdraw_successor()
+    return code
+
+
+def begin(job: Job, arguments: Sequence[str]) -> int:
+    """Make the run folder at the job's first start, and set variables for the program; return an exit code or 0."""
+    options = [part for part in arguments if part == "--run-dir" or part.startswith("--run-dir=")]
+    if len(options) > 1:
+        job.say(
+            f"expected the run folder in the variable RUN_DIR, got the option {options[0]}; set RUN_DIR=FOLDER before "
+            "submitting the job"
+        )
+        return 2
+    if job.n_restarts == 0:
+        job.folder.make_marker()
+    elif not job.folder.has_marker():
+        job.say(
+            f"expected {job.folder.marker}, as this job has started before, got none on {socket.gethostname()}: is the "
+            f"file system mounted? nothing was made; if the job never began, run: mkdir -p {job.folder.path}/jobs && "
+            f"touch {job.folder.marker}, and requeue it"
+        )
+        return 74
+    elif not job.folder.was_requeued(job.n_restarts - 1):
+        os.environ["HPCDIST_PREEMPTED"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
+    end_s = job.end_s()
+    if end_s is not None:  # older versions of Slurm do not set it
+        os.environ["SLURM_JOB_END_TIME" if job.is_slurm else "HPCDIST_JOB_END_S"] = str(int(end_s))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

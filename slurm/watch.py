@@ -1,0 +1,55 @@
+"""Requeue a job whose batch script was lost with its node. job.py starts this on another node.
+
+With --no-kill Slurm keeps such a job running without a script until its time is over.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+
+from batch_systems import Facts
+from job import Job
+from rules import RUN_AGAIN, Ended
+from run_folder import UnreadableError
+
+
+def is_script_lost(facts: Facts, nodes: list[str]) -> bool:
+    """Return whether Slurm has removed the script's node from a job, as it does once a node is silent for a while."""
+    return facts.state == "RUNNING" and bool(facts.script_node and nodes) and facts.script_node not in nodes
+
+
+def act(job: Job, facts: Facts) -> None:
+    """Have a job requeued that has lost its script, or end it, unless its decision cannot be read yet."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(facts.log, os.O_WRONLY | os.O_APPEND), sys.stderr.fileno())
+    job.say("the node of the batch script is lost")
+    try:
+        decision = job.folder.decision()
+    except UnreadableError:
+        return
+    verdict, reason = ("none", "") if decision is None else (decision.verdict, decision.reason)
+    is_own = decision is not None and decision.job == job.id
+    ended = Ended(137, verdict if is_own else "none", reason, earlier=verdict, is_signalled=True)
+    code = job.leave(ended, is_script_lost=True)
+    facts = job.look()
+    if (code != RUN_AGAIN or job.successor) and is_script_lost(facts, job.names_of(facts.nodes)):
+        job.cancel()  # nothing else would end it
+
+
+def main(successor: str) -> None:
+    """Look every 30 s, or WATCH_PAUSE_S, until Slurm ends this process with the job."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # Slurm sends it to all steps near the time limit
+    job = Job(os.environ, successor)
+    if not job.folder.has_marker():
+        sys.exit(f"expected {job.folder.marker}, got none: this node does not see the run folder")
+    while True:
+        time.sleep(float(os.environ.get("WATCH_PAUSE_S", "30")))
+        facts = job.look()
+        if is_script_lost(facts, job.names_of(facts.nodes)):
+            act(job, facts)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
