@@ -101,14 +101,16 @@ def restart_nodes(
         ended: how the launch ended.
         nodes: its nodes; none where the batch system does not say.
         answering: those that can start a process: a batch system takes minutes to notice that one is lost.
-        failed: the node whose rank a signal ended first; None if unknown. It may be sick, and is left out; the next
-            requeue is on all nodes again.
+        failed: the node whose rank a signal ended first; None if unknown. It may be sick, and is left out, if no node is
+            lost: Slurm kills the ranks on the others then. The next requeue is on all nodes again.
     """
     if not has_died(ended) or (nodes and not answering):
         return None
+    if answering != nodes:
+        return answering
     if ended.decision == "none":  # on the same nodes it might fail again for the same reason
-        return answering if answering != nodes else None
-    return [node for node in answering if node != failed] or answering
+        return None
+    return [node for node in nodes if node != failed] or nodes
 
 
 #: What srun, MPICH's mpirun and Open MPI's print of the first rank that fails: its node, and how it ended.

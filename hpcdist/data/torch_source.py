@@ -1,6 +1,8 @@
 """Rows of torch's own datasets and data loaders."""
 
+import functools
 import multiprocessing
+import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import tee
 from typing import Any
@@ -16,6 +18,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from hpcdist.child_processes import obey_only, signals_held_back
 from hpcdist.data.rows import no_rows
 from hpcdist.data.sources import Description, RowSource
 from hpcdist.data.streams import Stream
@@ -55,7 +58,9 @@ class ItemsSource(RowSource):
             yield from map(self.take, requests)
             return
         ahead, now = tee(requests)
-        read = iter(_loader_over(self._loader, self._collate, (rows.tolist() for rows in ahead if len(rows))))
+        loader = _loader_over(self._loader, self._collate, (rows.tolist() for rows in ahead if len(rows)))
+        with signals_held_back():
+            read = iter(loader)
         for rows in now:
             yield next(read) if len(rows) else self.take(rows)
 
@@ -68,10 +73,16 @@ def _loader_over(loader: Any, collate_rows: Any, batches: Iterator[list[int]]) -
         num_workers=loader.num_workers,
         collate_fn=collate_rows,
         timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
+        worker_init_fn=functools.partial(_begin_worker, os.getpid(), loader.worker_init_fn),
         multiprocessing_context=loader.multiprocessing_context or multiprocessing.get_context(_start_method(loader)),
         prefetch_factor=loader.prefetch_factor,
     )
+
+
+def _begin_worker(owner: int, init: Callable[[int], None] | None, worker_id: int) -> None:
+    obey_only(owner)
+    if init is not None:
+        init(worker_id)
 
 
 def collate(rows: list[Any]) -> Nest:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import multiprocessing.util
 import os
 import signal
 import threading
@@ -16,12 +17,11 @@ from typing import Any
 
 from hpcdist.background import BackgroundThread
 from hpcdist.checkpoint.durable import Disk
+from hpcdist.child_processes import STOP_SIGNALS, obey_only
 from hpcdist.errors import UsageError
 
 logger = logging.getLogger("hpcdist")
 
-#: Signals that batch systems send, or can be configured to send, before they end a job; and Ctrl-C.
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 #: Least seconds between two checks for the stop file: a check is a request to a shared file system.
 FILE_LOOK_S = 2.0
 #: Longest wait for that check in the training thread, and the time after which a check without an answer is reported.
@@ -67,7 +67,7 @@ class StopFlag:
         self._has_warned = False
         self.since: float | None = None
 
-    def watch_signals(self, signals: Sequence[signal.Signals] = SIGNALS) -> None:
+    def watch_signals(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
         """Treat these signals as stop requests until `close`.
 
         Raises:
@@ -152,7 +152,8 @@ class StopFlag:
 class SignalFlag:
     """Signal handlers that only set an attribute: MPI, locks and output are unsafe in a handler.
 
-    They also call a handler that the program had installed. A forked child gets the default handlers.
+    They also call a handler that the program had installed. A forked child gets the default handlers; a
+    process of `multiprocessing`, such as a data loader's worker, obeys its parent only.
 
     Attributes:
         received: the first signal received; None before.
@@ -187,6 +188,7 @@ class SignalFlag:
             self._earlier[number] = signal.signal(number, self._handler)
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _reset(this()))
+        multiprocessing.util.register_after_fork(self, _leave_to_parent)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
@@ -220,9 +222,19 @@ class SignalFlag:
         for number in self._earlier:
             if signal.getsignal(number) is self._handler:
                 signal.signal(number, signal.SIG_DFL)
-        self._earlier, self.received = {}, None
+        self.received = None
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the handlers were installed, and not closed."""
+        return bool(self._earlier)
 
 
 def _reset(flag: SignalFlag | None) -> None:
     if flag is not None:
         flag.reset()
+
+
+def _leave_to_parent(flag: SignalFlag) -> None:
+    if flag.is_installed:
+        obey_only(os.getppid())

@@ -16,7 +16,7 @@ import hpcdist
 from hpcdist.checkpoint.read import CheckpointFile
 from hpcdist.errors import CheckpointMismatch, DesyncError, ExitCode, NoProgressError, UsageError
 from hpcdist.resilience.deadline import MIN_SLACK_S, Deadline
-from hpcdist.resilience.stop import SIGNALS
+from hpcdist.child_processes import STOP_SIGNALS
 from hpcdist.runtime.step_flags import Request
 
 pytestmark = pytest.mark.mpi
@@ -106,7 +106,7 @@ def stopped(comm, run):
     return codes[0]
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 @pytest.mark.parametrize(
     ("make_strategy", "more_replicas"),
     [
@@ -529,7 +529,7 @@ def test_a_second_signal_while_saving(comm, shared_path, make_job):
     save = job.manager.save
 
     def save_slowly(*args, **kwargs):
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             os.kill(os.getpid(), number)
         return save(*args, **kwargs)
 
@@ -548,7 +548,7 @@ def test_signals_do_not_end_a_process_that_is_leaving(comm, make_job):
 
     assert stopped(comm, leave) == 75
     os.kill(os.getpid(), signal.SIGTERM)
-    assert [signal.getsignal(number) for number in SIGNALS] == [signal.SIG_IGN] * 4, "handlers go before Python's end"
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == [signal.SIG_IGN] * 4, "handlers go before Python's end"
 
 
 def test_an_error_leaves_the_decision_that_was_made_at_the_start(comm, shared_path, make_job):

@@ -108,6 +108,16 @@ def test_a_rank_that_dies_at_each_start_has_three_attempts(submit, options, fold
     assert "not run again: attempt 3 in a row that died without progress" in job.log
 
 
+def test_a_node_on_which_ranks_die_is_left_out(submit, options, unbroken, folder):
+    """In this allocation: it may be sick though it answers."""
+    path = folder / "runs" / "hpcdist-train" / "decision.json"
+    job = submit("train", *options, environ={"PROBE_DIE_AFTER": str(path), "PROBE_DIE_RANK": "1"})
+    job.finish()
+    assert f"restart 1 inside the allocation, on {job.nodes[0]}\n" in job.log
+    assert job.log.count("inside the allocation") == 1
+    assert job.final_state() == unbroken
+
+
 def test_a_cancelled_job_ends(slurm, submit, options):
     job = submit("train", *options)
     job.wait_for_training()

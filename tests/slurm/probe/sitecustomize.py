@@ -63,5 +63,7 @@ if "PROBE_PACE_S" in os.environ:
     pace(float(os.environ["PROBE_PACE_S"]))
 if "PROBE_SIGNALS" in os.environ:
     note_signals(os.environ["PROBE_SIGNALS"])
-if "PROBE_DIE_AFTER" in os.environ and os.environ.get("SLURM_PROCID") == "1":
-    die_after(os.environ["PROBE_DIE_AFTER"])
+if "PROBE_DIE_AFTER" in os.environ:
+    last = str(int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) - 1)
+    if os.environ.get("SLURM_PROCID") == os.environ.get("PROBE_DIE_RANK", last):
+        die_after(os.environ["PROBE_DIE_AFTER"])

@@ -15,6 +15,7 @@ LAYERS = {
     "public_names": 0,
     "dtypes": 0,
     "background": 0,
+    "child_processes": 0,
     "nest": 0,
     "cluster": 1,
     "plan": 1,

@@ -77,6 +77,7 @@ N = ["n1", "n2", "n3"]
     [
         (DIED, N, N, None, N),
         (DIED, N, ["n1", "n2"], None, ["n1", "n2"]),
+        (DIED, N, ["n1", "n2"], "n2", ["n1", "n2"]),
         (DIED, N, N, "n2", ["n1", "n3"]),
         (DIED, ["n1"], ["n1"], "n1", ["n1"]),
         (DIED, N, [], None, None),

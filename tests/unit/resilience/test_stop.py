@@ -11,9 +11,10 @@ import time
 import pytest
 
 from hpcdist.checkpoint.durable import Disk
+from hpcdist.child_processes import STOP_SIGNALS
 from hpcdist.errors import UsageError
 from hpcdist.resilience import stop as stop_module
-from hpcdist.resilience.stop import SIGNALS, StopFlag
+from hpcdist.resilience.stop import StopFlag
 
 
 @pytest.fixture(autouse=True)
@@ -33,15 +34,15 @@ class Clock:
 @pytest.fixture
 def earlier():
     """Return what signals called that a handler of the program's own had before; all are put back."""
-    found, calls = {number: signal.getsignal(number) for number in SIGNALS}, []
-    for number in SIGNALS:
+    found, calls = {number: signal.getsignal(number) for number in STOP_SIGNALS}, []
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: calls.append(number))
     yield calls
     for number, handler in found.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_raises_the_flag_and_calls_the_earlier_handler(earlier, number):
     flag = StopFlag("rank 3")
     flag.watch_signals()
@@ -214,11 +215,12 @@ def test_signals_that_come_while_python_ends_do_not_kill_it(tmp_path):
     """Python gives its handlers up before it is gone: what comes then would end the process with another code."""
     code = """
 import os, signal, sys
-from hpcdist.resilience.stop import SIGNALS, StopFlag
+from hpcdist.child_processes import STOP_SIGNALS
+from hpcdist.resilience.stop import StopFlag
 
 class Late:
     def __del__(self):  # when modules are torn down, after handlers were given up
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             os.kill(os.getpid(), number)
 
 flag = StopFlag("rank 0")
