@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from hpcdist.cluster.environment import job_end, read_environment
+from hpcdist.cluster.environment import job_end, launcher_of, read_environment
 from hpcdist.errors import AttemptReplaced, CheckpointError, DesyncError, ExitCode, UsageError, log
 from hpcdist.resilience.agreement import Agreement
 from hpcdist.resilience.attempt import RunAttempt
@@ -21,7 +21,7 @@ from hpcdist.resilience.manager import CheckpointManager
 from hpcdist.resilience.saves import AttemptSaves
 from hpcdist.resilience.schedule import SaveSchedule
 from hpcdist.resilience.steps import StepCount
-from hpcdist.resilience.stop import StopFlag
+from hpcdist.resilience.stop import StopFlag, wrapper_of
 from hpcdist.resilience.termination import TerminationConfig
 from hpcdist.runtime.process import call_when_done, end_of_training
 from hpcdist.runtime.step_flags import Request
@@ -131,6 +131,12 @@ class PreemptionCheckpointHandler:
         call_when_done(self._record_end)
         if self.deadline is not None:
             self._log(self.deadline.describe())
+        wrapper = wrapper_of(os.getpid())
+        if wrapper is not None and launcher_of(read_environment()) is not None:
+            self._log(
+                f"{wrapper} started this program, and may keep signals from it: a batch system that signals only what it "
+                f"started cannot stop it. Start it with exec; a container's starter as the last command."
+            )
 
     @property
     def latest_path(self) -> str | None:

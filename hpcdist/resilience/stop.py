@@ -30,6 +30,22 @@ FILE_WAIT_S, SILENCE_S = 0.001, 60.0
 WATCHER_LOOK_S = 1.0
 
 
+#: Programs that start others and, unless told otherwise, keep signals from them: shells and container starters.
+_WRAPPERS = frozenset(
+    "bash sh dash zsh ksh csh tcsh fish starter starter-suid apptainer singularity podman conmon docker enroot".split()
+)
+
+
+def wrapper_of(pid: int) -> str | None:
+    """Return the program that started a process, if it is one that may keep signals from it; None otherwise."""
+    try:
+        parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+        name = Path(f"/proc/{parent}/comm").read_text().strip()
+    except OSError:  # the parent has just ended, or is another user's
+        return None
+    return name if name in _WRAPPERS else None
+
+
 class StopFlag:
     """Whether this rank has a stop request, and its reason. A request is never withdrawn.
 

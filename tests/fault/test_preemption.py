@@ -87,6 +87,7 @@ def ends_with_the_same_bits(launch, run_dir, unbroken):
 def test_a_signal_to_one_rank(launch, tmp_path, unbroken, number, rank):
     job = launch()
     in_training(job)
+    assert job.log.read_text().count("sh started this program, and may keep signals from it") == 1
     os.kill(pid_of(job, rank), number)
     stopped_well(job, tmp_path / "run", f"{number.name} on rank {rank}")
     ends_with_the_same_bits(launch, tmp_path / "run", unbroken)

@@ -14,7 +14,7 @@ from hpcdist.checkpoint.durable import Disk
 from hpcdist.child_processes import STOP_SIGNALS
 from hpcdist.errors import UsageError
 from hpcdist.resilience import stop as stop_module
-from hpcdist.resilience.stop import StopFlag
+from hpcdist.resilience.stop import StopFlag, wrapper_of
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +187,7 @@ def test_a_call_from_any_thread():
 
 FORK = """
 import os, signal, sys
-from hpcdist.resilience.stop import StopFlag
+from hpcdist.resilience.stop import StopFlag, wrapper_of
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 flag = StopFlag("rank 0")
 flag.watch_signals()
@@ -216,7 +216,7 @@ def test_signals_that_come_while_python_ends_do_not_kill_it(tmp_path):
     code = """
 import os, signal, sys
 from hpcdist.child_processes import STOP_SIGNALS
-from hpcdist.resilience.stop import StopFlag
+from hpcdist.resilience.stop import StopFlag, wrapper_of
 
 class Late:
     def __del__(self):  # when modules are torn down, after handlers were given up
@@ -257,7 +257,7 @@ def test_a_job_in_the_background_keeps_ignoring_ctrl_c(earlier):
 
 CTRL_C = """
 import signal, time
-from hpcdist.resilience.stop import StopFlag
+from hpcdist.resilience.stop import StopFlag, wrapper_of
 flag = StopFlag("rank 0")
 flag.watch_signals()
 print("ready", flush=True)
@@ -285,3 +285,19 @@ def test_the_first_ctrl_c_asks_for_a_stop_and_the_second_ends_the_program():
     assert "hpcdist: Ctrl-C: saving and stopping after this step; press it again to end at once" in errors
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert program.returncode == -signal.SIGINT
+
+
+NAMES_WRAPPER = "import os; from hpcdist.resilience.stop import wrapper_of; print(wrapper_of(os.getpid()))"
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"), [("{}; true", "bash"), ("exec {}", "None"), ("sh -c '{}; true'", "sh")]
+)
+def test_a_wrapper_that_may_keep_signals_is_named(script, expected):
+    program = script.format(f'{sys.executable} -c "{NAMES_WRAPPER}"')
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{expected}\n", done.stderr
+
+
+def test_no_wrapper_is_known_of_a_process_that_has_ended():
+    assert wrapper_of(2**22 + 1) is None
