@@ -45,6 +45,8 @@ from run_folder import Decision, RunFolder, UnreadableError
 MAX_RESTARTS = 6
 #: A launch that ends this close to the time limit was ended by it, in seconds.
 LIMIT_IS_NEAR_S = 180
+#: Longer than any job.
+NO_LOOK_S = 1e8
 
 
 class Job:
@@ -145,33 +147,35 @@ class Job:
 
         SIGUSR1 is passed on. SIGTERM is not: Slurm sends it to the ranks too, and Open MPI's mpirun would exit at once.
         """
-        pause_s: float | None = 0.0
+        look_at = time.monotonic()
         while process.poll() is None:
-            pause_s = None if pause_s is None else self._guard_limit()
-            received = signal.sigtimedwait(WAITED_FOR, 3600 if pause_s is None else pause_s)
+            if time.monotonic() >= look_at:
+                look_at = time.monotonic() + self._guard_limit()
+            received = signal.sigtimedwait(WAITED_FOR, max(0.0, look_at - time.monotonic()))
             if received is not None and received.si_signo == signal.SIGUSR1:
                 process.send_signal(signal.SIGUSR1)
 
-    def _guard_limit(self) -> float | None:
+    def _guard_limit(self) -> float:
         """Have the job requeued if its time limit is near: Slurm does not requeue a job that has reached its limit.
 
         Returns:
-            Seconds until the next look; None for no more.
+            Seconds until the next look.
         """
         end_s = self.end_s()
         if end_s is None or self.successor:
-            return None
+            return NO_LOOK_S
         left_s = end_s - time.time() - float(self.environ.get("LIMIT_MARGIN_S", "20"))
         if left_s > 0:
             return min(left_s, 300.0)
         facts = self.look()
-        if facts.state and not (facts.can_requeue and self._wants_requeue()):
-            return None
+        is_ending = facts.state not in ("", "RUNNING")  # as a cancelled job, whose time is over too
+        if is_ending or not (facts.can_requeue and self._wants_requeue()):
+            return NO_LOOK_S
         if facts.state and output_of(self._command(self._system.requeue)) is not None:
             self.folder.note_requeue(self.n_restarts)
             self.say("the time limit is near, and the program has not ended: requeued")
-            return None
-        return 2.0 if left_s > -12 else None  # a busy slurmctld may not answer at once
+            return NO_LOOK_S
+        return 2.0 if left_s > -12 else NO_LOOK_S  # a busy slurmctld may not answer at once
 
     def _wants_requeue(self) -> bool:
         try:

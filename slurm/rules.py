@@ -101,8 +101,8 @@ def restart_nodes(
         ended: how the launch ended.
         nodes: its nodes; none where the batch system does not say.
         answering: those that can start a process: a batch system takes minutes to notice that one is lost.
-        failed: the node whose rank a signal ended first; None if unknown. It may be sick, and is left out, if no node is
-            lost: Slurm kills the ranks on the others then. The next requeue is on all nodes again.
+        failed: the node whose rank a signal ended first; None if unknown. It may be sick, and is left out until
+            the next requeue, unless a node is lost: Slurm kills the ranks on the others then.
     """
     if not has_died(ended) or (nodes and not answering):
         return None

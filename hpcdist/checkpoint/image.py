@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from hpcdist.checkpoint.available_memory import available_bytes
 from hpcdist.checkpoint.durable import ALIGNMENT_BYTES, Block
 from hpcdist.checkpoint.header import HEADER_BYTES, Header
 from hpcdist.errors import CheckpointError
@@ -45,13 +46,8 @@ class FileImage:
             CheckpointError: if memory is insufficient.
         """
         if len(self._bytes) < nbytes:
-            try:
-                room = mmap.mmap(-1, -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
-            except OSError as error:
-                raise CheckpointError(
-                    f"save: expected {nbytes} bytes of memory for a copy of the state, got {error.strerror}; ask for "
-                    f"more. Earlier checkpoints are untouched."
-                ) from None
+            self._room, self._bytes = memoryview(b""), np.empty(0, np.uint8)
+            room = _take(-(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 with contextlib.suppress(OSError):  # only advice: kernels without huge pages refuse it
                     room.madvise(mmap.MADV_HUGEPAGE)  # makes copies 10 % faster
@@ -105,6 +101,21 @@ class FileImage:
         header = Header(self.nbytes, *self.index, of_arrays.hexdigest(), of_index.hexdigest())
         self._room[:HEADER_BYTES] = header.to_bytes()
         yield 0, self._room[:HEADER_BYTES]
+
+
+def _take(nbytes: int) -> mmap.mmap:
+    """Return so much memory; raise CheckpointError if there is not enough: its first use would kill this process."""
+    available = available_bytes()
+    got = None if available is None or available >= nbytes else f"{available} available"
+    try:
+        if got is None:
+            return mmap.mmap(-1, nbytes)
+    except OSError as error:
+        got = str(error.strerror)
+    raise CheckpointError(
+        f"save: expected {nbytes} bytes of memory for a copy of the state, got {got}; ask the batch system for more. "
+        f"Earlier checkpoints are untouched."
+    )
 
 
 def _pieces(offset: int, values: npt.NDArray[Any]) -> Iterator[Placed]:

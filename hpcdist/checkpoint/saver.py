@@ -81,6 +81,15 @@ class Saver:
         self._tidying = self._thread.submit(functools.partial(self._tidy, self._committing, started))
         return path
 
+    def reserve(self, state: Any, arrays: list[NamedArray]) -> None:
+        """Lay out a state as for a save, but write nothing: the memory of the saves that follow is taken now.
+
+        Raises:
+            CheckpointError: if memory is insufficient, or the previous save cannot be written.
+        """
+        self.finish()
+        lay_out(self._image, {"step": 0, "time_s": 0.0, "metrics": {}, "written": {}}, state, arrays)
+
     def _is_last(self, state: Any) -> bool:
         """Return whether a state, with the arrays in the image, is that of the last checkpoint."""
         return (

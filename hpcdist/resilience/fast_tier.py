@@ -100,6 +100,12 @@ class FastTier:
         elif saver is not None:
             self._try(lambda: saver.save(step, state, arrays, written, {}))
 
+    def reserve(self, state: Any, arrays: list[NamedArray]) -> None:
+        """Take the memory of the copies' buffer, as `Saver.reserve`."""
+        saver = self._saver
+        if saver is not None:
+            self._try(lambda: saver.reserve(state, arrays))
+
     def find(self) -> tuple[Saved, Path] | None:
         """Return the newest copy that verifies, and its path; None without one, or if others could have written it."""
         try:

@@ -231,6 +231,26 @@ class CheckpointManager:
         if self._saver.last_save_s is not None:
             self.last_save_s = self._collect_s + self._saver.last_save_s
 
+    def reserve(self) -> None:
+        """Take the memory of the saves that follow, and of copies in memory, now that the state has its full size.
+
+        The handler does so after the first step: in a memory cgroup, memory is charged when it is first used, and a
+        process that exceeds the limit is killed, which must not be hours later.
+
+        Collective: chief and workers.
+
+        Raises:
+            CheckpointError: if memory is insufficient; on all ranks.
+
+        Cost: one copy of the arrays on the chief, and on the first rank of each node where copies are kept.
+        """
+        gathered = self.checkpoint.gather()
+        with self._world.agreed(self._comm):
+            if self._is_writer:
+                self._saver.reserve(*self.checkpoint.collect(gathered))
+            if self._memory is not None:
+                self._memory.reserve(*self.checkpoint.collect(gathered))
+
     def save_fast(self, step: int) -> None:
         """Copy the state after `step` optimizer steps to the memory of every node; see `fast_directory`.
 

@@ -134,8 +134,8 @@ class PreemptionCheckpointHandler:
         wrapper = wrapper_of(os.getpid())
         if wrapper is not None and launcher_of(read_environment()) is not None:
             self._log(
-                f"{wrapper} started this program, and may keep signals from it: a batch system that signals only what it "
-                f"started cannot stop it. Start it with exec; a container's starter as the last command."
+                f"{wrapper} started this program, and may keep signals from it: a batch system that signals only what "
+                f"it started cannot stop it; start the program with exec."
             )
 
     @property

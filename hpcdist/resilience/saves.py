@@ -46,7 +46,7 @@ class AttemptSaves:
         """
         self._has_saved, self._is_restored = False, is_restored
         self._kept_up_to, self._began_at = step, self._manager.saved_step
-        self._is_noted = False
+        self._is_noted = self._is_reserved = False
         self._compared_at: int | None = None
 
     def is_late(self, step: int) -> bool:
@@ -64,12 +64,18 @@ class AttemptSaves:
         return 2 if self.is_late(step) or self.is_due(step + 1) or self._manager.is_saving else 1
 
     def check_and_copy(self, step: int) -> None:
-        """Compare the ranks and copy the state to memory, if due. Collective if due: chief and workers.
+        """Compare the ranks and copy the state to memory, if due; after the first step take the memory of saves.
+
+        Collective if due: chief and workers.
 
         Raises:
             DesyncError: if ranks differ; on all ranks.
+            CheckpointError: if memory is insufficient; on all ranks.
         """
         last, self._kept_up_to = self._kept_up_to, step
+        if not self._is_reserved and self._save_fn is None:
+            self._manager.reserve()
+        self._is_reserved = True
         if is_crossed(self._schedule.compare_every_steps, step, last):
             self._compare(step)
         if is_crossed(self._schedule.in_memory_every_steps, step, last):

@@ -31,8 +31,18 @@ WATCHER_LOOK_S = 1.0
 
 
 #: Programs that start others and, unless told otherwise, keep signals from them: shells and container starters.
-_WRAPPERS = frozenset(
-    "bash sh dash zsh ksh csh tcsh fish starter starter-suid apptainer singularity podman conmon docker enroot".split()
+_WRAPPERS = (
+    "bash",
+    "sh",
+    "dash",
+    "zsh",
+    "ksh",
+    "tcsh",
+    "starter",
+    "starter-suid",
+    "apptainer",
+    "singularity",
+    "conmon",
 )
 
 

@@ -1,8 +1,14 @@
-"""What a restore takes of the memory: the state itself, and little more, on every rank."""
+"""What a restore takes of the memory: the state itself, and little more, on every rank; and a save in a cgroup."""
 
+import contextlib
 import json
+import os
+import shlex
+import uuid
+from pathlib import Path
 
 import pytest
+from real_jobs import MPIRUN, PYTHON
 
 STATE_BYTES = 1 << 30
 #: Above the state: two blocks, and what libraries take.
@@ -59,3 +65,57 @@ def test_a_restore_takes_little_more_than_the_state(start, tmp_path):
     print(f"1 GiB of state on 4 ranks, MiB above the state: {json.dumps({k: v >> 20 for k, v in above.items()})}")
     assert len(above) == 4
     assert max(above.values()) <= ALLOWED_BYTES, above
+
+
+TRAINING = """
+import sys
+import torch
+import hpcdist
+
+strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+with strategy.scope():
+    model = torch.nn.Linear(4096, 4096, bias=False)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+handler = hpcdist.PreemptionCheckpointHandler(
+    None, hpcdist.Checkpoint(model=model, optimizer=optimizer), sys.argv[1] + "/checkpoints", save_every_steps=50
+)
+with handler:
+    while handler.step < 100:
+        optimizer.zero_grad()
+        model(torch.ones(1, 4096)).sum().backward()
+        optimizer.step()
+        print("step", handler.step, flush=True)
+        handler.poll()
+"""
+
+
+@pytest.fixture
+def limited(tmp_path):
+    """Return limited(bytes): a command that runs another in a memory cgroup with that limit."""
+    parent = Path("/sys/fs/cgroup/memory")
+    if not os.access(parent / "cgroup.procs", os.W_OK):
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("no writable memory cgroup of version 1")
+    group = parent / f"hpcdist-test-{uuid.uuid4().hex}"
+    group.mkdir()
+
+    def limited(limit):
+        (group / "memory.limit_in_bytes").write_text(str(limit))
+        return ["bash", "-c", f'echo $$ > {shlex.quote(str(group))}/cgroup.procs; exec "$@"', "bash"]
+
+    yield limited
+    with contextlib.suppress(OSError):  # busy for a moment after its last process
+        group.rmdir()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_state_without_room_for_its_copy_is_refused_after_the_first_step(start, limited, tmp_path):
+    """And not killed at the first save, hours later. The state is 192 MiB; gradients are 64 more."""
+    command = [MPIRUN, "-n", "1", PYTHON, "-c", TRAINING, tmp_path]
+    outcome = start(1, command=[*limited(640 << 20), *command]).wait(60)
+    assert "expected 2013" in outcome.output, outcome.output[-3000:]
+    assert " available; ask the batch system for more." in outcome.output
+    assert outcome.output.count("step ") < 5, "at the first step"
+    assert outcome.code == 74
+    done = start(1, command=[*limited(2 << 30), *command]).wait(60)
+    assert done.code == 0, done.output[-3000:]

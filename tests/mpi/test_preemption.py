@@ -14,9 +14,9 @@ from torch import nn
 
 import hpcdist
 from hpcdist.checkpoint.read import CheckpointFile
+from hpcdist.child_processes import STOP_SIGNALS
 from hpcdist.errors import CheckpointMismatch, DesyncError, ExitCode, NoProgressError, UsageError
 from hpcdist.resilience.deadline import MIN_SLACK_S, Deadline
-from hpcdist.child_processes import STOP_SIGNALS
 from hpcdist.runtime.step_flags import Request
 
 pytestmark = pytest.mark.mpi
@@ -548,7 +548,9 @@ def test_signals_do_not_end_a_process_that_is_leaving(comm, make_job):
 
     assert stopped(comm, leave) == 75
     os.kill(os.getpid(), signal.SIGTERM)
-    assert [signal.getsignal(number) for number in STOP_SIGNALS] == [signal.SIG_IGN] * 4, "handlers go before Python's end"
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == [signal.SIG_IGN] * 4, (
+        "handlers go before Python's end"
+    )
 
 
 def test_an_error_leaves_the_decision_that_was_made_at_the_start(comm, shared_path, make_job):

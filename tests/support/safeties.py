@@ -245,6 +245,7 @@ IN_RECIPES = [
     Mutant("no start anew where the run folder is not there", "job:begin", "not job.folder.has_marker()", "False", JOB),
     Mutant("a watch makes no run folder", "watch:main", "job.folder.has_marker()", "not job.folder.make_marker()", JOB),
     Mutant("what Slurm ends does not count", "job:begin", "not job.folder.was_requeued(...)", "False", JOB),
+    Mutant("a cancelled job is not requeued as out of time", "Job._guard_limit", "is_ending", "False", JOB),
     Mutant("a job is requeued before its limit", "Job._guard_limit", "left_s > 0", "True", JOB),
     Mutant("a node whose rank failed is left out", "restart_nodes", "node != failed", "True", RULES),
     Mutant("the successor is withdrawn", "job:main", "code != RUN_AGAIN", "False", FILES),

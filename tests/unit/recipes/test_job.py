@@ -410,6 +410,22 @@ def test_a_job_whose_limit_is_near_is_requeued_while_its_program_runs(leave, tmp
         assert output.count("requeued 7\n") == 1 + is_requeued, "once more by the script, when the program has ended"
 
 
+@pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING"])
+def test_a_cancelled_job_is_not_requeued_as_its_time_is_over(leave, tmp_path, state):
+    """Its end is now."""
+    DecisionFile(tmp_path / "run").write(DIED, 3, attempt=1, job="7")
+    program = PROGRAM.replace("exit", "sleep 1; exit")
+    _, output = leave(75, STOPPED, program=program, STATE=state, END=str(int(time.time())))
+    assert "requeued 7" not in output
+
+
+def test_the_batch_system_is_not_asked_again_and_again(leave, tmp_path):
+    counting = SCONTROL.replace("if [[ -z $STATE", 'echo >> "${0%/*}/looks"\nif [[ -z $STATE')
+    add_program(tmp_path / "bin", "scontrol", counting)
+    leave(75, STOPPED, scontrol=None, program=PROGRAM.replace("exit", "sleep 2; exit"), **nearly_over_as_slurm_says())
+    assert len((tmp_path / "bin" / "looks").read_text().splitlines()) < 12
+
+
 def test_a_job_that_reached_its_limit_may_still_be_requeued(leave, tmp_path):
     add_program(tmp_path / "bin", "scontrol", SCONTROL.replace("Reason=None", "Reason=TimeLimit"))
     code, output = leave(75, STOPPED, STATE="COMPLETING", scontrol=None)
