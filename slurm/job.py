@@ -200,7 +200,7 @@ class Job:
                 break
             nodes = left
             self.say(f"exit code {ended.code}: restart {restart} inside the allocation, on {','.join(nodes) or 'it'}")
-        if ended.decision not in ("finished", "another") and ended.code != RUN_AGAIN:
+        if ended.decision != "finished" and ended.code != RUN_AGAIN:
             self._forget_copies(nodes)
         return self.leave(ended)
 
@@ -231,13 +231,8 @@ class Job:
 
     def _forget_copies(self, nodes: Sequence[str]) -> None:
         """Remove the copies of the state from the memory of nodes: a job that died could not."""
-        try:
-            with open(os.path.join(self.folder.path, "checkpoints", "run-id")) as file:
-                run_id = file.read().split()[0]  # the second word is the folder's inode
-        except (OSError, IndexError):
-            return
-        if nodes and run_id.isalnum():
-            self._step(nodes, "rm", "-rf", f"/dev/shm/hpcdist-{os.getuid()}-{run_id}")
+        if nodes:
+            self._step(nodes, "sh", "-c", f"rm -rf /dev/shm/hpcdist-{os.getuid()}-{self.id}-*")
 
     @contextlib.contextmanager
     def _watched(self, nodes: Sequence[str]) -> Iterator[None]:

@@ -251,8 +251,9 @@ class Store:
         with self.explained("save", "a folder that can be written"):
             durable.make_folders(self._disk, self.path / "attempts")
             self.attempt = self._take_number() if number is None else number
-            if number is not None and number not in self._attempts():
-                self._disk.make_new(self._ledger_of(number))
+            with contextlib.suppress(FileExistsError):  # made by another node, which shares this memory
+                if number is not None:
+                    self._disk.make_new(self._ledger_of(number))
             self._disk.sync_folder(self.path / "attempts")
             self._last_before = max((saved.step for saved in self.saved()), default=-1)
             self._has_saved, self.damaged = False, []

@@ -8,11 +8,14 @@ from, a folder that only this user can write to.
 """
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
 import shutil
 import stat
+import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,9 @@ from hpcdist.errors import CheckpointError
 
 logger = logging.getLogger("hpcdist")
 
+_PREFIX = "hpcdist"
+#: Age after which copies that no process holds are removed, in seconds: a job that has died restarts sooner.
+STALE_S = 3600.0
 #: Longest wait of the training thread for the last copy.
 _PATIENCE_S = 5.0
 
@@ -39,7 +45,7 @@ class FastTier:
     Args:
         directory: on an in-memory file system, such as /dev/shm; each node has its own. If others may write to it, it
             must be sticky, as /dev/shm is.
-        run_id: identifies the run, to exclude copies of other runs.
+        name: of the job, with which the memory is lost, and the run: copies of others are excluded.
         attempt: number of this attempt.
         prepare: called in the background before each copy; if it raises CheckpointError, no copies are made.
     """
@@ -47,14 +53,14 @@ class FastTier:
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        run_id: str,
+        name: str,
         attempt: int,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
         self._saver: Saver | None = None
         self._prepare = prepare
-        name = re.sub(r"\W", "-", run_id)  # it was read from a file, which may hold any characters
-        self._path = Path(directory) / f"hpcdist-{os.getuid()}-{name}"
+        name = re.sub(r"\W", "-", name)  # a part was read from a file, which may hold any characters
+        self._path = Path(directory) / f"{_PREFIX}-{os.getuid()}-{name}"
         self._disk = Disk()
         self._store = Store(self._path, self._disk)
         self._try(lambda: self._begin(attempt))
@@ -64,8 +70,29 @@ class FastTier:
         with contextlib.suppress(FileExistsError):  # from an earlier attempt, or another user's
             self._disk.make_folder(self._path, 0o700)
         self._require_own()
+        self._hold()
+        self._sweep()
         self._store.begin(attempt)
         self._saver = Saver(self._store, Retention(max_to_keep=1), self._prepare)
+
+    def _hold(self) -> None:
+        """Lock the folder until this process ends, however it ends: it is in use."""
+        descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        weakref.finalize(self, os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+    def _sweep(self) -> None:
+        """Remove copies of this user's jobs that are gone for good: nothing else would before the node restarts."""
+        for path in self._path.parent.glob(f"{_PREFIX}-{os.getuid()}-*"):
+            with contextlib.suppress(OSError):  # in use, just removed, or no folder
+                if path != self._path and time.time() - path.lstat().st_mtime > STALE_S:
+                    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                    try:
+                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(path)
+                    finally:
+                        os.close(descriptor)
+                    logger.warning("fast tier: removed %s, which a job that is gone has left.", path)
 
     def _require_own(self) -> None:
         """Raise CheckpointError unless only this user can have written to the folder."""
@@ -136,9 +163,10 @@ class FastTier:
         self._saver = None
 
     def _remove(self) -> None:
-        self._require_own()  # a link could lead to folders of others
-        self._store.check_current()  # a later attempt may restore from them
-        shutil.rmtree(self._path, onerror=_unless_gone)
+        with contextlib.suppress(FileNotFoundError):  # another node, which shares this memory, was quicker
+            self._require_own()  # a link could lead to folders of others
+            self._store.check_current()  # a later attempt may restore from them
+            shutil.rmtree(self._path, onerror=_unless_gone)
 
 
 def _unless_gone(call: Any, path: str, error: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.saver import Saver
 from hpcdist.checkpoint.store import Saved, Store
+from hpcdist.cluster.environment import job_id, read_environment
 from hpcdist.errors import DesyncError, UsageError
 from hpcdist.resilience.at_exit import finish_at_exit
 from hpcdist.resilience.checkpoint import Checkpoint
@@ -125,7 +126,10 @@ class CheckpointManager:
                 run_id = self._saver.store.run_id()
         run_id, attempt = self._world.broadcast_text(f"{run_id} {self.attempt}", 0, self._comm).split()
         prepare = functools.partial(make_durable, self.checkpoint.files())  # writes on the chief only
-        return FastTier(directory, run_id, int(attempt), prepare) if self._world.node_comm.rank == 0 else None
+        if self._world.node_comm.rank > 0:
+            return None
+        job = job_id(read_environment()) or "0"  # scripts remove copies by it
+        return FastTier(directory, f"{job}-{run_id}", int(attempt), prepare)
 
     @property
     def directory(self) -> str:

@@ -187,13 +187,26 @@ def test_the_memory_is_given_back_at_the_end(run):
     assert not list(run.memory.iterdir())
 
 
+def test_nodes_that_share_their_memory_give_it_back_without_a_word(comm, shared_path, monkeypatch, caplog):
+    monkeypatch.setattr(make_world(), "node_comm", MPI.COMM_SELF)
+    manager = hpcdist.CheckpointManager(
+        hpcdist.Checkpoint(values=np.zeros(9)), shared_path / "checkpoints", fast_directory=shared_path / "shared"
+    )
+    manager.save(1)
+    manager.end_attempt()
+    comm.Barrier()
+    assert list((shared_path / "shared").iterdir()) == []
+    assert "continues without copies" not in caplog.text
+
+
 def test_a_copy_that_killed_two_attempts_is_stepped_over(run, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     first = run.attempt()
     first.restore_or_initialize()
     save(run, first, 5, is_fast=False)
     save(run, first, 7, is_fast=True)
     for found in ("memory", "disk"):  # the first one has written it to the disk
-        monkeypatch.setenv("SLURM_JOB_ID", found)  # two jobs
+        monkeypatch.setenv("SLURM_STEP_NODELIST", found)  # a restart on another node of the job
         dies = run.attempt()
         path = dies.restore_or_initialize()
         assert "step-00000007-" in path

@@ -118,7 +118,7 @@ def write_digits(folder):
 def copies(run_dir):
     """Return the folder in memory with copies of the state of a run; None if it never had one."""
     path = run_dir / "checkpoints" / "run-id"
-    return Path(f"/dev/shm/hpcdist-{os.getuid()}-{path.read_text().split()[0]}") if path.exists() else None
+    return Path(f"/dev/shm/hpcdist-{os.getuid()}-0-{path.read_text().split()[0]}") if path.exists() else None
 
 
 def half_written(run_dir):

@@ -1,14 +1,19 @@
 """Copies in memory, where all users of a node may write: a folder that others made, or can write to, is refused."""
 
+import gc
 import os
 import shutil
+import signal
 import stat
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
 
 from hpcdist.checkpoint.tree import NamedArray
-from hpcdist.resilience.fast_tier import FastTier
+from hpcdist.resilience.fast_tier import STALE_S, FastTier
 
 RUN = "0123456789abcdef"
 
@@ -110,3 +115,47 @@ def test_a_folder_that_cannot_be_made_is_reported_once(memory, caplog):
     tier = FastTier(memory, RUN, 1)
     assert tier.find() is None
     assert caplog.text.count("fast tier") == 1
+
+
+# -- copies that a job has left ----------------------------------------------------------------------------------
+
+
+def make_old(path):
+    long_ago = time.time() - STALE_S - 60
+    os.utime(path, (long_ago, long_ago))
+
+
+def test_copies_that_a_killed_job_has_left_are_removed_by_the_next_one(memory, own, caplog):
+    code = f"""
+import os, signal
+from hpcdist.resilience.fast_tier import FastTier
+FastTier({str(memory)!r}, {RUN!r}, 1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -signal.SIGKILL
+    FastTier(memory, "another", 1)
+    assert own.exists(), "it may be restarted at once"
+    make_old(own)
+    FastTier(memory, "another", 2)
+    assert not own.exists()
+    assert f"removed {own}, which a job that is gone has left" in caplog.text
+
+
+def test_copies_of_a_job_that_runs_or_of_another_user_are_left(memory, own):
+    tier = FastTier(memory, RUN, 1)
+    theirs = memory / f"hpcdist-{os.getuid() + 1}-0-run"
+    theirs.mkdir()
+    outside = memory.parent / "outside"
+    outside.mkdir()
+    link = memory / f"hpcdist-{os.getuid()}-0-link"
+    link.symlink_to(outside)
+    long_ago = time.time() - STALE_S - 60
+    os.utime(link, (long_ago, long_ago), follow_symlinks=False)
+    for path in (own, theirs, outside):
+        make_old(path)
+    FastTier(memory, "another", 1)
+    assert [path.exists() for path in (own, theirs, outside)] == [True] * 3
+    del tier
+    gc.collect()
+    FastTier(memory, "another", 2)
+    assert not own.exists(), "its process no longer keeps copies there"

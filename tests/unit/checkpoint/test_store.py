@@ -298,7 +298,7 @@ def test_missing_memory_for_a_copy_is_reported(monkeypatch):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(mmap, "mmap", refuse)
-    with pytest.raises(CheckpointError, match="expected 5000 bytes of memory for a copy .*, got Cannot"):
+    with pytest.raises(CheckpointError, match="expected 8192 bytes of memory for a copy .*, got Cannot"):
         FileImage().resize(5000, 0, 0)
 
 
