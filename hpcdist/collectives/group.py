@@ -11,14 +11,15 @@ from hpcdist.background import BackgroundThread
 from hpcdist.collectives.route import SMALLEST_BYTES, GroupFacts, auto_routes
 from hpcdist.diagnostics.call_check import CallCheck
 from hpcdist.diagnostics.journal import Journal
-from hpcdist.diagnostics.stacks import Peer
-from hpcdist.diagnostics.watchdog import WARN_S, Watchdog
+from hpcdist.diagnostics.neighbour import NeighbourWatch
+from hpcdist.diagnostics.stacks import Peer, process_namespace
+from hpcdist.diagnostics.watchdog import FAILED, WARN_S, Watchdog
 from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ExitCode, HpcdistError
 from hpcdist.plan.placement import LanePlan, plan_lanes
 from hpcdist.runtime.hosts import Hosts
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.node_memory import CELLS, NodeBarrier, NodeWindow
-from hpcdist.runtime.process import end_job, has_left, make_world
+from hpcdist.runtime.process import call_on_failure, end_job, has_left, make_world
 from hpcdist.runtime.waiting import MAX_SLEEP_S, late, wait_until
 from hpcdist.runtime.world import World
 
@@ -81,7 +82,7 @@ class Group:
         self._board, self._no_board = self._share_board()
         can_share = bool(world.all_reduce_int(int(self._no_board is None), MPI.MIN, self.comm))
         self.set_facts(GroupFacts(self.placement, can_share))
-        self._watch(watchdog)
+        self._watch(watchdog, is_of_role)
         self.compares_calls = "collectives" in world.debug
         self._call_check = CallCheck(self.comm, world, self.timeout_s) if self.compares_calls else None
 
@@ -120,6 +121,8 @@ class Group:
     def free(self) -> None:
         """Free the communicators and what was kept. Collective: all ranks of the group."""
         self.watchdog.stop()
+        if self._neighbour is not None:
+            self._neighbour.stop()
         for free in reversed(self._frees):
             free()
         if self._call_check is not None:
@@ -141,18 +144,29 @@ class Group:
             return None, error
         return window.pieces[0].cast("q")[:n_cells], None  # a window is whole pages; only existing ranks have cells
 
-    def _watch(self, watchdog: Watchdog | None) -> None:
-        """Let the watchdog watch this group's collectives, and the flags of the other ranks of the host."""
-        peers = [Peer(*one) for one in self.node_comm.allgather((str(self.world), os.getpid()))]
+    def _watch(self, watchdog: Watchdog | None, is_of_role: bool) -> None:
+        """Let the watchdog watch this group's collectives, and the flags of the other ranks of the host.
+
+        The group of the role also has each rank watch whether its neighbour lives.
+        """
+        found = self.node_comm.allgather((str(self.world), os.getpid(), process_namespace()))
+        peers = [Peer(name, pid) for name, pid, _ in found]
         board = None if self._board is None else self._board[JOURNAL_CELL::CELLS]
         flags = None if self._board is None else self._board[FLAGS_CELL::CELLS]
         self.journal = Journal(board, self.node_comm.rank)
         warn_s = min(WARN_S, self.timeout_s / 2)
-        self.watchdog = watchdog or Watchdog(
-            self.world.describe, functools.partial(end_job, "", ExitCode.INTERNAL), warn_s, self.timeout_s, has_left
-        )
+        end = functools.partial(end_job, "", ExitCode.INTERNAL)
+        self.watchdog = watchdog or Watchdog(self.world.describe, end, warn_s, self.timeout_s, has_left)
         if self.size > 1:
             self.watchdog.watch(self.journal, () if board is None else peers, flags)
+        self._neighbour: NeighbourWatch | None = None
+        if flags is not None and is_of_role and len({namespace for *_, namespace in found}) == 1:
+            call_on_failure(functools.partial(self._announce_failure, flags))
+            self._neighbour = NeighbourWatch(peers, self.node_comm.rank, flags, has_left, end)
+
+    def _announce_failure(self, flags: memoryview) -> None:
+        if self._neighbour is not None and not self._neighbour.is_stopped:
+            flags[self.node_comm.rank] |= FAILED
 
     @functools.cached_property
     def barrier(self) -> NodeBarrier:

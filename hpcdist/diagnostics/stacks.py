@@ -35,6 +35,14 @@ class Peer(NamedTuple):
     pid: int
 
 
+def process_namespace() -> int:
+    """Return the number of the namespace that process ids are valid in: ranks may be in containers of their own."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
 def answer_signal() -> None:
     """Let other ranks of this node ask this process for its stacks, from now on. Not collective; a second call is free.
 

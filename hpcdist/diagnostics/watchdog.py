@@ -29,8 +29,9 @@ REPORT_S = 0.5
 KILL_S = 20.0
 #: Checks per `warn_s`, and the longest time between two checks.
 CHECKS, MAX_INTERVAL_S = 5, 1.0
-#: Flags of a rank: it has left its program and waits for others to leave; it is ending the job; it has reported.
-LEFT, ENDING, REPORTED = 1, 2, 4
+#: Flags of a rank: it has left its program and waits for others to leave; it is ending the job, as a collective takes
+#: too long; it has reported that; it is ending the job, as it has failed; it has noticed that another rank is gone.
+LEFT, ENDING, REPORTED, FAILED, NOTICED = 1, 2, 4, 8, 16
 
 
 def _own_flags() -> memoryview:
@@ -130,7 +131,7 @@ class Watchdog:
             self._give_up(watched, journal, entry)
         elif lasted_s >= self._warn_s and not watched.is_warned:
             watched.is_warned = True
-            _write(f"hpcdist: {self._describe()}: {self._warning(watched, journal, entry)}\n")
+            write(f"hpcdist: {self._describe()}: {self._warning(watched, journal, entry)}\n")
 
     def _warning(self, watched: _Watched, journal: Journal, entry: Entry) -> str:
         behind = journal.behind()
@@ -160,7 +161,7 @@ class Watchdog:
         if lasted_s >= self._limit_s and is_first and not is_last and not watched.is_warned:
             watched.is_warned = True
             what = f"in no collective for {self._limit_s:g} s, a problem only if others wait for this rank; its stacks"
-            _write(self._report_of(journal, what))
+            write(self._report_of(journal, what))
 
     def _give_up(self, watched: _Watched, journal: Journal, entry: Entry) -> None:
         """Report, and have the others of this node report, then end the job.
@@ -183,7 +184,7 @@ class Watchdog:
         """Report this rank, once, as the job is about to end."""
         self._has_reported = True
         time.sleep(min(STAGGER_S * journal.local_rank, MAX_STAGGER_S))
-        _write(self._report_of(journal, what))
+        write(self._report_of(journal, what))
         watched.flags[journal.local_rank] |= REPORTED
 
     def _report_of(self, journal: Journal, what: str) -> str:
@@ -210,7 +211,7 @@ class Watchdog:
         for local_rank in silent:
             stacks = stacks_of(watched.peers[local_rank])
             if stacks is not None:
-                _write(f"hpcdist: {stacks}\nIt has entered {journal.board[local_rank]} collectives.\n")
+                write(f"hpcdist: {stacks}\nIt has entered {journal.board[local_rank]} collectives.\n")
 
 
 def _missing(watched: _Watched, behind: list[int]) -> str:
@@ -240,7 +241,7 @@ def _progress(entry: Entry) -> str:
     return f"collective {entry.number}, {entry}, has taken {time.monotonic() - entry.started_s:.3g} s"
 
 
-def _write(text: str) -> None:
+def write(text: str) -> None:
     """Write to standard error in as few pieces as it takes; sys.stderr may be locked by a thread that hangs."""
     data = text.encode(errors="replace")
     with contextlib.suppress(OSError):  # nobody reads it: the job ends all the same

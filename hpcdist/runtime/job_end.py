@@ -73,6 +73,7 @@ class ExitHooks:
         self._is_reporter = is_reporter
         self._on_leave = on_leave
         self._on_done: Callable[[], None] | None = None
+        self._on_failure: list[Callable[[], None]] = []
         self._main_frame = _outermost_frame()
         self._pid = os.getpid()
         self._previous_hook = sys.excepthook
@@ -85,8 +86,19 @@ class ExitHooks:
         """Call `act` when all ranks have left with code 0, before `on_leave`. Not collective."""
         self._on_done = act
 
+    def call_on_failure(self, act: Callable[[], None]) -> None:
+        """Call `act`, too, right before this rank ends the job. Not collective."""
+        self._on_failure.append(act)
+
+    def announce_failure(self) -> None:
+        """Call what is to be called before this rank ends the job; from any thread."""
+        for act in self._on_failure:
+            act()
+
     def install(self) -> None:
         """Install the hooks. Not collective."""
+        if not faulthandler.is_enabled():  # a segmentation fault prints where it was
+            faulthandler.enable(file=2)
         sys.excepthook = self._on_exception
         threading.excepthook = self._on_thread_exception
         sys.exit = self._exit_recorded
@@ -211,6 +223,7 @@ class ExitHooks:
         _flush()
         where = f"{self._describe()} on {MPI.Get_processor_name()}: {what}; ending the job with code {code}"
         log("\n".join([where, *"".join(report).splitlines()]))
+        self.announce_failure()
         end_job(self._comm, "", code)
 
 

@@ -40,6 +40,8 @@ def make_world(resolver: ClusterResolver | None = None) -> World:
 
 def end_job(report: str, code: int) -> NoReturn:
     """Write `report` to standard error and end every rank of the job with `code`. Not collective; from any thread."""
+    if _hooks is not None:
+        _hooks.announce_failure()
     job_end.end_job(MPI.COMM_WORLD, report, code)
 
 
@@ -52,6 +54,12 @@ def send_heartbeat() -> None:
     """Let ranks that have left wait some seconds more for this one, which is at work. Not collective; main thread."""
     if _hooks is not None:
         _hooks.send_heartbeat()
+
+
+def call_on_failure(act: Callable[[], None]) -> None:
+    """Have `act` called, too, right before this rank ends the job. It must take no lock. Not collective."""
+    if _hooks is not None:
+        _hooks.call_on_failure(act)
 
 
 def call_when_done(act: Callable[[], None] | None) -> None:

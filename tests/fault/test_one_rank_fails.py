@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+from real_jobs import MPIRUN, PYTHON
 
 #: How long a job may take to start, and to end once a rank has failed: a launcher alone would wait for ever.
 START_S, LIMIT_S = 25, 15
@@ -38,6 +39,7 @@ FAILURES = {
     "os._exit": ("os._exit(3)", "", "", None),
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "", "", None),
     "terminated": ("os.kill(os.getpid(), signal.SIGTERM)", "", "", None),
+    "segmentation fault": ("import ctypes; ctypes.string_at(0)", "", "Fatal Python error: Segmentation fault", None),
     "thread": ("threading.Thread(target=lambda: 1 / 0).start()", "time.sleep(60)", "ZeroDivisionError", 1),
     "raise beside a thread": (
         "threading.Thread(target=time.sleep, args=(60,)).start(); raise ValueError('on purpose')",
@@ -80,6 +82,29 @@ def test_the_job_ends(name, start, nothing_left, tmp_path):
         assert len(re.findall(r"hpcdist: rank 1 \(worker 1\) on ", outcome.output)) == 1
         assert len(re.findall(r"hpcdist: rank \d", outcome.output)) == 1
         assert outcome.output.count("Traceback") <= 1
+
+
+GONE = re.compile(
+    r"hpcdist: (rank \d) \(worker \d\), process \d+ on \S+, has ended without notice at \d\d:\d\d:\d\d\.\d{3}: "
+)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", ["os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_rank_that_is_gone_is_named_and_the_job_ends_though_the_launcher_does_nothing(
+    start, nothing_left, tmp_path, how
+):
+    """As srun does nothing by default; here it only ends what it has started, which are not the ranks. One that kills
+    the others often does so before they can print."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(how=how, after=""))
+    job = start(3, command=[MPIRUN, "-n", "3", "setsid", "--wait", PYTHON, program])
+    job.process.wait(START_S)
+    deadline = time.monotonic() + 45  # MPI's abort hangs for ten seconds where the launcher is gone
+    while job.processes() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert GONE.findall(job.log.read_text()) == ["rank 1"], "the one that was first, and no other"
+    nothing_left(job)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -28,9 +28,10 @@ def mpirun_that_exits_0(folder):
 
 
 def ranks_of(slurm, job):
-    """Return the pids of the Python processes of a job."""
+    """Return the pids of the ranks of a job."""
     needle = f"SLURM_JOB_ID={job.id}"
-    return [pid for pid in slurm.processes() if needle in environ_of(pid) and "python" in name_of(pid).split("\0")[0]]
+    found = [pid for pid in slurm.processes() if needle in environ_of(pid) and "train.py" in name_of(pid)]
+    return [pid for pid in found if "python" in name_of(pid).split("\0")[0] and "job.py" not in name_of(pid)]
 
 
 def test_mpirun_whose_exit_code_is_not_to_be_trusted(slurm, submit, options, unbroken, mpirun_that_exits_0):
