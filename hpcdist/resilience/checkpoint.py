@@ -19,14 +19,18 @@ from hpcdist.resilience.restore import Prepared, Restore
 from hpcdist.runtime.process import make_world
 from hpcdist.runtime.world import World
 
+#: Types of numbers and texts.
+_PLAIN = (bool, int, float, str)
+
 
 class Checkpoint:
     """Named objects whose state is saved and restored together.
 
     Args:
         objects: objects with state_dict() and load_state_dict(), such as modules, optimizers, schedulers, distributed
-            datasets and the strategy (which holds the seed and step of the random numbers); or numpy arrays, which are
-            restored in place.
+            datasets and the strategy (which holds the seed and step of the random numbers); numpy arrays, which are
+            restored in place; or numbers and texts: `checkpoint["epoch"]` is the value, which a restore replaces and
+            `checkpoint["epoch"] = 3` changes, on all ranks alike.
 
     Attributes:
         step: step of the last save or restore; 0 before the first.
@@ -38,16 +42,35 @@ class Checkpoint:
 
     def __init__(self, **objects: Any) -> None:
         for name, item in objects.items():
-            if not isinstance(item, np.ndarray) and not (
+            if not isinstance(item, (np.ndarray, *_PLAIN)) and not (
                 hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
             ):
                 raise UsageError(
-                    f"Checkpoint: expected objects with state_dict and load_state_dict, or numpy arrays, got "
-                    f"{type(item).__name__} for {name!r}; wrap it or leave it out."
+                    "Checkpoint: expected objects with state_dict and load_state_dict, numpy arrays, numbers or texts, "
+                    f"got {type(item).__name__} for {name!r}; wrap it or leave it out."
                 )
         self._objects = objects
         self.step = 0
         self.chosen_path: str | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the object, number or text that was given under a name."""
+        return self._objects[name]
+
+    def __setitem__(self, name: str, value: float | str) -> None:
+        """Change a number or text. Not collective; all ranks must do the same.
+
+        Raises:
+            UsageError: if there is none of this name, or it is of another kind.
+        """
+        held = self._objects.get(name)
+        if not isinstance(held, _PLAIN) or _plain_kind(value) != _plain_kind(held):
+            expected = ", ".join(f"{name!r}" for name, item in self._objects.items() if isinstance(item, _PLAIN))
+            raise UsageError(
+                f"Checkpoint: expected a number or text under the name of one ({expected or 'there is none'}), got "
+                f"{type(value).__name__} for {name!r}; give it its first value when you make the Checkpoint."
+            )
+        self._objects[name] = value
 
     @property
     def world(self) -> World:
@@ -190,7 +213,9 @@ class Checkpoint:
         except ValueError as error:
             raise _damaged("bools", error, prepared.source) from None
         for name, item in self._objects.items():
-            if is_own_run or not isinstance(item, MetricsFile):
+            if isinstance(item, _PLAIN):
+                self._objects[name] = prepared.loaded[name]
+            elif is_own_run or not isinstance(item, MetricsFile):
                 _load(name, item, prepared.loaded[name], prepared.source)
 
 
@@ -233,7 +258,11 @@ def _memory_of(value: Any) -> tuple[str, Array] | None:
 
 
 def _state_of(item: Any) -> Any:
-    return item if isinstance(item, np.ndarray) else item.state_dict()
+    return item if isinstance(item, (np.ndarray, *_PLAIN)) else item.state_dict()
+
+
+def _plain_kind(value: Any) -> str:
+    return {bool: "number", int: "number", float: "number", str: "text"}.get(type(value), type(value).__name__)
 
 
 def _is_equal_everywhere(item: Any) -> bool:
@@ -242,7 +271,9 @@ def _is_equal_everywhere(item: Any) -> bool:
 
 
 def _kind(item: Any) -> str:
-    """Return the object's kind: "module", since arrays identify modules, or the name of its class."""
+    """Return the object's kind: "module", since arrays identify modules, "value", or the name of its class."""
+    if isinstance(item, _PLAIN):
+        return "value"
     return "module" if hasattr(item, "named_parameters") else type(item).__name__
 
 
@@ -301,6 +332,8 @@ def _check_layout(name: str, item: Any, loaded: Any, source: str) -> None:
         own, theirs = _group_sizes(state), _group_sizes(loaded)
     elif isinstance(item, np.ndarray):
         own, theirs = _layouts({name: item}), _layouts({name: loaded})
+    elif isinstance(item, _PLAIN):
+        own, theirs = {name: _plain_kind(item)}, {name: _plain_kind(loaded)}
     elif hasattr(item, "named_parameters"):
         own, theirs = _layouts(item.state_dict()), _layouts(loaded)
     else:

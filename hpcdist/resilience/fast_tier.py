@@ -35,6 +35,8 @@ _PREFIX = "hpcdist"
 STALE_S = 3600.0
 #: Longest wait of the training thread for the last copy.
 _PATIENCE_S = 5.0
+#: Longest wait for it where a save or the end needs it done.
+_LIMIT_S = 60.0
 
 
 class FastTier:
@@ -151,9 +153,12 @@ class FastTier:
             self._try(lambda: saver.store.resume_from(saved))
 
     def finish(self) -> None:
-        """Wait until the last copy is complete."""
+        """Wait until the last copy is complete; after `_LIMIT_S` continue without copies."""
         saver = self._saver
-        if saver is not None:
+        if saver is not None and saver.is_busy(_LIMIT_S):
+            self._saver = None
+            logger.warning("fast tier: continues without copies in memory on this node: the last one is not done")
+        elif saver is not None:
             self._try(saver.finish)
 
     def remove(self) -> None:

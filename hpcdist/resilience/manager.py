@@ -69,8 +69,8 @@ class CheckpointManager:
         self.checkpoint = checkpoint
         self._world = checkpoint.world
         self._comm = self._world.role_comm
-        retention = Retention(max_to_keep, keep_every_n_hours, keep_best, best_mode)
-        self._saver = Saver(Store(directory), retention, functools.partial(make_durable, checkpoint.files()))
+        self._retention = Retention(max_to_keep, keep_every_n_hours, keep_best, best_mode)
+        self._saver = Saver(Store(directory), self._retention, functools.partial(make_durable, checkpoint.files()))
         self._is_writer = self._world.is_chief
         self._progress = DiskProgress(self._world, self._saver)
         self.ledger = Ledger(self._saver.store)
@@ -135,6 +135,14 @@ class CheckpointManager:
     def directory(self) -> str:
         """The checkpoints' folder."""
         return str(self._saver.store.path)
+
+    @property
+    def best_path(self) -> str | None:
+        """The path of the best checkpoint, a link for `Checkpoint.read` and `restore`; None without `keep_best`.
+
+        It is there once a checkpoint with that metric was saved.
+        """
+        return None if self._retention.keep_best is None else str(self._saver.store.path / "best.h5")
 
     @property
     def attempt(self) -> int:

@@ -17,7 +17,7 @@ import hpcdist
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.store import Store
 from hpcdist.collectives.group import group_of
-from hpcdist.errors import CheckpointError, ExitCode, UsageError
+from hpcdist.errors import CheckpointError, CheckpointMismatch, ExitCode, UsageError
 from hpcdist.resilience import at_exit
 from hpcdist.resilience.decision import without_progress
 from hpcdist.runtime.mpi import MPI
@@ -431,6 +431,30 @@ def test_the_best_is_kept(comm, shared_path):
     manager.wait()
     assert sorted(os.listdir(shared_path))[-2:] == ["step-00000002-0001.h5", "step-00000003-0001.h5"]
     assert os.readlink(shared_path / "best.h5") == "step-00000002-0001.h5"
+    assert manager.best_path == str(shared_path / "best.h5")
+    assert manager.checkpoint.read(manager.best_path) == 2
+    assert Job(comm).manager(shared_path).best_path is None
+
+
+def test_numbers_and_texts_are_state(comm, shared_path):
+    def manager(**values):
+        return Manager(hpcdist.Checkpoint(**values), shared_path)
+
+    first = manager(epoch=0, rate=0.1, phase="warm", is_tuned=False)
+    first.checkpoint["epoch"], first.checkpoint["rate"], first.checkpoint["phase"] = 3, float("inf"), "täglich"
+    first.checkpoint["is_tuned"] = True
+    first.save(7)
+    again = manager(epoch=0, rate=0.1, phase="", is_tuned=False)
+    assert again.restore_or_initialize()
+    names = ("epoch", "rate", "phase", "is_tuned")
+    assert [again.checkpoint[name] for name in names] == [3, float("inf"), "täglich", True]
+    with pytest.raises(UsageError, match=r"one \('epoch', 'rate', 'phase', 'is_tuned'\), got str for 'epoch'"):
+        again.checkpoint["epoch"] = "3"
+    with pytest.raises(UsageError, match="got int for 'other'"):
+        again.checkpoint["other"] = 1
+    other = manager(epoch="", rate=0.1, phase="", is_tuned=False)
+    with pytest.raises(CheckpointMismatch, match="'epoch' text, got 1, 'epoch' number"):
+        other.restore_or_initialize()
 
 
 def without_progress_of(manager):
@@ -689,7 +713,7 @@ def test_a_checkpoint_that_does_not_tell_how_it_summed_is_not_said_to_differ(com
     assert warnings_of_a_restore(shared_path, caplog, before, summing_by(implementation="RING")) == []
 
 
-@pytest.mark.parametrize("item", [3, "text", object(), [1]])
+@pytest.mark.parametrize("item", [None, object(), [1], b"bytes"])
 def test_refuses_what_has_no_state(item):
     with pytest.raises(ValueError, match="expected objects with state_dict"):
         hpcdist.Checkpoint(item=item)

@@ -7,12 +7,14 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
 import pytest
 
 from hpcdist.checkpoint.tree import NamedArray
+from hpcdist.resilience import fast_tier
 from hpcdist.resilience.fast_tier import STALE_S, FastTier
 
 RUN = "0123456789abcdef"
@@ -159,3 +161,14 @@ def test_copies_of_a_job_that_runs_or_of_another_user_are_left(memory, own):
     gc.collect()
     FastTier(memory, "another", 2)
     assert not own.exists(), "its process no longer keeps copies there"
+
+
+def test_a_copy_that_is_never_done_is_waited_for_so_long_and_no_longer(memory, caplog, monkeypatch):
+    monkeypatch.setattr(fast_tier, "_LIMIT_S", 0.2)
+    hangs = threading.Event()
+    tier = FastTier(memory, RUN, 1, hangs.wait)
+    tier.save(5, {}, [NamedArray("w", "float64", np.zeros(9))], {})
+    tier.finish()
+    hangs.set()
+    assert "continues without copies in memory on this node: the last one is not done" in caplog.text
+    assert not tier.is_kept
