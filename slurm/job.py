@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO
+from typing import IO, TextIO
 
 from batch_systems import SLURM, WAITED_FOR, Facts, batch_system, output_of, receive_signals
 from rules import (
@@ -112,21 +112,25 @@ class Job:
 
     # -- one launch ------------------------------------------------------------------------------------------------
 
-    def launch(self, command: Sequence[str]) -> tuple[Ended, str]:
-        """Run a command; return how it ended, and the last it printed to standard error, which is passed on."""
+    def launch(self, command: Sequence[str]) -> tuple[Ended, str | None]:
+        """Run a command; return how it ended, and the node whose rank a signal ended first, by what it printed."""
         before = None
         with contextlib.suppress(UnreadableError):
             before = self.folder.decision()
         try:
-            process = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=receive_signals)
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=receive_signals
+            )
         except OSError as error:
             self.say(f"cannot start {command[0]}: {error.strerror}")
-            return self._ended(127, False, before), ""
+            return self._ended(127, False, before), None
+        assert process.stdout is not None
         assert process.stderr is not None
-        errors = _PassedOn(process.stderr)
+        printed = (_PassedOn(process.stdout, sys.stdout), _PassedOn(process.stderr, sys.stderr))
         self._wait_for(process)
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-        return self._ended(code, is_of_signal(code, command[0]), before), errors.text()
+        failed = [node for node in (failed_node(stream.text()) for stream in printed) if node is not None]
+        return self._ended(code, is_of_signal(code, command[0]), before), next(iter(failed), None)
 
     def _ended(self, code: int, is_signalled: bool, before: Decision | None) -> Ended:
         try:
@@ -191,11 +195,11 @@ class Job:
         nodes: Sequence[str] = self.names_of(self.environ.get("SLURM_JOB_NODELIST", ""))
         for restart in range(1, MAX_RESTARTS + 2):
             with self._watched(nodes):
-                ended, errors = self.launch(self._filled(command, nodes))
+                ended, failed = self.launch(self._filled(command, nodes))
             os.environ.pop("HPCDIST_PREEMPTED", None)
             if not has_died(ended) or self.look().is_preempted or self._is_out_of_time():
                 break
-            left = restart_nodes(ended, nodes, self._answering(nodes), failed_node(errors))
+            left = restart_nodes(ended, nodes, self._answering(nodes), failed)
             if left is None or restart > MAX_RESTARTS:
                 break
             nodes = left
@@ -309,19 +313,19 @@ class Job:
 
 
 class _PassedOn:
-    """Passes on what a process prints to standard error, and keeps the last 64 KiB of it."""
+    """Passes on what a process prints, and keeps the last 64 KiB of it."""
 
-    def __init__(self, source: IO[bytes]) -> None:
+    def __init__(self, source: IO[bytes], to: TextIO) -> None:
         self._kept = b""
-        self._thread = threading.Thread(target=self._copy, args=(source,), daemon=True)
+        self._thread = threading.Thread(target=self._copy, args=(source, to), daemon=True)
         self._thread.start()
 
-    def _copy(self, source: IO[bytes]) -> None:
+    def _copy(self, source: IO[bytes], to: TextIO) -> None:
         while piece := os.read(source.fileno(), 1 << 16):
             self._kept = (self._kept + piece)[-(1 << 16) :]
             with contextlib.suppress(OSError):  # a full disk must not end the program
                 while piece:
-                    piece = piece[os.write(sys.stderr.fileno(), piece) :]
+                    piece = piece[os.write(to.fileno(), piece) :]
 
     def text(self) -> str:
         """Return what was kept. A process that was left behind may hold the pipe: it is waited for, for a second."""

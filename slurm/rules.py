@@ -124,8 +124,9 @@ _SIGNALS = re.compile(r"(Killed|Segmentation fault|Bus error|Illegal instruction
 
 def failed_node(text: str) -> str | None:
     """Return the node whose rank a signal ended first, by what the launcher printed; None if no signal did."""
-    found = next(filter(None, (pattern.search(text) for pattern in _FAILURES)), None)
-    return found["node"] if found is not None and _SIGNALS.match(found["how"]) else None
+    found = [match for match in (pattern.search(text) for pattern in _FAILURES) if match is not None]
+    first = min(found, key=re.Match.start, default=None)
+    return first["node"] if first is not None and _SIGNALS.match(first["how"]) else None
 
 
 def is_of_signal(code: int, launcher: str) -> bool:

@@ -109,6 +109,8 @@ MPICH = """
         ("srun: error: n2: tasks 0-1: Segmentation fault (core dumped)\n", "n2"),
         ("srun: error: n1: task 0: Exited with exit code 1\nsrun: error: n2: task 1: Killed\n", None),
         (MPICH.format(9), "n2"),
+        (MPICH.format(9) + "srun: error: n1: task 0: Exited with exit code 7\n", "n2"),
+        ("srun: error: n1: task 0: Exited with exit code 7\n" + MPICH.format(9), None),
         (MPICH.format(1), None),
         (MPICH.format(70), None),
         ("prterun noticed that process rank 1 with PID 1 on node n2 exited on signal 9 (Killed).\n", "n2"),
