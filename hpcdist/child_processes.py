@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 
 #: Signals that batch systems send, or can be configured to send, before they end a job; and Ctrl-C.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
@@ -15,10 +16,11 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 @contextlib.contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Hold back stop signals from this thread, and from processes that are started inside the block, until its end.
+    """Hold back stop signals from this thread, and from processes that it spawns inside the block, until its end.
 
-    A process that is being started does not ignore them yet.
+    A process that is being started does not ignore them yet. One that a fork server starts is not protected.
     """
+    resource_tracker.ensure_running()  # at its start it unblocks some of them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Batch systems by table: the variables and commands of Slurm, PBS, LSF and Flux, and what their output says of a job.
+"""Batch systems by table: the variables and commands of Slurm, PBS, LSF and Flux, and how to read their output.
 
 Slurm's are tested on a real one; the others only against their manuals.
 """
@@ -17,10 +17,10 @@ WAITED_FOR = {signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM}
 
 
 class Facts(NamedTuple):
-    """What a batch system says of a job. Each default means that it does not say.
+    """What a batch system knows of a job. Each default means unknown.
 
     Attributes:
-        state: in Slurm's words; empty if there was no answer.
+        state: by Slurm's names; empty without an answer.
         is_ending: whether the job is being ended, but not as it is out of time.
         is_preempted: whether it was preempted since its last start.
         can_requeue: whether it may be requeued.
@@ -163,6 +163,6 @@ def output_of(command: Sequence[str], **environ: str) -> str | None:
             env={**os.environ, **environ},
             preexec_fn=receive_signals,
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout if done.returncode == 0 else None

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, TextIO
 
 from batch_systems import SLURM, WAITED_FOR, Facts, batch_system, output_of, receive_signals
@@ -69,38 +69,36 @@ class Job:
         if self.is_slurm and environ.get("SLURM_ARRAY_JOB_ID") == self.id:
             self._name = f"{self.id}_{environ['SLURM_ARRAY_TASK_ID']}"
         self.folder = RunFolder(environ, self.id)
+        self._watch: subprocess.Popen[bytes] | None = None
+        variable = environ.get("SLURM_JOB_END_TIME", "")
+        self._end_s = float(variable) if self.is_slurm and variable.isdecimal() else None
         self.n_restarts = self._count_restarts(self.look().n_restarts)
 
-    def _count_restarts(self, said: int | None) -> int:
+    def _count_restarts(self, known: int | None) -> int:
         variable = self.environ.get("SLURM_RESTART_COUNT", "0") if self.is_slurm else ""
         if not variable.isdecimal():
-            return said or 0
-        return int(variable) if said is None else min(said, int(variable))  # the variable may be inherited
+            return known or 0
+        return int(variable) if known is None else min(known, int(variable))  # the variable may be inherited
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line to the log."""
         name = self.environ.get("SLURM_JOB_NAME", "job")
         with contextlib.suppress(OSError):  # a full disk must not end the job
             print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {name} {self.id}: {text}", file=sys.stderr, flush=True)
 
-    # -- what the batch system says --------------------------------------------------------------------------------
+    # -- the batch system ------------------------------------------------------------------------------------------
 
     def look(self) -> Facts:
-        """Return what the batch system says of the job."""
+        """Return what the batch system knows of the job."""
         text = output_of(self._command(self._system.show), SLURM_TIME_FORMAT="%s")
-        return Facts() if text is None else self._system.read(text, time.time())
+        facts = Facts() if text is None else self._system.read(text, time.time())
+        if facts.end_s is None:  # no answer: the last one holds, or what the batch system has set
+            return facts._replace(end_s=self._end_s)
+        self._end_s = facts.end_s
+        return facts
 
     def _command(self, command: Sequence[str], job: str = "") -> list[str]:
         return [part.replace("{job}", job or self._name) for part in command]
-
-    def end_s(self) -> float | None:
-        """Return when the job's time is over, in seconds since 1970; None if unknown."""
-        end_s, variable = self.look().end_s, self.environ.get("SLURM_JOB_END_TIME", "")
-        return float(variable) if end_s is None and variable.isdecimal() else end_s
-
-    def _is_out_of_time(self) -> bool:
-        end_s = self.end_s()
-        return end_s is not None and end_s - time.time() < LIMIT_IS_NEAR_S
 
     def names_of(self, nodes: str) -> list[str]:
         """Return the names in a list of nodes as Slurm writes it; none elsewhere."""
@@ -117,12 +115,13 @@ class Job:
         before = None
         with contextlib.suppress(UnreadableError):
             before = self.folder.decision()
+        signal.sigtimedwait({signal.SIGUSR1}, 0)  # one that was meant for an earlier launch
         try:
             process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=receive_signals
             )
         except OSError as error:
-            self.say(f"cannot start {command[0]}: {error.strerror}")
+            self.log(f"cannot start {command[0]}: {error.strerror}")
             return self._ended(127, False, before), None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -165,21 +164,21 @@ class Job:
         Returns:
             Seconds until the next look.
         """
-        end_s = self.end_s()
-        if end_s is None or self.successor:
+        facts = self.look()
+        if self.successor or facts.is_ending or not facts.can_requeue:  # a cancelled job's time is over, too
             return NO_LOOK_S
-        left_s = end_s - time.time() - float(self.environ.get("LIMIT_MARGIN_S", "20"))
+        if facts.end_s is None:
+            return 300.0
+        left_s = facts.end_s - time.time() - float(self.environ.get("LIMIT_MARGIN_S", "20"))
         if left_s > 0:
             return min(left_s, 300.0)
-        facts = self.look()
-        is_ending = facts.state not in ("", "RUNNING")  # as a cancelled job, whose time is over too
-        if is_ending or not (facts.can_requeue and self._wants_requeue()):
+        if not self._wants_requeue():
             return NO_LOOK_S
         if facts.state and output_of(self._command(self._system.requeue)) is not None:
             self.folder.note_requeue(self.n_restarts)
-            self.say("the time limit is near, and the program has not ended: requeued")
+            self.log("the time limit is near, and the program has not ended: requeued")
             return NO_LOOK_S
-        return 2.0 if left_s > -12 else NO_LOOK_S  # a busy slurmctld may not answer at once
+        return 2.0  # a busy slurmctld may not answer at once
 
     def _wants_requeue(self) -> bool:
         try:
@@ -194,16 +193,17 @@ class Job:
         """Launch the program, and again on the nodes that are left where it died; return the job's exit code."""
         nodes: Sequence[str] = self.names_of(self.environ.get("SLURM_JOB_NODELIST", ""))
         for restart in range(1, MAX_RESTARTS + 2):
-            with self._watched(nodes):
-                ended, failed = self.launch(self._filled(command, nodes))
+            self._watch_from(nodes)
+            ended, failed = self.launch(self._filled(command, nodes))
             os.environ.pop("HPCDIST_PREEMPTED", None)
-            if not has_died(ended) or self.look().is_preempted or self._is_out_of_time():
+            facts = self.look()
+            if not has_died(ended) or facts.is_preempted or is_out_of_time(facts):
                 break
             left = restart_nodes(ended, nodes, self._answering(nodes), failed)
             if left is None or restart > MAX_RESTARTS:
                 break
             nodes = left
-            self.say(f"exit code {ended.code}: restart {restart} inside the allocation, on {','.join(nodes) or 'it'}")
+            self.log(f"exit code {ended.code}: restart {restart} inside the allocation, on {','.join(nodes) or 'it'}")
         if ended.decision != "finished" and ended.code != RUN_AGAIN:
             self._forget_copies(nodes)
         return self.leave(ended)
@@ -238,11 +238,10 @@ class Job:
         if nodes:
             self._step(nodes, "sh", "-c", f"rm -rf /dev/shm/hpcdist-{os.getuid()}-{self.id}-*")
 
-    @contextlib.contextmanager
-    def _watched(self, nodes: Sequence[str]) -> Iterator[None]:
+    def _watch_from(self, nodes: Sequence[str]) -> None:
         """Have the last of some nodes watch over that of this script, whose loss a job may survive: see watch.py."""
+        self.end_watch()
         if len(nodes) < 2:
-            yield
             return
         # It requests no memory and no GPUs: before 22.05 a step blocked them for others in spite of --overlap.
         step = [
@@ -257,32 +256,33 @@ class Job:
         ]
         program = [sys.executable, "-E", "-S", os.path.join(os.path.dirname(__file__), "watch.py"), self.successor]
         nowhere = subprocess.DEVNULL
-        watch = subprocess.Popen(
+        self._watch = subprocess.Popen(
             [*step, *program], stdin=nowhere, stdout=nowhere, stderr=nowhere, preexec_fn=receive_signals
         )
-        try:
-            yield
-        finally:
-            watch.terminate()  # not waited for: its node may be lost
+
+    def end_watch(self) -> None:
+        """End the watch, if there is one; it is not waited for, as its node may be lost."""
+        if self._watch is not None:
+            self._watch.terminate()
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def leave(self, ended: Ended, is_script_lost: bool = False) -> int:
         """Have the job requeued, or not; return its exit code."""
-        is_preempted = self.look().is_preempted
-        action = action_after(ended, is_preempted, self._is_out_of_time())
+        facts = self.look()
+        action = action_after(ended, facts.is_preempted, is_out_of_time(facts))
         note = f"job {self.id}: exit code {ended.code}"
         if isinstance(action, Requeue) and action.is_early and not self.folder.may_repeat(note):
             action = not_begun(ended.code)
         if isinstance(action, End):
             if action.why:
-                self.say(f"not run again: {action.why}")
+                self.log(f"not run again: {action.why}")
             return action.code
         if self.successor:
-            self.say(f"exit code {ended.code}, job {self.successor} continues: {action.why}")
+            self.log(f"exit code {ended.code}, job {self.successor} continues: {action.why}")
             return RUN_AGAIN
-        self.say(f"exit code {ended.code}, to be requeued: {action.why}")
-        if not (is_preempted or is_script_lost):
+        self.log(f"exit code {ended.code}, to be requeued: {action.why}")
+        if not (facts.is_preempted or is_script_lost):
             self.folder.note_requeue(self.n_restarts)
         return self._requeue()
 
@@ -292,15 +292,16 @@ class Job:
             time.sleep(float(pause_s))
             facts = self.look()  # without an answer the job may have been cancelled
             if facts.is_ending:
-                self.say("not requeued: the batch system is ending the job")
+                self.log("not requeued: the batch system is ending the job")
                 return RUN_AGAIN
             if facts.n_restarts is not None and facts.n_restarts > self.n_restarts:
-                self.say("not requeued: the batch system has given up this node and restarted the job")
+                self.log("not requeued: the batch system has given up this node and restarted the job")
                 return 76
             # Needed even if preempted: before 24.05 Slurm does not requeue a job that ends within its grace time.
-            if facts.state and output_of(self._command(self._system.requeue)) is not None:
+            if facts.state and self._system.requeue and output_of(self._command(self._system.requeue)) is not None:
                 return RUN_AGAIN
-        self.say(f"to resume, run: {shlex.join(self._command(self._system.requeue))}")
+        command = shlex.join(self._command(self._system.requeue))
+        self.log(f"to resume, run: {command or 'the command that submitted the job'}")
         return RUN_AGAIN
 
     def withdraw_successor(self) -> None:
@@ -309,7 +310,12 @@ class Job:
         program, *arguments = self._command(self._system.cancel, job)
         command = [program, *([f"--clusters={cluster}"] if cluster else []), *arguments]
         if output_of(command) is None:
-            self.say(f"to end the chain, run: {shlex.join(command)}")
+            self.log(f"to end the chain, run: {shlex.join(command)}")
+
+
+def is_out_of_time(facts: Facts) -> bool:
+    """Return whether the time limit is near or over."""
+    return facts.end_s is not None and facts.end_s - time.time() < LIMIT_IS_NEAR_S
 
 
 class _PassedOn:
@@ -339,10 +345,13 @@ def main(arguments: list[str]) -> int:
     successor = ""
     if arguments[:1] == ["--successor"]:
         successor, arguments = arguments[1], arguments[2:]
-    job = Job(os.environ, successor)
-    code = begin(job, arguments) or job.train(arguments)
-    if successor and code != RUN_AGAIN:
-        job.withdraw_successor()
+    job, code = Job(os.environ, successor), 1
+    try:
+        code = begin(job, arguments) or job.train(arguments)
+    finally:
+        job.end_watch()
+        if successor and code != RUN_AGAIN:  # whatever failed: a chain must not go on without end
+            job.withdraw_successor()
     return code
 
 
@@ -350,7 +359,7 @@ def begin(job: Job, arguments: Sequence[str]) -> int:
     """Make the run folder at the job's first start, and set variables for the program; return an exit code or 0."""
     options = [part for part in arguments if part == "--run-dir" or part.startswith("--run-dir=")]
     if len(options) > 1:
-        job.say(
+        job.log(
             f"expected the run folder in the variable RUN_DIR, got the option {options[0]}; set RUN_DIR=FOLDER before "
             "submitting the job"
         )
@@ -358,7 +367,7 @@ def begin(job: Job, arguments: Sequence[str]) -> int:
     if job.n_restarts == 0:
         job.folder.make_marker()
     elif not job.folder.has_marker():
-        job.say(
+        job.log(
             f"expected {job.folder.marker}, as this job has started before, got none on {socket.gethostname()}: is the "
             f"file system mounted? nothing was made; if the job never began, run: mkdir -p {job.folder.path}/jobs && "
             f"touch {job.folder.marker}, and requeue it"
@@ -367,9 +376,11 @@ def begin(job: Job, arguments: Sequence[str]) -> int:
     elif not job.folder.was_requeued(job.n_restarts - 1):
         os.environ["HPCDIST_PREEMPTED"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
-    end_s = job.end_s()
+    end_s = job.look().end_s
     if end_s is not None:  # older versions of Slurm do not set it
         os.environ["SLURM_JOB_END_TIME" if job.is_slurm else "HPCDIST_JOB_END_S"] = str(int(end_s))
+    if not job.is_slurm:
+        os.environ["HPCDIST_JOB_ID"] = job.id  # Flux's launcher sets another one
     return 0
 
 

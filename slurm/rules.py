@@ -99,7 +99,7 @@ def restart_nodes(
 
     Args:
         ended: how the launch ended.
-        nodes: its nodes; none where the batch system does not say.
+        nodes: its nodes; none if they are not known.
         answering: those that can start a process: a batch system takes minutes to notice that one is lost.
         failed: the node whose rank a signal ended first; None if unknown. It may be sick, and is left out until
             the next requeue, unless a node is lost: Slurm kills the ranks on the others then.

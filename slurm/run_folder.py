@@ -84,9 +84,9 @@ class RunFolder:
     def _read(self) -> Decision:
         with open(os.path.join(self.path, "decision.json")) as file:  # on NFS, opening it refreshes what `fstat` says
             text, status = file.read(), os.fstat(file.fileno())
-        said: dict[str, Any] = json.loads(text)
+        content: dict[str, Any] = json.loads(text)
         stamp = (status.st_ino, status.st_mtime_ns, text)
-        return Decision(str(said["decision"]), str(said["reason"]), str(said["job"]), stamp)
+        return Decision(str(content["decision"]), str(content["reason"]), str(content["job"]), stamp)
 
     # -- launches that ended before their program had begun --------------------------------------------------------
 

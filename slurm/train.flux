@@ -7,6 +7,7 @@
 
 [[ -f slurm/job.py ]] || { echo "expected the repository's folder, got $PWD; submit from there" >&2; exit 78; }
 PYTHON=${PYTHON:-.venv/bin/python}
+type -P "$PYTHON" > /dev/null || { echo "expected Python at $PYTHON, got none; run make train, or set PYTHON" >&2; exit 78; }
 export RUN_DIR=${RUN_DIR:-runs/hpcdist-train}
 FLUX_JOB_ID=$(flux getattr jobid) || exit 1
 export FLUX_JOB_ID

@@ -23,8 +23,10 @@ def is_script_lost(facts: Facts, nodes: list[str]) -> bool:
 def act(job: Job, facts: Facts) -> None:
     """Have a job requeued that has lost its script, or end it, unless its decision cannot be read yet."""
     with contextlib.suppress(OSError):
-        os.dup2(os.open(facts.log, os.O_WRONLY | os.O_APPEND), sys.stderr.fileno())
-    job.say("the node of the batch script is lost")
+        descriptor = os.open(facts.log, os.O_WRONLY | os.O_APPEND)
+        os.dup2(descriptor, sys.stderr.fileno())
+        os.close(descriptor)
+    job.log("the node of the batch script is lost")
     try:
         decision = job.folder.decision()
     except UnreadableError:
@@ -33,6 +35,8 @@ def act(job: Job, facts: Facts) -> None:
     is_own = decision is not None and decision.job == job.id
     ended = Ended(137, verdict if is_own else "none", reason, earlier=verdict, is_signalled=True)
     code = job.leave(ended, is_script_lost=True)
+    if code != RUN_AGAIN and job.successor:
+        job.withdraw_successor()
     facts = job.look()
     if (code != RUN_AGAIN or job.successor) and is_script_lost(facts, job.names_of(facts.nodes)):
         job.cancel()  # nothing else would end it

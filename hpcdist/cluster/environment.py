@@ -12,6 +12,7 @@ from hpcdist.errors import ConfigurationError
 HPCDIST_VARIABLES = {
     "HPCDIST_DEBUG": "what to check at run time: collectives (all ranks call the same ones), or nothing (default)",
     "HPCDIST_JOB_END_S": "when the batch job will be ended, in seconds since 1970; set by scripts of PBS, LSF, Flux",
+    "HPCDIST_JOB_ID": "id of the batch job; batch scripts set it",
     "HPCDIST_PREEMPTED": "1 where the batch system ended the attempt before this one; batch scripts set it",
     "HPCDIST_ROLES": "role map given to ranks in order, such as chief:1,ps:2,worker:*",
     "HPCDIST_TIMEOUT_S": "longest time, in seconds, for a collective or an agreement; then the job ends (default 600)",
@@ -28,8 +29,8 @@ LAUNCHER_VARIABLES = (
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
 )
 
-#: The id of a batch job under Slurm, PBS, LSF and Flux.
-JOB_ID_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
+#: The id of a batch job: as batch scripts set it, and under Slurm, PBS, LSF and Flux.
+JOB_ID_VARIABLES = ("HPCDIST_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
 
 
 @dataclass(frozen=True)

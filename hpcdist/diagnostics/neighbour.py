@@ -56,12 +56,15 @@ class NeighbourWatch:
         self.is_stopped = True
 
     def _wait(self, descriptor: int) -> None:
-        select.select([descriptor], [], [])
+        poll = select.poll()  # unlike select, it takes any number of open files
+        poll.register(descriptor, select.POLLIN)
+        poll.poll()
         if self.is_stopped or self._has_left() or self._flags[self._neighbour] & LEFT:
             return
         if any(flags & (ENDING | FAILED | NOTICED) for flags in self._flags.tolist()):  # the job is being ended
             time.sleep(PATIENCE_S / 10)
             self._end()
+            return
         self._flags[self._local_rank] |= NOTICED
         now_s = time.time()
         clock = f"{time.strftime('%H:%M:%S', time.localtime(now_s))}.{int(now_s % 1 * 1000):03d}"

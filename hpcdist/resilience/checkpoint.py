@@ -42,14 +42,14 @@ class Checkpoint:
 
     def __init__(self, **objects: Any) -> None:
         for name, item in objects.items():
-            if not isinstance(item, (np.ndarray, *_PLAIN)) and not (
+            if not isinstance(_plain(item), (np.ndarray, *_PLAIN)) and not (
                 hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
             ):
                 raise UsageError(
                     "Checkpoint: expected objects with state_dict and load_state_dict, numpy arrays, numbers or texts, "
                     f"got {type(item).__name__} for {name!r}; wrap it or leave it out."
                 )
-        self._objects = objects
+        self._objects = {name: _plain(item) for name, item in objects.items()}
         self.step = 0
         self.chosen_path: str | None = None
 
@@ -63,7 +63,7 @@ class Checkpoint:
         Raises:
             UsageError: if there is none of this name, or it is of another kind.
         """
-        held = self._objects.get(name)
+        held, value = self._objects.get(name), _plain(value)
         if not isinstance(held, _PLAIN) or _plain_kind(value) != _plain_kind(held):
             expected = ", ".join(f"{name!r}" for name, item in self._objects.items() if isinstance(item, _PLAIN))
             raise UsageError(
@@ -259,6 +259,14 @@ def _memory_of(value: Any) -> tuple[str, Array] | None:
 
 def _state_of(item: Any) -> Any:
     return item if isinstance(item, (np.ndarray, *_PLAIN)) else item.state_dict()
+
+
+def _plain(item: Any) -> Any:
+    """Return a number or text of numpy, or of a subclass, as Python's own; anything else as it is."""
+    if isinstance(item, np.generic):
+        item = item.item()
+    kind = next((kind for kind in _PLAIN if isinstance(item, kind)), None)
+    return item if kind is None else kind(item)
 
 
 def _plain_kind(value: Any) -> str:

@@ -69,32 +69,40 @@ class FastTier:
 
     def _begin(self, attempt: int) -> None:
         durable.make_folders(self._disk, self._path.parent)
-        with contextlib.suppress(FileExistsError):  # from an earlier attempt, or another user's
-            self._disk.make_folder(self._path, 0o700)
-        self._require_own()
         self._hold()
         self._sweep()
         self._store.begin(attempt)
         self._saver = Saver(self._store, Retention(max_to_keep=1), self._prepare)
 
     def _hold(self) -> None:
-        """Lock the folder until this process ends, however it ends: it is in use."""
-        descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        weakref.finalize(self, os.close, descriptor)
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        """Make the folder, and lock it until this process ends, however it ends: it is in use."""
+        for _ in range(10):
+            with contextlib.suppress(FileExistsError):  # from an earlier attempt, or another user's
+                self._disk.make_folder(self._path, 0o700)
+            self._require_own()
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            if _lock(descriptor, fcntl.LOCK_SH) and _is_at(descriptor, self._path):
+                os.utime(descriptor)  # what another job removes is old
+                weakref.finalize(self, os.close, descriptor)
+                return
+            os.close(descriptor)
+            time.sleep(0.1)
+        raise CheckpointError(
+            f"fast tier: expected to lock {self._path}, got a lock of another process; have it removed."
+        )
 
     def _sweep(self) -> None:
         """Remove copies of this user's jobs that are gone for good: nothing else would before the node restarts."""
         for path in self._path.parent.glob(f"{_PREFIX}-{os.getuid()}-*"):
-            with contextlib.suppress(OSError):  # in use, just removed, or no folder
+            with contextlib.suppress(OSError):  # just removed, or no folder
                 if path != self._path and time.time() - path.lstat().st_mtime > STALE_S:
                     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
                     try:
-                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        shutil.rmtree(path)
+                        if _lock(descriptor, fcntl.LOCK_EX):
+                            shutil.rmtree(path)
+                            logger.warning("fast tier: removed %s, the copies of a job that is gone.", path)
                     finally:
                         os.close(descriptor)
-                    logger.warning("fast tier: removed %s, which a job that is gone has left.", path)
 
     def _require_own(self) -> None:
         """Raise CheckpointError unless only this user can have written to the folder."""
@@ -172,6 +180,22 @@ class FastTier:
             self._require_own()  # a link could lead to folders of others
             self._store.check_current()  # a later attempt may restore from them
             shutil.rmtree(self._path, onerror=_unless_gone)
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Lock a folder unless another process has locked it; return whether it is locked."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Return whether a path still leads to an open folder: it may have been removed before it was locked."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    return False
 
 
 def _unless_gone(call: Any, path: str, error: Any) -> None:

@@ -244,7 +244,7 @@ class CheckpointManager:
             self.last_save_s = self._collect_s + self._saver.last_save_s
 
     def reserve(self) -> None:
-        """Take the memory of the saves that follow, and of copies in memory, now that the state has its full size.
+        """Take the memory in which saves, and copies in memory, are laid out, now that the state has its full size.
 
         The handler does so after the first step: in a memory cgroup, memory is charged when it is first used, and a
         process that exceeds the limit is killed, which must not be hours later.
@@ -254,8 +254,10 @@ class CheckpointManager:
         Raises:
             CheckpointError: if memory is insufficient; on all ranks.
 
-        Cost: one copy of the arrays on the chief, and on the first rank of each node where copies are kept.
+        Cost: one copy of the arrays on the chief, and on the first rank of each node where copies are kept. A save that
+        is being written is waited for.
         """
+        self.wait()
         gathered = self.checkpoint.gather()
         with self._world.agreed(self._comm):
             if self._is_writer:

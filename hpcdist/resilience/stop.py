@@ -179,7 +179,7 @@ class SignalFlag:
     """Signal handlers that only set an attribute: MPI, locks and output are unsafe in a handler.
 
     They also call a handler that the program had installed. A forked child gets the default handlers; a
-    process of `multiprocessing`, such as a data loader's worker, obeys its parent only.
+    worker of torch's DataLoader obeys its parent only.
 
     Attributes:
         received: the first signal received; None before.
@@ -262,5 +262,6 @@ def _reset(flag: SignalFlag | None) -> None:
 
 
 def _leave_to_parent(flag: SignalFlag) -> None:
-    if flag.is_installed:
+    target = getattr(multiprocessing.current_process(), "_target", None)
+    if flag.is_installed and getattr(target, "__module__", "").startswith("torch.utils.data"):
         obey_only(os.getppid())

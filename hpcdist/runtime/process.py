@@ -46,8 +46,11 @@ def end_job(report: str, code: int) -> NoReturn:
 
 
 def has_left() -> bool:
-    """Return whether this rank has left its program and waits for others to leave. Not collective; from any thread."""
-    return _hooks is not None and _hooks.is_leaving
+    """Return whether this rank has left its program, or has finalized MPI: others may leave too.
+
+    Not collective; from any thread.
+    """
+    return MPI.Is_finalized() or (_hooks is not None and _hooks.is_leaving)
 
 
 def send_heartbeat() -> None:

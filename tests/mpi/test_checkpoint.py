@@ -440,9 +440,10 @@ def test_numbers_and_texts_are_state(comm, shared_path):
     def manager(**values):
         return Manager(hpcdist.Checkpoint(**values), shared_path)
 
-    first = manager(epoch=0, rate=0.1, phase="warm", is_tuned=False)
+    first = manager(epoch=np.int64(0), rate=np.float64(0.1), phase="warm", is_tuned=False)
     first.checkpoint["epoch"], first.checkpoint["rate"], first.checkpoint["phase"] = 3, float("inf"), "täglich"
-    first.checkpoint["is_tuned"] = True
+    first.checkpoint["is_tuned"] = np.bool_(True)
+    first.checkpoint["rate"] = np.float64("inf")
     first.save(7)
     again = manager(epoch=0, rate=0.1, phase="", is_tuned=False)
     assert again.restore_or_initialize()

@@ -140,7 +140,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     make_old(own)
     FastTier(memory, "another", 2)
     assert not own.exists()
-    assert f"removed {own}, which a job that is gone has left" in caplog.text
+    assert f"removed {own}, the copies of a job that is gone" in caplog.text
 
 
 def test_copies_of_a_job_that_runs_or_of_another_user_are_left(memory, own):

@@ -172,3 +172,20 @@ def test_a_chain_that_is_finished_withdraws_its_next_job(chain, submitted, withd
 def test_a_chain_without_a_next_job_does_not_begin(chain, tmp_path):
     assert chain(REFUSED="sbatch")[0] == 1
     assert not (tmp_path / "run" / "decision.json").exists()
+
+
+def test_a_chain_ends_whatever_fails(chain, tmp_path):
+    (tmp_path / "file").touch()
+    got, output = chain(RUN_DIR=str(tmp_path / "file" / "run"))
+    assert got == 1
+    assert "NotADirectoryError" in output
+    assert "scancel 8\n" in output
+
+
+def test_no_successor_is_submitted_without_python(chain, tmp_path):
+    submitted = tmp_path / "submitted"
+    add_program(tmp_path / "bin", "sbatch", f"#!/usr/bin/env bash\ntouch {submitted}\n")
+    got, output = chain(PYTHON="/nowhere/python")
+    assert got == 78
+    assert "expected Python at /nowhere/python, got none; run make train, or set PYTHON" in output
+    assert not submitted.exists()
