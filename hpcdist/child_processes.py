@@ -16,13 +16,15 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 @contextlib.contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Hold back stop signals from this thread, and from processes that it spawns inside the block, until its end.
+    """Hold back stop signals from this thread, and from processes that are started inside the block, until its end.
 
-    A process that is being started does not ignore them yet. One that a fork server starts is not protected.
+    A process that is being started does not ignore them yet, and Python's helpers for it, which live on, never do. The
+    price: what a fork server that is started here starts later holds them back too, unless it calls `obey_only`.
     """
-    resource_tracker.ensure_running()  # at its start it unblocks some of them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
+        resource_tracker.ensure_running()  # this unblocks some of them
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

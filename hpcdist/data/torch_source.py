@@ -5,7 +5,6 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import tee
-from multiprocessing import forkserver
 from typing import Any
 
 import numpy as np
@@ -60,8 +59,6 @@ class ItemsSource(RowSource):
             return
         ahead, now = tee(requests)
         loader = _loader_over(self._loader, self._collate, (rows.tolist() for rows in ahead if len(rows)))
-        if loader.multiprocessing_context.get_start_method() == "forkserver":
-            forkserver.ensure_running()  # before: later children would inherit what is held back
         with signals_held_back():
             read = iter(loader)
         for rows in now:

@@ -1,5 +1,6 @@
 """A batch system sends its signals to all processes of a job: loader workers must not end, and their rank with them."""
 
+import contextlib
 import os
 import signal
 import time
@@ -55,7 +56,8 @@ def test_workers_outlive_the_stop_signal(start, tmp_path, method, number):
     processes = job.ranks()
     assert len(processes) >= 2 + 2 * 2, "two ranks, and two workers each"
     for pid in sorted(processes, reverse=True):  # workers first: a rank that has ended takes its workers along
-        os.kill(pid, number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
     outcome = job.wait(60)
     assert outcome.output.count(f"{number.name} on rank ") == 1, outcome.output
     assert "Traceback" not in outcome.output
