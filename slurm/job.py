@@ -256,9 +256,10 @@ class Job:
         ]
         program = [sys.executable, "-E", "-S", os.path.join(os.path.dirname(__file__), "watch.py"), self.successor]
         nowhere = subprocess.DEVNULL
-        self._watch = subprocess.Popen(
-            [*step, *program], stdin=nowhere, stdout=nowhere, stderr=nowhere, preexec_fn=receive_signals
-        )
+        with contextlib.suppress(OSError):  # a job can do without
+            self._watch = subprocess.Popen(
+                [*step, *program], stdin=nowhere, stdout=nowhere, stderr=nowhere, preexec_fn=receive_signals
+            )
 
     def end_watch(self) -> None:
         """End the watch, if there is one; it is not waited for, as its node may be lost."""
