@@ -90,7 +90,9 @@ GONE = re.compile(
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("how", ["os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("os._exit(0)", marks=pytest.mark.sweep), "os.kill(os.getpid(), signal.SIGKILL)"]
+)
 def test_a_rank_that_is_gone_is_named_and_the_job_ends_though_the_launcher_does_nothing(
     start, nothing_left, tmp_path, how
 ):

@@ -108,6 +108,7 @@ def test_a_rank_that_dies_at_each_start_has_three_attempts(submit, options, fold
     assert "not run again: attempt 3 in a row that died without progress" in job.log
 
 
+@pytest.mark.sweep  # as after a kill under mpirun, in test_recipes.py
 def test_a_node_on_which_ranks_die_is_left_out(submit, options, unbroken, folder):
     """In this allocation: it may be sick though it answers."""
     path = folder / "runs" / "hpcdist-train" / "decision.json"

@@ -88,6 +88,7 @@ def test_a_task_of_an_array_is_requeued_on_its_own(slurm, submit, data):
     assert final_state(first)[1] != final_state(second)[1], "their seeds differ"
 
 
+@pytest.mark.sweep  # tests/unit/recipes has the same with a stand-in
 def test_without_scontrol_the_command_to_run_is_printed(slurm, submit, options, unbroken, folder):
     programs = folder / "bin"
     programs.mkdir()
