@@ -200,7 +200,7 @@ COPIES_AND_METRICS = [
     Mutant("others cannot read copies", "FastTier._hold", "0o700", "0o777", OWN_MEMORY),
     Mutant("no copies of others are read", "FastTier.find", "self._require_own()", "pass", OWN_MEMORY),
     Mutant("characters in a run's name", "FastTier.__init__", "re.sub(...)", "name", OWN_MEMORY),
-    Mutant("nothing is removed through a link", "FastTier._remove", "self._require_own()", "pass", OWN_MEMORY),
+    Mutant("a folder of another user is not emptied", "FastTier._remove", "self._require_own()", "pass", OWN_MEMORY),
     Mutant("suspects in memory", "Restore.newest", "copy[0].step not in skipped", "True", MEMORY),
     Mutant("newer on disk", "Restore._search", "on_disk[-1] >= in_memory", "False", MEMORY),
     Mutant("from memory to the disk", "CheckpointManager.restore_or_initialize", "found.is_in_memory", "False", MEMORY),

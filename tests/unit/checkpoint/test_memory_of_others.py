@@ -100,6 +100,14 @@ def test_a_folder_that_is_taken_meanwhile_is_neither_read_nor_emptied(memory, ow
     assert list(checkpoints.rglob("*.h5"))
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_that_is_given_to_another_user_meanwhile_is_not_emptied(memory, own):
+    tier = copied(memory, 2, 7)
+    os.chown(own, 12345, -1)
+    tier.remove()
+    assert list(own.rglob("*.h5"))
+
+
 @pytest.mark.parametrize("run", ["x/../../kept", "../kept", "\0", "/etc"])
 def test_the_name_of_a_run_leads_nowhere_else(memory, run):
     kept = memory.parent / "kept"
