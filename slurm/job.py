@@ -10,7 +10,7 @@ killed. So at any time `decision.json` in the run folder states what to do if th
 again), "stop" (attempts made no progress, ranks differ, or the checkpoint is of another model) or "finished". hpcdist
 writes it; this program only reads it.
 
-It needs nothing but the standard library, and starts in about 40 ms.
+It needs nothing but the standard library, and starts in about 20 ms.
 """
 
 import contextlib

@@ -24,6 +24,18 @@ echo "JobId=$SLURM_JOB_ID JobName=job JobState=$STATE Reason=None Requeue=1 Rest
   "PreemptTime=$PREEMPTED BatchHost=n1 NodeList=$NODES StdErr=$RUN_DIR/log"
 """
 
+#: The variables of a job that runs, and what the stand-in for scontrol answers.
+JOB = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NAME": "job",
+    "STATE": "RUNNING",
+    "PREEMPTED": "None",
+    "RESTARTS": "0",
+    "REFUSALS": "0",
+    "END": "Unknown",
+    "NODES": "n[1-2]",
+}
+
 
 def add_program(folder, name, text):
     """Make a program in a folder."""

@@ -1,5 +1,6 @@
 """Copies in memory, where all users of a node may write: a folder that others made, or can write to, is refused."""
 
+import fcntl
 import gc
 import os
 import shutil
@@ -180,3 +181,26 @@ def test_a_copy_that_is_never_done_is_waited_for_so_long_and_no_longer(memory, c
     hangs.set()
     assert "continues without copies in memory on this node: the last one is not done" in caplog.text
     assert not tier.is_kept
+
+
+def test_a_folder_that_another_process_is_removing_is_not_used(memory, own, caplog):
+    own.mkdir(parents=True)
+    remover = os.open(own, os.O_RDONLY)
+    fcntl.flock(remover, fcntl.LOCK_EX)
+    tier = FastTier(memory, RUN, 1)
+    os.close(remover)
+    assert not tier.is_kept
+    assert f"expected to lock {own}" in caplog.text
+
+
+def test_a_folder_that_was_removed_before_it_was_locked_is_made_again(memory, own, monkeypatch):
+    flock, removed = fcntl.flock, []
+
+    def remove_first(descriptor, kind):
+        if not removed:
+            removed.append(own.rmdir())
+        flock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    assert FastTier(memory, RUN, 1).is_kept
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700

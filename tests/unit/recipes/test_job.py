@@ -11,7 +11,7 @@ import job
 import pytest
 from batch_systems import Facts
 from rules import Ended
-from stand_ins import SCONTROL, add_program
+from stand_ins import JOB, SCONTROL, add_program
 
 from hpcdist.resilience.decision import Decision, DecisionFile, Verdict
 
@@ -55,20 +55,13 @@ def leave(root, tmp_path, clean_environ):
             add_program(tmp_path / "bin", "scontrol", SCONTROL)
             add_program(tmp_path / "bin", "srun", "#!/usr/bin/env bash\n")  # all nodes answer
         own = {
+            **JOB,
             "PATH": f"{tmp_path / 'bin'}:{clean_environ['PATH']}"
             if scontrol is not False
             else without_scontrol(tmp_path),
             "RUN_DIR": str(tmp_path / "run"),
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NAME": "job",
             "WRITES": "" if decision is None else str(written.path),
             "CODE": str(code),
-            "STATE": "RUNNING",
-            "PREEMPTED": "None",
-            "RESTARTS": "0",
-            "REFUSALS": "0",
-            "END": "Unknown",
-            "NODES": "n[1-2]",
             "REQUEUE_PAUSES_S": "0 0 0",
             "READ_PAUSES_S": "0.1 0.1 1.3",
             "AWAY_S": "",
@@ -369,6 +362,36 @@ def test_a_busy_slurmctld_has_a_minute(tmp_path, monkeypatch):
     assert len(tries) - 1 == len(pauses) > 3
 
 
+def test_without_an_answer_the_last_known_end_holds(tmp_path, monkeypatch):
+    """The variable may be older than `scontrol update TimeLimit`."""
+    answers = ["JobState=RUNNING Restarts=0 EndTime=9000", "JobState=RUNNING Restarts=0 EndTime=20000", None]
+    monkeypatch.setattr(job, "output_of", lambda *command, **_: answers.pop(0))
+    asked = job.Job({"SLURM_JOB_ID": "7", "RUN_DIR": str(tmp_path), "SLURM_JOB_END_TIME": "1000"})
+    assert [asked.look().end_s, asked.look().end_s] == [20000, 20000]
+
+
+#: Launches a program, with a SIGUSR1 that was sent before, and perhaps one that is sent meanwhile.
+SIGNALLED = """
+import os, signal, sys, threading
+sys.path.insert(0, "slurm")
+from batch_systems import WAITED_FOR
+from job import Job
+
+signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
+os.kill(os.getpid(), signal.SIGUSR1)
+if sys.argv[1] == "again":
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+program = "trap 'echo received' USR1; for _ in {1..20}; do sleep 0.1; done"
+Job(os.environ).launch(["bash", "-c", program])
+"""
+
+
+@pytest.mark.parametrize(("when", "n_received"), [("before", 0), ("again", 1)])
+def test_a_signal_reaches_the_launch_that_it_was_meant_for(leave, when, n_received):
+    _, output = leave(0, command=("-c", SIGNALLED, when))
+    assert output.count("received\n") == n_received
+
+
 def test_a_restart_that_does_not_see_the_run_folder_makes_nothing(leave, tmp_path):
     """A file system that is not mounted on the node: the job would train anew, into a folder of the node's own."""
     code, output = leave(0, FINISHED, RESTARTS="1", SLURM_RESTART_COUNT="1")
@@ -488,6 +511,12 @@ def test_a_job_that_has_lost_the_node_of_its_script(watch, tmp_path, decision, d
     assert "the node of the batch script is lost" in log
     assert does in log + output
     assert ("requeued 7" in output) != ("ends 7" in output)
+
+
+def test_a_chain_that_has_lost_its_script_and_is_to_stop_withdraws_its_successor(watch, tmp_path):
+    add_program(tmp_path / "bin", "scancel", "#!/usr/bin/env bash\necho ends $* >> ${0%scancel}calls\n")
+    _, output = watch(STOP, WATCH.replace('watch.main("")', 'watch.main("8")'), NODES="n2")
+    assert "ends 8\nends 7\n" in output
 
 
 UNKNOWN = {"there": {}, "no answer": {"STATE": ""}, "requeued": {"STATE": "PENDING", "NODES": "n2"}}

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from stand_ins import SCONTROL, add_program
+from stand_ins import JOB, SCONTROL, add_program
 
 pytestmark = pytest.mark.timeout(60)
 RECIPES = ("train", "train-mpirun", "train-array", "train-chain")
@@ -37,22 +37,15 @@ def run_recipe(root, tmp_path, clean_environ):
 
     def run_recipe(name, *options, **environ):
         own = {
+            **JOB,
             "PATH": f"{tmp_path / 'bin'}:{clean_environ['PATH']}",
             "PYTHON": sys.executable,
             "RUN_DIR": str(tmp_path / "run"),
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NAME": "job",
             "SLURM_JOB_NODELIST": "n[1-2]",
             "SLURM_JOB_NUM_NODES": "2",
             "SLURM_JOB_PARTITION": "low",
             "SLURM_NTASKS_PER_NODE": "2",
             "TAKEN_OVER_AT": "0",
-            "STATE": "RUNNING",
-            "PREEMPTED": "None",
-            "RESTARTS": "0",
-            "REFUSALS": "0",
-            "END": "Unknown",
-            "NODES": "n[1-2]",
         }
         command = ["bash", f"slurm/{name}.sbatch", *options]
         done = subprocess.run(command, env={**own, **environ}, cwd=root, capture_output=True, text=True, timeout=30)
