@@ -22,6 +22,7 @@ class BackgroundThread:
         self._queue: _Queue = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_stopped = False
+        self._starting = threading.Lock()  # several threads may submit
 
     def submit(self, call: Callable[[], Any]) -> "Future[Any]":
         """Make `call` after all that were submitted before; return the future of its result.
@@ -31,10 +32,11 @@ class BackgroundThread:
         """
         if self._is_stopped:
             raise RuntimeError(f"{self._name}: expected a call before the thread was stopped, got one after it.")
-        if self._thread is None:
-            self._thread = threading.Thread(target=_run, args=(self._queue,), name=self._name, daemon=True)
-            self._thread.start()
-            weakref.finalize(self, self._queue.put, None)
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=_run, args=(self._queue,), name=self._name, daemon=True)
+                self._thread.start()
+                weakref.finalize(self, self._queue.put, None).atexit = False  # hooks at exit may still need it
         future: Future[Any] = Future()
         self._queue.put((call, future))
         return future

@@ -2,6 +2,10 @@
 
 Replacing a file atomically takes four steps: write a temporary file, fsync it, rename it, fsync the folder.
 (T. Pillai et al., All File Systems Are Not Created Equal, OSDI 2014.)
+
+Network file systems add three faults. A request can fail although the next one would not: see `patiently`. The answer
+to a request can be lost, and its repetition then finds it done: a new name taken, an old one gone. And a client that
+has not changed a folder itself may list it as it was up to a minute ago.
 """
 
 import contextlib
@@ -10,13 +14,19 @@ import errno
 import fcntl
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 #: Files being written are named NAME.tmp-PID; readers ignore them.
 _TEMPORARY = re.compile(r"\.tmp-\d+$")
 #: Errors of file systems that do not support O_DIRECT or fallocate.
 _NOT_OFFERED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+#: Errors that may be over when the call is repeated: a server restarted, or did not answer in time.
+_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO)
+#: Pauses before a call is repeated, in seconds.
+_PAUSES_S = (0.1, 0.4)
 #: Direct writes start and end at multiples of this, in the file and in memory.
 ALIGNMENT_BYTES = 4096
 #: Writes through the page cache are synced every N bytes, so that the last sync is short: a save in which no block is
@@ -24,6 +34,7 @@ ALIGNMENT_BYTES = 4096
 SYNC_EVERY_BYTES = 256 << 20
 #: An offset in a file, in bytes, and what is written there.
 Block = tuple[int, memoryview]
+_Result = TypeVar("_Result")
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -43,6 +54,24 @@ def _repeat(act: Callable[..., None], *arguments: Path | int | str) -> None:
     while True:
         with contextlib.suppress(InterruptedError):
             return act(*arguments)
+
+
+def patiently(act: Callable[[], _Result]) -> _Result:
+    """Return the result of `act`, which is repeated after errors that may pass: it must be safe to repeat.
+
+    After a failed fsync, what was written may be lost: `act` writes all of it again.
+
+    Raises:
+        OSError: if the file system still refuses.
+    """
+    for pause_s in _PAUSES_S:
+        try:
+            return act()
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise
+        time.sleep(pause_s)
+    return act()
 
 
 class Disk:
@@ -77,8 +106,10 @@ class Disk:
         temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
         with contextlib.suppress(FileNotFoundError):
             _repeat(os.unlink, temporary)
-        _repeat(os.symlink, target, temporary)
-        _repeat(os.replace, temporary, path)
+        with contextlib.suppress(FileExistsError):  # made, and the answer was lost
+            _repeat(os.symlink, target, temporary)
+        with contextlib.suppress(FileNotFoundError):  # renamed, and the answer was lost
+            _repeat(os.replace, temporary, path)
 
     def allocate(self, descriptor: int, nbytes: int) -> None:
         """Allocate the blocks of a new file, if the file system supports it."""
@@ -91,6 +122,10 @@ class Disk:
     def write(self, descriptor: int, data: memoryview, offset: int) -> int:
         """Write some of `data` at an offset in the file; return how many bytes were written."""
         return os.pwrite(descriptor, data, offset)
+
+    def truncate(self, descriptor: int, nbytes: int) -> None:
+        """Truncate a file to `nbytes`."""
+        os.ftruncate(descriptor, nbytes)
 
     def sync(self, descriptor: int) -> None:
         """Make a file's content durable."""
@@ -163,9 +198,13 @@ def replace_file(
     """
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
-        _write_file(disk, temporary, blocks, nbytes)
+        written = _write_file(disk, temporary, blocks, nbytes)
         before_rename()
-        disk.rename(temporary, path)
+        try:
+            disk.rename(temporary, path)
+        except FileNotFoundError:
+            if not path.exists() or not os.path.samestat(written, os.stat(path)):
+                raise  # else it was renamed, and the answer was lost
     except BaseException:
         with contextlib.suppress(OSError):  # otherwise the next attempt cleans it up
             disk.remove(temporary)
@@ -181,18 +220,21 @@ def in_order(pieces: Iterable[memoryview]) -> Iterator[Block]:
         offset += len(piece)
 
 
-def _write_file(disk: Disk, path: Path, blocks: Iterable[Block], nbytes: int | None) -> None:
+def _write_file(disk: Disk, path: Path, blocks: Iterable[Block], nbytes: int | None) -> os.stat_result:
+    """Write a new file, and make its content durable; return its status, which identifies it."""
     descriptor = disk.create(path)
     try:
         if nbytes is not None:
             disk.allocate(descriptor, nbytes)
         _write_blocks(disk, descriptor, blocks)
         disk.sync(descriptor)
+        written = os.fstat(descriptor)
     except BaseException:
         with contextlib.suppress(OSError):  # the first error is raised
             disk.close(descriptor)
         raise
     disk.close(descriptor)
+    return written
 
 
 def _write_blocks(disk: Disk, descriptor: int, blocks: Iterable[Block]) -> None:
@@ -280,4 +322,16 @@ def sweep_temporary(disk: Disk, folder: Path, of: str = "") -> None:
     """
     for name in os.listdir(folder):
         if _TEMPORARY.search(name) and name.startswith(of):
-            disk.remove(folder / name)
+            with contextlib.suppress(FileNotFoundError):  # the listing is old, or an answer was lost
+                disk.remove(folder / name)
+
+
+def refresh_listing(disk: Disk, folder: Path) -> None:
+    """Let the next listing of a folder come from its server: a client drops a listing of a folder that it changes.
+
+    A folder that is not there, or cannot be changed, is left as it is.
+    """
+    path = folder / f"listing.tmp-{os.getpid()}"
+    with contextlib.suppress(OSError):  # what stays is swept
+        disk.close(disk.create(path))
+        disk.remove(path)

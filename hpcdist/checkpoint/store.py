@@ -40,6 +40,8 @@ _OVERHEAD_BYTES = 1 << 16
 #: Most listings of a folder while its writer prunes files faster than they are read.
 _MAX_LOOKS = 10
 _LOOK_AGAIN_S = 0.1
+#: Longest time for which a client of a network file system lists a folder as it was, and the pause between two looks.
+_OLD_LISTING_S, _LOOK_LATER_S = 65.0, 1.0
 _MAX_RUN_ID_BYTES = 1 << 10
 _MAX_LEDGER_BYTES = 16 << 20
 _CHECKPOINT = re.compile(r"step-(\d{8,19})-(\d{4,18})\.h5$")
@@ -93,7 +95,7 @@ class Store:
         self.damaged: list[Saved] = []
         self.n_blocks_read = 0
         self._disk = disk or Disk()
-        self._last_before = -1
+        self._last_before = self._last_saved = -1
         self._has_saved = False
         self._noting = threading.Lock()  # the saver's thread notes commits
         self._facts: dict[Saved, SaveFacts] = {}
@@ -107,7 +109,7 @@ class Store:
             CheckpointError: if the folder exists and cannot be read.
         """
         with self.explained("restore", "a folder that can be read"):
-            found = (_CHECKPOINT.match(name) for name in _names_in(self.path))
+            found = (_CHECKPOINT.match(name) for name in durable.patiently(lambda: _names_in(self.path)))
             saved = [Saved(int(match[2]), int(match[1])) for match in found if match]
         return sorted(one for one in saved if one.step < 1 << 63)
 
@@ -147,23 +149,36 @@ class Store:
         self.n_blocks_read += 1
 
     def use_latest(
-        self, use: Callable[[Saved, CheckpointFile], _Result], but: Collection[int] = (), n_looks: int = 1
+        self,
+        use: Callable[[Saved, CheckpointFile], _Result],
+        but: Collection[int] = (),
+        n_looks: int = 1,
+        since: float | None = None,
     ) -> _Result | None:
         """Return the result of `use` for the latest checkpoint for which it does not raise CheckpointDamaged.
 
-        It may be called again for a checkpoint that cannot be read at once. Otherwise like `read_latest`.
+        It may be called again for a checkpoint that cannot be read at once. A listing that names files that are gone is
+        an old one, of a network file system: a newer one comes within a minute. Otherwise like `read_latest`.
         """
+        since = time.monotonic() if since is None else since
         found, self.damaged = self.saved()[::-1], []
         for saved in sorted(found, key=lambda saved: saved.step in but):  # stable: else the newest comes first
             try:
                 return self._use(saved, use)
             except CheckpointDamaged as error:
-                listed = self.saved()[::-1]  # without those pruned in the meantime
-                may_be_well = listed != found or (isinstance(error, CheckpointMissing) and n_looks == 1)
-                if may_be_well and n_looks < _MAX_LOOKS:
+                is_missing = isinstance(error, CheckpointMissing)
+                is_gone = is_missing and _is_gone(self.path / str(saved))
+                if is_gone and self.attempt:
+                    self.refresh_listings()
+                listed = self.saved()[::-1]
+                was_pruned = listed != found or (is_missing and n_looks == 1)
+                if was_pruned and n_looks < _MAX_LOOKS:
                     time.sleep(_LOOK_AGAIN_S)
-                    return self.use_latest(use, but, n_looks + 1)
-                if saved in listed:
+                    return self.use_latest(use, but, n_looks + 1, since)
+                if is_gone and listed == found and time.monotonic() - since < _OLD_LISTING_S:
+                    time.sleep(_LOOK_LATER_S)
+                    return self.use_latest(use, but, n_looks, since)
+                if saved in listed and not is_gone:
                     self.damaged.append(saved)
                     logger.warning("skipped damaged step %d: %s", saved.step, error)
         if found:
@@ -208,7 +223,9 @@ class Store:
             CheckpointError: if the folder exists and cannot be read.
         """
         with self.explained("restore", "a folder that can be read"):
-            return [(number, self._lines_of(number)) for number in self._attempts()[-n_latest:]]
+            return durable.patiently(
+                lambda: [(number, self._lines_of(number)) for number in self._attempts()[-n_latest:]]
+            )
 
     def _lines_of(self, number: int) -> list[str]:
         with contextlib.suppress(FileNotFoundError, ValueError):  # not a regular file: no events
@@ -228,6 +245,11 @@ class Store:
         try:
             yield
         except OSError as error:
+            if operation == "save" and self.attempt and _is_gone(self.path):
+                raise CheckpointError(
+                    f"save: expected the folder {self.path}, which this attempt has made, got none: it was removed, or "
+                    f"its file system is not mounted. Its checkpoints are gone, unless you put it back; run again."
+                ) from None
             reason = error.strerror or " ".join(str(error).split())[:200]
             advice = "free space or choose another folder" if operation == "save" else "fix this and run again"
             raise CheckpointError(
@@ -249,22 +271,34 @@ class Store:
             CheckpointError: if the folder cannot be written.
         """
         with self.explained("save", "a folder that can be written"):
-            durable.make_folders(self._disk, self.path / "attempts")
-            self.attempt = self._take_number() if number is None else number
-            with contextlib.suppress(FileExistsError):  # made by another node, which shares this memory
-                if number is not None:
-                    self._disk.make_new(self._ledger_of(number))
-            self._disk.sync_folder(self.path / "attempts")
+            self.attempt = durable.patiently(lambda: self._begin(number))
             self._last_before = max((saved.step for saved in self.saved()), default=-1)
-            self._has_saved, self.damaged = False, []
+            self._has_saved, self._last_saved, self.damaged = False, -1, []
         with self._tolerated("incomplete files stay"):
-            durable.sweep_temporary(self._disk, self.path)
+            for folder in (self.path, self.path / "attempts"):
+                durable.sweep_temporary(self._disk, folder)
+
+    def _begin(self, number: int | None) -> int:
+        durable.make_folders(self._disk, self.path / "attempts")
+        self.refresh_listings()
+        if number is None:
+            number = self._take_number()
+        else:
+            with contextlib.suppress(FileExistsError):  # made by another node, which shares this memory
+                self._disk.make_new(self._ledger_of(number))
+        self._disk.sync_folder(self.path / "attempts")
+        return number
+
+    def refresh_listings(self) -> None:
+        """Let the next listings of the folder, if it is there, be those of its server."""
+        for folder in (self.path, self.path / "attempts"):
+            durable.refresh_listing(self._disk, folder)
 
     def _take_number(self) -> int:
         number = max(self._attempts() + [saved.attempt for saved in self.saved()], default=0)
         while True:
             number += 1
-            with contextlib.suppress(FileExistsError):  # another attempt took it, maybe long ago: listings may be old
+            with contextlib.suppress(FileExistsError):  # another attempt's; or ours, and the answer was lost: skip it
                 self._disk.make_new(self._ledger_of(number))
                 return number
 
@@ -277,12 +311,19 @@ class Store:
         """
         self.check_current()
         with self._noting, self.explained("save", "to note the attempt"):
-            durable.append_line(self._disk, self._ledger_of(self.attempt), json.dumps({"event": event, **facts}))
+            line = json.dumps({"event": event, **facts})
+            durable.patiently(lambda: durable.append_line(self._disk, self._ledger_of(self.attempt), line))
 
-    def check_current(self) -> None:
-        """Raise AttemptReplaced if a later attempt of the job has begun, so that two never write."""
+    def check_current(self, has_time: bool = False) -> None:
+        """Raise AttemptReplaced if a later attempt of the job has begun, so that two never write.
+
+        Args:
+            has_time: whether to make the listing fresh first, which changes the folder.
+        """
         with self.explained("save", "a folder that can be read"):
-            newest = max(self._attempts(), default=0)
+            if has_time:
+                durable.refresh_listing(self._disk, self.path / "attempts")
+            newest = max(durable.patiently(self._attempts), default=0)
         if newest > self.attempt:
             raise AttemptReplaced(
                 f"save: expected attempt {self.attempt} to be the latest in {self.path}, got {newest}: another attempt "
@@ -299,13 +340,13 @@ class Store:
         """
         path = self.path / "run-id"
         with self.explained("save", "to name the run"):
-            inode = os.stat(self.path).st_ino
+            inode = durable.patiently(lambda: os.stat(self.path)).st_ino
             with contextlib.suppress(FileNotFoundError):
                 found = self._read_run_id(path)
                 if found[1] == inode:
                     return found[0]
             name = secrets.token_hex(8)
-            durable.replace_text(self._disk, path, f"{name} {inode}")
+            durable.patiently(lambda: durable.replace_text(self._disk, path, f"{name} {inode}"))
         return name
 
     def _read_run_id(self, path: Path) -> tuple[str, int]:
@@ -327,11 +368,12 @@ class Store:
     def path_of(self, step: int) -> Path:
         """Return the path of the file that the next commit of a step writes.
 
+        The disk is not asked: who waits for it may wait for ever.
+
         Raises:
-            CheckpointError: if the folder has a later step, or cannot be read.
+            CheckpointError: if the folder has a later step.
         """
-        own = [saved.step for saved in self.saved() if saved.attempt == self.attempt]
-        last = max([*own, self._last_before])
+        last = max(self._last_saved, self._last_before)
         if step < last:
             raise CheckpointError(
                 f"save: expected a step after {last}, the last one in {self.path}, got {step}; restore first, or "
@@ -356,19 +398,21 @@ class Store:
             CheckpointError: if the file system refuses.
         """
         saved = Saved(self.attempt, step)
-        self.check_current()
+        self.check_current(has_time=True)
         self._note_save(step)
         with self.explained("save", f"to write {image.nbytes} bytes to {saved}"):
-            self._check_space(image.nbytes)
             try:
-                durable.replace_file(
-                    self._disk, self.path / str(saved), image.blocks(), image.nbytes, self.check_current
-                )
+                durable.patiently(lambda: self._write(saved, image))
             except FileNotFoundError:  # possibly removed by a later attempt, as the rest of a killed one
                 self.check_current()
                 raise
         self._facts.pop(saved, None)
+        self._last_saved = step
         return self._use(saved, lambda _, file: file.index)
+
+    def _write(self, saved: Saved, image: FileImage) -> None:
+        self._check_space(image.nbytes)
+        durable.replace_file(self._disk, self.path / str(saved), image.blocks(), image.nbytes, self.check_current)
 
     def _note_save(self, step: int) -> None:
         """Record, once, that this attempt reached a save: the checkpoint it restored can be trained on."""
@@ -419,7 +463,7 @@ class Store:
         return self._facts.get(saved)
 
     def _link(self, name: str, saved: Saved) -> None:
-        """Make a name in the folder a link to a checkpoint. No program reads it, so that it may be lost."""
+        """Make a name in the folder a link to a checkpoint, for people. It may be lost: restarts do not use it."""
         if os.path.islink(self.path / name) and os.readlink(self.path / name) == str(saved):
             return
         try:
@@ -443,12 +487,25 @@ class Store:
             CheckpointError: if the folder cannot be written.
         """
         with self.explained("restore", "to set damaged checkpoints aside"):
-            for saved in self.damaged:
-                with contextlib.suppress(FileNotFoundError):  # listings may be old
-                    self._disk.rename(self.path / str(saved), self.path / f"{saved}.bad")
-            if self.damaged:
-                self._disk.sync_folder(self.path)
-        self.damaged, self._last_before = [], used.step
+            durable.patiently(self._set_damaged_aside)
+        own = [saved.step for saved in self.saved() if saved.attempt == self.attempt]
+        self.damaged, self._last_before, self._last_saved = [], used.step, max(own, default=-1)
+
+    def _set_damaged_aside(self) -> None:
+        for saved in self.damaged:
+            with contextlib.suppress(FileNotFoundError):  # listings may be old
+                self._disk.rename(self.path / str(saved), self.path / f"{saved}.bad")
+        if self.damaged:
+            self._disk.sync_folder(self.path)
+
+
+def _is_gone(path: Path) -> bool:
+    """Return whether there is certainly nothing of that name: a file system that does not answer may have it."""
+    try:
+        os.lstat(path)
+    except OSError as error:
+        return error.errno == errno.ENOENT
+    return False
 
 
 def _names_in(folder: Path) -> list[str]:

@@ -1,15 +1,16 @@
 """Datasets: where rows come from, their order, the sizes of batches, and the functions mapped over them."""
 
+import itertools
 import math
 import os
 import secrets
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from hpcdist.data.batches import Cursor, DividedBatches, EveryNth, EveryNthFile, Shard
+from hpcdist.data.batches import DividedBatches, EveryNth, EveryNthFile, Shard, start_of_pass
 from hpcdist.data.cache import CachedSource, FileStore, MemoryStore, cached_stream
 from hpcdist.data.hdf5 import Hdf5Source, Paths, expand
 from hpcdist.data.iterator import Pipeline, stages
@@ -40,6 +41,7 @@ class Dataset(Pipeline):
     has_drawn_seed: bool = False
     has_shard_hint: bool = False
     options: Options | None = None
+    _passes: Iterator[int] = field(default_factory=itertools.count, init=False, compare=False, repr=False)
 
     @classmethod
     def from_tensors(cls, tensors: Nest) -> "Dataset":
@@ -159,12 +161,15 @@ class Dataset(Pipeline):
             return replace(self, row_maps=(*self.row_maps, function))
         return replace(self, batch_maps=(*self.batch_maps, function))
 
-    def shuffle(self, buffer_size: int | None = None, seed: int | None = None) -> "Dataset":
-        """Visit the rows in a new random order in every epoch.
+    def shuffle(
+        self, buffer_size: int | None = None, seed: int | None = None, reshuffle_each_iteration: bool = True
+    ) -> "Dataset":
+        """Visit the rows in random order, a new one in every epoch.
 
         Args:
             buffer_size: rows of a stream that are mixed at a time; where rows can be read in any order, all are mixed.
             seed: of the order; None draws one, and ranks agree on it when the dataset is distributed.
+            reshuffle_each_iteration: False for the same random order in every epoch.
 
         Raises:
             DataError: after `batch` or `repeat`, for a buffer_size below 1, or for a stream without one.
@@ -174,7 +179,7 @@ class Dataset(Pipeline):
         _check(is_first, "shuffle", "a call before batch, repeat and take of shuffled rows", "one after them")
         _check(buffer_size is None or buffer_size >= 1, "shuffle", "a buffer_size of at least 1", buffer_size)
         _check(buffer_size or not self.is_stream, "shuffle", "a buffer_size for rows that come one by one", buffer_size)
-        buffered = replace(self, buffer_rows=buffer_size or 0)
+        buffered = replace(self, buffer_rows=buffer_size or 0)._ordered(is_reshuffled=reshuffle_each_iteration)
         return buffered.with_drawn_seed(secrets.randbits(63)) if seed is None else buffered.with_seed(seed)
 
     def with_seed(self, seed: int) -> "Dataset":
@@ -360,9 +365,10 @@ class Dataset(Pipeline):
         return spec_of(part, self.order.batch_rows if self.order.drop_remainder else None)
 
     def __iter__(self) -> Generator[Nest, None, None]:
-        """Yield the batches (or single rows) of one pass on this process alone."""
+        """Yield the batches (or single rows) of one pass on this process alone; the next pass has other epochs."""
         self.check_hint(is_placed=False)
-        for _, (part,) in stages(self, DividedBatches(self.order), Cursor()):
+        cursor = start_of_pass(self.order, next(self._passes))
+        for _, (part,) in stages(self, DividedBatches(self.order), cursor):
             yield part if self.order.batch_rows else map_nest(lambda array: array[0], part)
 
     def _ordered(self, **changes: Any) -> "Dataset":

@@ -125,4 +125,4 @@ class StreamReader:
     def _rows_of_epoch(self, epoch: int) -> Iterator[Nest]:
         if self._order.seed is None:
             return self._stream.draw()
-        return self._stream.shuffled(self._buffer_rows, self._order.seed, epoch)
+        return self._stream.shuffled(self._buffer_rows, self._order.seed, self._order.shuffle_epoch(epoch))

@@ -5,6 +5,7 @@ in one process use `GradientSums` too, and the hooks in `replicas/backward.py`.
 """
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -34,7 +35,7 @@ class GradientSums:
         after_average: called when float buffers are equal on all replicas again.
 
     Attributes:
-        is_mean: see above.
+        is_mean: see above. If it is not given, the first scaled loss that reaches a backward settles it.
         row_counts: rows of the parts that each local replica has got, to weigh it by.
         records, buffers, buckets: what takes part.
         n_sums: sums of gradients that this rank has begun.
@@ -58,11 +59,31 @@ class GradientSums:
         self.is_broken = False
         self._step_flags = step_flags
         self._after_average = after_average
+        self._is_settled_by_loss = False
+        self._scaled: deque[int] = deque(maxlen=1024)  # backwards that a scaled loss has reached, newest first
 
-    def settle_op(self, is_mean: bool) -> bool:
-        """Sum or average from now on, if that is not settled yet; return whether gradients are averaged."""
-        self.is_mean = is_mean if self.is_mean is None else self.is_mean
-        return self.is_mean
+    def take_scaled_loss(self, loss: Tensor) -> None:
+        """Sum gradients from the first backward on that reaches this loss, which is divided by the global batch."""
+        if loss.requires_grad and self.is_mean is None:
+            torch_hooks.at_gradient_of(loss, self._settle)
+
+    def mark_scaled(self, loss: Tensor) -> None:
+        """Mark backwards that reach this loss as those of a scaled loss."""
+        if loss.requires_grad:
+            torch_hooks.at_gradient_of(loss, self._note_scaled_loss)
+
+    def _settle(self) -> None:
+        if self.is_mean is None:
+            self.is_mean, self._is_settled_by_loss = False, True
+
+    def _note_scaled_loss(self) -> None:
+        backward = torch_hooks.backward_id()
+        if not self._scaled or self._scaled[0] != backward:
+            self._scaled.appendleft(backward)
+
+    def is_op_settled(self, backward: int) -> bool:
+        """Return whether it is settled how the gradients of a backward combine."""
+        return self.is_mean is not None and (not self._is_settled_by_loss or backward in self._scaled)
 
     def plan(self, records: Sequence[tuple[ParameterRecord, nn.Parameter]], buffers: list[BufferRecord]) -> None:
         """Sum these from now on. Collective on several hosts: all replicas."""
@@ -72,12 +93,19 @@ class GradientSums:
         self.buckets = BucketSet(records, n_counts, self.reducer)
 
     def weight_of(self, local_index: int) -> float:
-        """Return the weight of a local replica's gradients, in rows; raises as `require_op`."""
-        self.require_op()
+        """Return the weight of a local replica's gradients, in rows."""
         return self.row_counts[local_index].weight(is_mean=bool(self.is_mean))
 
-    def require_op(self) -> None:
-        """Raise GradientError where it is not settled how gradients combine; on this rank only."""
+    def require_op(self, backward: int) -> None:
+        """Raise GradientError unless it is settled how the gradients of a backward combine; on this rank only.
+
+        At the end of the backward: until then a scaled loss may still come.
+        """
+        if self._is_settled_by_loss and backward not in self._scaled:
+            raise GradientError(
+                "backward: expected a loss scaled by hpcdist.compute_average_loss, as earlier ones were, got one that "
+                "was not; scale it too, or make the strategy with the gradient_op that all losses are meant for."
+            )
         if self.is_mean is None:
             raise GradientError(
                 f"backward: expected to know how the gradients of {self.n_replicas} replicas combine, got no "
@@ -147,6 +175,11 @@ class BackwardSum:
         """Whether a backward is running, or one ended in an error."""
         return self._backward is not None
 
+    @property
+    def is_syncing(self) -> bool:
+        """Whether backwards sum: False inside `no_sync`."""
+        return self._is_syncing
+
     def hook(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
         """Take part in every backward that reaches a parameter."""
         is_overlapped = self._sums.reducer.route.is_overlapped
@@ -194,7 +227,7 @@ class BackwardSum:
 
     def _after_accumulation_overlapped(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
         self._after_accumulation(record, parameter)
-        if self._is_syncing:
+        if self._is_syncing and self._sums.is_op_settled(self._backward or 0):  # else nothing is started before the end
             self._sums.buckets.count_arrival(record)
 
     def _weigh(self) -> None:
@@ -215,13 +248,16 @@ class BackwardSum:
         if not self._has_accumulated:  # torch.autograd.grad writes no gradients
             for record in self._sums.records:
                 record.unstash()
-        elif self._is_syncing:
+        else:
             try:
-                self._sum()
+                self._sums.require_op(self._backward or 0)
+                if self._is_syncing:
+                    self._sum()
             except BaseException:
                 self._drop()
                 raise
-            self._weight, self._scale = None, 1.0
+            if self._is_syncing:
+                self._weight, self._scale = None, 1.0
         self._backward, self._has_accumulated = None, False
 
     def _sum(self) -> None:

@@ -89,6 +89,8 @@ class GradientEngine:
         self._broadcast_already: IdentitySet[Tensor] = IdentitySet()
         self._optimizers: IdentitySet[Optimizer] = IdentitySet()
         self._forward_handle: torch_hooks.Handle | None = None
+        self._n_collectives: int | None = None  # of the group, when the last part of a batch came
+        self._has_warned = False
         for handle in torch_hooks.around_any_step(self._before_step, self._after_step):
             weakref.finalize(self, handle.remove)
 
@@ -236,6 +238,7 @@ class GradientEngine:
             return
         parameters = _parameters_of(optimizer)
         if not self._is_ours(optimizer, parameters):
+            self._warn_of_forgotten_scope(parameters)
             return
         if self._replica_steps is not None and not self._replica_steps.begin(parameters):
             return
@@ -249,6 +252,28 @@ class GradientEngine:
                 raise self._refusal(parameter)
         if self._storage is not None:
             self._storage.begin_step(parameters)
+
+    def note_batch(self, is_over: bool) -> None:
+        """Note that this rank got its part of a global batch, which a step will be made of, or that a pass is over."""
+        self._n_collectives = None if is_over else self._reducer.group.journal.n_entered
+
+    def _warn_of_forgotten_scope(self, parameters: list[nn.Parameter]) -> None:
+        """Log, once, if each rank seems to train a model of its own on its part of the batches.
+
+        That is so if no model was made in the scope, nobody watches the parameters, and the strategy has reduced
+        nothing since the batch came. A program may sum its gradients by other means, so this is no error.
+        """
+        is_summed = self._n_collectives is None or self._n_collectives != self._reducer.group.journal.n_entered
+        if self._has_warned or is_summed or not self.backward.is_syncing or any(True for _ in self.modules):
+            return
+        if any(parameter.grad is not None and not torch_hooks.is_watched(parameter) for parameter in parameters):
+            self._has_warned = True
+            logger.warning(
+                "step: expected a model made in strategy.scope(), as the batches are those of its distributed dataset, "
+                "got one that no strategy looks after: unless the program sums the gradients itself, %d models are "
+                "trained apart; make model and optimizer in the scope.",
+                self._n_replicas,
+            )
 
     def _refusal(self, parameter: nn.Parameter) -> GradientError:
         """Return the error of a parameter whose gradient is not the sum over the replicas."""

@@ -75,6 +75,11 @@ class Reducer:
             nccl_setup.choose_device(group)
 
     @property
+    def group(self) -> Group:
+        """The ranks that hold the replicas."""
+        return self._group
+
+    @property
     def own_replicas(self) -> range:
         """The replicas of this rank."""
         return self.replicas.of_rank(self._group.rank)

@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import unserializable_hook
 
 
 class Handle(Protocol):
@@ -125,9 +126,26 @@ def before_accumulation(parameter: Tensor, see: Callable[[Tensor], None]) -> Non
     parameter.register_hook(see)  # type: ignore[no-untyped-call]
 
 
+def at_gradient_of(tensor: Tensor, see: Callable[[], None]) -> None:
+    """Call `see`, a method, when a backward reaches a tensor such as a loss, unless its object is gone by then."""
+    weak = weakref.WeakMethod(see)
+
+    def call(gradient: Tensor) -> None:
+        method = weak()
+        if method is not None:
+            method()
+
+    tensor.register_hook(unserializable_hook(call))  # type: ignore[no-untyped-call]
+
+
 def after_accumulation(parameter: nn.Parameter, see: Callable[[nn.Parameter], None]) -> None:
     """Call see(parameter) when a backward has written `parameter.grad`."""
     parameter.register_post_accumulate_grad_hook(see)  # type: ignore[no-untyped-call]
+
+
+def is_watched(parameter: nn.Parameter) -> bool:
+    """Return whether somebody takes part in the backwards that reach a parameter, by `after_accumulation`."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

@@ -39,6 +39,7 @@ class SampleOrder:
     Attributes:
         n_rows: rows of the source; UNKNOWN for a stream.
         seed: of the shuffle; None visits rows in order.
+        is_reshuffled: whether every epoch has an order of its own.
         batch_rows: rows of a global batch.
         drop_remainder: whether a last short batch is left out.
         inner_epochs: epochs that batches run across (repeat before batch); infinite allowed.
@@ -55,6 +56,7 @@ class SampleOrder:
     epoch_limit: float = math.inf
     run_limit: float = math.inf
     pass_limit: float = math.inf
+    is_reshuffled: bool = True
 
     @property
     def epoch_rows(self) -> int:
@@ -123,8 +125,16 @@ class SampleOrder:
         epochs, rows = self._epochs_and_rows(np.arange(start, stop, dtype=np.int64))
         if self.seed is None:
             return rows
-        parts = [permutation(self.seed, int(epoch), self.n_rows)[rows[epochs == epoch]] for epoch in np.unique(epochs)]
+        parts = [self._permutation(int(epoch))[rows[epochs == epoch]] for epoch in np.unique(epochs)]
         return np.concatenate(parts) if parts else rows
+
+    def shuffle_epoch(self, epoch: int) -> int:
+        """Return the epoch whose random order an epoch has: its own, or the first one's."""
+        return epoch if self.is_reshuffled else 0
+
+    def _permutation(self, epoch: int) -> Rows:
+        assert self.seed is not None, "rows are shuffled"
+        return permutation(self.seed, self.shuffle_epoch(epoch), self.n_rows)
 
     def _epochs_and_rows(self, positions: Rows) -> tuple[Rows, Rows]:
         """Return the epoch of each position, and its offset in the epoch."""

@@ -52,6 +52,7 @@ class RunAttempt:
             if self._world.is_chief:
                 is_new_try = not self._file.is_there()
                 if not is_new_try:
+                    self._manager.ledger.refresh()
                     self._require_progress()
         self._manager.begin_attempt(self._any(is_new_try))
         self.renew()

@@ -109,6 +109,25 @@ class Checkpoint:
         equal = {name: item for name, item in self._objects.items() if _is_equal_everywhere(item)}
         return {name: encode(item.state_dict(), name, to_array, arrays) for name, item in equal.items()}, arrays
 
+    def estimate_bytes(self, n_images: int) -> int:
+        """Return how much host memory the first step and the saves will take, as far as it is known. Not collective.
+
+        Args:
+            n_images: copies of the whole state that saves keep. Of tensors on a device there is one more, on the host.
+        """
+        modules = [item for item in self._objects.values() if hasattr(item, "named_parameters")]
+        optimizers = [item for item in self._objects.values() if hasattr(item, "param_groups")]
+        found = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        tensors = {id(tensor): tensor for tensor in found}.values()  # modules may share some
+        state, to_come = sum(map(_nbytes, tensors)), 0
+        for optimizer in optimizers:
+            of_parameters = sum(_nbytes(tensor) for group in optimizer.param_groups for tensor in group["params"])
+            state += _n_values_of(optimizer) * of_parameters
+            to_come += 0 if getattr(optimizer, "state", None) else _n_values_of(optimizer) * of_parameters
+        to_come += sum(_nbytes(tensor) for tensor in tensors if tensor.requires_grad and tensor.grad is None)
+        is_on_host = all(tensor.device.type == "cpu" for tensor in tensors)
+        return int(n_images * state + (to_come if is_on_host else state))
+
     def read(self, path: str | os.PathLike[str]) -> int:
         """Load the checkpoint file at `path`, of any run, into the objects; return its step.
 
@@ -217,6 +236,16 @@ class Checkpoint:
                 self._objects[name] = prepared.loaded[name]
             elif is_own_run or not isinstance(item, MetricsFile):
                 _load(name, item, prepared.loaded[name], prepared.source)
+
+
+def _nbytes(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())  # of sparse ones too
+
+
+def _n_values_of(optimizer: Any) -> int:
+    """Return how many values a torch optimizer keeps for each element of its parameters, by its options; roughly."""
+    defaults = getattr(optimizer, "defaults", {})
+    return 2 if "betas" in defaults else int(bool(defaults.get("momentum")))
 
 
 def _memory_in_objects(objects: dict[str, Any], nodes: dict[str, Any]) -> dict[int, tuple[str, Array]]:

@@ -164,10 +164,13 @@ class DecisionFile:
         content = {"decision": decision.verdict.value, "reason": decision.reason, "step": step, **facts}
         content["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         try:
-            durable.sweep_temporary(self._disk, self.path.parent, f"{self.path.name}.")
-            durable.replace_text(self._disk, self.path, json.dumps(content, indent=1) + "\n")
+            durable.patiently(lambda: self._replace(json.dumps(content, indent=1) + "\n"))
         except OSError as error:
             raise CheckpointError(
                 f"decision: expected to write {self.path}, got {error.strerror}; free space or choose another run "
                 f"folder. Checkpoints are untouched."
             ) from None
+
+    def _replace(self, text: str) -> None:
+        durable.sweep_temporary(self._disk, self.path.parent, f"{self.path.name}.")
+        durable.replace_text(self._disk, self.path, text)

@@ -16,16 +16,16 @@ import shutil
 import stat
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from hpcdist.checkpoint import durable
+from hpcdist.checkpoint.available_memory import available_bytes
 from hpcdist.checkpoint.durable import Disk
+from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.retention import Retention
-from hpcdist.checkpoint.saver import Saver
 from hpcdist.checkpoint.store import Saved, Store
-from hpcdist.checkpoint.tree import NamedArray
 from hpcdist.errors import CheckpointError
 
 logger = logging.getLogger("hpcdist")
@@ -33,46 +33,34 @@ logger = logging.getLogger("hpcdist")
 _PREFIX = "hpcdist"
 #: Age after which copies that no process holds are removed, in seconds: a job that has died restarts sooner.
 STALE_S = 3600.0
-#: Longest wait of the training thread for the last copy.
-_PATIENCE_S = 5.0
-#: Longest wait for it where a save or the end needs it done.
-_LIMIT_S = 60.0
 
 
 class FastTier:
     """The copies of one node, kept by its first rank. If a copy fails, the node logs it once and continues without.
 
-    Memory per node: the buffer in which a file is laid out, the copy, and during a save the next copy.
+    Memory per node: the copy, and during a save the next copy, besides the saver's buffer.
 
     Args:
         directory: on an in-memory file system, such as /dev/shm; each node has its own. If others may write to it, it
             must be sticky, as /dev/shm is.
         name: of the job, with which the memory is lost, and the run: copies of others are excluded.
         attempt: number of this attempt.
-        prepare: called in the background before each copy; if it raises CheckpointError, no copies are made.
+
+    Attributes:
+        is_kept: whether copies are made: False after the first failure, or `stop`.
     """
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        name: str,
-        attempt: int,
-        prepare: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._saver: Saver | None = None
-        self._prepare = prepare
+    def __init__(self, directory: str | os.PathLike[str], name: str, attempt: int) -> None:
         name = re.sub(r"\W", "-", name)  # a part was read from a file, which may hold any characters
         self._path = Path(directory) / f"{_PREFIX}-{os.getuid()}-{name}"
         self._disk = Disk()
         self._store = Store(self._path, self._disk)
-        self._try(lambda: self._begin(attempt))
-
-    def _begin(self, attempt: int) -> None:
-        durable.make_folders(self._disk, self._path.parent)
-        self._hold()
-        self._sweep()
-        self._store.begin(attempt)
-        self._saver = Saver(self._store, Retention(max_to_keep=1), self._prepare)
+        self.is_kept = True
+        with self.tolerated():
+            durable.make_folders(self._disk, self._path.parent)
+            self._hold()
+            self._sweep()
+            self._store.begin(attempt)
 
     def _hold(self) -> None:
         """Make the folder, and lock it until this process ends, however it ends: it is in use."""
@@ -114,34 +102,45 @@ class FastTier:
                 f"{stat.filemode(status.st_mode)} of user {status.st_uid}; have it removed."
             )
 
-    def _try(self, act: Callable[[], Any]) -> None:
+    @contextlib.contextmanager
+    def tolerated(self) -> Iterator[None]:
+        """Stop making copies if the block fails, and log why."""
         try:
-            act()
+            yield
         except (CheckpointError, OSError, MemoryError) as error:
-            self._saver = None
-            logger.warning("fast tier: continues without copies in memory on this node: %s", error)
+            if self.is_kept:
+                self.is_kept = False
+                logger.warning("fast tier: continues without copies in memory on this node: %s", error)
+
+    def commit(self, step: int, image: FileImage) -> None:
+        """Make a file the copy of this step, in place of the last one, unless none are made any more.
+
+        Raises:
+            CheckpointError: if the memory is full, or copies are a later attempt's.
+        """
+        if self.is_kept:
+            self._store.path_of(step)  # raises if the step is not a later one
+            self._store.commit(step, image)
+            self._store.prune(Saved(self._store.attempt, step), Retention(max_to_keep=1))
+
+    def require_memory(self, nbytes: int) -> None:
+        """Raise CheckpointError unless two copies of `nbytes` fit into memory: a new one is made beside the old one."""
+        available = available_bytes()
+        there = sum(_size_of(path) for path in self._path.glob("step-*.h5"))  # of an earlier attempt
+        if available is not None and available + there < 2 * nbytes:
+            raise CheckpointError(
+                f"fast tier: expected {2 * nbytes} bytes of memory for a copy and the next one, got {available} "
+                f"available; ask the batch system for more."
+            )
 
     @property
-    def is_kept(self) -> bool:
-        """Whether copies are made: False after the first failure."""
-        return self._saver is not None
+    def n_blocks_read(self) -> int:
+        """Blocks read back so far."""
+        return self._store.n_blocks_read
 
-    def save(self, step: int, state: Any, arrays: list[NamedArray], written: dict[str, Any]) -> None:
-        """Copy a state in the background; return once the arrays are in the saver's buffer.
-
-        If the last copy takes long, as where a file server hangs that has to take records first, there is none.
-        """
-        saver = self._saver
-        if saver is not None and saver.is_busy(_PATIENCE_S):
-            logger.warning("fast tier: no copy of step %d in memory on this node: the last one is not done", step)
-        elif saver is not None:
-            self._try(lambda: saver.save(step, state, arrays, written, {}))
-
-    def reserve(self, state: Any, arrays: list[NamedArray]) -> None:
-        """Take the memory of the copies' buffer, as `Saver.reserve`."""
-        saver = self._saver
-        if saver is not None:
-            self._try(lambda: saver.reserve(state, arrays))
+    def stop(self) -> None:
+        """Make no copies from now on."""
+        self.is_kept = False
 
     def find(self) -> tuple[Saved, Path] | None:
         """Return the newest copy that verifies, and its path; None without one, or if others could have written it."""
@@ -156,30 +155,26 @@ class FastTier:
 
     def resume_from(self, saved: Saved) -> None:
         """Expect later steps than the restored checkpoint's, from whichever tier it was read."""
-        saver = self._saver
-        if saver is not None:
-            self._try(lambda: saver.store.resume_from(saved))
-
-    def finish(self) -> None:
-        """Wait until the last copy is complete; after `_LIMIT_S` continue without copies."""
-        saver = self._saver
-        if saver is not None and saver.is_busy(_LIMIT_S):
-            self._saver = None
-            logger.warning("fast tier: continues without copies in memory on this node: the last one is not done")
-        elif saver is not None:
-            self._try(saver.finish)
+        if self.is_kept:
+            with self.tolerated():
+                self._store.resume_from(saved)
 
     def remove(self) -> None:
-        """Free the memory: remove the copies of this attempt and of earlier ones."""
-        self.finish()
-        self._try(self._remove)
-        self._saver = None
-
-    def _remove(self) -> None:
-        with contextlib.suppress(FileNotFoundError):  # another node, which shares this memory, was quicker
+        """Free the memory: remove the copies of this attempt and of earlier ones. A failure is logged."""
+        try:
             self._require_own()  # a link could lead to folders of others
             self._store.check_current()  # a later attempt may restore from them
             shutil.rmtree(self._path, onerror=_unless_gone)
+        except FileNotFoundError:  # another node, which shares this memory, was quicker
+            return
+        except (CheckpointError, OSError) as error:
+            logger.warning("fast tier: copies in memory stay on this node: %s", error)
+
+
+def _size_of(path: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):  # just removed by another node, which shares this memory
+        return path.lstat().st_size
+    return 0
 
 
 def _lock(descriptor: int, kind: int) -> bool:

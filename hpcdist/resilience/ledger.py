@@ -161,6 +161,10 @@ class Ledger:
     def __init__(self, store: Store) -> None:
         self._store = store
 
+    def refresh(self) -> None:
+        """Let the next look find attempts of other nodes, whatever this one has listed before."""
+        self._store.refresh_listings()
+
     def attempts(self) -> list[Attempt]:
         """Return the latest attempts, oldest first; this one, if it has begun, comes last."""
         return [parse_attempt(number, lines) for number, lines in self._store.ledger(_N_READ)]
@@ -172,8 +176,8 @@ class Ledger:
             launch: of this process.
             is_new_try: see `Attempt`.
         """
+        self._store.begin()  # which also makes the listing fresh
         earlier = [attempt for attempt in self.attempts() if attempt.has_begun]
-        self._store.begin()
         base = earlier[-1].reached_step if earlier else -1
         self._store.note("begin", base=base, is_new_try=is_new_try, time_s=time.time(), **vars(launch))
 

@@ -5,15 +5,15 @@ import logging
 import operator
 import os
 import time
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from hpcdist.checkpoint.available_memory import available_bytes
 from hpcdist.checkpoint.retention import Retention
-from hpcdist.checkpoint.saver import Saver
 from hpcdist.checkpoint.store import Saved, Store
 from hpcdist.cluster.environment import job_id, read_environment
 from hpcdist.errors import DesyncError, UsageError
-from hpcdist.resilience.at_exit import finish_at_exit
 from hpcdist.resilience.checkpoint import Checkpoint
 from hpcdist.resilience.circumstances import describe, warn_of_changes
 from hpcdist.resilience.decision import suspects
@@ -21,10 +21,14 @@ from hpcdist.resilience.desync import digest_of, require_equal
 from hpcdist.resilience.fast_tier import FastTier
 from hpcdist.resilience.ledger import Launch, Ledger
 from hpcdist.resilience.metrics_file import make_durable
-from hpcdist.resilience.progress import DiskProgress
 from hpcdist.resilience.restore import Restore, Restored
+from hpcdist.resilience.saver import Saver
+from hpcdist.runtime.mpi import MPI
 
 logger = logging.getLogger("hpcdist")
+
+#: Longest wait before a copy in memory for records to be in their file.
+_PATIENCE_S = 1.0
 
 
 class CheckpointManager:
@@ -51,7 +55,6 @@ class CheckpointManager:
         latest_path: path of the last saved or restored checkpoint.
         saved_step: its step; before the first, the step of the Checkpoint, which other managers may save too.
         saved_at: time of that save or restore, by `time.monotonic`.
-        last_save_s: duration of the save before the last, read-back included, on the chief; None elsewhere.
         ledger: the attempts of the run. Valid on the chief only.
     """
 
@@ -70,18 +73,15 @@ class CheckpointManager:
         self._world = checkpoint.world
         self._comm = self._world.role_comm
         self._retention = Retention(max_to_keep, keep_every_n_hours, keep_best, best_mode)
-        self._saver = Saver(Store(directory), self._retention, functools.partial(make_durable, checkpoint.files()))
         self._is_writer = self._world.is_chief
-        self._progress = DiskProgress(self._world, self._saver)
+        prepare = functools.partial(make_durable, checkpoint.files())
+        self._saver = Saver(self._world, Store(directory), self._retention, prepare)
+        weakref.finalize(self, self._saver.release).atexit = False
         self.ledger = Ledger(self._saver.store)
         self._fast_directory = fast_directory
-        self._memory: FastTier | None = None
-        self._has_begun = False
+        self._has_begun = self._is_behind = False
         self.latest_path: str | None = None
-        self.last_save_s: float | None = None
-        self._collect_s = 0.0
         self.note_saved(checkpoint.step)
-        finish_at_exit(self, self._progress)
 
     def begin_attempt(self, is_new_try: bool = False) -> None:
         """Begin an attempt, which replaces earlier writers of the folder, unless one of this manager is in progress.
@@ -101,14 +101,14 @@ class CheckpointManager:
                 self._try_again()
             return
         self.wait()  # a save that is still being written belongs to the attempt before
-        self._memory = None
+        self._saver.keep_copies(None)
         with self._world.agreed(self._comm):
             if self._is_writer:
                 self.ledger.begin(Launch.of_this_process(), is_new_try)
                 self.check_current()
                 self.checkpoint.claim_files()
         if self._fast_directory is not None:
-            self._memory = self._begin_fast_tier(self._fast_directory)
+            self._saver.keep_copies(self._begin_fast_tier(self._fast_directory))
         self._has_begun = True
 
     def _try_again(self) -> None:
@@ -125,11 +125,10 @@ class CheckpointManager:
             if self._is_writer:
                 run_id = self._saver.store.run_id()
         run_id, attempt = self._world.broadcast_text(f"{run_id} {self.attempt}", 0, self._comm).split()
-        prepare = functools.partial(make_durable, self.checkpoint.files())  # writes on the chief only
         if self._world.node_comm.rank > 0:
             return None
         job = job_id(read_environment()) or "0"  # scripts remove copies by it
-        return FastTier(directory, f"{job}-{run_id}", int(attempt), prepare)
+        return FastTier(directory, f"{job}-{run_id}", int(attempt))
 
     @property
     def directory(self) -> str:
@@ -152,11 +151,24 @@ class CheckpointManager:
     @property
     def is_saving(self) -> bool:
         """Whether a save is not yet durable and read back. Valid on the chief only."""
-        return self._is_writer and self._saver.is_busy(0)
+        return self._saver.is_busy
+
+    @property
+    def last_save_s(self) -> float | None:
+        """Duration of the last save that was read back, in seconds, on the chief; None before, and elsewhere."""
+        return self._saver.last_save_s
 
     # -- save -----------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, metrics: Mapping[str, float] | None = None, *, blocking: bool = True) -> str:
+    def save(
+        self,
+        step: int,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        blocking: bool = True,
+        if_changed: bool = False,
+        in_memory: bool = False,
+    ) -> str:
         """Commit the state after `step` optimizer steps and return the file's path on every rank.
 
         Collective: chief and workers. The chief copies the state; a background thread writes it. The next save, `wait`
@@ -167,6 +179,9 @@ class CheckpointManager:
             metrics: numbers to store in the file, from the chief; see `keep_best`. Without them, a step that is
                 saved again keeps its metrics.
             blocking: whether to return once the file is durable; otherwise return once the state is copied.
+            if_changed: whether to save nothing if the chief's state equals the last saved or restored one.
+            in_memory: whether to copy the state to the memory of every node too, as `save_fast`; on the chief's node
+                one copy of the arrays serves for both.
 
         Raises:
             CheckpointError: if this save or the previous one cannot be written, on all ranks; earlier checkpoints are
@@ -177,35 +192,27 @@ class CheckpointManager:
         step = operator.index(step)
         if not 0 <= step < 1 << 63:
             raise UsageError(f"save: expected a step from 0 to 2**63 - 1, got {step}; count optimizer steps.")
-        return self._save(step, metrics, blocking, is_changed=True)
-
-    def save_if_changed(self, step: int) -> str:
-        """Save like `save`, unless the chief's state equals the last saved or restored one.
-
-        A checkpoint of the same step is replaced and keeps its metrics.
-
-        Collective: chief and workers.
-
-        Raises:
-            CheckpointError: as `save`.
-
-        Cost: one copy of the arrays on the chief and one read of it; if the state has changed, also that of `save`.
-        """
-        return self._save(step, None, blocking=True, is_changed=False)
-
-    def _save(self, step: int, metrics: Mapping[str, float] | None, blocking: bool, is_changed: bool) -> str:
         self._begin_to_save()
         self.wait()
-        self._measure_last()
         started = time.monotonic()
+        in_memory = in_memory and self._agree_to_copy()
         path, gathered = "", self.checkpoint.gather()
         with self._world.agreed(self._comm):
             if self._is_writer:
-                state = self.checkpoint.collect(gathered)
-                self._collect_s = time.monotonic() - started
-                path = str(self._saver.save(step, *state, self._written(), metrics, is_changed) or self.latest_path)
+                saved = self._saver.save(
+                    step,
+                    self.checkpoint.collect(gathered),
+                    self._written(),
+                    metrics,
+                    since=started,
+                    if_changed=if_changed,
+                    in_memory=in_memory,
+                )
+                path = str(saved or self.latest_path)
+            elif in_memory and self._saver.keeps_copies:
+                self._saver.copy(step, self.checkpoint.collect(gathered), self._written())
         if blocking:
-            self._progress.wait_for(self._saver.is_committing, self._saver.finish_commit)
+            self._saver.wait(until_durable=True)
         self.latest_path = self._world.broadcast_text(path, 0, self._comm)
         self.note_saved(step)
         return self.latest_path
@@ -228,8 +235,8 @@ class CheckpointManager:
                     self.ledger.resume(step, is_base=True)
                     self._saver.store.resume_from(Saved(self.attempt, step))
                     self._saver.last = None  # it describes the state before the choice
-            if self._memory is not None:
-                self._memory.resume_from(Saved(0, step))
+            if self._saver.fast_tier is not None:
+                self._saver.fast_tier.resume_from(Saved(0, step))
             self.latest_path, self.checkpoint.chosen_path = chosen, None
             self.note_saved(step)
         return chosen
@@ -238,10 +245,6 @@ class CheckpointManager:
         """Record that `step` is saved, by this manager or by a user's function in its place. On all ranks."""
         self.checkpoint.step = self.saved_step = step
         self.saved_at = time.monotonic()
-
-    def _measure_last(self) -> None:
-        if self._saver.last_save_s is not None:
-            self.last_save_s = self._collect_s + self._saver.last_save_s
 
     def reserve(self) -> None:
         """Take the memory in which saves, and copies in memory, are laid out, now that the state has its full size.
@@ -260,27 +263,52 @@ class CheckpointManager:
         self.wait()
         gathered = self.checkpoint.gather()
         with self._world.agreed(self._comm):
-            if self._is_writer:
-                self._saver.reserve(*self.checkpoint.collect(gathered))
-            if self._memory is not None:
-                self._memory.reserve(*self.checkpoint.collect(gathered))
+            if self._is_writer or self._saver.keeps_copies:
+                self._saver.reserve(self.checkpoint.collect(gathered))
+
+    def warn_of_memory(self) -> None:
+        """Log if memory may be too small for saves, by an estimate: `reserve` knows, but only after the first step.
+
+        Not collective.
+        """
+        if not self._is_writer:
+            return
+        available, expected = available_bytes(), self.checkpoint.estimate_bytes(1 + 2 * self._saver.keeps_copies)
+        if available is not None and available < expected:
+            logger.warning(
+                "save: about %d bytes of memory will be needed after the first step, with what saves take, and %d are "
+                "available: the job may be ended then; ask the batch system for more.",
+                expected,
+                available,
+            )
 
     def save_fast(self, step: int) -> None:
         """Copy the state after `step` optimizer steps to the memory of every node; see `fast_directory`.
 
         The state must be equal on all ranks, as models, optimizers, distributed datasets and metrics are. A node that
-        cannot make a copy logs it and continues without.
+        cannot make a copy logs it and continues without. The chief's node makes none while a save is being written, and
+        no node does while records of metrics do not get into their file: copies count on them.
 
         Collective: chief and workers.
 
-        Cost: one copy of the arrays on the first rank of each node; a thread makes new records of a MetricsFile
-        durable, and no copy is made if it cannot.
+        Cost: one copy of the arrays on the first rank of each node, and an all-reduce of 8 bytes.
         """
         self._begin_to_save()
+        if not self._agree_to_copy():
+            return
         gathered = self.checkpoint.gather()
         with self._world.agreed(self._comm):
-            if self._memory is not None and self._memory.is_kept:
-                self._memory.save(step, *self.checkpoint.collect(gathered), self._written())
+            if self._saver.keeps_copies:
+                self._saver.copy(step, self.checkpoint.collect(gathered), self._written())
+
+    def _agree_to_copy(self) -> bool:
+        """Return whether records of metrics are in their file, on which copies count. Collective: chief and workers."""
+        can_copy = True
+        if self._is_writer:
+            for_s = 0 if self._is_behind else _PATIENCE_S  # a file server that hangs delays one copy only
+            can_copy = all(file.is_written(for_s) for file in self.checkpoint.files())
+            self._is_behind = not can_copy
+        return self._world.all_reduce_int(int(can_copy), MPI.MIN, self._comm) == 1
 
     def wait(self) -> None:
         """Wait until the last save is durable and was read back.
@@ -290,9 +318,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: if it cannot be written, on all ranks.
         """
-        self._progress.wait_for(self._saver.is_busy, self._saver.finish)
-        if self._memory is not None:
-            self._memory.finish()
+        self._saver.wait()
 
     def check_equal(self) -> None:
         """Raise unless all ranks hold the same models and optimizers, bit for bit.
@@ -364,7 +390,7 @@ class CheckpointManager:
 
     def check_current(self) -> None:
         """Raise AttemptReplaced if a later attempt of this run has begun. Not collective: chief only."""
-        self._saver.store.check_current()
+        self._saver.store.check_current(has_time=True)
 
     def end_attempt(
         self, how: str = "finished", reason: str = "", is_excused: bool = False, is_late: bool = False
@@ -393,11 +419,10 @@ class CheckpointManager:
 
     def forget_copies(self) -> None:
         """Remove this node's copies in memory, if this rank keeps them."""
-        if self._memory is not None:
-            self._memory.remove()
+        self._saver.forget_copies()
 
     def _restore(self, skipped: set[int]) -> Restored | None:
-        copy = None if self._memory is None else self._memory.find()
+        copy = None if self._saver.fast_tier is None else self._saver.fast_tier.find()
         restore = Restore(self._world, self.checkpoint)
         found = restore.newest(self._saver.store, copy, skipped, self._note_restore)
         if found is None:
@@ -408,8 +433,8 @@ class CheckpointManager:
                 self._saver.store.resume_from(found.saved)
                 self._saver.last = found.index
                 self.ledger.resume(found.saved.step)
-        if self._memory is not None:
-            self._memory.resume_from(found.saved)
+        if self._saver.fast_tier is not None:
+            self._saver.fast_tier.resume_from(found.saved)
         if self._is_writer:
             warn_of_changes(found.index.written, self._written())
         self.latest_path = found.path

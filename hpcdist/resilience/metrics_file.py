@@ -1,26 +1,37 @@
-"""MetricsFile: one JSON line per record, no step duplicated or missing, however attempts end."""
+"""MetricsFile: one JSON line per record, no step duplicated or missing, however attempts end.
 
+`write` puts a line into a queue, and a thread appends it to the file, so that a file server that hangs does not stop
+training. Lines leave the queue once they are in the file: if an append fails, the next one begins with them. All that
+is done to the file is done by that thread.
+"""
+
+import atexit
 import bisect
 import contextlib
+import functools
 import itertools
 import json
 import logging
 import operator
 import os
+import threading
 import time
 import weakref
-from collections.abc import Sequence
-from io import FileIO
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from hpcdist.background import BackgroundThread
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.errors import CheckpointDamaged, CheckpointError, UsageError
-from hpcdist.runtime.process import make_world
+from hpcdist.runtime.process import end_job, make_world, send_heartbeat
 from hpcdist.runtime.world import World
 
 logger = logging.getLogger("hpcdist")
+
+_Result = TypeVar("_Result")
 
 
 class MetricsFile:
@@ -37,28 +48,114 @@ class MetricsFile:
     Args:
         path: path of the file; its folder is created if missing.
         world: the world whose chief writes; default: that of the process.
-        disk: file system calls, which tests replace; records are appended and truncated through the open file.
+        disk: file system calls, which tests replace.
 
     Attributes:
         path: see above.
 
     Raises:
-        CheckpointError: from `write` and from a restore, if the file cannot be written; on the chief only.
+        CheckpointError: if the file cannot be written, on the chief only: from `flush`, from a restore, and from the
+            `write` after the failure was seen. A save then fails on all ranks, and the end of the program ends the job.
     """
 
     def __init__(self, path: str | os.PathLike[str], world: World | None = None, *, disk: Disk | None = None) -> None:
         self.path = Path(path)
         self._disk = disk or Disk()
-        self._is_writer = (world or make_world()).is_chief
+        world = world or make_world()
+        self._is_writer, self._timeout_s = world.is_chief, world.timeout_s
         self._n_records = 0
         self._last_step = -1
-        self._n_changes = self._n_durable = 0
-        self._file: FileIO | None = None
-        self._is_cut = False
+        self._pid = os.getpid()
+        self._thread = BackgroundThread("hpcdist-metrics")
+        self._lock = threading.Lock()
+        # with the lock
+        self._queue: list[tuple[int, bytes]] = []
+        self._appending: Future[None] | None = None
+        self._will_append = False
+        # in the thread
+        self._file: int | None = None
+        self._close: Callable[[], object] = lambda: None
+        self._step_in_file = -1
+        self._is_cut = self._is_earlier_run_kept = False
+        self._is_durable = True
+        self._lost: OSError | None = None
+        if self._is_writer:  # for records that hooks of the program write, which run before this one
+            atexit.register(_flush_if_alive, weakref.ref(self))
 
     def __len__(self) -> int:
         """Return the number of records of the run, earlier attempts included; equal on all ranks."""
         return self._n_records
+
+    def write(self, step: int, **values: Any) -> None:
+        """Add a record of the step and JSON values. It is in the file soon, and durable with the next checkpoint.
+
+        Raises:
+            UsageError: if the step is not after the last record's.
+            TypeError: if the step is not an integer.
+            CheckpointError: if an earlier record could not be written, on the chief. This one is then not added; the
+                next call tries again.
+        """
+        step = operator.index(step)
+        if step <= self._last_step:
+            raise UsageError(
+                f"MetricsFile: expected a step after the last record's {self._last_step}, got {step}; put all values "
+                f"of a step into one record."
+            )
+        if self._is_writer:
+            line = (json.dumps({"step": step, **values}) + "\n").encode()
+            self._raise_failure()
+            with self._lock:
+                self._queue.append((step, line))
+                self._start_to_append()
+        self._n_records, self._last_step = self._n_records + 1, step
+
+    def _start_to_append(self) -> None:
+        """Let the thread append what is queued, unless it will anyway. The caller holds the lock."""
+        if not self._will_append:
+            atexit.register(self.flush_at_exit)  # also keeps this object alive until all is in the file
+            self._will_append = True
+            self._appending = self._thread.submit(self._append_queued)
+
+    def _raise_failure(self, for_s: float = 0) -> None:
+        """Wait up to `for_s` seconds for the last append, and raise its error, once."""
+        with self._lock:
+            appending = self._appending
+        if appending is not None:
+            wait([appending], for_s)
+            if appending.done() or for_s > 0:
+                self._appending = None
+                self._require(appending)
+
+    def flush(self) -> None:
+        """Wait until the records so far are in the file. Not collective, and free on other ranks than the chief.
+
+        Raises:
+            CheckpointError: if they cannot be written, or are not within the timeout; on the chief.
+        """
+        self._raise_failure(self._timeout_s)
+        if not self.is_written(0):  # of a try that failed before
+            self._call(self._append_queued)
+
+    def is_written(self, for_s: float) -> bool:
+        """Wait up to `for_s` seconds; return whether all records so far are in the file, as on ranks that do not write.
+
+        Raises nothing: failures are raised by `flush` and `write`.
+        """
+        with self._lock:
+            appending = self._appending
+        if appending is not None:
+            wait([appending], for_s)
+        with self._lock:
+            return not self._queue and not self._will_append
+
+    def make_durable(self) -> None:
+        """Make the records durable: a checkpoint that counts them relies on it. From any thread; chief only.
+
+        Raises:
+            CheckpointError: if the file system refuses, or does not answer within the timeout.
+        """
+        if self._is_writer:
+            self._call(self._sync)
 
     def claim(self) -> None:
         """Replace the file by this attempt's own copy, with the complete records of the old one.
@@ -70,12 +167,91 @@ class MetricsFile:
             CheckpointError: if it cannot be written.
         """
         if self._is_writer:
-            try:
-                self._claim()
-            except OSError as error:
-                raise self._error(error) from None
+            self._call(self._append_queued)
+            self._call(functools.partial(durable.patiently, self._claim))
 
-    def _claim(self) -> FileIO:
+    def _call(self, act: Callable[[], _Result]) -> _Result:
+        """Return act() of the thread; raise CheckpointError if it fails, or is not done within the timeout."""
+        called: Future[_Result] = self._thread.submit(act)
+        wait([called], self._timeout_s)
+        return self._require(called)
+
+    def _require(self, called: "Future[_Result]") -> _Result:
+        if not called.done():
+            raise CheckpointError(
+                f"metrics: expected {self.path} to take the records within {self._timeout_s:g} s, got no answer; check "
+                f"the file system (HPCDIST_TIMEOUT_S sets the limit)."
+            )
+        try:
+            return called.result()
+        except OSError as error:
+            raise CheckpointError(
+                f"metrics: expected to write {self.path}, got {error.strerror}; free space or choose another run "
+                f"folder."
+            ) from None
+
+    def flush_at_exit(self) -> None:
+        """Write what is queued; end the job if it cannot be written. Not collective."""
+        if os.getpid() != self._pid or self.is_written(0):  # a forked child does not have the thread
+            return
+        try:
+            until = time.monotonic() + self._timeout_s
+            last = self._thread.submit(self._append_queued)
+            while wait([last], 1.0).not_done and time.monotonic() < until:
+                send_heartbeat()
+            self._require(last)
+        except CheckpointError as error:  # raising here would make Python print the error and exit with 0
+            end_job(f"hpcdist: {error}\n", int(error.exit_code))
+
+    # -- in the thread --------------------------------------------------------------------------------------------
+
+    def _append_queued(self) -> None:
+        """Append the lines that are queued now, all or none."""
+        with self._lock:
+            self._will_append = False
+            lines = self._queue[:]
+        if lines:
+            durable.patiently(functools.partial(self._append, lines))
+        with self._lock:
+            del self._queue[: len(lines)]
+            if not self._queue:
+                atexit.unregister(self.flush_at_exit)
+
+    def _append(self, lines: list[tuple[int, bytes]]) -> None:
+        file = self._claim() if self._file is None else self._file
+        first, last = lines[0][0], lines[-1][0]
+        if not self._is_cut:
+            if self._step_in_file < 0 and not self._is_earlier_run_kept:
+                self._keep_earlier_run(file, first)
+                self._is_earlier_run_kept = True
+            self._cut(file, first - 1)
+        self._is_durable = self._is_cut = False
+        try:
+            rest, end = memoryview(b"".join(line for _, line in lines)), os.fstat(file).st_size
+            while rest:
+                done = self._disk.write(file, rest, end)
+                rest, end = rest[done:], end + done
+        except OSError:
+            with contextlib.suppress(OSError):  # the first error is raised; the next append cuts again
+                self._cut(file, first - 1)
+            raise
+        self._is_cut, self._step_in_file = True, last
+
+    def _sync(self) -> None:
+        self._append_queued()
+        if self._lost is not None:
+            raise OSError(
+                self._lost.errno, f"{self._lost.strerror} before, and records may be lost: start the job again"
+            )
+        if self._file is not None and not self._is_durable:
+            try:
+                self._disk.sync(self._file)
+            except OSError as error:
+                self._lost = error  # what was written since the last sync may be lost: a later sync would not tell
+                raise
+            self._is_durable = True
+
+    def _claim(self) -> int:
         durable.make_folders(self._disk, self.path.parent)
         durable.sweep_temporary(self._disk, self.path.parent, f"{self.path.name}.")
         lines = _lines_in(_content_of(self.path))
@@ -83,55 +259,35 @@ class MetricsFile:
         if len(sound) < len(lines):  # set them aside before the file is replaced without them
             self._set_aside({number: line for number, line in enumerate(lines, 1) if number not in sound})
         self._replace(self.path, b"".join(sound.values()))
-        file = self._file = FileIO(self.path, "a+")  # unbuffered: a buffer would retain bytes after a failed write
-        weakref.finalize(self, file.close)
-        return file
+        self._file = None
+        with contextlib.suppress(OSError):  # of the file that was replaced
+            self._close()
+        self._file, self._is_durable, self._lost = self._disk.open_end(self.path), True, None
+        closing = weakref.finalize(self, self._disk.close, self._file)
+        closing.atexit = False  # it would come before the last append
+        self._close = closing
+        return self._file
 
     def _set_aside(self, damaged: dict[int, bytes]) -> None:
-        """Append damaged lines, given by their numbers, to NAME.bad."""
+        """Append damaged lines, given by their numbers, to NAME.bad, unless its end has them."""
         aside = self.path.with_name(f"{self.path.name}.bad")
-        self._replace(aside, _content_of(aside) + b"".join(damaged.values()))
-        logger.warning(
-            "metrics: expected records in the order of steps in %s, got %d damaged, at line %s; moved them to %s.",
-            self.path,
-            len(damaged),
-            ", ".join(map(str, [*damaged][:8])),
-            aside,
-        )
+        before, lines = _content_of(aside), b"".join(damaged.values())
+        if not before.endswith(lines):  # else set aside by a try that failed later
+            self._replace(aside, before + lines)
+            logger.warning(
+                "metrics: expected records in the order of steps in %s, got %d damaged, at line %s; moved them to %s.",
+                self.path,
+                len(damaged),
+                ", ".join(map(str, [*damaged][:8])),
+                aside,
+            )
 
     def _replace(self, path: Path, content: bytes) -> None:
         durable.replace_file(self._disk, path, [(0, memoryview(content))], len(content))
 
-    def write(self, step: int, **values: Any) -> None:
-        """Append a record of the step and JSON values. It is in the file, not yet durable, when this returns.
-
-        Raises:
-            UsageError: if the step is not after the last record's.
-            TypeError: if the step is not an integer.
-        """
-        step = operator.index(step)
-        if step <= self._last_step:
-            raise UsageError(
-                f"MetricsFile: expected a step after the last record's {self._last_step}, got {step}; put all values "
-                f"of a step into one record."
-            )
-        if self._is_writer:
-            line = json.dumps({"step": step, **values}) + "\n"
-            try:
-                file = self._file or self._claim()
-                if not self._is_cut:
-                    if self._last_step < 0:
-                        self._keep_earlier_run(file, step)
-                    self._cut(file, step - 1)
-                self._add(file, line.encode(), step)
-            except OSError as error:
-                raise self._error(error) from None
-        self._n_records, self._last_step = self._n_records + 1, step
-
-    def _keep_earlier_run(self, file: FileIO, step: int) -> None:
+    def _keep_earlier_run(self, file: int, step: int) -> None:
         """Copy the file if records of this and later steps are about to be dropped although nothing was restored."""
-        file.seek(0)
-        content = file.read()
+        content = _content_in(file)
         n_going = sum((_step_of(line) or -1) >= step for line in _lines_in(content))
         if n_going:
             kept = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}")
@@ -145,49 +301,22 @@ class MetricsFile:
                 kept,
             )
 
-    def _add(self, file: FileIO, line: bytes, step: int) -> None:
-        """Append a whole line or nothing."""
-        self._n_changes += 1
-        self._is_cut = False
-        try:
-            while line:
-                line = line[file.write(line) :]
-        except OSError:
-            with contextlib.suppress(OSError):  # the first error is raised; the next record cuts again
-                self._cut(file, step - 1)
-            raise
-        self._is_cut = True
-
-    def _cut(self, file: FileIO, last_step: int) -> int:
+    def _cut(self, file: int, last_step: int) -> int:
         """Drop the records after a step, and a torn last line; return how many remain.
 
         Truncates this attempt's open file and does not replace it: the path may belong to a later attempt by now.
         """
-        file.seek(0)
-        lines = [(line, _step_of(line)) for line in _lines_in(file.read())]
+        lines = [(line, _step_of(line)) for line in _lines_in(_content_in(file))]
         kept = list(itertools.takewhile(lambda record: record[1] is None or record[1] <= last_step, lines))
-        file.truncate(sum(len(line) for line, _ in kept))
-        self._n_changes += 1
-        self._is_cut = True
+        self._disk.truncate(file, sum(len(line) for line, _ in kept))
+        self._is_durable, self._is_cut = False, True
         return sum(step is not None for _, step in kept)
+
+    # -- as part of a checkpoint ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of records and the last step. Equal on all ranks."""
         return {"records": self._n_records, "last_step": self._last_step}
-
-    def make_durable(self) -> None:
-        """Make the records durable: a checkpoint that counts them relies on it. From any thread; chief only.
-
-        Raises:
-            CheckpointError: if the file system refuses.
-        """
-        n_changes = self._n_changes  # the main thread may add records meanwhile
-        if self._file is not None and self._n_durable != n_changes:
-            try:
-                self._disk.sync(self._file.fileno())
-            except OSError as error:
-                raise self._error(error) from None
-            self._n_durable = n_changes
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the records that existed when the state was saved.
@@ -195,13 +324,10 @@ class MetricsFile:
         Raises:
             CheckpointDamaged: if the state is not one that `state_dict` returns.
         """
-        self._n_records, self._last_step = _counts_in(state, self.path)
+        self.resume(state)
         if not self._is_writer:
             return
-        try:
-            n_kept = self._cut(self._file or self._claim(), self._last_step)
-        except OSError as error:
-            raise self._error(error) from None
+        n_kept = self._call(functools.partial(durable.patiently, self._cut_after_restore))
         if n_kept < self._n_records:
             logger.warning(
                 "metrics: expected %d records in %s, as when the checkpoint was saved, got %d; the job continues "
@@ -211,6 +337,9 @@ class MetricsFile:
                 n_kept,
             )
 
+    def _cut_after_restore(self) -> int:
+        return self._cut(self._claim() if self._file is None else self._file, self._last_step)
+
     def resume(self, state: dict[str, Any]) -> None:
         """Resume from a state of any run: the next record drops those of its own and later steps.
 
@@ -218,12 +347,18 @@ class MetricsFile:
             CheckpointDamaged: if the state is not one that `state_dict` returns.
         """
         self._n_records, self._last_step = _counts_in(state, self.path)
-        self._is_cut = False
+        if self._is_writer:
+            self._call(self._append_queued)
+            self._call(self._expect_later_steps)
 
-    def _error(self, error: OSError) -> CheckpointError:
-        return CheckpointError(
-            f"metrics: expected to write {self.path}, got {error.strerror}; free space or choose another run folder."
-        )
+    def _expect_later_steps(self) -> None:
+        self._step_in_file, self._is_cut = self._last_step, False
+
+
+def _flush_if_alive(file: "weakref.ref[MetricsFile]") -> None:
+    held = file()
+    if held is not None:
+        held.flush_at_exit()
 
 
 def make_durable(files: Sequence[MetricsFile]) -> None:
@@ -245,6 +380,14 @@ def _counts_in(state: Any, path: Path) -> tuple[int, int]:
 
 def _content_of(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
+
+
+def _content_in(file: int) -> bytes:
+    """Return the content of an open file."""
+    content = b""
+    while more := os.pread(file, os.fstat(file).st_size - len(content), len(content)):
+        content += more
+    return content
 
 
 def _lines_in(content: bytes) -> list[bytes]:

@@ -1,7 +1,6 @@
 """PreemptionCheckpointHandler: on a stop request the job saves and exits with code 75; run again, it resumes."""
 
 import contextlib
-import functools
 import os
 import sys
 import threading
@@ -131,6 +130,8 @@ class PreemptionCheckpointHandler:
         call_when_done(self._record_end)
         if self.deadline is not None:
             self._log(self.deadline.describe())
+        if self._config.save_fn is None:
+            self._manager.warn_of_memory()
         wrapper = wrapper_of(os.getpid())
         if wrapper is not None and launcher_of(read_environment()) is not None:
             self._log(
@@ -274,18 +275,17 @@ class PreemptionCheckpointHandler:
         self._is_polled = True
         agreed = self._agreement.poll(at_once=self._is_long_since)
         self._is_long_since = False
-        with self._recording_desync():
-            self._act(agreed, has_stepped, functools.partial(self._save, *args, **kwargs))
+        with self._recording_desync(), self._busy():
+            if Request.STOP in agreed:
+                self._obey(args, kwargs)
+            elif has_stepped:
+                self._saves.note_saved()
+                in_memory = self._saves.check(self.step)
+                if Request.SAVE in agreed or self._saves.is_due(self.step):
+                    self._saves.save(self.step, False, *args, in_memory=in_memory, **kwargs)
+                elif in_memory:
+                    self._saves.copy(self.step)
         self._polled_at = time.monotonic()
-
-    def _act(self, agreed: Request, has_stepped: bool, save: Callable[..., None]) -> None:
-        if Request.STOP in agreed:
-            self._obey(save)
-        elif has_stepped:
-            self._saves.note_saved()
-            self._saves.check_and_copy(self.step)
-            if Request.SAVE in agreed or self._saves.is_due(self.step):
-                save()
 
     @contextlib.contextmanager
     def _recording_desync(self) -> Iterator[None]:
@@ -305,10 +305,6 @@ class PreemptionCheckpointHandler:
             self._step_times.add(time.monotonic() - self._polled_at)
         return has_stepped
 
-    def _save(self, *args: Any, is_last: bool = False, **kwargs: Any) -> None:
-        with self._busy():
-            self._saves.save(self.step, is_last, *args, **kwargs)
-
     def _leave_after_training(self) -> None:
         """On an evaluator, leave once the chief has left; at the second poll, so that its last checkpoint is seen."""
         code = None if self._world.task.type in ("chief", "worker") else end_of_training()
@@ -320,7 +316,8 @@ class PreemptionCheckpointHandler:
 
     # -- the end --------------------------------------------------------------------------------------------------
 
-    def _obey(self, save: Callable[..., None]) -> None:
+    def _obey(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Save and leave, or save and count down to the end of the grace period."""
         self._agreement.require_same_step(self.step)
         is_end_near = self.deadline is not None and self.deadline.is_near
         reason = self._agreement.first_reason(self._flag.reason or ("deadline" if is_end_near else None)) or "deadline"
@@ -330,13 +327,13 @@ class PreemptionCheckpointHandler:
                 f"{reason}: saving at step {self.step}; training continues within the grace period of "
                 f"{self._config.grace_period:g} s"
             )
-            save()
+            self._saves.save(self.step, False, *args, **kwargs)
             self._count_down(self._config.grace_period)
             return
         self._is_done = True
         is_too_late = self._agreement.any_rank(self._is_too_late)  # the chief knows what a save costs
         if not is_too_late:
-            save(is_last=True)
+            self._saves.save(self.step, True, *args, **kwargs)
         self._remove_stop_file()
         is_excused = (
             reason.startswith("SIGTERM ") and not is_urgent

@@ -63,10 +63,10 @@ class AttemptSaves:
         """Return how many saves a stop after this step takes: 2 if a due or running save precedes the last one."""
         return 2 if self.is_late(step) or self.is_due(step + 1) or self._manager.is_saving else 1
 
-    def check_and_copy(self, step: int) -> None:
-        """Compare the ranks and copy the state to memory, if due; after the first step take the memory of saves.
+    def check(self, step: int) -> bool:
+        """Compare the ranks, if due; return whether a copy in memory is due. The first call takes the memory of saves.
 
-        Collective if due: chief and workers.
+        Collective if due: chief and workers. The result is equal on all ranks.
 
         Raises:
             DesyncError: if ranks differ; on all ranks.
@@ -78,8 +78,11 @@ class AttemptSaves:
         self._is_reserved = True
         if is_crossed(self._schedule.compare_every_steps, step, last):
             self._compare(step)
-        if is_crossed(self._schedule.in_memory_every_steps, step, last):
-            self._manager.save_fast(step)
+        return is_crossed(self._schedule.in_memory_every_steps, step, last)
+
+    def copy(self, step: int) -> None:
+        """Copy the state to the memory of every node. Collective: chief and workers."""
+        self._manager.save_fast(step)
 
     def note_saved(self) -> None:
         """Record the attempt's first checkpoint if the program itself saved it.
@@ -117,9 +120,9 @@ class AttemptSaves:
             self.save(step, is_last=True)
         elif self._save_fn is None:
             self._compare_before_save(step)
-            self._manager.save_if_changed(step)
+            self._manager.save(step, if_changed=True)
 
-    def save(self, step: int, is_last: bool, *args: Any, **kwargs: Any) -> None:
+    def save(self, step: int, is_last: bool, *args: Any, in_memory: bool = False, **kwargs: Any) -> None:
         """Save, unless this step is saved. The first save waits for the disk, to measure the cost of a save.
 
         If the schedule compares ranks, it also does so before each save, so that only equal states are saved.
@@ -129,6 +132,7 @@ class AttemptSaves:
         Args:
             step: steps so far.
             is_last: whether to wait for the disk.
+            in_memory: whether a copy in memory is due as well.
             args: passed to `save_fn` or, after the step, to `manager.save`.
             kwargs: likewise.
 
@@ -144,14 +148,16 @@ class AttemptSaves:
         if self._save_fn is not None:
             self._save_fn(*args, **kwargs)
             self._manager.note_saved(step)
+            if in_memory:
+                self.copy(step)
         else:
-            self._manager.save(step, *args, blocking=is_last or is_first, **kwargs)
+            self._manager.save(step, *args, blocking=is_last or is_first, in_memory=in_memory, **kwargs)
         self._has_saved, stall_s = True, time.monotonic() - started
         if is_first or not self._attempt.has_progress:
             self._attempt.committed(step)
         if is_first:
             self.times.add(time.monotonic() - started)  # `committed` has waited for the read-back
-        elif self._manager.last_save_s is not None:  # that of the previous save, which this one has waited for
+        elif self._manager.last_save_s is not None:  # of the last save that was read back
             self.times.add(compare_s + self._manager.last_save_s)
         if not is_last:
             self._stalls.add(stall_s)

@@ -341,9 +341,16 @@ class Strategy:
         """Whether gradients are known to be summed."""
         return True
 
-    def use_sum_of_scaled_losses(self) -> bool:
-        """Sum gradients from now on, as losses are divided by the global batch; False if the strategy averages them."""
-        return True
+    def take_scaled_loss(self, loss: Any) -> None:
+        """Sum gradients from the first backward of this loss on, which is divided by the global batch."""
+
+    @property
+    def is_averaging(self) -> bool:
+        """Whether it is known that gradients are averaged."""
+        return False
+
+    def mark_scaled(self, loss: Any) -> None:
+        """Mark backwards that reach this loss as those of a scaled loss; it does not settle how gradients combine."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs: seed and step. Equal on all ranks."""
@@ -388,6 +395,12 @@ def strategies_of_losses() -> list[Strategy]:
     """Return the strategies that a loss may belong to: the current one, else all that are alive."""
     entry = context.current()
     return [entry.strategy] if entry else context.alive() or [_default]
+
+
+def mark_scaled(loss: Any) -> None:
+    """Mark a loss as scaled for every live strategy: one backward may reach models of several."""
+    for strategy in context.alive():
+        strategy.mark_scaled(loss)
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:

@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hpcdist.errors import UsageError
+from hpcdist.nest import leaves
 from hpcdist.strategy import context
 from hpcdist.strategy.devices import parse_device
 from hpcdist.strategy.reduce import ReduceOp
@@ -53,7 +55,8 @@ class StrategyExtended:
     ) -> Any:
         """Return fn(var, *args, **kwargs), called for each copy of a variable in this process, without gradients.
 
-        Every rank updates its own copy, so `args` must be equal on all ranks, as results of `reduce_to` are. Under
+        A copy that several replicas share is updated once. Every rank updates its own, so `args` must be equal on all
+        ranks, as results of `reduce_to` are. Under
         CentralStorageStrategy the chief alone calls `fn`, and the others wait and return None.
 
         Collective under CentralStorageStrategy: all ranks.
@@ -67,14 +70,17 @@ class StrategyExtended:
 
         Raises:
             RuntimeError: inside `run` (leave it by merge_call), and inside another update.
+            UsageError: when `args` differ between replicas that share a copy.
         """
         self._require("update")
-        calls = [
-            functools.partial(self._update_copy, local_index, copy, fn, args, kwargs or {})
-            for local_index, copy in enumerate(local_values(var))
-        ]
-        results = self._strategy._update_copies(var, calls)
-        return regroup(results) if group else tuple(results)
+        copies = local_values(var)
+        firsts = [next(first for first, one in enumerate(copies) if _is_same(one, copy)) for copy in copies]
+        _require_equal_arguments(firsts, (args, kwargs or {}))
+        own = sorted(set(firsts))
+        calls = [functools.partial(self._update_copy, first, copies[first], fn, args, kwargs or {}) for first in own]
+        results = dict(zip(own, self._strategy._update_copies(var, calls), strict=True))
+        of_replicas = [results[first] for first in firsts]
+        return regroup(of_replicas) if group else tuple(of_replicas)
 
     def _update_copy(
         self, local_index: int, copy: Any, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
@@ -148,6 +154,41 @@ class StrategyExtended:
 
     def _require(self, call: str) -> None:
         self._strategy.require_cross_replica(call, "use get_replica_context().merge_call() to leave it")
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two copies are one: the same object, or tensors of the same memory."""
+    if one is other or not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return one is other
+    is_dense = one.layout == other.layout == torch.strided and one.device == other.device and one.numel() > 0
+    return is_dense and one.shape == other.shape and 0 != one.data_ptr() == other.data_ptr()
+
+
+def _require_equal_arguments(firsts: list[int], arguments: Any) -> None:
+    """Raise UsageError when replicas that share a copy have different arguments for its one update.
+
+    Args:
+        firsts: for each local replica, the first one that has the same copy.
+        arguments: args and kwargs of the update.
+    """
+    for leaf in leaves(arguments):
+        for local_index, own in enumerate(leaf.values if isinstance(leaf, DistributedValues) else ()):
+            theirs = leaf.values[firsts[local_index] if len(firsts) > 1 else 0]
+            if own is not theirs and not _are_equal(own, theirs):
+                raise UsageError(
+                    f"extended.update: expected equal arguments for replicas that share a variable's copy, got "
+                    f"{_short(theirs)} and {_short(own)}; reduce them first."
+                )
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.allclose(one, other.to(one), rtol=0, atol=0, equal_nan=True)
+    return bool(np.all(np.equal(one, other)))
+
+
+def _short(value: Any) -> str:
+    return " ".join(str(value).split())[:60]
 
 
 def _moved(value: Any, destinations: Any) -> Any:

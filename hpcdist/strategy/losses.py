@@ -6,17 +6,18 @@ from typing import Any
 import numpy as np
 
 from hpcdist.errors import UsageError
-from hpcdist.strategy.base import Strategy, strategies_of_losses
+from hpcdist.strategy.base import Strategy, mark_scaled, strategies_of_losses
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:
     """Return this replica's part of the mean loss: the (weighted) sum over its examples / global batch.
 
-    The parts of all replicas add up to the mean over the global batch, so gradients must be summed: calling this
-    settles that for the strategy.
+    The parts of all replicas add up to the mean over the global batch, so gradients must be summed: the first backward
+    of such a loss settles that for the strategy, and a later one that reaches no such loss raises GradientError: where
+    a backward goes in several calls, as from saved features, give the strategy its gradient_op.
 
     Args:
-        per_example_loss: (rows, ...) torch tensor or numpy array.
+        per_example_loss: (rows, ...) torch tensor or numpy array; at least one dimension.
         sample_weight: a number, or broadcast against `per_example_loss`, (rows,) as one for each row; weights scale,
             they do not enter the divisor.
         global_batch_size: default: rows here x replicas, which is wrong for a short last batch: give it then.
@@ -25,12 +26,18 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         A 0-d tensor or number; zero for a global batch of zero.
 
     Raises:
-        UsageError: for a loss without rows and no global_batch_size, a negative global_batch_size, weights that do not
-            fit the loss, or when the strategy was made with gradient_op=ReduceOp.MEAN, which would divide twice.
+        UsageError: for a loss without dimensions, which would be divided twice, a negative global_batch_size, weights
+            that do not fit the loss, or when the strategy was made with gradient_op=ReduceOp.MEAN, which would divide
+            twice.
     """
     strategies = _strategies()
+    if np.ndim(per_example_loss) == 0:
+        raise UsageError(
+            "compute_average_loss: expected one loss for each example, got a single number; use reduction='none', or "
+            "divide it yourself and make the strategy with gradient_op=ReduceOp.SUM."
+        )
     if global_batch_size is None:
-        global_batch_size = _local_rows(per_example_loss) * _n_replicas(strategies, "compute_average_loss")
+        global_batch_size = int(per_example_loss.shape[0]) * _n_replicas(strategies, "compute_average_loss")
     if np.ndim(global_batch_size) or global_batch_size < 0:
         raise UsageError(
             f"compute_average_loss: expected global_batch_size as a number of at least 0, got {global_batch_size}; "
@@ -41,17 +48,23 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
             f"compute_average_loss: expected one strategy, got {len(strategies)} alive and none entered; call it "
             f"inside strategy.scope() or run(), or give each strategy its gradient_op."
         )
-    if not strategies[0].use_sum_of_scaled_losses():
+    total = (per_example_loss if sample_weight is None else _weighted(per_example_loss, sample_weight)).sum()
+    loss = total / global_batch_size if global_batch_size else total * 0.0
+    for strategy in strategies:
+        strategy.take_scaled_loss(loss)
+    if any(strategy.is_averaging for strategy in strategies):
         raise UsageError(
             "compute_average_loss: expected a strategy that sums gradients, got gradient_op=ReduceOp.MEAN; use the "
             "mean over the local batch as loss, or gradient_op=ReduceOp.SUM."
         )
-    total = (per_example_loss if sample_weight is None else _weighted(per_example_loss, sample_weight)).sum()
-    return total / global_batch_size if global_batch_size else total * 0.0
+    mark_scaled(loss)
+    return loss
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
-    """Return this replica's part of a loss that is equal on all replicas: its sum / replicas, as gradients are summed.
+    """Return this replica's part of a loss that is equal on all replicas: its sum / replicas.
+
+    It is not divided where a strategy was made with gradient_op=ReduceOp.MEAN, which averages gradients.
 
     Args:
         regularization_loss: torch tensor, numpy array or number.
@@ -60,7 +73,11 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
         UsageError: outside every scope and run, when strategies of different numbers of replicas are alive.
     """
     total = regularization_loss.sum() if hasattr(regularization_loss, "sum") else regularization_loss
-    return total / _n_replicas(_strategies(), "scale_regularization_loss")
+    strategies = _strategies()
+    n_replicas = _n_replicas(strategies, "scale_regularization_loss")
+    loss = total if all(strategy.is_averaging for strategy in strategies) else total / n_replicas
+    mark_scaled(loss)
+    return loss
 
 
 def _weighted(losses: Any, weight: Any) -> Any:
@@ -82,15 +99,6 @@ def _fitted(weight: Any, losses: Any) -> Any:
     if missing == 1:
         return weight[..., None]
     return weight[..., 0] if missing == -1 and weight.shape[-1] == 1 else weight
-
-
-def _local_rows(per_example_loss: Any) -> int:
-    if per_example_loss.ndim == 0:
-        raise UsageError(
-            "compute_average_loss: expected one loss per example, got a single number; use reduction='none' or give "
-            "global_batch_size."
-        )
-    return int(per_example_loss.shape[0])
 
 
 def _strategies() -> list[Strategy]:

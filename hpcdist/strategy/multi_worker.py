@@ -69,8 +69,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         num_replicas: replicas of the job, however many ranks it has; at least as many. Weights, losses and metrics then
             have the same bits on any number of ranks, and steps go through `run`. Default: one per rank.
         gradient_op: SUM (losses are divided by the global batch) or MEAN (losses are means over the local batch;
-            replicas are weighted by their rows). Default: SUM once `compute_average_loss` was called, else the first
-            backward of more than one replica raises.
+            replicas are weighted by their rows). Default: SUM from the first backward of a loss that
+            `compute_average_loss` scaled; a backward of another one raises.
         cross_device_ops: the algorithm that sums gradients, instead of what the options choose.
 
     Attributes:
@@ -253,6 +253,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def _hand_rows(self, source: int, rows: list[int] | None) -> None:
         """Record how many rows the part of each local replica has, or that a pass is over."""
+        self.engine.note_batch(is_over=rows is None)
         for local_index, row_counts in enumerate(self.engine.sums.row_counts):
             row_counts.record(source, None if rows is None else rows[local_index])
 
@@ -285,9 +286,20 @@ class MultiWorkerMirroredStrategy(Strategy):
         """Whether it is known that gradients are summed."""
         return self.engine.sums.is_mean is False
 
-    def use_sum_of_scaled_losses(self) -> bool:
-        """Sum gradients from now on; False if the strategy was made to average them."""
-        return not self.engine.sums.settle_op(is_mean=False)
+    def take_scaled_loss(self, loss: Any) -> None:
+        """Sum gradients from the first backward of this loss on, unless it is known that they are averaged."""
+        if isinstance(loss, torch.Tensor):
+            self.engine.sums.take_scaled_loss(loss)
+
+    @property
+    def is_averaging(self) -> bool:
+        """Whether it is known that gradients are averaged."""
+        return self.engine.sums.is_mean is True
+
+    def mark_scaled(self, loss: Any) -> None:
+        """Mark backwards that reach this loss as those of a scaled loss."""
+        if isinstance(loss, torch.Tensor) and self.num_replicas_in_sync > 1:
+            self.engine.sums.mark_scaled(loss)
 
     def state_dict(self) -> dict[str, Any]:
         """Return seed and step of the random numbers, and which algorithms AUTO chose. Equal on all ranks."""

@@ -60,7 +60,8 @@ class ReplicaContext:
 
         Collective: all replicas, in the same order of calls. Same shapes, dtypes and nest required on every replica:
         yes; the keys of a dict in any order. The gradient of a dense tensor's reduction is the reduction of the
-        gradient; a sparse one's has none.
+        gradient, and so on for gradients of gradients (torch.autograd.grad with create_graph=True), which all replicas
+        must reach alike: not one with a loss that is linear in the result. A sparse one's has none.
 
         Args:
             reduce_op: SUM or MEAN.
@@ -156,7 +157,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         wanted = [one for one, is_needed in zip(gradients, ctx.is_needed, strict=True) if is_needed]
-        reduced = iter(reduce_in_replica(ctx.replica.strategy, ctx.op, wanted))
+        reduced = iter(ctx.replica.reduce_leaves(ctx.op, wanted))  # with a graph of its own, if one is made
         return None, None, None, *(next(reduced) if is_needed else None for is_needed in ctx.is_needed)
 
 
@@ -170,5 +171,5 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None, None]:
-        (total,) = reduce_in_replica(ctx.replica.strategy, ReduceOp.SUM, [gradient])
+        (total,) = ctx.replica.reduce_leaves(ReduceOp.SUM, [gradient])
         return total.narrow(ctx.axis, ctx.start, ctx.n_rows), None, None

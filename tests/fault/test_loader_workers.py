@@ -44,7 +44,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("method", [pytest.param("fork", marks=pytest.mark.quick), "forkserver", "spawn"])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param("fork", marks=pytest.mark.quick), "forkserver", pytest.param("spawn", marks=pytest.mark.sweep)],
+)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["TERM", "USR1"])
 def test_workers_outlive_the_stop_signal(start, tmp_path, method, number):
     (tmp_path / "run").mkdir()

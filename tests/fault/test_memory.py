@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shlex
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -76,17 +77,25 @@ strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
 with strategy.scope():
     model = torch.nn.Linear(4096, 4096, bias=False)
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
-handler = hpcdist.PreemptionCheckpointHandler(
-    None, hpcdist.Checkpoint(model=model, optimizer=optimizer), sys.argv[1] + "/checkpoints", save_every_steps=50
-)
+checkpoint, memory = hpcdist.Checkpoint(model=model, optimizer=optimizer), (sys.argv[2:] or [None])[0]
+manager = hpcdist.CheckpointManager(checkpoint, sys.argv[1] + "/checkpoints", fast_directory=memory)
+schedule = hpcdist.SaveSchedule(every_steps=25, in_memory_every_steps=memory and 10)
+handler = hpcdist.PreemptionCheckpointHandler(None, manager, schedule=schedule)
 with handler:
-    while handler.step < 100:
+    while handler.step < 30:
         optimizer.zero_grad()
         model(torch.ones(1, 4096)).sum().backward()
         optimizer.step()
         print("step", handler.step, flush=True)
         handler.poll()
 """
+
+
+@pytest.fixture
+def memory_folder():
+    """Return a folder in memory, which is removed."""
+    with tempfile.TemporaryDirectory(prefix="hpcdist-test-", dir="/dev/shm") as name:
+        yield name
 
 
 @pytest.fixture
@@ -113,9 +122,23 @@ def test_a_state_without_room_for_its_copy_is_refused_after_the_first_step(start
     """And not killed at the first save, hours later. The state is 192 MiB; gradients are 64 more."""
     command = [MPIRUN, "-n", "1", PYTHON, "-c", TRAINING, tmp_path]
     outcome = start(1, command=[*limited(640 << 20), *command]).wait(60)
+    assert "will be needed after the first step" in outcome.output.partition("step 1\n")[0]
     assert "expected 2013" in outcome.output, outcome.output[-3000:]
     assert " available; ask the batch system for more." in outcome.output
     assert outcome.output.count("step ") < 5, "at the first step"
     assert outcome.code == 74
     done = start(1, command=[*limited(2 << 30), *command]).wait(60)
     assert done.code == 0, done.output[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_copies_without_room_are_not_made_and_the_start_warns(start, limited, memory_folder, tmp_path):
+    """The copy and the next one are 384 MiB in a file system in memory, which the cgroup counts."""
+    command = [MPIRUN, "-n", "1", PYTHON, "-c", TRAINING, tmp_path, memory_folder]
+    outcome = start(1, command=[*limited(1000 << 20), *command]).wait(60)
+    assert outcome.code == 0, outcome.output[-3000:]
+    assert "continues without copies in memory on this node: fast tier: expected 4026" in outcome.output
+    before, is_there, _ = outcome.output.partition("step 1\n")
+    assert is_there
+    assert "will be needed after the first step" in before

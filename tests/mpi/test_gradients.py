@@ -605,6 +605,37 @@ def test_sparse_gradients_are_refused(strategy, comm):
         model(torch.tensor([comm.rank % 4])).sum().backward()
 
 
+@pytest.mark.parametrize("n_local", [None, 2])
+def test_a_forgotten_scope_is_warned_of_at_the_first_step(comm, n_local, caplog):
+    """Each rank would train a model of its own, and the job would end with 0."""
+    strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=n_local and n_local * comm.size)
+    rows = torch.ones(8 * comm.size, 2)
+    dataset = strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(rows).batch(4 * comm.size))
+    batches = iter(dataset)
+
+    def step(model, between=lambda model: None):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(strategy.experimental_local_results(batch)[0]).sum().backward()
+        between(model)
+        optimizer.step()
+
+    batch = next(batches)
+    step(nn.Linear(2, 1), lambda model: hpcdist.all_reduce(model.weight.grad))  # it sums by itself
+    other = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    with other.scope():
+        step(nn.Linear(2, 1))  # another strategy's model
+    batch = next(batches)
+    assert "expected a model made" not in caplog.text
+    for _ in range(2):
+        step(nn.Linear(2, 1))
+    several = strategy.num_replicas_in_sync > 1
+    assert caplog.text.count("expected a model made in strategy.scope()") == several, "logged once"
+
+
+def scaled(model, rows=1):
+    return hpcdist.compute_average_loss(model(torch.ones(rows, 2))[:, 0])
+
+
 def test_nobody_said_how_gradients_combine(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     with strategy.scope():
@@ -613,13 +644,68 @@ def test_nobody_said_how_gradients_combine(comm):
     if comm.size == 1:
         loss.backward()
         return
+    with torch.no_grad():
+        scaled(model)  # a loss that is only looked at says nothing
+    scaled(model)  # nor one that reaches no backward
     with pytest.raises(GradientError, match=r"compute_average_loss.*ReduceOp.SUM.*ReduceOp.MEAN"):
         loss.backward()
-    with strategy.scope():
-        hpcdist.compute_average_loss(torch.ones(1))
     model.zero_grad()
-    model(torch.ones(1, 2)).sum().backward()
-    assert model.bias.grad.item() == comm.size
+    scaled(model).backward()
+    assert model.bias.grad.item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("n_local", [None, 2])
+def test_a_second_kind_of_loss_is_an_error(comm, n_local):
+    """After scaled losses, the mean over local rows would give a gradient that is too large by the replicas."""
+    if comm.size == 1 and n_local is None:
+        return
+    strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=n_local and n_local * comm.size)
+    with strategy.scope():
+        model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def step(loss_fn):
+        model.zero_grad()
+        loss_fn().backward()
+        return model.bias.grad.item()
+
+    def run(loss_fn):
+        return strategy.experimental_local_results(strategy.run(step, args=(loss_fn,)))
+
+    assert run(lambda: scaled(model))[0] == pytest.approx(1.0)
+    with pytest.raises(GradientError, match="expected a loss scaled by hpcdist.compute_average_loss, as earlier ones"):
+        run(lambda: model(torch.ones(1, 2)).mean())
+    assert run(lambda: scaled(model, 3))[0] == pytest.approx(1.0)
+    more = run(lambda: scaled(model) + other(torch.ones(1, 2)).sum() * 0.5)  # a term of one's own beside it
+    assert more[0] == pytest.approx(1.0)
+    penalty = run(lambda: hpcdist.scale_regularization_loss(2 * model.bias.sum()))
+    assert penalty[0] == pytest.approx(2.0)
+    with strategy.scope():
+        joint = nn.Linear(2, 1)
+    another = hpcdist.MultiWorkerMirroredStrategy(num_replicas=n_local and n_local * comm.size)
+    with another.scope():
+        theirs = nn.Linear(2, 1)
+    for _ in range(2):  # models of two strategies in one backward
+        run(lambda: scaled(joint) + hpcdist.scale_regularization_loss(model.bias.sum()))
+    assert theirs.bias.grad is None
+
+
+def test_a_regularizer_settles_nothing_and_is_right_with_a_mean_too(comm):
+    def grad(loss_of, **options):
+        strategy = hpcdist.MultiWorkerMirroredStrategy(**options)
+        with strategy.scope():
+            model = nn.Linear(2, 1)
+            nn.init.ones_(model.weight)
+            loss_of(model).backward()
+        return model.weight.grad[0, 0].item()
+
+    def mean_and_penalty(model):
+        penalty = hpcdist.scale_regularization_loss((model.weight**2).sum())
+        return model(torch.ones(1, 2)).mean() + penalty
+
+    assert grad(mean_and_penalty, gradient_op="mean") == pytest.approx(3.0)
+    if comm.size > 1:
+        with pytest.raises(GradientError, match="expected to know how"):
+            grad(mean_and_penalty)
 
 
 def test_mean_weighs_replicas_by_the_rows_they_were_handed(comm):

@@ -10,6 +10,7 @@ from torch import nn
 
 import hpcdist
 from hpcdist.collectives import hierarchical
+from hpcdist.errors import GradientError
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.half_wire import HalfWire
 from hpcdist.gradients.reducer import Reducer
@@ -79,6 +80,29 @@ def test_bits_are_those_of_one_host(comm, over_hosts, hosts, gradient_op, n_micr
     found, _ = train(comm, gradient_op=gradient_op, n_micro=n_micro, is_ordered=True, bytes_per_pack=4096)
     assert found == expected
     assert len(set(comm.allgather(found))) == 1
+
+
+def test_a_backward_of_a_loss_that_says_nothing_starts_no_sum(comm, over_hosts):
+    """Else the error would come after some buckets have started, and no later backward could be made."""
+    if comm.size == 1:
+        return
+    over_hosts("1 each")
+    strategy = hpcdist.MultiWorkerMirroredStrategy(
+        communication_options=hpcdist.CommunicationOptions(bytes_per_pack=64)  # several buckets
+    )
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 1))
+    assert strategy.reducer.route.is_overlapped
+
+    def losses():
+        model.zero_grad()
+        return model(torch.ones(2, 8))[:, 0]
+
+    for _ in range(2):
+        with pytest.raises(GradientError, match="combine|expected a loss scaled"):
+            losses().mean().backward()
+        hpcdist.compute_average_loss(losses()).backward()
+        assert model[2].bias.grad.item() == pytest.approx(1.0)
 
 
 def test_all_that_a_step_sends_is_in_the_journal(comm, over_hosts):

@@ -297,3 +297,47 @@ def test_a_first_replica_without_the_first_backward_is_named(comm):
 
     with pytest.raises(DesyncError, match=f"expected replica {first + 1} at its end, as replica {first}"):
         strategy.run(step, args=(ids(strategy),))
+
+
+@pytest.mark.parametrize("n_local", [1, 2])
+@pytest.mark.parametrize("call", ["all_reduce", "all_gather", "SyncBatchNorm"])
+def test_gradients_of_gradients_cross_replicas_too(comm, n_local, call):
+    """The backward of a sum is a sum, and that sum's backward as well: a penalty on gradients, as WGAN-GP's."""
+    n_replicas = n_local * comm.size
+    strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=n_replicas)
+    rows = torch.linspace(-1, 2, 3 * n_replicas, dtype=torch.float64).reshape(n_replicas, 3, 1)
+    with strategy.scope():
+        norm = hpcdist.SyncBatchNorm(1).double()
+    weights = torch.arange(1.0, 3 * n_replicas + 1, dtype=torch.float64).reshape(n_replicas, 3, 1)
+
+    def join(part, replica):
+        context = hpcdist.get_replica_context()
+        if call == "all_reduce":
+            return (context.all_reduce("sum", part) ** 3 * weights[replica]).sum()
+        if call == "all_gather":
+            return (context.all_gather(part, 0) ** 3).prod() * weights[replica].sum()
+        return (norm(part) ** 3 * weights[replica]).sum()
+
+    def joined(whole):
+        if call == "all_reduce":
+            return sum((whole.sum(0) ** 3 * weight).sum() for weight in weights)
+        if call == "all_gather":
+            return sum((whole.reshape(-1, 1) ** 3).prod() * weight.sum() for weight in weights)
+        normed = torch.nn.functional.batch_norm(whole.reshape(-1, 1), None, None, training=True, eps=norm.eps)
+        return (normed.reshape(whole.shape) ** 3 * weights).sum()
+
+    def step():
+        replica = hpcdist.get_replica_context().replica_id_in_sync_group
+        part = rows[replica].clone().requires_grad_()
+        (first,) = torch.autograd.grad(join(part, replica), part, create_graph=True)
+        (second,) = torch.autograd.grad((first**2).sum(), part)
+        return first.detach(), second
+
+    found = strategy.run(step)
+    whole = rows.clone().requires_grad_()
+    (first,) = torch.autograd.grad(joined(whole), whole, create_graph=True)
+    (second,) = torch.autograd.grad((first**2).sum(), whole)
+    start = comm.rank * n_local
+    for values, expected in zip(found, (first, second), strict=True):
+        own = torch.stack(strategy.experimental_local_results(values))
+        torch.testing.assert_close(own, expected.detach()[start : start + n_local], rtol=1e-9, atol=1e-9)

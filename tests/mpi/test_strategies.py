@@ -166,6 +166,34 @@ def test_update_is_a_third_context(strategy):
     assert results.values == (5.0, 8.0)
 
 
+def test_a_copy_that_replicas_share_is_updated_once(comm):
+    strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=3 * comm.size)
+    with strategy.scope():
+        weight = torch.nn.Linear(1, 1).weight
+        variable = hpcdist.Variable(1.0)
+    torch.nn.init.ones_(weight)
+
+    def add(copy, by):
+        return copy.add_(by)
+
+    def merged(strategy, by):
+        for var in (weight, variable):
+            strategy.extended.update(var, add, args=(by,))
+
+    strategy.run(lambda: hpcdist.get_replica_context().merge_call(merged, args=(torch.tensor(2.0),)))
+    assert weight.item() == 3
+    assert variable.numpy() == 3
+    shared = torch.ones(())
+    strategy.extended.update(hpcdist.PerReplica([shared] * 3), add, args=(hpcdist.PerReplica([2.0] * 3),))
+    assert shared == 3
+    with pytest.raises(ValueError, match="expected equal arguments for replicas that share a variable's copy"):
+        strategy.extended.update(weight, add, args=(hpcdist.PerReplica([1.0, 1.0, 2.0]),))
+    strategy.extended.update(weight, add, args=(hpcdist.PerReplica([torch.tensor([[float("nan")]])] * 3),))
+    apart = [torch.ones(()) for _ in range(3)]
+    strategy.extended.update(hpcdist.PerReplica(apart), add, args=(hpcdist.PerReplica([1.0, 2.0, 3.0]),))
+    assert [copy.item() for copy in apart] == [2, 3, 4]
+
+
 def test_values_are_reduced_and_sent_to_devices(strategy, comm):
     total = comm.size * (comm.size + 1) / 2
     own = torch.full((2,), comm.rank + 1.0)

@@ -159,7 +159,7 @@ def test_average_loss(strategy, comm):
         )
         assert weighted.item() == 3 / 12
         assert hpcdist.compute_average_loss(losses[:0], global_batch_size=0).item() == 0.0
-        with pytest.raises(ValueError, match="one loss per example"):
+        with pytest.raises(ValueError, match="one loss for each example"):
             hpcdist.compute_average_loss(losses.sum())
         with pytest.raises(ValueError, match="at least 0"):
             hpcdist.compute_average_loss(losses, global_batch_size=-1)
@@ -169,11 +169,14 @@ def test_average_loss_outside_the_scope_means_the_strategies_alive(comm, monkeyp
     monkeypatch.setattr(context, "_alive", weakref.WeakSet())  # other tests' strategies are not meant
     all_ranks = hpcdist.MultiWorkerMirroredStrategy()
     assert hpcdist.compute_average_loss(torch.ones(2)).item() == pytest.approx(1 / comm.size)
+    hpcdist.compute_average_loss(torch.ones(2, requires_grad=True)).backward()
     undecided = hpcdist.MultiWorkerMirroredStrategy()
     with pytest.raises(ValueError, match="got 2 alive and none entered"):
         hpcdist.compute_average_loss(torch.ones(2), global_batch_size=4)
     with undecided.scope():
         hpcdist.compute_average_loss(torch.ones(2))
+        assert not undecided.is_summing, "a loss that has reached no backward says nothing"
+        hpcdist.compute_average_loss(torch.ones(2, requires_grad=True)).backward()
     assert hpcdist.compute_average_loss(torch.ones(2), global_batch_size=4).item() == 0.5
     assert all_ranks.is_summing
     averaging = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")

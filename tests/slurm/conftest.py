@@ -1,6 +1,7 @@
 """A private Slurm on this machine: munged, slurmctld and four slurmds from Debian, in one folder, ended by pid.
 
-Two partitions: jobs in `high` take the nodes of jobs in `low`, which have ten seconds to leave.
+Jobs in the partition `high` take the nodes of jobs in `low` and `cancelled`, which have ten seconds to leave; those in
+`low` are requeued.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from real_jobs import final_state
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue")
 N_NODES = 4
-ENDS = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
+ENDS = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED")
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -34,6 +35,7 @@ AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CryptoType=crypto/munge
 NodeName=n[1-{n_nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=4 RealMemory=4000
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=10
+PartitionName=cancelled Nodes=ALL PriorityTier=1 PreemptMode=CANCEL GraceTime=10
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE

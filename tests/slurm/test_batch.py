@@ -1,8 +1,13 @@
 """README's batch script under a real Slurm: to the end, preempted, requeued, with a node lost, in a crash loop."""
 
+import contextlib
 import json
+import os
+import signal
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from scale import SCALE
@@ -77,6 +82,54 @@ def test_a_job_that_lost_a_node_resumes_in_its_allocation(slurm, submit, options
     assert job.decision["attempt"] == 2
 
 
+@pytest.mark.sweep  # it measures; that a killed rank is recovered from is tested in test_recipes.py
+@pytest.mark.parametrize("recipe", ["train", "train-mpirun"])
+def test_the_time_from_a_ranks_death_to_the_next_step(slurm, submit, options, unbroken, recipe):
+    environ = {"MPIRUN": str(Path(sys.executable).with_name("mpirun"))}
+    job = submit(recipe, *options, "--save-every", 1, nodes=2, ranks=1, environ=environ)
+    job.wait_for_training()
+    victim = next(pid for pid in slurm.processes() if is_rank(pid, job.id))
+    killed = time.time()
+    os.kill(victim, signal.SIGKILL)
+    n_seen, parts = 0, {}
+    ledger = job.run_dir / "checkpoints" / "attempts" / "0002.jsonl"
+    looks = {
+        "over, and restarted": lambda: "inside the allocation" in job.log,
+        "launched": lambda: any(is_rank(pid, job.id) and started_at(pid) > killed for pid in slurm.processes()),
+        "imported, MPI started": ledger.exists,
+        "restored": lambda: "resuming from" in job.log,
+        "a step, saved": lambda: any(job.run_dir.glob("checkpoints/step-*-0002.h5")),
+    }
+    while n_seen < len(looks) and time.time() < killed + 60:
+        what, is_seen = list(looks.items())[n_seen]
+        if is_seen():
+            parts[what], n_seen = time.time() - killed, n_seen + 1
+        else:
+            time.sleep(0.01)
+    job.finish()
+    print(f"{recipe}: seconds after SIGKILL of a rank: " + ", ".join(f"{what} {s:.2f}" for what, s in parts.items()))
+    assert len(parts) == len(looks)
+    assert parts["a step, saved"] < 60
+    assert job.final_state() == unbroken
+
+
+def is_rank(pid, job_id):
+    """Return whether a process is a rank of a job: it has imported torch, or will."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        is_python = b"python" in Path(os.fsdecode(words[0])).name.encode() and words[1].endswith(b"train.py")
+        return is_python and f"SLURM_JOB_ID={job_id}" in Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return False
+
+
+def started_at(pid):
+    """Return when a process started, in seconds since 1970."""
+    with contextlib.suppress(OSError):
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        return time.time() - time.monotonic() + ticks / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
 def test_a_lost_node_that_the_batch_script_was_on(slurm, submit, options, unbroken):
     """Slurm lets the job run on without a script, as it lets it run on without any other node."""
     job = submit("train", *options, ranks=2, environ={"WATCH_PAUSE_S": "1"})
@@ -129,6 +182,22 @@ def test_a_cancelled_job_ends(slurm, submit, options):
     assert job.decision["attempt"] == 1
 
 
+@pytest.mark.sweep  # like the preemptions above, for the script
+def test_a_preemption_that_cancels_is_one_that_requeues(slurm, submit, preempt, folder, options, unbroken):
+    """PreemptMode=CANCEL: Slurm ends a job, but within the grace time the script has it requeued."""
+    partition = "--partition=cancelled"
+    job = submit("train", *options, sbatch=(partition,))
+    plain = ("--parsable", partition, "--requeue", "--output=/dev/null", "--wrap", "sleep 600")
+    other = slurm.client("sbatch", *plain, cwd=folder).strip()
+    job.wait_for_training()
+    told = preempt(job)
+    slurm.wait_for("the end of the other job", lambda: slurm.fact(other, "JobState") == "PREEMPTED")
+    assert (told["decision"], told["attempts_without_progress"]) == ("requeue", 0)
+    job.finish()
+    assert f"step-{told['step']:08d}-0001.h5" in job.log
+    assert job.final_state() == unbroken
+
+
 def test_of_two_jobs_in_one_run_folder_the_older_ends(submit, options, unbroken):
     """As when Slurm gives up a node that is alive, and starts the job again elsewhere."""
     shared = {"RUN_DIR": "runs/shared"}
@@ -155,6 +224,7 @@ def test_a_job_that_cannot_stop_before_its_limit_is_requeued(submit, options, un
     assert job.decision["attempts_without_progress"] == 0
 
 
+@pytest.mark.sweep  # the limit: see above; a requeue is a SIGTERM, as a preemption
 def test_out_of_time_and_requeued_by_hand(slurm, submit, options, unbroken):
     """Slurm sends USR1 to all ranks when the time is nearly over; a requeue is a SIGTERM.
 

@@ -15,6 +15,7 @@ the others are all old or all new.
 import hashlib
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,8 +35,13 @@ class RecordingDisk(WatchedDisk):
 
     def __init__(self, base, log=None):
         self.base, self.log, self.paths = base, [] if log is None else log, {}
+        self.turn = threading.RLock()  # operations of several threads are done in the order of the log
 
     def watch(self, name, act, *arguments):
+        with self.turn:
+            return self.record(name, act, *arguments)
+
+    def record(self, name, act, *arguments):
         result = act(*arguments)
         entry = [str(a.relative_to(self.base)) if isinstance(a, Path) else a for a in arguments]
         if name in ("create", "open_end"):
@@ -63,6 +69,9 @@ class File:
     def write(self, offset: int, data: bytes) -> None:
         self.content.extend(bytes(max(0, offset + len(data) - len(self.content))))
         self.content[offset : offset + len(data)] = data
+
+    def truncate(self, nbytes: int) -> None:
+        del self.content[nbytes:]
 
     def sync(self) -> None:
         self.synced, self.allocated = bytes(self.content), 0
@@ -153,6 +162,8 @@ class Model:
             self.file(path).allocated = entry[1]
         elif operation == "write":
             self.file(path).write(entry[2], entry[1])
+        elif operation == "truncate":
+            self.file(path).truncate(entry[1])
         elif operation == "sync":
             self.file(path).sync()
         elif operation == "rename":

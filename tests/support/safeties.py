@@ -10,6 +10,7 @@ STORE, FILE, TREE = map(_CHECKPOINT, ("store", "checkpoint_file", "checkpoint_tr
 CUTS, FAULTS, HOSTILE = map(_CHECKPOINT, ("power_cuts", "disk_faults", "hostile_files"))
 STOP, DEADLINE, DECISION, LEDGER = map(_RESILIENCE, ("stop", "deadline", "decision", "ledger"))
 JOB, RULES, SYSTEMS, FILES = map("unit/recipes/test_{}.py".format, ("job", "rules", "batch_systems", "recipe_files"))
+OLD_LISTINGS, SAVER = _CHECKPOINT("old_listings"), _RESILIENCE("saver")
 METRICS, OWN_MEMORY = _RESILIENCE("metrics_file"), _CHECKPOINT("memory_of_others")
 RANKS, MEMORY, DESYNC = "mpi/test_checkpoint.py", "mpi/test_fast_tier.py", "mpi/test_desync.py"
 HANDLER, AGREE, TWO = "mpi/test_preemption.py", "mpi/test_agreement.py", "mpi/test_two_managers.py"
@@ -44,6 +45,11 @@ ON_DISK = [
     Mutant("write to a temporary name", "replace_file", "path.with_name(...)", "path", STORE),
     Mutant("new folders are synced", "make_folders", "disk.sync_folder(...)", "pass", CUTS),
     Mutant("folders of a killed attempt are synced", "make_folders", "_sync_name_if_new(...)", "pass", CUTS),
+    Mutant("errors that pass", "patiently", "error.errno not in _PASSING", "True", FAULTS),
+    Mutant("a rename whose answer was lost", "replace_file", "not path.exists()", "True", FAULTS),
+    Mutant("listings that are old", "Store._begin", "self.refresh_listings()", "pass", OLD_LISTINGS),
+    Mutant("a commit looks anew", "Store.check_current", "durable.refresh_listing(...)", "pass", OLD_LISTINGS),
+    Mutant("readers wait for a listing", "Store.use_latest", "_OLD_LISTING_S", "0", OLD_LISTINGS),
     Mutant("interrupted calls are repeated", "_repeat", "InterruptedError", "ZeroDivisionError", FAULTS),
     Mutant("EINVAL ends direct writes only", "_write_block", "error.errno == errno.EINVAL", "False", FAULTS),
     Mutant("a failed allocation is raised", "Disk.allocate", "raise", "return", FAULTS),
@@ -63,7 +69,7 @@ ON_DISK = [
     Mutant("list again while the listing changes", "Store.use_latest", "listed != found", "False", STORE),
     Mutant("a pruned file is not damaged", "Store.use_latest", "saved in listed", "True", STORE),
     Mutant("step and name agree", "Store._use", "file.index.step != saved.step", "False", STORE),
-    Mutant("room before writing", "Store.commit", "self._check_space(...)", "pass", STORE),
+    Mutant("room before writing", "Store._write", "self._check_space(...)", "pass", STORE),
     Mutant("unlimited memory", "Store._check_space", "status.f_blocks", "True", STORE),
     Mutant(
         "newest attempt first",
@@ -73,7 +79,7 @@ ON_DISK = [
         STORE,
     ),
     Mutant("steps only increase", "Store.path_of", "step < last", "False", STORE),
-    Mutant("damaged checkpoints are set aside", "Store.resume_from", "self._disk.rename(...)", "pass", STORE),
+    Mutant("damaged checkpoints are set aside", "Store._set_damaged_aside", "self._disk.rename(...)", "pass", STORE),
     Mutant("no silent start from scratch", "Store.use_latest", "raise self._none_sound() from None", "pass", STORE),
     Mutant("half-written files are swept", "Store.begin", "durable.sweep_temporary(...)", "pass", STORE),
     Mutant("a copy of a run is another run", "Store.run_id", "found[1] == inode", "True", STORE),
@@ -102,7 +108,9 @@ ON_DISK = [
     Mutant("newer formats", "_check_format", "found > FORMAT", "False", FILE),
     Mutant("suspects are skipped", "CheckpointManager._suspects", "suspects(...)", "{}", RANKS),
     Mutant("set aside on restore", "CheckpointManager._restore", "self._saver.store.resume_from(...)", "pass", RANKS),
-    Mutant("a failed read-back is raised", "Saver.finish", "tidying.result()", "pass", RANKS),
+    Mutant("one file at a time", "Saver.can_copy", "self.is_busy", "False", SAVER),
+    Mutant("a stuck disk is an error", "Saver._is_any_rank_busy", "self._require_blocks()", "pass", SAVER),
+    Mutant("a failed read-back is raised", "Saver._raise_failure", "done.result()", "pass", RANKS),
     Mutant("byte order", "checkpoint/tree:encode", "array.dtype.newbyteorder(...)", "array.dtype", TREE),
     Mutant("shape of states", "Checkpoint.prepare", "_check_shape(...)", "pass", HOSTILE),
     Mutant("each object has a kind", "_parts_of", "nodes.keys() != kinds.keys()", "False", HOSTILE),
@@ -152,14 +160,12 @@ STOPS = [
     Mutant("compared again at the end", "AttemptSaves.end", "self._compared_at = None", "pass", DESYNC),
     Mutant(
         "saves by hand are recorded",
-        "PreemptionCheckpointHandler._act",
+        "PreemptionCheckpointHandler.poll_between_batches",
         "self._saves.note_saved()",
         "pass",
         HANDLER,
     ),
-    Mutant(
-        "a save outlives its manager", "finish_at_exit", "weakref.finalize(owner, ...).atexit = False", "pass", RANKS
-    ),
+    Mutant("a save outlives its manager", "Saver.save", "atexit.register(...)", "pass", RANKS),
     Mutant("metrics are claimed", "CheckpointManager.begin_attempt", "self.checkpoint.claim_files()", "pass", RANKS),
     Mutant("ranks that differ are detected", "require_equal", "MPI.MIN", "MPI.MAX", DESYNC),
     Mutant(
@@ -200,21 +206,24 @@ COPIES_AND_METRICS = [
     Mutant("others cannot read copies", "FastTier._hold", "0o700", "0o777", OWN_MEMORY),
     Mutant("no copies of others are read", "FastTier.find", "self._require_own()", "pass", OWN_MEMORY),
     Mutant("characters in a run's name", "FastTier.__init__", "re.sub(...)", "name", OWN_MEMORY),
-    Mutant("a folder of another user is not emptied", "FastTier._remove", "self._require_own()", "pass", OWN_MEMORY),
+    Mutant("a folder of another user is not emptied", "FastTier.remove", "self._require_own()", "pass", OWN_MEMORY),
     Mutant("suspects in memory", "Restore.newest", "copy[0].step not in skipped", "True", MEMORY),
     Mutant("newer on disk", "Restore._search", "on_disk[-1] >= in_memory", "False", MEMORY),
     Mutant("from memory to the disk", "CheckpointManager.restore_or_initialize", "found.is_in_memory", "False", MEMORY),
-    Mutant("memory of a later attempt", "FastTier._remove", "self._store.check_current()", "pass", MEMORY),
+    Mutant("memory of a later attempt", "FastTier.remove", "self._store.check_current()", "pass", MEMORY),
     Mutant("metrics after the checkpoint are cut", "MetricsFile._cut", "record[1] <= last_step", "True", METRICS),
     Mutant("damaged metrics are set aside", "MetricsFile._set_aside", "self._replace(...)", "pass", METRICS),
     Mutant(
         "half a record is cut off",
-        "MetricsFile._add",
-        "self._is_cut = False",
-        "pass",
+        "MetricsFile._append",
+        "self._is_durable = self._is_cut = False",
+        "self._is_durable = False",
         METRICS,
     ),
-    Mutant("metrics are durable", "MetricsFile.make_durable", "self._disk.sync(...)", "pass", METRICS),
+    Mutant("the end waits for metrics", "MetricsFile._start_to_append", "atexit.register(...)", "pass", METRICS),
+    Mutant("a durable file has all metrics", "MetricsFile._sync", "self._append_queued()", "pass", METRICS),
+    Mutant("a failed sync is remembered", "MetricsFile._sync", "self._lost = error", "pass", METRICS),
+    Mutant("metrics are durable", "MetricsFile._sync", "self._disk.sync(...)", "pass", METRICS),
 ]
 
 IN_RECIPES = [

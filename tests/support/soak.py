@@ -54,6 +54,7 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--restarts", type=int, default=500)
     parser.add_argument("--seed", type=int, default=20261121)
+    parser.add_argument("--harms", nargs="+", choices=list(HARMS), default=list(HARMS))
     parser.add_argument("--out", type=Path, help="JSON with every attempt")
     return parser.parse_args()
 
@@ -135,8 +136,8 @@ def newest_step(run_dir):
 class Attempt:
     """One attempt: started, harmed, and looked at when it is over."""
 
-    def __init__(self, folder, run_dir, chance):
-        self.harm = chance.choices(list(HARMS), [often for often, _ in HARMS.values()])[0]
+    def __init__(self, folder, run_dir, chance, harms):
+        self.harm = chance.choices(harms, [HARMS[harm][0] for harm in harms])[0]
         self.n_ranks = chance.choice(RANKS)
         self.victim = chance.choice(["chief", "worker", "worker", "mpirun"])
         if self.harm in ("raise", "mismatch") and self.victim == "mpirun":
@@ -276,9 +277,9 @@ class Attempt:
 class Soak:
     """Attempt after attempt, run after run."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, harms):
         self.folder = Folder()
-        self.chance = random.Random(seed)
+        self.chance, self.harms = random.Random(seed), harms
         self.attempts, self.n_runs, self.wrong = [], 0, []
         job = self.folder.start(2, self.folder.path / "unbroken")
         assert job.wait(300).code == 0, job.log.read_text()[-3000:]
@@ -288,7 +289,7 @@ class Soak:
         """Run one job to its end, or until there were enough restarts."""
         run_dir = self.folder.path / f"run-{self.n_runs}"
         while len(self.attempts) < n_restarts:
-            attempt = Attempt(self.folder, run_dir, self.chance)
+            attempt = Attempt(self.folder, run_dir, self.chance, self.harms)
             self.attempts.append(attempt)
             self.tell(attempt)
             if attempt.code == 76:  # three died before a checkpoint: as the message says
@@ -336,7 +337,7 @@ class Soak:
 
 def main():
     args = parse_args()
-    soak = Soak(args.seed)
+    soak = Soak(args.seed, args.harms)
     while len(soak.attempts) < args.restarts:
         soak.one_run(args.restarts)
         text, is_good = soak.summary()

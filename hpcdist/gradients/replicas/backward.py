@@ -75,6 +75,11 @@ class ReplicaBackwardSum:
         yield
 
     @property
+    def is_syncing(self) -> bool:
+        """Whether backwards sum: always, as `no_sync` is refused."""
+        return True
+
+    @property
     def is_running(self) -> bool:
         """Whether a backward of the calling replica is running."""
         return self._scheduler.replica is not None and self._own_pass().backward is not None
@@ -100,7 +105,6 @@ class ReplicaBackwardSum:
     def _after_accumulation(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
         if torch.is_grad_enabled():
             raise graph_refusal(record)
-        self._sums.require_op()
         own, gradient = self._own_pass(), parameter.grad
         assert gradient is not None, "autograd writes the gradient before it calls this"
         own.gradients[record] = gradient
@@ -115,6 +119,7 @@ class ReplicaBackwardSum:
                     parameter.grad = found
             self._passes[self._replica] = _Pass()
             return
+        self._sums.require_op(own.backward or 0)
         for record in self._sums.records:  # stash what parameters hold that this backward did not reach
             if (parameter := record.parameter) is not None and parameter.grad is not None:
                 own.found[record], parameter.grad = parameter.grad, None

@@ -1,8 +1,8 @@
 """Kill a training before and after each of its operations on the disk, start it again, and compare.
 
-Usage: kill_points.py FOLDER START PROGRAM EVERY: what is there at the start, which program saves (one that uses the
-folder itself, or one with a CheckpointManager), and whether every operation is taken or every second, third...
-Prints one line of JSON. It forks, and so starts no thread and no MPI itself.
+Usage: kill_points.py FOLDER START PROGRAM EVERY: what is there at the start; which program saves (one that uses the
+folder itself, or one with a handler, a manager and records); and whether every operation is taken, or every second,
+third... Prints one line of JSON. It forks, and so starts no thread and no MPI itself.
 """
 
 import itertools
@@ -71,11 +71,11 @@ def run_and_kill(program, path, nth, is_after):
 
 def look_at_one(program, template, folder, expected, nth, is_after):
     """Return (operation, what is wrong) of one kill point; None when the program has fewer operations."""
-    path = folder / "killed"
+    path = folder / "killed" / "checkpoints"
     before = template.joinpath("newest").read_text()
-    shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(path.parent, ignore_errors=True)
     if (template / "run").exists():
-        shutil.copytree(template / "run", path)
+        shutil.copytree(template / "run", path.parent)
     was_killed, operation, committed = run_and_kill(program, path, nth, is_after)
     if not was_killed:
         return None
@@ -84,12 +84,31 @@ def look_at_one(program, template, folder, expected, nth, is_after):
     wrong = []
     if at_least > (0, 0) and (newest is None or (newest.attempt, newest.step) < at_least):
         wrong.append(f"lost {at_least}, found {newest}")
+    wrong += wrong_decision(path.parent, "requeue", "finished")
     has_saved = run_and_kill(program, path, 0, False)[2] is not None
-    if final_bits(path) != expected:
-        wrong.append("other bits at the end")
+    if outcome_in(path) != expected:
+        wrong.append("other bits or records at the end")
+    wrong += wrong_decision(path.parent, "finished")
     if has_saved:  # which sweeps: a job that was already finished only reports
-        wrong += [name.name for name in path.rglob("*") if ".tmp-" in name.name]
+        wrong += [name.name for name in path.parent.rglob("*") if ".tmp-" in name.name]
     return operation, wrong
+
+
+def wrong_decision(run_dir, *allowed):
+    """Return what is wrong with the decision, which is there whole or not at all."""
+    try:
+        found = json.loads((run_dir / "decision.json").read_text())["decision"]
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError) as error:
+        return [f"decision.json: {error}"]
+    return [] if found in allowed else [f"decision: {found}"]
+
+
+def outcome_in(path):
+    """Return the bits of the last checkpoint, and the records; of a program without a handler there are none."""
+    metrics = path.parent / "metrics.jsonl"
+    return final_bits(path), metrics.read_bytes() if metrics.exists() else None
 
 
 def main():
@@ -99,10 +118,10 @@ def main():
     folder.mkdir(parents=True)
     template = folder / "template"
     template.mkdir()
-    newest = STARTS[start](template / "run")
+    newest = STARTS[start](template / "run" / "checkpoints")
     (template / "newest").write_text(json.dumps(newest and [newest.attempt, newest.step]))
-    run_and_kill(program, folder / "unbroken", 0, False)
-    expected = final_bits(folder / "unbroken")
+    run_and_kill(program, folder / "unbroken" / "checkpoints", 0, False)
+    expected = outcome_in(folder / "unbroken" / "checkpoints")
     points, wrong = {}, []
     kills = ((nth, is_after) for nth in itertools.count(1, every) for is_after in (False, True))
     for nth, is_after in kills:

@@ -8,14 +8,14 @@ import signal
 import stat
 import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
 import pytest
 
+from hpcdist.checkpoint.image import FileImage
+from hpcdist.checkpoint.layout import lay_out
 from hpcdist.checkpoint.tree import NamedArray
-from hpcdist.resilience import fast_tier
 from hpcdist.resilience.fast_tier import STALE_S, FastTier
 
 RUN = "0123456789abcdef"
@@ -34,9 +34,16 @@ def own(memory):
 
 def copied(memory, attempt, step):
     tier = FastTier(memory, RUN, attempt)
-    tier.save(step, {}, [NamedArray("w", "float64", np.full(9, step, float))], {})
-    tier.finish()
+    with tier.tolerated():
+        tier.commit(step, image_of(step))
     return tier
+
+
+def image_of(step):
+    image = FileImage()
+    facts = {"step": step, "time_s": 0.0, "metrics": {}, "written": {}}
+    lay_out(image, facts, {}, [NamedArray("w", "float64", np.full(9, step, float))])
+    return image
 
 
 def step_in(memory, attempt=2):
@@ -83,9 +90,8 @@ def test_copies_that_others_can_have_written_are_not_taken(memory, own, monkeypa
     before = sorted(memory.rglob("*"))
     tier = FastTier(memory, RUN, 2)
     assert "continues without copies in memory on this node: fast tier: expected a folder that only user" in caplog.text
-    tier.save(8, {}, [], {})
+    tier.commit(8, image_of(8))
     assert tier.find() is None
-    tier.finish()
     assert sorted(memory.rglob("*")) == before
 
 
@@ -170,17 +176,6 @@ def test_copies_of_a_job_that_runs_or_of_another_user_are_left(memory, own):
     gc.collect()
     FastTier(memory, "another", 2)
     assert not own.exists(), "its process no longer keeps copies there"
-
-
-def test_a_copy_that_is_never_done_is_waited_for_so_long_and_no_longer(memory, caplog, monkeypatch):
-    monkeypatch.setattr(fast_tier, "_LIMIT_S", 0.2)
-    hangs = threading.Event()
-    tier = FastTier(memory, RUN, 1, hangs.wait)
-    tier.save(5, {}, [NamedArray("w", "float64", np.zeros(9))], {})
-    tier.finish()
-    hangs.set()
-    assert "continues without copies in memory on this node: the last one is not done" in caplog.text
-    assert not tier.is_kept
 
 
 def test_a_folder_that_another_process_is_removing_is_not_used(memory, own, caplog):

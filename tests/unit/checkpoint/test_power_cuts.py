@@ -6,23 +6,29 @@ The states are those of the model in `power_cuts.py`. `make crashes` recovers th
 import contextlib
 import functools
 import itertools
+import json
 import os
 import random
 import shutil
 
+import managed_training
 import pytest
 from power_cuts import Model, RecordingDisk, digest, write_out
 from scale import SCALE
 from small_training import N_STEPS, STARTS, Training, newest_saved
 
+from hpcdist.checkpoint.durable import Disk
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.store import Saved, Store
+from hpcdist.checkpoint.tree import decode
 from hpcdist.errors import CheckpointError
+from hpcdist.gradients.tensors import from_array
+from hpcdist.resilience import attempt, manager
 
 IS_FULL = SCALE.is_full
 SEED = 20261122
 #: About so many states are recovered, of those of every nth cut.
-SAMPLE, EVERY_NTH_CUT = (5000, 1) if IS_FULL else (150, 2)
+SAMPLE, EVERY_NTH_CUT = (5000, 1) if IS_FULL else (150, 5)
 #: Of the base folder.
 PATH = "run/checkpoints"
 NOTHING = Saved(0, 0)
@@ -69,7 +75,13 @@ def cuts(before, log, newest, every=1):
             model.apply(*log[number])
 
 
-def recover(state, base):
+def is_right(found, base):
+    return found.arrays[0].values.tobytes() == weights_after(found.saved.step) and (
+        found.index.state["step"] == found.saved.step
+    )
+
+
+def recover(state, base, is_right):
     """Return the checkpoint that is found in a state, or what is wrong with it."""
     shutil.rmtree(base, ignore_errors=True)
     base.mkdir()
@@ -80,9 +92,7 @@ def recover(state, base):
         return f"{type(error).__name__}: {error}"
     if found is None:
         return NOTHING
-    step, weights = found.index.state["step"], found.arrays[0].values.tobytes()
-    is_right = weights == weights_after(step) and step == found.saved.step
-    return found.saved if is_right else f"{found.saved}: other bytes"
+    return found.saved if is_right(found, base) else f"{found.saved}: other bytes"
 
 
 def goes_on(base):
@@ -98,14 +108,16 @@ class Verdicts:
         base: a folder to write them out in.
         share: so much of them is recovered, chosen by chance.
         use: called with the folder; whether it can be used further.
+        is_right: called with what was found, and the folder; whether it is what was saved.
 
     Attributes:
         n_found: states with repetitions.
         known: what was recovered from each distinct state.
     """
 
-    def __init__(self, base, share=1.0, use=goes_on):
-        self.base, self.share, self.use, self.n_found, self.known = base, share, use, 0, {}
+    def __init__(self, base, share=1.0, use=goes_on, is_right=is_right):
+        self.base, self.share, self.use, self.is_right = base, share, use, is_right
+        self.n_found, self.known = 0, {}
         self.chance = random.Random(SEED)
 
     def look(self, state, newest):
@@ -120,7 +132,7 @@ class Verdicts:
         return f"lost {newest}, found {found}" if found is not None and found < newest else None
 
     def _recover(self, state):
-        found = recover(state, self.base)
+        found = recover(state, self.base, self.is_right)
         return found if isinstance(found, str) or self.use(self.base) else "does not come to its end"
 
     def report(self, what):
@@ -132,7 +144,7 @@ class Verdicts:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("start", ["fresh", "broken"])
 def test_power_is_cut_at_any_point(fast_folder, start):
-    every = EVERY_NTH_CUT if start == "broken" else 1
+    every = EVERY_NTH_CUT
     run = record(fast_folder / "base", start)
     n_distinct = len({digest(state) for state, _ in cuts(*run, every)})
     verdicts = Verdicts(fast_folder / "state", SAMPLE / n_distinct)
@@ -140,6 +152,63 @@ def test_power_is_cut_at_any_point(fast_folder, start):
     n_recovered = verdicts.report(f"cut, {start} start")
     assert wrong == []
     assert n_recovered > 100
+
+
+# -- a handler, a manager and records: threads write, too -------------------------------------------------------------
+
+
+def records_in(base):
+    """Return step and total of each whole record."""
+    path = (base / PATH).with_name("metrics.jsonl")
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    found = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+    return [(record["step"], record["total"]) for record in found]
+
+
+@functools.cache
+def managed_totals():
+    weights, totals = managed_training.start_weights(), []
+    for step in range(1, managed_training.N_STEPS + 1):
+        weights = managed_training.weights_after(weights, step)
+        totals.append((step, float(weights.sum())))
+    return totals
+
+
+def is_right_with_records(found, base):
+    """Return whether the records that a checkpoint counts are there, and the decision is whole."""
+    decision = (base / PATH).with_name("decision.json")
+    n_records = decode(found.index.state["objects"]["metrics"], from_array, [])["records"]
+    total = float(next(array.values for array in found.arrays if array.name == "weights").sum())
+    return (
+        (found.saved.step, total) == managed_totals()[found.saved.step - 1]
+        and n_records == found.saved.step
+        and records_in(base)[:n_records] == managed_totals()[:n_records]
+        and (not decision.exists() or json.loads(decision.read_text())["decision"] in ("requeue", "finished"))
+    )
+
+
+def managed_goes_on(base):
+    managed_training.run(base / PATH, Disk(), lambda saved: None)
+    return records_in(base) == managed_totals() and newest_saved(base / PATH).step == managed_training.N_STEPS
+
+
+@pytest.mark.timeout(3600)
+def test_power_is_cut_under_a_handler(fast_folder, monkeypatch):
+    for module, name in ((manager, "Store"), (attempt, "DecisionFile")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # the training replaces them
+    base = make_base(fast_folder / "base")
+    disk = RecordingDisk(base)
+    before = functools.partial(Model, shutil.copytree(base, base.with_name("before")))
+    managed_training.run(base / PATH, disk, lambda saved: disk.log.append(("committed", saved)))
+    every = 1 if IS_FULL else 11
+    run = before, disk.log, NOTHING
+    n_distinct = len({digest(state) for state, _ in cuts(*run, every)})
+    n_wanted = SAMPLE if IS_FULL else 60
+    verdicts = Verdicts(fast_folder / "state", n_wanted / n_distinct, managed_goes_on, is_right_with_records)
+    wrong = [text for cut in cuts(*run, every) if (text := verdicts.look(*cut))]
+    n_recovered = verdicts.report("cut, a handler with records")
+    assert wrong == []
+    assert n_recovered > n_wanted // 2
 
 
 # -- a process is killed, another one starts, and then the power is cut --------------------------------------------
@@ -190,7 +259,7 @@ def test_power_is_cut_after_a_kill_and_a_restart(fast_folder):
     kills = range(1, 100) if IS_FULL else [*range(2, 8), 34, 65, 92, 93]
     for nth in kills:
         run = record_with_kill(fast_folder / f"base-{nth}", nth)
-        found = [verdicts.look(*cut) for cut in cuts(*run, 8)]
+        found = [verdicts.look(*cut) for cut in cuts(*run, 8 if IS_FULL else 20)]
         wrong += [f"killed at operation {nth}: {text}" for text in found if text]
     verdicts.report(f"cut after each of {len(kills)} kills")
     assert wrong == []

@@ -41,6 +41,23 @@ def test_nests_keep_their_form():
     assert first["y"][0].tolist() == first["y"][1][0].tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("n_epochs", [1, 2])
+def test_a_shuffled_dataset_has_a_new_order_in_each_pass_unless_told_not_to(is_stream, n_epochs):
+    def passes(**options):
+        rows = Dataset.from_generator(lambda: iter(range(9))) if is_stream else Dataset.from_tensor_slices(np.arange(9))
+        dataset = rows.shuffle(9, seed=1, **options).repeat(n_epochs).batch(4)
+        return [[int(row) for batch in dataset for row in batch] for _ in range(3)]
+
+    first, second, third = passes()
+    assert sorted(first) == sorted(second) == sorted([*range(9)] * n_epochs)
+    assert len({tuple(first), tuple(second), tuple(third)}) == 3
+    assert (first[:9] != first[9:]) or n_epochs == 1
+    fixed = passes(reshuffle_each_iteration=False)
+    assert fixed == [fixed[0]] * 3
+    assert fixed[0] == fixed[0][:9] * n_epochs == first[:9] * n_epochs
+
+
 def test_shuffle_visits_every_row_in_a_new_order_each_epoch():
     first, second = lists(slices().shuffle(seed=1).batch(10).repeat(2))
     assert sorted(first) == sorted(second) == ROWS.tolist()

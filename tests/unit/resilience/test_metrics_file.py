@@ -2,28 +2,39 @@
 
 import contextlib
 import errno
+import functools
 import gc
 import json
 import os
 import resource
 import signal
-from io import FileIO
+import subprocess
+import sys
+import threading
+import time
 
 import numpy as np
 import pytest
 
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.errors import CheckpointDamaged, CheckpointError, ExitCode, UsageError
-from hpcdist.resilience import metrics_file
-from hpcdist.resilience.metrics_file import MetricsFile
+from hpcdist.resilience.metrics_file import MetricsFile as QueuedFile
 
 
 class OneRank:
-    is_chief = True
+    is_chief, timeout_s = True, 60.0
 
 
 class OtherRank:
-    is_chief = False
+    is_chief, timeout_s = False, 60.0
+
+
+class MetricsFile(QueuedFile):
+    """A file whose records are there when `write` returns, as most of these tests want."""
+
+    def write(self, step, **values):
+        super().write(step, **values)
+        self.flush()
 
 
 @pytest.fixture
@@ -205,8 +216,12 @@ def test_steps_go_up(path):
 def test_a_disk_that_refuses(path):
     path.parent.mkdir()
     path.mkdir()
+    file = MetricsFile(path, OneRank())
     with pytest.raises(CheckpointError, match="metrics: expected to write"):
-        written(path, [1])
+        file.write(1)
+    path.rmdir()
+    file.flush()
+    assert records(path) == [{"step": 1}]
 
 
 def test_the_records_of_a_run_whose_checkpoints_are_gone_are_kept(path, caplog):
@@ -257,6 +272,7 @@ def test_a_full_disk_is_reported(path, act):
     disk.is_full = True
     with pytest.raises(CheckpointError, match="No space left on device; free space") as caught:
         act(file, disk)
+    disk.is_full = False
     assert caught.value.exit_code == ExitCode.CHECKPOINT_IO
     assert records(path) == [{"step": 1}], "what was there stays"
 
@@ -280,31 +296,31 @@ def test_a_record_is_there_once_when_its_write_is_tried_again(path, n_more):
     file.write(1, text="x" * (1 << 16))
     before = path.read_bytes()
     with small_files(len(before) + n_more):
-        for _ in range(2):
+        for attempt in (functools.partial(file.write, 2), file.flush):
             with pytest.raises(CheckpointError, match="File too large; free space"):
-                file.write(2)
+                attempt()
             assert path.read_bytes() == before
-    file.write(2)
+        del attempt
+    file.flush()
     assert len(file) == 2
     del file
     gc.collect()  # it is closed
     assert [record["step"] for record in records(path)] == [1, 2]
 
 
-class UncutFile(FileIO):
-    """A file that cannot be made shorter, while that is refused."""
+class UncutFile(Disk):
+    """A disk on which a file cannot be made shorter, while that is refused."""
 
     is_refused = False
 
-    def truncate(self, size=None):
+    def truncate(self, *arguments):
         if self.is_refused:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return super().truncate(size)
+        return super().truncate(*arguments)
 
 
 def test_a_part_of_a_record_that_could_not_be_cut_off_is_cut_off_later(path, monkeypatch):
-    monkeypatch.setattr(metrics_file, "FileIO", UncutFile)
-    file = MetricsFile(path, OneRank())
+    file = MetricsFile(path, OneRank(), disk=UncutFile())
     file.write(1, text="x" * (1 << 16))
     before = path.read_bytes()
     with small_files(len(before) + 10), monkeypatch.context() as patch:
@@ -313,7 +329,186 @@ def test_a_part_of_a_record_that_could_not_be_cut_off_is_cut_off_later(path, mon
             file.write(2)
     assert path.read_bytes() == before + b'{"step": 2'
     file.write(3)
-    assert [record["step"] for record in records(path)] == [1, 3]
+    assert [record["step"] for record in records(path)] == [1, 2, 3]
+
+
+class HangingDisk(Disk):
+    """A file server that hangs until `answers` is set."""
+
+    def __init__(self):
+        self.answers = threading.Event()
+
+    def write(self, *arguments):
+        self.answers.wait(30)
+        return super().write(*arguments)
+
+
+def test_a_file_server_that_hangs_stops_no_training(path, monkeypatch):
+    monkeypatch.setattr(OneRank, "timeout_s", 0.2)
+    disk, started = HangingDisk(), time.monotonic()
+    file = QueuedFile(path, OneRank(), disk=disk)
+    for step in range(1, 1001):
+        file.write(step)
+    assert time.monotonic() - started < 10
+    for wait_for_the_disk in (file.flush, file.make_durable):
+        with pytest.raises(CheckpointError, match="to take the records within 0.2 s, got no answer"):
+            wait_for_the_disk()
+    disk.answers.set()
+    while file._queue and time.monotonic() - started < 30:
+        time.sleep(0.01)
+    file.make_durable()
+    assert [record["step"] for record in records(path)] == [*range(1, 1001)]
+
+
+class RefusesOnce(Disk):
+    """A disk whose first write of a record fails with an error that may pass."""
+
+    n_refused = 0
+
+    def write(self, descriptor, data, offset):
+        if not self.n_refused:
+            self.n_refused += 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().write(descriptor, data, offset)
+
+
+def test_a_write_is_tried_again(path):
+    disk = RefusesOnce()
+    file = MetricsFile(path, OneRank(), disk=disk)
+    for step in (1, 2):
+        file.write(step)
+    assert disk.n_refused == 1
+    assert [record["step"] for record in records(path)] == [1, 2]
+
+
+AT_EXIT = """
+import atexit, os, sys, time
+import hpcdist
+from hpcdist.checkpoint.durable import Disk
+class Slow(Disk):
+    def write(self, *arguments):
+        time.sleep(0.3)
+        if {is_full}:
+            raise OSError(28, os.strerror(28))
+        return super().write(*arguments)
+def make():
+    file = hpcdist.MetricsFile(sys.argv[1], disk=Slow())
+    for step in (1, 2):
+        time.sleep(0.5 * {has_pause})  # the thread is at it, and finalizers were registered after the hook
+        file.write(step)
+    return file
+{kept} = make()
+{kept} = None if {is_dropped} else {kept}
+if {kept} is not None:
+    atexit.register(lambda: {kept}.write(3))
+"""
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+@pytest.mark.parametrize("has_pause", [False, True])
+@pytest.mark.parametrize("is_full", [False, True])
+def test_the_end_of_the_program_waits_for_the_records_and_fails_without_them(path, is_full, has_pause, is_dropped):
+    code = AT_EXIT.format(is_full=is_full and not has_pause, has_pause=has_pause, is_dropped=is_dropped, kept="file")
+    is_full = is_full and not has_pause  # else the second write raises
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == (ExitCode.CHECKPOINT_IO if is_full else 0), done.stderr
+    expected = [1, 2] if is_dropped else [1, 2, 3]
+    assert [record["step"] for record in records(path)] == ([] if is_full else expected)
+    assert ("No space left on device" in done.stderr) == is_full
+
+
+class SlowDisk(Disk):
+    """A disk with slow writes, whose fsync fails while `is_lost`."""
+
+    is_lost = False
+
+    def write(self, *arguments):
+        time.sleep(0.02)
+        return super().write(*arguments)
+
+    def sync(self, descriptor):
+        if self.is_lost:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().sync(descriptor)
+
+
+def test_who_waits_for_records_does_not_wait_for_later_ones(path):
+    """Records come faster than the disk takes them one by one; of those that wait, all go at once."""
+    file, is_over = QueuedFile(path, OneRank(), disk=SlowDisk()), threading.Event()
+    file.write(1)
+    durable_after_s = []
+
+    def save():
+        started = time.monotonic()
+        file.make_durable()
+        durable_after_s.append(time.monotonic() - started)
+        is_over.set()
+
+    threading.Thread(target=save).start()
+    step = 1
+    while not is_over.is_set():
+        step += 1
+        file.write(step)
+        time.sleep(0.001)
+    file.flush()
+    assert durable_after_s[0] < 5
+    assert [record["step"] for record in records(path)] == [*range(1, step + 1)]
+
+
+def test_what_a_failed_sync_may_have_lost_is_never_durable(path):
+    disk = SlowDisk()
+    file = MetricsFile(path, OneRank(), disk=disk)
+    file.write(1)
+    disk.is_lost = True
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        file.make_durable()
+    disk.is_lost = False  # the next sync would succeed, without the pages that were dropped
+    with pytest.raises(CheckpointError, match="Input/output error before, and records may be lost: start the job"):
+        file.make_durable()
+    again = MetricsFile(path, OneRank(), disk=disk)
+    again.write(2)
+    again.make_durable()
+
+
+class FullForRecords(Disk):
+    """A disk that takes no records while it is full."""
+
+    is_full = True
+
+    def write(self, *arguments):
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(*arguments)
+
+
+def test_a_checkpoint_counts_no_record_that_is_not_in_the_file(path):
+    disk = FullForRecords()
+    file = QueuedFile(path, OneRank(), disk=disk)
+    file.write(1)
+    with pytest.raises(CheckpointError, match="No space left"):
+        file.flush()
+    with pytest.raises(CheckpointError, match="No space left"):
+        file.make_durable()
+    disk.is_full = False
+    file.make_durable()
+    assert records(path) == [{"step": 1}]
+
+
+def test_two_threads_that_write_and_wait_add_each_record_once(path, monkeypatch):
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for number in range(60):
+            file = QueuedFile(path.with_name(f"{number}.jsonl"), OneRank())
+            saver = threading.Thread(target=file.make_durable)
+            saver.start()
+            for step in range(1, 5):
+                file.write(step)
+            saver.join()
+            file.flush()
+            assert [record["step"] for record in records(file.path)] == [1, 2, 3, 4]
+    finally:
+        sys.setswitchinterval(interval_s)
 
 
 class NoRoomAside(Disk):
