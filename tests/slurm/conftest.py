@@ -83,6 +83,14 @@ def parent_of(pid):
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def start_time_of(pid):
+    """Return when a process started, in ticks since the machine did; 0 when it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0
+
+
 def name_of(pid):
     return Path(f"/proc/{pid}/cmdline").read_text()
 
@@ -136,8 +144,11 @@ class Slurm:
         assert all(name_of(pid).startswith("slurmstepd") for pid in shepherds), shepherds
         self.nodes[name].kill()
         self.nodes[name].wait(10)
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # at once: a script must not see its program die
-            for pid in [*shepherds, *ranks]:
+        processes = sorted({*shepherds, *ranks}, key=start_time_of)
+        # At once: nobody may see another one die. So children are killed before their parents: when
+        # a parent dies, the kernel continues its stopped children if they are a process group of their own.
+        for number, pids in ((signal.SIGSTOP, processes), (signal.SIGKILL, reversed(processes))):
+            for pid in pids:
                 with contextlib.suppress(ProcessLookupError):  # with its shepherd, or another rank
                     os.kill(pid, number)
         return len(ranks)
