@@ -91,6 +91,13 @@ def start_time_of(pid):
         return 0
 
 
+def kill_all(pids, number):
+    """Send a signal to processes, some of which may be gone."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 def name_of(pid):
     return Path(f"/proc/{pid}/cmdline").read_text()
 
@@ -137,21 +144,25 @@ class Slurm:
         count = ("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D")
         self.wait_for("idle nodes", lambda: self.client(*count).strip() == str(N_NODES))
 
-    def kill_node(self, name):
-        """Kill everything that runs on a node, as if its plug was pulled."""
+    def silence_node(self, name):
+        """Stop all that runs on a node, as if its network was cut; return the pids, parents before their children."""
         ranks = [pid for pid in self.processes() if f"SLURMD_NODENAME={name}" in environ_of(pid)]
         shepherds = {parent_of(pid) for pid in ranks} - set(ranks)
         assert all(name_of(pid).startswith("slurmstepd") for pid in shepherds), shepherds
-        self.nodes[name].kill()
+        pids = [self.nodes[name].pid, *sorted({*shepherds, *ranks}, key=start_time_of)]
+        kill_all(pids, signal.SIGSTOP)
+        return pids
+
+    def kill_node(self, name):
+        """Kill all that runs on a node, as if its plug was pulled; return the pids.
+
+        Stopped first, that none may see another one die; and children before their parents, as the kernel continues
+        stopped children when their parent dies, if they are a process group of their own.
+        """
+        pids = self.silence_node(name)
+        kill_all(reversed(pids), signal.SIGKILL)
         self.nodes[name].wait(10)
-        processes = sorted({*shepherds, *ranks}, key=start_time_of)
-        # At once: nobody may see another one die. So children are killed before their parents: when
-        # a parent dies, the kernel continues its stopped children if they are a process group of their own.
-        for number, pids in ((signal.SIGSTOP, processes), (signal.SIGKILL, reversed(processes))):
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):  # with its shepherd, or another rank
-                    os.kill(pid, number)
-        return len(ranks)
+        return pids
 
     def restart_node(self, name):
         self.daemons.remove(self.nodes[name])
@@ -219,9 +230,7 @@ class Slurm:
             except subprocess.TimeoutExpired:  # a slurmd waits for its threads, which may wait for a node that is gone
                 daemon.kill()
                 daemon.wait(10)
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all(self.processes(), signal.SIGKILL)
 
 
 class Job:

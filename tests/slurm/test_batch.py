@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import kill_all
 from scale import SCALE
 
 pytestmark = pytest.mark.timeout(900)
@@ -69,7 +70,7 @@ def test_a_job_that_lost_a_node_resumes_in_its_allocation(slurm, submit, options
     job.wait_for_training()
     *left, lost = job.nodes
     try:
-        assert slurm.kill_node(lost) >= 1
+        assert len(slurm.kill_node(lost)) >= 3, "slurmd, a step's shepherd, a rank"
         killed = time.monotonic()
         job.wait_for_text("resuming from", 1, 120)
         print(f"goes on {time.monotonic() - killed:.1f} s after the loss of a node")
@@ -80,6 +81,31 @@ def test_a_job_that_lost_a_node_resumes_in_its_allocation(slurm, submit, options
     assert job.n_restarts == 0
     assert job.final_state() == unbroken
     assert job.decision["attempt"] == 2
+
+
+@pytest.mark.sweep  # as when a node is lost; here what is lost comes back
+@pytest.mark.parametrize("what", ["the script and the chief", "a worker"])
+def test_a_node_that_falls_silent_and_comes_back(slurm, submit, options, unbroken, what):
+    """Ranks of two attempts live at the same time, even two chiefs: those of the first one change nothing."""
+    job = submit("train", *options, nodes=3, environ={"WATCH_PAUSE_S": "1"})
+    job.wait_for_training()
+    silent = job.nodes[0 if what == "the script and the chief" else -1]
+    pids = slurm.silence_node(silent)
+    old = [pid for pid in pids if is_rank(pid, job.id)]
+    try:
+        job.wait_for_training(attempt=2)
+        text = job.finish(180)
+        assert len(old) == 1
+        assert is_rank(old[0], job.id)
+    finally:
+        kill_all(pids, signal.SIGCONT)
+    files = sorted((job.run_dir / "checkpoints").iterdir())
+    slurm.wait_for("the end of the silent rank", lambda: not is_rank(old[0], job.id))
+    slurm.wait_for_nodes()
+    assert ("the node of the batch script is lost" if what != "a worker" else "restart 1 inside the allocation") in text
+    assert job.final_state() == unbroken
+    assert sorted((job.run_dir / "checkpoints").iterdir()) == files
+    assert (job.decision["decision"], job.decision["attempt"]) == ("finished", 2)
 
 
 @pytest.mark.sweep  # it measures; that a killed rank is recovered from is tested in test_recipes.py
@@ -136,7 +162,7 @@ def test_a_lost_node_that_the_batch_script_was_on(slurm, submit, options, unbrok
     job.wait_for_training()
     lost = job.nodes[0]
     try:
-        assert slurm.kill_node(lost) >= 3, "two ranks, and the script"
+        assert len(slurm.kill_node(lost)) >= 6, "slurmd, two shepherds, the script, two ranks"
         killed = time.monotonic()
         job.wait_for_restart(1)
         print(f"requeued {time.monotonic() - killed:.1f} s after the loss of the script")
