@@ -28,7 +28,8 @@ from hpcdist.gradients.model_plan import IdentitySet, ModelPlan, ModuleSet, expl
 from hpcdist.gradients.record import Holds, ParameterRecord
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.replicas.backward import ReplicaBackwardSum
-from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
+from hpcdist.gradients.replicas.scheduler import ReplicaScheduler, Switched
+from hpcdist.gradients.replicas.shared_writes import SharedWrites
 from hpcdist.gradients.replicas.state import ReplicaState
 from hpcdist.gradients.replicas.steps import ReplicaSteps
 from hpcdist.gradients.tensors import from_array, layout, to_array
@@ -74,8 +75,11 @@ class GradientEngine:
         self._storage = storage
         own, self._n_replicas = reducer.own_replicas, reducer.replicas.n_replicas
         self.generators = StepGenerators(None if has_fixed_replicas else self._comm.rank)
+        self._optimizers: IdentitySet[Optimizer] = IdentitySet()
         self._state = ReplicaState(own, functools.partial(world.agree, comm=self._comm))
-        self.scheduler = ReplicaScheduler(own, [self._state, self.generators] if has_fixed_replicas else [])
+        self._writes = SharedWrites(self._optimizers) if has_fixed_replicas and self._n_replicas > 1 else None
+        switched: list[Switched] = [self._state, self.generators] if has_fixed_replicas else []
+        self.scheduler = ReplicaScheduler(own, switched if self._writes is None else [self._writes, *switched])
         has_several = len(own) > 1
         after_average = self._state.share if has_fixed_replicas and not has_several else None
         self.sums = GradientSums(reducer, is_mean, world.step_flags, after_average)
@@ -87,7 +91,6 @@ class GradientEngine:
         self._records: dict[int, ParameterRecord] = {}
         self._trained: IdentitySet[nn.Parameter] = IdentitySet()
         self._broadcast_already: IdentitySet[Tensor] = IdentitySet()
-        self._optimizers: IdentitySet[Optimizer] = IdentitySet()
         self._forward_handle: torch_hooks.Handle | None = None
         self._n_collectives: int | None = None  # of the group, when the last part of a batch came
         self._has_warned = False
@@ -212,6 +215,8 @@ class GradientEngine:
             self._replica_backward.require_host(alive)
         self.sums.plan(alive, [BufferRecord(buffer, tensor) for buffer, tensor in plan.averaged])
         self._state.watch([record for record, _ in alive], plan.buffers)
+        if self._writes is not None:
+            self._writes.watch(plan.parameters)
 
     def _record_of(self, parameter: nn.Parameter) -> ParameterRecord | None:
         record = self._records.get(id(parameter))
@@ -250,6 +255,8 @@ class GradientEngine:
             is_summed = record is not None and record.reference() is parameter and record.holds is Holds.SUMMED
             if record is None or is_in_backward or not is_summed or not record.is_published(gradient):
                 raise self._refusal(parameter)
+        if self._writes is not None:
+            self._writes.end()
         if self._storage is not None:
             self._storage.begin_step(parameters)
 
@@ -316,8 +323,11 @@ class GradientEngine:
             self.generators.advance()
             self._world.step = self.generators.step
             self._world.step_flags.count_step()
-        if self._replica_steps is not None and self._is_ours(optimizer, parameters):
-            self._replica_steps.release()
+        if self.scheduler.replica is not None and self._is_ours(optimizer, parameters):
+            if self._writes is not None:
+                self._writes.begin()
+            if self._replica_steps is not None:
+                self._replica_steps.release()
 
     def stop_replicas(self) -> None:
         """Forget what several local replicas had begun before an error stopped them."""

@@ -155,7 +155,8 @@ class Strategy:
             (no num_replicas), or all replicas return the same object.
 
         Raises:
-            UsageError: when args is not a list or tuple, or replicas return different structures.
+            UsageError: when args is not a list or tuple, or replicas return different structures; where num_replicas
+                was given, when `fn` writes to parameters or optimizers' settings outside of a step or `merge_call`.
             RuntimeError: inside `run`.
             DesyncError: when the replicas of this process do not make the same calls.
         """

@@ -118,10 +118,11 @@ class ReplicaScheduler:
         replica = self._local.replica = self.replicas[0]
         self._resume(replica)
         try:
-            return call()
-        finally:
+            result = call()
             self._suspend(replica)
+        finally:
             self._local.replica = None
+        return result
 
     def _thread(self, round_: "_Round", index: int, call: Callable[[], Any], context: contextvars.Context) -> None:
         replica = self._local.replica = self.replicas[index]

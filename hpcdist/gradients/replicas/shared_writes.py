@@ -1,0 +1,132 @@
+"""Finds writes to what the replicas of a process share: parameters, and the settings of optimizers.
+
+Code inside `run` is called once for each replica, so a write that no optimizer makes would be made several times.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import xxhash
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from hpcdist.errors import UsageError
+from hpcdist.gradients.model_plan import IdentitySet
+from hpcdist.gradients.tensors import to_array
+
+#: In so many runs all parameters are hashed, later one of them.
+_N_HASHED_RUNS = 3
+#: First bytes of a parameter that are hashed.
+_HASHED_BYTES = 1 << 20
+
+_Mark = tuple[int, int, int]  # address, version counter, digest
+
+
+class SharedWrites:
+    """Compares parameters and settings at the beginning and the end of each replica's turn.
+
+    An optimizer's step and a merge may write: the look at the turn ends before them, and begins anew after them. With
+    one replica on this rank it looks too: a program must not depend on how many ranks there are.
+
+    A write that torch counts is found at once. One past its counters, through `.data` or numpy, is found by digests:
+    in the first runs of every parameter, then of one after another.
+
+    Args:
+        optimizers: those of the scope.
+
+    Cost: in the first runs a hash of all parameters at each switch of replicas; later of at most 1 MiB of one.
+    """
+
+    def __init__(self, optimizers: IdentitySet[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._parameters: list[tuple[str, weakref.ref[nn.Parameter]]] = []
+        self._n_runs = 0
+        self._marks: list[_Mark] | None = None  # None: nobody's turn
+        self._settings: list[dict[str, Any]] = []
+
+    def watch(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Look at these from now on."""
+        self._parameters = [(name, weakref.ref(parameter)) for name, parameter in parameters]
+        self._n_runs = 0
+        if self._marks is not None:
+            self.begin()
+
+    def begin_run(self) -> None:
+        """Choose what is hashed in this run."""
+        self._n_runs += 1
+
+    def end_run(self) -> None:
+        """Stop looking, also when replicas were stopped in their turns."""
+        self._marks = None
+
+    def suspend(self, replica: int) -> None:
+        """End a replica's turn; raise as `end`."""
+        self.end()
+
+    def resume(self, replica: int) -> None:
+        """Begin a replica's turn."""
+        self.begin()
+
+    @contextmanager
+    def merging(self) -> Iterator[None]:
+        """Let the block write."""
+        is_turn = self._marks is not None
+        self.end()
+        yield
+        if is_turn:
+            self.begin()
+
+    def begin(self) -> None:
+        """Look at what there is when a replica's turn begins, or goes on."""
+        self._marks = [self._mark(index) for index in range(len(self._parameters))]
+        self._settings = self._read_settings()
+
+    def end(self) -> None:
+        """Compare what there is with what there was; in nobody's turn, do nothing.
+
+        Raises:
+            UsageError: when the replica has written; on this rank, whose run it ends.
+        """
+        marks, self._marks = self._marks, None
+        if marks is None:
+            return
+        for index, mark in enumerate(marks):
+            if self._mark(index) != mark:
+                raise _refusal(f"parameter {self._parameters[index][0]!r}")
+        for before, now in zip(self._settings, self._read_settings(), strict=False):
+            changed = [key for key, value in before.items() if value != now.get(key)]
+            if changed:
+                raise _refusal(f"an optimizer's {changed[0]!r}, as a scheduler's step makes it,")
+
+    def _mark(self, index: int) -> _Mark:
+        parameter = self._parameters[index][1]()
+        if parameter is None:
+            return 0, 0, 0
+        is_early = self._n_runs <= _N_HASHED_RUNS
+        is_hashed = is_early or self._n_runs % len(self._parameters) == index
+        digest = _hash(parameter, None if is_early else _HASHED_BYTES) if is_hashed else 0
+        return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version, digest
+
+    def _read_settings(self) -> list[dict[str, Any]]:
+        return [
+            {key: value.tolist() if isinstance(value, Tensor) else value for key, value in group.items()}
+            for optimizer in self._optimizers
+            for group in ({**group, "params": len(group["params"])} for group in optimizer.param_groups)
+        ]
+
+
+def _hash(tensor: Tensor, max_bytes: int | None) -> int:
+    """Return a digest of a tensor's first bytes; None: of all."""
+    flat = tensor.detach().reshape(-1)
+    count = None if max_bytes is None else max_bytes // max(1, flat.element_size())
+    return xxhash.xxh3_64_intdigest(to_array(flat[:count])[0].view("u1").data)
+
+
+def _refusal(what: str) -> UsageError:
+    return UsageError(
+        f"run: expected replicas to leave what they share to optimizers, got a write to {what} outside of an "
+        f"optimizer's step; the function is called for each replica: write after run, or in "
+        f"get_replica_context().merge_call(...)."
+    )

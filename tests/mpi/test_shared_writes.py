@@ -1,0 +1,110 @@
+"""Writes in `run` to what replicas share, that no optimizer makes: refused on any number of ranks, never made twice."""
+
+import pytest
+import torch
+from torch import nn
+
+import hpcdist
+from hpcdist.gradients.replicas import shared_writes
+
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
+
+
+class Trained:
+    """A strategy, a model of it with a frozen parameter, an optimizer and a scheduler."""
+
+    def __init__(self, n_replicas):
+        self.strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=n_replicas, gradient_op="sum")
+        with self.strategy.scope():
+            self.model = nn.Linear(2, 1)
+            self.frozen = nn.Linear(2, 1).requires_grad_(False)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+
+    def step(self, before=lambda: None, after=lambda: None):
+        def step():
+            self.optimizer.zero_grad()
+            self.model(torch.ones(1, 2)).square().sum().mul(0.1).backward()
+            before()
+            self.optimizer.step()
+            after()
+
+        self.strategy.run(step)
+
+
+@pytest.fixture(params=["one replica a rank", "several"])
+def trained(request, comm):
+    if comm.size == 1 and request.param == "one replica a rank":
+        return Trained(2)
+    trained = Trained(comm.size if request.param == "one replica a rank" else 2 * comm.size + 1)
+    trained.step()
+    return trained
+
+
+def shrink(parameter):
+    with torch.no_grad():
+        parameter.mul_(0.5)
+
+
+def shrink_array(parameter):
+    parameter.detach().numpy()[...] *= 0.5
+
+
+def exchange(parameter):
+    parameter.data = parameter.data * 0.5
+
+
+WRITES = {
+    "in place": lambda t: shrink(t.model.weight),
+    "to a frozen parameter": lambda t: shrink(t.frozen.weight),
+    "through data": lambda t: t.model.weight.data.mul_(0.5),
+    "another tensor": lambda t: exchange(t.model.weight),
+    "through numpy": lambda t: shrink_array(t.model.bias),
+    "a scheduler": lambda t: t.scheduler.step(),
+    "a learning rate": lambda t: t.optimizer.param_groups[0].update(lr=0.3),
+}
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_in_run_is_refused(trained, write, moment):
+    with pytest.raises(hpcdist.errors.UsageError, match=r"run: expected replicas to leave .* got a write to"):
+        trained.step(**{moment: lambda: WRITES[write](trained)})
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_merge_call_writes_once(trained, write):
+    """And code outside of run may write as it likes."""
+
+    def values():
+        tensors = (*trained.model.parameters(), *trained.frozen.parameters())
+        return [torch.tensor(trained.optimizer.param_groups[0]["lr"]), *(tensor.detach().clone() for tensor in tensors)]
+
+    before = values()
+    trained.strategy.run(lambda: hpcdist.get_replica_context().merge_call(lambda strategy: WRITES[write](trained)))
+    factors = [float((new / old).mean()) for old, new in zip(before, values(), strict=True)]
+    changed = [factor for factor in factors if factor != 1]
+    assert changed == pytest.approx([3.0 if write == "a learning rate" else 0.5])
+    WRITES[write](trained)
+    trained.step()
+
+
+def test_writes_past_torch_s_counters_are_found_later_too(trained):
+    """Of one parameter after another, once the first runs are over."""
+    for _ in range(shared_writes._N_HASHED_RUNS):
+        trained.step()
+    with pytest.raises(hpcdist.errors.UsageError, match="parameter 'weight'|parameter '0:weight'"):
+        for _ in range(4):
+            trained.step(after=lambda: trained.model.weight.data.mul_(0.5))
+
+
+def test_an_error_in_a_turn_is_the_user_s(trained):
+    """The look at the end of a turn hides no error of the program, and the next run begins anew."""
+
+    def fail():
+        shrink(trained.model.weight)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        trained.step(after=fail)
+    trained.step()
