@@ -9,7 +9,7 @@ import functools
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hpcdist.errors import GradientError
 from hpcdist.gradients import torch_hooks
@@ -91,6 +92,7 @@ class GradientEngine:
         self._records: dict[int, ParameterRecord] = {}
         self._trained: IdentitySet[nn.Parameter] = IdentitySet()
         self._broadcast_already: IdentitySet[Tensor] = IdentitySet()
+        self._own_sums: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._forward_handle: torch_hooks.Handle | None = None
         self._n_collectives: int | None = None  # of the group, when the last part of a batch came
         self._has_warned = False
@@ -253,12 +255,34 @@ class GradientEngine:
             if gradient is None:
                 continue
             is_summed = record is not None and record.reference() is parameter and record.holds is Holds.SUMMED
-            if record is None or is_in_backward or not is_summed or not record.is_published(gradient):
+            is_left = record is not None and is_summed and record.is_published(gradient)
+            if record is None or is_in_backward or not (is_left or gradient in self._own_sums):
                 raise self._refusal(parameter)
         if self._writes is not None:
             self._writes.end()
         if self._storage is not None:
             self._storage.begin_step(parameters)
+
+    def note_sums(self, tensors: Sequence[Tensor]) -> None:
+        """Note that tensors are sums over all replicas, which an optimizer may step on as gradients."""
+        for tensor in tensors:
+            self._own_sums[tensor] = None
+
+    def are_noted(self, tensors: Sequence[Tensor]) -> list[bool]:
+        """Return which tensors `note_sums` was given."""
+        return [tensor in self._own_sums for tensor in tensors]
+
+    def are_summed_gradients(self, tensors: Sequence[Tensor]) -> list[bool]:
+        """Return which tensors are gradients as a synchronized backward has left them."""
+        if self._n_replicas == 1 or not tensors:
+            return [False] * len(tensors)
+        gradients = {id(p.grad): record for record in self._records.values() if (p := record.parameter) is not None}
+        return [self._is_left(gradients.get(id(tensor)), tensor) for tensor in tensors]
+
+    def _is_left(self, record: ParameterRecord | None, gradient: Tensor) -> bool:
+        if record is None or record.holds is not Holds.SUMMED:
+            return False
+        return record.is_published(gradient) or self._state.has_given(record, gradient)
 
     def note_batch(self, is_over: bool) -> None:
         """Note that this rank got its part of a global batch, which a step will be made of, or that a pass is over."""

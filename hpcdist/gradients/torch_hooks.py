@@ -67,7 +67,7 @@ def on_built(see_module: Callable[[nn.Module], None], see_optimizer: Callable[[O
     """
     handles = on_module_built(see_module)
     try:
-        with on_copied_or_optimized(see_module, see_optimizer):
+        with _on_copied(see_module), on_optimizer_built(see_optimizer):
             yield
     finally:
         for handle in handles:
@@ -75,33 +75,38 @@ def on_built(see_module: Callable[[nn.Module], None], see_optimizer: Callable[[O
 
 
 @contextmanager
-def on_copied_or_optimized(
-    see_module: Callable[[nn.Module], None], see_optimizer: Callable[[Optimizer], None]
-) -> Iterator[None]:
-    """Call see_module for every deep-copied or unpickled module, and see_optimizer for every optimizer, of the block.
+def _on_copied(see: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Call `see` for every deep-copied or unpickled module of the block.
 
-    torch has no hook for either: the methods that both go through are wrapped during the block.
+    torch has no hook for that: the method that both go through is wrapped during the block.
     """
-    set_state, add_group = nn.Module.__setstate__, Optimizer.add_param_group
+    set_state = nn.Module.__setstate__
 
-    def wrapped_set_state(module: nn.Module, state: Any) -> None:
+    def wrapped(module: nn.Module, state: Any) -> None:
         set_state(module, state)  # type: ignore[no-untyped-call]
-        see_module(module)
+        see(module)
 
-    def wrapped_add_group(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
-        add_group(optimizer, param_group)
-        see_optimizer(optimizer)
-
-    _replace_methods(wrapped_set_state, wrapped_add_group)
+    nn.Module.__setstate__ = wrapped  # type: ignore[method-assign]
     try:
         yield
     finally:
-        _replace_methods(set_state, add_group)
+        nn.Module.__setstate__ = set_state  # type: ignore[method-assign]
 
 
-def _replace_methods(set_state: Callable[..., None], add_group: Callable[..., None]) -> None:
-    nn.Module.__setstate__ = set_state  # type: ignore[method-assign]
-    Optimizer.add_param_group = add_group  # type: ignore[method-assign]
+@contextmanager
+def on_optimizer_built(see: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Call `see` for every optimizer that is built in the block or given another group: by a method that is wrapped."""
+    add_group = Optimizer.add_param_group
+
+    def wrapped(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+        add_group(optimizer, param_group)
+        see(optimizer)
+
+    Optimizer.add_param_group = wrapped  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Optimizer.add_param_group = add_group  # type: ignore[method-assign]
 
 
 def before_any_forward(see: Callable[[nn.Module, tuple[Any, ...]], None]) -> Handle:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DatasetFunction, DistributedDataset, DistributedFromFunction, datasets_of
@@ -15,11 +16,13 @@ from hpcdist.data.iterator import Delivery
 from hpcdist.data.options import InputContext, InputOptions
 from hpcdist.data.rows import explaining_empty_parts
 from hpcdist.errors import UsageError
+from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
 from hpcdist.nest import Nest
 from hpcdist.runtime.step_flags import single_rank_flags
 from hpcdist.strategy import context
 from hpcdist.strategy.extended import StrategyExtended
+from hpcdist.strategy.own_gradients import GradientsAndParameters, apply_gradients, offer
 from hpcdist.strategy.reduce import Axis, ReduceOp, check_axis, gather_values, reduce_over_axis, reduce_values
 from hpcdist.strategy.replica_context import OnlyReplica, ReplicaContext
 from hpcdist.strategy.values import DistributedValues, PerReplica, local_values, regroup, select
@@ -40,6 +43,11 @@ class Strategy:
 
     This class alone is the pass-through strategy: one replica, nothing to communicate.
     """
+
+    #: Whether the number of replicas was given, so that a process may hold several.
+    _has_fixed_replicas = False
+    #: Whether gradients are averaged, weighted by rows; None: not settled.
+    _is_mean: bool | None = None
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -73,7 +81,7 @@ class Strategy:
     @contextmanager
     def _entering(self) -> Iterator[None]:
         """Make modules and tensors of the block this strategy's."""
-        with self._watching(), self._placing():
+        with self._watching(), torch_hooks.on_optimizer_built(functools.partial(offer, self)), self._placing():
             yield
 
     # -- what subclasses with several replicas override ------------------------------------------------------------
@@ -183,6 +191,46 @@ class Strategy:
 
     def _regroup(self, results: Sequence[Any]) -> Any:
         return regroup(results)
+
+    def apply_gradients(self, optimizer: Optimizer, grads_and_params: GradientsAndParameters) -> None:
+        """Sum gradients of the program's own over all replicas into `parameter.grad`, and call `optimizer.step()`.
+
+        For gradients that `backward` has not summed, as those of torch.autograd.grad; what it or `all_reduce` has
+        summed is not summed again. Optimizers made in the scope have it as a method:
+        `optimizer.apply_gradients(zip(gradients, model.parameters()))`.
+
+        Collective: all replicas, inside `run`; with one replica per rank by default (no num_replicas) also outside.
+
+        Args:
+            optimizer: of parameters made in the scope. Those that are not given are not stepped.
+            grads_and_params: pairs as from zip, of the same parameters in the same order on every replica. A gradient
+                has its parameter's shape and dtype, or is None: a parameter with None on all replicas is not stepped.
+
+        Raises:
+            UsageError: for parameters of another optimizer, other shapes, gradients of which some are sums already, and
+                replicas whose gradients do not fit together.
+            RuntimeError: outside `run`, where num_replicas was given.
+
+        Cost: one all-reduce for each dtype, after all gradients are there: `backward` sums while it computes.
+        """
+        entry = context.current()
+        if entry is not None and entry.replica is not None:
+            apply_gradients(entry.replica, optimizer, grads_and_params)
+        elif self._has_fixed_replicas:
+            raise RuntimeError("apply_gradients: expected a call inside strategy.run, got one outside; run the step.")
+        else:
+            self.run(self.apply_gradients, args=(optimizer, grads_and_params))
+
+    def _note_sums(self, tensors: Sequence[Tensor]) -> None:
+        """Note that tensors are results of an all_reduce."""
+
+    def _are_noted(self, tensors: Sequence[Tensor]) -> list[bool]:
+        """Return which tensors are results of an all_reduce."""
+        return [False] * len(tensors)
+
+    def _are_summed_gradients(self, tensors: Sequence[Tensor]) -> list[bool]:
+        """Return which tensors are gradients that a backward has summed over all replicas."""
+        return [False] * len(tensors)
 
     def _stop_replicas(self) -> None:
         """Forget what replicas had begun before an error stopped them."""

@@ -160,6 +160,19 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _regroup(self, results: Sequence[Any]) -> Any:
         return regroup(results, is_single_kept=True) if self._has_fixed_replicas else super()._regroup(results)
 
+    @property
+    def _is_mean(self) -> bool | None:  # type: ignore[override]
+        return self.engine.sums.is_mean
+
+    def _note_sums(self, tensors: Sequence[Tensor]) -> None:
+        self.engine.note_sums(tensors)
+
+    def _are_noted(self, tensors: Sequence[Tensor]) -> list[bool]:
+        return self.engine.are_noted(tensors)
+
+    def _are_summed_gradients(self, tensors: Sequence[Tensor]) -> list[bool]:
+        return self.engine.are_summed_gradients(tensors)
+
     def _stop_replicas(self) -> None:
         self.engine.stop_replicas()
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hpcdist.errors import UsageError
 from hpcdist.nest import form_of, leaves, map_nest
 from hpcdist.strategy import context
 from hpcdist.strategy.reduce import ReduceOp, gather_in_replica, is_sparse, reduce_in_replica
@@ -70,13 +71,23 @@ class ReplicaContext:
             options: accepted for compatibility.
 
         Raises:
-            UsageError: when the nest, or shape, dtype or kind of a value differs among replicas; on every one.
+            UsageError: when the nest, or shape, dtype or kind of a value differs among replicas; on every one. For the
+                SUM of gradients that backward has summed.
 
         Cost: one all-reduce for each dtype in the nest, and two gathers for each sparse tensor.
         """
         self._require("all_reduce")
-        reduced = iter(self.reduce_leaves(ReduceOp.parse(reduce_op), leaves(value), form_of(value)))
-        return map_nest(lambda _: next(reduced), value)
+        op, given = ReduceOp.parse(reduce_op), leaves(value)
+        tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        if op is ReduceOp.SUM and any(self.strategy._are_summed_gradients(tensors)):
+            raise UsageError(
+                "all_reduce: expected values of this replica, got a gradient that backward has summed over the "
+                "replicas already; use it as it is, or take gradients with torch.autograd.grad."
+            )
+        reduced = self.reduce_leaves(op, given, form_of(value))
+        self.strategy._note_sums([one for one in reduced if isinstance(one, Tensor)])
+        results = iter(reduced)
+        return map_nest(lambda _: next(results), value)
 
     def reduce_leaves(self, op: ReduceOp, leaves: list[Any], form: str = "") -> Sequence[Any]:
         """Return the leaves of a nest, each reduced over all replicas, with gradients. Collective: all replicas."""
