@@ -112,6 +112,8 @@ def _reduce_small(array: Any, op: Op, group: Group) -> None:
     journal.enter(op.title, array.dtype, array.size)
     try:
         group.comm.Allreduce(_IN_PLACE, array, op.mpi_op)
+    except MPI.Exception as error:
+        raise library.mismatch(error, array, op) from error
     finally:
         journal.leave()
     if op is MEAN:

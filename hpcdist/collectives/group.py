@@ -68,6 +68,7 @@ class Group:
         self.world = world
         world.wait(comm.Ibarrier())  # once all have arrived, making communicators blocks on nobody
         self.comm: MPI.Comm = comm.Dup()
+        self.comm.Set_errhandler(MPI.ERRORS_RETURN)  # sums that do not fit together are explained, not fatal
         self.rank, self.size = self.comm.rank, self.comm.size
         is_of_role = comm == world.role_comm and not is_background
         self._own_hosts = hosts or (None if is_of_role else Hosts(self.comm, world))

@@ -6,6 +6,7 @@ import numpy.typing as npt
 
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import SUM, Op
+from hpcdist.errors import DesyncError
 from hpcdist.runtime.mpi import MPI
 
 #: Larger arrays go in pieces, as MPI 3 counts elements and bytes in 32 bits.
@@ -22,15 +23,30 @@ def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM) -> None:
         group: any size >= 1.
         op: the reduction, in an order that the library chooses.
 
+    Raises:
+        DesyncError: when the library finds that other ranks send other sizes; on this rank.
+
     Cost: chosen by the library; at best 2(P-1)/P * n elements sent per rank.
     """
-    if array.nbytes <= PIECE_BYTES:
-        group.comm.Allreduce(MPI.IN_PLACE, array, op.mpi_op)
-        return
-    flat = array.reshape(-1)
+    flat = array.reshape(-1) if array.nbytes > PIECE_BYTES else array
     n_piece = max(1, PIECE_BYTES // array.itemsize)
-    for start in range(0, flat.size, n_piece):
-        group.comm.Allreduce(MPI.IN_PLACE, flat[start : start + n_piece], op.mpi_op)
+    try:
+        if flat is array:
+            group.comm.Allreduce(MPI.IN_PLACE, array, op.mpi_op)
+            return
+        for start in range(0, flat.size, n_piece):
+            group.comm.Allreduce(MPI.IN_PLACE, flat[start : start + n_piece], op.mpi_op)
+    except MPI.Exception as error:
+        raise mismatch(error, array, op) from error
+
+
+def mismatch(error: MPI.Exception, array: npt.NDArray[Any], op: Op) -> DesyncError:
+    """Return the error of a sum that the library could not make, as messages of other sizes came."""
+    text = error.Get_error_string().splitlines()[0]
+    return DesyncError(
+        f"{op.title}: expected the same call on every rank, {array.dtype} x {array.size} here, got {text!r} from the "
+        f"MPI library; let all ranks make the same calls in the same order: HPCDIST_DEBUG=collectives names them."
+    )
 
 
 def broadcast(array: npt.NDArray[Any], comm: MPI.Comm, root: int = 0) -> None:

@@ -1,6 +1,7 @@
 """The interface of every strategy, and the strategy of a single replica: scope, run, values and inputs."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -231,6 +232,14 @@ class Strategy:
     def _are_summed_gradients(self, tensors: Sequence[Tensor]) -> list[bool]:
         """Return which tensors are gradients that a backward has summed over all replicas."""
         return [False] * len(tensors)
+
+    def number_variable(self) -> int:
+        """Return the number of the next variable: variables are made in the same order on all ranks."""
+        return next(self._variable_numbers)
+
+    @functools.cached_property
+    def _variable_numbers(self) -> Iterator[int]:
+        return itertools.count(1)
 
     def _stop_replicas(self) -> None:
         """Forget what replicas had begun before an error stopped them."""

@@ -120,19 +120,21 @@ def _describe(value: Any, shape: Iterable[int]) -> str:
     return f"{tuple(shape)} {np.asarray(value).dtype} {kind}"
 
 
-def _require_alike(exchange: Exchange, described: list[list[str]]) -> float:
-    """Return the number of all replicas, or raise UsageError on every rank when their values do not fit together.
+def _require_alike(exchange: Exchange, call: str, described: Sequence[Sequence[str]]) -> float:
+    """Return the number of all replicas, or raise on every rank when their calls or values do not fit together.
 
-    Sums of x and x*x over n replicas show whether all x are equal. x is a digest of 20 bits, so that the sums are exact
-    for thousands of replicas.
+    Every exchange of values begins with this message, which always has the same size: ranks that make other calls, or
+    the same ones in another order, are found before any value is mixed with another. Sums of x and x*x over n replicas
+    show whether all x are equal. x is a digest of 20 bits, so that the sums are exact for thousands of replicas.
     """
-    digests = [float(xxhash.xxh3_64_intdigest("; ".join(own).encode()) % (1 << 20)) for own in described]
+    texts = ["; ".join([call, *own]) for own in described]
+    digests = [float(xxhash.xxh3_64_intdigest(text.encode()) % (1 << 20)) for text in texts]
     n, total, squares = exchange.sum_over_replicas([np.array([1.0, digest, digest * digest]) for digest in digests])
     if n * squares != total * total:
-        found = ", ".join("; ".join(own) for own in described)
         raise UsageError(
-            f"reduce: expected values of the same shape and dtype on every replica, got {found} here and others "
-            f"elsewhere; pass the axis that differs, and the same nest of tensors, arrays or numbers everywhere."
+            f"{call.split()[0]}: expected values of the same shape and dtype on every replica, in the same call, got "
+            f"{', '.join(dict.fromkeys(texts))} here and others elsewhere; let all ranks make the same calls in the "
+            f"same order, pass the axis that differs, and the same nest of tensors, arrays or numbers everywhere."
         )
     return float(n)
 
@@ -175,7 +177,7 @@ def reduce_values(
     ]
     for own, structure in zip(described, structures, strict=False):
         own.append(structure)
-    n_replicas = _require_alike(exchange, described)
+    n_replicas = _require_alike(exchange, f"reduce {op.name}", described)
     packs: dict[Any, list[int]] = {}
     for index, part in enumerate(parts[0]):
         packs.setdefault("sparse" if is_sparse(part) else part.dtype, []).append(index)
@@ -224,7 +226,8 @@ def reduce_over_axis(exchange: Exchange, op: ReduceOp, values: list[Any], axis: 
         np.array(array.sum(axis=own, dtype=array.dtype) if own else array, order="C")
         for array, own in zip(arrays, axes, strict=True)
     ]
-    _require_alike(exchange, [[_describe(value, one.shape)] for value, one in zip(values, totals, strict=True)])
+    described = [[_describe(value, one.shape)] for value, one in zip(values, totals, strict=True)]
+    _require_alike(exchange, f"reduce {op.name} over an axis", described)
     total = exchange.sum_over_replicas([one.reshape(-1) for one in totals]).reshape(totals[0].shape)
     n_elements = 1.0
     if op is ReduceOp.MEAN:
@@ -295,6 +298,7 @@ def gather_values(exchange: Exchange, values: list[Any], axis: int) -> tuple[Any
     """
     if isinstance(axis, bool) or not hasattr(axis, "__index__"):
         raise TypeError(f"gather: expected axis as an int, got {axis!r}; pass axis=0.")
+    _require_alike(exchange, "gather", [[] for _ in values])
     rows, error = [], None
     try:
         rows = _rows_along(values, axis)
@@ -341,49 +345,55 @@ def gather_in_replica(exchange: Exchange, leaf: Any, axis: int) -> tuple[Any, in
 # -- tensors that are alike by construction, such as copies of a variable ---------------------------------------------
 
 
-def sum_tensors(exchange: Exchange, tensors: Sequence[Tensor]) -> Tensor:
+def sum_tensors(exchange: Exchange, call: str, tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of one tensor of each local replica over all replicas, in the order that gradients are added in.
 
-    Collective: all ranks. Same shape and dtype required on every replica: yes; not compared.
+    Collective: all ranks. Same call, shape and dtype required on every replica: yes.
 
     Args:
         exchange: combines values.
+        call: what is called, and of what, such as "read_value of variable 3 'loss'".
         tensors: unchanged; bool ones are or-ed.
+
+    Raises:
+        UsageError: when calls, shapes or dtypes differ; on every rank.
     """
+    _require_alike_tensors(exchange, f"{call} (sum)", tensors)
     first = tensors[0]
     rows = [tensor.detach().cpu().to(_sum_dtype(tensor)).reshape(-1).clone().numpy() for tensor in tensors]
     total = torch.from_numpy(np.asarray(exchange.sum_over_replicas(rows)))
     return total.reshape(first.shape).to(first.device, first.dtype)
 
 
-def mean_tensors(exchange: Exchange, tensors: Sequence[Tensor]) -> Tensor:
+def mean_tensors(exchange: Exchange, call: str, tensors: Sequence[Tensor]) -> Tensor:
     """Return the mean of one tensor of each local replica over all replicas; see `sum_tensors`."""
     wide = [tensor.detach().to(_sum_dtype(tensor)) for tensor in tensors]
-    return (sum_tensors(exchange, wide) / exchange.num_replicas_in_sync).to(tensors[0].dtype)
+    return (sum_tensors(exchange, call, wide) / exchange.num_replicas_in_sync).to(tensors[0].dtype)
 
 
-def first_tensor(exchange: Exchange, tensors: Sequence[Tensor]) -> Tensor:
-    """Return the tensor of replica 0, bit for bit, on every rank.
-
-    Collective: all ranks. Same shape and dtype required on every replica: yes; not compared.
+def first_tensor(exchange: Exchange, call: str, tensors: Sequence[Tensor]) -> Tensor:
+    """Return the tensor of replica 0, bit for bit, on every rank; see `sum_tensors`.
 
     Cost: a sum of bytes, to which all others contribute zeros: strategies sum, but have no broadcast.
     """
+    _require_alike_tensors(exchange, f"{call} (first)", tensors)
     rows = [np.zeros(tensor.numel() * tensor.element_size(), np.uint8) for tensor in tensors]
     if exchange.own_replicas[0] == 0:
         rows[0] = _bytes_of(tensors[0])
     return _from_bytes(exchange.sum_over_replicas(rows), tensors[0])
 
 
-def all_tensors(exchange: Exchange, tensors: Sequence[Tensor]) -> Tensor:
-    """Return (replicas, ...): the tensors of all replicas in their order, bit for bit, on every rank and on the host.
-
-    Collective: all ranks. Same shape and dtype required on every replica: yes; not compared.
-    """
+def all_tensors(exchange: Exchange, call: str, tensors: Sequence[Tensor]) -> Tensor:
+    """Return (replicas, ...) on the host: the tensors of all replicas, in their order and bits; see `sum_tensors`."""
+    _require_alike_tensors(exchange, f"{call} (all)", tensors)
     rows = np.stack([_bytes_of(tensor) for tensor in tensors])
     joined, _ = exchange.gather_over_ranks(rows, None)
     first = tensors[0].cpu()
     return _from_bytes(joined, first.new_empty((len(joined), *first.shape)))
+
+
+def _require_alike_tensors(exchange: Exchange, call: str, tensors: Sequence[Tensor]) -> None:
+    _require_alike(exchange, call, [[_describe(tensor, tensor.shape)] for tensor in tensors])
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:

@@ -129,7 +129,8 @@ class Variable(Readable):
         value = as_tensor(initial_value() if callable(initial_value) else initial_value, dtype)
         if not self._is_unmanaged:
             self._check_mean(value)
-            value = first_tensor(self.strategy, [value for _ in self.strategy.own_replicas])
+            self._number = self.strategy.number_variable()
+            value = first_tensor(self.strategy, self._call("Variable"), [value for _ in self.strategy.own_replicas])
         n_copies = len(self.strategy.own_replicas) if self._is_on_read else 1
         with torch.inference_mode(False):  # so that it can be written outside that mode, too
             self._copies = [value.clone() for _ in range(n_copies)]
@@ -310,7 +311,11 @@ class Variable(Readable):
                 f"{method}: expected a call inside strategy.run, or a variable with an aggregation, got {self!r} "
                 f"outside; make it with aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA."
             )
-        return _AGGREGATE[self.aggregation](self.strategy, tensors)
+        return _AGGREGATE[self.aggregation](self.strategy, self._call(method), tensors)
+
+    def _call(self, method: str) -> str:
+        """Return what all ranks must be calling: a method of the same variable."""
+        return f"{method} of variable {self._number} {self.name!r}"
 
     @torch.no_grad()
     def _write(self, index: int, apply: Callable[[Tensor, Tensor], Tensor], new: Tensor) -> None:
@@ -359,7 +364,7 @@ class Variable(Readable):
         Collective for an ON_READ variable: all ranks.
         """
         if self._is_on_read:
-            return {"copies": all_tensors(self.strategy, self._copies)}
+            return {"copies": all_tensors(self.strategy, self._call("state_dict"), self._copies)}
         return {"value": self._copies[0].clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

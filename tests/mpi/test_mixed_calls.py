@@ -1,0 +1,93 @@
+"""Ranks that exchange values in different orders: an error on all of them, and no sum of what does not fit together."""
+
+import numpy as np
+import pytest
+import torch
+
+import hpcdist
+from hpcdist.collectives.group import group_of
+from hpcdist.errors import DesyncError, UsageError
+from hpcdist.runtime.mpi import MPI
+
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
+
+
+class Values:
+    """A strategy with what can be read, and the calls that read it."""
+
+    def __init__(self, n_replicas):
+        self.strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=n_replicas)
+        on_read = {"synchronization": "ON_READ", "aggregation": "SUM"}
+        with self.strategy.scope():
+            self.loss, self.accuracy = hpcdist.metrics.Mean("loss"), hpcdist.metrics.Mean("accuracy")
+            self.unnamed = [hpcdist.Variable(0.0, **on_read) for _ in range(2)]
+        self.strategy.run(self.update)
+        self.number = self.strategy.run(lambda: torch.tensor(1.0))
+        self.rows = self.strategy.run(lambda: torch.ones(3))
+
+    def update(self):
+        self.loss.update_state([1.0])
+        self.accuracy.update_state([3.0])
+
+    def calls(self):
+        reduce, gather = self.strategy.reduce, self.strategy.gather
+        return {
+            "loss": self.loss.result,
+            "accuracy": self.accuracy.result,
+            "state of the loss": self.loss.state_dict,
+            "first variable": self.unnamed[0].read_value,
+            "second variable": self.unnamed[1].read_value,
+            "sum": lambda: reduce("sum", self.number, axis=None),
+            "mean": lambda: reduce("mean", self.number, axis=None),
+            "sum of rows": lambda: reduce("sum", self.rows, axis=0),
+            "gather": lambda: gather(self.rows, axis=0),
+            "new variable": self.make_variable,
+        }
+
+    def make_variable(self):
+        with self.strategy.scope():
+            return hpcdist.Variable(0.0)
+
+
+@pytest.fixture(params=["by default", "several a rank"])
+def values(request, comm):
+    if comm.size == 1:
+        pytest.skip("one rank has one order")
+    return Values(None if request.param == "by default" else 2 * comm.size)
+
+
+PAIRS = [
+    ("loss", "accuracy"),
+    ("first variable", "second variable"),
+    ("sum", "mean"),
+    ("sum", "loss"),
+    ("loss", "state of the loss"),
+    ("sum of rows", "sum"),
+    ("gather", "sum"),
+    ("gather", "loss"),
+    ("new variable", "accuracy"),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_calls_in_different_orders_are_refused_on_all_ranks(values, comm, one, other):
+    own = values.calls()[one if comm.rank else other]
+    with pytest.raises(UsageError, match=r"in the same call, got .* here and others elsewhere; let all ranks make"):
+        own()
+    assert values.loss.result() == 1, "the same calls go on"
+    assert values.accuracy.result() == 3
+
+
+def test_a_library_s_error_names_the_call(comm, monkeypatch):
+    """As Open MPI raises it for messages of other sizes."""
+
+    class Failing:
+        def Allreduce(self, *args):
+            raise MPI.Exception(MPI.ERR_TRUNCATE)
+
+    group = group_of(comm)
+    monkeypatch.setattr(group, "comm", Failing())
+    with pytest.raises(DesyncError, match=r"all_reduce sum: expected the same call .* float64 x 2 here, got '.*trunc"):
+        hpcdist.all_reduce(np.ones(2), comm=comm)
+    with pytest.raises(DesyncError, match="all_reduce sum: expected the same call"):
+        hpcdist.all_reduce(np.ones(2), comm=comm, implementation="MPI")
