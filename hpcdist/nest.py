@@ -1,11 +1,16 @@
 """Nests: tuples, lists and dicts, one inside another, of leaves that are opaque here.
 
+Those that hold nothing but numbers, Counter and torch.Size, are leaves.
+
 The children of a dict are visited in the order of their sorted keys, as in TensorFlow: replicas may build them in any.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 #: A leaf, or a tuple, list or dict of nests.
 Nest = Any
@@ -19,13 +24,18 @@ def map_nest(function: Callable[..., Any], nest: Nest, *others: Nest) -> Nest:
     Raises:
         ValueError, KeyError: when another nest has fewer or more children.
     """
+    if not is_nest(nest):
+        return function(nest, *others)
     if isinstance(nest, dict):
         children = [map_nest(function, nest[key], *(other[key] for other in others)) for key in sorted_keys(nest)]
-    elif isinstance(nest, (tuple, list)):
-        children = [map_nest(function, *column) for column in zip(nest, *others, strict=True)]
     else:
-        return function(nest, *others)
+        children = [map_nest(function, *column) for column in zip(nest, *others, strict=True)]
     return with_children(nest, children)
+
+
+def is_nest(value: Any) -> bool:
+    """Return whether a value has children, as a tuple, list or dict; else it is a leaf."""
+    return isinstance(value, (tuple, list, dict)) and not isinstance(value, (Counter, torch.Size))
 
 
 def leaves(nest: Nest) -> list[Any]:
@@ -37,9 +47,11 @@ def leaves(nest: Nest) -> list[Any]:
 
 def form_of(nest: Nest) -> str:
     """Return a nest's keys and lengths as text, with * for leaves: equal for nests whose leaves belong together."""
+    if not is_nest(nest):
+        return "*"
     if isinstance(nest, dict):
         return "{" + ", ".join(f"{key!r}: {form_of(nest[key])}" for key in sorted_keys(nest)) + "}"
-    return f"[{', '.join(map(form_of, nest))}]" if isinstance(nest, (tuple, list)) else "*"
+    return f"[{', '.join(map(form_of, nest))}]"
 
 
 def children_of(nest: Nest) -> list[Nest]:

@@ -6,6 +6,7 @@ import math
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,18 +83,28 @@ class DistributedInput(ABC):
         delivery.check(n_local)
         self._delivery, self._options = delivery, options or InputOptions()
         self._is_resumed = False
+        self._n_begun = 0
 
     def __iter__(self) -> DistributedIterator:
-        """Return an iterator over this rank's parts of one pass: the source's nests, (rows, ...) arrays."""
+        """Return an iterator over this rank's parts of one pass: the source's nests, (rows, ...) arrays.
+
+        The cursor is that of the newest iterator in use: an older one raises DataError from then on.
+        """
         return DistributedIterator(self._pass(), lambda: self.element_spec)
 
     def _pass(self) -> Generator[Any, None, None]:
         poll = self._delivery.poll or (lambda: None)
         poll()
+        self._n_begun = number = self._n_begun + 1
         with contextlib.ExitStack() as stack:
             readers = [stack.enter_context(contextlib.closing(reader)) for reader in self._begin_pass()]
             while (parts := self._next_parts(readers)) is not None:
                 yield self._delivery.element_of(parts)
+                if number != self._n_begun:
+                    raise DataError(
+                        "next: expected one iterator at a time over a distributed dataset, whose cursor is saved, got "
+                        "this one after a newer one was begun; end this one first, or distribute the dataset again."
+                    )
                 poll()
         self._end_pass()
         if self._delivery.on_batch is not None:
@@ -135,7 +146,8 @@ class DistributedDataset(DistributedInput):
 
     Every `iter()` is one pass, except that the first after `load_state_dict` resumes where the state was taken. A
     global batch of n rows is divided by ceiling: a last short batch leaves the last replicas with fewer rows or none.
-    With AutoShardPolicy.OFF every replica gets the whole batch. With FILE, replica r of n reads the files r, r + n, ...
+    With AutoShardPolicy.OFF every replica reads all rows, ceil(batch / n) at a time, so that a pass has n times as many
+    steps. With FILE, replica r of n reads the files r, r + n, ...
     alone, ceil(batch / n) rows a step; replicas without rows get empty parts until all are out of rows. HINT does the
     same with rows.
 
@@ -165,6 +177,10 @@ class DistributedDataset(DistributedInput):
     ) -> None:
         check_distributable(dataset, n_replicas)
         super().__init__(len(replicas), delivery or Delivery(), options)
+        self._batch_rows = dataset.order.batch_rows
+        if dataset.policy is AutoShardPolicy.OFF:
+            n_part = -(-(dataset.order.batch_rows or 1) // n_replicas)
+            dataset = replace(dataset, order=replace(dataset.order, batch_rows=n_part))
         self._dataset = self._prefetched(dataset)
         self._replicas, self._n_replicas = replicas, n_replicas
         self._cursor = Cursor()
@@ -186,9 +202,10 @@ class DistributedDataset(DistributedInput):
     def element_spec(self) -> Nest:
         """The nest of a part with a TensorSpec for every array. Cost: a row is read."""
         order = self._dataset.order
-        is_fixed = order.drop_remainder and (order.batch_rows or 0) % self._n_replicas == 0
-        n_rows = (order.batch_rows or 0) // self._n_replicas if is_fixed else None
-        return spec_of(self._dataset.part_without_rows(), n_rows)
+        n_parts = 1 if self._dataset.policy is AutoShardPolicy.OFF else self._n_replicas
+        n_rows, rest = divmod(order.batch_rows or 0, n_parts)
+        is_fixed = order.drop_remainder and not rest
+        return spec_of(self._dataset.part_without_rows(), n_rows if is_fixed else None)
 
     def _begin_pass(self) -> list[Items]:
         if not self._is_resumed:
@@ -215,7 +232,7 @@ class DistributedDataset(DistributedInput):
             "pass_start": cursor.pass_start,
             "n_rows": order.n_rows,
             "seed": order.seed,
-            "batch": order.batch_rows,
+            "batch": self._batch_rows,
         }
         if self._dataset.is_stream:
             stream = cursor.stream
@@ -241,12 +258,12 @@ class DistributedDataset(DistributedInput):
                     f"restore: expected a dataset with {key} {state.get(key)} as in the checkpoint, got {own}; "
                     f"use the same data and seed, or a new run folder."
                 )
-        if state.get("batch") not in (None, order.batch_rows) and 0 in self._replicas:  # said once
+        if state.get("batch") not in (None, self._batch_rows) and 0 in self._replicas:  # said once
             logger.warning(
                 "restore: the global batch was %d rows at the save and is %d now: the sample is the same, but steps "
                 "and learning rates mean something else.",
                 state["batch"],
-                order.batch_rows,
+                self._batch_rows,
             )
         *stream, pass_epoch = state.get("stream") or (0, 0, 0, 0)
         self._cursor = Cursor(state["position"], state["pass_start"], StreamPosition(*stream), pass_epoch)

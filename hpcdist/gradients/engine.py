@@ -139,12 +139,12 @@ class GradientEngine:
             weakref.finalize(self, self._forward_handle.remove)
 
     def prepare_run(self, batch: Any) -> None:
-        """Do what `prepare` does; with a fixed number of replicas, draw random numbers by replica from then on.
+        """Do what `prepare` does; draw random numbers by replica from the first call on, with or without a model.
 
-        Collective as `prepare`, and at the first call with a fixed number of replicas: `world.role_comm`.
+        Collective as `prepare`, and at the first call: `world.role_comm`.
         """
         self.prepare(batch)
-        if self._has_fixed_replicas and self.generators.seed is None:
+        if self.generators.seed is None:
             self._start_generators()
 
     @torch.inference_mode(False)

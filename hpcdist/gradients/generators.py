@@ -31,12 +31,12 @@ class StepGenerators:
         self.step = 0
 
     def start(self, seed: int) -> None:
-        """Use `seed`, unless a checkpoint had one, and set the generators for the current step.
+        """Use `seed` and set the generators for the current step, unless a checkpoint or an earlier start has.
 
-        Where replicas have drawn in this step already, their sequences continue: the same numbers must not come twice.
+        Sequences continue then: the same numbers must not come twice.
         """
-        self.seed = seed if self.seed is None else self.seed
-        if not self._states:
+        if self.seed is None:
+            self.seed = seed
             self._set()
 
     def restore(self, seed: int | None, step: int) -> None:

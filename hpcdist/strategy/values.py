@@ -1,10 +1,11 @@
 """Values of the replicas of this process, and nests of them."""
 
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from hpcdist.errors import UsageError
-from hpcdist.nest import map_nest, sorted_keys, with_children
+from hpcdist.nest import is_nest, leaves, map_nest, sorted_keys, with_children
 
 
 class DistributedValues:
@@ -30,8 +31,25 @@ class Mirrored(DistributedValues):
 
 
 def select(local_index: int, nest: Any) -> Any:
-    """Return a nest with the value of one local replica in place of every DistributedValues."""
-    return map_nest(lambda leaf: leaf.values[local_index] if isinstance(leaf, DistributedValues) else leaf, nest)
+    """Return a nest with the value of one local replica in place of every DistributedValues, in dataclasses too."""
+
+    def chosen(leaf: Any) -> Any:
+        if isinstance(leaf, DistributedValues):
+            return leaf.values[local_index]
+        if is_dataclass(leaf) and not isinstance(leaf, type) and _is_distributed(leaf):
+            return replace(
+                leaf, **{one.name: select(local_index, getattr(leaf, one.name)) for one in fields(leaf) if one.init}
+            )
+        return leaf
+
+    return map_nest(chosen, nest)
+
+
+def _is_distributed(leaf: Any) -> bool:
+    """Return whether a leaf is DistributedValues, or a dataclass that holds some."""
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        return any(_is_distributed(held) for one in fields(leaf) for held in leaves(getattr(leaf, one.name, None)))
+    return isinstance(leaf, DistributedValues)
 
 
 def local_values(value: Any) -> tuple[Any, ...]:
@@ -54,14 +72,14 @@ def regroup(nests: Sequence[Any], is_single_kept: bool = False) -> Any:
         UsageError: when the structures differ.
     """
     first = nests[0]
-    if isinstance(first, dict):
+    if is_nest(first) and isinstance(first, dict):
         _check_alike(nests, [sorted_keys(nest) if isinstance(nest, dict) else None for nest in nests])
         parts = [regroup([nest[key] for nest in nests], is_single_kept) for key in sorted_keys(first)]
         return with_children(first, parts)
-    if isinstance(first, (tuple, list)):
+    if is_nest(first):
         _check_alike(nests, [len(nest) if isinstance(nest, type(first)) else None for nest in nests])
         return with_children(first, [regroup(parts, is_single_kept) for parts in zip(*nests, strict=True)])
-    _check_alike(nests, [isinstance(nest, (dict, tuple, list)) for nest in nests])
+    _check_alike(nests, [is_nest(nest) for nest in nests])
     is_number = isinstance(first, (int, float, complex))  # equal ones may be one object, but are per-replica values
     is_kept_single = is_single_kept and first is not None
     if all(nest is first for nest in nests) and not (is_kept_single if len(nests) == 1 else is_number):

@@ -5,6 +5,9 @@ import functools
 import sys
 import time
 import types
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,6 +142,32 @@ def test_run_gives_each_replica_its_own_of_a_nest(strategy):
     nest = {"a": [own, (own, "x")], "b": 2}
     found = strategy.run(fn, args=[nest], kwargs={"named": (own, 3)}, options=None)
     assert set(strategy.experimental_local_results(found)) == {True}
+
+
+@dataclass
+class Rows:
+    """A batch as users write it."""
+
+    x: Any
+    name: str = "x"
+
+
+def test_run_takes_dataclasses_and_keeps_counters_and_sizes_whole(strategy):
+    own = strategy.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
+    given = Rows(own), Rows([Rows(own)]), Rows(torch.ones(1))
+
+    def fn(plain, nested, other):
+        replica = hpcdist.get_replica_context().replica_id_in_sync_group
+        assert plain == Rows(replica)
+        assert nested == Rows([Rows(replica)])
+        assert other is given[2]
+        return Counter("a" * replica), torch.Size([replica, 3]), Rows(replica)
+
+    counters, sizes, rows = strategy.run(fn, args=given)
+    replicas = strategy.own_replicas
+    assert counters.values == tuple(Counter("a" * replica) for replica in replicas)
+    assert sizes.values == tuple(torch.Size([replica, 3]) for replica in replicas)
+    assert rows.values == tuple(Rows(replica) for replica in replicas)
 
 
 def test_reduce_weighs_every_replica_alike_and_every_row(strategy):
@@ -497,6 +526,22 @@ def test_numbers_are_keyed_without_a_model(comm):
     assert sum(comm.allgather(found), ()) == alone_found
     assert outside == alone_outside
     assert len({*alone_found, *outside}) == bits.N_REPLICAS + 2
+
+
+def test_replicas_draw_their_own_numbers_without_a_model(comm):
+    """Where the number of replicas is that of the ranks too; once a model comes, nothing is drawn twice."""
+
+    def draw():
+        torch.manual_seed(7)
+        strategy = Strategy()
+        found = strategy.run(lambda: torch.rand(1).item())
+        with strategy.scope():
+            model = nn.Linear(1, 1)
+        return [found, strategy.run(lambda: (model(torch.ones(1, 1)), torch.rand(1).item())[1])]
+
+    numbers = comm.allgather(draw())
+    assert len(set(sum(numbers, []))) == 2 * comm.size
+    assert comm.allgather(draw()) == numbers
 
 
 def test_what_takes_one_replica_per_rank_is_refused(strategy, comm):

@@ -3,6 +3,7 @@
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 
 import pytest
+import torch
 
 from hpcdist.nest import children_of, form_of, leaves, map_nest, with_children
 
@@ -18,7 +19,6 @@ Pair = namedtuple("Pair", "x y")
         Pair(1, Pair(2, 3)),
         OrderedDict(b=1, a=2),
         {1: "one", "two": 2},
-        Counter(a=3, b=1),
         defaultdict(list, {"a": [1]}),
     ],
 )
@@ -30,6 +30,12 @@ def test_types_and_the_order_of_keys_are_kept(nest):
         assert getattr(same, "default_factory", None) is getattr(nest, "default_factory", None)
     if isinstance(nest, (tuple, dict)):
         assert with_children(nest, children_of(nest)) == nest
+
+
+@pytest.mark.parametrize("leaf", [Counter(a=3, b=1), torch.Size([2, 3])])
+def test_what_holds_nothing_but_numbers_is_a_leaf(leaf):
+    assert map_nest(lambda one: [one], (leaf,)) == ([leaf],)
+    assert form_of([leaf]) == "[*]"
 
 
 def test_dicts_are_visited_by_their_sorted_keys():

@@ -218,9 +218,18 @@ def parts_of(dataset, n_replicas):
     return [[part.tolist() for part in step] for step in whole]
 
 
-def test_policy_off_gives_every_replica_the_global_batch():
-    dataset = with_policy(Dataset.from_tensor_slices(np.arange(3)).batch(2), hpcdist.AutoShardPolicy.OFF)
-    assert parts_of(dataset, 2) == [[[0, 1], [0, 1]], [[2], [2]]]
+@pytest.mark.parametrize("source", ["rows", "stream"])
+def test_policy_off_gives_every_replica_all_rows_in_parts_of_the_global_batch(source):
+    """As TensorFlow does, so that a loss divided by the global batch is a mean."""
+    rows = Dataset.from_tensor_slices(np.arange(5)) if source == "rows" else Dataset.from_generator(lambda: range(5))
+    dataset = with_policy(rows, hpcdist.AutoShardPolicy.OFF)
+    assert parts_of(dataset.batch(4), 2) == [[[0, 1]] * 2, [[2, 3]] * 2, [[4]] * 2]
+    assert parts_of(dataset.batch(4, drop_remainder=True), 2) == [[[0, 1]] * 2, [[2, 3]] * 2]
+    assert parts_of(dataset.batch(3), 2) == parts_of(dataset.batch(4), 2)
+    distributed = DistributedDataset(dataset.batch(4, drop_remainder=True), range(1), 2)
+    assert distributed.element_spec.shape == (2,)
+    state = distributed.state_dict()
+    assert state["batch"] == 4
 
 
 def test_policy_file_reads_own_files_in_as_many_steps_on_all(files):
@@ -401,3 +410,21 @@ def test_a_function_must_return_a_batched_dataset():
 def test_numpy_datasets():
     for make in (Strategy().experimental_make_numpy_dataset, Strategy().make_experimental_numpy_dataset):
         assert [int(row) for row in make(np.arange(3))] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda rows: DistributedDataset(rows, range(1), 1), lambda rows: DistributedFromFunction([rows], range(1), 1)],
+)
+def test_of_two_iterators_the_older_one_raises(make):
+    """Else both would move the cursor, and a save would lose what the first one has not read."""
+    distributed = make(Dataset.from_tensor_slices(np.arange(6)).batch(2))
+    training = iter(distributed)
+    next(training)
+    peeked = next(iter(distributed))
+    assert len(peeked) == 2
+    state = distributed.state_dict()
+    with pytest.raises(DataError, match="next: expected one iterator at a time"):
+        next(training)
+    assert distributed.state_dict() == state
+    assert [len(part) for part in distributed] == [2, 2, 2], "a new pass"

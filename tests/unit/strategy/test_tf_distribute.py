@@ -420,8 +420,8 @@ ROWS = [
     ),
     ("DATA: every worker reads all and keeps each n-th row (Dataset.shard)", f"{INPUTS_ALONE}::test_shard_by_policy"),
     (
-        "OFF gives everyone all rows",
-        f"{INPUTS_ALONE}::test_policy_off_gives_every_replica_the_global_batch",
+        "OFF gives everyone all rows, global/N at a time",
+        f"{INPUTS_ALONE}::test_policy_off_gives_every_replica_all_rows_in_parts_of_the_global_batch",
         f"{INPUTS_ALONE}::test_shard_by_policy",
     ),
     (
