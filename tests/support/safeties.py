@@ -101,7 +101,7 @@ ON_DISK = [
         FILE,
     ),
     Mutant("size of the file", "CheckpointFile._read_index", "status.st_size != header.nbytes", "False", HOSTILE),
-    Mutant("regular files only", "CheckpointFile._read_index", "stat.S_ISREG(...)", "True", HOSTILE),
+    Mutant("regular files only", "CheckpointFile._read_index", "stat.S_ISREG(...)", "True", STORE),
     Mutant("no waiting for a pipe", "open_checkpoint", "os.O_NONBLOCK", "0", HOSTILE),
     Mutant("arrays within the file", "_parse_index", "end <= array.offset <= ...", "True", HOSTILE),
     Mutant("types of numbers", "_parse_index", "all(...)", "True", HOSTILE),

@@ -13,6 +13,8 @@ import pytest
 from hostile_files import SEED, Original, all_cases, lies
 from scale import SCALE
 
+from hpcdist.checkpoint.layout import stored_dtype
+
 IS_FULL = SCALE.is_full
 PROGRAM = Path(__file__).resolve().parents[2] / "support" / "programs" / "hostile_reads.py"
 BATCH = 1000
@@ -43,6 +45,13 @@ def what_is_wrong(case, report):
     if not allowed[case["kind"]]:
         return f"{case['name']}: {report['outcome']} {report['text']}"
     return f"{case['name']}: given to libhdf5" if report["opened"] else None
+
+
+@pytest.mark.parametrize("name", ["object", ">f4", "U3", "M8[s]", "longdouble", "index"])
+def test_a_dtype_that_is_not_stored_has_no_name(name):
+    """numpy would know all but one of these names."""
+    with pytest.raises(KeyError):
+        stored_dtype(name)
 
 
 @pytest.mark.timeout(1800)

@@ -578,7 +578,16 @@ class LostDisk(Disk):
             attempt(path.parent)
 
 
-@pytest.mark.parametrize("disk", [BesideDisk(), LostDisk()])
+class LastMomentDisk(Disk):
+    """Another attempt begins and sweeps when this one has looked for it, and is about to rename."""
+
+    def rename(self, path, to):
+        if ".tmp-" in path.name:
+            attempt(path.parent)
+        super().rename(path, to)
+
+
+@pytest.mark.parametrize("disk", [BesideDisk(), LostDisk(), LastMomentDisk()])
 def test_an_attempt_replaced_while_it_writes_commits_nothing(tmp_path, disk):
     with pytest.raises(AttemptReplaced, match="expected attempt 1 to be the latest"):
         commit(attempt(tmp_path, disk), 1)
@@ -590,6 +599,29 @@ def test_what_cannot_be_removed_is_reported(tmp_path, disk, caplog):
     disk.fail("remove", errno.EIO)
     assert attempt(tmp_path, disk).attempt == 2
     assert "incomplete files stay in " in caplog.text
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_file_is_stepped_over(folder, make):
+    commit(folder, 1)
+    make(folder.path / str(Saved(1, 2)))
+    assert folder.read_latest().saved == Saved(1, 1)
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_damaged(folder, monkeypatch, caplog):
+    """Not even at the last look."""
+    monkeypatch.setattr(store_module, "_MAX_LOOKS", 1)
+    commit(folder, 1)
+    commit(folder, 2)
+
+    def remove(saved, file):
+        if saved.step == 2:
+            file.path.unlink()
+            raise CheckpointDamaged("its blocks are gone")
+        return saved
+
+    assert folder.use_latest(remove) == Saved(1, 1)
+    assert (folder.damaged, caplog.text) == ([], "")
 
 
 def test_a_suspect_is_stepped_over_unless_it_is_the_only_one(folder):

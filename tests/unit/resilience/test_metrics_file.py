@@ -417,6 +417,30 @@ def test_the_end_of_the_program_waits_for_the_records_and_fails_without_them(pat
     assert ("No space left on device" in done.stderr) == is_full
 
 
+DROPPED = """
+import gc, os, sys, time
+import hpcdist
+from hpcdist.checkpoint.durable import Disk
+class OnceFull(Disk):
+    is_full = True
+    def write(self, *arguments):
+        if self.is_full:
+            raise OSError(28, os.strerror(28))
+        return super().write(*arguments)
+disk = OnceFull()
+hpcdist.MetricsFile(sys.argv[1], disk=disk).write(1)
+time.sleep(0.5)  # the write has failed, and nothing but the hook of the end knows the record
+gc.collect()
+disk.is_full = False
+"""
+
+
+def test_a_record_whose_write_failed_is_written_at_the_end_though_its_file_is_dropped(path):
+    done = subprocess.run([sys.executable, "-c", DROPPED, path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert [record["step"] for record in records(path)] == [1]
+
+
 class SlowDisk(Disk):
     """A disk with slow writes, whose fsync fails while `is_lost`."""
 
