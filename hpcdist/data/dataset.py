@@ -15,7 +15,7 @@ from hpcdist.data.cache import CachedSource, FileStore, MemoryStore, cached_stre
 from hpcdist.data.hdf5 import Hdf5Source, Paths, expand
 from hpcdist.data.iterator import Pipeline, stages
 from hpcdist.data.options import SHARD_HINT, AutoShardPolicy, Options
-from hpcdist.data.rows import Function, TensorSpec, as_array, spec_of
+from hpcdist.data.rows import Function, TensorSpec, as_array, fitted, spec_of
 from hpcdist.data.sources import ArraySource, RowSource, ShardSource, mapped
 from hpcdist.data.streams import Stream
 from hpcdist.data.torch_source import ItemsSource, check_loader, stream_of
@@ -138,15 +138,21 @@ class Dataset(Pipeline):
 
         Args:
             generator: returns an iterable of rows: nests of arrays or numbers of equal shapes.
-            output_signature: what a row looks like: a nest of anything with shape and dtype. Needed only where a rank
-                has no row at all.
+            output_signature: what a row looks like: a nest of anything with a shape and a dtype; a dimension that
+                varies is None. Rows are converted to its dtypes. Needed only where a rank has no row at all.
             args: arguments of the generator.
 
         Raises:
-            DataError: when `generator` cannot be called.
+            DataError: when `generator` cannot be called; at a row that has another form or shape than the signature, or
+                a dtype of another kind, such as floats where it has whole numbers.
         """
         _check(callable(generator), "from_generator", "a function that returns an iterable", type(generator).__name__)
-        return cls(Stream(lambda: iter(generator(*args)), output_signature), SampleOrder(UNKNOWN))
+
+        def draw() -> Iterator[Nest]:
+            rows = iter(generator(*args))
+            return rows if output_signature is None else (fitted(output_signature, row) for row in rows)
+
+        return cls(Stream(draw, output_signature), SampleOrder(UNKNOWN))
 
     def map(self, function: Function, num_parallel_calls: int | None = None) -> "Dataset":
         """Apply a function to every row; after `batch`, to this replica's part of every batch.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hpcdist.errors import DataError
-from hpcdist.nest import Nest, children_of, leaves, map_nest, with_children
+from hpcdist.nest import Nest, children_of, form_of, is_nest, leaves, map_nest, with_children
 
 Function = Callable[..., Any]
 
@@ -75,9 +75,51 @@ def zeros_like(specs: Nest) -> Nest:
 
     def zeros(spec: Any) -> Any:
         make = torch.zeros if isinstance(spec.dtype, torch.dtype) else np.zeros
-        return make(tuple(spec.shape), dtype=spec.dtype)
+        return make([size or 0 for size in spec.shape], dtype=spec.dtype)
 
     return map_nest(zeros, specs)
+
+
+def fitted(specs: Nest, row: Nest) -> Nest:
+    """Return a row of a generator in the form, the shapes and the dtypes that its signature gives.
+
+    Raises:
+        DataError: when it has another form or shape, or a dtype that does not fit into the signature's.
+    """
+    if not is_nest(specs):
+        return _fitted_array(specs, row)
+    parts = [children_of(one) if is_nest(one) else [] for one in (specs, row)]
+    are_dicts = isinstance(specs, dict), isinstance(row, dict)
+    if are_dicts[0] != are_dicts[1] or len(parts[0]) != len(parts[1]) or (are_dicts[0] and specs.keys() != row.keys()):
+        raise _misfit(f"rows of the form {form_of(specs)}", f"one of the form {form_of(row)}")
+    return with_children(specs, [fitted(spec, child) for spec, child in zip(*parts, strict=True)])
+
+
+def _fitted_array(spec: Any, value: Any) -> Any:
+    if isinstance(spec.dtype, torch.dtype):
+        tensor = torch.as_tensor(value)
+        _check_shape(spec, tensor.shape)
+        if not torch.can_cast(tensor.dtype, spec.dtype):
+            raise _misfit(f"arrays of {spec.dtype}", f"one of {tensor.dtype}")
+        return tensor.to(spec.dtype)
+    array = np.asarray(value)
+    _check_shape(spec, array.shape)
+    if not np.can_cast(array.dtype, spec.dtype, "same_kind"):
+        raise _misfit(f"arrays of {np.dtype(spec.dtype)}", f"one of {array.dtype}")
+    return array.astype(spec.dtype, copy=False)
+
+
+def _check_shape(spec: Any, found: Sequence[int]) -> None:
+    shape = tuple(spec.shape)
+    if len(shape) != len(found) or any(size not in (None, own) for size, own in zip(shape, found, strict=True)):
+        raise _misfit(f"arrays of shape {shape}", f"one of shape {tuple(found)}")
+
+
+def _misfit(expected: str, found: str) -> DataError:
+    return DataError(
+        f"from_generator: expected {expected}, as output_signature says, got {found}; correct the signature, or what "
+        f"the generator yields."
+    )
 
 
 def spec_of(part: Nest, n_rows: int | None) -> Nest:

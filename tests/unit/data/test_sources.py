@@ -15,6 +15,7 @@ import hpcdist
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset
 from hpcdist.data.iterator import Delivery
+from hpcdist.data.rows import TensorSpec
 from hpcdist.data.sources import RowSource
 from hpcdist.errors import DataError
 from hpcdist.plan.sample_order import SampleOrder
@@ -476,3 +477,47 @@ def test_tensors_stay_as_they_are_where_torch_uses_no_gpu():
     parts = list(Dataset.from_tensor_slices(rows).batch(4).prefetch(1))
     assert not parts[0].is_pinned()
     assert torch.equal(parts[0], rows)
+
+
+def spec(shape, dtype):
+    return TensorSpec(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("signature", "row", "expected"),
+    [
+        (spec((), np.float32), 1, np.float32(1)),
+        (spec((3,), np.int64), [1, 2, 3], np.array([1, 2, 3])),
+        (spec((None, 2), np.float32), np.ones((4, 2)), np.ones((4, 2), np.float32)),
+        (spec((2,), torch.float32), np.ones(2, np.int64), torch.ones(2)),
+        (spec((), np.str_), "text", np.array("text")),
+    ],
+)
+def test_rows_of_a_generator_become_what_the_signature_says(signature, row, expected):
+    """So that a rank without rows has an empty part like those of the others."""
+    dataset = Dataset.from_generator(lambda: iter([{"a": row}]), {"a": signature})
+    (found,) = list(dataset)
+    assert isinstance(found["a"], torch.Tensor) == isinstance(expected, torch.Tensor)
+    assert found["a"].dtype == expected.dtype
+    assert found["a"].tolist() == expected.tolist()
+    empty = Dataset.from_generator(lambda: iter([]), {"a": signature}).batch(2).part_without_rows()
+    if signature.dtype is not np.str_:
+        assert empty["a"].dtype == found["a"].dtype
+
+
+@pytest.mark.parametrize(
+    ("signature", "row", "message"),
+    [
+        (spec((), np.int64), 1.5, "expected arrays of .*int64.*, got one of float64"),
+        (spec((), torch.int64), torch.ones(()), "expected arrays of torch.int64, .*, got one of torch.float32"),
+        (spec((3,), np.float32), np.ones(4), r"expected arrays of shape \(3,\), .*, got one of shape \(4,\)"),
+        (spec((None,), np.float32), np.ones((4, 1)), "expected arrays of shape"),
+        ((spec((), np.float32),) * 2, (1.0,), r"expected rows of the form \[\*, \*\], .* got one of the form \[\*\]"),
+        ({"a": spec((), np.float32)}, {"b": 1.0}, "expected rows of the form {'a': \\*}"),
+        ({"a": spec((), np.float32)}, (1.0,), "expected rows of the form"),
+        ((spec((), np.float32),), {"a": 1.0}, "expected rows of the form"),
+    ],
+)
+def test_rows_of_a_generator_that_do_not_fit_its_signature_are_refused(signature, row, message):
+    with pytest.raises(DataError, match=f"from_generator: {message}"):
+        list(Dataset.from_generator(lambda: iter([row]), signature))
