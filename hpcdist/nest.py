@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 #: A leaf, or a tuple, list or dict of nests.
 Nest = Any
 
@@ -35,7 +33,9 @@ def map_nest(function: Callable[..., Any], nest: Nest, *others: Nest) -> Nest:
 
 def is_nest(value: Any) -> bool:
     """Return whether a value has children, as a tuple, list or dict; else it is a leaf."""
-    return isinstance(value, (tuple, list, dict)) and not isinstance(value, (Counter, torch.Size))
+    if not isinstance(value, (tuple, list, dict)) or isinstance(value, Counter):
+        return False
+    return f"{type(value).__module__}.{type(value).__name__}" != "torch.Size"  # torch is not imported here
 
 
 def leaves(nest: Nest) -> list[Any]:
