@@ -48,6 +48,23 @@ class ClusterResolver(ABC):
         """Host name -> the one task whose address names it; empty if addresses are labels."""
         return {}
 
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """Return the address of a task, default this process's; empty text where the task or the cluster is unknown.
+
+        Args:
+            task_type, task_id: of the task.
+            rpc_layer: such as "grpc", which comes before the address, with "://".
+
+        Raises:
+            ConfigurationError: if the cluster has no such task.
+        """
+        type_ = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        if type_ is None or index is None or not self.cluster_spec():
+            return ""
+        address = self.cluster_spec().task_address(type_, index)
+        return f"{rpc_layer}://{address}" if rpc_layer else address
+
 
 class SimpleClusterResolver(ClusterResolver):
     """A resolver for a given cluster and task.

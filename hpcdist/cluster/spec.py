@@ -92,6 +92,14 @@ class ClusterSpec:
         """Return the number of tasks of one type; 0 for a type that the cluster does not have."""
         return len(self.as_dict().get(type_, ()))
 
+    def task_indices(self, type_: str) -> list[int]:
+        """Return the indices of the tasks of one type: all from 0 on.
+
+        Raises:
+            ConfigurationError: if the cluster has no such type.
+        """
+        return list(range(len(self.job_tasks(type_))))
+
     def task_address(self, type_: str, index: int) -> str:
         """Return the address of one task.
 

@@ -70,13 +70,16 @@ def _parse_task(task: Any, spec: ClusterSpec) -> Task:
             f'TF_CONFIG: expected "task" as an object, got {task!r}; write {{"type": "worker", "index": 0}}.'
         )
     _check_keys(task, ("type", "index"), "TF_CONFIG.task")
-    for key, kind in (("type", str), ("index", int)):
-        if type(task.get(key)) is not kind:
+    type_, index = task.get("type"), task.get("index")
+    if type(index) is str and index.isdecimal():  # as scripts write it, and TensorFlow takes it
+        index = int(index)
+    for key, value, kind in (("type", type_, str), ("index", index, int)):
+        if type(value) is not kind:
             raise ConfigurationError(
                 f"TF_CONFIG.task: expected {key!r} as {'text' if kind is str else 'a whole number'}, "
-                f'got {task.get(key)!r}; write {{"type": "worker", "index": 0}}.'
+                f'got {value!r}; write {{"type": "worker", "index": 0}}.'
             )
-    found = Task(task["type"], task["index"])
+    found = Task(type_, index)
     spec.check_task(found)
     return found
 

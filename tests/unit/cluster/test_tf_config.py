@@ -20,6 +20,22 @@ def test_reads_cluster_and_task():
     assert found.resolve(0, 3) == (found.cluster_spec(), Task("worker", 1))
 
 
+def test_an_index_may_be_text():
+    found = resolver({"cluster": CLUSTER, "task": {"type": "worker", "index": "1"}})
+    assert found.task_id == 1
+    assert found.cluster_spec().task_indices("worker") == [0, 1]
+
+
+def test_master_is_the_address_of_a_task():
+    found = resolver({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}})
+    assert (found.master(), found.master(rpc_layer="grpc")) == ("h2:1", "grpc://h2:1")
+    assert found.master("chief", 0) == "h0:1"
+    assert resolver({"cluster": CLUSTER}).master() == ""
+    assert TFConfigClusterResolver("worker", 1, environ={}).master() == ""
+    with pytest.raises(ConfigurationError, match="from 0 to 1, got 2"):
+        found.master("worker", 2)
+
+
 def test_constructor_overrides_the_task():
     found = resolver({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}}, task_type="chief", task_id=0)
     assert (found.task_type, found.task_id) == ("chief", 0)
