@@ -52,7 +52,8 @@ class ClusterResolver(ABC):
         """Return the address of a task, default this process's; empty text where the task or the cluster is unknown.
 
         Args:
-            task_type, task_id: of the task.
+            task_type: of the task.
+            task_id: its index.
             rpc_layer: such as "grpc", which comes before the address, with "://".
 
         Raises:
@@ -322,6 +323,6 @@ class TPUClusterResolver(SimpleClusterResolver):
         self.tpu = tpu or "local"
         super().__init__(ClusterSpec({}))
 
-    def master(self) -> str:
-        """Return the TPU's name."""
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """Return the TPU's name, whichever task is asked for."""
         return self.tpu

@@ -70,7 +70,8 @@ def _parse_task(task: Any, spec: ClusterSpec) -> Task:
             f'TF_CONFIG: expected "task" as an object, got {task!r}; write {{"type": "worker", "index": 0}}.'
         )
     _check_keys(task, ("type", "index"), "TF_CONFIG.task")
-    type_, index = task.get("type"), task.get("index")
+    type_: Any = task.get("type")
+    index: Any = task.get("index")
     if type(index) is str and index.isdecimal():  # as scripts write it, and TensorFlow takes it
         index = int(index)
     for key, value, kind in (("type", type_, str), ("index", index, int)):
