@@ -21,6 +21,9 @@ class Trained:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
 
+    def parameters(self):
+        return [*self.model.parameters(), *self.frozen.parameters()]
+
     def step(self, before=lambda: None, after=lambda: None):
         def step():
             self.optimizer.zero_grad()
@@ -77,8 +80,8 @@ def test_a_merge_call_writes_once(trained, write):
     """And code outside of run may write as it likes."""
 
     def values():
-        tensors = (*trained.model.parameters(), *trained.frozen.parameters())
-        return [torch.tensor(trained.optimizer.param_groups[0]["lr"]), *(tensor.detach().clone() for tensor in tensors)]
+        rate = torch.tensor(trained.optimizer.param_groups[0]["lr"])
+        return [rate, *(parameter.detach().clone() for parameter in trained.parameters())]
 
     before = values()
     trained.strategy.run(lambda: hpcdist.get_replica_context().merge_call(lambda strategy: WRITES[write](trained)))
@@ -93,7 +96,7 @@ def test_writes_past_torch_s_counters_are_found_later_too(trained):
     """Of one parameter after another, once the first runs are over."""
 
     def go_on():
-        for _ in range(4):
+        for _ in range(len(trained.parameters()) * shared_writes._HASHED_RUN):
             trained.step(after=lambda: trained.model.weight.data.mul_(0.5))
 
     for _ in range(shared_writes._N_HASHED_RUNS):
