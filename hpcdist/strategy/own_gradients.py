@@ -1,6 +1,6 @@
 """Gradients that the program has computed itself, as by torch.autograd.grad: summed over all replicas, then stepped."""
 
-import functools
+import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -76,4 +76,17 @@ def offer(strategy: "Strategy", optimizer: Optimizer) -> None:
     torch copies and pickles an optimizer without it.
     """
     if not hasattr(optimizer, "apply_gradients"):
-        optimizer.apply_gradients = functools.partial(strategy.apply_gradients, optimizer)  # type: ignore[attr-defined]
+        optimizer.apply_gradients = _Method(strategy, optimizer)  # type: ignore[attr-defined]
+
+
+class _Method:
+    """`optimizer.apply_gradients(grads_and_params)`, without a cycle from the optimizer to itself."""
+
+    def __init__(self, strategy: "Strategy", optimizer: Optimizer) -> None:
+        self._strategy, self._optimizer = strategy, weakref.ref(optimizer)
+
+    def __call__(self, grads_and_params: GradientsAndParameters) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise UsageError("apply_gradients: expected its optimizer alive, got it gone; keep it in a variable.")
+        self._strategy.apply_gradients(optimizer, grads_and_params)

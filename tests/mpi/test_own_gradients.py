@@ -1,6 +1,8 @@
 """Gradients that a program computes itself: `apply_gradients`, and sums by `all_reduce` that an optimizer steps on."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -139,8 +141,22 @@ def test_outside_of_run(comm):
     rank_rows = rows()[comm.rank :: comm.size]
     trained.optimizer.apply_gradients(zip(gradients_of(trained.model, rank_rows), trained.parameters, strict=True))
     torch.testing.assert_close(trained.parameters, trained_alone(1))
+    fixed = Trained(comm.size)
     with pytest.raises(RuntimeError, match="apply_gradients: expected a call inside strategy.run"):
-        Trained(comm.size).optimizer.apply_gradients([])
+        fixed.optimizer.apply_gradients([])
+
+
+def test_the_method_keeps_nothing_alive(comm):
+    """Else a loss outside of scopes would find several strategies."""
+    trained = Trained()
+    method, strategy = trained.optimizer.apply_gradients, weakref.ref(trained.strategy)
+    del trained
+    gc.collect()
+    with pytest.raises(UsageError, match="apply_gradients: expected its optimizer alive"):
+        method([])
+    del method
+    gc.collect()
+    assert strategy() is None
 
 
 @pytest.mark.parametrize("strategy", [hpcdist.get_strategy, lambda: hpcdist.OneDeviceStrategy("cpu")])

@@ -37,9 +37,8 @@ class Trained:
 
 @pytest.fixture(params=["one replica a rank", "several"])
 def trained(request, comm):
-    if comm.size == 1 and request.param == "one replica a rank":
-        return Trained(2)
-    trained = Trained(comm.size if request.param == "one replica a rank" else 2 * comm.size + 1)
+    is_single = request.param == "one replica a rank" and comm.size > 1
+    trained = Trained(comm.size if is_single else 2 * comm.size + 1)
     trained.step()
     return trained
 
