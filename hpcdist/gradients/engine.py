@@ -80,7 +80,7 @@ class GradientEngine:
         self._state = ReplicaState(own, functools.partial(world.agree, comm=self._comm))
         self._writes = SharedWrites(self._optimizers) if has_fixed_replicas and self._n_replicas > 1 else None
         switched: list[Switched] = [self._state, self.generators] if has_fixed_replicas else []
-        self.scheduler = ReplicaScheduler(own, switched if self._writes is None else [self._writes, *switched])
+        self.scheduler = ReplicaScheduler(own, switched if self._writes is None else [*switched, self._writes])
         has_several = len(own) > 1
         after_average = self._state.share if has_fixed_replicas and not has_several else None
         self.sums = GradientSums(reducer, is_mean, world.step_flags, after_average)
@@ -93,6 +93,7 @@ class GradientEngine:
         self._trained: IdentitySet[nn.Parameter] = IdentitySet()
         self._broadcast_already: IdentitySet[Tensor] = IdentitySet()
         self._own_sums: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._shapes: frozenset[torch.Size] = frozenset()
         self._forward_handle: torch_hooks.Handle | None = None
         self._n_collectives: int | None = None  # of the group, when the last part of a batch came
         self._has_warned = False
@@ -141,11 +142,13 @@ class GradientEngine:
     def prepare_run(self, batch: Any) -> None:
         """Do what `prepare` does; draw random numbers by replica from the first call on, with or without a model.
 
-        Collective as `prepare`, and at the first call: `world.role_comm`.
+        Collective as `prepare`, and at the first call with a fixed number of replicas: `world.role_comm`.
         """
         self.prepare(batch)
-        if self.generators.seed is None:
+        if self.generators.seed is None and self._has_fixed_replicas:
             self._start_generators()
+        elif self.generators.seed is None:
+            self.generators.start_alone()
 
     @torch.inference_mode(False)
     def prepare(self, batch: Any = None) -> None:
@@ -216,6 +219,7 @@ class GradientEngine:
         if self._replica_backward is not None:
             self._replica_backward.require_host(alive)
         self.sums.plan(alive, [BufferRecord(buffer, tensor) for buffer, tensor in plan.averaged])
+        self._shapes = frozenset(owner.shape for _, owner in alive)
         self._state.watch([record for record, _ in alive], plan.buffers)
         if self._writes is not None:
             self._writes.watch(plan.parameters)
@@ -274,7 +278,7 @@ class GradientEngine:
 
     def are_summed_gradients(self, tensors: Sequence[Tensor]) -> list[bool]:
         """Return which tensors are gradients as a synchronized backward has left them."""
-        if self._n_replicas == 1 or not tensors:
+        if self._n_replicas == 1 or not any(tensor.shape in self._shapes for tensor in tensors):
             return [False] * len(tensors)
         gradients = {id(p.grad): record for record in self._records.values() if (p := record.parameter) is not None}
         return [self._is_left(gradients.get(id(tensor)), tensor) for tensor in tensors]

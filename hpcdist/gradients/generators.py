@@ -29,19 +29,29 @@ class StepGenerators:
         self._states: dict[int | str, list[Tensor]] = {}
         self.seed: int | None = None
         self.step = 0
+        self._is_agreed = False
+        self._key: int | None = None  # the seed of the generators since they were set last
 
     def start(self, seed: int) -> None:
-        """Use `seed` and set the generators for the current step, unless a checkpoint or an earlier start has.
+        """Use `seed`, which all ranks have agreed on, and set the generators for the current step.
 
-        Sequences continue then: the same numbers must not come twice.
+        Where they are set for this step already, sequences continue: the same numbers must not come twice. Not if the
+        program has set a seed since.
         """
-        if self.seed is None:
-            self.seed = seed
+        is_running = bool(self._states) or (self.seed is not None and torch.initial_seed() == self._key)
+        if not self._is_agreed:
+            self.seed, self._is_agreed = seed, True
+        if not is_running:
             self._set()
+
+    def start_alone(self) -> None:
+        """Use this rank's own seed until all agree on one. Ranks draw different numbers all the same."""
+        self.seed = torch.initial_seed()
+        self._set()
 
     def restore(self, seed: int | None, step: int) -> None:
         """Resume at `step` with the seed of a checkpoint."""
-        self.seed, self.step = seed, step
+        self.seed, self.step, self._is_agreed = seed, step, seed is not None
         self._states.clear()
         if seed is not None:
             self._set()
@@ -97,6 +107,7 @@ class StepGenerators:
 
     def _set(self) -> None:
         key = xxhash.xxh3_64_intdigest(f"{self.seed} {self.step} {self._who}".encode()) >> 1
+        self._key = key
         torch.default_generator.manual_seed(key)
         if self._has_cuda:
             torch.cuda.manual_seed(key)

@@ -150,7 +150,8 @@ class Strategy:
         once, by the last one), at `all_reduce`, `all_gather` and `merge_call`. They share the modules' parameters; each
         has gradients, buffers and random numbers of its own. An error in one stops the others.
 
-        Collective at the first call, at the first use of a model made in the scope, and where `fn` reduces.
+        Collective at the first use of a model made in the scope, at the first call where num_replicas was given, and
+        where `fn` reduces.
 
         Args:
             fn: the same calls in the same order on every replica.

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from hpcdist.errors import UsageError
+from hpcdist.strategy import context
 from hpcdist.strategy.replica_context import ReplicaContext
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def apply_gradients(replica: ReplicaContext, optimizer: Optimizer, pairs: Gradie
                 "apply_gradients: expected gradients that are all summed or all of this replica, got some that "
                 "backward or all_reduce has summed; pass p.grad of every parameter, or none."
             )
+        _require_unsummed(strategy, parameters)
         gradients = _sums(replica, gradients, parameters)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -54,12 +56,23 @@ def _split(optimizer: Optimizer, pairs: list[tuple[Tensor | None, Tensor]]) -> t
     return [gradient for gradient, _ in pairs], [parameter for _, parameter in pairs]
 
 
+def _require_unsummed(strategy: "Strategy", parameters: list[Tensor]) -> None:
+    """Raise where a backward has left sums, as the gradients that were given may be made of them."""
+    left = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if any(strategy._are_summed_gradients(left)):
+        raise UsageError(
+            "apply_gradients: expected gradients of this replica, got others than those that backward has summed and "
+            "left in p.grad; pass p.grad itself, changed in place if need be, or call zero_grad() before."
+        )
+
+
 def _sums(replica: ReplicaContext, gradients: list[Tensor | None], parameters: list[Tensor]) -> list[Tensor | None]:
     """Return the sums over all replicas; None where no replica has a gradient."""
-    if replica.strategy._is_mean:
+    if replica.strategy._is_mean is not False and replica.num_replicas_in_sync > 1:
+        found = "MEAN, which weighs them by rows that only backward knows" if replica.strategy._is_mean else "none"
         raise UsageError(
-            "apply_gradients: expected a strategy that sums gradients, got gradient_op MEAN, which weighs them by rows "
-            "that only backward knows; make the strategy with ReduceOp.SUM and divide losses by the global batch."
+            f"apply_gradients: expected a strategy that sums gradients, got gradient_op {found}; scale the loss by "
+            f"hpcdist.compute_average_loss, or divide it by the global batch and make the strategy with ReduceOp.SUM."
         )
     rows = [
         torch.zeros_like(parameter) if gradient is None else gradient.detach()
@@ -80,13 +93,22 @@ def offer(strategy: "Strategy", optimizer: Optimizer) -> None:
 
 
 class _Method:
-    """`optimizer.apply_gradients(grads_and_params)`, without a cycle from the optimizer to itself."""
+    """`optimizer.apply_gradients(grads_and_params)`.
+
+    A strategy with several replicas lives as long as its models, not as long as an optimizer: helpers outside of scopes
+    look for those that are alive.
+    """
 
     def __init__(self, strategy: "Strategy", optimizer: Optimizer) -> None:
-        self._strategy, self._optimizer = strategy, weakref.ref(optimizer)
+        is_registered = any(strategy is one for one in context.alive())
+        self._strategy = weakref.ref(strategy) if is_registered else lambda: strategy
+        self._optimizer = weakref.ref(optimizer)
 
     def __call__(self, grads_and_params: GradientsAndParameters) -> None:
-        optimizer = self._optimizer()
-        if optimizer is None:
-            raise UsageError("apply_gradients: expected its optimizer alive, got it gone; keep it in a variable.")
-        self._strategy.apply_gradients(optimizer, grads_and_params)
+        strategy, optimizer = self._strategy(), self._optimizer()
+        if strategy is None or optimizer is None:
+            raise UsageError(
+                "apply_gradients: expected the optimizer, and a model made in the strategy's scope, alive, got one "
+                "that is gone; keep them in variables."
+            )
+        strategy.apply_gradients(optimizer, grads_and_params)

@@ -1,7 +1,8 @@
 """Values of the replicas of this process, and nests of them."""
 
+import copy
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from hpcdist.errors import UsageError
@@ -36,20 +37,25 @@ def select(local_index: int, nest: Any) -> Any:
     def chosen(leaf: Any) -> Any:
         if isinstance(leaf, DistributedValues):
             return leaf.values[local_index]
-        if is_dataclass(leaf) and not isinstance(leaf, type) and _is_distributed(leaf):
-            return replace(
-                leaf, **{one.name: select(local_index, getattr(leaf, one.name)) for one in fields(leaf) if one.init}
-            )
-        return leaf
+        if not _is_distributed(leaf, set()):
+            return leaf
+        changed = copy.copy(leaf)  # not made anew, which would run its __post_init__ again
+        for one in fields(leaf):
+            object.__setattr__(changed, one.name, select(local_index, getattr(leaf, one.name)))
+        return changed
 
     return map_nest(chosen, nest)
 
 
-def _is_distributed(leaf: Any) -> bool:
-    """Return whether a leaf is DistributedValues, or a dataclass that holds some."""
-    if is_dataclass(leaf) and not isinstance(leaf, type):
-        return any(_is_distributed(held) for one in fields(leaf) for held in leaves(getattr(leaf, one.name, None)))
-    return isinstance(leaf, DistributedValues)
+def _is_distributed(leaf: Any, seen: set[int]) -> bool:
+    """Return whether a leaf is DistributedValues, or a dataclass that holds some; `seen`: dataclasses it is inside."""
+    if not is_dataclass(leaf) or isinstance(leaf, type):
+        return isinstance(leaf, DistributedValues)
+    if id(leaf) in seen:
+        return False
+    seen.add(id(leaf))
+    held = [getattr(leaf, one.name, None) for one in fields(leaf)]
+    return any(_is_distributed(child, seen) for value in held for child in leaves(value))
 
 
 def local_values(value: Any) -> tuple[Any, ...]:

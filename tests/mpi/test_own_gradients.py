@@ -46,8 +46,8 @@ def trained_alone(n_steps):
 class Trained:
     """A strategy, and a model and an optimizer of it."""
 
-    def __init__(self, n_replicas=None, **options):
-        self.strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=n_replicas, **options)
+    def __init__(self, n_replicas=None, gradient_op="sum"):
+        self.strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=n_replicas, gradient_op=gradient_op)
         with self.strategy.scope():
             self.model = make_model()
             self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
@@ -146,17 +146,17 @@ def test_outside_of_run(comm):
         fixed.optimizer.apply_gradients([])
 
 
-def test_the_method_keeps_nothing_alive(comm):
+def test_an_optimizer_does_not_keep_the_strategy_alive(comm):
     """Else a loss outside of scopes would find several strategies."""
-    trained = Trained()
-    method, strategy = trained.optimizer.apply_gradients, weakref.ref(trained.strategy)
-    del trained
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    reference = weakref.ref(strategy)
+    del strategy
     gc.collect()
-    with pytest.raises(UsageError, match="apply_gradients: expected its optimizer alive"):
-        method([])
-    del method
-    gc.collect()
-    assert strategy() is None
+    assert reference() is None
+    with pytest.raises(UsageError, match="apply_gradients: expected the optimizer, and a model"):
+        optimizer.apply_gradients([])
 
 
 @pytest.mark.parametrize("strategy", [hpcdist.get_strategy, lambda: hpcdist.OneDeviceStrategy("cpu")])
@@ -174,7 +174,7 @@ def test_a_sum_of_summed_gradients_is_refused(trained, comm):
         trained.model(trained.own_rows()).sum().backward()
         return hpcdist.get_replica_context().all_reduce("sum", [parameter.grad for parameter in trained.parameters])
 
-    trained = Trained(trained.strategy.num_replicas_in_sync + 1, gradient_op="sum")
+    trained = Trained(trained.strategy.num_replicas_in_sync + 1)
     with pytest.raises(UsageError, match="all_reduce: expected values of this replica, got a gradient that backward"):
         trained.strategy.run(step)
 
@@ -185,7 +185,13 @@ def mixed(trained):
     return [(gradients[0].clone(), trained.parameters[0]), *zip(gradients[1:], trained.parameters[1:], strict=True)]
 
 
+def made_of_sums(trained):
+    (trained.model(trained.own_rows()).sum() * 0.1).backward()
+    return [(parameter.grad * 0.5, parameter) for parameter in trained.parameters]
+
+
 WRONG = {
+    "made of sums": (made_of_sums, "expected gradients of this replica, got others than those that backward"),
     "parameters": (lambda t: [(torch.ones(1), nn.Parameter(torch.ones(1)))], "that is none of them"),
     "shapes": (lambda t: [(torch.ones(1), t.parameters[0])], r"expected a gradient of shape \(4, 3\)"),
     "some sums": (mixed, "expected gradients that are all summed"),
@@ -194,7 +200,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_pairs_are_refused(comm, wrong):
-    trained = Trained(comm.size + 1, gradient_op="sum")
+    trained = Trained(comm.size + 1)
     make, message = WRONG[wrong]
     with pytest.raises(UsageError, match=message):
         trained.strategy.run(lambda: trained.optimizer.apply_gradients(make(trained)))
@@ -211,8 +217,9 @@ def test_gradients_that_were_not_summed_are_refused(comm):
         trained.strategy.run(step)
 
 
-def test_a_mean_is_refused(comm):
-    """It is weighted by rows, which are unknown here."""
-    trained = Trained(comm.size + 1, gradient_op="mean")
+@pytest.mark.parametrize("gradient_op", ["mean", None])
+def test_other_ops_than_sums_are_refused(comm, gradient_op):
+    """A mean is weighted by rows, which are unknown here."""
+    trained = Trained(comm.size + 1, gradient_op)
     with pytest.raises(UsageError, match="apply_gradients: expected a strategy that sums"):
         trained.strategy.run(by_optimizer, args=(trained,))

@@ -150,6 +150,10 @@ class Rows:
 
     x: Any
     name: str = "x"
+    n_made: int = 0
+
+    def __post_init__(self):
+        self.n_made += 1
 
 
 def test_run_takes_dataclasses_and_keeps_counters_and_sizes_whole(strategy):
@@ -542,6 +546,30 @@ def test_replicas_draw_their_own_numbers_without_a_model(comm):
     numbers = comm.allgather(draw())
     assert len(set(sum(numbers, []))) == 2 * comm.size
     assert comm.allgather(draw()) == numbers
+
+
+@pytest.mark.parametrize("n_replicas", [None, 7])
+def test_numbers_go_on_after_an_error_and_a_seed_set_meanwhile_is_used(comm, n_replicas):
+    def draw():
+        numbers.append(torch.rand(1).item())
+
+    def fail():
+        draw()
+        raise KeyError("mine")
+
+    numbers = []
+    strategy = Strategy(num_replicas=n_replicas)
+    strategy.run(draw)
+    with pytest.raises(KeyError):
+        strategy.run(fail)
+    strategy.run(draw)
+    assert len(set(numbers)) == len(numbers)
+    torch.manual_seed(5)
+    if n_replicas is None:
+        with strategy.scope():
+            model = nn.Linear(1, 1)
+        strategy.run(lambda: model(torch.ones(1, 1)))
+        assert len(set(comm.allgather(torch.rand(1).item()))) == comm.size
 
 
 def test_what_takes_one_replica_per_rank_is_refused(strategy, comm):

@@ -9,12 +9,12 @@ a lock.
 import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
 
-from hpcdist.errors import DesyncError
+from hpcdist.errors import DesyncError, UsageError
 
 
 class Switched(Protocol):
@@ -119,6 +119,13 @@ class ReplicaScheduler:
         self._resume(replica)
         try:
             result = call()
+        except BaseException:
+            with suppress(
+                UsageError
+            ):  # of the look at shared parameters, which comes last: the program's own error goes on
+                self._suspend(replica)
+            raise
+        else:
             self._suspend(replica)
         finally:
             self._local.replica = None
@@ -136,6 +143,7 @@ class ReplicaScheduler:
         except _StoppedError:
             return
         except BaseException as error:  # noqa: BLE001  raised again in the thread that called run
+            self._suspend_failed(replica)
             round_.fail(error)
 
     def barrier(self, point: str) -> None:
@@ -216,6 +224,11 @@ class ReplicaScheduler:
     def _suspend(self, replica: int) -> None:
         for state in self._switched:
             state.suspend(replica)
+
+    def _suspend_failed(self, replica: int) -> None:
+        """Save the state of a replica that has raised: it must not draw the same numbers again."""
+        with suppress(UsageError):  # of `SharedWrites`, which comes last: the program's own error is raised
+            self._suspend(replica)
 
     def _resume(self, replica: int) -> None:
         for state in self._switched:

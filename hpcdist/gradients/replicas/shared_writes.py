@@ -32,7 +32,7 @@ class SharedWrites:
     one replica on this rank it looks too: a program must not depend on how many ranks there are.
 
     A write that torch counts is found at once. One past its counters, through `.data` or numpy, is found by digests: in
-    the first runs at once, later if it goes on.
+    the first runs at once, later if it comes in such a run.
 
     Args:
         optimizers: those of the scope.
@@ -76,9 +76,11 @@ class SharedWrites:
         """Let the block write."""
         is_turn = self._marks is not None
         self.end()
-        yield
-        if is_turn:
-            self.begin()
+        try:
+            yield
+        finally:
+            if is_turn:
+                self.begin()
 
     def begin(self) -> None:
         """Look at what there is when a replica's turn begins, or goes on."""
