@@ -30,6 +30,7 @@ from hpcdist.data.prefetch import Items, on_device
 from hpcdist.data.rows import spec_of
 from hpcdist.errors import DataError
 from hpcdist.nest import Nest
+from hpcdist.plan.sample_order import UNKNOWN, SampleOrder
 
 logger = logging.getLogger("hpcdist")
 
@@ -65,6 +66,14 @@ def _plan_of(dataset: Dataset, replicas: range, n_replicas: int) -> Plan:
             f"or use AutoShardPolicy.DATA."
         )
     return ShardedBatches(order, [dataset.shard_of(n_replicas, one) for one in range(n_replicas)], replicas)
+
+
+def _in_parts(order: SampleOrder, n_replicas: int) -> SampleOrder:
+    """Return an order whose batches are a replica's parts of the global ones; what those drop, it drops."""
+    batch_rows, limit = order.batch_rows or 1, order.run_limit
+    if order.drop_remainder and order.n_rows != UNKNOWN and not math.isinf(order.run_rows):
+        limit = order.run_rows // batch_rows * batch_rows
+    return replace(order, batch_rows=-(-batch_rows // n_replicas), run_limit=limit)
 
 
 class DistributedInput(ABC):
@@ -103,12 +112,18 @@ class DistributedInput(ABC):
                 if number != self._n_begun:
                     raise DataError(
                         "next: expected one iterator at a time over a distributed dataset, whose cursor is saved, got "
-                        "this one after a newer one was begun; end this one first, or distribute the dataset again."
+                        "this one after a newer one was begun, or a cursor was loaded; end this one first, or "
+                        "distribute the dataset again."
                     )
                 poll()
         self._end_pass()
         if self._delivery.on_batch is not None:
             self._delivery.on_batch(None)
+
+    def _resume(self) -> None:
+        """Let the next iterator continue at the cursor that was loaded; one that is in use raises from now on."""
+        self._is_resumed = True
+        self._n_begun += 1
 
     @property
     @abstractmethod
@@ -179,8 +194,7 @@ class DistributedDataset(DistributedInput):
         super().__init__(len(replicas), delivery or Delivery(), options)
         self._batch_rows = dataset.order.batch_rows
         if dataset.policy is AutoShardPolicy.OFF:
-            n_part = -(-(dataset.order.batch_rows or 1) // n_replicas)
-            dataset = replace(dataset, order=replace(dataset.order, batch_rows=n_part))
+            dataset = replace(dataset, order=_in_parts(dataset.order, n_replicas))
         self._dataset = self._prefetched(dataset)
         self._replicas, self._n_replicas = replicas, n_replicas
         self._cursor = Cursor()
@@ -267,7 +281,7 @@ class DistributedDataset(DistributedInput):
             )
         *stream, pass_epoch = state.get("stream") or (0, 0, 0, 0)
         self._cursor = Cursor(state["position"], state["pass_start"], StreamPosition(*stream), pass_epoch)
-        self._is_resumed = True
+        self._resume()
 
 
 def contexts_of(
@@ -408,4 +422,4 @@ class DistributedFromFunction(DistributedInput):
             )
         self.set_seed(state["seed"])
         self._n_passes, self._n_steps = state["passes"], state["steps"]
-        self._is_resumed = True
+        self._resume()

@@ -13,8 +13,8 @@ class AutoShardPolicy(enum.Enum):
     of all files in one global order for AUTO and DATA, so that a restart on other ranks is exact.
 
     Attributes:
-        OFF: every pipeline gets everything; with a distributed dataset every replica, a part of the global batch at a
-            time.
+        OFF: every pipeline gets everything; with a distributed dataset each replica reads all rows, ceil(batch / N) of
+            them a step.
         AUTO: FILE when the rows come from files, else DATA. Too few files are an error, not a reason for DATA.
         FILE: every n-th file; an error when there are fewer files than pipelines.
         DATA: every n-th element.

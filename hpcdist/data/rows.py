@@ -75,7 +75,7 @@ def zeros_like(specs: Nest) -> Nest:
 
     def zeros(spec: Any) -> Any:
         make = torch.zeros if isinstance(spec.dtype, torch.dtype) else np.zeros
-        return make([size or 0 for size in spec.shape], dtype=spec.dtype)
+        return make([size or 0 for size in spec.shape or ()], dtype=spec.dtype)
 
     return map_nest(zeros, specs)
 
@@ -99,18 +99,33 @@ def _fitted_array(spec: Any, value: Any) -> Any:
     if isinstance(spec.dtype, torch.dtype):
         tensor = torch.as_tensor(value)
         _check_shape(spec, tensor.shape)
-        if not torch.can_cast(tensor.dtype, spec.dtype):
-            raise _misfit(f"arrays of {spec.dtype}", f"one of {tensor.dtype}")
-        return tensor.to(spec.dtype)
-    array = np.asarray(value)
-    _check_shape(spec, array.shape)
-    if not np.can_cast(array.dtype, spec.dtype, "same_kind"):
-        raise _misfit(f"arrays of {np.dtype(spec.dtype)}", f"one of {array.dtype}")
-    return array.astype(spec.dtype, copy=False)
+        made: Any = tensor.to(spec.dtype)
+        is_kept = torch.can_cast(tensor.dtype, spec.dtype) and _is_kept(tensor, made, spec.dtype.is_floating_point)
+        found: Any = tensor.dtype
+    else:
+        array = np.asarray(value)
+        _check_shape(spec, array.shape)
+        kinds = array.dtype.kind + np.dtype(spec.dtype).kind
+        with np.errstate(over="ignore"):  # found below
+            made = array.astype(spec.dtype) if array.dtype != spec.dtype else array
+        is_kind = np.can_cast(array.dtype, spec.dtype, "same_kind") or (kinds[0] in "biu" and kinds[1] in "iu")
+        is_kept = is_kind and (kinds[1] not in "iuf" or _is_kept(array, made, kinds[1] == "f"))
+        found = array.dtype
+    if not is_kept:
+        raise _misfit(f"arrays of {spec.dtype}", f"one of {found} that does not fit: {str(value)[:60]}")
+    return made
+
+
+def _is_kept(given: Any, made: Any, is_float: bool) -> bool:
+    """Return whether whole numbers are the same after a conversion, and floats no less finite."""
+    if made.dtype == given.dtype:
+        return True
+    library: Any = torch if isinstance(given, torch.Tensor) else np
+    return bool((library.isfinite(made) == library.isfinite(given)).all() if is_float else (made == given).all())
 
 
 def _check_shape(spec: Any, found: Sequence[int]) -> None:
-    shape = tuple(spec.shape)
+    shape = tuple(found) if spec.shape is None else tuple(spec.shape)
     if len(shape) != len(found) or any(size not in (None, own) for size, own in zip(shape, found, strict=True)):
         raise _misfit(f"arrays of shape {shape}", f"one of shape {tuple(found)}")
 

@@ -123,9 +123,11 @@ def _describe(value: Any, shape: Iterable[int]) -> str:
 def _require_alike(exchange: Exchange, call: str, described: Sequence[Sequence[str]]) -> float:
     """Return the number of all replicas, or raise on every rank when their calls or values do not fit together.
 
-    Every exchange of values begins with this message, which always has the same size: ranks that make other calls, or
-    the same ones in another order, are found before any value is mixed with another. Sums of x and x*x over n replicas
-    show whether all x are equal. x is a digest of 20 bits, so that the sums are exact for thousands of replicas.
+    Every exchange of values begins with this message, which always has the same size: ranks that make other calls are
+    found before any value is mixed with another. Two calls that are alike, of other values, are not told apart.
+
+    Sums of x and x*x over n replicas show whether all x are equal. x is a digest of 20 bits, so that the sums are exact
+    for thousands of replicas.
     """
     texts = ["; ".join([call, *own]) for own in described]
     digests = [float(xxhash.xxh3_64_intdigest(text.encode()) % (1 << 20)) for text in texts]
@@ -226,8 +228,10 @@ def reduce_over_axis(exchange: Exchange, op: ReduceOp, values: list[Any], axis: 
         np.array(array.sum(axis=own, dtype=array.dtype) if own else array, order="C")
         for array, own in zip(arrays, axes, strict=True)
     ]
-    described = [[_describe(value, one.shape)] for value, one in zip(values, totals, strict=True)]
-    _require_alike(exchange, f"reduce {op.name} over an axis", described)
+    described = [
+        [f"axes {own}", _describe(value, one.shape)] for value, own, one in zip(values, axes, totals, strict=True)
+    ]
+    _require_alike(exchange, f"reduce {op.name}", described)
     total = exchange.sum_over_replicas([one.reshape(-1) for one in totals]).reshape(totals[0].shape)
     n_elements = 1.0
     if op is ReduceOp.MEAN:
@@ -298,7 +302,7 @@ def gather_values(exchange: Exchange, values: list[Any], axis: int) -> tuple[Any
     """
     if isinstance(axis, bool) or not hasattr(axis, "__index__"):
         raise TypeError(f"gather: expected axis as an int, got {axis!r}; pass axis=0.")
-    _require_alike(exchange, "gather", [[] for _ in values])
+    _require_alike(exchange, "gather", [[_axis_text(axis, value)] for value in values])
     rows, error = [], None
     try:
         rows = _rows_along(values, axis)
@@ -308,6 +312,12 @@ def gather_values(exchange: Exchange, values: list[Any], axis: int) -> tuple[Any
     starts = np.cumsum([start, *(len(row) for row in rows[:-1])]).tolist()
     back = np.ascontiguousarray(np.moveaxis(joined, 0, operator.index(axis) % joined.ndim))
     return from_host(values[0], back), starts
+
+
+def _axis_text(axis: int, value: Any) -> str:
+    """Return which axis of a value is meant; of a number, which has none, that it was given."""
+    n_dims = getattr(value, "ndim", 0)
+    return f"axis {operator.index(axis) % n_dims} of {n_dims}" if n_dims else "a number"
 
 
 def _rows_along(values: list[Any], axis: int) -> list[Array]:

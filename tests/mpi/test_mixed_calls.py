@@ -24,6 +24,7 @@ class Values:
         self.strategy.run(self.update)
         self.number = self.strategy.run(lambda: torch.tensor(1.0))
         self.rows = self.strategy.run(lambda: torch.ones(3))
+        self.square = self.strategy.run(lambda: torch.ones(2, 2))
 
     def update(self):
         self.loss.update_state([1.0])
@@ -41,6 +42,10 @@ class Values:
             "mean": lambda: reduce("mean", self.number, axis=None),
             "sum of rows": lambda: reduce("sum", self.rows, axis=0),
             "gather": lambda: gather(self.rows, axis=0),
+            "gather square": lambda: gather(self.square, axis=0),
+            "gather columns": lambda: gather(self.square, axis=-1),
+            "sum over rows": lambda: reduce("sum", self.square, axis=0),
+            "sum over columns": lambda: reduce("sum", self.square, axis=1),
             "new variable": self.make_variable,
         }
 
@@ -65,6 +70,8 @@ PAIRS = [
     ("sum of rows", "sum"),
     ("gather", "sum"),
     ("gather", "loss"),
+    ("gather square", "gather columns"),
+    ("sum over rows", "sum over columns"),
     ("new variable", "accuracy"),
 ]
 
@@ -74,7 +81,7 @@ def test_calls_in_different_orders_are_refused_on_all_ranks(values, comm, one, o
     own = values.calls()[one if comm.rank else other]
     with pytest.raises(UsageError, match=r"in the same call, got .* here and others elsewhere; let all ranks make"):
         own()
-    assert values.loss.result() == 1, "the same calls go on"
+    assert values.loss.result() == 1, "the next calls are right"
     assert values.accuracy.result() == 3
 
 

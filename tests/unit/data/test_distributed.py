@@ -226,6 +226,10 @@ def test_policy_off_gives_every_replica_all_rows_in_parts_of_the_global_batch(so
     assert parts_of(dataset.batch(4), 2) == [[[0, 1]] * 2, [[2, 3]] * 2, [[4]] * 2]
     assert parts_of(dataset.batch(4, drop_remainder=True), 2) == [[[0, 1]] * 2, [[2, 3]] * 2]
     assert parts_of(dataset.batch(3), 2) == parts_of(dataset.batch(4), 2)
+    if source == "rows":
+        seven = with_policy(Dataset.from_tensor_slices(np.arange(7)), hpcdist.AutoShardPolicy.OFF)
+        parts = parts_of(seven.batch(4, drop_remainder=True).repeat(2), 2)
+        assert parts == [[[0, 1]] * 2, [[2, 3]] * 2] * 2, "rows of the batch that is dropped"
     distributed = DistributedDataset(dataset.batch(4, drop_remainder=True), range(1), 2)
     assert distributed.element_spec.shape == (2,)
     state = distributed.state_dict()
@@ -427,4 +431,9 @@ def test_of_two_iterators_the_older_one_raises(make):
     with pytest.raises(DataError, match="next: expected one iterator at a time"):
         next(training)
     assert distributed.state_dict() == state
-    assert [len(part) for part in distributed] == [2, 2, 2], "a new pass"
+    opened = iter(distributed)
+    next(opened)
+    distributed.load_state_dict(state)
+    with pytest.raises(DataError, match="or a cursor was loaded"):
+        next(opened)
+    assert [part.tolist() for part in distributed] == [[2, 3], [4, 5]], "the rest of the pass of the cursor"

@@ -488,6 +488,9 @@ def spec(shape, dtype):
     [
         (spec((), np.float32), 1, np.float32(1)),
         (spec((3,), np.int64), [1, 2, 3], np.array([1, 2, 3])),
+        (spec((2,), np.uint8), [5, 255], np.array([5, 255], np.uint8)),
+        (spec((), np.float16), 1e3, np.float16(1e3)),
+        (spec(None, np.float32), np.ones((2, 3)), np.ones((2, 3), np.float32)),
         (spec((None, 2), np.float32), np.ones((4, 2)), np.ones((4, 2), np.float32)),
         (spec((2,), torch.float32), np.ones(2, np.int64), torch.ones(2)),
         (spec((), np.str_), "text", np.array("text")),
@@ -501,7 +504,7 @@ def test_rows_of_a_generator_become_what_the_signature_says(signature, row, expe
     assert found["a"].dtype == expected.dtype
     assert found["a"].tolist() == expected.tolist()
     empty = Dataset.from_generator(lambda: iter([]), {"a": signature}).batch(2).part_without_rows()
-    if signature.dtype is not np.str_:
+    if signature.dtype is not np.str_ and signature.shape is not None:
         assert empty["a"].dtype == found["a"].dtype
 
 
@@ -510,6 +513,11 @@ def test_rows_of_a_generator_become_what_the_signature_says(signature, row, expe
     [
         (spec((), np.int64), 1.5, "expected arrays of .*int64.*, got one of float64"),
         (spec((), torch.int64), torch.ones(()), "expected arrays of torch.int64, .*, got one of torch.float32"),
+        (spec((), np.int8), 300, "expected arrays of .*int8.*, got one of int64 that does not fit: 300"),
+        (spec((), np.int32), 2**40, "expected arrays of"),
+        (spec((), torch.uint8), -1, "expected arrays of torch.uint8"),
+        (spec((), np.float16), 1e6, "expected arrays of"),
+        (spec((), torch.float16), 1e6, "expected arrays of"),
         (spec((3,), np.float32), np.ones(4), r"expected arrays of shape \(3,\), .*, got one of shape \(4,\)"),
         (spec((None,), np.float32), np.ones((4, 1)), "expected arrays of shape"),
         ((spec((), np.float32),) * 2, (1.0,), r"expected rows of the form \[\*, \*\], .* got one of the form \[\*\]"),
