@@ -2,9 +2,11 @@
 
 import copy
 import functools
+import gc
 import sys
 import time
 import types
+import weakref
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -546,6 +548,27 @@ def test_replicas_draw_their_own_numbers_without_a_model(comm):
     numbers = comm.allgather(draw())
     assert len(set(sum(numbers, []))) == 2 * comm.size
     assert comm.allgather(draw()) == numbers
+
+
+def test_an_error_in_a_run_does_not_keep_the_strategy_alive(comm):
+    """It holds the frames in which the model is, whose hooks hold the strategy."""
+
+    def fail_in_run():
+        strategy = Strategy(num_replicas=2 * comm.size)
+        with strategy.scope():
+            model = nn.Linear(1, 1)
+
+        def step():
+            model(torch.ones(1, 1)).sum().backward()
+            raise KeyError("mine")
+
+        with pytest.raises(KeyError):
+            strategy.run(step)
+        return weakref.ref(strategy)
+
+    reference = fail_in_run()
+    gc.collect()
+    assert reference() is None
 
 
 @pytest.mark.parametrize("n_replicas", [None, 7])

@@ -58,6 +58,7 @@ class ReplicaScheduler:
         self._contributions: list[Any] = [None] * len(replicas)
         self._results: Sequence[Any] = ()
         self._error: Exception | None = None
+        self._round = _Round(replicas)
 
     @property
     def replica(self) -> int | None:
@@ -90,11 +91,22 @@ class ReplicaScheduler:
             return [self._run_alone(calls[0])] if len(calls) == 1 else self._run_in_threads(calls)
         finally:
             self._is_running = was_running
+            self._forget()
             for state in self._switched:
                 state.end_run()
 
+    def _forget(self) -> None:
+        """Drop values and errors of replicas.
+
+        A model's hooks hold this object, where the garbage collector cannot see it, and an error holds the frames in
+        which the model is: kept here, it would keep the strategy alive for good.
+        """
+        self._contributions, self._results, self._error = [None] * len(self.replicas), (), None
+        if len(self.replicas) > 1:
+            self._round = _Round(self.replicas)
+
     def _run_in_threads(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        round_ = self._round = _Round(self.replicas)
+        round_ = self._round
         threads = [
             threading.Thread(target=self._thread, args=(round_, index, call, contextvars.copy_context()), daemon=True)
             for index, call in enumerate(map(_with_torch_modes, calls))
