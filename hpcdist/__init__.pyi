@@ -33,6 +33,7 @@ from hpcdist.data.options import Options as Options
 from hpcdist.data.options import SHARD_HINT as SHARD_HINT
 from hpcdist.data.sources import RowSource as RowSource
 from hpcdist.resilience.checkpoint import Checkpoint as Checkpoint
+from hpcdist.resilience.checkpoint import load_checkpoint as load_checkpoint
 from hpcdist.resilience.manager import CheckpointManager as CheckpointManager
 from hpcdist.resilience.metrics_file import MetricsFile as MetricsFile
 from hpcdist.resilience.preemption import PreemptionCheckpointHandler as PreemptionCheckpointHandler
@@ -58,6 +59,7 @@ from hpcdist.strategy.values import DistributedValues as DistributedValues
 from hpcdist.strategy.values import Mirrored as Mirrored
 from hpcdist.strategy.values import PerReplica as PerReplica
 from hpcdist.tf_compat import metrics as metrics
+from hpcdist.tf_compat.function import function as function
 from hpcdist.tf_compat.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from hpcdist.tf_compat.sync_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
 from hpcdist.tf_compat.tpu import TPUStrategy as TPUStrategy

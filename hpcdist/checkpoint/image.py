@@ -82,6 +82,10 @@ class FileImage:
         """Fill a part of the file with zeros."""
         self._bytes[offset:end] = 0
 
+    def content(self, offset: int, nbytes: int) -> memoryview:
+        """Return a part of the file, which the next one overwrites."""
+        return self._room[offset : offset + nbytes]
+
     def digest_of_arrays(self) -> str:
         """Return the digest of the arrays, as the header holds it."""
         return xxhash.xxh3_128_hexdigest(self._room[HEADER_BYTES : self.index[0]])

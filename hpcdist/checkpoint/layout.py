@@ -42,7 +42,7 @@ def stored_dtype(dtype: str) -> np.dtype[Any]:
     return _NUMBERS[_STORED_AS.get(dtype, dtype)]
 
 
-def lay_out(image: FileImage, facts: dict[str, Any], state: Any, arrays: list[NamedArray]) -> None:
+def lay_out(image: FileImage, facts: dict[str, Any], state: Any, arrays: list[NamedArray]) -> list[memoryview]:
     """Make `image` the file of a state and copies of its arrays, but for the header, which comes with its blocks.
 
     HDF5 writes its structures into memory, once for all saves of arrays of the same names, dtypes and shapes.
@@ -52,6 +52,9 @@ def lay_out(image: FileImage, facts: dict[str, Any], state: Any, arrays: list[Na
         facts: step, time_s, metrics and written.
         state: the state, as JSON.
         arrays: its arrays.
+
+    Returns:
+        the bytes of each array's copy, in the image.
 
     Cost: one copy of the arrays.
     """
@@ -67,6 +70,7 @@ def lay_out(image: FileImage, facts: dict[str, Any], state: Any, arrays: list[Na
         image.put(offset, np.frombuffer(data, np.uint8))
     image.put(layout.index_offset, np.frombuffer(text.ljust(layout.index_nbytes), np.uint8))
     image.put_all([(offset, array.values) for offset, array in zip(offsets, arrays, strict=True)])
+    return [image.content(offset, array.values.nbytes) for offset, array in zip(offsets, arrays, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def _entries_by_host(spec: ClusterSpec, entries: list[Task], facts: Sequence[Ran
     if len(nodes) != len(entries) or len(facts) < len(entries):
         raise ConfigurationError(
             f"cluster: expected {len(entries)} ranks, or {len(entries)} hosts, for {spec}, got {len(facts)} ranks on "
-            f"{len(nodes)} hosts; start one rank per entry or one host per entry."
+            f"{len(nodes)} hosts; start one rank per entry (mpirun -n {len(entries)}) or one host per entry."
         )
     if all(fact.named != NONE for fact in facts) and len({fact.named for fact in facts}) == len(nodes):
         return [fact.named for fact in facts]

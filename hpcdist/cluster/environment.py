@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -27,6 +28,7 @@ LAUNCHER_VARIABLES = (
     ("PMI_SIZE", "PMI_RANK", "an MPICH-like mpirun or srun --mpi=pmi2"),
     ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MVAPICH's mpirun"),
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
+    ("WORLD_SIZE", "RANK", "torchrun, which starts no MPI"),
 )
 
 #: The id of a batch job: as batch scripts set it, and under Slurm, PBS, LSF and Flux.
@@ -67,6 +69,19 @@ def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
             if int(size) > 1:
                 return Launcher(name, int(size), int(rank))
     return found
+
+
+def unused_tasks(environ: Mapping[str, str]) -> int:
+    """Return how many tasks the Slurm allocation has, if the program runs in it without any launcher; else 0."""
+    tasks = environ.get("SLURM_NTASKS", "")
+    return int(tasks) if launcher_of(environ) is None and environ.get("SLURM_JOB_ID") and tasks.isdecimal() else 0
+
+
+def visible_gpus(environ: Mapping[str, str]) -> int:
+    """Return how many NVIDIA GPUs this process may use: those of CUDA_VISIBLE_DEVICES, else all of the machine."""
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        return len([name for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")])
+    return len([name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)])
 
 
 def timeout_s(environ: Mapping[str, str]) -> float:

@@ -3,13 +3,16 @@
 The resolvers for TF_CONFIG and Slurm are in their own files.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Protocol
 
-from hpcdist.cluster.environment import launcher_of, read_environment
+from hpcdist.cluster.environment import launcher_of, read_environment, visible_gpus
 from hpcdist.cluster.spec import SINGLE_TASK_TYPES, TASK_TYPES, ClusterSpec, Task
 from hpcdist.errors import ConfigurationError, UsageError
+
+logger = logging.getLogger("hpcdist")
 
 _EXAMPLE = "write for example chief:1,ps:2,worker:*"
 
@@ -43,10 +46,20 @@ class ClusterResolver(ABC):
     def task_id(self) -> int | None:
         """This process's task index, or None if unknown."""
 
+    #: Comes before addresses in `master`, with "://", unless another one is given.
+    rpc_layer: str | None = None
+
     @property
     def host_names(self) -> Mapping[str, Task]:
         """Host name -> the one task whose address names it; empty if addresses are labels."""
         return {}
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: object = None
+    ) -> dict[str, int]:
+        """Return {"GPU": n} for the GPUs that this process may use, or {} without any. The arguments are ignored."""
+        n_gpus = visible_gpus(read_environment())
+        return {"GPU": n_gpus} if n_gpus else {}
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """Return the address of a task, default this process's; empty text where the task or the cluster is unknown.
@@ -63,8 +76,8 @@ class ClusterResolver(ABC):
         index = self.task_id if task_id is None else task_id
         if type_ is None or index is None or not self.cluster_spec():
             return ""
-        address = self.cluster_spec().task_address(type_, index)
-        return f"{rpc_layer}://{address}" if rpc_layer else address
+        address, layer = self.cluster_spec().task_address(type_, index), rpc_layer or self.rpc_layer
+        return f"{layer}://{address}" if layer else address
 
 
 class SimpleClusterResolver(ClusterResolver):
@@ -73,7 +86,9 @@ class SimpleClusterResolver(ClusterResolver):
     Args:
         cluster_spec: the cluster; empty if every rank is a worker.
         task_type, task_id: this process's task; None where it follows from the rank.
-        environment, num_accelerators, rpc_layer: accepted for compatibility and ignored.
+        environment: accepted for compatibility and ignored.
+        num_accelerators: what the method of this name returns, by kind of device.
+        rpc_layer: comes before addresses in `master`, with "://".
 
     Raises:
         ConfigurationError: if the cluster has no such task.
@@ -90,12 +105,19 @@ class SimpleClusterResolver(ClusterResolver):
     ) -> None:
         self._spec = cluster_spec
         self._task = None if task_type is None else Task(task_type, task_id or 0)
+        self._accelerators, self.rpc_layer = num_accelerators, rpc_layer
         if self._task and cluster_spec:
             cluster_spec.check_task(self._task)
 
     def resolve(self, rank: int, size: int) -> tuple[ClusterSpec, Task | None]:
         """Return what the constructor was given."""
         return self._spec, self._task
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: object = None
+    ) -> dict[str, int]:
+        """Return what the constructor was given, else the GPUs that this process may use."""
+        return super().num_accelerators() if self._accelerators is None else dict(self._accelerators)
 
     def cluster_spec(self) -> ClusterSpec:
         """Return the cluster."""
@@ -300,28 +322,33 @@ class TPUClusterResolver(SimpleClusterResolver):
     """Every rank is a worker with an XLA device of its machine. It performs no lookup and opens no connection.
 
     Args:
-        tpu: "local", "" or None, or the TPU's name, which is only a label. Addresses are refused, as ranks run on the
-            TPU's own hosts.
+        tpu: "local", "" or None, or the TPU's name, which is only a label. An address, such as grpc://10.0.0.2:8470, is
+            taken for the TPU of the ranks' own hosts, with a warning.
         zone: accepted for compatibility and ignored.
         project: likewise.
         job_name: type of the tasks; must be "worker".
 
     Raises:
-        ConfigurationError: for an address, or another job_name; on this rank only.
+        ConfigurationError: for another job_name; on this rank only.
     """
 
     def __init__(
         self, tpu: str | None = None, zone: str | None = None, project: str | None = None, job_name: str = "worker"
     ) -> None:
         if tpu is not None and ":" in tpu:
-            raise ConfigurationError(
-                f"TPUClusterResolver: expected tpu='local' or a TPU's name, got the address {tpu!r}; start the ranks "
-                f"on the hosts of the TPU."
+            logger.warning(
+                "TPUClusterResolver: expected tpu='local' or a TPU's name, got the address %r: the ranks use the TPU "
+                "of their own hosts.",
+                tpu,
             )
         if job_name != "worker":
             raise ConfigurationError(f"TPUClusterResolver: expected job_name 'worker', got {job_name!r}; leave it out.")
         self.tpu = tpu or "local"
         super().__init__(ClusterSpec({}))
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return all ranks as workers, by the launcher's variables."""
+        return MPIClusterResolver("worker:*").cluster_spec()
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """Return the TPU's name, whichever task is asked for."""

@@ -76,25 +76,38 @@ class SlurmClusterResolver(ClusterResolver):
     Args:
         jobs: task type -> number of tasks; default: every rank a worker.
         port_base: port of the first task on each host; the next task on the host gets the next port.
+        gpus_per_node, gpus_per_task: what `num_accelerators` returns for a task: its own, else the node's by its tasks;
+            default: the GPUs that the process may use.
         tasks_per_node: overrides SLURM_STEP_TASKS_PER_NODE: one count for all nodes, or one per node.
+        auto_set_gpu: accepted for compatibility: ranks take the GPUs of a host in their order, and no variable is set.
+        rpc_layer: comes before addresses in `master`, with "://".
         environ: a mapping to read instead of the process environment.
 
     Raises:
         ConfigurationError: outside a Slurm step, or if the number of tasks differs from the step's.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  they are TensorFlow's
         self,
         jobs: Mapping[str, int] | None = None,
         port_base: int = 8888,
+        gpus_per_node: int | None = None,
+        gpus_per_task: int | None = None,
         tasks_per_node: int | list[int] | None = None,
+        auto_set_gpu: bool = True,
+        rpc_layer: str | None = "grpc",
+        *,
         environ: Mapping[str, str] | None = None,
     ) -> None:
+        self.rpc_layer = rpc_layer
         source = read_environment() if environ is None else environ
         hosts = parse_hostlist(_variable(source, "SLURM_STEP_NODELIST"))
         size = _whole_number(source, "SLURM_STEP_NUM_TASKS")
         counts = _counts_per_node(tasks_per_node, source, len(hosts))
         addresses = [f"{host}:{port_base + i}" for host, count in zip(hosts, counts, strict=True) for i in range(count)]
+        self._gpus_per_task = gpus_per_task
+        if gpus_per_task is None and gpus_per_node is not None:
+            self._gpus_per_task = gpus_per_node // max(counts)
         jobs = {"worker": size} if jobs is None else dict(jobs)
         if not len(addresses) == sum(jobs.values()) == size:
             raise ConfigurationError(
@@ -117,6 +130,15 @@ class SlurmClusterResolver(ClusterResolver):
     def cluster_spec(self) -> ClusterSpec:
         """Return the step's cluster."""
         return self._spec
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: object = None
+    ) -> dict[str, int]:
+        """Return {"GPU": n} for the GPUs of a task, or {} without any."""
+        n_gpus = self._gpus_per_task
+        if n_gpus is None:
+            return super().num_accelerators()
+        return {"GPU": n_gpus} if n_gpus else {}
 
     def get_task_info(self) -> tuple[str, int]:
         """Return (task type, task index) of this rank."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpcdist.cluster.environment import read_environment
-from hpcdist.cluster.resolvers import SimpleClusterResolver
+from hpcdist.cluster.resolvers import ClusterResolver
 from hpcdist.cluster.spec import ClusterSpec, Task
 from hpcdist.errors import ConfigurationError
 
@@ -81,20 +81,28 @@ def _parse_task(task: Any, spec: ClusterSpec) -> Task:
                 f'got {value!r}; write {{"type": "worker", "index": 0}}.'
             )
     found = Task(type_, index)
-    spec.check_task(found)
+    _check_task(found, spec)
     return found
 
 
-class TFConfigClusterResolver(SimpleClusterResolver):
-    """The cluster described by TF_CONFIG. The environment is read once, when the resolver is created.
+def _check_task(task: Task, spec: ClusterSpec) -> None:
+    """Raise ConfigurationError unless the cluster has the task; evaluator 0 need not be listed, and usually is not."""
+    if task != Task("evaluator", 0) or spec.num_tasks("evaluator"):
+        spec.check_task(task)
+
+
+class TFConfigClusterResolver(ClusterResolver):
+    """The cluster described by TF_CONFIG, which is read whenever a property is asked for, as in TensorFlow.
 
     Args:
         task_type, task_id: override the task in TF_CONFIG.
-        rpc_layer, environment: accepted for compatibility and ignored.
+        rpc_layer: comes before addresses in `master`, with "://".
+        environment: accepted for compatibility and ignored.
         environ: a mapping to read instead of the process environment.
 
     Raises:
-        ConfigurationError: if TF_CONFIG is not valid; on this rank only. A strategy raises it on all ranks.
+        ConfigurationError: when a property is asked for, if TF_CONFIG is not valid; on this rank only. A strategy
+            raises it on all ranks.
     """
 
     def __init__(
@@ -105,18 +113,47 @@ class TFConfigClusterResolver(SimpleClusterResolver):
         environment: str | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        source = read_environment() if environ is None else environ
+        self._given, self._environ = (task_type, task_id), environ
+        self.rpc_layer = rpc_layer
+
+    def _read(self) -> tuple[ClusterSpec, Task | None]:
+        source = read_environment() if self._environ is None else self._environ
         spec, task = parse_tf_config(source.get("TF_CONFIG", ""))
-        if task_type is None and task is not None:
-            task_type = task.type
-        if task_id is None and task is not None:
-            task_id = task.index
-        super().__init__(spec, task_type if task_id is None else task_type or "worker", task_id)
+        type_, index = self._given
+        if type_ is None and index is None:
+            return spec, task
+        found = Task(
+            type_ or (task.type if task else "worker"), index if index is not None else task.index if task else 0
+        )
+        if spec:
+            _check_task(found, spec)
+        return spec, found
+
+    def resolve(self, rank: int, size: int) -> tuple[ClusterSpec, Task | None]:
+        """Return the cluster and the task of TF_CONFIG."""
+        return self._read()
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the cluster."""
+        return self._read()[0]
+
+    @property
+    def task_type(self) -> str | None:
+        """This process's task type."""
+        task = self._read()[1]
+        return None if task is None else task.type
+
+    @property
+    def task_id(self) -> int | None:
+        """This process's task index."""
+        task = self._read()[1]
+        return None if task is None else task.index
 
     @property
     def host_names(self) -> Mapping[str, Task]:
         """Host part -> task, for each host that exactly one address names."""
-        addresses = {task: self._spec.task_address(task.type, task.index) for task in self._spec.tasks()}
+        spec = self.cluster_spec()
+        addresses = {task: spec.task_address(task.type, task.index) for task in spec.tasks()}
         hosts = {task: host.rpartition(":")[0] if ":" in host else host for task, host in addresses.items()}
         times = Counter(hosts.values())
         return {host: task for task, host in hosts.items() if times[host] == 1}

@@ -25,11 +25,12 @@ def is_host_array(buffer: Any) -> bool:
 
 
 @contextmanager
-def host_array(buffer: Any) -> Iterator[Array]:
+def host_array(buffer: Any, is_moved: bool = False) -> Iterator[Array]:
     """Yield `buffer` as a C-contiguous host array; what is written to it is in `buffer` when the block ends.
 
     Args:
         buffer: numpy array, torch tensor or cupy array of integers, floats or complex numbers.
+        is_moved: values are moved, not reduced, so that they may be bools, too.
 
     Raises:
         CollectiveError: for a buffer that is not contiguous, read-only, sparse, or of another kind; on this rank only.
@@ -37,27 +38,28 @@ def host_array(buffer: Any) -> Iterator[Array]:
     if is_host_array(buffer):
         yield buffer
         return
-    _check(buffer)
+    kinds = "iufcb" if is_moved else "iufc"
+    _check(buffer, kinds)
     if isinstance(buffer, np.ndarray):
         yield from _staged_numpy(buffer)
     elif hasattr(buffer, "new_tensor"):
         yield from _torch_array(buffer)
     else:
         host = buffer.get()
-        _require_numbers(host, host.dtype.kind in "iufc")
+        _require_numbers(host, host.dtype.kind in kinds)
         yield host
         buffer.set(host)
 
 
-def _check(buffer: Any) -> None:
+def _check(buffer: Any, kinds: str) -> None:
     if isinstance(buffer, np.ndarray):
         contiguous, writeable = buffer.flags.c_contiguous, buffer.flags.writeable
-        _require_numbers(buffer, buffer.dtype.kind in "iufc")
+        _require_numbers(buffer, buffer.dtype.kind in kinds)
     elif hasattr(buffer, "new_tensor"):
         if buffer.is_sparse:
             raise CollectiveError("all_reduce: expected a dense tensor, got a sparse one; call to_dense() first.")
         contiguous, writeable = buffer.is_contiguous(), True
-        _require_numbers(buffer, dtype_name(buffer) != "bool")
+        _require_numbers(buffer, dtype_name(buffer) != "bool" or "b" in kinds)
     elif hasattr(buffer, "__cuda_array_interface__"):
         contiguous, writeable = buffer.flags.c_contiguous, True
     else:

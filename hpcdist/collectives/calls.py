@@ -3,6 +3,7 @@
 Each takes any communicator and any contiguous numpy, torch or cupy array.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -173,41 +174,47 @@ def broadcast(buffer: Any, root: int = 0, comm: MPI.Comm | None = None) -> None:
     Cost: as the MPI library's Bcast, in pieces of 1 GiB.
     """
     group = group_of(comm)
-    with group.recorded("broadcast", buffer), host_array(buffer) as array:
+    with group.recorded("broadcast", buffer), host_array(buffer, is_moved=True) as array:
         library.broadcast(array, group.comm, root)
 
 
-def all_gather(array: npt.NDArray[Any], comm: MPI.Comm | None = None) -> npt.NDArray[Any]:
+def all_gather(array: Any, comm: MPI.Comm | None = None) -> Any:
     """Return all ranks' arrays, joined along the first dimension in the order of the ranks.
 
     Collective: `comm`. Blocking. Same dtype and dimensions required on every rank, but for the first: yes.
 
     Args:
-        array: (n_rows, ...) numbers; n_rows may differ, and may be 0.
+        array: (n_rows, ...) numbers or bools, a numpy array or a torch tensor; n_rows may differ, and may be 0.
         comm: the ranks that take part; default: all workers, or this rank's own role group on a ps or evaluator.
 
     Returns:
-        (sum of n_rows, ...) of the same dtype, on every rank.
+        (sum of n_rows, ...) of the same dtype, on every rank: an array, or a tensor on the device of the one given.
 
     Raises:
         CollectiveError: when ranks differ in dtype or in another dimension, or give a number; on every rank.
 
-    Cost: every rank receives all other ranks' bytes; a broadcast for each rank.
+    Cost: every rank receives all other ranks' bytes.
     """
-    return gather_rows(np.asarray(array), group_of(comm))
+    group = group_of(comm)
+    if not hasattr(array, "new_empty"):
+        return gather_rows(np.asarray(array), group)
+    given = array.detach().contiguous()
+    with host_array(given, is_moved=True) as own:
+        joined = gather_rows(own, group)
+    result = given.new_empty(joined.shape)
+    with host_array(result, is_moved=True) as target:
+        target[...] = joined
+    return result
 
 
 def gather_rows(array: npt.NDArray[Any], group: Group) -> npt.NDArray[Any]:
     """Do what `all_gather` does, in a given group. Collective: `group.comm`."""
     with group.recorded("all_gather", None):
         rows = _rows_of(array, group)
-        ends = np.cumsum(rows)
-        joined = np.empty((int(ends[-1]), *array.shape[1:]), array.dtype)
-        for rank, (stop, n_rows) in enumerate(zip(ends.tolist(), rows.tolist(), strict=True)):
-            part = joined[stop - n_rows : stop]
-            if rank == group.rank:
-                part[...] = array
-            library.broadcast(part, group.comm, rank)
+        joined = np.empty((int(rows.sum()), *array.shape[1:]), array.dtype)
+        n_elements = math.prod(array.shape[1:])
+        counts = [n_rows * n_elements for n_rows in rows.tolist()]
+        library.all_gather(np.ascontiguousarray(array).reshape(-1), counts, joined.reshape(-1), group)
     return joined
 
 

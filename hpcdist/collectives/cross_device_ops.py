@@ -26,14 +26,14 @@ class ReductionToOneDevice(CrossDeviceOps):
     """Sums on one rank, which sends the sum to the others. Never the fastest; easy to follow.
 
     Args:
-        reduce_to_device: the rank that sums.
+        reduce_to_device: the rank that sums; or a device's name such as "/cpu:0", as in tf.distribute, for the first.
         accumulation_fn: returns the sum of a list of arrays, one per rank in order; default: MPI's own.
     """
 
     def __init__(
-        self, reduce_to_device: int = 0, accumulation_fn: Callable[[Sequence[Array]], Array] | None = None
+        self, reduce_to_device: int | str | None = 0, accumulation_fn: Callable[[Sequence[Array]], Array] | None = None
     ) -> None:
-        self._root = reduce_to_device
+        self._root = reduce_to_device if isinstance(reduce_to_device, int) else 0
         self._accumulate = accumulation_fn
 
     def all_reduce(self, array: Array, comm: MPI.Comm, op: MPI.Op = MPI.SUM) -> None:

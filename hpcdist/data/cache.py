@@ -39,7 +39,11 @@ class CachedSource(RowSource):
 
     def __init__(self, source: RowSource, store: "MemoryStore | FileStore") -> None:
         self._source, self._store = source, store
-        self.n_rows, self.rows_of_files = source.n_rows, source.rows_of_files
+        self.n_rows, self.rows_of_files, self.n_sampled = source.n_rows, source.rows_of_files, source.n_sampled
+
+    def to_compare(self, rows: Rows) -> Any:
+        """Return the rows as the source has them: nothing is kept of what is compared."""
+        return self._source.to_compare(rows)
 
     def describe(self) -> Description:
         """Return the description of the source: a cache changes no row."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpcdist.data.batches import DividedBatches, EveryNth, EveryNthFile, Shard, start_of_pass
@@ -67,6 +68,11 @@ class Dataset(Pipeline):
         return cls(ArraySource(tensors, counts[0]), SampleOrder(counts[0]))
 
     @classmethod
+    def range(cls, *bounds: int) -> "Dataset":
+        """Return a dataset of whole numbers, int64, from, to and by the same arguments as Python's range."""
+        return cls.from_tensor_slices(np.arange(*bounds, dtype=np.int64))
+
+    @classmethod
     def from_hdf5(cls, paths: Paths, datasets: Nest) -> "Dataset":
         """Return a dataset whose row i is row i of every named HDF5 dataset, as numpy arrays.
 
@@ -98,7 +104,8 @@ class Dataset(Pipeline):
         """Return the rows of a torch dataset, or the batches of a DataLoader, as tensors.
 
         A DataLoader gives its dataset, batch_size (here the global batch), drop_last, collate_fn and worker processes;
-        shuffle=True becomes `shuffle()` with a seed that hpcdist draws, as every rank must know the order.
+        shuffle=True becomes `shuffle()` with a seed that is drawn as the loader itself would, from its generator or
+        torch's, so that it follows torch.manual_seed; when the dataset is distributed, the chief's counts.
         Workers started by fork are refused: they would inherit MPI. An IterableDataset is a stream: see
         `from_generator` for the cost.
 
@@ -124,7 +131,8 @@ class Dataset(Pipeline):
         source = stream_of(loader.dataset) if is_stream else ItemsSource(loader.dataset, loader)
         made = cls(source, SampleOrder(source.n_rows))
         if isinstance(loader.sampler, torch.utils.data.RandomSampler):
-            made = made.shuffle()
+            seed = torch.empty((), dtype=torch.int64).random_(generator=loader.sampler.generator)
+            made = made.shuffle().with_drawn_seed(int(seed))
         return made if loader.batch_size is None else made.batch(loader.batch_size, loader.drop_last)
 
     @classmethod

@@ -323,7 +323,7 @@ class DistributedFromFunction(DistributedInput):
 
     Every `iter()` is one pass, except that the first after `load_state_dict` resumes the pass of the state. A pass ends
     on all ranks at the same step, when all are out of data; a replica without data gets parts with 0 rows, shaped as
-    its others.
+    its others. With drop_remainder, which promises whole parts, it ends when one is out of data.
 
     The cursor counts steps, as each rank alone knows what it reads: a restart needs the same number of input pipelines
     and the same batches. Cost: nothing for rows with random access; of streams, the batches that were used are drawn
@@ -332,6 +332,9 @@ class DistributedFromFunction(DistributedInput):
     Args:
         datasets: of this rank: one whose batches its replicas take in turn, or one per replica.
         replicas, n_replicas, delivery, options: as for `DistributedDataset`.
+
+    Attributes:
+        ends_with_first: whether a pass ends when one replica is out of data. Must be equal on all ranks.
     """
 
     def __init__(
@@ -346,6 +349,7 @@ class DistributedFromFunction(DistributedInput):
         self._datasets = [self._prefetched(dataset) for dataset in datasets]
         self._n_local, self._n_replicas, self._first = len(replicas), n_replicas, replicas.start
         self._n_passes = self._n_steps = 0
+        self.ends_with_first = all(dataset.order.drop_remainder for dataset in datasets)
         self.set_seed(secrets.randbits(62))
 
     def set_seed(self, seed: int) -> None:
@@ -386,8 +390,10 @@ class DistributedFromFunction(DistributedInput):
 
     def _next_parts(self, readers: list[Items]) -> list[Nest] | None:
         batches = [next(readers[one % len(readers)], None) for one in range(self._n_local)]
-        is_out = all(batch is None for batch in batches)
-        if is_out if self._delivery.agree_end is None else self._delivery.agree_end(is_out):
+        is_out = (any if self.ends_with_first else all)(batch is None for batch in batches)
+        if self._delivery.agree_end is not None:
+            is_out = self._delivery.agree_end(is_out, self.ends_with_first)
+        if is_out:
             return None
         self._n_steps += 1
         return [self._empty_part(one) if batch is None else batch[1][0] for one, batch in enumerate(batches)]

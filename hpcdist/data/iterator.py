@@ -150,7 +150,8 @@ class Delivery:
         device: where the strategy places inputs; None leaves them on the host.
         agree_rows: called with the rows of every global batch of a stream, and with 0 at its end, as nobody can know
             before that streams are equal on all ranks; raises on all ranks when they are not. Collective.
-        agree_end: called with whether this rank is out of data; returns whether all are. Collective; None for one rank.
+        agree_end: called with whether this rank is out of data, and whether one that is ends the pass for all; returns
+            whether it ends. Collective; None for one rank.
     """
 
     poll: Callable[[], None] | None = None
@@ -158,7 +159,7 @@ class Delivery:
     wrap: Callable[[list[Nest]], Any] | None = None
     device: torch.device | None = None
     agree_rows: Callable[[int], None] | None = None
-    agree_end: Callable[[bool], bool] | None = None
+    agree_end: Callable[[bool, bool], bool] | None = None
 
     def check(self, n_local: int) -> None:
         """Raise DataError when there are several local replicas and nothing that joins their parts."""

@@ -11,6 +11,8 @@ from hpcdist.data.rows import Function, apply, n_rows_of, no_rows, spec_of, stac
 from hpcdist.nest import Nest, leaves, map_nest
 from hpcdist.plan.sample_order import Rows
 
+#: Arrays up to this size are compared in full; of larger ones, a sample of rows.
+_COMPARED_BYTES = 16 << 20
 #: What a source says of itself: JSON.
 Description = dict[str, Any]
 
@@ -32,10 +34,12 @@ class RowSource(ABC):
         n_rows: how many there are.
         rows_of_files: rows of each file, in the order of the rows; empty when rows are not read from files. With it
             AutoShardPolicy.FILE can divide the source.
+        n_sampled: rows that ranks compare when a dataset is distributed.
     """
 
     n_rows: int
     rows_of_files: tuple[int, ...] = ()
+    n_sampled: int = 5
 
     @abstractmethod
     def take(self, rows: Rows) -> Nest:
@@ -48,6 +52,14 @@ class RowSource(ABC):
     def take_many(self, requests: Iterable[Rows]) -> Iterator[Nest]:
         """Yield the rows of every request. A source that reads ahead may take requests early."""
         return map(self.take, requests)
+
+    def to_compare(self, rows: Rows) -> Any:
+        """Return what must be equal on all ranks of some rows: a nest of arrays, numbers and texts; None for nothing.
+
+        Override it where `take` is expensive, or gives each rank something else on purpose. Rows that differ between
+        two reads, such as randomly transformed ones, are not compared.
+        """
+        return self.take(rows)
 
     def describe(self) -> Description:
         """Return the description of the source that a file of cached rows records, as JSON.
@@ -62,6 +74,8 @@ class ArraySource(RowSource):
 
     def __init__(self, tensors: Nest, n_rows: int) -> None:
         self.tensors, self.n_rows = tensors, n_rows
+        nbytes = sum(int(getattr(array, "nbytes", 0)) for array in leaves(tensors))
+        self.n_sampled = n_rows if nbytes <= _COMPARED_BYTES else 64
 
     def take(self, rows: Rows) -> Nest:
         """Return the rows, copied."""
@@ -88,6 +102,10 @@ class ShardSource(RowSource):
         """Yield the rows of every request."""
         return self._source.take_many(map(self._shard.source_rows, requests))
 
+    def to_compare(self, rows: Rows) -> Any:
+        """Return what must be equal on all ranks of some rows."""
+        return self._source.to_compare(self._shard.source_rows(rows))
+
     def describe(self) -> Description:
         """Return the source and which of its rows these are."""
         return {"kind": "shard", "of": self._source.describe(), "shard": self._shard.describe()}
@@ -98,7 +116,7 @@ class Mapped(RowSource):
 
     def __init__(self, source: RowSource, functions: tuple[Function, ...]) -> None:
         self._source, self._functions = source, functions
-        self.n_rows, self.rows_of_files = source.n_rows, source.rows_of_files
+        self.n_rows, self.rows_of_files, self.n_sampled = source.n_rows, source.rows_of_files, source.n_sampled
         self._no_rows: Nest = None
 
     def take(self, rows: Rows) -> Nest:
@@ -108,6 +126,10 @@ class Mapped(RowSource):
     def take_many(self, requests: Iterable[Rows]) -> Iterator[Nest]:
         """Yield the mapped rows of every request."""
         return map(self._mapped, self._source.take_many(requests))
+
+    def to_compare(self, rows: Rows) -> Any:
+        """Return the rows before they are mapped: the functions may be random."""
+        return self._source.to_compare(rows)
 
     def _mapped(self, part: Nest) -> Nest:
         if n_rows_of(part):

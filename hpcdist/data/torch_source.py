@@ -15,6 +15,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     default_collate,
 )
 
@@ -44,6 +45,16 @@ class ItemsSource(RowSource):
         """Return the class of the dataset and its rows; what it reads is not looked at."""
         return {**super().describe(), "class": type(self._items).__qualname__}
 
+    def to_compare(self, rows: Rows) -> Any:
+        """Return items as they are, and which ones of a larger dataset these are.
+
+        Items that worker processes read are not read here: a dataset may open its files at the first read, and could
+        not be sent to them any more.
+        """
+        if self._loader is not None and self._loader.num_workers:
+            return _indices_of(self._items)
+        return [_indices_of(self._items), [self._items[row] for row in rows.tolist()]]
+
     def take(self, rows: Rows) -> Nest:
         """Return items, read in this process."""
         if len(rows):
@@ -63,6 +74,15 @@ class ItemsSource(RowSource):
             read = iter(loader)
         for rows in now:
             yield next(read) if len(rows) else self.take(rows)
+
+
+def _indices_of(items: Any) -> list[Any]:
+    """Return the indices of a Subset, such as one of random_split, and of those that it is a part of."""
+    found = []
+    while isinstance(items, Subset):
+        found.append(np.asarray(items.indices))
+        items = items.dataset
+    return found
 
 
 def _loader_over(loader: Any, collate_rows: Any, batches: Iterator[list[int]]) -> Any:

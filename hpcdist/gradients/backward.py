@@ -8,7 +8,9 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,12 +19,31 @@ from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.batch_weights import RowCounts
 from hpcdist.gradients.bucket_set import BucketSet
 from hpcdist.gradients.buffers import BufferRecord, average_buffers, gather_changed
-from hpcdist.gradients.record import Holds, ParameterRecord
+from hpcdist.gradients.record import ParameterRecord
 from hpcdist.gradients.reducer import Reducer
+from hpcdist.gradients.replicas.local_sums import sum_rows
+from hpcdist.gradients.sparse import SparseRecord, sum_sparse
 from hpcdist.runtime.step_flags import N_NUMBERS, StepFlags
 
+#: Numbers that travel with the sums, beside one for each gradient and buffer, and the step flags.
+_N_FACTS = 4
 #: Backwards are numbered modulo this, so that sums of squares over thousands of replicas are exact in float32.
 _NUMBERS = 31
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one replica adds to a sum outside of the buckets.
+
+    Attributes:
+        buffers: one for each, as `gather_changed` returns them.
+        sparse: gradients of the sparse records.
+        doubtful_rows: rows that must be as many on all replicas, as gradients are weighted wrongly otherwise.
+    """
+
+    buffers: list[Tensor | None]
+    sparse: list[Tensor | None]
+    doubtful_rows: int | None
 
 
 class GradientSums:
@@ -37,9 +58,13 @@ class GradientSums:
     Attributes:
         is_mean: see above. If it is not given, the first scaled loss that reaches a backward settles it.
         row_counts: rows of the parts that each local replica has got, to weigh it by.
-        records, buffers, buckets: what takes part.
+        records, buffers, buckets: what takes part. sparse_records: of the records, those outside of the buckets.
         n_sums: sums of gradients that this rank has begun.
         is_broken: whether sums may have begun that other ranks wait for in vain.
+        last_weight: of this rank's last replica in the last sum, in rows.
+        n_entered_before: collectives that this rank's main thread had entered when the last sum was published.
+        has_crossed: whether this backward went through the sum of an all_reduce, so that what one replica's loss gives
+            to another replica's parameters is weighted by the rows of the latter.
     """
 
     def __init__(
@@ -54,9 +79,13 @@ class GradientSums:
         self.is_mean = is_mean
         self.row_counts = [RowCounts() for _ in reducer.own_replicas]
         self.records: list[ParameterRecord] = []
+        self.sparse_records: list[SparseRecord] = []
         self.buffers: list[BufferRecord] = []
         self.n_sums = 0
         self.is_broken = False
+        self.last_weight = 1.0
+        self.n_entered_before = 0
+        self.has_crossed = False
         self._step_flags = step_flags
         self._after_average = after_average
         self._is_settled_by_loss = False
@@ -88,9 +117,11 @@ class GradientSums:
     def plan(self, records: Sequence[tuple[ParameterRecord, nn.Parameter]], buffers: list[BufferRecord]) -> None:
         """Sum these from now on. Collective on several hosts: all replicas."""
         self.records = [record for record, _ in records]
+        self.sparse_records = [record for record in self.records if isinstance(record, SparseRecord)]
         self.buffers = buffers
-        n_counts = len(records) + len(buffers) + 3 + N_NUMBERS
-        self.buckets = BucketSet(records, n_counts, self.reducer)
+        n_counts = len(records) + len(buffers) + len(self.sparse_records) + _N_FACTS + N_NUMBERS
+        in_buckets = [pair for pair in records if not isinstance(pair[0], SparseRecord)]
+        self.buckets = BucketSet(in_buckets, n_counts, self.reducer)
 
     def weight_of(self, local_index: int) -> float:
         """Return the weight of a local replica's gradients, in rows."""
@@ -122,15 +153,33 @@ class GradientSums:
         """Return which buffers the current replica has changed; one without rows changes none."""
         return [weight > 0 and buffer.is_changed for buffer in self.buffers]
 
-    def counts(self, changed: list[bool], weight: float) -> list[float]:
-        """Return what is summed along: which gradients and buffers there are, weight, backward number, step flags."""
-        number = self.n_sums % _NUMBERS
-        touched = [record.pending.is_touched for record in self.records]
-        return [*touched, *changed, weight, number, number * number, *self._step_flags.own_numbers()]
+    def contribution(self, weight: float, local_index: int) -> "Contribution":
+        """Return what a local replica, whose turn it is, adds that is in no bucket."""
+        buffers = gather_changed(self.buffers, self.changed_buffers(weight))
+        doubtful_rows = self.row_counts[local_index].doubtful_rows
+        if doubtful_rows is None and self.is_mean and self.has_crossed:
+            doubtful_rows = int(weight)
+        return Contribution(buffers, [record.contribution for record in self.sparse_records], doubtful_rows)
 
-    def publish(self, totals: list[float], contributions: list[list[Tensor | None]]) -> None:
-        """Make sums and averages what parameters and buffers hold. Collective where buffers changed: all ranks."""
-        *counted, total, numbers, squares = totals[:-N_NUMBERS]
+    def counts(self, contribution: "Contribution", weight: float) -> list[float]:
+        """Return what is summed along: which gradients and buffers there are, weight, backward number, step flags."""
+        number, self.last_weight = self.n_sums % _NUMBERS, weight
+        touched = [record.pending.is_touched for record in self.records]
+        changed = [buffer is not None for buffer in contribution.buffers]
+        dense = [gradient is not None and not gradient.is_sparse for gradient in contribution.sparse]
+        facts = [contribution.doubtful_rows is not None, weight, number, number * number]
+        return [*touched, *changed, *dense, *facts, *self._step_flags.own_numbers()]
+
+    def publish(self, totals: list[float], contributions: Sequence["Contribution"]) -> None:
+        """Make sums and averages what parameters and buffers hold.
+
+        Collective where buffers changed or there are sparse gradients: all ranks.
+
+        Args:
+            totals: sums of `counts` over all replicas.
+            contributions: of each local replica.
+        """
+        *counted, n_doubtful, total, numbers, squares = totals[:-N_NUMBERS]
         if self.n_replicas * squares != numbers * numbers:
             self.is_broken = True
             raise GradientError(
@@ -138,17 +187,65 @@ class GradientSums:
                 f"elsewhere; let all ranks run the same steps, also those without rows."
             )
         self._step_flags.record(totals[-N_NUMBERS:])
-        if self.is_mean and total not in (0, 1):
-            self.buckets.divide(total)
-        for record, n_touched in zip(self.records, counted, strict=False):
-            record.publish(n_touched)
+        try:
+            if n_doubtful:
+                self._require_equal_rows([own.doubtful_rows or 0 for own in contributions])
+        finally:
+            self.has_crossed = False
+        n_touched, rest = counted[: len(self.records)], counted[len(self.records) :]
+        n_changed, n_dense = rest[: len(self.buffers)], rest[len(self.buffers) :]
+        divisor = total if self.is_mean and total not in (0, 1) else None
+        if divisor is not None:
+            self.buckets.divide(divisor)
+        if self.sparse_records:
+            self._sum_sparse(dict(zip(self.records, n_touched, strict=True)), n_dense, contributions, divisor)
+        for record, n in zip(self.records, n_touched, strict=True):
+            record.publish(n)
         if self.buffers:
-            average_buffers(self.buffers, contributions, counted[len(self.records) :], self.reducer)
+            average_buffers(self.buffers, [own.buffers for own in contributions], n_changed, self.reducer)
         if self._after_average is not None:
             self._after_average()
+        self.n_entered_before = self.reducer.group.journal.n_entered
+
+    def _require_equal_rows(self, rows: list[int]) -> None:
+        """Raise GradientError on all ranks unless all replicas may use parts of as many rows: all weigh the same then.
+
+        Collective: all ranks.
+        """
+        summed = sum_rows(self.reducer, [np.array([n, n * n]) for n in rows], "rows")
+        if self.n_replicas * summed[1] == summed[0] ** 2:
+            return
+        expected, advice = (
+            ("for a backward through all_reduce, all_gather or SyncBatchNorm", "drop_remainder=True")
+            if self.has_crossed
+            else (
+                "for a backward after a pass whose parts no backward used",
+                "each part before the next, torch.no_grad() to evaluate, drop_remainder=True",
+            )
+        )
+        raise GradientError(
+            f"backward: expected parts of as many rows on all replicas {expected}, with ReduceOp.MEAN, got {rows[-1]} "
+            f"rows here and other numbers elsewhere; use {advice}, or compute_average_loss with ReduceOp.SUM."
+        )
+
+    def _sum_sparse(
+        self,
+        n_touched: dict[ParameterRecord, float],
+        n_dense: Sequence[float],
+        contributions: Sequence["Contribution"],
+        divisor: float | None,
+    ) -> None:
+        numbers = [number for number, record in enumerate(self.sparse_records) if n_touched[record]]
+        records = [self.sparse_records[number] for number in numbers]
+        own = [[one.sparse[number] for number in numbers] for one in contributions]
+        sum_sparse(records, own, [n_dense[number] for number in numbers], self.reducer)
+        for record in records:
+            if divisor is not None and record.total is not None:
+                record.total.div_(divisor)
 
     def drop(self) -> None:
         """Forget a backward that began and never ended, because something in it raised."""
+        self.has_crossed = False
         self.is_broken = self.is_broken or self.buckets.is_started
         self.buckets.reset()
         for record in self.records:
@@ -182,7 +279,7 @@ class BackwardSum:
 
     def hook(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
         """Take part in every backward that reaches a parameter."""
-        is_overlapped = self._sums.reducer.route.is_overlapped
+        is_overlapped = self._sums.reducer.route.is_overlapped and not isinstance(record, SparseRecord)
         after = self._after_accumulation_overlapped if is_overlapped else self._after_accumulation
         torch_hooks.before_accumulation(parameter, functools.partial(self._before_accumulation, record))
         torch_hooks.after_accumulation(parameter, functools.partial(after, record))
@@ -218,6 +315,10 @@ class BackwardSum:
     def _after_accumulation(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
         if torch.is_grad_enabled():
             raise graph_refusal(record)
+        if parameter.grad is None:  # the gradient is undefined: as if the backward had not reached the parameter
+            if not self._is_syncing:
+                record.unstash()
+            return
         if not self._has_accumulated:
             self._weigh()
         if not self._is_syncing:
@@ -227,15 +328,16 @@ class BackwardSum:
 
     def _after_accumulation_overlapped(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
         self._after_accumulation(record, parameter)
-        if self._is_syncing and self._sums.is_op_settled(self._backward or 0):  # else nothing is started before the end
+        is_taken = self._is_syncing and record.pending.is_touched
+        if is_taken and self._sums.is_op_settled(self._backward or 0):  # else nothing is started before the end
             self._sums.buckets.count_arrival(record)
 
     def _weigh(self) -> None:
         """Find out how this backward's gradients are weighed, when it turns out that it accumulates some."""
         self._has_accumulated = True
         weight = self._sums.weight_of(0)
-        if self._weight is not None and not any(record.holds is Holds.LOCAL for record in self._sums.records):
-            self._weight = None  # what was accumulated under no_sync was thrown away
+        if self._weight is not None and not any(record.has_local for record in self._sums.records):
+            self._weight, self._sums.has_crossed = None, False  # what was accumulated under no_sync was thrown away
         if self._sums.is_mean and self._weight not in (None, weight):
             raise GradientError(
                 f"backward: expected micro-batches of equal rows under no_sync with ReduceOp.MEAN, got "
@@ -246,6 +348,7 @@ class BackwardSum:
     @torch.no_grad()
     def _end(self) -> None:
         if not self._has_accumulated:  # torch.autograd.grad writes no gradients
+            self._sums.has_crossed = False
             for record in self._sums.records:
                 record.unstash()
         else:
@@ -266,9 +369,9 @@ class BackwardSum:
             if not record.pending.is_touched:
                 record.stand_in(self._scale)
         sums.n_sums += 1
-        changed = sums.changed_buffers(weight)
-        totals = sums.buckets.finish(sums.counts(changed, weight))
-        sums.publish(totals, [gather_changed(sums.buffers, changed)])
+        contribution = sums.contribution(weight, local_index=0)
+        totals = sums.buckets.finish(sums.counts(contribution, weight))
+        sums.publish(totals, [contribution])
 
     def _drop(self) -> None:
         self._sums.drop()

@@ -9,13 +9,15 @@ import functools
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -33,13 +35,18 @@ from hpcdist.gradients.replicas.scheduler import ReplicaScheduler, Switched
 from hpcdist.gradients.replicas.shared_writes import SharedWrites
 from hpcdist.gradients.replicas.state import ReplicaState
 from hpcdist.gradients.replicas.steps import ReplicaSteps
+from hpcdist.gradients.settings import describe_settings, explain_settings
+from hpcdist.gradients.sparse import SparseRecord
 from hpcdist.gradients.tensors import from_array, layout, to_array
+from hpcdist.gradients.torch_hooks import Closure
 from hpcdist.runtime.world import World
 
 logger = logging.getLogger("hpcdist")
 
 #: First bytes of a batch that are compared between ranks.
 _COMPARED_BYTES = 1 << 20
+#: The engines that are alive, in the order in which they were made, which is the same on all ranks.
+_alive: "IdentitySet[GradientEngine]" = IdentitySet()
 
 
 class GradientEngine:
@@ -95,10 +102,12 @@ class GradientEngine:
         self._own_sums: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._shapes: frozenset[torch.Size] = frozenset()
         self._forward_handle: torch_hooks.Handle | None = None
-        self._n_collectives: int | None = None  # of the group, when the last part of a batch came
         self._has_warned = False
-        for handle in torch_hooks.around_any_step(self._before_step, self._after_step):
-            weakref.finalize(self, handle.remove)
+        self._n_collectives: int | None = None  # of the group, when the last part of a batch came
+        before, after = torch_hooks.before_any_step(self._before_step), torch_hooks.after_any_step(self._after_step)
+        _alive.add(self)
+        weakref.finalize(self, before.remove)
+        weakref.finalize(self, after.remove)
 
     # -- models ---------------------------------------------------------------------------------------------------
 
@@ -182,8 +191,10 @@ class GradientEngine:
         plan = ModelPlan((), ())
         with self._world.agreed(self._comm):
             gc.collect()  # whether an unused module is still there must not differ between ranks
-            plan = plan_model(self.modules.roots())
+            plan = plan_model(self.modules.roots(), has_several_replicas=self._n_replicas > 1)
         self._require_same_tensors(plan.describe())
+        settings = describe_settings(self._optimizers)
+        self._world.require_same(settings, self._comm, lambda chiefs: explain_settings(settings, chiefs))
         return plan
 
     def _require_same_tensors(self, own: str) -> None:
@@ -210,7 +221,8 @@ class GradientEngine:
             if self._record_of(parameter) is None:
                 # not where a dead parameter with the same id was: the order of records must not differ between ranks
                 self._records.pop(id(parameter), None)
-                record = self._records[id(parameter)] = ParameterRecord(name, parameter)
+                kind = SparseRecord if parameter in plan.sparse else ParameterRecord
+                record = self._records[id(parameter)] = kind(name, parameter)
                 self.backward.hook(record, parameter)
         records = [(record, record.parameter) for record in self._records.values()]
         alive = [(record, owner) for record, owner in records if owner is not None]
@@ -243,16 +255,34 @@ class GradientEngine:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: Optimizer) -> None:
-        """Check that the optimizer steps on summed gradients; hide them where another replica or rank steps."""
+    def _before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
+        """Check that the optimizer steps on summed gradients; hide them where another replica or rank steps.
+
+        Returns:
+            A closure to be used in place of the given one, after which gradients are checked too.
+        """
         if self._n_replicas == 1:
-            return
+            return None
         parameters = _parameters_of(optimizer)
         if not self._is_ours(optimizer, parameters):
-            self._warn_of_forgotten_scope(parameters)
-            return
+            self._require_scope(parameters)
+            return None
+        if closure is not None and self.scheduler.replica is not None and self._n_replicas > self._comm.size:
+            raise GradientError(
+                f"step: expected a step without a closure in strategy.run, as {self._n_replicas} replicas on "
+                f"{self._comm.size} ranks take it together, got one; call backward before optimizer.step(), or start "
+                f"as many ranks as replicas."
+            )
         if self._replica_steps is not None and not self._replica_steps.begin(parameters):
-            return
+            return None
+        self._require_summed(parameters)
+        if self._writes is not None:
+            self._writes.end()
+        if self._storage is not None:
+            self._storage.begin_step(parameters)
+        return None if closure is None else functools.partial(self._call_closure, closure, optimizer)
+
+    def _require_summed(self, parameters: list[nn.Parameter]) -> None:
         is_in_backward = self.backward.is_running
         for parameter in parameters:
             gradient, record = parameter.grad, self._records.get(id(parameter))
@@ -262,10 +292,24 @@ class GradientEngine:
             is_left = record is not None and is_summed and record.is_published(gradient)
             if record is None or is_in_backward or not (is_left or gradient in self._own_sums):
                 raise self._refusal(parameter)
-        if self._writes is not None:
-            self._writes.end()
-        if self._storage is not None:
-            self._storage.begin_step(parameters)
+
+    def _call_closure(self, closure: Closure, optimizer: Optimizer) -> Any:
+        """Return the loss of a closure, once the gradients that it leaves are checked.
+
+        LBFGS decides by the loss, so it gets that of all replicas: each would take a way of its own otherwise. If the
+        closure has reduced something after its backward, that is taken to be the loss. Collective then: all ranks.
+        """
+        loss = closure()
+        self._require_summed(_parameters_of(optimizer))
+        has_reduced = self._reducer.group.journal.n_entered > self.sums.n_entered_before
+        if not isinstance(optimizer, LBFGS) or has_reduced:
+            return loss
+        weight = self.sums.last_weight if self.sums.is_mean else 1.0
+        value = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        own = np.array([value * weight if weight else 0.0, weight])  # without rows it may be NaN
+        self._reducer.sum_array(own, "loss")
+        total = own[0] / own[1] if self.sums.is_mean else own[0]
+        return loss.new_tensor(total) if isinstance(loss, Tensor) else float(total)
 
     def note_sums(self, tensors: Sequence[Tensor]) -> None:
         """Note that tensors are sums over all replicas, which an optimizer may step on as gradients."""
@@ -292,23 +336,30 @@ class GradientEngine:
         """Note that this rank got its part of a global batch, which a step will be made of, or that a pass is over."""
         self._n_collectives = None if is_over else self._reducer.group.journal.n_entered
 
-    def _warn_of_forgotten_scope(self, parameters: list[nn.Parameter]) -> None:
-        """Log, once, if each rank seems to train a model of its own on its part of the batches.
+    def _require_scope(self, parameters: list[nn.Parameter]) -> None:
+        """Raise if each rank trains a model of its own on its part of the batches: the scope was forgotten.
 
-        That is so if no model was made in the scope, nobody watches the parameters, and the strategy has reduced
-        nothing since the batch came. A program may sum its gradients by other means, so this is no error.
+        That is so if nobody watches a parameter that has a gradient, and the strategy has reduced nothing since the
+        batch came. Beside a model of the scope another one may be meant to differ, such as a reference: it is logged,
+        once. A rank may optimize plain tensors of its own, such as a perturbation of its rows. In `no_sync` the program
+        says that it means it.
         """
         is_summed = self._n_collectives is None or self._n_collectives != self._reducer.group.journal.n_entered
-        if self._has_warned or is_summed or not self.backward.is_syncing or any(True for _ in self.modules):
+        if is_summed or not self.backward.is_syncing:
             return
+        parameters = [parameter for parameter in parameters if isinstance(parameter, nn.Parameter)]
         if any(parameter.grad is not None and not torch_hooks.is_watched(parameter) for parameter in parameters):
-            self._has_warned = True
-            logger.warning(
-                "step: expected a model made in strategy.scope(), as the batches are those of its distributed dataset, "
-                "got one that no strategy looks after: unless the program sums the gradients itself, %d models are "
-                "trained apart; make model and optimizer in the scope.",
-                self._n_replicas,
+            text = (
+                f"step: expected a model made in strategy.scope(), as the batches are those of its distributed "
+                f"dataset, got one that no strategy looks after: {self._n_replicas} models would be trained apart; "
+                f"make model and optimizer in the scope, sum the gradients by hpcdist.all_reduce, or, if they are "
+                f"summed otherwise, step in strategy.no_sync()."
             )
+            if not any(True for _ in self.modules):
+                raise GradientError(text)
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("%s", text)
 
     def _refusal(self, parameter: nn.Parameter) -> GradientError:
         """Return the error of a parameter whose gradient is not the sum over the replicas."""
@@ -362,6 +413,18 @@ class GradientEngine:
         if self._replica_backward is not None and self._replica_steps is not None:
             self._replica_backward.stop()
             self._replica_steps.stop()
+
+
+def prepare_modules(objects: Iterable[Any]) -> None:
+    """Make models among objects that were made in a scope, and not used yet, equal; see `GradientEngine.prepare`.
+
+    Collective where there is one of them: its `world.role_comm`.
+    """
+    modules = [one for one in objects if isinstance(one, nn.Module)]
+    wanted = IdentitySet(part for module in modules for part in module.modules())
+    for engine in _alive:
+        if not engine.has_plan and any(module in wanted for module in engine.modules):
+            engine.prepare()
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

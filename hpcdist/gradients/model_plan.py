@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Generic, TypeVar
 
@@ -79,10 +79,12 @@ class ModelPlan:
     Attributes:
         parameters: every parameter once, including frozen ones.
         buffers: every buffer.
+        sparse: parameters whose gradients may be sparse: those of modules with a true attribute `sparse`.
     """
 
     parameters: tuple[tuple[str, nn.Parameter], ...]
     buffers: tuple[ModelBuffer, ...]
+    sparse: IdentitySet[nn.Parameter] = field(default_factory=IdentitySet)
 
     @property
     def trained(self) -> list[tuple[str, nn.Parameter]]:
@@ -104,15 +106,19 @@ class ModelPlan:
 
     def describe(self) -> str:
         """Return one line per tensor: name, layout, and whether it needs a gradient."""
-        rows = [f"{name} {layout(tensor)} {tensor.requires_grad}" for name, tensor in self.parameters]
+        rows = [
+            f"{name} {layout(tensor)} {tensor.requires_grad}{' sparse' if tensor in self.sparse else ''}"
+            for name, tensor in self.parameters
+        ]
         return "\n".join(rows + [f"{buffer.name} {layout(tensor)} buffer" for buffer, tensor in self._buffer_tensors()])
 
 
-def plan_model(roots: list[nn.Module]) -> ModelPlan:
+def plan_model(roots: list[nn.Module], has_several_replicas: bool = True) -> ModelPlan:
     """Return the tensors of `roots`, every parameter once.
 
     Raises:
-        ConfigurationError: for a parameter that has no shape yet or whose gradient cannot be summed; on this rank only.
+        ConfigurationError: for a parameter that has no shape yet or whose gradient cannot be summed, and an embedding
+            whose forward writes to it; on this rank only.
     """
     parameters: list[tuple[str, nn.Parameter]] = []
     buffers: list[ModelBuffer] = []
@@ -125,11 +131,15 @@ def plan_model(roots: list[nn.Module]) -> ModelPlan:
                 _check_parameter(prefix + name, parameter)
                 parameters.append((prefix + name, parameter))
         for module_name, module in root.named_modules():
+            if has_several_replicas:
+                _check_module(prefix + module_name, module)
             for key, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
                     buffers.append(ModelBuffer(prefix + ".".join(filter(None, (module_name, key))), module, key))
-    return ModelPlan(tuple(parameters), tuple(buffers))
+    modules = [module for root in roots for module in root.modules() if getattr(module, "sparse", False) is True]
+    sparse = IdentitySet(parameter for module in modules for parameter in module.parameters(recurse=False))
+    return ModelPlan(tuple(parameters), tuple(buffers), sparse)
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
@@ -142,6 +152,14 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise ConfigurationError(
             f"strategy: expected parameters of {', '.join(SUM_DTYPES)}, got {name!r} of {dtype_name(parameter)}; "
             f"convert the module."
+        )
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+        raise ConfigurationError(
+            f"strategy: expected an embedding without max_norm, which changes the rows that each replica uses in its "
+            f"forward, got {name!r} with {module.max_norm:g}; leave it out, and scale all rows after each step."
         )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from hpcdist.errors import GradientError
-from hpcdist.gradients.tensors import is_dense, is_only_holder
+from hpcdist.gradients.tensors import has_values, is_dense, is_only_holder, plus
 
 
 class Holds(enum.Enum):
@@ -34,14 +34,14 @@ class Pending:
     Attributes:
         stashed: what it found in `parameter.grad`.
         earlier: the sum of an earlier backward among that, to be added to this one's sum.
-        zeros: a gradient of zeros among that, which stays if no replica has a gradient.
+        has_zeros: whether that is a gradient of zeros, which counts as one: an optimizer may decay what it belongs to.
         view: the summed memory in the parameter's shape.
         is_touched: whether this replica contributes a gradient.
     """
 
     stashed: Tensor | None = None
     earlier: Tensor | None = None
-    zeros: Tensor | None = None
+    has_zeros: bool = False
     view: Tensor | None = None
     is_touched: bool = False
 
@@ -67,6 +67,7 @@ class ParameterRecord:
         self.pending = Pending()
         self.bucket = -1
         self.part: Tensor | None = None
+        self._local: TensorWeakRef | None = None  # what was accumulated under no_sync
         # the tensor that was published last, and where its memory is if that was summed
         self._published: Tensor | TensorWeakRef | None = None
         self._address: int | None = None
@@ -112,19 +113,31 @@ class ParameterRecord:
         pending.stashed = None
         if stashed is None:
             return None
-        if self.holds is not Holds.LOCAL and not bool(stashed.any()):
-            pending.zeros = stashed if stashed is self.published else None
+        is_local = self._is_local(stashed)
+        if not is_local and not has_values(stashed):
+            pending.has_zeros = True
             return None
         kept = stashed.clone() if self._slot is not None and self._is_view else stashed
-        if self.holds is Holds.LOCAL:
+        if is_local:
             return kept
         self.require_published(stashed)
         pending.earlier = kept
         return None
 
+    def _is_local(self, gradient: Tensor) -> bool:
+        return self._local is not None and self._local() is gradient
+
+    @property
+    def has_local(self) -> bool:
+        """Whether `parameter.grad` is what this replica has accumulated under no_sync."""
+        parameter, found = self.reference(), self.pending.stashed
+        if found is None and parameter is not None:
+            found = parameter.grad
+        return found is not None and self._is_local(found)
+
     def require_published(self, gradient: Tensor) -> None:
         """Raise GradientError for a gradient that is neither zero nor what was published; on this rank only."""
-        if gradient is not self.published and bool(gradient.any()):
+        if gradient is not self.published and has_values(gradient):
             raise GradientError(
                 f"backward: expected the gradient of {self.name!r} as an earlier backward left it, got one set by "
                 f"hand; call zero_grad() first, or change the gradient in place."
@@ -140,15 +153,16 @@ class ParameterRecord:
         """
         stashed, self.pending.stashed = self.pending.stashed, None
         if stashed is not None:
-            if self.holds is not Holds.LOCAL and bool(stashed.any()):
+            if not self._is_local(stashed) and has_values(stashed):
                 raise GradientError(
                     f"no_sync: expected zeroed or local gradients, got one summed over the replicas in {self.name!r}; "
                     f"call zero_grad() before accumulating."
                 )
             assert parameter.grad is not None, "autograd writes the gradient before it calls this"
             is_in_slot = self._slot is not None and stashed.data_ptr() == self._slot_address
-            parameter.grad = stashed + parameter.grad if is_in_slot else stashed.add_(parameter.grad)
+            parameter.grad = stashed + parameter.grad if is_in_slot else plus(stashed, parameter.grad)
         self.holds = Holds.LOCAL
+        self._local = None if parameter.grad is None else TensorWeakRef(parameter.grad)
 
     def take(self, parameter: nn.Parameter, weight: float) -> None:
         """Take the gradient that a synchronized backward has just written: copy it into the slot, if there is one.
@@ -184,8 +198,8 @@ class ParameterRecord:
     def _refusal(self, gradient: Tensor) -> GradientError:
         if gradient.is_sparse:
             return GradientError(
-                f"backward: expected a dense gradient, got a sparse one for {self.name!r}; build the layer with "
-                f"sparse=False."
+                f"backward: expected a dense gradient, got a sparse one for {self.name!r}; give the module that holds "
+                f"it the attribute sparse = True, as nn.Embedding(sparse=True) has, or make the gradient dense."
             )
         return GradientError(
             f"backward: expected {self.name!r} on {self._device} as {self._dtype}, as at the first step, got "
@@ -202,7 +216,7 @@ class ParameterRecord:
             self.part = torch.zeros(self._n_elements, dtype=self._dtype, device=self._device)
         else:
             self._slot.zero_()
-        self.pending.is_touched = local is not None
+        self.pending.is_touched = local is not None or self.pending.has_zeros
         self._weigh(local, weight)
 
     def _weigh(self, local: Tensor | None, weight: float) -> None:
@@ -242,10 +256,10 @@ class ParameterRecord:
         """Make `parameter.grad` what was summed over all replicas, plus what earlier backwards left.
 
         Args:
-            n_touched: replicas that had a gradient; with none, `parameter.grad` stays as it was.
+            n_touched: replicas that had a gradient; with none, `parameter.grad` stays the sum that it was.
         """
         parameter, pending = self.reference(), self.pending
-        result = pending.zeros if pending.earlier is None else pending.earlier
+        result = pending.earlier
         if n_touched and parameter is not None:
             assert self.part is not None, "take and stand_in set it"
             view = self._shaped(self.part) if pending.view is None else pending.view
@@ -271,12 +285,12 @@ class ParameterRecord:
         if result is None:
             self._published = self._address = None
         else:
-            address = result.data_ptr()
             # a large gradient is held weakly, so that zero_grad() frees it
             self._published = result if self._slot is not None else TensorWeakRef(result)
-            self._address = address if self.part is not None and address == self.part.data_ptr() else None
+            address = None if self.part is None else self.part.data_ptr()
+            self._address = address if address is not None and address == result.data_ptr() else None
         self.part = self._slot  # a gradient that was summed in its own memory belongs to the parameter again
-        self.pending = Pending()
+        self.pending, self._local = Pending(), None
         self.holds = Holds.NOTHING if result is None else Holds.SUMMED
 
     @property
@@ -289,4 +303,4 @@ class ParameterRecord:
         published = self._published
         if isinstance(published, TensorWeakRef):
             published = published()
-        return gradient is published and self._address in (None, gradient.data_ptr())
+        return gradient is published and (self._address is None or self._address == gradient.data_ptr())

@@ -1,8 +1,9 @@
 """How the buckets of a strategy are summed: by one route, in the main or in a background thread, in which sizes."""
 
 import functools
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,8 @@ from hpcdist.gradients.half_wire import HalfWire
 from hpcdist.plan.buckets import Limits, best_bucket_bytes
 from hpcdist.plan.replicas import ReplicaPlan, Subtree
 from hpcdist.runtime.mpi import MPI
+
+logger = logging.getLogger("hpcdist")
 
 Array = npt.NDArray[Any]
 #: From this size on a gradient is summed where torch made it: a copy would cost more than a call of its own.
@@ -47,7 +50,8 @@ class Reducer:
         replicas: which rank holds which; default: one each.
 
     Raises:
-        ConfigurationError: for NCCL where a rank cannot have it, and for two algorithms; on every rank alike.
+        ConfigurationError: for NCCL where a rank cannot have it, and for two algorithms; on every rank alike. Where no
+            rank has a GPU, NCCL is replaced by AUTO with a warning, as in tf.distribute.
 
     Attributes:
         replicas: see above.
@@ -65,6 +69,11 @@ class Reducer:
         self._group = group
         self.replicas = replicas or ReplicaPlan(group.size, group.size)
         self._options = options if cross_device_ops is None else _options_with(cross_device_ops, options)
+        asked = self._options.implementation
+        if getattr(asked, "stands_for", asked) is Implementation.NCCL and not nccl_setup.has_gpu(group):
+            if group.rank == 0:
+                logger.warning("strategy: expected a GPU for NCCL, got none on any rank: sums go by AUTO.")
+            self._options = replace(self._options, implementation=Implementation.AUTO)
         # one route for all buckets: bits must not depend on how parameters are packed, so dtype and size are not used
         self.route: Route = choose_route(group.facts, self._options, SUM, 0, replicas=self.replicas)
         by_subtrees = functools.partial(_reduce_by_subtrees, self.replicas)
@@ -109,16 +118,25 @@ class Reducer:
 
     def submit(self, reduce: Callable[[Group], None], buffer: Any, title: str) -> Handle | None:
         """Call reduce(group), recorded as the collective `title` on `buffer`, in the thread if there is one."""
-
-        def reduce_in(group: Group) -> None:
-            with group.recorded(title, buffer):
-                reduce(group)
-
         thread = self._thread
         if thread is None:
-            reduce_in(self._group)
+            self.call(reduce, buffer, title)
             return None
-        return thread.submit(lambda: reduce_in(thread.group))
+
+        def reduce_in_thread() -> None:
+            with thread.group.recorded(title, buffer):
+                reduce(thread.group)
+
+        return thread.submit(reduce_in_thread)
+
+    def call(self, reduce: Callable[[Group], None], buffer: Any, title: str) -> None:
+        """Call reduce(group), recorded as the collective `title` on `buffer`, in the calling thread. Blocking.
+
+        The thread's communicator is left to buckets: when one starts depends on what the rank's backward has reached,
+        so another collective that is called inside a backward would come before it on one rank and after it on another.
+        """
+        with self._group.recorded(title, buffer):
+            reduce(self._group)
 
     def sum_array(self, array: Array, title: str) -> None:
         """Replace a flat host array by its exact sum over all ranks, in the order in which gradients are summed.
@@ -130,10 +148,21 @@ class Reducer:
             title: what reports call it.
         """
         if self.route.is_on_device:
-            with self._group.recorded(title, array):
-                library.all_reduce(array, self._group)
-        elif (handle := self.start(array, 0, is_exact=True, title=title)) is not None:
-            handle.wait()
+            self.call(lambda group: library.all_reduce(array, group), array, title)
+        else:
+            self.call(lambda group: self._reduce(array, group, PLAIN, 0), array, title)
+
+    def gather(self, own: Array, counts: Sequence[int], title: str) -> Array:
+        """Return the flat host arrays of all ranks joined, in the order of the ranks. Collective: the group. Blocking.
+
+        Args:
+            own: this rank's, of any dtype.
+            counts: elements of every rank's.
+            title: what reports call it.
+        """
+        joined = np.empty(sum(counts), own.dtype)
+        self.call(lambda group: library.all_gather(own, counts, joined, group), joined, title)
+        return joined
 
     def broadcast(self, array: Array) -> None:
         """Replace a host array, of any dtype, by the first replica's. Collective: the group. Blocking."""

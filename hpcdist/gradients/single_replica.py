@@ -25,8 +25,7 @@ class SingleReplicaSteps:
         self.modules = ModuleSet()
         self.generators = StepGenerators(0)
         self._optimizers: IdentitySet[Optimizer] = IdentitySet()
-        for handle in torch_hooks.around_any_step(self._before_step, self._after_step):
-            weakref.finalize(self, handle.remove)
+        weakref.finalize(self, torch_hooks.after_any_step(self._after_step).remove)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -35,9 +34,6 @@ class SingleReplicaSteps:
             yield
         if self.generators.seed is None:
             self.generators.start(torch.initial_seed())
-
-    def _before_step(self, optimizer: Optimizer) -> None:
-        """Do nothing: gradients are whole already."""
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if optimizer in self._optimizers or self._steps_ours(optimizer):

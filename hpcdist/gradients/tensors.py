@@ -39,8 +39,21 @@ def have_same_bits(one: Tensor | None, other: Tensor | None) -> bool:
     """Return whether two tensors hold the same bits, NaNs too, in the same dtype and shape; or there is neither."""
     if one is None or other is None or one is other:
         return one is other
-    is_alike = one.dtype == other.dtype and one.shape == other.shape
+    if one.is_sparse and other.is_sparse:
+        pairs = (one._indices(), other._indices()), (one._values(), other._values())
+        return one.shape == other.shape and all(have_same_bits(*pair) for pair in pairs)
+    is_alike = one.dtype == other.dtype and one.shape == other.shape and one.layout is other.layout
     return is_alike and torch.equal(_bits(one), _bits(other))
+
+
+def has_values(gradient: Tensor) -> bool:
+    """Return whether any element of a dense or sparse tensor is not zero."""
+    return bool((gradient._values() if gradient.is_sparse else gradient).any())
+
+
+def plus(one: Tensor, other: Tensor) -> Tensor:
+    """Return the sum of two tensors, each dense or sparse; in the first one's memory unless it becomes dense."""
+    return other + one if one.is_sparse and not other.is_sparse else one.add_(other)
 
 
 def _bits(tensor: Tensor) -> Tensor:

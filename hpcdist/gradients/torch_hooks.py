@@ -30,14 +30,13 @@ class Handle(Protocol):
         """Take the hook out again."""
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls a bound method for as long as its object lives."""
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a bound method for as long as its object lives, and returns None afterwards."""
     reference = weakref.WeakMethod(method)
 
-    def call(*args: Any) -> None:
+    def call(*args: Any) -> Any:
         alive = reference()
-        if alive is not None:
-            alive(*args)
+        return None if alive is None else alive(*args)
 
     return call
 
@@ -171,15 +170,30 @@ def is_nested_backward() -> bool:
     return n_running > 1
 
 
-def around_any_step(before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]) -> list[Handle]:
-    """Call before(optimizer) and after(optimizer) around the step of every optimizer of the process."""
+#: What a step may be given: it computes a loss and its gradients, and returns the loss.
+Closure = Callable[[], Any]
 
-    weak_before, weak_after = _weakly(before), _weakly(after)
 
-    def pre(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        weak_before(optimizer)
+def before_any_step(see: Callable[[Optimizer, Closure | None], Closure | None]) -> Handle:
+    """Call see(optimizer, closure), a method, before the step of every optimizer of the process.
+
+    The step is made with the closure that it returns; None: with its own.
+    """
+    weak = _weakly(see)
+
+    def pre(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        other = weak(optimizer, closure)
+        return None if other is None else (args[:1], {**kwargs, "closure": other})
+
+    return register_optimizer_step_pre_hook(pre)
+
+
+def after_any_step(see: Callable[[Optimizer], None]) -> Handle:
+    """Call see(optimizer), a method, after the step of every optimizer of the process."""
+    weak = _weakly(see)
 
     def post(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        weak_after(optimizer)
+        weak(optimizer)
 
-    return [register_optimizer_step_pre_hook(pre), register_optimizer_step_post_hook(post)]
+    return register_optimizer_step_post_hook(post)

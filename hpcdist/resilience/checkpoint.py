@@ -13,6 +13,7 @@ from hpcdist.checkpoint.tree import Array, NamedArray, decode, encode, is_list_o
 from hpcdist.dtypes import dtype_name
 from hpcdist.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, DataError, UsageError
 from hpcdist.gradients.central_storage import is_stepped_by_chief
+from hpcdist.gradients.engine import prepare_modules
 from hpcdist.gradients.tensors import from_array, to_array
 from hpcdist.resilience.metrics_file import MetricsFile
 from hpcdist.resilience.restore import Prepared, Restore
@@ -91,6 +92,13 @@ class Checkpoint:
         gathered = {name: item for name, item in self._objects.items() if getattr(item, "is_state_collective", False)}
         return {name: item.state_dict() for name, item in gathered.items()}
 
+    def make_equal(self) -> None:
+        """Make models that have not been used yet equal on all ranks: a save is a use.
+
+        Collective where there are such models: chief and workers.
+        """
+        prepare_modules(self._objects.values())
+
     def collect(self, gathered: dict[str, Any]) -> tuple[Any, list[NamedArray]]:
         """Return the state of all objects as JSON and named arrays, without copying. Not collective.
 
@@ -103,11 +111,31 @@ class Checkpoint:
         kinds = {name: _kind(item) for name, item in self._objects.items()}
         return {"objects": nodes, "kinds": kinds}, arrays
 
-    def collect_equal(self) -> tuple[Any, list[NamedArray]]:
-        """Return the state of models and optimizers, which is equal on all ranks, without copying. Not collective."""
+    def collect_equal(self) -> tuple[dict[str, Any], list[NamedArray]]:
+        """Return the state of models and optimizers as nodes and arrays, without copying. Not collective."""
         arrays: list[NamedArray] = []
         equal = {name: item for name, item in self._objects.items() if _is_equal_everywhere(item)}
         return {name: encode(item.state_dict(), name, to_array, arrays) for name, item in equal.items()}, arrays
+
+    def trained_parts(self, nodes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the nodes of trained parameters and of optimizers, which training keeps equal on all ranks.
+
+        Buffers are left out: a forward without a backward, as in an evaluation, may change them on each rank otherwise.
+        So are frozen modules and averages of weights, such as torch's AveragedModel, which the chief alone may keep.
+
+        Args:
+            nodes: of the objects by name, as `collect` and `collect_equal` return them.
+        """
+        parts = {}
+        for name, item in self._objects.items():
+            if hasattr(item, "named_parameters"):
+                own = dict(item.named_parameters())
+                is_average = hasattr(item, "update_parameters")
+                if not is_average and any(one.requires_grad for one in own.values()):
+                    parts[name] = {"dict": [pair for pair in nodes[name]["dict"] if pair[0] in own]}
+            elif _is_equal_everywhere(item):
+                parts[name] = nodes[name]
+        return parts
 
     def estimate_bytes(self, n_images: int) -> int:
         """Return how much host memory the first step and the saves will take, as far as it is known. Not collective.
@@ -199,6 +227,9 @@ class Checkpoint:
                 f"restore: expected objects {kinds}, got {str(their_kinds)[:1000]} in {source}; make Checkpoint(...) "
                 f"with the same objects, or start with a new run folder."
             )
+        return self._prepare(index, nodes, source)
+
+    def _prepare(self, index: Index, nodes: dict[str, Any], source: str, is_strict: bool = True) -> Prepared:
         own = _memory_in_objects(self._objects, nodes)
         arrays = []
         for number, one in enumerate(index.arrays):
@@ -210,6 +241,10 @@ class Checkpoint:
             for one, values in zip(index.arrays, arrays, strict=True)
         ]
         loaded = {name: _decoded(name, node, named, source) for name, node in nodes.items()}
+        for name, item in self._objects.items():
+            if not is_strict and hasattr(item, "named_parameters") and isinstance(loaded[name], Mapping):
+                state = item.state_dict()
+                loaded[name] = {**state, **{key: value for key, value in loaded[name].items() if key in state}}
         for name, item in self._objects.items():
             _check_shape(name, item, loaded[name], source)
             _check_layout(name, item, loaded[name], source)
@@ -236,6 +271,51 @@ class Checkpoint:
                 self._objects[name] = prepared.loaded[name]
             elif is_own_run or not isinstance(item, MetricsFile):
                 _load(name, item, prepared.loaded[name], prepared.source)
+
+
+class _Part:
+    """Objects that are restored from a checkpoint that holds others too."""
+
+    def __init__(self, objects: dict[str, Any], is_strict: bool) -> None:
+        self._objects, self._is_strict = objects, is_strict
+        self._checkpoint = Checkpoint(**objects)
+
+    def prepare(self, index: Index, source: str) -> Prepared:
+        nodes, their_kinds = _parts_of(index.state, source)
+        kinds = {name: _kind(item) for name, item in self._objects.items()}
+        wrong = {name: kind for name, kind in kinds.items() if their_kinds.get(name) != kind}
+        is_missing = all(name not in their_kinds for name in wrong)
+        if wrong and (self._is_strict or not is_missing):
+            raise CheckpointMismatch(
+                f"load_checkpoint: expected {wrong}, got {str(their_kinds)[:1000]} in {source}; pass the objects by "
+                f"the names that the checkpoint has, or strict=False to leave out what it lacks."
+            )
+        self._checkpoint = Checkpoint(**{name: item for name, item in self._objects.items() if name not in wrong})
+        chosen = {name: node for name, node in nodes.items() if name in kinds}
+        return self._checkpoint._prepare(index, chosen, source, self._is_strict)
+
+    def load(self, index: Index, prepared: Prepared, is_own_run: bool) -> None:
+        self._checkpoint.load(index, prepared, is_own_run)
+
+
+def load_checkpoint(path: str | os.PathLike[str], *, strict: bool = True, **objects: Any) -> int:
+    """Load some objects of the checkpoint file at `path`, such as the model alone; return its step.
+
+    Collective: chief and workers; rank 0 reads. Writes nothing, and numbers and texts are left out: there is nobody to
+    give them to.
+
+    Args:
+        path: of a checkpoint of any run.
+        strict: whether the file must have all of the objects, and each module's parameters and buffers. With False what
+            it lacks stays as it is, as does what the file has in addition; shapes must be equal.
+        objects: by the names that they have in the checkpoint.
+
+    Raises:
+        UsageError: for objects that a Checkpoint does not take. Others as `Checkpoint.read`.
+
+    Cost: as `Checkpoint.read`, and memory for the arrays of the other objects while it reads.
+    """
+    return Restore(Checkpoint(**objects).world, _Part(objects, strict)).one(Path(path)).step
 
 
 def _nbytes(tensor: Any) -> int:
@@ -308,9 +388,14 @@ def _is_equal_everywhere(item: Any) -> bool:
 
 
 def _kind(item: Any) -> str:
-    """Return the object's kind: "module", since arrays identify modules, "value", or the name of its class."""
+    """Return the object's kind: the name of its class, unless its content alone counts.
+
+    That is so for values and modules, and for strategies: a run may continue under another one.
+    """
     if isinstance(item, _PLAIN):
         return "value"
+    if hasattr(item, "describe_sums"):
+        return "strategy"
     return "module" if hasattr(item, "named_parameters") else type(item).__name__
 
 

@@ -1,12 +1,14 @@
 """CheckpointManager: saves and restores a Checkpoint in one folder, collectively; only the chief uses the disk."""
 
+import contextlib
 import functools
 import logging
 import operator
 import os
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from hpcdist.checkpoint.available_memory import available_bytes
@@ -17,7 +19,15 @@ from hpcdist.errors import DesyncError, UsageError
 from hpcdist.resilience.checkpoint import Checkpoint
 from hpcdist.resilience.circumstances import describe, warn_of_changes
 from hpcdist.resilience.decision import suspects
-from hpcdist.resilience.desync import digest_of, require_equal
+from hpcdist.resilience.desync import (
+    Comparison,
+    contents_of,
+    difference,
+    digest_of,
+    digest_of_others,
+    gather_digests,
+    require_equal,
+)
 from hpcdist.resilience.fast_tier import FastTier
 from hpcdist.resilience.ledger import Launch, Ledger
 from hpcdist.resilience.metrics_file import make_durable
@@ -186,36 +196,68 @@ class CheckpointManager:
         Raises:
             CheckpointError: if this save or the previous one cannot be written, on all ranks; earlier checkpoints are
                 untouched.
+            DesyncError: if ranks differ in parameters or optimizers, which a chief finds out in the background: raised
+                by this call with `blocking`, else by the next save or `wait`. On all ranks; nothing is written.
 
-        Cost: one copy of the arrays on the chief; with `blocking`, also the time to write them.
+        Cost: one copy of the arrays on the chief; with `blocking`, also the time to write them. The other ranks read
+            parameters and optimizers once, while the chief copies.
         """
         step = operator.index(step)
         if not 0 <= step < 1 << 63:
             raise UsageError(f"save: expected a step from 0 to 2**63 - 1, got {step}; count optimizer steps.")
         self._begin_to_save()
         self.wait()
-        started = time.monotonic()
+        self.checkpoint.make_equal()
         in_memory = in_memory and self._agree_to_copy()
         path, gathered = "", self.checkpoint.gather()
-        with self._world.agreed(self._comm):
-            if self._is_writer:
-                saved = self._saver.save(
-                    step,
-                    self.checkpoint.collect(gathered),
-                    self._written(),
-                    metrics,
-                    since=started,
-                    if_changed=if_changed,
-                    in_memory=in_memory,
-                )
-                path = str(saved or self.latest_path)
-            elif in_memory and self._saver.keeps_copies:
-                self._saver.copy(step, self.checkpoint.collect(gathered), self._written())
+        expected: Future[int] = Future()  # the digest of the other ranks, for the chief's thread
+        try:
+            with self._world.agreed(self._comm):
+                if self._is_writer:
+                    state, arrays = self.checkpoint.collect(gathered)
+                    parts = self.checkpoint.trained_parts(state["objects"])
+                    comparison = Comparison(parts, arrays, self._comm.size, expected)
+                    saved = self._saver.save(
+                        step,
+                        (state, arrays),
+                        self._written(),
+                        metrics,
+                        if_changed=if_changed,
+                        in_memory=in_memory,
+                        comparison=comparison if self._comm.size > 1 else None,
+                    )
+                    path = str(saved or self.latest_path)
+                elif in_memory and self._saver.keeps_copies:
+                    self._saver.copy(step, self.checkpoint.collect(gathered), self._written())
+            if self._comm.size > 1:
+                self._compare_others(expected)
+        except BaseException as error:
+            if not expected.done():  # or the thread would wait for it
+                expected.set_exception(error)
+            raise
         if blocking:
-            self._saver.wait(until_durable=True)
+            self._wait(until_durable=True)
         self.latest_path = self._world.broadcast_text(path, 0, self._comm)
         self.note_saved(step)
         return self.latest_path
+
+    def _compare_others(self, expected: "Future[int]") -> None:
+        """Give the chief's thread the digest that all other ranks hold, or raise as they differ among themselves.
+
+        Collective: chief and workers. The chief has laid out its state meanwhile.
+        """
+        own = None if self._is_writer else self._digest_of_trained()
+        digest = digest_of_others(own, self._world)
+        if digest is not None:
+            expected.set_result(digest)
+            return
+        digests = gather_digests(self._digest_of_trained() if own is None else own, self._world)
+        expected.set_exception(difference(digests))
+        self._wait(until_durable=True)  # raises that error on all ranks
+
+    def _digest_of_trained(self) -> int:
+        nodes, arrays = self.checkpoint.collect_equal()
+        return digest_of(self.checkpoint.trained_parts(nodes), arrays, contents_of(arrays))
 
     def _begin_to_save(self) -> str | None:
         """Begin an attempt if there is none; return the path of the checkpoint that a person chose since the last call.
@@ -317,8 +359,22 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: if it cannot be written, on all ranks.
+            DesyncError: if it was not written, as ranks differ; on all ranks.
         """
-        self._saver.wait()
+        self._wait()
+
+    def _wait(self, until_durable: bool = False) -> None:
+        with self._forgetting_copies():
+            self._saver.wait(until_durable)
+
+    @contextlib.contextmanager
+    def _forgetting_copies(self) -> Iterator[None]:
+        """Remove copies in memory if ranks differ: they are newer than the last comparison, and may be wrong."""
+        try:
+            yield
+        except DesyncError:
+            self.forget_copies()
+            raise
 
     def check_equal(self) -> None:
         """Raise unless all ranks hold the same models and optimizers, bit for bit.
@@ -332,11 +388,9 @@ class CheckpointManager:
 
         Cost: every rank reads its models and optimizers once; two all-reduces of 8 bytes.
         """
-        try:
-            require_equal(digest_of(*self.checkpoint.collect_equal()), self._world)
-        except DesyncError:
-            self.forget_copies()  # they are newer than the last comparison, and may be a diverged rank's
-            raise
+        with self._forgetting_copies():
+            nodes, arrays = self.checkpoint.collect_equal()
+            require_equal(digest_of(nodes, arrays, contents_of(arrays)), self._world)
 
     # -- restore --------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,8 @@ from hpcdist.checkpoint.read import Index
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.store import Saved, Store
 from hpcdist.checkpoint.tree import NamedArray
-from hpcdist.errors import AttemptReplaced, CheckpointError, ExitCode
+from hpcdist.errors import AttemptReplaced, CheckpointError, DesyncError, ExitCode
+from hpcdist.resilience.desync import Comparison
 from hpcdist.resilience.fast_tier import FastTier
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.process import end_job, send_heartbeat
@@ -75,7 +76,7 @@ class Saver:
         self._prepare = prepare
         self._image = FileImage()
         self._thread = BackgroundThread("hpcdist-saver")
-        self._durable: Future[Index] | None = None
+        self._durable: Future[Any] | None = None
         self._done: Future[None] | None = None
         self._copied: Future[None] | None = None
         self.fast_tier: FastTier | None = None
@@ -92,9 +93,9 @@ class Saver:
         written: dict[str, Any],
         metrics: Mapping[str, float] | None,
         *,
-        since: float | None = None,
         if_changed: bool = False,
         in_memory: bool = False,
+        comparison: Comparison | None = None,
     ) -> Path | None:
         """Copy a state, and write it and prune older checkpoints in the background; return the path of its file.
 
@@ -105,30 +106,35 @@ class Saver:
             collected: the state.
             written: its provenance.
             metrics: metrics for the index; None: those of the last checkpoint, if it has the same step.
-            since: when this save began, by `time.monotonic`; default: now.
             if_changed: compare the state with the last saved or restored one first, and return None if they are equal.
             in_memory: make it the copy of this rank's node too, first, and from the same buffer.
+            comparison: what other ranks must hold too, for the file to be written.
 
         Raises:
             CheckpointError: if this save cannot start.
         """
-        since = time.monotonic() if since is None else since
+        since = time.monotonic()
         path = self.store.path_of(step)
         if metrics is None:
             metrics = self.last.metrics if self.last is not None and self.last.step == step else {}
-        self._lay_out(step, {name: float(metrics[name]) for name in metrics}, written, collected)
+        contents = self._lay_out(step, {name: float(metrics[name]) for name in metrics}, written, collected)
+        check = None if comparison is None else functools.partial(comparison.require, contents, self._world.timeout_s)
+        atexit.register(self._wait_at_exit)
         if if_changed and self._is_last(collected[0]):
+            if check is not None:  # the next wait raises what it finds
+                self._durable = self._thread.submit(check)
             return None
         if in_memory:
             self._start_copy(step)
-        atexit.register(self._wait_at_exit)
-        self._durable = self._thread.submit(functools.partial(self._commit, step))
+        self._durable = self._thread.submit(functools.partial(self._commit, step, check))
         self._done = self._thread.submit(functools.partial(self._tidy, self._durable, since))
         return path
 
-    def _lay_out(self, step: int, metrics: dict[str, float], written: dict[str, Any], collected: Collected) -> None:
+    def _lay_out(
+        self, step: int, metrics: dict[str, float], written: dict[str, Any], collected: Collected
+    ) -> list[memoryview]:
         facts = {"step": step, "time_s": time.time(), "metrics": metrics, "written": written}
-        lay_out(self._image, facts, *collected)
+        return lay_out(self._image, facts, *collected)
 
     def _is_last(self, state: Any) -> bool:
         """Return whether a state, with the arrays in the image, is that of the last checkpoint."""
@@ -138,7 +144,9 @@ class Saver:
             and self._image.digest_of_arrays() == self.last.header.arrays_digest
         )
 
-    def _commit(self, step: int) -> Index:
+    def _commit(self, step: int, check: Callable[[], None] | None) -> Index:
+        if check is not None:
+            check()
         self._prepare()
         return self.store.commit(step, self._image)
 
@@ -232,6 +240,7 @@ class Saver:
         Raises:
             CheckpointError: if it could not be written, raised once, or if the disk takes or gives no block within the
                 timeout; on all ranks.
+            DesyncError: if it was not written, as other ranks hold another state; once, on all ranks.
         """
         self._start_to_wait()
         awaited = [self._durable] if until_durable else [self._durable, self._done, self._copied]
@@ -262,8 +271,8 @@ class Saver:
             durable.result()
         if not until_durable:
             done, self._done = self._done, None
+            atexit.unregister(self._wait_at_exit)
             if done is not None:
-                atexit.unregister(self._wait_at_exit)
                 done.result()
 
     def _start_to_wait(self) -> None:
@@ -311,5 +320,7 @@ class Saver:
             if not self._is_released:
                 end_job(f"hpcdist: {error}\n", int(error.exit_code))
             logger.warning("%s", error)
+        except DesyncError as error:
+            end_job(f"hpcdist: {error}\n", int(error.exit_code))
         except (CheckpointError, OSError) as error:  # raising here would make Python print the error and exit with 0
             end_job(f"hpcdist: {error}\n", int(ExitCode.CHECKPOINT_IO))

@@ -104,7 +104,8 @@ class AttemptSaves:
             self._compared_at = step
 
     def _compare_before_save(self, step: int) -> None:
-        if self._schedule.compare_every_steps is not None:
+        """Compare the ranks if the schedule does: a manager's own save does so anyway."""
+        if self._save_fn is not None and self._schedule.compare_every_steps is not None:
             self._compare(step)
 
     def _is_saved(self, step: int) -> bool:
@@ -119,13 +120,12 @@ class AttemptSaves:
         if not self._is_saved(step):
             self.save(step, is_last=True)
         elif self._save_fn is None:
-            self._compare_before_save(step)
             self._manager.save(step, if_changed=True)
 
     def save(self, step: int, is_last: bool, *args: Any, in_memory: bool = False, **kwargs: Any) -> None:
         """Save, unless this step is saved. The first save waits for the disk, to measure the cost of a save.
 
-        If the schedule compares ranks, it also does so before each save, so that only equal states are saved.
+        If the schedule compares ranks, it also does so before each save of the program's own function.
 
         Collective: chief and workers.
 

@@ -17,8 +17,9 @@ class SaveSchedule:
             which minimizes the time lost, where the cost is the measured time for which a save blocks training.
         in_memory_every_steps: copy to the memory of every node every N steps; see `fast_directory` of
             CheckpointManager.
-        compare_every_steps: every N steps, and before each save, check that all ranks hold equal models and
-            optimizers. Optimizers of CentralStorageStrategy are excluded, as only the chief has their state.
+        compare_every_steps: every N steps check that all ranks hold equal models, with their buffers, and optimizers.
+            Saves compare parameters and optimizers anyway; see `CheckpointManager`. Optimizers of
+            CentralStorageStrategy are excluded, as only the chief has their state.
 
     Raises:
         UsageError: if a value is not above 0.

@@ -19,6 +19,7 @@ from hpcdist.cluster.environment import (
     launcher_of,
     read_environment,
     timeout_s,
+    unused_tasks,
 )
 from hpcdist.cluster.resolvers import ClusterResolver, MPIClusterResolver, SimpleClusterResolver
 from hpcdist.cluster.spec import ClusterSpec, Task
@@ -204,6 +205,11 @@ class World:
                     f"{library_name()}; start with the mpirun of that same MPI library, or by srun --mpi=pmi2 (MPICH) "
                     f"or --mpi=pmix (Open MPI)."
                 )
+            if (n_tasks := unused_tasks(environ)) > 1 and MPI.COMM_WORLD.size == 1:
+                raise ConfigurationError(
+                    f"world: expected {n_tasks} ranks, one for each task of this Slurm job, got a program that no "
+                    f"launcher started; start it by srun or mpirun, or as one process on purpose by srun -n 1."
+                )
         # what one rank checks with the others, all of them must check
         self.debug = frozenset(
             name for name in DEBUG_NAMES if self.all_reduce_int(int(name in self.debug), MPI.MAX, self.comm)
@@ -230,12 +236,25 @@ class World:
                 f"cluster: expected the cluster of rank 0, {roots}, got {own}; set the same cluster on every rank."
             ),
         )
+        spec = self._with_evaluator(spec, declared)
         assert resolver is not None, "agreed above"
         facts = self._gather_facts(list(spec.tasks()), declared, resolver.host_names, node)
         tasks: list[Task] = []
         with self.agreed():
             tasks = assign_tasks(spec, facts)
         return spec, tasks
+
+    def _with_evaluator(self, spec: ClusterSpec, declared: Task | None) -> ClusterSpec:
+        """Return the cluster with an evaluator if a rank is one that it does not list, as is usual in TF_CONFIG.
+
+        One that was started alone is a cluster by itself: the others run elsewhere. Collective: all ranks.
+        """
+        is_unlisted = declared is not None and declared.type == "evaluator" and not spec.num_tasks("evaluator")
+        n_unlisted = self.all_reduce_int(int(is_unlisted), MPI.SUM, self.comm)
+        if not n_unlisted:
+            return spec
+        others = {} if n_unlisted == self.size == 1 else spec.as_dict()
+        return ClusterSpec({**others, "evaluator": ["evaluator, which the cluster does not list"]})
 
     def _gather_facts(
         self, entries: list[Task], declared: Task | None, hosts: Mapping[str, Task], node: MPI.Comm

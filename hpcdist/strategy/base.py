@@ -19,14 +19,14 @@ from hpcdist.data.rows import explaining_empty_parts
 from hpcdist.errors import UsageError
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
-from hpcdist.nest import Nest
+from hpcdist.nest import Nest, form_of, leaves, map_nest
 from hpcdist.runtime.step_flags import single_rank_flags
 from hpcdist.strategy import context
 from hpcdist.strategy.extended import StrategyExtended
 from hpcdist.strategy.own_gradients import GradientsAndParameters, apply_gradients, offer
 from hpcdist.strategy.reduce import Axis, ReduceOp, check_axis, gather_values, reduce_over_axis, reduce_values
 from hpcdist.strategy.replica_context import OnlyReplica, ReplicaContext
-from hpcdist.strategy.values import DistributedValues, PerReplica, local_values, regroup, select
+from hpcdist.strategy.values import DistributedValues, local_values, regroup, select
 
 _single = ReplicaScheduler(range(1), [])
 
@@ -166,13 +166,13 @@ class Strategy:
         Raises:
             UsageError: when args is not a list or tuple, or replicas return different structures; where num_replicas
                 was given, when `fn` writes to parameters or optimizers' settings outside of a step or `merge_call`.
-            RuntimeError: inside `run`.
+            RuntimeError: inside `run`, as in tf.distribute; without a strategy it may be nested.
             DesyncError: when the replicas of this process do not make the same calls.
         """
         if not isinstance(args, (list, tuple)):
             raise UsageError(f"run: expected args as a tuple or list, got {type(args).__name__}; write args=(x,).")
         entry = context.current()
-        if entry is not None and entry.replica is not None and len(self.own_replicas) > 1:
+        if entry is not None and entry.replica is not None and type(self) is not Strategy:
             raise RuntimeError("run: expected a call outside strategy.run, got one inside; call the function itself.")
         self._prepare(args)
         calls = [
@@ -225,6 +225,9 @@ class Strategy:
     def _note_sums(self, tensors: Sequence[Tensor]) -> None:
         """Note that tensors are results of an all_reduce."""
 
+    def _note_crossing(self) -> None:
+        """Note that a backward goes from each replica's loss into the others' graphs."""
+
     def _are_noted(self, tensors: Sequence[Tensor]) -> list[bool]:
         """Return which tensors are results of an all_reduce."""
         return [False] * len(tensors)
@@ -248,7 +251,7 @@ class Strategy:
         self, replica: ReplicaContext, merge_fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         def combine(contributed: list[Any]) -> list[Any]:
-            all_args, all_kwargs = regroup(contributed)
+            all_args, all_kwargs = regroup(contributed, self._has_fixed_replicas, keeps_objects=False)
             with self.scheduler.merging(), context.entered(self):
                 result = merge_fn(self, *all_args, **all_kwargs)
             return [select(local_index, result) for local_index in range(len(contributed))]
@@ -270,13 +273,13 @@ class Strategy:
                 of different length are weighted by their length.
             value: PerReplica, or, with one replica in this process, its value: torch tensor, numpy array or number.
                 With several, a plain value counts for each; its SUM with axis None is refused, as in tf.distribute.
-                With axis None also a sparse COO tensor, whose entries are joined.
+                With axis None also a sparse COO tensor, whose entries are joined, and a nest of such values.
             axis: None (over replicas only), an int, or a tuple or list of ints; negative ones count from the end.
 
         Returns:
             The same kind of value, on the host, equal on every rank.
 
-        Raises:
+        Raises, on every rank alike:
             ValueError: for an axis out of range, values of different shape or an unknown op.
             TypeError: for an axis of another type. RuntimeError: inside `run`.
         """
@@ -284,16 +287,25 @@ class Strategy:
         op = ReduceOp.parse(reduce_op)
         check_axis(axis)
         if axis is None:
-            return self.reduce_all(op, [value])[0]
-        return reduce_over_axis(self, op, self._values_of("reduce", value, is_everyones=True), axis)
+            results = iter(self.reduce_all(op, leaves(value), form_of(value)))
+            return map_nest(lambda _: next(results), value)
+        values, error = self._values_of("reduce", value, is_everyones=True)
+        return reduce_over_axis(self, op, values, axis, error)
 
-    def reduce_all(self, op: ReduceOp, values: Sequence[Any]) -> list[Any]:
-        """Return several values, each reduced over all replicas; one sum for each dtype. Collective: all ranks."""
+    def reduce_all(self, op: ReduceOp, values: Sequence[Any], form: str = "") -> list[Any]:
+        """Return several values, each reduced over all replicas; one sum for each dtype. Collective: all ranks.
+
+        Args:
+            op: SUM or MEAN.
+            values: as for `reduce`.
+            form: of the nest that they are the leaves of.
+        """
         if not values:
             return []
         own = [self._values_of("reduce", value, is_everyones=op is ReduceOp.MEAN) for value in values]
-        by_replica = [list(nest) for nest in zip(*own, strict=True)]
-        return reduce_values(self, op, by_replica)
+        error = next((error for _, error in own if error is not None), None)
+        by_replica = [] if error is not None else [list(one) for one in zip(*(one for one, _ in own), strict=True)]
+        return reduce_values(self, op, by_replica, [form for _ in by_replica], error)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Return the values of all replicas joined along `axis`, in the order of replicas, on every rank.
@@ -309,14 +321,15 @@ class Strategy:
             RuntimeError: inside `run`, where ReplicaContext.all_gather is meant.
         """
         self.require_cross_replica("gather", "use get_replica_context().all_gather there")
-        return gather_values(self, self._values_of("gather", value), axis)[0]
+        values, error = self._values_of("gather", value)
+        return gather_values(self, values, axis, error)[0]
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the values of this process's replicas as a tuple; of a plain value, itself alone."""
         return local_values(value)
 
-    def _values_of(self, call: str, value: Any, is_everyones: bool = False) -> list[Any]:
-        """Return the values of this process's replicas.
+    def _values_of(self, call: str, value: Any, is_everyones: bool = False) -> tuple[list[Any], UsageError | None]:
+        """Return the values of this process's replicas, or why there are none: ranks with one replica may have theirs.
 
         Args:
             call: for messages.
@@ -326,13 +339,14 @@ class Strategy:
         values, n_local = local_values(value), len(self.own_replicas)
         is_plain = not isinstance(value, DistributedValues) and not hasattr(value, "local_copies")
         if is_plain and is_everyones:
-            return [value] * n_local
-        if len(values) != n_local:
-            raise UsageError(
-                f"{call}: expected a PerReplica value of this rank's {n_local} replicas, got {len(values)} "
-                f"({type(value).__name__}); pass what strategy.run returned."
-            )
-        return list(values)
+            return [value] * n_local, None
+        is_nobodys = is_plain and self._has_fixed_replicas and self.num_replicas_in_sync > 1
+        if not is_nobodys and len(values) == n_local:
+            return list(values), None
+        return [], UsageError(
+            f"{call}: expected a PerReplica value of this rank's {n_local} replicas, got {len(values)} "
+            f"({type(value).__name__}); pass what strategy.run returned."
+        )
 
     def require_cross_replica(self, call: str, advice: str) -> None:
         """Raise RuntimeError inside `run` and inside `extended.update`."""
@@ -342,21 +356,28 @@ class Strategy:
             raise RuntimeError(f"{call}: expected cross-replica context, outside strategy.run, got {found}; {advice}.")
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[["ValueContext"], Any]) -> Any:
-        """Return value_fn(ValueContext) of each local replica as a PerReplica value; not collective."""
+        """Return value_fn(ValueContext) of each local replica: a nest of PerReplica values. Not collective.
+
+        Without a strategy: the plain value, as in tf.distribute.
+        """
         self.require_cross_replica("experimental_distribute_values_from_function", "call it before run")
         with self._placing():
-            return PerReplica([value_fn(ValueContext(one, self.num_replicas_in_sync)) for one in self.own_replicas])
+            made = [value_fn(ValueContext(one, self.num_replicas_in_sync)) for one in self.own_replicas]
+        return made[0] if type(self) is Strategy else regroup(made, has_no_plain=True)
 
     def experimental_distribute_dataset(
         self, dataset: Dataset, options: InputOptions | None = None
-    ) -> DistributedDataset:
+    ) -> DistributedDataset | Dataset:
         """Return this replica's parts of a dataset whose batches are global batches.
 
         Collective where replicas are on several ranks: they agree on the seed of the order.
 
         Raises:
-            DataError: when `dataset` is not an hpcdist.Dataset with a batch size; on every rank alike.
+            DataError: when `dataset` is not an hpcdist.Dataset with a batch size; on every rank alike. Without a
+                strategy one without is returned as it is, as in tf.distribute.
         """
+        if type(self) is Strategy and isinstance(dataset, Dataset) and dataset.order.batch_rows is None:
+            return dataset
         return DistributedDataset(dataset, range(1), 1, self._delivery(), options)
 
     def distribute_datasets_from_function(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StrategyExtended:
-    """What tf.distribute.StrategyExtended offers. Variables are torch tensors, such as a module's parameters.
+    """What tf.distribute.StrategyExtended offers. Variables are torch tensors, such as parameters, or hpcdist.Variable.
 
     Args:
         strategy: whose.
@@ -62,8 +62,8 @@ class StrategyExtended:
         Collective under CentralStorageStrategy: all ranks.
 
         Args:
-            var: a tensor, or DistributedValues with one value for each copy.
-            fn: may write into its first argument.
+            var: a tensor, an hpcdist.Variable, or DistributedValues with one value for each copy.
+            fn: may write into its first argument; a Variable reads and writes the copy then.
             args: DistributedValues in it become the value for the copy.
             kwargs: the same, by name.
             group: whether results come as a PerReplica value; else as a tuple.
@@ -77,7 +77,8 @@ class StrategyExtended:
         firsts = [next(first for first, one in enumerate(copies) if _is_same(one, copy)) for copy in copies]
         _require_equal_arguments(firsts, (args, kwargs or {}))
         own = sorted(set(firsts))
-        calls = [functools.partial(self._update_copy, first, copies[first], fn, args, kwargs or {}) for first in own]
+        given = [var] * len(copies) if _is_variable(var) else copies
+        calls = [functools.partial(self._update_copy, first, given[first], fn, args, kwargs or {}) for first in own]
         results = dict(zip(own, self._strategy._update_copies(var, calls), strict=True))
         of_replicas = [results[first] for first in firsts]
         return regroup(of_replicas) if group else tuple(of_replicas)
@@ -149,11 +150,18 @@ class StrategyExtended:
             yield
 
     def variable_created_in_scope(self, v: Any) -> bool:
-        """Return whether a tensor is a parameter or buffer of a module built in this strategy's scope."""
+        """Return whether a tensor is a parameter or buffer of a module made in this strategy's scope, or a Variable."""
+        if _is_variable(v):
+            return v.strategy is self._strategy
         return all(self._strategy._has_made(copy) for copy in local_values(v))
 
     def _require(self, call: str) -> None:
         self._strategy.require_cross_replica(call, "use get_replica_context().merge_call() to leave it")
+
+
+def _is_variable(value: Any) -> bool:
+    """Return whether a value is an hpcdist.Variable, which is in a higher layer."""
+    return hasattr(value, "local_copies")
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -195,6 +203,6 @@ def _moved(value: Any, destinations: Any) -> Any:
     """Return a tensor on the device that `destinations` names or is on; anything else as it is."""
     if destinations is None or not isinstance(value, Tensor):
         return value
-    if isinstance(destinations, DistributedValues):
-        destinations = destinations.values[0]
+    if isinstance(destinations, DistributedValues) or _is_variable(destinations):
+        destinations = local_values(destinations)[0]
     return value.to(destinations.device if isinstance(destinations, Tensor) else parse_device(destinations))

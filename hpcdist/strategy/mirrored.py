@@ -24,7 +24,8 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
     Args:
         devices: one name for each rank, such as "/gpu:1": start as many ranks as there are devices. Modules, tensors
             and variables made in the scope and in `run` are on the rank's device, and batches are moved to it. Default:
-            the program decides.
+            the program decides. For a single rank several names of the host, such as ["/cpu:0", "/cpu:1"], are as many
+            replicas.
         cross_device_ops: what sums gradients: `HierarchicalCopyAllReduce` (default), `NcclAllReduce`,
             `ReductionToOneDevice`, or a `CrossDeviceOps` of your own.
         num_replicas: as `MultiWorkerMirroredStrategy`.
@@ -52,6 +53,11 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
                 )
             )
         n_ranks = world.role_comm.size
+        if n_ranks == 1 and devices is not None and len(devices) > 1 and num_replicas in (None, len(devices)):
+            with world.agreed(world.role_comm):
+                kinds = {parse_device(device, name).type for device in devices}
+                if kinds == {"cpu"}:
+                    devices, num_replicas = [devices[0]], len(devices)
         if devices is not None and len(devices) != n_ranks:
             raise agreed(
                 ConfigurationError(

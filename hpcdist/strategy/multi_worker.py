@@ -19,7 +19,7 @@ from hpcdist.collectives import algorithms, library
 from hpcdist.collectives.calls import gather_rows
 from hpcdist.collectives.cross_device_ops import CrossDeviceOps
 from hpcdist.collectives.group import group_of
-from hpcdist.collectives.options import CommunicationOptions
+from hpcdist.collectives.options import CommunicationImplementation, CommunicationOptions
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import (
     DatasetFunction,
@@ -30,7 +30,9 @@ from hpcdist.data.distributed import (
     datasets_of,
 )
 from hpcdist.data.iterator import Delivery
-from hpcdist.data.options import InputOptions
+from hpcdist.data.options import AutoShardPolicy, InputOptions
+from hpcdist.data.same_rows import RANDOM, are_random, describe_rows
+from hpcdist.data.sources import RowSource
 from hpcdist.errors import ConfigurationError, DataError, UsageError, agreed
 from hpcdist.gradients.central_storage import CentralStorage
 from hpcdist.gradients.engine import GradientEngine
@@ -65,6 +67,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Args:
         cluster_resolver: says which tasks there are; default: TF_CONFIG, else HPCDIST_ROLES, else every rank a worker.
+            A CollectiveCommunication in its place is the algorithm, as in older versions of tf.distribute.
         communication_options: algorithm, bucket size, order and wire of the all-reduce; default: all chosen.
         num_replicas: replicas of the job, however many ranks it has; at least as many. Weights, losses and metrics then
             have the same bits on any number of ranks, and steps go through `run`. Default: one per rank.
@@ -72,6 +75,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             replicas are weighted by their rows). Default: SUM from the first backward of a loss that
             `compute_average_loss` scaled; a backward of another one raises.
         cross_device_ops: the algorithm that sums gradients, instead of what the options choose.
+        communication: likewise by a CollectiveCommunication, as in older versions of tf.distribute.
 
     Attributes:
         world: who is where. own_replicas: the replicas of this rank.
@@ -83,13 +87,20 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def __init__(
         self,
-        cluster_resolver: ClusterResolver | None = None,
+        cluster_resolver: ClusterResolver | CommunicationImplementation | None = None,
         communication_options: CommunicationOptions | None = None,
         num_replicas: int | None = None,
         gradient_op: ReduceOp | str | None = None,
         *,
         cross_device_ops: CrossDeviceOps | None = None,
+        communication: CommunicationImplementation | None = None,
     ) -> None:
+        if isinstance(cluster_resolver, CommunicationImplementation):
+            cluster_resolver, communication = None, cluster_resolver
+        if communication is not None:
+            communication_options = replace(
+                communication_options or CommunicationOptions(), implementation=communication
+            )
         op = None if gradient_op is None else ReduceOp.parse(gradient_op)
         self.world: World = make_world(cluster_resolver)
         if self.world.spec.num_tasks("ps"):
@@ -167,6 +178,9 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _note_sums(self, tensors: Sequence[Tensor]) -> None:
         self.engine.note_sums(tensors)
 
+    def _note_crossing(self) -> None:
+        self.engine.sums.has_crossed = True
+
     def _are_noted(self, tensors: Sequence[Tensor]) -> list[bool]:
         return self.engine.are_noted(tensors)
 
@@ -178,8 +192,8 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this rank prints, logs and saves for the job."""
-        return self.world.is_chief
+        """Whether this rank prints, logs and saves for the job; an evaluator is its own chief, as in tf.distribute."""
+        return self.world.is_chief or self.world.task.type == "evaluator"
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
@@ -240,7 +254,30 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f"rank the same rows, batch and seed."
             ),
         )
+        if isinstance(dataset.source, RowSource) and dataset.policy is not AutoShardPolicy.OFF:
+            self._require_same_rows(dataset.source)  # with OFF a rank may have a shard of its own
         return DistributedDataset(dataset, self.own_replicas, self.num_replicas_in_sync, self._delivery(), options)
+
+    def _require_same_rows(self, source: RowSource) -> None:
+        """Raise DataError on all ranks unless a sample of the rows is the same on all, or random on one. Collective."""
+        if self._comm.size == 1:
+            return
+        own = describe_rows(source)
+        if self.world.all_equal(own, self._comm):
+            return
+        is_random = RANDOM in own or are_random(source)  # a random transform may have done nothing twice
+        if self.world.all_reduce_int(int(is_random), MPI.MAX, self._comm):
+            own = f"{source.n_rows} rows"
+        self.world.require_same(
+            own,
+            self._comm,
+            lambda chiefs: DataError(
+                f"experimental_distribute_dataset: expected the same rows on every rank, as each reads a part of every "
+                f"batch: {chiefs} on the chief, got {own}; draw them by a seeded generator, as by torch.randn(..., "
+                f"generator=torch.Generator().manual_seed(1)) and random_split(..., generator=...), or use "
+                f"distribute_datasets_from_function."
+            ),
+        )
 
     def distribute_datasets_from_function(
         self, dataset_fn: DatasetFunction, options: InputOptions | None = None
@@ -252,13 +289,22 @@ class MultiWorkerMirroredStrategy(Strategy):
         seed = int(self.world.broadcast_text(str(secrets.randbits(62)), 0, comm))
         distributed = DistributedFromFunction(made, replicas, n_replicas, self._delivery(), options)
         distributed.set_seed(seed)
+        own = f"drop_remainder={distributed.ends_with_first}"
+        self.world.require_same(
+            own,
+            comm,
+            lambda chiefs: DataError(
+                f"distribute_datasets_from_function: expected {chiefs} in batch, as on the chief, got {own}; make "
+                f"batches alike on every rank."
+            ),
+        )
         return distributed
 
     def _delivery(self) -> Delivery:
         return Delivery(
             poll=self.world.step_flags.poll,
             on_batch=functools.partial(self._hand_rows, next(self._dataset_numbers)),
-            wrap=self._regroup if self._has_fixed_replicas else None,
+            wrap=functools.partial(regroup, has_no_plain=True) if self._has_fixed_replicas else None,
             device=self._placed_on,
             agree_rows=self._agree_rows,
             agree_end=self._agree_end,
@@ -270,9 +316,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         for local_index, row_counts in enumerate(self.engine.sums.row_counts):
             row_counts.record(source, None if rows is None else rows[local_index])
 
-    def _agree_end(self, is_out: bool) -> bool:
-        """Return whether all ranks have run out of data. Collective: all ranks; bounded."""
-        return self.world.all_reduce_int(int(is_out), MPI.MIN, self._comm) == 1
+    def _agree_end(self, is_out: bool, ends_with_first: bool) -> bool:
+        """Return whether all ranks, or one, have run out of data. Collective: all ranks; bounded."""
+        return self.world.all_reduce_int(int(is_out), MPI.MAX if ends_with_first else MPI.MIN, self._comm) == 1
 
     def _agree_rows(self, n_rows: int) -> None:
         """Raise on all ranks unless their streams gave batches of the same length. Collective: all ranks; bounded."""

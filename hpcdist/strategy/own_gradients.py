@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from hpcdist.errors import UsageError
+from hpcdist.gradients.tensors import has_values
 from hpcdist.strategy import context
 from hpcdist.strategy.replica_context import ReplicaContext
 
@@ -59,7 +60,8 @@ def _split(optimizer: Optimizer, pairs: list[tuple[Tensor | None, Tensor]]) -> t
 def _require_unsummed(strategy: "Strategy", parameters: list[Tensor]) -> None:
     """Raise where a backward has left sums, as the gradients that were given may be made of them."""
     left = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if any(strategy._are_summed_gradients(left)):
+    are_sums = strategy._are_summed_gradients(left)
+    if any(is_sum and has_values(gradient) for is_sum, gradient in zip(are_sums, left, strict=True)):
         raise UsageError(
             "apply_gradients: expected gradients of this replica, got others than those that backward has summed and "
             "left in p.grad; pass p.grad itself, changed in place if need be, or call zero_grad() before."

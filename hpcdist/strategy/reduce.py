@@ -120,8 +120,12 @@ def _describe(value: Any, shape: Iterable[int]) -> str:
     return f"{tuple(shape)} {np.asarray(value).dtype} {kind}"
 
 
-def _require_alike(exchange: Exchange, call: str, described: Sequence[Sequence[str]]) -> float:
+def _require_alike(
+    exchange: Exchange, call: str, described: Sequence[Sequence[str]], error: UsageError | None = None
+) -> float:
     """Return the number of all replicas, or raise on every rank when their calls or values do not fit together.
+
+    A rank that cannot take part, by its `error`, raises that one.
 
     Every exchange of values begins with this message, which always has the same size: ranks that make other calls are
     found before any value is mixed with another. Two calls that are alike, of other values, are not told apart.
@@ -129,9 +133,13 @@ def _require_alike(exchange: Exchange, call: str, described: Sequence[Sequence[s
     Sums of x and x*x over n replicas show whether all x are equal. x is a digest of 20 bits, so that the sums are exact
     for thousands of replicas.
     """
+    if error is not None:
+        described = [["no value"] for _ in exchange.own_replicas]
     texts = ["; ".join([call, *own]) for own in described]
     digests = [float(xxhash.xxh3_64_intdigest(text.encode()) % (1 << 20)) for text in texts]
     n, total, squares = exchange.sum_over_replicas([np.array([1.0, digest, digest * digest]) for digest in digests])
+    if error is not None:
+        raise error
     if n * squares != total * total:
         raise UsageError(
             f"{call.split()[0]}: expected values of the same shape and dtype on every replica, in the same call, got "
@@ -152,7 +160,11 @@ def check_axis(axis: Axis) -> None:
 
 
 def reduce_values(
-    exchange: Exchange, op: ReduceOp, values: list[list[Any]], structures: Sequence[str] = ()
+    exchange: Exchange,
+    op: ReduceOp,
+    values: list[list[Any]],
+    structures: Sequence[str] = (),
+    error: UsageError | None = None,
 ) -> list[Any]:
     """Return values, each reduced over all replicas, on the host: one sum for each dtype.
 
@@ -166,20 +178,26 @@ def reduce_values(
         op: SUM or MEAN.
         values: a list for each local replica: torch tensors, dense or sparse COO, numpy arrays or numbers.
         structures: of the nest that each replica's values are the leaves of; default: lists.
+        error: why this rank has no values; the other ranks raise too then.
 
     Raises:
         UsageError: when the structures, or shape, dtype, layout or kind of a value differ; on every rank.
 
     Cost: a sum of three numbers, and one for each dtype of the dense values; two gathers for each sparse tensor.
     """
-    parts: list[list[Any]] = [[one if is_sparse(one) else to_host(one) for one in own] for own in values]
-    described = [
-        [_describe(value, part.shape) for value, part in zip(own, own_parts, strict=True)]
-        for own, own_parts in zip(values, parts, strict=True)
-    ]
+    parts: list[list[Any]] = []
+    described: list[list[str]] = []
+    try:
+        parts = [[one if is_sparse(one) else to_host(one) for one in own] for own in values]
+        described = [
+            [_describe(value, part.shape) for value, part in zip(own, own_parts, strict=True)]
+            for own, own_parts in zip(values, parts, strict=True)
+        ]
+    except UsageError as caught:
+        error = caught
     for own, structure in zip(described, structures, strict=False):
         own.append(structure)
-    n_replicas = _require_alike(exchange, f"reduce {op.name}", described)
+    n_replicas = _require_alike(exchange, f"reduce {op.name}", described, error)
     packs: dict[Any, list[int]] = {}
     for index, part in enumerate(parts[0]):
         packs.setdefault("sparse" if is_sparse(part) else part.dtype, []).append(index)
@@ -211,7 +229,9 @@ def _join_sparse(exchange: Exchange, op: ReduceOp, tensors: list[Tensor], n_repl
     return torch.sparse_coo_tensor(from_array(indices.T, "int64"), values, first.shape, check_invariants=False)
 
 
-def reduce_over_axis(exchange: Exchange, op: ReduceOp, values: list[Any], axis: Axis) -> Any:
+def reduce_over_axis(
+    exchange: Exchange, op: ReduceOp, values: list[Any], axis: Axis, error: UsageError | None = None
+) -> Any:
     """Return a dense value reduced over `axis` and over all replicas; see `Strategy.reduce`.
 
     Collective: all ranks.
@@ -221,17 +241,25 @@ def reduce_over_axis(exchange: Exchange, op: ReduceOp, values: list[Any], axis: 
         op: SUM or MEAN.
         values: of this rank's replicas: torch tensors, numpy arrays or numbers.
         axis: checked by `check_axis`.
+        error: why this rank has no values; the other ranks raise too then.
     """
-    arrays = [to_host(value) for value in values]
-    axes = [_axes(axis, array.ndim) for array in arrays]
-    totals = [
-        np.array(array.sum(axis=own, dtype=array.dtype) if own else array, order="C")
-        for array, own in zip(arrays, axes, strict=True)
-    ]
-    described = [
-        [f"axes {own}", _describe(value, one.shape)] for value, own, one in zip(values, axes, totals, strict=True)
-    ]
-    _require_alike(exchange, f"reduce {op.name}", described)
+    arrays: list[Array] = []
+    totals: list[Array] = []
+    axes: list[tuple[int, ...]] = []
+    described: list[list[str]] = []
+    try:
+        arrays = [to_host(value) for value in values]
+        axes = [_axes(axis, array.ndim) for array in arrays]
+        totals = [
+            np.array(array.sum(axis=own, dtype=array.dtype) if own else array, order="C")
+            for array, own in zip(arrays, axes, strict=True)
+        ]
+        described = [
+            [f"axes {own}", _describe(value, one.shape)] for value, own, one in zip(values, axes, totals, strict=True)
+        ]
+    except UsageError as caught:
+        error = caught
+    _require_alike(exchange, f"reduce {op.name}", described, error)
     total = exchange.sum_over_replicas([one.reshape(-1) for one in totals]).reshape(totals[0].shape)
     n_elements = 1.0
     if op is ReduceOp.MEAN:
@@ -283,14 +311,22 @@ def _contributed(exchange: Exchange, leaf: Any) -> Any:
 
 
 def _beside(leaf: Any, value: Any) -> Any:
-    """Return a tensor on the device of the one that it was made from; anything else as it is."""
-    return value.to(leaf.device) if isinstance(value, Tensor) else value
+    """Return a tensor on the device of the one that it was made from, with its strides; anything else as it is.
+
+    Fused optimizers walk through the memory of a gradient as they do through that of its parameter.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    has_other_strides = not is_sparse(value) and value.shape == leaf.shape and value.stride() != leaf.stride()
+    return torch.empty_like(leaf, dtype=value.dtype).copy_(value) if has_other_strides else value.to(leaf.device)
 
 
 # -- gather -----------------------------------------------------------------------------------------------------------
 
 
-def gather_values(exchange: Exchange, values: list[Any], axis: int) -> tuple[Any, list[int]]:
+def gather_values(
+    exchange: Exchange, values: list[Any], axis: int, error: UsageError | None = None
+) -> tuple[Any, list[int]]:
     """Return all replicas' values joined along `axis`, and where each local one begins; see `Strategy.gather`.
 
     Collective: all ranks.
@@ -299,11 +335,12 @@ def gather_values(exchange: Exchange, values: list[Any], axis: int) -> tuple[Any
         exchange: combines values.
         values: of this rank's replicas: torch tensors or numpy arrays.
         axis: negative ones count from the end.
+        error: why this rank has no values; the other ranks raise too then.
     """
     if isinstance(axis, bool) or not hasattr(axis, "__index__"):
         raise TypeError(f"gather: expected axis as an int, got {axis!r}; pass axis=0.")
-    _require_alike(exchange, "gather", [[_axis_text(axis, value)] for value in values])
-    rows, error = [], None
+    _require_alike(exchange, "gather", [[_axis_text(axis, value)] for value in values], error)
+    rows = []
     try:
         rows = _rows_along(values, axis)
     except UsageError as caught:

@@ -1,5 +1,6 @@
 """The replica context: what code inside `strategy.run` knows of its replica, and its collectives."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -91,10 +92,7 @@ class ReplicaContext:
 
     def reduce_leaves(self, op: ReduceOp, leaves: list[Any], form: str = "") -> Sequence[Any]:
         """Return the leaves of a nest, each reduced over all replicas, with gradients. Collective: all replicas."""
-        if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-            given = [leaf.detach() if is_sparse(leaf) else leaf for leaf in leaves]
-            return _AllReduce.apply(op, self, form, *given)  # type: ignore[no-untyped-call, no-any-return]
-        return reduce_in_replica(self.strategy, op, leaves, form)
+        return _reduce_leaves(self.strategy, op, leaves, form)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Return a nest of tensors or arrays, each joined along `axis` over all replicas, in their order.
@@ -114,7 +112,7 @@ class ReplicaContext:
 
     def _gather_leaf(self, leaf: Any, axis: int) -> Any:
         if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
-            return _AllGather.apply(leaf, axis, self)  # type: ignore[no-untyped-call]
+            return _AllGather.apply(leaf, axis, self.strategy)  # type: ignore[no-untyped-call]
         return gather_in_replica(self.strategy, leaf, axis)[0]
 
     def _require(self, call: str) -> None:
@@ -155,11 +153,22 @@ class OnlyReplica(ReplicaContext):
         return self.strategy.run(run)
 
 
+def _reduce_leaves(strategy: "Strategy", op: ReduceOp, leaves: list[Any], form: str = "") -> Sequence[Any]:
+    if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+        given = [leaf.detach() if is_sparse(leaf) else leaf for leaf in leaves]
+        return _AllReduce.apply(op, strategy, form, *given)  # type: ignore[no-untyped-call, no-any-return]
+    return reduce_in_replica(strategy, op, leaves, form)
+
+
+# Both functions hold the strategy weakly: torch never frees the graph of a backward that has raised, if what it holds
+# leads to the graph.
+
+
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, op: ReduceOp, replica: ReplicaContext, form: str, *leaves: Any) -> tuple[Any, ...]:
-        ctx.op, ctx.replica = op, replica
-        reduced = reduce_in_replica(replica.strategy, op, leaves, form)
+    def forward(ctx: Any, op: ReduceOp, strategy: "Strategy", form: str, *leaves: Any) -> tuple[Any, ...]:
+        ctx.op, ctx.strategy = op, weakref.ref(strategy)
+        reduced = reduce_in_replica(strategy, op, leaves, form)
         ctx.is_needed = ctx.needs_input_grad[3:]
         fixed = [one for one, is_needed in zip(reduced, ctx.is_needed, strict=True) if not is_needed]
         ctx.mark_non_differentiable(*(one for one in fixed if isinstance(one, Tensor)))
@@ -168,19 +177,27 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         wanted = [one for one, is_needed in zip(gradients, ctx.is_needed, strict=True) if is_needed]
-        reduced = iter(ctx.replica.reduce_leaves(ctx.op, wanted))  # with a graph of its own, if one is made
+        reduced = iter(_reduce_backward(ctx, ctx.op, wanted))  # with a graph of its own, if one is made
         return None, None, None, *(next(reduced) if is_needed else None for is_needed in ctx.is_needed)
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, axis: int, replica: ReplicaContext) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor, axis: int, strategy: "Strategy") -> Tensor:
         joined: Tensor
-        joined, start = gather_in_replica(replica.strategy, leaf, axis)
-        ctx.replica, ctx.axis, ctx.start, ctx.n_rows = replica, axis, start, leaf.shape[axis]
+        joined, start = gather_in_replica(strategy, leaf, axis)
+        ctx.strategy, ctx.axis, ctx.start, ctx.n_rows = weakref.ref(strategy), axis, start, leaf.shape[axis]
         return joined
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None, None]:
-        (total,) = ctx.replica.reduce_leaves(ReduceOp.SUM, [gradient])
+        (total,) = _reduce_backward(ctx, ReduceOp.SUM, [gradient])
         return total.narrow(ctx.axis, ctx.start, ctx.n_rows), None, None
+
+
+def _reduce_backward(ctx: Any, op: ReduceOp, gradients: list[Any]) -> Sequence[Any]:
+    strategy = ctx.strategy()
+    if strategy is None:
+        raise UsageError("backward: expected the strategy whose all_reduce it goes through, got none; keep it.")
+    strategy._note_crossing()
+    return _reduce_leaves(strategy, op, gradients)

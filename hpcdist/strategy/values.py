@@ -65,7 +65,9 @@ def local_values(value: Any) -> tuple[Any, ...]:
     return value.values if isinstance(value, DistributedValues) else (value,)
 
 
-def regroup(nests: Sequence[Any], is_single_kept: bool = False) -> Any:
+def regroup(
+    nests: Sequence[Any], is_single_kept: bool = False, has_no_plain: bool = False, keeps_objects: bool = True
+) -> Any:
     """Return one nest with PerReplica leaves, made of one nest for each local replica.
 
     A leaf that is the same object on all of them is left as it is, unless it is a number.
@@ -73,22 +75,28 @@ def regroup(nests: Sequence[Any], is_single_kept: bool = False) -> Any:
     Args:
         nests: all of one structure.
         is_single_kept: whether a single replica's values are wrapped too.
+        keeps_objects: whether that holds for other objects than numbers, arrays and tensors, too: a model that is
+            passed on is the same one for all replicas.
+        has_no_plain: whether all leaves are wrapped.
 
     Raises:
         UsageError: when the structures differ.
     """
-    first = nests[0]
+    first, options = nests[0], (is_single_kept, has_no_plain, keeps_objects)
     if is_nest(first) and isinstance(first, dict):
         _check_alike(nests, [sorted_keys(nest) if isinstance(nest, dict) else None for nest in nests])
-        parts = [regroup([nest[key] for nest in nests], is_single_kept) for key in sorted_keys(first)]
-        return with_children(first, parts)
+        columns = [[nest[key] for nest in nests] for key in sorted_keys(first)]
+        return with_children(first, [regroup(column, *options) for column in columns])
     if is_nest(first):
         _check_alike(nests, [len(nest) if isinstance(nest, type(first)) else None for nest in nests])
-        return with_children(first, [regroup(parts, is_single_kept) for parts in zip(*nests, strict=True)])
+        columns = [list(column) for column in zip(*nests, strict=True)]
+        return with_children(first, [regroup(column, *options) for column in columns])
     _check_alike(nests, [is_nest(nest) for nest in nests])
     is_number = isinstance(first, (int, float, complex))  # equal ones may be one object, but are per-replica values
-    is_kept_single = is_single_kept and first is not None
-    if all(nest is first for nest in nests) and not (is_kept_single if len(nests) == 1 else is_number):
+    is_array = hasattr(first, "shape") and not hasattr(first, "local_copies")
+    is_kept_single = is_single_kept and first is not None and (keeps_objects or is_number or is_array)
+    is_wrapped = has_no_plain or (is_kept_single if len(nests) == 1 else is_number)
+    if all(nest is first for nest in nests) and not is_wrapped:
         return first
     return PerReplica(nests)
 

@@ -21,7 +21,8 @@ Array = npt.NDArray[Any]
 class Metric:
     """The base of all metrics: each replica keeps a weighted sum and the sum of the weights.
 
-    Make it in the strategy's scope, call `update_state` inside `run` and `result` outside.
+    Make it in the strategy's scope, call `update_state` inside `run`, or in a loop without `run` where no num_replicas
+    was given, and `result` outside.
 
     Collective: all ranks, in a strategy's scope.
 
@@ -77,14 +78,14 @@ class Mean(Metric):
     """The weighted mean of all values seen."""
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
-        """Add values; inside `run`, if made in a strategy's scope.
+        """Add values of this replica.
 
         Args:
             values: tensor, array or number.
             sample_weight: a number, or one weight for each value, or for each row of them.
 
         Raises:
-            UsageError: outside `run`, or when weights do not fit.
+            UsageError: outside `run` where num_replicas was given, or when weights do not fit.
         """
         self._add(_floats(values), sample_weight)
 
@@ -106,7 +107,7 @@ class _MeanOfRows(Metric):
     """The weighted mean of a score of each row of predictions."""
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        """Add rows; inside `run`, if made in a strategy's scope.
+        """Add rows of this replica.
 
         Args:
             y_true: the truth.
@@ -114,7 +115,7 @@ class _MeanOfRows(Metric):
             sample_weight: a number, or one weight for each row.
 
         Raises:
-            UsageError: outside `run`, or when shapes do not fit.
+            UsageError: outside `run` where num_replicas was given, or when shapes do not fit.
         """
         self._add(self._scores(_array(y_true), _array(y_pred)), sample_weight)
 

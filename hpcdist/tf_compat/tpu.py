@@ -72,8 +72,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
             self._xla = load_xla("TPUStrategy")
         super().__init__(tpu_cluster_resolver, num_replicas=num_replicas, gradient_op=gradient_op)
         self._seed: int | None = None
-        for handle in torch_hooks.around_any_step(self._before_step, self._after_step):
-            weakref.finalize(self, handle.remove)
+        weakref.finalize(self, torch_hooks.after_any_step(self._after_step).remove)
 
     @property
     def _device(self) -> torch.device:
@@ -90,9 +89,6 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
     def _call(self, replica: ReplicaContext, fn: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self._key_random_numbers()
         return super()._call(replica, fn, args, kwargs)
-
-    def _before_step(self, optimizer: Optimizer) -> None:
-        """Do nothing: the graph ends after the step."""
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._xla.sync()

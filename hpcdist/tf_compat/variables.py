@@ -164,9 +164,9 @@ class Variable(Readable):
             UsageError: outside `run`, for an ON_READ variable without aggregation.
             RuntimeError: in another strategy's scope or run.
         """
-        replica = self._replica("read_value")
-        if not self._is_on_read:
-            return self._copies[0].clone()
+        replica, updated = self._replica("read_value"), self._updated_copy()
+        if updated is not None or not self._is_on_read:
+            return self._copies[updated or 0].clone()
         if replica is not None:
             return self._copies[replica.local_index].clone()
         return self._aggregated("read_value", self._copies)
@@ -213,8 +213,8 @@ class Variable(Readable):
         """Add to the value and return the variable; as `assign`.
 
         Raises:
-            UsageError: as `assign`, and outside `run` for an ON_READ variable with SUM: it is not clear whose copy is
-                meant.
+            UsageError: as `assign`, and outside `run` for an ON_READ variable with SUM where num_replicas was given: it
+                is not clear whose copy is meant. With one replica per rank by default it is that of the rank.
         """
         return self._update("assign_add", value, torch.add)
 
@@ -260,8 +260,10 @@ class Variable(Readable):
         return self._update(method, dense, torch.add if sign > 0 else torch.sub)
 
     def _update(self, method: str, value: Any, apply: Callable[[Tensor, Tensor], Tensor]) -> "Variable":
-        replica = self._replica(method)
-        if replica is None:
+        replica, updated = self._replica(method), self._updated_copy()
+        if updated is not None:
+            self._write(updated, apply, self._fitting(method, value))
+        elif replica is None:
             self._update_across(method, value, apply)
         elif self._is_on_read:
             self._write(replica.local_index, apply, self._fitting(method, value))
@@ -274,16 +276,23 @@ class Variable(Readable):
         new = self._fitting(method, value)
         if self._is_on_read and self.aggregation is VariableAggregation.SUM:
             if method != "assign":
-                raise UsageError(
-                    f"{method}: expected a call inside strategy.run for {self!r}, got one outside; call it there, "
-                    f"where it changes one replica's copy, or assign the total."
-                )
+                self._write_own(method, apply, new)
+                return
             parts = divide_among(new, self.strategy.num_replicas_in_sync)
             for index, number in enumerate(self.strategy.own_replicas):
                 self._write(index, apply, parts[number])
             return
         for index in range(len(self._copies)):
             self._write(index, apply, new)
+
+    def _write_own(self, method: str, apply: Callable[[Tensor, Tensor], Tensor], new: Tensor) -> None:
+        """Write the copy of this rank's replica: a loop without `run` is the replica's own code."""
+        if self.strategy._has_fixed_replicas:
+            raise UsageError(
+                f"{method}: expected a call inside strategy.run for {self!r}, got one outside; call it there, "
+                f"where it changes one replica's copy, or assign the total."
+            )
+        self._write(0, apply, new)
 
     def _update_together(
         self, replica: ReplicaContext, method: str, new: Tensor, apply: Callable[[Tensor, Tensor], Tensor]
@@ -350,6 +359,11 @@ class Variable(Readable):
                 f"{type(entry.strategy).__name__}: mixing them is not possible; make it in the scope it is used in."
             )
         return entry.replica
+
+    def _updated_copy(self) -> int | None:
+        """Return which copy is meant inside `extended.update`; None outside of it."""
+        local_index = None if self._is_unmanaged else context.updated_copy()
+        return None if local_index is None else min(local_index, len(self._copies) - 1)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -85,6 +85,44 @@ def test_slurm_without_an_mpi_plugin(start):
     refused(start(1, command=[PYTHON, "-c", PROGRAM], environ=step).wait(40), "started by srun", "--mpi=pmi2 (MPICH)")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun(start, rank):
+    """Each of its processes would train alone; the first one reports."""
+    environ = {"RANK": str(rank), "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    outcome = start(1, command=[PYTHON, "-c", PROGRAM], environ=environ).wait(40)
+    if rank == 0:
+        refused(outcome, "expected 2 ranks as started by torchrun", "got a world of 1", "start with the mpirun")
+    assert outcome.code == 78
+
+
+def test_an_allocation_without_srun(start):
+    job = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
+    outcome = start(1, command=[PYTHON, "-c", PROGRAM], environ=job).wait(40)
+    refused(outcome, "expected 4 ranks, one for each task of this Slurm job", "srun -n 1")
+
+
+def test_an_evaluator_that_the_cluster_does_not_list(start):
+    """Started alone, or as one more rank of the job, it is a cluster of one."""
+    alone = json.dumps({**cluster(worker=2), "task": {"type": "evaluator", "index": 0}})
+    program = "import hpcdist; s = hpcdist.MultiWorkerMirroredStrategy(); print(s.num_replicas_in_sync, s.is_chief)"
+    outcome = start(1, command=[PYTHON, "-c", program], environ={"TF_CONFIG": alone}).wait(40)
+    assert outcome.code == 0, outcome.output
+    assert "1 True" in outcome.output
+    beside = f"""
+import json, os
+rank = int(os.environ["PMI_RANK"])
+task = {{"type": "worker", "index": rank}} if rank < 2 else {{"type": "evaluator", "index": 0}}
+os.environ["TF_CONFIG"] = json.dumps({{**{cluster(worker=2)!r}, "task": task}})
+import hpcdist
+s = hpcdist.MultiWorkerMirroredStrategy()
+print(f"{{s.world.task}} of {{s.num_replicas_in_sync}}, {{s.is_chief}}\\n", end="")
+"""
+    outcome = start(3, "-c", beside).wait(40)
+    assert outcome.code == 0, outcome.output
+    for line in ("worker 0 of 2, True", "worker 1 of 2, False", "evaluator 0 of 1, True"):
+        assert line in outcome.output
+
+
 def test_a_model_built_differently_on_two_ranks(start, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(

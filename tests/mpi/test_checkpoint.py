@@ -177,6 +177,7 @@ def test_of_other_objects(comm, shared_path):
 
 
 def test_of_another_optimizer_or_precision(comm, shared_path):
+    torch.manual_seed(0)  # ranks that differ are not saved
     model = nn.Linear(1, 1)
     Manager(hpcdist.Checkpoint(model=model, optimizer=torch.optim.Adam(model.parameters())), shared_path).save(1)
     other = hpcdist.Checkpoint(model=model, optimizer=torch.optim.SGD(model.parameters()))
@@ -190,6 +191,15 @@ def test_of_another_optimizer_or_precision(comm, shared_path):
     same = hpcdist.Checkpoint(model=model, optimizer=torch.optim.Adam(model.parameters()))
     text = raised_everywhere(comm, Manager(same, shared_path).restore_or_initialize)
     assert "'weight' (1, 1) float64, got 2, 'weight' (1, 1) float32" in text
+
+
+def test_a_model_that_was_not_used_is_made_equal_by_its_first_save(comm, shared_path):
+    """Seeds differ by rank: the chief's values count, as at the first use."""
+    job = Job(comm)
+    weight = job.model[0].weight
+    expected = comm.bcast(weight.detach().clone(), 0)
+    job.manager(shared_path).save(0)
+    assert torch.equal(weight, expected)
 
 
 def test_steps_are_whole_numbers(comm, shared_path):
@@ -824,6 +834,7 @@ def test_a_read_error_in_the_middle_is_tried_again_and_then_raised_on_all_ranks(
 
 
 def test_a_restore_writes_into_the_tensors_that_exist(comm, shared_path):
+    torch.manual_seed(0)  # ranks that differ are not saved
     model = nn.Linear(3, 2)
     values = np.arange(4.0)
     manager = Manager(hpcdist.Checkpoint(model=model, values=values), shared_path)
@@ -833,3 +844,55 @@ def test_a_restore_writes_into_the_tensors_that_exist(comm, shared_path):
         prepared = manager.checkpoint.prepare(index, "file")
         addresses = {array.ctypes.data for array in prepared.arrays}
         assert addresses == {model.weight.data_ptr(), model.bias.data_ptr(), values.ctypes.data}
+
+
+def test_some_objects_of_a_checkpoint_are_loaded(comm, shared_path):
+    job = Job(comm)
+    job.train(3)
+    path = job.manager(shared_path).save(3)
+    expected = job.model.state_dict()
+    torch.manual_seed(99)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 1))
+    history = np.zeros(30)
+    assert hpcdist.load_checkpoint(path, model=model, history=history) == 3
+    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+    assert history.tolist() == job.history.tolist()
+    text = raised_everywhere(comm, lambda: hpcdist.load_checkpoint(path, net=model))
+    assert "expected {'net': 'module'}" in text
+    assert hpcdist.load_checkpoint(path, strict=False, net=model, history=history) == 3
+
+
+def test_a_module_is_loaded_in_part(comm, shared_path):
+    job = Job(comm)
+    path = job.manager(shared_path).save(1)
+    larger = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 1), nn.Linear(1, 1))
+    head = larger[4].weight.detach().clone()
+    with torch.no_grad():
+        larger[0].weight.zero_()
+    raised_everywhere(comm, lambda: hpcdist.load_checkpoint(path, model=larger))
+    assert not larger[0].weight.any(), "nothing is loaded"
+    hpcdist.load_checkpoint(path, strict=False, model=larger)
+    assert torch.equal(larger[0].weight, job.model[0].weight)
+    assert torch.equal(larger[4].weight, head)
+    other = nn.Sequential(nn.Linear(3, 7))
+    text = raised_everywhere(comm, lambda: hpcdist.load_checkpoint(path, strict=False, model=other))
+    assert "'0.weight' (7, 3)" in text
+
+
+@pytest.mark.parametrize("make", ["MirroredStrategy", "CentralStorageStrategy"])
+def test_a_run_continues_under_another_strategy(comm, shared_path, make):
+    """The guides' easy switching."""
+    job = Job(comm)
+    job.train(2)
+    job.manager(shared_path).save(2)
+    strategy = getattr(hpcdist, make)(gradient_op="sum")
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 1))
+    checkpoint = hpcdist.Checkpoint(model=model, strategy=strategy)
+    first = Job(comm)
+    path = hpcdist.CheckpointManager(
+        hpcdist.Checkpoint(model=first.model, strategy=first.strategy), shared_path / "b"
+    ).save(2)
+    assert checkpoint.read(path) == 2
+    assert torch.equal(model[0].weight, first.model[0].weight)
+    assert strategy.state_dict()["step"] == first.strategy.state_dict()["step"]

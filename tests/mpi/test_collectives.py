@@ -220,3 +220,22 @@ def test_threads_end_with_their_group(comm):
     while threads() & made and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not threads() & made
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool, torch.uint8])
+def test_tensors_are_gathered_as_tensors(comm, dtype):
+    """Ranks give as many rows as their number: rank 0 none."""
+    own = torch.full((comm.rank, 2, 3), comm.rank).to(dtype).transpose(1, 2)
+    found = hpcdist.all_gather(own.requires_grad_() if dtype.is_floating_point else own)
+    expected = torch.cat([torch.full((rank, 3, 2), rank).to(dtype) for rank in range(comm.size)])
+    assert found.dtype is dtype
+    assert not found.requires_grad
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_bools_are_broadcast_and_gathered(comm, make):
+    values = make([comm.rank == 0, False])
+    hpcdist.broadcast(values)
+    assert values.tolist() == [True, False]
+    assert hpcdist.all_gather(values).tolist() == [True, False] * comm.size

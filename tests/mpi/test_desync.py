@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ from torch import nn
 
 import hpcdist
 from hpcdist.errors import DesyncError
+from hpcdist.resilience import saver
 from hpcdist.resilience.desync import odd_ranks
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.process import make_world
@@ -56,6 +58,114 @@ def test_one_bit_on_one_rank_is_named(comm, job, part):
     )
     assert caught.value.is_agreed
     assert caught.value.exit_code == 76
+
+
+def change(model, optimizer, part, value=1):
+    """Change one bit of a part by `value`."""
+    tensors = {"parameter": model[0].weight, "optimizer": optimizer.state[model[0].bias]["exp_avg"]}
+    with torch.no_grad():
+        tensors[part].view(-1)[0].view(torch.int32).add_(value)
+
+
+@pytest.mark.parametrize("is_blocking", [True, False])
+@pytest.mark.parametrize("part", ["parameter", "optimizer", "learning rate"])
+@pytest.mark.parametrize("odd", ["the chief", "another", "all"])
+def test_a_save_of_ranks_that_differ_is_refused(comm, job, part, odd, is_blocking):
+    """By default, without any schedule: the chief compares what it has copied, in the background."""
+    if comm.size == 1:
+        pytest.skip("ranks that differ take two of them")
+    model, optimizer, manager = job
+    first = manager.save(1)
+    is_odd = {"the chief": comm.rank == 0, "another": comm.rank == comm.size - 1, "all": True}[odd]
+    if part == "learning rate":
+        optimizer.param_groups[0]["lr"] += 0.1 * comm.rank if odd == "all" else 0.1 * is_odd
+    else:
+        change(model, optimizer, part, comm.rank if odd == "all" else int(is_odd))
+    named = {"the chief": 0, "another": comm.size - 1, "all": ", ".join(map(str, range(1, comm.size)))}[odd]
+    named = 1 if comm.size == 2 else named  # of two the second one is named
+
+    def save():
+        manager.save(2, blocking=is_blocking)
+        manager.wait()
+
+    with pytest.raises(DesyncError, match=f"got different ones on rank {named};"):
+        save()
+    manager.wait()  # the error is raised once
+    folder = manager.directory
+    assert [path.name for path in Path(folder).glob("step-*.h5")] == [Path(first).name]
+
+
+def test_what_was_restored_is_compared_at_the_end_though_nothing_is_written(comm, job):
+    if comm.size == 1:
+        pytest.skip("ranks that differ take two of them")
+    model, optimizer, manager = job
+    path = manager.save(1)
+    assert manager.save(1, if_changed=True) == path
+    if comm.rank == 1:
+        change(model, optimizer, "parameter")
+    with pytest.raises(DesyncError):
+        manager.save(1, if_changed=True)
+
+
+def test_a_copy_that_is_compared_is_that_of_the_save(comm, job):
+    """Training goes on while the chief's thread compares."""
+    model, optimizer, manager = job
+    for step in range(1, 6):
+        manager.save(step, blocking=False)
+        change(model, optimizer, "parameter")
+    manager.wait()
+
+
+def test_buffers_may_differ_when_a_save_comes(comm, job):
+    """A forward in training mode without a backward, as of an evaluation, changes them by rank."""
+    model, _, manager = job
+    model(torch.full((2 + comm.rank, 3), float(comm.rank)))
+    manager.save(1)
+
+
+def test_averages_that_the_chief_alone_keeps_are_saved(comm, job, shared_path):
+    model, optimizer, _ = job
+    average = torch.optim.swa_utils.AveragedModel(model)
+    if comm.rank == 0:
+        with torch.no_grad():
+            average.module[0].weight.mul_(2)
+    checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, average=average)
+    hpcdist.CheckpointManager(checkpoint, shared_path / "average").save(1)
+
+
+def test_a_comparison_that_nobody_waits_for_ends_the_job(comm, job, monkeypatch):
+    if comm.size == 1:
+        pytest.skip("ranks that differ take two of them")
+    model, optimizer, manager = job
+    ended = []
+    monkeypatch.setattr(saver, "end_job", lambda report, code: ended.append((report, code)))
+    manager.save(1)
+    manager.wait()
+    if comm.rank == 1:
+        change(model, optimizer, "parameter")
+    manager.save(1, if_changed=True, blocking=False)
+    manager._saver._wait_at_exit()  # as the interpreter does at the end
+    assert [code for _, code in ended] == [76] * (comm.rank == 0)
+    assert all("desync check: expected equal models" in report for report, _ in ended)
+
+
+@pytest.mark.parametrize("where", ["learning rate", "class", "groups"])
+def test_optimizers_that_differ_are_found_at_the_first_step(comm, where):
+    if comm.size == 1:
+        pytest.skip("ranks that differ take two of them")
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    is_odd = comm.rank == 1
+    with strategy.scope():
+        model = nn.Linear(3, 2)
+        if where == "class" and is_odd:
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        elif where == "groups" and is_odd:
+            optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + 0.1 * (where == "learning rate") * comm.rank)
+    with pytest.raises(DesyncError, match="expected the chief's optimizers, 'SGD of 2 parameters.* lr=0.1"):
+        model(torch.ones(1, 3))
+    assert len(optimizer.param_groups) >= 1
 
 
 def test_where_ranks_are_compared_nothing_is_saved_that_differs(comm, job, shared_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Training over made-up hosts: buckets that start while backward runs give the bits of a sum after it."""
 
 import functools
+import os
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ from made_up_hosts import HOSTS
 from torch import nn
 
 import hpcdist
+from hpcdist.cluster.environment import visible_gpus
 from hpcdist.collectives import hierarchical
+from hpcdist.collectives.gpu import nccl_setup
 from hpcdist.errors import GradientError
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.half_wire import HalfWire
@@ -417,7 +420,23 @@ def test_options_that_contradict_each_other_are_refused():
         )
 
 
-def test_nccl_without_a_gpu_is_refused_when_the_strategy_is_made():
+@pytest.mark.skipif(visible_gpus(os.environ) > 0, reason="there is a GPU: tests/gpu")
+@pytest.mark.parametrize("how", ["operations", "options"])
+def test_nccl_without_any_gpu_warns_and_sums_otherwise(comm, caplog, how):
+    if how == "operations":
+        strategy = hpcdist.MirroredStrategy(cross_device_ops=hpcdist.NcclAllReduce(), gradient_op="sum")
+    else:
+        options = hpcdist.CommunicationOptions(implementation="NCCL")
+        strategy = hpcdist.MultiWorkerMirroredStrategy(communication_options=options, gradient_op="sum")
+    assert ("expected a GPU for NCCL, got none on any rank" in caplog.text) == (comm.rank == 0)
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad.tolist() == [[comm.size, comm.size]]
+
+
+def test_nccl_with_gpus_and_without_cupy_is_refused_when_the_strategy_is_made(monkeypatch):
+    monkeypatch.setattr(nccl_setup, "visible_gpus", lambda environ: 1)
     with pytest.raises(ValueError, match="cupy|GPU|driver"):
         hpcdist.MirroredStrategy(cross_device_ops=hpcdist.NcclAllReduce())
     with pytest.raises(ValueError, match="cupy|GPU|driver"):

@@ -605,10 +605,10 @@ def test_what_takes_one_replica_per_rank_is_refused(strategy, comm):
             model(torch.ones(1, 2)).sum().backward()
         with pytest.raises(GradientError, match="expected one replica on each rank"), strategy.no_sync():
             raise AssertionError("not reached")
-        with pytest.raises(ValueError, match=f"this rank's {n_local} replicas"):
-            strategy.reduce("sum", 1.0, axis=None)
-        with pytest.raises(RuntimeError, match="outside strategy.run"):
-            strategy.run(lambda: strategy.run(lambda: None))
+    with pytest.raises(ValueError, match=f"this rank's {n_local} replicas"):
+        strategy.reduce("sum", 1.0, axis=None)
+    with pytest.raises(RuntimeError, match="outside strategy.run"):
+        strategy.run(lambda: strategy.run(lambda: None))
 
 
 def test_parameters_on_a_device_take_one_replica_per_rank(strategy):

@@ -16,7 +16,7 @@ class Trained:
     def __init__(self, n_replicas):
         self.strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=n_replicas, gradient_op="sum")
         with self.strategy.scope():
-            self.model = nn.Linear(2, 1)
+            self.model = nn.Linear(20, 1)
             self.frozen = nn.Linear(2, 1).requires_grad_(False)
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
@@ -27,7 +27,7 @@ class Trained:
     def step(self, before=lambda: None, after=lambda: None):
         def step():
             self.optimizer.zero_grad()
-            self.model(torch.ones(1, 2)).square().sum().mul(0.1).backward()
+            self.model(torch.ones(1, 20)).square().sum().mul(0.1).backward()
             before()
             self.optimizer.step()
             after()
@@ -91,12 +91,19 @@ def test_a_merge_call_writes_once(trained, write):
     trained.step()
 
 
+def test_a_whole_parameter_changed_past_torch_s_counters_is_found_at_once(trained):
+    for _ in range(shared_writes._N_HASHED_RUNS):
+        trained.step()
+    with pytest.raises(hpcdist.errors.UsageError, match="parameter '0:weight'"):
+        trained.step(after=lambda: trained.model.weight.data.mul_(0.5))
+
+
 def test_writes_past_torch_s_counters_are_found_later_too(trained):
-    """Of one parameter after another, once the first runs are over."""
+    """Between the ends of a parameter: of one after another, once the first runs are over."""
 
     def go_on():
         for _ in range(len(trained.parameters()) * shared_writes._HASHED_RUN):
-            trained.step(after=lambda: trained.model.weight.data.mul_(0.5))
+            trained.step(after=lambda: trained.model.weight.data[0, 5:15].mul_(0.5))
 
     for _ in range(shared_writes._N_HASHED_RUNS):
         trained.step()

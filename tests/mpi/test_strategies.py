@@ -177,8 +177,8 @@ def test_a_copy_that_replicas_share_is_updated_once(comm):
         return copy.add_(by)
 
     def merged(strategy, by):
-        for var in (weight, variable):
-            strategy.extended.update(var, add, args=(by,))
+        strategy.extended.update(weight, add, args=(by,))
+        strategy.extended.update(variable, lambda v, by: v.assign_add(by), args=(by,))
 
     strategy.run(lambda: hpcdist.get_replica_context().merge_call(merged, args=(torch.tensor(2.0),)))
     assert weight.item() == 3
@@ -328,3 +328,44 @@ def test_inputs_are_moved():
         (strategy.experimental_distribute_dataset(data, kept), "cpu"),
     ):
         assert next(iter(batches))[0].device.type == kind
+
+
+def test_several_host_devices_of_one_process_are_as_many_replicas(comm):
+    if comm.size > 1:
+        with pytest.raises(ConfigurationError, match="expected one rank for each of"):
+            hpcdist.MirroredStrategy([f"/cpu:{index}" for index in range(comm.size + 1)])
+        return
+    strategy = hpcdist.MirroredStrategy(["/cpu:0", "/cpu:1"])
+    assert strategy.num_replicas_in_sync == 2
+    ids = strategy.run(lambda: hpcdist.get_replica_context().replica_id_in_sync_group)
+    assert strategy.experimental_local_results(ids) == (0, 1)
+
+
+def test_the_algorithm_as_older_guides_write_it(comm):
+    ring = hpcdist.CollectiveCommunication.RING
+    for strategy in (
+        hpcdist.experimental.MultiWorkerMirroredStrategy(ring),
+        hpcdist.experimental.MultiWorkerMirroredStrategy(communication=ring),
+    ):
+        if comm.size > 1:
+            assert strategy.reducer.route.name == "RING"
+        assert strategy.reduce("sum", 1, axis=None) == comm.size
+    one = hpcdist.MirroredStrategy(cross_device_ops=hpcdist.ReductionToOneDevice("/cpu:0"), gradient_op="sum")
+    with one.scope():
+        model = torch.nn.Linear(2, 1)
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad.tolist() == [[comm.size, comm.size]]
+
+
+def test_functions_of_the_guides_run_as_they_are(comm):
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+
+    @hpcdist.function
+    def step(value):
+        return strategy.reduce("sum", strategy.run(lambda: value), axis=None)
+
+    @hpcdist.function(jit_compile=False)
+    def twice(value):
+        return 2 * step(value)
+
+    assert twice(torch.ones(2)).tolist() == [2 * comm.size] * 2

@@ -264,6 +264,11 @@ def test_a_total_is_divided_among_the_copies(strategy):
     count.assign(7)
     assert int(count) == 7
     assert {7 // n, -(-7 // n)} >= {int(copy) for copy in count.local_copies}
+    if not strategy._has_fixed_replicas:  # a loop without run is the code of the rank's replica
+        variable.assign_add(2.0).assign_sub(1.0)
+        assert results(strategy, variable.read_value) == [6.0 / n + 1]
+        assert float(variable) == pytest.approx(6.0 + n)
+        return
     for write in (variable.assign_add, variable.assign_sub):
         with pytest.raises(ValueError, match="inside strategy.run for .*, or assign the total"):
             write(1.0)
@@ -426,3 +431,21 @@ def test_a_mirrored_variable_comes_back(strategy, shared_path):
     manager.restore_or_initialize()
     assert variable.numpy().tolist() == [1.5, 2.5]
     assert results(strategy, lambda: variable.read_value()[1]) == [2.5] * len(variable.local_copies)
+
+
+@pytest.mark.parametrize("synchronization", ["ON_WRITE", "ON_READ"])
+def test_extended_knows_variables(strategy, synchronization):
+    """As in TensorFlow's own optimizers: update hands over the variable, which writes the copy that is meant."""
+    variable = make(strategy, 1.0, synchronization=synchronization, aggregation="MEAN")
+    extended, n_local = strategy.extended, len(variable.local_copies)
+    by = hpcdist.PerReplica([2.0] * n_local)
+    read = extended.update(variable, lambda v, x: v.assign_add(x).read_value() * 10, args=(by,), group=False)
+    assert [float(value) for value in read] == [30.0] * n_local
+    assert results(strategy, variable.read_value) == [3.0] * n_local
+    assert float(variable) == 3.0
+    assert extended.variable_created_in_scope(variable)
+    assert not extended.variable_created_in_scope(hpcdist.Variable(1.0))
+    with extended.colocate_vars_with(variable):
+        assert torch.ones(1).device.type == "cpu"
+    total = extended.reduce_to("sum", strategy.run(lambda: torch.ones(2)), destinations=variable)
+    assert total.tolist() == [strategy.num_replicas_in_sync] * 2

@@ -112,7 +112,7 @@ ON_DISK = [
     Mutant("a stuck disk is an error", "Saver._is_any_rank_busy", "self._require_blocks()", "pass", SAVER),
     Mutant("a failed read-back is raised", "Saver._raise_failure", "done.result()", "pass", RANKS),
     Mutant("byte order", "checkpoint/tree:encode", "array.dtype.newbyteorder(...)", "array.dtype", TREE),
-    Mutant("shape of states", "Checkpoint.prepare", "_check_shape(...)", "pass", HOSTILE),
+    Mutant("shape of states", "Checkpoint._prepare", "_check_shape(...)", "pass", HOSTILE),
     Mutant("each object has a kind", "_parts_of", "nodes.keys() != kinds.keys()", "False", HOSTILE),
     Mutant("names of dtypes", "stored_dtype", "_NUMBERS[...]", "np.dtype(_STORED_AS.get(dtype, dtype))", HOSTILE),
     Mutant("depth of states", "_parse_index", "is_too_deep(...)", "False", FILE),
@@ -170,7 +170,7 @@ STOPS = [
     Mutant("ranks that differ are detected", "require_equal", "MPI.MIN", "MPI.MAX", DESYNC),
     Mutant(
         "copies of ranks that differ are removed",
-        "CheckpointManager.check_equal",
+        "CheckpointManager._forgetting_copies",
         "self.forget_copies()",
         "pass",
         DESYNC,

@@ -1,12 +1,13 @@
 """Setting up an NCCL communicator: a GPU for each rank, one unique id sent by MPI, and a call that waits for all."""
 
+import contextlib
 import threading
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from hpcdist.cluster.environment import nccl_may_share_devices, read_environment
+from hpcdist.cluster.environment import nccl_may_share_devices, read_environment, visible_gpus
 from hpcdist.collectives.gpu.cupy_door import load_nccl, use_device, visible_devices
 from hpcdist.collectives.group import Group
 from hpcdist.errors import CollectiveError, ConfigurationError, HpcdistError
@@ -52,6 +53,14 @@ def find_nccl(group: Group) -> None:
     is_own = not shared_devices(identities) or nccl_may_share_devices(read_environment())
     has_nccl = group.world.all_reduce_int(int(all(identities) and is_own), MPI.MIN, group.comm)
     group.set_facts(replace(group.facts, has_nccl=bool(has_nccl)))
+
+
+def has_gpu(group: Group) -> bool:
+    """Return whether any rank sees a GPU. Collective: group.comm."""
+    n_gpus = visible_gpus(read_environment())
+    with contextlib.suppress(ConfigurationError):  # of what is missing: it is raised where NCCL is set up after all
+        n_gpus += len(visible_devices())
+    return group.world.all_reduce_int(n_gpus, MPI.MAX, group.comm) > 0
 
 
 def join(group: Group, comm: MPI.Comm, device: int, limit_s: float) -> Any:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from hpcdist.errors import GradientError
 from hpcdist.gradients import torch_hooks
-from hpcdist.gradients.backward import GradientSums, graph_refusal, refuse_nested
-from hpcdist.gradients.buffers import gather_changed
+from hpcdist.gradients.backward import Contribution, GradientSums, graph_refusal, refuse_nested
 from hpcdist.gradients.record import ParameterRecord, Pending
 from hpcdist.gradients.replicas.local_sums import LocalSums
 from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
 from hpcdist.gradients.replicas.state import ReplicaState
+from hpcdist.gradients.tensors import has_values
 
 
 class _Pass:
@@ -44,7 +44,7 @@ class ReplicaBackwardSum:
         self._scheduler = scheduler
         self._state = state
         self._passes = {replica: _Pass() for replica in scheduler.replicas}
-        self._contributions: list[list[Tensor | None]] = []
+        self._contributions: list[Contribution] = []
         self._earlier: dict[ParameterRecord, Tensor] = {}
         self._local_sums: LocalSums | None = None  # from the first contribution to the sum over ranks
 
@@ -106,14 +106,15 @@ class ReplicaBackwardSum:
         if torch.is_grad_enabled():
             raise graph_refusal(record)
         own, gradient = self._own_pass(), parameter.grad
-        assert gradient is not None, "autograd writes the gradient before it calls this"
-        own.gradients[record] = gradient
-        parameter.grad = None
+        if gradient is not None:  # it is None where the gradient is undefined
+            own.gradients[record] = gradient
+            parameter.grad = None
 
     @torch.no_grad()
     def _end(self) -> None:
         own = self._own_pass()
         if not own.gradients:  # torch.autograd.grad writes no gradients
+            self._sums.has_crossed = False
             for record, found in own.found.items():
                 if (parameter := record.parameter) is not None:
                     parameter.grad = found
@@ -146,7 +147,7 @@ class ReplicaBackwardSum:
             if not self._state.has_given(record, found):
                 record.require_published(found)
         weight = sums.weight_of(index)
-        changed, scale = sums.changed_buffers(weight), sums.scale(weight)
+        scale = sums.scale(weight)
         if index == 0:
             self._earlier = {record: found.clone() for record, found in own.found.items()}
         for record in sums.records:
@@ -157,13 +158,13 @@ class ReplicaBackwardSum:
                 record.take(parameter, scale)
             else:
                 record.stand_in(scale)
-        contribution = gather_changed(sums.buffers, changed)
+        contribution = sums.contribution(weight, index)
         if index == 0:
             sums.n_sums += 1  # with the first contribution, by which `stop` knows that it was counted
         self._contributions.append(contribution)
         if self._local_sums is None:
             self._local_sums = LocalSums(sums.buckets, sums.reducer)
-        self._local_sums.add(self._replica, sums.counts(changed, weight))
+        self._local_sums.add(self._replica, sums.counts(contribution, weight))
         if not is_last:  # its gradients are in the local sums; the last replica publishes
             for record in sums.records:
                 record.restart(Pending())
@@ -194,6 +195,6 @@ class ReplicaBackwardSum:
 
 def _pending(earlier: Tensor | None) -> Pending:
     """Return a gradient that an earlier backward left as pending: a sum to add to this one's, or zeros to keep."""
-    if earlier is not None and bool(earlier.any()):
+    if earlier is None or has_values(earlier):
         return Pending(earlier=earlier)
-    return Pending(zeros=earlier)
+    return Pending(has_zeros=True)

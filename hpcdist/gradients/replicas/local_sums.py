@@ -112,11 +112,11 @@ def sum_rows(reducer: Reducer, rows: list[Array], title: str) -> Array:
         part = rows[start - first : stop - first]
         add_rows(part, plan_row_additions(len(part)), np.add)  # a subtree of n replicas is the tree over n rows
         sums.append(part[0])
-    if not reducer.route.by_subtrees:
+    if reducer.route.by_subtrees:
+        reducer.call(lambda group: subtree_sums.all_reduce(sums, sums[0], group, reducer.replicas), sums[0], title)
+    else:
         _add_up(sums, sums[0])
         reducer.sum_array(sums[0], title)
-    elif (handle := _start_by_subtrees(reducer, sums, sums[0], title)) is not None:
-        handle.wait()
     return sums[0]
 
 

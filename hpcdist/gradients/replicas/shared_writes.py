@@ -3,6 +3,7 @@
 Code inside `run` is called once for each replica, so a write that no optimizer makes would be made several times.
 """
 
+import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from hpcdist.errors import UsageError
 from hpcdist.gradients.model_plan import IdentitySet
+from hpcdist.gradients.settings import settings_of
 from hpcdist.gradients.tensors import to_array
 
 #: In the first runs all parameters are hashed at each turn; later one of them in every 8th run, on all ranks alike.
@@ -22,7 +24,10 @@ _HASHED_RUN = 8
 #: First bytes of a parameter that are hashed.
 _HASHED_BYTES = 1 << 20
 
-_Mark = tuple[int, int, int]  # address, version counter, digest
+#: First and last bytes of every parameter that are looked at in every run.
+_END_BYTES = 16
+
+_Mark = tuple[int, int, int, bytes]  # address, version counter, digest, first and last bytes
 
 
 class SharedWrites:
@@ -31,13 +36,14 @@ class SharedWrites:
     An optimizer's step and a merge may write: the look at the turn ends before them, and begins anew after them. With
     one replica on this rank it looks too: a program must not depend on how many ranks there are.
 
-    A write that torch counts is found at once. One past its counters, through `.data` or numpy, is found by digests: in
-    the first runs at once, later if it comes in such a run.
+    A write that torch counts is found at once. One past its counters, through `.data` or numpy, is found at once if it
+    changes the first or last elements of a parameter, as scaling does; another one in the first runs, where all is
+    hashed, and later if it comes in a run that hashes the part it writes to.
 
     Args:
         optimizers: those of the scope.
 
-    Cost: in the first runs a hash of all parameters at each switch of replicas; later half a microsecond for each
+    Cost: in the first runs a hash of all parameters at each switch of replicas; later two microseconds for each
         parameter, and in every 8th run a hash of at most 1 MiB of one.
     """
 
@@ -110,25 +116,26 @@ class SharedWrites:
         for index, (_, reference) in enumerate(self._parameters):
             parameter = reference()
             if parameter is None:
-                marks.append((0, 0, 0))
+                marks.append((0, 0, 0, b""))
                 continue
             digest = 0
             if is_early or index == hashed:
                 digest = _hash(parameter, None if is_early else _HASHED_BYTES)
             version = 0 if parameter.is_inference() else parameter._version
-            marks.append((parameter.data_ptr(), version, digest))
+            marks.append((parameter.data_ptr(), version, digest, _ends_of(parameter)))
         return marks
 
     def _read_settings(self) -> list[dict[str, Any]]:
-        return [
-            {
-                key: value.tolist() if isinstance(value, Tensor) else value
-                for key, value in group.items()
-                if key != "params"
-            }
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-        ]
+        return [settings for optimizer in self._optimizers for settings in settings_of(optimizer)]
+
+
+def _ends_of(tensor: Tensor) -> bytes:
+    """Return the first and last bytes of a host tensor in one piece; of another one, nothing."""
+    nbytes = tensor.nbytes
+    if not nbytes or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return b""
+    n, address = min(_END_BYTES, nbytes), tensor.data_ptr()
+    return ctypes.string_at(address, n) + ctypes.string_at(address + nbytes - n, n)
 
 
 def _hash(tensor: Tensor, max_bytes: int | None) -> int:

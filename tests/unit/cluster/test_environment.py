@@ -1,6 +1,16 @@
 import pytest
 
-from hpcdist.cluster.environment import Launcher, check_names, debug_names, job_end, job_id, launcher_of, timeout_s
+from hpcdist.cluster.environment import (
+    Launcher,
+    check_names,
+    debug_names,
+    job_end,
+    job_id,
+    launcher_of,
+    timeout_s,
+    unused_tasks,
+    visible_gpus,
+)
 from hpcdist.errors import ConfigurationError
 
 
@@ -10,6 +20,28 @@ def test_launchers():
     both = {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMI_SIZE": "4", "PMI_RANK": "3"}
     assert launcher_of(both).size == 4
     assert launcher_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None  # the shell of a batch script
+
+
+def test_torchrun_is_known():
+    launcher = launcher_of({"WORLD_SIZE": "2", "RANK": "1", "TORCHELASTIC_RUN_ID": "x"})
+    assert (launcher.size, launcher.rank) == (2, 1)
+    assert launcher_of({"WORLD_SIZE": "2"}) is None, "scripts set it for themselves"
+    assert launcher_of({"WORLD_SIZE": "8", "RANK": "7", "PMI_SIZE": "4", "PMI_RANK": "3"}).size == 4
+
+
+def test_tasks_of_an_allocation_that_nobody_started():
+    job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
+    assert unused_tasks(job) == 4
+    assert unused_tasks({**job, "SLURM_STEP_NUM_TASKS": "1"}) == 0, "one process on purpose"
+    assert unused_tasks({**job, "PMI_SIZE": "1", "PMI_RANK": "0"}) == 0
+    assert unused_tasks({"SLURM_NTASKS": "4"}) == 0, "a variable that is left over"
+
+
+def test_gpus_that_may_be_used():
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
+    assert visible_gpus({}) >= 0
 
 
 def test_unknown_names_are_refused_with_the_nearest():

@@ -1,8 +1,10 @@
 import json
+import os
 
 import pytest
 
 import hpcdist
+from hpcdist.cluster.environment import visible_gpus
 from hpcdist.errors import ConfigurationError, UsageError
 
 
@@ -39,15 +41,26 @@ def test_what_is_no_resolver_is_refused(resolvers):
 def test_a_tpu_makes_every_rank_a_worker(tpu):
     resolver = hpcdist.TPUClusterResolver(tpu, zone="here", project="ours")
     assert resolver.master() == (tpu or "local")
-    assert not resolver.cluster_spec()
+    assert resolver.cluster_spec().as_dict() == {"worker": ["rank-0"]}
     assert resolver.resolve(1, 2)[1] is None
     assert resolver.task_type is None
 
 
-def test_a_tpu_elsewhere_is_refused():
-    with pytest.raises(
-        ConfigurationError, match="got the address 'grpc://10.0.0.1:8470'; start the ranks on the hosts"
-    ):
-        hpcdist.TPUClusterResolver(tpu="grpc://10.0.0.1:8470")
+def test_a_tpu_s_address_is_taken_for_the_local_one_with_a_warning(caplog):
+    resolver = hpcdist.TPUClusterResolver(tpu="grpc://10.0.0.1:8470")
+    assert "got the address 'grpc://10.0.0.1:8470'" in caplog.text
+    assert resolver.cluster_spec().as_dict() == {"worker": ["rank-0"]}
     with pytest.raises(ConfigurationError, match="expected job_name 'worker', got 'tpu_worker'"):
         hpcdist.TPUClusterResolver(job_name="tpu_worker")
+
+
+def test_addresses_come_with_the_layer_and_accelerators_as_given():
+    spec = hpcdist.SimpleClusterResolver(
+        hpcdist.ClusterSpec({"worker": ["a:1"]}), "worker", 0, rpc_layer="grpc", num_accelerators={"GPU": 3}
+    )
+    assert spec.master() == "grpc://a:1"
+    assert spec.master(rpc_layer="http") == "http://a:1"
+    assert spec.num_accelerators() == {"GPU": 3}
+    n_gpus = visible_gpus(os.environ)
+    found = hpcdist.SimpleClusterResolver(hpcdist.ClusterSpec({})).num_accelerators()
+    assert found == ({"GPU": n_gpus} if n_gpus else {})

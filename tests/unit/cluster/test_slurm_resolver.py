@@ -67,3 +67,14 @@ def test_refuses(changes, jobs, expected):
     with pytest.raises(ConfigurationError) as caught:
         SlurmClusterResolver(jobs, environ={**STEP, **changes})
     assert expected in str(caught.value)
+
+
+def test_gpus_of_a_task(monkeypatch):
+    """The arguments in TensorFlow's order; a node's GPUs are divided by the tasks of the fullest node."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert SlurmClusterResolver(None, 8888, None, 2, None, False, environ=STEP).num_accelerators() == {"GPU": 2}
+    assert SlurmClusterResolver(gpus_per_node=4, environ=STEP).num_accelerators() == {"GPU": 2}
+    assert SlurmClusterResolver(gpus_per_task=0, environ=STEP).num_accelerators() == {}
+    assert SlurmClusterResolver(environ=STEP).num_accelerators() == {"GPU": 3}
+    assert SlurmClusterResolver(environ=STEP).master() == "grpc://login:8888"
+    assert SlurmClusterResolver(environ=STEP, rpc_layer=None).master() == "login:8888"

@@ -39,8 +39,28 @@ def test_master_is_the_address_of_a_task():
 def test_constructor_overrides_the_task():
     found = resolver({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}}, task_type="chief", task_id=0)
     assert (found.task_type, found.task_id) == ("chief", 0)
+    wrong = resolver({"cluster": CLUSTER}, task_type="worker", task_id=7)
     with pytest.raises(ConfigurationError, match="from 0 to 1, got 7"):
-        resolver({"cluster": CLUSTER}, task_type="worker", task_id=7)
+        wrong.cluster_spec()
+
+
+def test_the_variable_is_read_when_a_property_is_asked_for(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    found = TFConfigClusterResolver()
+    assert not found.cluster_spec()
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}}))
+    assert (found.task_type, found.task_id) == ("worker", 1)
+    assert found.cluster_spec().as_dict() == CLUSTER
+
+
+def test_an_evaluator_need_not_be_listed():
+    cluster = {"worker": ["a:1", "b:1"]}
+    spec, task = parse_tf_config(json.dumps({"cluster": cluster, "task": {"type": "evaluator", "index": 0}}))
+    assert spec.as_dict() == cluster
+    assert str(task) == "evaluator 0"
+    assert resolver({"cluster": cluster}, task_type="evaluator", task_id=0).task_type == "evaluator"
+    with pytest.raises(ConfigurationError):
+        parse_tf_config(json.dumps({"cluster": cluster, "task": {"type": "evaluator", "index": 1}}))
 
 
 @pytest.mark.parametrize("text", ["", "{}"])

@@ -323,7 +323,7 @@ def from_function(dataset_fn, n_ranks):
     """Return the distributed datasets of ranks that are stepped in turn, and what they told `agree_end`."""
     outs = []
 
-    def agree(is_out):
+    def agree(is_out, ends_with_first):
         outs.append(is_out)
         return is_out
 
@@ -346,7 +346,7 @@ def test_a_rank_that_is_out_of_data_gets_empty_parts_until_all_are():
     answers = iter([False, False, False, True])
     rows = Dataset.from_tensor_slices(torch.ones(2, 3)).batch(2)
     seen = []
-    delivery = Delivery(on_batch=seen.append, agree_end=lambda is_out: next(answers))
+    delivery = Delivery(on_batch=seen.append, agree_end=lambda is_out, ends_with_first: next(answers))
     distributed = DistributedFromFunction([rows], range(1), 2, delivery)
     assert [tuple(part.shape) for part in distributed] == [(2, 3), (0, 3), (0, 3)]
     assert seen == [[2], [0], [0], None]
@@ -355,10 +355,10 @@ def test_a_rank_that_is_out_of_data_gets_empty_parts_until_all_are():
 def test_a_rank_without_any_row_needs_a_signature():
     nothing = Dataset.from_generator(lambda: iter([])).batch(2)
     with pytest.raises(DataError, match="output_signature"):
-        list(DistributedFromFunction([nothing], range(1), 2, Delivery(agree_end=lambda is_out: False)))
+        list(DistributedFromFunction([nothing], range(1), 2, Delivery(agree_end=lambda is_out, ends_with_first: False)))
     answers = iter([False, True])
     shaped = Dataset.from_generator(lambda: iter([]), output_signature=torch.zeros(3)).map(lambda x: x.double())
-    delivery = Delivery(agree_end=lambda is_out: next(answers))
+    delivery = Delivery(agree_end=lambda is_out, ends_with_first: next(answers))
     parts = list(DistributedFromFunction([shaped.batch(2)], range(1), 2, delivery))
     assert [(part.shape, part.dtype) for part in parts] == [((0, 3), torch.float64)]
 

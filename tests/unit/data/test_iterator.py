@@ -86,6 +86,6 @@ def test_where_parts_go(device, fetch, kind):
 
 def test_an_empty_part_is_moved_too():
     answers = iter([False, False, True])
-    delivery = Delivery(device=META, agree_end=lambda is_out: next(answers))
+    delivery = Delivery(device=META, agree_end=lambda is_out, ends_with_first: next(answers))
     parts = list(DistributedFromFunction([rows(3)], range(1), 2, delivery))
     assert [(x.device.type, len(x)) for x, _ in parts] == [("meta", 3), ("meta", 0)]

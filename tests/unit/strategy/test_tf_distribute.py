@@ -243,8 +243,8 @@ ROWS = [
     ("reduce: ValueError for an axis out of range", f"{STRATEGY}::test_reduce_refuses"),
     ("reduce: TypeError for an axis of a wrong type", f"{STRATEGY}::test_reduce_refuses"),
     (
-        "reduce: nests are not accepted",
-        f"{STRATEGY}::test_nests_are_not_reduced",
+        "reduce: nests are accepted with axis=None",
+        f"{STRATEGY}::test_nests_are_reduced_over_replicas_only",
     ),
     (
         "reduce: the result lies on the host; of all_reduce and all_gather, where the value was",
