@@ -70,12 +70,19 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
         regularization_loss: torch tensor, numpy array or number.
 
     Raises:
-        UsageError: outside every scope and run, when strategies of different numbers of replicas are alive.
+        UsageError: outside every scope and run, when strategies of different numbers of replicas are alive, or some
+            that average gradients and some that do not.
     """
     total = regularization_loss.sum() if hasattr(regularization_loss, "sum") else regularization_loss
     strategies = _strategies()
     n_replicas = _n_replicas(strategies, "scale_regularization_loss")
-    loss = total if all(strategy.is_averaging for strategy in strategies) else total / n_replicas
+    n_averaging = sum(strategy.is_averaging for strategy in strategies)
+    if 0 < n_averaging < len(strategies):
+        raise UsageError(
+            f"scale_regularization_loss: expected strategies with one gradient_op, got {len(strategies)} alive of "
+            f"which {n_averaging} with ReduceOp.MEAN; call it inside strategy.scope() or run()."
+        )
+    loss = total if n_averaging else total / n_replicas
     mark_scaled(loss)
     return loss
 
@@ -107,7 +114,9 @@ def _strategies() -> list[Strategy]:
     When it runs differs between ranks, and one of them would raise.
     """
     strategies = strategies_of_losses()
-    if len(strategies) > 1 and not all(strategy.is_summing for strategy in strategies):
+    n_kinds = len({(strategy.is_summing, strategy.num_replicas_in_sync) for strategy in strategies})
+    if n_kinds > 1 or (len(strategies) > 1 and not strategies[0].is_summing):
+        del strategies  # it would keep them
         gc.collect()
         strategies = strategies_of_losses()
     return strategies

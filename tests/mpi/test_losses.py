@@ -1,5 +1,7 @@
 """Losses scaled so that sums over the replicas are those of one process."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -33,6 +35,32 @@ def test_a_regularization_loss_outside_all_strategies_must_be_unambiguous(comm):
     assert len(counts) == 2
     with pytest.raises(ValueError, match=r"scale_regularization_loss: expected one number of replicas.*run\(\)\.$"):
         hpcdist.scale_regularization_loss(1.0)
+
+
+def test_a_strategy_that_waits_for_the_garbage_collector_has_no_say_in_a_loss():
+    gc.collect()
+    averaging = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+    gc.disable()
+    try:
+        circle = [hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")]
+        circle.append(circle)
+        del circle
+        assert float(hpcdist.scale_regularization_loss(6.0)) == 6.0
+    finally:
+        gc.enable()
+    assert averaging.is_averaging
+
+
+def test_a_regularization_loss_of_strategies_that_average_and_that_sum_is_refused(comm):
+    averaging = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+    assert float(hpcdist.scale_regularization_loss(6.0)) == 6.0
+    summing = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    with pytest.raises(UsageError, match=r"expected strategies with one gradient_op, got 2 alive of which 1 with"):
+        hpcdist.scale_regularization_loss(6.0)
+    with averaging.scope():
+        assert float(hpcdist.scale_regularization_loss(6.0)) == 6.0
+    with summing.scope():
+        assert float(hpcdist.scale_regularization_loss(6.0)) == 6.0 / comm.size
 
 
 @pytest.mark.parametrize(
