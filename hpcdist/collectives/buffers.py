@@ -1,5 +1,7 @@
 """Any buffer as a host array: numpy and torch host tensors in place, everything else through a staged copy.
 
+`host_array` is for buffers that are overwritten; `to_host` and `from_host` for results of another shape.
+
 Array libraries are recognised by the attributes of their arrays; none is imported here.
 """
 
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hpcdist.collectives.gpu.cupy_door import is_device_buffer, load_cupy
 from hpcdist.dtypes import HALF, dtype_name
 from hpcdist.errors import CollectiveError
 
@@ -94,3 +97,33 @@ def _torch_array(tensor: Any) -> Iterator[Array]:
     staged = (tensor.float() if is_half else tensor).cpu().numpy()
     yield staged
     tensor.copy_(tensor.new_tensor(staged))
+
+
+def to_host(given: Any, call: str) -> Array:
+    """Return a C-contiguous host array with the values of a numpy, torch or cupy array, or of what numpy takes for one.
+
+    Half precision, which MPI has no type for, comes as float32. The array may share the memory of what was given.
+
+    Raises:
+        CollectiveError: for a sparse tensor, or what is not of numbers or bools; on this rank only.
+    """
+    if hasattr(given, "new_tensor"):
+        if given.is_sparse:
+            raise CollectiveError(f"{call}: expected a dense tensor, got a sparse one; call to_dense() first.")
+        tensor = given.detach().contiguous()
+        host = (tensor.float() if dtype_name(tensor) in HALF else tensor).cpu().numpy()
+    else:
+        host = np.asarray(given.get() if hasattr(given, "__cuda_array_interface__") else given)
+        host = host.astype(np.float32) if host.dtype.name in HALF else host
+    if host.dtype.kind not in "iufcb":
+        raise CollectiveError(f"{call}: expected numbers or bools, got dtype {host.dtype}; convert them first.")
+    return np.ascontiguousarray(host) if host.ndim else host
+
+
+def from_host(array: Array, like: Any) -> Any:
+    """Return a host array's values as what `like` is: its kind, dtype and device."""
+    if hasattr(like, "new_tensor"):
+        return like.detach().new_tensor(array)
+    if is_device_buffer(like):
+        return load_cupy().asarray(array, like.dtype)
+    return array.astype(getattr(like, "dtype", array.dtype), copy=False)

@@ -1,9 +1,10 @@
-"""The public collectives on buffers: all-reduce, reduce-scatter, broadcast and gathers.
+"""The public all-reduces: of one buffer, of several as one, and in the background.
 
 Each takes any communicator and any contiguous numpy, torch or cupy array.
 """
 
-import math
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from hpcdist.collectives.options import CommunicationImplementation as Implement
 from hpcdist.collectives.route import choose_route
 from hpcdist.dtypes import dtype_name
 from hpcdist.errors import CollectiveError
-from hpcdist.plan.blocks import block_bounds
 from hpcdist.runtime.mpi import MPI
 
 #: Options that name a built-in algorithm and nothing else, by member and by name. Made once, as checking takes time.
@@ -35,6 +35,9 @@ def all_reduce(
     op: Any = "sum",
     implementation: Implementation | AllReduceAlgorithm | str | None = None,
     comm: MPI.Comm | None = None,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
 ) -> None:
     """Replace `buffer` by its reduction over all ranks.
 
@@ -47,23 +50,29 @@ def all_reduce(
         implementation: a `CommunicationImplementation`, its name, or an `AllReduceAlgorithm`; default AUTO, the fastest
             as measured at the first call of 4 KiB or more, in less than a second.
         comm: the ranks that take part; default: all workers, or this rank's own role group on a ps or evaluator.
+        prescale: each rank's values are multiplied by it; floats only, half precision in float32.
+        postscale: the result is multiplied by it, before it is rounded to half precision.
 
     Raises:
-        CollectiveError: for an unknown op, a mean of integers, or a buffer that cannot be reduced; on this rank only,
-            before anything is sent. When ranks of a host differ in op, dtype or count and the sum goes through shared
-            memory; on each of them. HPCDIST_DEBUG=collectives compares all calls.
+        CollectiveError: for an unknown op, a mean or a scale of integers, or a buffer that cannot be reduced; on this
+            rank only, before anything is sent. When ranks of a host differ in op, dtype or count and the sum goes
+            through shared memory; on each of them. HPCDIST_DEBUG=collectives compares all calls.
         ConfigurationError: for an unknown implementation, or one that these ranks cannot use; on every rank.
 
     Cost: see the algorithms; one staged copy each way for half precision and device arrays.
     """
     group, reduction = group_of(comm), parse_op(op)
+    is_scaled = prescale != 1 or postscale != 1
     if (
         implementation is None
+        and not is_scaled
         and is_host_array(buffer)
         and buffer.nbytes < group.library_bytes
         and not group.compares_calls
     ):
         _reduce_small(buffer, reduction, group)
+    elif is_scaled:
+        _reduce_scaled(buffer, reduction, _options_of(implementation), group, prescale, postscale)
     else:
         reduce_buffer(buffer, reduction, _options_of(implementation), group)
 
@@ -73,6 +82,9 @@ def all_reduce_async(
     op: Any = "sum",
     implementation: Implementation | AllReduceAlgorithm | str | None = None,
     comm: MPI.Comm | None = None,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
 ) -> Handle:
     """Start to replace `buffer` by its reduction over all ranks, in a background thread, and return at once.
 
@@ -83,6 +95,8 @@ def all_reduce_async(
         op: as `all_reduce`.
         implementation: as `all_reduce`.
         comm: as `all_reduce`.
+        prescale: as `all_reduce`.
+        postscale: as `all_reduce`.
 
     Returns:
         A handle: `wait(timeout_s=None)` returns when the result is ready and raises what went wrong; `is_done`.
@@ -94,7 +108,50 @@ def all_reduce_async(
     """
     reduction, options = parse_op(op), _options_of(implementation)
     thread = thread_of(group_of(comm))
-    return thread.submit(lambda: reduce_buffer(buffer, reduction, options, thread.group))
+    return thread.submit(lambda: _reduce_scaled(buffer, reduction, options, thread.group, prescale, postscale))
+
+
+def grouped_all_reduce(
+    buffers: Sequence[Any],
+    op: Any = "sum",
+    implementation: Implementation | AllReduceAlgorithm | str | None = None,
+    comm: MPI.Comm | None = None,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> None:
+    """Replace each of several buffers by its reduction over all ranks: one all-reduce for each dtype.
+
+    Collective: `comm`. Blocking. Same number, shapes and dtypes required on every rank: yes. Nothing is sent unless all
+    buffers can be reduced.
+
+    Args:
+        buffers: as `all_reduce` takes one; overwritten. Those on a GPU are reduced one by one, where they are.
+        op: as `all_reduce`.
+        implementation: as `all_reduce`.
+        comm: as `all_reduce`.
+        prescale: as `all_reduce`.
+        postscale: as `all_reduce`.
+
+    Raises:
+        CollectiveError, ConfigurationError: as `all_reduce`.
+
+    Cost: one more copy of the host buffers each way.
+    """
+    group, reduction, options = group_of(comm), parse_op(op), _options_of(implementation)
+    on_device = [buffer for buffer in buffers if is_device_buffer(buffer)]
+    with ExitStack() as stack:
+        arrays = [stack.enter_context(host_array(one)) for one in buffers if not is_device_buffer(one)]
+        for dtype in sorted({array.dtype.str for array in arrays}):
+            members = [array for array in arrays if array.dtype.str == dtype]
+            packed = np.concatenate([array.reshape(-1) for array in members])
+            _reduce_scaled(packed, reduction, options, group, prescale, postscale)
+            start = 0
+            for array in members:
+                array[...] = packed[start : start + array.size].reshape(array.shape)
+                start += array.size
+        for buffer in on_device:
+            _reduce_scaled(buffer, reduction, options, group, prescale, postscale)
 
 
 def _options_of(implementation: Implementation | AllReduceAlgorithm | str | None) -> CommunicationOptions:
@@ -119,6 +176,25 @@ def _reduce_small(array: Any, op: Op, group: Group) -> None:
         journal.leave()
     if op is MEAN:
         np.divide(array, group.size, out=array)
+
+
+def _reduce_scaled(
+    buffer: Any, op: Op, options: CommunicationOptions, group: Group, prescale: float, postscale: float
+) -> None:
+    """Do what `reduce_buffer` does with values that are scaled before and after. Collective: `group.comm`."""
+    if prescale == 1 and postscale == 1:
+        reduce_buffer(buffer, op, options, group)
+    elif is_device_buffer(buffer):
+        buffer *= prescale
+        reduce_buffer(buffer, op, options, group)
+        buffer *= postscale
+    else:
+        with host_array(buffer) as array:
+            if array.dtype.kind not in "fc":
+                raise CollectiveError(f"all_reduce: expected floats to be scaled, got {array.dtype}; convert them.")
+            array *= prescale
+            _reduce_array(array, op, options, group)
+            array *= postscale
 
 
 def reduce_buffer(buffer: Any, op: Op, options: CommunicationOptions, group: Group) -> None:
@@ -155,135 +231,3 @@ def _reduce_array(array: npt.NDArray[Any], op: Op, options: CommunicationOptions
 def _require_floats(array: Any) -> None:
     if array.dtype.kind not in "fc":
         raise CollectiveError(f"all_reduce: expected floats for a mean, got {array.dtype}; convert or use a sum.")
-
-
-def broadcast(buffer: Any, root: int = 0, comm: MPI.Comm | None = None) -> None:
-    """Replace `buffer` by root's.
-
-    Collective: `comm`. Blocking. Same shape and dtype required on every rank: yes.
-
-    Args:
-        buffer: numpy, torch or cupy array, any shape, contiguous; overwritten except on root.
-        root: the rank of `comm` whose values are taken.
-        comm: the ranks that take part; default: all workers, or this rank's own role group on a ps or evaluator.
-
-    Raises:
-        CollectiveError: for a buffer that is not contiguous or not of numbers; on this rank only, before anything is
-            sent.
-
-    Cost: as the MPI library's Bcast, in pieces of 1 GiB.
-    """
-    group = group_of(comm)
-    with group.recorded("broadcast", buffer), host_array(buffer, is_moved=True) as array:
-        library.broadcast(array, group.comm, root)
-
-
-def all_gather(array: Any, comm: MPI.Comm | None = None) -> Any:
-    """Return all ranks' arrays, joined along the first dimension in the order of the ranks.
-
-    Collective: `comm`. Blocking. Same dtype and dimensions required on every rank, but for the first: yes.
-
-    Args:
-        array: (n_rows, ...) numbers or bools, a numpy array or a torch tensor; n_rows may differ, and may be 0.
-        comm: the ranks that take part; default: all workers, or this rank's own role group on a ps or evaluator.
-
-    Returns:
-        (sum of n_rows, ...) of the same dtype, on every rank: an array, or a tensor on the device of the one given.
-
-    Raises:
-        CollectiveError: when ranks differ in dtype or in another dimension, or give a number; on every rank.
-
-    Cost: every rank receives all other ranks' bytes.
-    """
-    group = group_of(comm)
-    if not hasattr(array, "new_empty"):
-        return gather_rows(np.asarray(array), group)
-    given = array.detach().contiguous()
-    with host_array(given, is_moved=True) as own:
-        joined = gather_rows(own, group)
-    result = given.new_empty(joined.shape)
-    with host_array(result, is_moved=True) as target:
-        target[...] = joined
-    return result
-
-
-def gather_rows(array: npt.NDArray[Any], group: Group) -> npt.NDArray[Any]:
-    """Do what `all_gather` does, in a given group. Collective: `group.comm`."""
-    with group.recorded("all_gather", None):
-        rows = _rows_of(array, group)
-        joined = np.empty((int(rows.sum()), *array.shape[1:]), array.dtype)
-        n_elements = math.prod(array.shape[1:])
-        counts = [n_rows * n_elements for n_rows in rows.tolist()]
-        library.all_gather(np.ascontiguousarray(array).reshape(-1), counts, joined.reshape(-1), group)
-    return joined
-
-
-def _rows_of(array: npt.NDArray[Any], group: Group) -> npt.NDArray[np.int64]:
-    """Return every rank's number of rows, once all ranks know that their arrays fit together."""
-    own = f"{array.dtype} of shape (*, {', '.join(map(str, array.shape[1:]))})" if array.ndim else "a single number"
-    error = None if array.ndim else CollectiveError("all_gather: expected rows, got a single number; pass value[None].")
-    group.agree(error)
-    group.world.require_same(
-        own,
-        group.comm,
-        lambda roots: CollectiveError(
-            f"all_gather: expected {roots} as on rank 0, got {own}; pass arrays that fit together."
-        ),
-    )
-    rows = np.empty(group.size, np.int64)
-    group.wait([group.comm.Iallgather(np.array([len(array)], np.int64), rows)])
-    return rows
-
-
-def gather_objects(value: Any, root: int = 0, comm: MPI.Comm | None = None) -> list[Any] | None:
-    """Return every rank's object in a list on root, None elsewhere.
-
-    Collective: `comm`. Blocking.
-
-    Args:
-        value: anything that pickles; pickles travel inside the job only.
-        root: the rank of `comm` that receives.
-        comm: the ranks that take part; default: all workers, or this rank's own role group on a ps or evaluator.
-
-    Cost: root receives all pickles. Meant for small reports, not per step.
-    """
-    group = group_of(comm)
-    with group.recorded("gather_objects", None):
-        return group.comm.gather(value, root)
-
-
-def reduce_scatter(array: npt.NDArray[Any], op: Any = "sum", comm: MPI.Comm | None = None) -> npt.NDArray[Any]:
-    """Return this rank's rows of the reduction of all ranks' arrays.
-
-    Collective: `comm`. Blocking. Same shape and dtype required on every rank: yes.
-
-    Args:
-        array: (n_rows, ...) of a dtype that MPI knows; not changed.
-        op: as `hpcdist.all_reduce`.
-        comm: the ranks that take part; default: all workers, or this rank's own role group on a ps or evaluator.
-
-    Returns:
-        (own rows, ...): rows are divided over the ranks in order, the first ones getting one more where they do not
-        divide evenly.
-
-    Raises:
-        CollectiveError: for an unknown op, a mean of integers or a single number; on this rank only.
-
-    Cost: the MPI library's Reduce_scatter: at best (P-1)/P * n elements sent per rank.
-    """
-    reduction, group = parse_op(op), group_of(comm)
-    if not np.ndim(array) or (reduction is MEAN and array.dtype.kind not in "fc"):
-        raise CollectiveError(
-            f"reduce_scatter: expected rows, and floats for a mean, got {np.shape(array)} {array.dtype}; pass an array "
-            f"with rows, or use a sum."
-        )
-    with group.recorded("reduce_scatter", array):
-        bounds = [block_bounds(len(array), group.size, rank) for rank in range(group.size)]
-        row_elements = int(np.prod(array.shape[1:], dtype=np.int64))
-        start, stop = bounds[group.rank]
-        own = np.empty((stop - start, *array.shape[1:]), array.dtype)
-        counts = [(stop - start) * row_elements for start, stop in bounds]
-        group.comm.Reduce_scatter(np.ascontiguousarray(array), own, counts, reduction.mpi_op)
-    if reduction is MEAN:
-        np.divide(own, group.size, out=own)
-    return own

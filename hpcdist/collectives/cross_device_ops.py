@@ -1,25 +1,77 @@
 """`CrossDeviceOps`: what tf.distribute calls an algorithm that sums gradients, and its three built-in ones."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hpcdist.collectives.calls import all_reduce
-from hpcdist.collectives.ops import OPS
-from hpcdist.collectives.options import AllReduceAlgorithm
+from hpcdist.collectives.ops import OPS, ReduceOp
+from hpcdist.collectives.options import AllReduceAlgorithm, CommunicationOptions
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
+from hpcdist.errors import CollectiveError, ConfigurationError, agreed
 from hpcdist.runtime.mpi import MPI
 
 Array = npt.NDArray[Any]
 
 
-class CrossDeviceOps(AllReduceAlgorithm):
-    """Sums buckets of gradients over the replicas. Subclass it to sum them your own way; see `AllReduceAlgorithm`.
+@dataclass(frozen=True)
+class RankValues:
+    """What `CrossDeviceOps.reduce_implementation` gets in place of a PerReplica: one flat array of each rank."""
 
-    Where tf.distribute's method takes a value per device, `all_reduce` takes this rank's: a rank has one device.
+    values: tuple[Array, ...]
+
+
+class CrossDeviceOps(AllReduceAlgorithm):
+    """Sums buckets of gradients over the ranks. A subclass overrides `reduce_implementation`, as in tf.distribute.
+
+    Or `all_reduce`, which gets this rank's values alone and the communicator; see `AllReduceAlgorithm`.
+
+    >>> class Ordered(hpcdist.CrossDeviceOps):
+    ...     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+    ...         return sum(per_replica_value.values)
+    >>> strategy = hpcdist.MultiWorkerMirroredStrategy(cross_device_ops=Ordered())
     """
+
+    def reduce_implementation(
+        self, reduce_op: ReduceOp, per_replica_value: RankValues, destinations: Array, options: CommunicationOptions
+    ) -> Any:
+        """Return the reduction of all ranks' values; called on every rank with the same values.
+
+        Args:
+            reduce_op: SUM: gradients are divided afterwards where they are averaged.
+            per_replica_value: `values` has a flat array of each rank, in their order; the sum over its replicas where
+                it has several.
+            destinations: what the result is written to.
+            options: default ones.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: override reduce_implementation or all_reduce.")
+
+    def all_reduce(self, array: Array, comm: MPI.Comm, op: MPI.Op = MPI.SUM) -> None:
+        """Replace `array` by what `reduce_implementation` makes of all ranks' arrays.
+
+        Raises:
+            CollectiveError: for another reduction than a sum, or a result of another size; on every rank alike.
+
+        Cost: every rank receives all others' bytes: P n, not 2 n.
+        """
+        if op != MPI.SUM:
+            raise CollectiveError(
+                f"{type(self).__name__}: expected a sum, as reduce_implementation knows SUM and MEAN only, got "
+                f"{_name_of(op)}; override all_reduce."
+            )
+        rows = np.empty((comm.size, array.size), array.dtype)
+        comm.Allgather(array, rows)
+        result = self.reduce_implementation(ReduceOp.SUM, RankValues(tuple(rows)), array, CommunicationOptions())
+        made = np.asarray(getattr(result, "values", (result,))[0])
+        if made.size != array.size:
+            raise CollectiveError(
+                f"{type(self).__name__}: expected reduce_implementation to return {array.size} elements, got shape "
+                f"{made.shape}; return one array like each of the values."
+            )
+        array[...] = made.reshape(array.shape)
 
 
 class ReductionToOneDevice(CrossDeviceOps):
@@ -85,3 +137,24 @@ class NcclAllReduce(CrossDeviceOps):
 
 def _name_of(op: MPI.Op) -> str:
     return next(name for name, known in OPS.items() if known.mpi_op == op)
+
+
+def options_with(ops: CrossDeviceOps, options: CommunicationOptions) -> CommunicationOptions:
+    """Return options that name `ops` as the algorithm.
+
+    Raises:
+        ConfigurationError: when it is no such thing, or the options name another; on every rank alike.
+    """
+    if not isinstance(ops, CrossDeviceOps):
+        raise agreed(
+            ConfigurationError(
+                f"strategy: expected cross_device_ops as a CrossDeviceOps object, got {ops!r}; make one, or pass an "
+                f"AllReduceAlgorithm as CommunicationOptions(implementation=...)."
+            )
+        )
+    has_chosen = options.implementation is not Implementation.AUTO
+    if has_chosen or options.wire_dtype is not None or options.is_ordered is not None:
+        raise agreed(
+            ConfigurationError(f"strategy: expected cross_device_ops or {options}, got both; drop one of them.")
+        )
+    return replace(options, implementation=ops)

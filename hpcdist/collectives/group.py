@@ -240,8 +240,8 @@ class Handle:
         """Whether it has ended, with a result or an error."""
         return self._future.done()
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Return when the collective has ended.
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Return what the collective returns, when it has ended: None where it overwrites its buffer.
 
         Args:
             timeout_s: longest wait; default: as long as the collective itself may take, which is bounded.
@@ -250,11 +250,10 @@ class Handle:
             CollectiveTimeoutError: when it takes longer. What the collective raised, if it did.
         """
         try:
-            self._future.result(timeout_s)
+            return self._future.result(timeout_s)
         except FutureTimeoutError:
             if self._future.done():  # meanwhile, or with a timeout of its own
-                self._future.result()
-                return
+                return self._future.result()
             raise CollectiveTimeoutError(
                 f"wait: expected the collective to end within {timeout_s} s, got no end; wait longer, or look for a "
                 f"rank that did not start it."
@@ -279,7 +278,7 @@ class CommunicationThread:
         self.group = Group(group.comm, group.world, True, group.timeout_s, group.watchdog, hosts)
         self._thread = BackgroundThread("hpcdist-communication")
 
-    def submit(self, call: Callable[[], None]) -> Handle:
+    def submit(self, call: Callable[[], Any]) -> Handle:
         """Make `call` after all earlier ones, and return at once. All ranks submit in the same order."""
         return Handle(self._thread.submit(call))
 

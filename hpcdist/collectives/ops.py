@@ -1,11 +1,12 @@
-"""The reductions: what each is called, in MPI and in numpy."""
+"""The reductions: what each is called, in MPI, in numpy and in tf.distribute."""
 
+import enum
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from hpcdist.errors import CollectiveError
+from hpcdist.errors import CollectiveError, UsageError
 from hpcdist.runtime.mpi import MPI
 
 
@@ -57,3 +58,22 @@ def parse_op(op: Any) -> Op:
     if found is None:
         raise CollectiveError(f"all_reduce: expected an op of {', '.join(OPS)}, got {op!r}; name one of them.")
     return found
+
+
+class ReduceOp(enum.Enum):
+    """SUM or MEAN, as in tf.distribute."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+    @classmethod
+    def parse(cls, op: Any) -> "ReduceOp":
+        """Return the ReduceOp for a member, or for its name in any case.
+
+        Raises:
+            UsageError: for anything else.
+        """
+        name = str(op.value if isinstance(op, cls) else op).upper()
+        if name not in cls.__members__:
+            raise UsageError(f"reduce: expected ReduceOp.SUM or ReduceOp.MEAN, got {op!r}; pass one of them.")
+        return cls[name]

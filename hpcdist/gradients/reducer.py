@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcdist.collectives import algorithms, library, subtree_sums
-from hpcdist.collectives.cross_device_ops import CrossDeviceOps
 from hpcdist.collectives.gpu import nccl_setup
 from hpcdist.collectives.group import CommunicationThread, Group, Handle, thread_of
 from hpcdist.collectives.ops import SUM
@@ -19,7 +18,6 @@ from hpcdist.collectives.options import CommunicationImplementation as Implement
 from hpcdist.collectives.options import CommunicationOptions
 from hpcdist.collectives.route import Route, choose_route
 from hpcdist.collectives.wire import PLAIN, Wire
-from hpcdist.errors import ConfigurationError, agreed
 from hpcdist.gradients.half_wire import HalfWire
 from hpcdist.plan.buckets import Limits, best_bucket_bytes
 from hpcdist.plan.replicas import ReplicaPlan, Subtree
@@ -46,7 +44,6 @@ class Reducer:
     Args:
         group: the ranks.
         options: which algorithm, pack size and wire.
-        cross_device_ops: the algorithm, where tf.distribute has it as an argument of its own.
         replicas: which rank holds which; default: one each.
 
     Raises:
@@ -63,12 +60,11 @@ class Reducer:
         self,
         group: Group,
         options: CommunicationOptions,
-        cross_device_ops: CrossDeviceOps | None = None,
         replicas: ReplicaPlan | None = None,
     ) -> None:
         self._group = group
         self.replicas = replicas or ReplicaPlan(group.size, group.size)
-        self._options = options if cross_device_ops is None else _options_with(cross_device_ops, options)
+        self._options = options
         asked = self._options.implementation
         if getattr(asked, "stands_for", asked) is Implementation.NCCL and not nccl_setup.has_gpu(group):
             if group.rank == 0:
@@ -233,20 +229,3 @@ def _reduce_by_subtrees(replicas: ReplicaPlan, array: Any, group: Group, wire: W
     """Sum where other ranks hold several replicas, and this one a single one: its value is its only subtree's sum."""
     assert len(replicas.subtrees[group.rank]) == 1, "a rank with more subtrees goes by replicas/local_sums.py"
     subtree_sums.all_reduce([array], array, group, replicas)
-
-
-def _options_with(ops: CrossDeviceOps, options: CommunicationOptions) -> CommunicationOptions:
-    """Return options that name `ops` as the algorithm, unless it is no such thing or options name another."""
-    if not isinstance(ops, CrossDeviceOps):
-        raise agreed(
-            ConfigurationError(
-                f"strategy: expected cross_device_ops as a CrossDeviceOps object, got {ops!r}; make one, or pass an "
-                f"AllReduceAlgorithm as CommunicationOptions(implementation=...)."
-            )
-        )
-    has_chosen = options.implementation is not Implementation.AUTO
-    if has_chosen or options.wire_dtype is not None or options.is_ordered is not None:
-        raise agreed(
-            ConfigurationError(f"strategy: expected cross_device_ops or {options}, got both; drop one of them.")
-        )
-    return replace(options, implementation=ops)

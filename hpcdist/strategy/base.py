@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from hpcdist.collectives.ops import ReduceOp
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DatasetFunction, DistributedDataset, DistributedFromFunction, datasets_of
 from hpcdist.data.iterator import Delivery
@@ -24,7 +25,8 @@ from hpcdist.runtime.step_flags import single_rank_flags
 from hpcdist.strategy import context
 from hpcdist.strategy.extended import StrategyExtended
 from hpcdist.strategy.own_gradients import GradientsAndParameters, apply_gradients, offer
-from hpcdist.strategy.reduce import Axis, ReduceOp, check_axis, gather_values, reduce_over_axis, reduce_values
+from hpcdist.strategy.ranks import Ranks
+from hpcdist.strategy.reduce import Axis, check_axis, gather_values, reduce_over_axis, reduce_values
 from hpcdist.strategy.replica_context import OnlyReplica, ReplicaContext
 from hpcdist.strategy.values import DistributedValues, local_values, regroup, select
 
@@ -39,7 +41,7 @@ class ValueContext:
     num_replicas_in_sync: int
 
 
-class Strategy:
+class Strategy(Ranks):
     """What tf.distribute.Strategy offers; a process holds one replica unless it asks for more.
 
     This class alone is the pass-through strategy: one replica, nothing to communicate.
@@ -122,14 +124,14 @@ class Strategy:
         return None
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         """The device that this process computes on."""
         return torch.get_default_device()
 
     @property
     def _parameter_device(self) -> torch.device:
         """The device that the variables are on."""
-        return self._device
+        return self.device
 
     def _has_made(self, variable: Tensor) -> bool:
         return not any(strategy._has_made(variable) for strategy in context.alive())

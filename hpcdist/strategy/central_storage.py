@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
+from hpcdist.collectives.ops import ReduceOp
 from hpcdist.errors import ConfigurationError, agreed
 from hpcdist.gradients.central_storage import CentralStorage
 from hpcdist.strategy.devices import parse_device
 from hpcdist.strategy.mirrored import MirroredStrategy
-from hpcdist.strategy.reduce import ReduceOp
 
 
 class CentralStorageStrategy(MirroredStrategy):
@@ -72,7 +72,7 @@ class CentralStorageStrategy(MirroredStrategy):
 
     @property
     def _parameter_device(self) -> torch.device:
-        return self._device if self._storage is None else torch.device("cpu")
+        return self.device if self._storage is None else torch.device("cpu")
 
     def _update_copies(self, var: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         if self._storage is None or not self._storage.holds(var):

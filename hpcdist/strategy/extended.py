@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcdist.collectives.ops import ReduceOp
 from hpcdist.errors import UsageError
 from hpcdist.nest import leaves
 from hpcdist.strategy import context
 from hpcdist.strategy.devices import parse_device
-from hpcdist.strategy.reduce import ReduceOp
 from hpcdist.strategy.values import DistributedValues, local_values, regroup, select
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class StrategyExtended:
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """The device that this process computes on, as torch calls it."""
-        return (str(self._strategy._device),)
+        return (str(self._strategy.device),)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:

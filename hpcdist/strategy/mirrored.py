@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 
 from hpcdist.collectives.cross_device_ops import CrossDeviceOps
+from hpcdist.collectives.ops import ReduceOp
 from hpcdist.errors import ConfigurationError, agreed
 from hpcdist.runtime.process import make_world
 from hpcdist.strategy.devices import parse_device, require_device
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
-from hpcdist.strategy.reduce import ReduceOp
 
 
 class MirroredStrategy(MultiWorkerMirroredStrategy):
@@ -73,8 +73,9 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
         super().__init__(num_replicas=num_replicas, gradient_op=gradient_op, cross_device_ops=cross_device_ops)
 
     @property
-    def _device(self) -> torch.device:
-        return super()._device if self._given is None else self._given
+    def device(self) -> torch.device:
+        """This rank's device, as given, or in the order of the ranks of the host."""
+        return super().device if self._given is None else self._given
 
     @property
     def _placed_on(self) -> torch.device | None:

@@ -16,9 +16,10 @@ from torch import Tensor
 from hpcdist.cluster.environment import read_environment
 from hpcdist.cluster.resolvers import ClusterResolver
 from hpcdist.collectives import algorithms, library
-from hpcdist.collectives.calls import gather_rows
-from hpcdist.collectives.cross_device_ops import CrossDeviceOps
-from hpcdist.collectives.group import group_of
+from hpcdist.collectives.cross_device_ops import CrossDeviceOps, options_with
+from hpcdist.collectives.group import Group, group_of
+from hpcdist.collectives.moves import gather_rows
+from hpcdist.collectives.ops import ReduceOp
 from hpcdist.collectives.options import CommunicationImplementation, CommunicationOptions
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import (
@@ -47,7 +48,6 @@ from hpcdist.runtime.process import make_world
 from hpcdist.runtime.world import World
 from hpcdist.strategy import context
 from hpcdist.strategy.base import Strategy, get_strategy
-from hpcdist.strategy.reduce import ReduceOp
 from hpcdist.strategy.values import regroup
 
 
@@ -113,6 +113,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._comm = self.world.role_comm
         is_mean = None if op is None else op is ReduceOp.MEAN
         options = communication_options or CommunicationOptions()
+        if cross_device_ops is not None:
+            options = options_with(cross_device_ops, options)
         if options.wire_dtype == "float16" and op is ReduceOp.MEAN:
             raise agreed(
                 ConfigurationError(
@@ -120,11 +122,11 @@ class MultiWorkerMirroredStrategy(Strategy):
                     "travel multiplied by rows, got float16, which they overflow; use bfloat16, or SUM."
                 )
             )
-        self.group = group_of(self._comm, options.timeout_seconds, self.world)
+        self.group: Group = group_of(self._comm, options.timeout_seconds, self.world)
         self._has_fixed_replicas = num_replicas is not None
         if self._has_fixed_replicas and options.is_ordered is None and options.may_be_ordered:
             options = replace(options, is_ordered=True)
-        self.reducer = Reducer(self.group, options, cross_device_ops, self._plan_replicas(num_replicas))
+        self.reducer = Reducer(self.group, options, self._plan_replicas(num_replicas))
         self._storage = self._make_storage()
         self.engine = GradientEngine(
             self.world, self.reducer, is_mean, self._is_entered, self._has_fixed_replicas, self._storage
@@ -201,7 +203,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         return self.world.cluster_resolver
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         """This rank's GPU, in the order of the ranks of a host; the host where torch sees none."""
         gpus = [str(index) for index in range(torch.cuda.device_count())]
         node = self.world.node_comm

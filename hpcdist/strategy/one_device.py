@@ -49,7 +49,8 @@ class OneDeviceStrategy(Strategy):
             )
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
+        """The device that was given."""
         return self._own_device
 
     def _has_made(self, variable: Tensor) -> bool:

@@ -3,7 +3,6 @@
 Everything goes through two operations of a strategy, `sum_over_replicas` and `gather_over_ranks`, on flat host arrays.
 """
 
-import enum
 import math
 import operator
 from collections.abc import Iterable, Sequence
@@ -15,6 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from hpcdist.collectives.ops import ReduceOp
 from hpcdist.dtypes import HALF, SUM_DTYPES, dtype_name
 from hpcdist.errors import UsageError
 from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
@@ -22,25 +22,6 @@ from hpcdist.gradients.tensors import from_array
 
 Axis = int | tuple[int, ...] | list[int] | None
 Array = npt.NDArray[Any]
-
-
-class ReduceOp(enum.Enum):
-    """SUM or MEAN, as in tf.distribute."""
-
-    SUM = "SUM"
-    MEAN = "MEAN"
-
-    @classmethod
-    def parse(cls, op: Any) -> "ReduceOp":
-        """Return the ReduceOp for a member, or for its name in any case.
-
-        Raises:
-            UsageError: for anything else.
-        """
-        name = str(op.value if isinstance(op, cls) else op).upper()
-        if name not in cls.__members__:
-            raise UsageError(f"reduce: expected ReduceOp.SUM or ReduceOp.MEAN, got {op!r}; pass one of them.")
-        return cls[name]
 
 
 class Exchange(Protocol):

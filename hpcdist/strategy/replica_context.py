@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hpcdist.collectives.ops import ReduceOp
 from hpcdist.errors import UsageError
 from hpcdist.nest import form_of, leaves, map_nest
 from hpcdist.strategy import context
-from hpcdist.strategy.reduce import ReduceOp, gather_in_replica, is_sparse, reduce_in_replica
+from hpcdist.strategy.reduce import gather_in_replica, is_sparse, reduce_in_replica
 
 if TYPE_CHECKING:
     from hpcdist.strategy.base import Strategy

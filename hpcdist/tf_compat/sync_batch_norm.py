@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hpcdist.collectives.ops import ReduceOp
 from hpcdist.errors import UsageError
 from hpcdist.strategy import context
 from hpcdist.strategy.base import Strategy, get_strategy
-from hpcdist.strategy.reduce import ReduceOp
 from hpcdist.strategy.replica_context import ReplicaContext
 
 

@@ -9,12 +9,12 @@ from torch.optim.optimizer import Optimizer
 
 from hpcdist.cluster.resolvers import ClusterResolver
 from hpcdist.cluster.spec import ClusterSpec
+from hpcdist.collectives.ops import ReduceOp
 from hpcdist.data.iterator import Delivery
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.gradients import torch_hooks
 from hpcdist.runtime.process import make_world
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
-from hpcdist.strategy.reduce import ReduceOp
 from hpcdist.strategy.replica_context import ReplicaContext
 
 
@@ -75,13 +75,14 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         weakref.finalize(self, torch_hooks.after_any_step(self._after_step).remove)
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
+        """This rank's XLA device."""
         device: torch.device = self._xla.device()
         return device
 
     @property
     def _placed_on(self) -> torch.device:
-        return self._device
+        return self.device
 
     def _delivery(self) -> Delivery:
         return replace(super()._delivery(), device=None)  # batches stay on the host, where the program finds them

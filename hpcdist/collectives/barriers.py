@@ -1,0 +1,162 @@
+"""Meetings of all ranks: a barrier, one that names who is absent, and a block that one rank goes through first."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpcdist.collectives.group import Group, group_of
+from hpcdist.errors import CollectiveError, CollectiveTimeoutError
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.waiting import late, wait_until
+
+#: Tags of a monitored barrier's messages: a rank has come, rank 0 has come, who is absent.
+_HERE, _ROOT_HERE, _ABSENT = 7411, 7412, 7413
+#: What a verdict may take beyond the limit of the rank that gives it.
+_LATE_S = 5.0
+#: Longest sleep of a wait that may take minutes.
+_MAX_SLEEP_S = 0.01
+
+
+def barrier(comm: MPI.Comm | None = None) -> None:
+    """Return when all ranks have called it.
+
+    Collective: `comm`. The watchdog ends the job when a rank does not come within its limit.
+
+    Args:
+        comm: the ranks that take part; default: all workers, or this rank's own role group on a ps or evaluator.
+    """
+    meet(group_of(comm))
+
+
+def meet(group: Group) -> None:
+    """Do what `barrier` does, in a given group. Collective: `group.comm`."""
+    with group.recorded("barrier", None):
+        group.wait([group.comm.Ibarrier()])
+
+
+def monitored_barrier(timeout_s: float = 30.0, comm: MPI.Comm | None = None) -> None:
+    """Return when all ranks have called it; say which ranks have not come when the time is over.
+
+    Collective: `comm`. The job goes on: who catches the error may end it in its own way.
+
+    Args:
+        timeout_s: longest wait for the others.
+        comm: as `barrier`.
+
+    Raises:
+        CollectiveTimeoutError: when ranks did not come, with their numbers; on each rank that did.
+
+    Cost: three messages between rank 0 and each other rank.
+    """
+    meet_or_name_absent(group_of(comm), timeout_s)
+
+
+def meet_or_name_absent(group: Group, timeout_s: float) -> None:
+    """Do what `monitored_barrier` does, in a given group. Collective: `group.comm`."""
+    meetings = group.keep("monitored barriers", _Meetings)
+    meetings.number += 1
+    absent = _absent(group, meetings.number, timeout_s)
+    if absent:
+        raise CollectiveTimeoutError(
+            f"monitored_barrier: expected all {group.size} ranks within {timeout_s:g} s, got none of rank "
+            f"{', '.join(map(str, absent))} on {group.world}; look for what keeps them, such as a read or a save that "
+            f"the others do not make."
+        )
+
+
+@dataclass
+class _Meetings:
+    """How many monitored barriers this rank has come to: messages of an earlier one may arrive late."""
+
+    number: int = 0
+
+
+def _absent(group: Group, number: int, timeout_s: float) -> list[int]:
+    """Return which ranks did not come, as rank 0 sees it; rank 0 alone if it did not come itself."""
+    comm = group.comm
+    if group.rank > 0:
+        sent = [comm.isend((number, None), 0, _HERE)]
+        root = _receive(group, {0}, _ROOT_HERE, number, timeout_s)
+        verdict = _receive(group, {0}, _ABSENT, number, timeout_s + _LATE_S) if root else {}
+    else:
+        others = set(range(1, group.size))
+        sent = [comm.isend((number, None), rank, _ROOT_HERE) for rank in others]
+        here = _receive(group, others, _HERE, number, timeout_s)
+        verdict = {0: sorted(others - set(here))}
+        sent += [comm.isend((number, verdict[0]), rank, _ABSENT) for rank in here]
+    wait_until(lambda: all(request.Test() for request in sent), _LATE_S)
+    absent: list[int] = verdict.get(0, [0])
+    return absent
+
+
+def _receive(group: Group, sources: set[int], tag: int, number: int, timeout_s: float) -> dict[int, Any]:
+    """Return what came from which sources for a meeting, until all have sent or the time is over."""
+    came: dict[int, Any] = {}
+
+    def look() -> bool:
+        status = MPI.Status()
+        while group.comm.Iprobe(MPI.ANY_SOURCE, tag, status):
+            sent_for, value = group.comm.recv(source=status.source, tag=tag)
+            if sent_for == number:
+                came[status.source] = value
+        return came.keys() >= sources
+
+    wait_until(look, timeout_s, max_sleep_s=_MAX_SLEEP_S)
+    return came
+
+
+def rank_zero_first(
+    comm: MPI.Comm | None = None, *, per_host: bool = False, timeout_s: float = 3600.0
+) -> AbstractContextManager[None]:
+    """Let rank 0 go through the block before the others, as to download a dataset or to build a cache.
+
+    Collective: `comm`. No collective may be called in the block. The others wait without the watchdog, whose limit is
+    for single collectives; a rank that dies meanwhile ends the job as always.
+
+    >>> with hpcdist.rank_zero_first():
+    ...     pass  # download, or find what rank 0 has downloaded
+
+    Args:
+        comm: as `barrier`.
+        per_host: whether the first rank of each host goes first, as for files on disks of the hosts.
+        timeout_s: longest time for the first rank's block.
+
+    Raises:
+        CollectiveError: on the other ranks, when the block raised on the first one.
+        CollectiveTimeoutError: on the other ranks, when it takes too long.
+
+    Cost: one all-reduce of 8 bytes.
+    """
+    return first_rank_first(group_of(comm), per_host, timeout_s)
+
+
+@contextmanager
+def first_rank_first(group: Group, per_host: bool, timeout_s: float) -> Iterator[None]:
+    """Do what `rank_zero_first` does, in a given group. Collective: `group.comm`."""
+    ranks = group.node_comm if per_host else group.comm
+    if ranks.rank == 0:
+        has_failed = True
+        try:
+            yield
+            has_failed = False
+        finally:
+            _tell_whether_failed(has_failed, ranks, group, timeout_s)
+        return
+    if _tell_whether_failed(False, ranks, group, timeout_s):
+        raise CollectiveError(
+            f"rank_zero_first: expected the block to end on the first rank, got an error there, on {group.world}; see "
+            f"the first rank's message."
+        )
+    yield
+
+
+def _tell_whether_failed(has_failed: bool, ranks: MPI.Comm, group: Group, timeout_s: float) -> bool:
+    """Return whether the first rank has failed, once it has said so. Collective: `ranks`."""
+    own, found = np.array([has_failed], np.int64), np.empty(1, np.int64)
+    request = ranks.Iallreduce(own, found, MPI.MAX)
+    if not wait_until(request.Test, timeout_s, max_sleep_s=_MAX_SLEEP_S):
+        raise late("rank_zero_first", timeout_s, "some", group.world)
+    return bool(found[0])

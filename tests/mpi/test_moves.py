@@ -1,0 +1,298 @@
+"""Rows and objects that move from rank to rank, barriers, and what strategies know of their ranks."""
+
+import contextlib
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import hpcdist
+from hpcdist.collectives.group import group_of
+from hpcdist.errors import CollectiveError, CollectiveTimeoutError
+
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool]
+
+
+@pytest.mark.parametrize("n_rows", [0, 1, 7])
+@pytest.mark.parametrize("root", [0, -1])
+def test_scatter_divides_roots_rows(comm, n_rows, root):
+    whole = np.arange(3 * n_rows, dtype=np.int32).reshape(n_rows, 3)
+    own = hpcdist.scatter(whole if comm.rank == root % comm.size else "not looked at", root % comm.size)
+    assert own.dtype == np.int32
+    parts = comm.allgather(own)
+    assert np.array_equal(np.concatenate(parts), whole)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scatter_of_a_tensor_gives_tensors(comm, dtype):
+    whole = torch.arange(2 * comm.size).reshape(comm.size, 2).to(dtype).requires_grad_(dtype.is_floating_point)
+    own = hpcdist.scatter(whole if comm.rank == 0 else None)
+    assert own.dtype is dtype
+    assert not own.requires_grad
+    assert torch.equal(own, whole[comm.rank : comm.rank + 1])
+
+
+def test_scatter_takes_rows(comm):
+    with pytest.raises(CollectiveError, match="scatter: expected rows on root, got float"):
+        hpcdist.scatter(1.0)
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.tensor])
+def test_alltoall_sends_rows_to_each_rank(comm, make):
+    counts = [(comm.rank + to) % 3 for to in range(comm.size)]
+    rows = make([[comm.rank, to] for to, count in enumerate(counts) for _ in range(count)] or np.empty((0, 2), int))
+    came, from_each = hpcdist.alltoall(rows, counts)
+    assert type(came) is type(rows)
+    assert from_each == [(source + comm.rank) % 3 for source in range(comm.size)]
+    expected = [[source, comm.rank] for source, count in enumerate(from_each) for _ in range(count)]
+    assert came.tolist() == expected
+
+
+def test_alltoall_divides_evenly_by_default(comm):
+    came, from_each = hpcdist.alltoall(torch.full((2 * comm.size,), float(comm.rank), dtype=torch.bfloat16))
+    assert came.dtype is torch.bfloat16
+    assert came.tolist() == [source for source in range(comm.size) for _ in range(2)]
+    assert from_each == [2] * comm.size
+
+
+def test_alltoall_that_does_not_fit_is_refused_on_all_ranks(comm):
+    counts = [1] * comm.size if comm.rank else [2] * comm.size
+    with pytest.raises(CollectiveError, match=r"alltoall: expected counts of \d+ ranks that add up to \d+ rows"):
+        hpcdist.alltoall(np.zeros(comm.size), counts)
+    if comm.size > 1:
+        with pytest.raises(CollectiveError, match="alltoall: expected float64 of shape"):
+            hpcdist.alltoall(np.zeros(comm.size, "f4" if comm.rank else "f8"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:-1])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_reduce_scatter_of_a_tensor_gives_a_tensor(comm, dtype, is_async):
+    given = torch.arange(2 * comm.size + 1).to(dtype)
+    own = hpcdist.reduce_scatter_async(given).wait() if is_async else hpcdist.reduce_scatter(given)
+    assert own.dtype is dtype
+    assert [x for part in comm.allgather(own.tolist()) for x in part] == (given * comm.size).tolist()
+    if dtype.is_floating_point:
+        assert hpcdist.reduce_scatter(given, "mean").dtype is dtype
+
+
+def test_reduce_scatter_takes_numbers():
+    with pytest.raises(CollectiveError, match="reduce_scatter: expected rows of numbers"):
+        hpcdist.reduce_scatter(np.ones(3, bool))
+    with pytest.raises(CollectiveError, match="reduce_scatter: expected a dense tensor"):
+        hpcdist.reduce_scatter(torch.eye(2).to_sparse())
+
+
+def test_moves_in_the_background_return_their_results(comm):
+    buffer = np.full(2, comm.rank)
+    handles = [
+        hpcdist.broadcast_async(buffer, comm.size - 1),
+        hpcdist.all_gather_async(torch.full((1,), comm.rank)),
+        hpcdist.alltoall_async(np.arange(comm.size)),
+    ]
+    hpcdist.all_reduce(np.ones(5000))  # of the main thread, meanwhile
+    assert handles[0].wait() is None
+    assert buffer.tolist() == [comm.size - 1] * 2
+    assert handles[1].wait().tolist() == list(range(comm.size))
+    assert handles[2].wait()[0].tolist() == [comm.rank] * comm.size
+
+
+def test_all_gather_keeps_half_precision_and_forgets_the_graph(comm):
+    value = torch.full((1, 2), comm.rank + 0.5, dtype=torch.bfloat16, requires_grad=True)
+    joined = hpcdist.all_gather(value * 2)
+    assert joined.dtype is torch.bfloat16
+    assert not joined.requires_grad
+    assert joined.tolist() == [[2 * rank + 1.0] * 2 for rank in range(comm.size)]
+    assert hpcdist.all_gather(np.full((1,), comm.rank, np.float16)).dtype == np.float16
+
+
+def test_objects_go_everywhere(comm):
+    last = comm.size - 1
+    assert hpcdist.broadcast_object({"from": comm.rank}, last) == {"from": last}
+    assert hpcdist.all_gather_objects(("rank", comm.rank)) == [("rank", rank) for rank in range(comm.size)]
+    assert hpcdist.scatter_objects([str(rank) for rank in range(comm.size)], last) == str(comm.rank)
+    came = hpcdist.alltoall_objects([(comm.rank, to) for to in range(comm.size)])
+    assert came == [(source, comm.rank) for source in range(comm.size)]
+
+
+def test_objects_for_another_number_of_ranks_are_refused_on_all(comm):
+    match = f"expected an object for each of {comm.size} ranks, got"
+    with pytest.raises(CollectiveError, match=match):
+        hpcdist.scatter_objects([1] * (comm.size + 1) if comm.rank == 0 else None)
+    with pytest.raises(CollectiveError, match=match):
+        hpcdist.alltoall_objects([1] * (comm.size + (comm.rank == 0)))
+
+
+# -- several buffers, scales -----------------------------------------------------------------------------------------
+
+
+def test_several_buffers_are_reduced_as_one(comm):
+    arrays = [np.full((2, 3), comm.rank, np.float32), np.full(4, 2.0), np.zeros((0, 2), np.float32)]
+    tensors = [torch.full((3,), float(comm.rank)), torch.ones(2, dtype=torch.bfloat16)]
+    journal = group_of().journal
+    before = journal.n_entered
+    hpcdist.grouped_all_reduce([*arrays, *tensors])
+    total = sum(range(comm.size))
+    assert [set(array.reshape(-1).tolist()) for array in arrays] == [{total}, {2.0 * comm.size}, set()]
+    assert tensors[0].tolist() == [total] * 3
+    assert tensors[1].tolist() == [comm.size] * 2
+    assert journal.n_entered == before + 2  # float32 and float64
+
+
+def test_nothing_of_a_group_is_sent_when_one_buffer_does_not_fit(comm):
+    buffers = [np.ones(3), np.array(["text"])]
+    with pytest.raises(CollectiveError, match="expected numbers"):
+        hpcdist.grouped_all_reduce(buffers)
+    assert buffers[0].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("make", [lambda: np.full(3, 2.0), lambda: torch.full((3,), 2.0, dtype=torch.float16)])
+def test_values_are_scaled_before_and_after(comm, make):
+    buffers = [make() for _ in range(3)]
+    hpcdist.all_reduce(buffers[0], prescale=0.5, postscale=8.0)
+    hpcdist.all_reduce_async(buffers[1], prescale=0.5, postscale=8.0).wait()
+    hpcdist.grouped_all_reduce(buffers[2:], prescale=0.5, postscale=8.0)
+    assert [buffer.tolist() for buffer in buffers] == [[8.0 * comm.size] * 3] * 3
+
+
+def test_what_is_scaled_down_afterwards_does_not_overflow_half_precision(comm):
+    buffer = torch.full((2,), 60000.0, dtype=torch.float16)
+    hpcdist.all_reduce(buffer, postscale=1 / comm.size)
+    assert buffer.tolist() == [60000.0] * 2
+
+
+def test_integers_are_not_scaled():
+    with pytest.raises(CollectiveError, match="expected floats to be scaled, got int64"):
+        hpcdist.all_reduce(np.ones(2, np.int64), postscale=0.5)
+
+
+# -- barriers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_barrier_waits_for_all(comm):
+    began = comm.allreduce(time.monotonic()) / comm.size
+    time.sleep(0.2 * (comm.rank == comm.size - 1))
+    hpcdist.barrier()
+    hpcdist.monitored_barrier(30)
+    assert time.monotonic() - began > 0.15
+
+
+@pytest.mark.parametrize("absent", [0, -1])
+def test_a_monitored_barrier_names_who_is_absent(comm, absent):
+    absent %= comm.size
+    if comm.size == 1:
+        hpcdist.monitored_barrier(0.1)
+        return
+    began = time.monotonic()
+    named = [0] if absent == 0 else [absent]
+    if comm.rank != absent:
+        with pytest.raises(CollectiveTimeoutError, match=f"got none of rank {named[0]} on"):
+            hpcdist.monitored_barrier(0.3)
+        assert time.monotonic() - began < 20
+    comm.Barrier()
+    if comm.rank == absent:  # it comes later: the others have gone
+        with contextlib.suppress(CollectiveTimeoutError):
+            hpcdist.monitored_barrier(0.3)
+    comm.Barrier()
+    hpcdist.monitored_barrier(30)  # messages of the earlier one are left alone
+
+
+@pytest.mark.parametrize("per_host", [False, True])
+def test_rank_zero_goes_first(comm, per_host):
+    times = []
+    with hpcdist.rank_zero_first(per_host=per_host):
+        time.sleep(0.1 * (comm.rank == 0))
+        times.append(time.monotonic())
+    all_times = comm.allgather(times[0])
+    assert all(one > all_times[0] for one in all_times[1:])
+
+
+def test_an_error_of_the_first_rank_is_known_to_all(comm):
+    def fail_at_first():
+        with hpcdist.rank_zero_first():
+            assert comm.rank == 0
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError if comm.rank == 0 else CollectiveError):
+        fail_at_first()
+
+
+def test_strategies_know_their_ranks(comm):
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    assert (strategy.rank, strategy.size) == (comm.rank, comm.size)
+    assert (strategy.local_rank, strategy.local_size) == (comm.rank, comm.size)
+    assert (strategy.host, strategy.n_hosts) == (0, 1)
+    assert strategy.device == torch.device("cpu")
+    assert strategy.broadcast(("from", comm.rank)) == ("from", 0)
+    strategy.barrier()
+    strategy.barrier(timeout_s=30)
+    with strategy.rank_zero_first():
+        pass
+
+
+def test_ranks_of_several_hosts(comm, over_hosts):
+    over_hosts("1 each")
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    assert (strategy.local_rank, strategy.local_size) == (0, 1)
+    assert (strategy.host, strategy.n_hosts) == (comm.rank, comm.size)
+
+
+def test_without_a_strategy_there_is_one_rank():
+    strategy = hpcdist.get_strategy()
+    assert (strategy.rank, strategy.size, strategy.local_rank, strategy.local_size) == (0, 1, 0, 1)
+    assert (strategy.host, strategy.n_hosts, strategy.broadcast(3)) == (0, 1, 3)
+    strategy.barrier()
+    with strategy.rank_zero_first():
+        pass
+
+
+# -- an algorithm as in tf.distribute ----------------------------------------------------------------------------------
+
+
+class SumInOrder(hpcdist.CrossDeviceOps):
+    """Adds all ranks' values from the last to the first, and notes what it was given."""
+
+    def __init__(self):
+        self.n_values = set()
+
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        assert reduce_op is hpcdist.ReduceOp.SUM
+        self.n_values.add(len(per_replica_value.values))
+        return sum(reversed(per_replica_value.values))
+
+
+@pytest.mark.parametrize("num_replicas", [None, 4])
+def test_gradients_are_summed_by_a_subclass_of_cross_device_ops(comm, num_replicas):
+    ops = SumInOrder()
+    strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=num_replicas, gradient_op="sum", cross_device_ops=ops)
+    with strategy.scope():
+        model = torch.nn.Linear(3, 2)
+
+    def step():
+        model(torch.ones(1, 3)).sum().backward()
+        return model.weight.grad.sum()
+
+    total = strategy.run(step)
+    assert [float(one) for one in strategy.experimental_local_results(total)] == pytest.approx(
+        [6.0 * strategy.num_replicas_in_sync] * len(strategy.own_replicas)
+    )
+    assert ops.n_values == ({comm.size} if comm.size > 1 else ops.n_values)
+    buffer = np.ones(3)
+    hpcdist.all_reduce(buffer, implementation=ops)
+    assert buffer.tolist() == [comm.size] * 3
+
+
+def test_a_subclass_of_cross_device_ops_returns_as_many_elements(comm):
+    class Short(hpcdist.CrossDeviceOps):
+        def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+            return per_replica_value.values[0][:1]
+
+    with pytest.raises(CollectiveError, match="expected reduce_implementation to return 3 elements"):
+        hpcdist.all_reduce(np.ones(3), implementation=Short())
+    with pytest.raises(CollectiveError, match="expected a sum"):
+        hpcdist.all_reduce(np.ones(3), "max", implementation=Short())
+    with pytest.raises(NotImplementedError, match="override reduce_implementation or all_reduce"):
+        hpcdist.all_reduce(np.ones(3), implementation=hpcdist.CrossDeviceOps())
