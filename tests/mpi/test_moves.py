@@ -126,6 +126,18 @@ def test_objects_for_another_number_of_ranks_are_refused_on_all(comm):
         hpcdist.alltoall_objects([1] * (comm.size + (comm.rank == 0)))
 
 
+def test_an_optimizers_state_is_taken_from_the_chief(comm):
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (comm.rank + 1), momentum=0.9)
+    if comm.rank == 0:  # as one that it has read from a file
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    optimizer.load_state_dict(strategy.broadcast(optimizer.state_dict()))
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert [optimizer.state[p]["momentum_buffer"].numel() for p in model.parameters()] == [2, 1]
+
+
 # -- several buffers, scales -----------------------------------------------------------------------------------------
 
 
