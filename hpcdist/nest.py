@@ -7,7 +7,7 @@ The children of a dict are visited in the order of their sorted keys, as in Tens
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 #: A leaf, or a tuple, list or dict of nests.
@@ -43,6 +43,12 @@ def leaves(nest: Nest) -> list[Any]:
     found: list[Any] = []
     map_nest(found.append, nest)
     return found
+
+
+def with_leaves(nest: Nest, values: Iterable[Any]) -> Nest:
+    """Return the nest with values, as many as it has leaves, in place of them."""
+    left = iter(values)
+    return map_nest(lambda _: next(left), nest)
 
 
 def form_of(nest: Nest) -> str:

@@ -124,6 +124,28 @@ class EveryNth:
 
 
 @dataclass(frozen=True)
+class RowRange:
+    """Rows from `start` to before `stop`."""
+
+    start: int
+    stop: int
+    rows_of_files = ()
+
+    @property
+    def n_rows(self) -> int:
+        """Rows in the range."""
+        return self.stop - self.start
+
+    def source_rows(self, rows: Rows) -> Rows:
+        """Return the numbers in the source of rows of the range."""
+        return rows + self.start
+
+    def describe(self) -> list[int | str]:
+        """Return which rows these are, as JSON."""
+        return ["from", self.start, self.stop]
+
+
+@dataclass(frozen=True)
 class EveryNthFile:
     """All rows of the files index, index + n, index + 2n, ... of files with `rows_of_source_files` rows."""
 

@@ -88,13 +88,13 @@ class CachedSource(RowSource):
 def cached_stream(stream: Stream, store: "MemoryStore | FileStore") -> Stream:
     """Return a stream that is drawn until an epoch has come to its end; its rows are then read from the store."""
 
-    def draw() -> Iterator[Nest]:
+    def draw(epoch: int) -> Iterator[Nest]:
         store.refresh()
         if store.total is not None:
             yield from map(store.get, range(store.total))
             return
         n_drawn = 0
-        for row in stream.draw():
+        for row in stream.draw(epoch):
             if n_drawn not in store.rows:
                 store.add(n_drawn, row)
             yield row

@@ -1,34 +1,35 @@
 """Datasets: where rows come from, their order, the sizes of batches, and the functions mapped over them."""
 
+import glob
 import itertools
 import math
 import os
 import secrets
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from hpcdist.data.batches import DividedBatches, EveryNth, EveryNthFile, Shard, start_of_pass
+from hpcdist.data.batches import EveryNth, EveryNthFile, Shard
 from hpcdist.data.cache import CachedSource, FileStore, MemoryStore, cached_stream
-from hpcdist.data.hdf5 import Hdf5Source, Paths, expand
-from hpcdist.data.iterator import Pipeline, stages
+from hpcdist.data.elements import Elements
+from hpcdist.data.hdf5 import Hdf5Source, Paths, expand, is_h5py_dataset, paths_and_names
 from hpcdist.data.options import SHARD_HINT, AutoShardPolicy, Options
 from hpcdist.data.rows import Function, TensorSpec, as_array, fitted, spec_of
 from hpcdist.data.sources import ArraySource, RowSource, ShardSource, mapped
 from hpcdist.data.streams import Stream
 from hpcdist.data.torch_source import ItemsSource, check_loader, stream_of
 from hpcdist.errors import DataError
-from hpcdist.nest import Nest, leaves, map_nest
+from hpcdist.nest import Nest, children_of, is_nest, leaves, map_nest, with_children
 from hpcdist.plan.sample_order import UNKNOWN, SampleOrder
 
 _CORRECT = "correct the calls that build the dataset"
 
 
 @dataclass(frozen=True)
-class Dataset(Pipeline):
+class Dataset(Elements):
     """Rows with an order and a batch size, as in tf.data. Every method returns a new dataset.
 
     The order of rows is a pure function of (seed, epoch, position), so a run can resume from any sample: at once where
@@ -39,26 +40,29 @@ class Dataset(Pipeline):
         Dataset.from_tensor_slices((images, labels)).shuffle(seed=1).batch(64).repeat(10)
     """
 
-    has_drawn_seed: bool = False
-    has_shard_hint: bool = False
     options: Options | None = None
     _passes: Iterator[int] = field(default_factory=itertools.count, init=False, compare=False, repr=False)
 
     @classmethod
     def from_tensors(cls, tensors: Nest) -> "Dataset":
         """Return a dataset of one row: the nest of arrays itself."""
-        return cls(ArraySource(map_nest(lambda value: as_array(value)[None], tensors), 1), SampleOrder(1))
+        arrays = map_nest(lambda value: as_array(value)[None], _lists_as_arrays("from_tensors", tensors))
+        return cls(ArraySource(arrays, 1), SampleOrder(1))
 
     @classmethod
     def from_tensor_slices(cls, tensors: Nest) -> "Dataset":
         """Return a dataset whose row i is row i of every array in a nest.
 
         Args:
-            tensors: torch tensors or numpy arrays with equal first dimensions, in tuples, lists or dicts.
+            tensors: torch tensors or numpy arrays with equal first dimensions, in tuples or dicts. A list is an array,
+                as in tf.data. Datasets of an open h5py file are read from its path as `from_hdf5` does.
 
         Raises:
             DataError: when there is no array, one has no rows dimension, or the numbers of rows differ.
         """
+        if any(is_h5py_dataset(leaf) for leaf in leaves(tensors)):
+            return cls.from_source(Hdf5Source(*paths_and_names(tensors)))
+        tensors = _lists_as_arrays("from_tensor_slices", tensors)
         counts = [_n_rows(array) for array in leaves(tensors)]
         if len(set(counts)) != 1:
             raise DataError(
@@ -71,6 +75,26 @@ class Dataset(Pipeline):
     def range(cls, *bounds: int) -> "Dataset":
         """Return a dataset of whole numbers, int64, from, to and by the same arguments as Python's range."""
         return cls.from_tensor_slices(np.arange(*bounds, dtype=np.int64))
+
+    @classmethod
+    def list_files(
+        cls, file_pattern: str | Sequence[str], shuffle: bool | None = None, seed: int | None = None
+    ) -> "Dataset":
+        """Return a dataset of the names of files, as numpy texts.
+
+        Args:
+            file_pattern: such as "part-*.h5", or several; matches are sorted.
+            shuffle: whether they come in random order, a new one in every epoch; default True, as in tf.data.
+            seed: of that order; see `shuffle`.
+
+        Raises:
+            DataError: when there is no such file; on this rank only.
+        """
+        patterns = [file_pattern] if isinstance(file_pattern, (str, os.PathLike)) else list(file_pattern)
+        names = sorted({name for pattern in patterns for name in glob.glob(os.fspath(pattern))})
+        _check(names, "list_files", f"files of the name {file_pattern}", "none")
+        made = cls.from_tensor_slices(np.array(names))
+        return made.shuffle(len(names), seed) if shuffle or shuffle is None else made
 
     @classmethod
     def from_hdf5(cls, paths: Paths, datasets: Nest) -> "Dataset":
@@ -156,7 +180,7 @@ class Dataset(Pipeline):
         """
         _check(callable(generator), "from_generator", "a function that returns an iterable", type(generator).__name__)
 
-        def draw() -> Iterator[Nest]:
+        def draw(_: int) -> Iterator[Nest]:
             rows = iter(generator(*args))
             return rows if output_signature is None else (fitted(output_signature, row) for row in rows)
 
@@ -185,16 +209,27 @@ class Dataset(Pipeline):
             seed: of the order; None draws one, and ranks agree on it when the dataset is distributed.
             reshuffle_each_iteration: False for the same random order in every epoch.
 
+        After `batch`, `repeat` or `take` of shuffled rows, `buffer_size` elements are mixed at a time, as in tf.data: a
+        stream. To mix rows before they are batched costs less, and mixes better.
+
         Raises:
-            DataError: after `batch` or `repeat`, for a buffer_size below 1, or for a stream without one.
+            DataError: for a buffer_size below 1, or for a stream without one; after another shuffle without a seed.
         """
-        order = self.order
-        is_first = order.batch_rows is None and order.inner_epochs == 1 and math.isinf(order.epoch_limit)
-        _check(is_first, "shuffle", "a call before batch, repeat and take of shuffled rows", "one after them")
+        if not self._can_be_shuffled:
+            return self._over(self._stream("shuffle")).shuffle(buffer_size, seed, reshuffle_each_iteration)
         _check(buffer_size is None or buffer_size >= 1, "shuffle", "a buffer_size of at least 1", buffer_size)
         _check(buffer_size or not self.is_stream, "shuffle", "a buffer_size for rows that come one by one", buffer_size)
         buffered = replace(self, buffer_rows=buffer_size or 0)._ordered(is_reshuffled=reshuffle_each_iteration)
         return buffered.with_drawn_seed(secrets.randbits(63)) if seed is None else buffered.with_seed(seed)
+
+    @property
+    def _can_be_shuffled(self) -> bool:
+        """Whether an order of the source's rows, or of the batches that it gives, is an order of the elements."""
+        order = self.order
+        is_plain = (
+            order.inner_epochs == order.outer_epochs == 1 and math.isinf(order.epoch_limit) and not self.batch_maps
+        )
+        return is_plain and (order.batch_rows is None or (self.holds_batches and self._is_unlimited))
 
     def with_seed(self, seed: int) -> "Dataset":
         """Return the dataset with another seed for its order."""
@@ -242,6 +277,8 @@ class Dataset(Pipeline):
         _check(not is_late, "take", "a call before repeat where rows come one by one", "one after batch and repeat")
         if count == -1:
             return self
+        if self.holds_batches:
+            return self._of_passes("take", lambda elements: itertools.islice(elements, count))
         if isinstance(self.source, Stream) and order.batch_rows is None and order.seed is None:
             if order.inner_epochs == 1:
                 return replace(self, source=self.source.limited(count))
@@ -320,7 +357,10 @@ class Dataset(Pipeline):
         return EveryNthFile(rows_of_files, num_shards, index)
 
     def cache(self, filename: str | os.PathLike[str] = "", key: str = "") -> "Dataset":
-        """Keep rows after they were read and mapped for the first time; the order is still new in every epoch.
+        """Keep rows after they were read and mapped for the first time.
+
+        A `shuffle` after it gives a new order in every epoch; one before it gives one order for all epochs, as in
+        tf.data.
 
         Every process keeps the rows that it has read. With a filename they are kept in files, FILENAME.*.rows, which
         other processes and later ones read too. Each process writes its own files, at the end of a pass and as soon
@@ -344,6 +384,8 @@ class Dataset(Pipeline):
         """
         _check(not self.batch_maps, "cache", "a call before the maps of whole batches", "one after them")
         name = os.fspath(filename)
+        if self.order.seed is not None:
+            self = self._ordered(is_reshuffled=False)
         if isinstance(self.source, Stream):
             stream = self.source.mapped(self.row_maps)
             store = FileStore(name, stream.describe(), key) if name else MemoryStore()
@@ -381,9 +423,7 @@ class Dataset(Pipeline):
     def __iter__(self) -> Generator[Nest, None, None]:
         """Yield the batches (or single rows) of one pass on this process alone; the next pass has other epochs."""
         self.check_hint(is_placed=False)
-        cursor = start_of_pass(self.order, next(self._passes))
-        for _, (part,) in stages(self, DividedBatches(self.order), cursor):
-            yield part if self.order.batch_rows else map_nest(lambda array: array[0], part)
+        yield from self.elements(next(self._passes))
 
     def _ordered(self, **changes: Any) -> "Dataset":
         return replace(self, order=replace(self.order, **changes))
@@ -402,3 +442,21 @@ def _n_rows(array: Any) -> int:
             f"pass torch tensors or numpy arrays."
         )
     return int(shape[0])
+
+
+def _lists_as_arrays(call: str, nest: Nest) -> Nest:
+    """Return the nest with an array in place of every list, as in tf.data."""
+    if not is_nest(nest):
+        return nest
+    if not isinstance(nest, list):
+        return with_children(nest, [_lists_as_arrays(call, child) for child in children_of(nest)])
+    try:
+        is_torch = any(isinstance(one, torch.Tensor) for one in nest)
+        array = torch.stack([torch.as_tensor(one) for one in nest]) if is_torch else np.array(nest)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise DataError(
+            f"{call}: expected lists that are arrays, got one that numpy does not take ({error}); use a tuple for "
+            f"several arrays, from_generator for rows of different shapes."
+        ) from error
+    _check(array.dtype != object, call, "lists of numbers or texts", "one of other objects")
+    return array

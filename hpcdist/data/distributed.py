@@ -39,18 +39,33 @@ DatasetFunction = Callable[[InputContext], Dataset]
 _SHARDS_KEYS = {AutoShardPolicy.FILE: "file_shards", AutoShardPolicy.HINT: "hint_shards"}
 
 
+def as_dataset(given: Any) -> Any:
+    """Return the Dataset that a torch dataset or DataLoader stands for; anything else as it is.
+
+    Raises:
+        DataError: for a DataLoader that cannot be divided; on this rank only.
+    """
+    is_torchs = isinstance(given, (torch.utils.data.DataLoader, torch.utils.data.Dataset))
+    return Dataset.from_torch(given) if is_torchs else given
+
+
 def check_distributable(dataset: Any, n_replicas: int = 1) -> None:
     """Raise DataError unless `dataset` is a Dataset with a batch size that can be divided as its options say."""
     if not isinstance(dataset, Dataset):
         raise DataError(
-            f"experimental_distribute_dataset: expected an hpcdist.Dataset, got {type(dataset).__name__}; build one "
-            f"with Dataset.from_tensor_slices(...).batch(global_batch)."
+            f"experimental_distribute_dataset: expected an hpcdist.Dataset or a DataLoader, got "
+            f"{type(dataset).__name__}; build one with Dataset.from_tensor_slices(...).batch(global_batch)."
         )
     if dataset.order.batch_rows is None:
         raise DataError(
             "experimental_distribute_dataset: expected a dataset with batch(global_batch), got one without; add it."
         )
     dataset.check_hint()
+    if dataset.holds_batches and dataset.policy is AutoShardPolicy.OFF:
+        raise DataError(
+            "experimental_distribute_dataset: expected batch as the last grouping with AutoShardPolicy.OFF, got "
+            "elements that were made of batches; call unbatch and batch behind them."
+        )
     _plan_of(dataset, range(n_replicas), n_replicas)
 
 
@@ -272,7 +287,13 @@ class DistributedDataset(DistributedInput):
                     f"restore: expected a dataset with {key} {state.get(key)} as in the checkpoint, got {own}; "
                     f"use the same data and seed, or a new run folder."
                 )
-        if state.get("batch") not in (None, self._batch_rows) and 0 in self._replicas:  # said once
+        has_other_batch = state.get("batch") not in (None, self._batch_rows)
+        if has_other_batch and self._dataset.holds_batches:
+            raise DataError(
+                f"restore: expected batches of {state['batch']} rows as in the checkpoint, got {self._batch_rows}, in "
+                f"a dataset that is made of batches; use the same batch size."
+            )
+        if has_other_batch and 0 in self._replicas:  # said once
             logger.warning(
                 "restore: the global batch was %d rows at the save and is %d now: the sample is the same, but steps "
                 "and learning rates mean something else.",
@@ -307,7 +328,7 @@ def datasets_of(dataset_fn: DatasetFunction, contexts: list[InputContext]) -> li
     Raises:
         DataError: when one is not a Dataset with a batch size; on this rank only.
     """
-    made = [dataset_fn(context) for context in contexts]
+    made = [as_dataset(dataset_fn(context)) for context in contexts]
     for dataset in made:
         if not isinstance(dataset, Dataset) or dataset.order.batch_rows is None:
             raise DataError(

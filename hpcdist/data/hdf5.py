@@ -34,6 +34,27 @@ def expand(paths: Paths) -> list[str]:
     return found
 
 
+def is_h5py_dataset(value: Any) -> bool:
+    """Return whether a value is a dataset of an open h5py file. Does not import h5py."""
+    return type(value).__module__.startswith("h5py.") and hasattr(value, "file") and hasattr(value, "shape")
+
+
+def paths_and_names(nest: Nest) -> tuple[list[str], Nest]:
+    """Return the path of the file whose datasets a nest holds, and the nest of their names: each rank opens it anew.
+
+    Raises:
+        DataError: when they are of several files, or there is something else.
+    """
+    if not all(is_h5py_dataset(leaf) for leaf in leaves(nest)):
+        raise DataError(
+            "from_tensor_slices: expected arrays, or datasets of an h5py file, got both; read the small ones by [:]."
+        )
+    files = sorted({os.path.abspath(leaf.file.filename) for leaf in leaves(nest)})
+    if len(files) > 1:
+        raise DataError(f"from_tensor_slices: expected datasets of one file, got {files}; zip two datasets.")
+    return files, map_nest(lambda leaf: leaf.name, nest)
+
+
 class Hdf5Source(RowSource):
     """Rows of datasets in files, one file after another. Only the rows asked for are read, and none are kept.
 

@@ -70,13 +70,13 @@ class Pipeline:
         if not isinstance(self.source, Stream):
             return mapped(self.source, self.row_maps).take(np.zeros(min(1, self.source.n_rows), np.int64))
         signature = self.source.signature
-        row = next(iter(self.source.draw()), None) if signature is None else zeros_like(signature)
+        row = next(iter(self.source.draw(0)), None) if signature is None else zeros_like(signature)
         if row is None:
             raise DataError(
                 "from_generator: expected a first row or output_signature, got neither; pass output_signature with "
                 "the shapes and dtypes of a row."
             )
-        return stack([apply(self.row_maps, row)])
+        return row if self.source.holds_batches else stack([apply(self.row_maps, row)])
 
 
 def on_host() -> AbstractContextManager[object]:

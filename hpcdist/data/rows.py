@@ -47,6 +47,46 @@ def stack(rows: Sequence[Nest]) -> Nest:
         ) from error
 
 
+def padded(rows: Sequence[Nest], shapes: Nest = None, values: Nest = None) -> list[Nest]:
+    """Return rows whose arrays are padded at their ends to one shape.
+
+    Args:
+        rows: nests of one form.
+        shapes: nest of a shape for each array; None or -1 in it for the longest of the rows. None: all of the longest.
+        values: nest of what is put there, or one number for all; None: zeros.
+
+    Raises:
+        DataError: at an array that is longer than its shape, or has other dimensions.
+    """
+    first = rows[0]
+    if not is_nest(first):
+        return _padded_arrays([as_array(row) for row in rows], shapes, 0 if values is None else values)
+    own_shapes = [None] * len(first) if shapes is None else children_of(shapes)
+    own_values = children_of(values) if is_nest(values) else [values] * len(first)
+    columns = zip(*(children_of(row) for row in rows), strict=True)
+    made = [padded(*column) for column in zip(columns, own_shapes, own_values, strict=True)]
+    return [with_children(first, children) for children in zip(*made, strict=True)]
+
+
+def _padded_arrays(arrays: list[Any], shape: Sequence[int | None] | None, value: Any) -> list[Any]:
+    longest = [max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)]
+    given = [None] * len(longest) if shape is None else list(shape)
+    sizes = [
+        own if size in (None, -1) else size for size, own in zip(given, longest, strict=len(given) != len(longest))
+    ]
+    if len(given) != len(longest) or any(size < own for size, own in zip(sizes, longest, strict=True)):
+        raise DataError(
+            f"padded_batch: expected arrays of at most the shape {tuple(given)}, got one of {tuple(longest)}; give a "
+            f"larger one, or None for the longest."
+        )
+    made = []
+    for array in arrays:
+        target = array.new_full(sizes, value) if isinstance(array, torch.Tensor) else np.full(sizes, value, array.dtype)
+        target[tuple(map(slice, array.shape))] = array
+        made.append(target)
+    return made
+
+
 def unstack(nest: Nest) -> list[Nest]:
     """Return the rows of a nest of (n, ...) arrays."""
     return _rows_of(nest, n_rows_of(nest))

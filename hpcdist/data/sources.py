@@ -2,13 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from itertools import tee
 from typing import Any
 
 import numpy as np
 
 from hpcdist.data.batches import Shard
 from hpcdist.data.rows import Function, apply, n_rows_of, no_rows, spec_of, stack, unstack, zeros_like
-from hpcdist.nest import Nest, leaves, map_nest
+from hpcdist.nest import Nest, leaves, map_nest, with_leaves
 from hpcdist.plan.sample_order import Rows
 
 #: Arrays up to this size are compared in full; of larger ones, a sample of rows.
@@ -109,6 +110,74 @@ class ShardSource(RowSource):
     def describe(self) -> Description:
         """Return the source and which of its rows these are."""
         return {"kind": "shard", "of": self._source.describe(), "shard": self._shard.describe()}
+
+
+class ZippedSource(RowSource):
+    """Rows of several sources side by side: row i is the nest of their rows i."""
+
+    def __init__(self, sources: Nest) -> None:
+        self._sources = sources
+        self.n_rows = min(source.n_rows for source in leaves(sources))
+        self.n_sampled = min(source.n_sampled for source in leaves(sources))
+
+    def take(self, rows: Rows) -> Nest:
+        """Return the nest of the sources' rows."""
+        return map_nest(lambda source: source.take(rows), self._sources)
+
+    def take_many(self, requests: Iterable[Rows]) -> Iterator[Nest]:
+        """Yield the rows of every request; each source may read ahead."""
+        copies = tee(requests, len(leaves(self._sources)))
+        found = [source.take_many(own) for source, own in zip(leaves(self._sources), copies, strict=True)]
+        for parts in zip(*found, strict=True):
+            yield with_leaves(self._sources, parts)
+
+    def to_compare(self, rows: Rows) -> Any:
+        """Return what must be equal on all ranks of some rows."""
+        return [source.to_compare(rows) for source in leaves(self._sources)]
+
+    def describe(self) -> Description:
+        """Return the sources."""
+        return {**super().describe(), "of": [source.describe() for source in leaves(self._sources)]}
+
+
+class JoinedSource(RowSource):
+    """Rows of one source, then those of another."""
+
+    def __init__(self, first: RowSource, second: RowSource) -> None:
+        self._sources = first, second
+        self.n_rows = first.n_rows + second.n_rows
+        self.n_sampled = first.n_sampled + second.n_sampled
+        if first.rows_of_files and second.rows_of_files:
+            self.rows_of_files = first.rows_of_files + second.rows_of_files
+
+    def take(self, rows: Rows) -> Nest:
+        """Return rows by their numbers in both.
+
+        Raises:
+            DataError: when the sources' rows differ in form or shape.
+        """
+        is_second = rows >= self._sources[0].n_rows
+        if not is_second.any():
+            return self._sources[0].take(rows)
+        if is_second.all():
+            return self._sources[1].take(rows - self._sources[0].n_rows)
+        parts = [self._sources[0].take(rows[~is_second])]
+        parts.append(self._sources[1].take(rows[is_second] - self._sources[0].n_rows))
+        order = np.argsort(np.argsort(is_second, kind="stable"), kind="stable")
+        joined = stack([row for part in parts for row in unstack(part)])
+        return map_nest(lambda array: array[order], joined)
+
+    def to_compare(self, rows: Rows) -> Any:
+        """Return what must be equal on all ranks of some rows."""
+        first, second = self._sources
+        return [
+            first.to_compare(rows[rows < first.n_rows]),
+            second.to_compare(rows[rows >= first.n_rows] - first.n_rows),
+        ]
+
+    def describe(self) -> Description:
+        """Return both sources."""
+        return {**super().describe(), "of": [source.describe() for source in self._sources]}
 
 
 class Mapped(RowSource):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hpcdist.data.batches import Cursor, StreamPosition, next_run
-from hpcdist.data.rows import Function, apply
+from hpcdist.data.rows import Function, apply, unstack
 from hpcdist.data.sources import Description
 from hpcdist.nest import Nest
 from hpcdist.plan.sample_order import UNKNOWN, SampleOrder
@@ -20,14 +20,16 @@ class Stream:
     """Rows in the order in which they come.
 
     Attributes:
-        draw: starts again and returns an iterator over the rows; called once per epoch.
+        draw: starts again and returns an iterator over the rows; called with the number of the epoch.
         signature: what a row looks like: a nest of anything with a shape and a dtype; None where it is not known.
         parts: which shards and first rows of the stream these are: what a file of cached rows records of them.
+        holds_batches: whether what comes are global batches, nests of (rows, ...) arrays.
     """
 
-    draw: Callable[[], Iterator[Nest]]
+    draw: Callable[[int], Iterator[Nest]]
     signature: Nest = None
     parts: tuple[tuple[str, int, int], ...] = ()
+    holds_batches: bool = False
     n_rows = UNKNOWN
 
     def describe(self) -> Description:
@@ -38,14 +40,14 @@ class Stream:
         """Return every n-th row; the others are drawn and dropped."""
         return replace(
             self,
-            draw=lambda: itertools.islice(self.draw(), index, None, n_shards),
+            draw=lambda epoch: itertools.islice(self.draw(epoch), index, None, n_shards),
             parts=(*self.parts, ("rows", index, n_shards)),
         )
 
     def limited(self, count: int) -> "Stream":
         """Return the first rows."""
         return replace(
-            self, draw=lambda: itertools.islice(self.draw(), count), parts=(*self.parts, ("first", 0, count))
+            self, draw=lambda epoch: itertools.islice(self.draw(epoch), count), parts=(*self.parts, ("first", 0, count))
         )
 
     def mapped(self, functions: tuple[Function, ...]) -> "Stream":
@@ -54,16 +56,23 @@ class Stream:
             return self
         return replace(
             self,
-            draw=lambda: (apply(functions, row) for row in self.draw()),
+            draw=lambda epoch: (apply(functions, row) for row in self.draw(epoch)),
             signature=None,
             parts=(*self.parts, ("mapped", 0, len(functions))),
         )
 
-    def shuffled(self, buffer_rows: int, seed: int, epoch: int) -> Generator[Nest, None, None]:
-        """Yield the rows of an epoch mixed as in tf.data: each is picked from the next `buffer_rows`."""
-        raw = np.random.Philox(key=[seed % 2**64, epoch])
+    def shuffled(self, buffer_rows: int, seed: int, epoch: int, order_epoch: int) -> Generator[Nest, None, None]:
+        """Yield the rows of an epoch mixed as in tf.data: each is picked from the next `buffer_rows`.
+
+        Args:
+            buffer_rows: rows to pick from.
+            seed: of the order.
+            epoch: whose rows.
+            order_epoch: whose random order.
+        """
+        raw = np.random.Philox(key=[seed % 2**64, order_epoch])
         buffer = list[Any]()
-        for row in self.draw():
+        for row in self.draw(epoch):
             buffer.append(row)
             if len(buffer) >= buffer_rows:
                 yield _pick(buffer, raw)
@@ -93,9 +102,9 @@ class StreamReader:
         while cursor.stream.epoch < pass_end:
             start, batch = cursor.stream, list[Nest]()
             for position, row in self._rows_of_run(start):
-                batch.append(row)
-                if len(batch) == size:
-                    cursor = replace(cursor, position=cursor.position + size, stream=position)
+                batch += unstack(row) if self._stream.holds_batches else [row]
+                if len(batch) == size or self._stream.holds_batches:
+                    cursor = replace(cursor, position=cursor.position + len(batch), stream=position)
                     yield cursor, batch
                     batch = []
             if batch and not order.drop_remainder:
@@ -124,5 +133,6 @@ class StreamReader:
 
     def _rows_of_epoch(self, epoch: int) -> Iterator[Nest]:
         if self._order.seed is None:
-            return self._stream.draw()
-        return self._stream.shuffled(self._buffer_rows, self._order.seed, self._order.shuffle_epoch(epoch))
+            return self._stream.draw(epoch)
+        order_epoch = self._order.shuffle_epoch(epoch)
+        return self._stream.shuffled(self._buffer_rows, self._order.seed, epoch, order_epoch)

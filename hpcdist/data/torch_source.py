@@ -157,7 +157,7 @@ def _start_method(loader: Any) -> str:
 
 def stream_of(items: Any) -> Stream:
     """Return the rows of an IterableDataset, with tensors for arrays and numbers."""
-    return Stream(lambda: (map_nest(_as_tensor, row) for row in items))
+    return Stream(lambda _: (map_nest(_as_tensor, row) for row in items))
 
 
 def _as_tensor(value: Any) -> Any:

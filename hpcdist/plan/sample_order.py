@@ -73,6 +73,15 @@ class SampleOrder:
         """Samples of one pass over the dataset; infinite for an endless one."""
         return min(self.run_rows * self.outer_epochs, self.pass_limit) if self.run_rows else 0
 
+    @property
+    def n_batches(self) -> int:
+        """Batches of one pass, which must end."""
+        run, rows = self.run_rows, self.batch_rows or 1
+        n_runs, rest = divmod(self.n_samples, run) if run and not math.isinf(run) else (0, self.n_samples)
+        counts = (int(n_rows // rows) if self.drop_remainder else -(-int(n_rows) // rows) for n_rows in (run, rest))
+        per_run, last = (0, -(-int(rest) // rows)) if math.isinf(run) else counts
+        return int(n_runs) * per_run + last
+
     def taking(self, count: int) -> "SampleOrder":
         """Return the order that ends after `count` samples, or batches once there is a batch size."""
         if self.batch_rows is None:

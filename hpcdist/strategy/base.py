@@ -13,14 +13,20 @@ from torch.optim.optimizer import Optimizer
 
 from hpcdist.collectives.ops import ReduceOp
 from hpcdist.data.dataset import Dataset
-from hpcdist.data.distributed import DatasetFunction, DistributedDataset, DistributedFromFunction, datasets_of
+from hpcdist.data.distributed import (
+    DatasetFunction,
+    DistributedDataset,
+    DistributedFromFunction,
+    as_dataset,
+    datasets_of,
+)
 from hpcdist.data.iterator import Delivery
 from hpcdist.data.options import InputContext, InputOptions
 from hpcdist.data.rows import explaining_empty_parts
 from hpcdist.errors import UsageError
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
-from hpcdist.nest import Nest, form_of, leaves, map_nest
+from hpcdist.nest import Nest, form_of, leaves, with_leaves
 from hpcdist.runtime.step_flags import single_rank_flags
 from hpcdist.strategy import context
 from hpcdist.strategy.extended import StrategyExtended
@@ -289,8 +295,7 @@ class Strategy(Ranks):
         op = ReduceOp.parse(reduce_op)
         check_axis(axis)
         if axis is None:
-            results = iter(self.reduce_all(op, leaves(value), form_of(value)))
-            return map_nest(lambda _: next(results), value)
+            return with_leaves(value, self.reduce_all(op, leaves(value), form_of(value)))
         values, error = self._values_of("reduce", value, is_everyones=True)
         return reduce_over_axis(self, op, values, axis, error)
 
@@ -368,16 +373,22 @@ class Strategy(Ranks):
         return made[0] if type(self) is Strategy else regroup(made, has_no_plain=True)
 
     def experimental_distribute_dataset(
-        self, dataset: Dataset, options: InputOptions | None = None
+        self, dataset: Any, options: InputOptions | None = None
     ) -> DistributedDataset | Dataset:
         """Return this replica's parts of a dataset whose batches are global batches.
 
         Collective where replicas are on several ranks: they agree on the seed of the order.
 
+        Args:
+            dataset: an hpcdist.Dataset with a batch size, or a torch DataLoader, whose batch is the global one then;
+                see `Dataset.from_torch`.
+            options: of the input.
+
         Raises:
-            DataError: when `dataset` is not an hpcdist.Dataset with a batch size; on every rank alike. Without a
-                strategy one without is returned as it is, as in tf.distribute.
+            DataError: when `dataset` is something else; on every rank alike. Without a strategy one without a batch
+                size is returned as it is, as in tf.distribute.
         """
+        dataset = as_dataset(dataset)
         if type(self) is Strategy and isinstance(dataset, Dataset) and dataset.order.batch_rows is None:
             return dataset
         return DistributedDataset(dataset, range(1), 1, self._delivery(), options)

@@ -21,11 +21,11 @@ from hpcdist.collectives.group import Group, group_of
 from hpcdist.collectives.moves import gather_rows
 from hpcdist.collectives.ops import ReduceOp
 from hpcdist.collectives.options import CommunicationImplementation, CommunicationOptions
-from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import (
     DatasetFunction,
     DistributedDataset,
     DistributedFromFunction,
+    as_dataset,
     check_distributable,
     contexts_of,
     datasets_of,
@@ -238,11 +238,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         counts = gather_rows(np.array([len(rows)]), self.group)
         return gather_rows(rows, self.group), int(counts[: self._comm.rank].sum())
 
-    def experimental_distribute_dataset(
-        self, dataset: Dataset, options: InputOptions | None = None
-    ) -> DistributedDataset:
+    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
         """Return this replica's parts of a dataset; see `Strategy.experimental_distribute_dataset`."""
         with self.world.agreed(self._comm):
+            dataset = as_dataset(dataset)
             check_distributable(dataset, self.num_replicas_in_sync)
         chiefs_seed = self.world.broadcast_text(str(dataset.order.seed), 0, self._comm)
         if dataset.has_drawn_seed and chiefs_seed != "None":

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hpcdist.collectives.ops import ReduceOp
 from hpcdist.errors import UsageError
-from hpcdist.nest import form_of, leaves, map_nest
+from hpcdist.nest import form_of, leaves, map_nest, with_leaves
 from hpcdist.strategy import context
 from hpcdist.strategy.reduce import gather_in_replica, is_sparse, reduce_in_replica
 
@@ -88,8 +88,7 @@ class ReplicaContext:
             )
         reduced = self.reduce_leaves(op, given, form_of(value))
         self.strategy._note_sums([one for one in reduced if isinstance(one, Tensor)])
-        results = iter(reduced)
-        return map_nest(lambda _: next(results), value)
+        return with_leaves(value, reduced)
 
     def reduce_leaves(self, op: ReduceOp, leaves: list[Any], form: str = "") -> Sequence[Any]:
         """Return the leaves of a nest, each reduced over all replicas, with gradients. Collective: all replicas."""

@@ -242,7 +242,7 @@ def test_a_numpy_dataset_is_held_once_and_distributed(strategy, comm):
 
 
 def test_refuses_what_is_no_dataset(strategy):
-    with pytest.raises(DataError, match="expected an hpcdist.Dataset, got list"):
+    with pytest.raises(DataError, match="expected an hpcdist.Dataset or a DataLoader, got list"):
         strategy.experimental_distribute_dataset([1, 2])
 
 

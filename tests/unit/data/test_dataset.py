@@ -35,10 +35,10 @@ def test_rows_and_batches_in_order():
 
 
 def test_nests_keep_their_form():
-    pair = Dataset.from_tensor_slices({"x": np.zeros((4, 2)), "y": (np.arange(4), [np.arange(4)])}).batch(3)
+    pair = Dataset.from_tensor_slices({"x": np.zeros((4, 2)), "y": (np.arange(4), {"z": np.arange(4)})}).batch(3)
     first = next(iter(pair))
     assert first["x"].shape == (3, 2)
-    assert first["y"][0].tolist() == first["y"][1][0].tolist() == [0, 1, 2]
+    assert first["y"][0].tolist() == first["y"][1]["z"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -1,0 +1,336 @@
+"""New datasets of the elements of others: filter, skip, zip, concatenate, interleave, unbatch, padded batches.
+
+Where the rows of all of them can be read in any order, so can those of the result, and a run resumes at any sample at
+once. Else the result is a stream: its epoch n is made of pass n of the others, so that it is the same on all ranks and
+after a restart, which draws the epoch again up to the cursor.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from hpcdist.data.batches import DividedBatches, RowRange, start_of_pass
+from hpcdist.data.iterator import Pipeline, stages
+from hpcdist.data.rows import apply, padded, stack, unstack
+from hpcdist.data.sources import JoinedSource, RowSource, ShardSource, ZippedSource, mapped
+from hpcdist.data.streams import Stream
+from hpcdist.errors import DataError
+from hpcdist.nest import Nest, leaves, map_nest, with_leaves
+from hpcdist.plan.sample_order import UNKNOWN, SampleOrder
+
+Self = TypeVar("Self", bound="Elements")
+#: What `cardinality` returns where there is no end, and where nobody knows, as in tf.data.
+INFINITE_CARDINALITY, UNKNOWN_CARDINALITY = -1, -2
+
+
+@dataclass(frozen=True)
+class Elements(Pipeline):
+    """A pipeline whose elements, rows or batches, others are made of.
+
+    Attributes:
+        has_drawn_seed: whether nobody gave the seed of the order.
+        has_shard_hint: whether a shard is marked, which a strategy puts there.
+    """
+
+    has_drawn_seed: bool = False
+    has_shard_hint: bool = False
+
+    def elements(self, number: int) -> Iterator[Nest]:
+        """Yield the batches, or single rows, of pass number `number` on this process alone."""
+        cursor = start_of_pass(self.order, number)
+        for _, (part,) in stages(self, DividedBatches(self.order), cursor):
+            yield part if self.order.batch_rows else map_nest(lambda array: array[0], part)
+
+    # -- how many ----------------------------------------------------------------------------------------------------
+
+    def cardinality(self) -> int:
+        """Return how many elements a pass has: -1 for one without end, -2 where only drawing tells, as in tf.data."""
+        order = self.order
+        if isinstance(self.source, Stream):
+            is_endless = math.isinf(order.inner_epochs * order.outer_epochs) and self._is_unlimited
+            return INFINITE_CARDINALITY if is_endless else UNKNOWN_CARDINALITY
+        if math.isinf(order.n_samples):
+            return INFINITE_CARDINALITY
+        return int(order.n_samples) if order.batch_rows is None else order.n_batches
+
+    @property
+    def _is_unlimited(self) -> bool:
+        order = self.order
+        return all(map(math.isinf, (order.epoch_limit, order.run_limit, order.pass_limit)))
+
+    def __len__(self) -> int:
+        """Return how many elements a pass has.
+
+        Raises:
+            TypeError: when it has no end, or only drawing tells.
+        """
+        n_elements = self.cardinality()
+        if n_elements < 0:
+            kind = "one without end" if n_elements == INFINITE_CARDINALITY else "a stream, which tells by its end"
+            raise TypeError(f"len: expected a dataset of known length, got {kind}; count its elements, or take some.")
+        return n_elements
+
+    def __bool__(self) -> bool:
+        return True
+
+    # -- fewer, more, others -----------------------------------------------------------------------------------------
+
+    def skip(self: Self, count: int) -> Self:
+        """Leave out the first `count` elements of a pass; -1: all.
+
+        Raises:
+            DataError: below -1; after a `shuffle` without a seed.
+        """
+        if count < -1:
+            raise DataError(f"skip: expected a count of at least 0, or -1, got {count}; correct it.")
+        rows = self._rows()
+        if rows is not None:
+            start = rows.n_rows if count == -1 else min(count, rows.n_rows)
+            return self._over(ShardSource(rows, RowRange(start, rows.n_rows)))
+        stop = 0 if count == -1 else None
+        return self._of_passes("skip", lambda elements: itertools.islice(elements, max(count, 0), stop))
+
+    def filter(self: Self, predicate: Callable[..., Any]) -> Self:
+        """Keep the elements for which a function returns True. The result is a stream.
+
+        Args:
+            predicate: takes an element; a tuple is passed as several arguments.
+
+        Raises:
+            DataError: after a `shuffle` without a seed.
+        """
+        return self._of_passes("filter", lambda elements: (one for one in elements if bool(apply((predicate,), one))))
+
+    def concatenate(self: Self, other: "Elements") -> Self:
+        """Return the elements of this dataset, then those of another one of the same form.
+
+        Raises:
+            DataError: when one has batches and the other rows; after a `shuffle` without a seed.
+        """
+        own, others = self._rows(), other._rows()
+        if own is not None and others is not None:
+            return self._over(JoinedSource(own, others))
+        _require_alike("concatenate", [self, other])
+        streams = [one._stream("concatenate") for one in (self, other)]
+        return self._over(_of(lambda epoch: itertools.chain(*(one.draw(epoch) for one in streams)), streams[0]))
+
+    @classmethod
+    def zip(cls: type[Self], *datasets: Any) -> Self:
+        """Return a dataset whose element i is the nest of the datasets' elements i; the shortest one ends it.
+
+        Args:
+            datasets: several, for tuples of their elements; or one nest of datasets, for nests of their elements.
+
+        Raises:
+            DataError: when some have batches and others rows; after a `shuffle` without a seed.
+        """
+        nest = datasets if len(datasets) > 1 else datasets[0]
+        members = leaves(nest)
+        if not members or not all(isinstance(one, Elements) for one in members):
+            kinds = ", ".join(type(one).__name__ for one in members) or "nothing"
+            raise DataError(f"zip: expected datasets, got {kinds}; pass hpcdist.Dataset objects.")
+        sources = [one._rows() for one in members]
+        if all(source is not None for source in sources):
+            zipped: Self = members[0]._over(ZippedSource(with_leaves(nest, sources)))
+            return zipped
+        _require_alike("zip", members)
+        streams = [one._stream("zip") for one in members]
+
+        def draw(epoch: int) -> Iterator[Nest]:
+            for elements in zip(*(one.draw(epoch) for one in streams), strict=False):
+                yield with_leaves(nest, elements)
+
+        made: Self = members[0]._over(_of(draw, streams[0]))
+        return made
+
+    def interleave(
+        self: Self,
+        map_func: Callable[..., "Elements"],
+        cycle_length: int = 1,
+        block_length: int = 1,
+        num_parallel_calls: int | None = None,
+        deterministic: bool | None = None,
+    ) -> Self:
+        """Make a dataset of each element, and take their elements in turn, as in tf.data. The result is a stream.
+
+        Args:
+            map_func: takes an element, returns a dataset; a tuple is passed as several arguments.
+            cycle_length: datasets that are open at a time.
+            block_length: elements that are taken of one before the next.
+            num_parallel_calls: accepted as in tf.data; elements are drawn one after another.
+            deterministic: likewise: the order is always the same.
+
+        Raises:
+            DataError: for lengths below 1; when what `map_func` makes is no dataset; after a `shuffle` without a seed.
+        """
+        if min(cycle_length, block_length) < 1:
+            raise DataError(
+                f"interleave: expected cycle_length and block_length of at least 1, got {cycle_length} and "
+                f"{block_length}; correct them."
+            )
+        stream = self._stream("interleave")
+
+        def draw(epoch: int) -> Iterator[Nest]:
+            inner = (_drawn("interleave", apply((map_func,), one), epoch) for one in stream.draw(epoch))
+            return _in_turn(inner, cycle_length, block_length)
+
+        return self._over(_of(draw, replace(stream, holds_batches=False)))
+
+    def flat_map(self: Self, map_func: Callable[..., "Elements"]) -> Self:
+        """Make a dataset of each element, and take the elements of one after the other; see `interleave`."""
+        return self.interleave(map_func)
+
+    # -- batches -----------------------------------------------------------------------------------------------------
+
+    def unbatch(self: Self) -> Self:
+        """Return the rows of batches, or of elements whose arrays have a first dimension of rows.
+
+        Raises:
+            DataError: after a `shuffle` without a seed, but for batches that were only grouped.
+        """
+        order = self.order
+        is_plain = order.batch_rows is not None and not self.batch_maps and not self.holds_batches
+        if is_plain and order.outer_epochs == 1 and not order.drop_remainder and math.isinf(order.pass_limit):
+            return replace(self, order=replace(order, batch_rows=None))
+        stream = self._stream("unbatch")
+
+        def draw(epoch: int) -> Iterator[Nest]:
+            return itertools.chain.from_iterable(unstack(one) for one in stream.draw(epoch))
+
+        return self._over(_of(draw, replace(stream, holds_batches=False)))
+
+    def padded_batch(
+        self: Self,
+        batch_size: int,
+        padded_shapes: Nest = None,
+        padding_values: Nest = None,
+        drop_remainder: bool = False,
+    ) -> Self:
+        """Group rows into batches whose arrays are padded at their ends to one shape.
+
+        Where a size is not given, arrays are padded to the longest of the global batch, so every rank reads all rows
+        of a batch; with all sizes given, each reads its own.
+
+        Args:
+            batch_size: rows of the global batch.
+            padded_shapes: nest of the rows' form, with a shape for each array; None or -1 for a size of the longest.
+                Default: all of the longest.
+            padding_values: nest of numbers, or one for all arrays; default: 0.
+            drop_remainder: whether a last short batch is left out.
+
+        Raises:
+            DataError: when there are batches already, or batch_size is below 1; at a row that is longer than its shape;
+                after a `shuffle` without a seed, where a size is not given.
+        """
+        if self.order.batch_rows is not None or batch_size < 1:
+            raise DataError(
+                f"padded_batch: expected rows and a batch_size of at least 1, got {batch_size} for "
+                f"{'rows' if self.order.batch_rows is None else 'batches'}; correct the calls that build the dataset."
+            )
+        if padded_shapes is not None and _are_sizes_known(padded_shapes):
+            made = replace(self, row_maps=(*self.row_maps, _PadRow(padded_shapes, padding_values)))
+            return replace(made, order=replace(made.order, batch_rows=batch_size, drop_remainder=drop_remainder))
+        stream = self._stream("padded_batch")
+
+        def draw(epoch: int) -> Iterator[Nest]:
+            rows = stream.draw(epoch)
+            while batch := list(itertools.islice(rows, batch_size)):
+                if len(batch) == batch_size or not drop_remainder:
+                    yield stack(padded(batch, padded_shapes, padding_values))
+
+        order = SampleOrder(UNKNOWN, batch_rows=batch_size, drop_remainder=drop_remainder)
+        return replace(self._over(_of(draw, replace(stream, holds_batches=True))), order=order)
+
+    # -- how they are made ---------------------------------------------------------------------------------------------
+
+    @property
+    def holds_batches(self) -> bool:
+        """Whether it is a stream of whole batches."""
+        return isinstance(self.source, Stream) and self.source.holds_batches
+
+    def _rows(self) -> RowSource | None:
+        """Return a source of the elements where they are rows in their plain order that can be read in any; or None."""
+        order = self.order
+        is_plain = replace(order, n_rows=0) == SampleOrder(0)
+        if isinstance(self.source, Stream) or self.has_shard_hint or not is_plain:
+            return None
+        rows = mapped(self.source, self.row_maps)
+        return rows if order.n_rows == rows.n_rows else ShardSource(rows, RowRange(0, order.n_rows))
+
+    def _stream(self, call: str) -> Stream:
+        """Return a stream of the elements.
+
+        Raises:
+            DataError: when nobody gave the seed of their order: ranks and restarts would draw others.
+        """
+        if self.has_shard_hint:
+            raise DataError(
+                f"{call}: expected a call before shard(SHARD_HINT, SHARD_HINT), got one after it; swap them."
+            )
+        if self.has_drawn_seed:
+            raise DataError(
+                f"{call}: expected shuffle(seed=...) before it, got a shuffle without a seed; give it one, so that all "
+                f"ranks and restarts draw the same elements."
+            )
+        parts = self.source.parts if isinstance(self.source, Stream) else ()
+        return Stream(
+            self.elements, parts=(*parts, ("elements", 0, 0)), holds_batches=self.order.batch_rows is not None
+        )
+
+    def _of_passes(self: Self, call: str, change: Callable[[Iterator[Nest]], Iterable[Nest]]) -> Self:
+        stream = self._stream(call)
+        return self._over(_of(lambda epoch: iter(change(stream.draw(epoch))), stream))
+
+    def _over(self: Self, source: RowSource | Stream) -> Self:
+        """Return a dataset of the same class and options over another source, in its plain order."""
+        order = SampleOrder(source.n_rows)
+        if isinstance(source, Stream) and source.holds_batches:
+            order = replace(order, batch_rows=self.order.batch_rows, drop_remainder=self.order.drop_remainder)
+        return replace(self, source=source, order=order, row_maps=(), batch_maps=(), buffer_rows=0)
+
+
+def _of(draw: Callable[[int], Iterator[Nest]], like: Stream) -> Stream:
+    return replace(like, draw=draw, signature=None)
+
+
+def _require_alike(call: str, datasets: list[Elements]) -> None:
+    if len({one.order.batch_rows is None for one in datasets}) > 1:
+        raise DataError(f"{call}: expected datasets of rows, or of batches, got both; call batch before it, or after.")
+
+
+def _drawn(call: str, made: Any, epoch: int) -> Iterator[Nest]:
+    if not isinstance(made, Elements):
+        raise DataError(f"{call}: expected a function that returns a dataset, got {type(made).__name__}; return one.")
+    return made._stream(call).draw(epoch)
+
+
+def _in_turn(inner: Iterator[Iterator[Nest]], cycle_length: int, block_length: int) -> Iterator[Nest]:
+    """Yield blocks of elements of `cycle_length` iterators in turn; one that ends gives its place to the next."""
+    places: list[Iterator[Nest] | None] = list(itertools.islice(inner, cycle_length))
+    while any(place is not None for place in places):
+        for number, place in enumerate(places):
+            if place is None:
+                continue
+            block = list(itertools.islice(place, block_length))
+            yield from block
+            if len(block) < block_length:
+                places[number] = next(inner, None)
+
+
+def _are_sizes_known(shapes: Nest) -> bool:
+    if isinstance(shapes, (list, tuple)) and all(size is None or isinstance(size, int) for size in shapes):
+        return all(size is not None and size >= 0 for size in shapes)
+    children = shapes.values() if isinstance(shapes, dict) else shapes
+    return all(_are_sizes_known(child) for child in children)
+
+
+class _PadRow:
+    """Pads the arrays of a row to given shapes."""
+
+    def __init__(self, shapes: Nest, values: Nest) -> None:
+        self._shapes, self._values = shapes, values
+
+    def __call__(self, *row: Any) -> Nest:
+        return padded([row[0] if len(row) == 1 else row], self._shapes, self._values)[0]
