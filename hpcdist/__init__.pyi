@@ -46,6 +46,7 @@ from hpcdist.data.options import InputOptions as InputOptions
 from hpcdist.data.options import InputReplicationMode as InputReplicationMode
 from hpcdist.data.options import Options as Options
 from hpcdist.data.options import SHARD_HINT as SHARD_HINT
+from hpcdist.data.sampler import DistributedSampler as DistributedSampler
 from hpcdist.data.sources import RowSource as RowSource
 from hpcdist.resilience.checkpoint import Checkpoint as Checkpoint
 from hpcdist.resilience.checkpoint import load_checkpoint as load_checkpoint

@@ -64,6 +64,7 @@ _DEFINED_IN = {
         "InputReplicationMode",
         "Options",
     ],
+    "data.sampler": ["DistributedSampler"],
     "data.sources": ["RowSource"],
     "resilience.checkpoint": ["Checkpoint", "load_checkpoint"],
     "resilience.manager": ["CheckpointManager"],

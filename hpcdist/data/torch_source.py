@@ -1,10 +1,10 @@
 """Rows of torch's own datasets and data loaders."""
 
 import functools
+import itertools
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
-from itertools import tee
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,7 @@ class ItemsSource(RowSource):
         if self._loader is None or not self._loader.num_workers:
             yield from map(self.take, requests)
             return
-        ahead, now = tee(requests)
+        ahead, now = itertools.tee(requests)
         loader = _loader_over(self._loader, self._collate, (rows.tolist() for rows in ahead if len(rows)))
         with signals_held_back():
             read = iter(loader)

@@ -258,3 +258,45 @@ class Modules(torch.utils.data.Dataset):
     def __getitem__(self, index):
         module = sys.modules.get("mpi4py.MPI")
         return index, bool(module and module.Is_initialized())
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_samplers_divide_the_rows_of_an_epoch_among_the_ranks(comm, drop_last):
+    rows = torch.utils.data.TensorDataset(torch.arange(11))
+    sampler = hpcdist.DistributedSampler(rows, drop_last=drop_last)
+    loader = torch.utils.data.DataLoader(rows, batch_size=2, sampler=sampler)
+    orders = []
+    for epoch in (0, 1):
+        sampler.set_epoch(epoch)
+        own = [int(row) for (part,) in loader for row in part]
+        orders.append(own)
+        shares = comm.allgather(own)
+        assert {len(share) for share in shares} == {len(sampler)}
+        assert len({row for share in shares for row in share}) == (len(shares) * len(sampler) if drop_last else 11)
+    assert orders[0] != orders[1]
+    sampler.set_epoch(1, n_used=2)  # as after a restart
+    assert [int(row) for (part,) in loader for row in part] == orders[1][2:]
+    sampler.set_epoch(1)
+    assert [int(row) for (part,) in loader for row in part] == orders[1]
+
+
+def test_a_loader_is_distributed_as_it_is(comm):
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    rows = torch.utils.data.TensorDataset(torch.arange(4 * comm.size))
+    loader = torch.utils.data.DataLoader(rows, batch_size=2 * comm.size, shuffle=True)
+    own = [int(row) for (part,) in strategy.experimental_distribute_dataset(loader) for row in part]
+    assert sorted(row for share in comm.allgather(own) for row in share) == list(range(4 * comm.size))
+    made = strategy.distribute_datasets_from_function(lambda context: torch.utils.data.DataLoader(rows, batch_size=2))
+    assert next(part.tolist() for (part,) in made) == [0, 1]
+    with pytest.raises(DataError, match=r"expected a dataset with batch\(global_batch\)"):
+        strategy.experimental_distribute_dataset(rows)
+
+
+def test_datasets_made_of_others_are_distributed_with_one_order(comm):
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    dataset = hpcdist.Dataset.range(20).shuffle(20, seed=1).filter(lambda row: row % 2 == 0).batch(3).shuffle(2)
+    distributed = strategy.experimental_distribute_dataset(dataset)
+    for _ in range(2):
+        own = [part.tolist() for part in distributed]
+        whole = [sorted(row for part in parts for row in part) for parts in zip(*comm.allgather(own), strict=True)]
+        assert sorted(row for batch in whole for row in batch) == list(range(0, 20, 2))
