@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from hpcdist.cluster.environment import launcher_of, read_environment, visible_gpus
-from hpcdist.cluster.spec import SINGLE_TASK_TYPES, TASK_TYPES, ClusterSpec, Task
+from hpcdist.cluster.spec import SINGLE_TASK_TYPES, TASK_TYPES, Addresses, ClusterSpec, Task
 from hpcdist.errors import ConfigurationError, UsageError
 
 logger = logging.getLogger("hpcdist")
@@ -303,12 +303,30 @@ class UnionResolver(ClusterResolver):
 
 
 def _join(specs: list[ClusterSpec]) -> ClusterSpec:
-    jobs: dict[str, list[str]] = {}
+    types = sorted({type_ for spec in specs for type_ in spec.jobs})
+    return ClusterSpec(
+        {type_: _join_tasks(type_, [spec for spec in specs if spec.has_tasks(type_)]) for type_ in types}
+    )
+
+
+def _join_tasks(type_: str, specs: list[ClusterSpec]) -> Addresses:
+    """Return the different addresses of a type in order; where a cluster leaves out indices, all keep their indices.
+
+    Raises:
+        ConfigurationError: when an index that is kept has two addresses.
+    """
+    if None not in [address for spec in specs for address in spec.job_tasks(type_)]:
+        return list(dict.fromkeys(spec.task_address(type_, one) for spec in specs for one in spec.task_indices(type_)))
+    tasks: dict[int, str] = {}
     for spec in specs:
-        for type_, addresses in spec.as_dict().items():
-            known = jobs.setdefault(type_, [])
-            known += [address for address in addresses if address not in known]
-    return ClusterSpec(jobs)
+        for index in spec.task_indices(type_):
+            address = spec.task_address(type_, index)
+            if tasks.setdefault(index, address) != address:
+                raise ConfigurationError(
+                    f"UnionResolver: expected one address of {type_} {index}, got {tasks[index]!r} and {address!r}; "
+                    f"number the tasks alike."
+                )
+    return tasks
 
 
 def _renumbered(task: Task, spec: ClusterSpec, joined: ClusterSpec) -> Task:

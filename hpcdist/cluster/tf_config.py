@@ -87,7 +87,7 @@ def _parse_task(task: Any, spec: ClusterSpec) -> Task:
 
 def _check_task(task: Task, spec: ClusterSpec) -> None:
     """Raise ConfigurationError unless the cluster has the task; evaluator 0 need not be listed, and usually is not."""
-    if task != Task("evaluator", 0) or spec.num_tasks("evaluator"):
+    if task != Task("evaluator", 0) or spec.has_tasks("evaluator"):
         spec.check_task(task)
 
 

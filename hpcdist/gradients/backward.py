@@ -301,7 +301,7 @@ class BackwardSum:
             record.stash(parameter)
 
     def _begin(self) -> None:
-        refuse_nested()
+        refuse_unsupported()
         if self._backward is not None:
             self._drop()
         if self._sums.is_broken:
@@ -387,10 +387,15 @@ def graph_refusal(record: ParameterRecord) -> GradientError:
     )
 
 
-def refuse_nested() -> None:
-    """Raise GradientError for a backward inside another one; on this rank only."""
+def refuse_unsupported() -> None:
+    """Raise GradientError for a backward inside another one, or inside a compiled function; on this rank only."""
     if torch_hooks.is_nested_backward():
         raise GradientError(
             "backward: expected one backward at a time, got one inside another, as reentrant activation "
             "checkpointing does; pass use_reentrant=False to torch.utils.checkpoint."
+        )
+    if torch_hooks.is_compiled_backward():
+        raise GradientError(
+            "backward: expected a compiled model, got a compiled function that goes backward, whose sums torch.compile "
+            "cannot trace; compile the model, by torch.compile(model) or model.compile(), not the step."
         )

@@ -4,6 +4,7 @@ A parameter's hooks hold what they call, so that a model keeps summing for as lo
 it weakly, so that a strategy whose models are gone is freed.
 """
 
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -108,18 +109,51 @@ def on_optimizer_built(see: Callable[[Optimizer], None]) -> Iterator[None]:
         Optimizer.add_param_group = add_group  # type: ignore[method-assign]
 
 
+#: Who wants to see the calls of modules, by number.
+_watchers: dict[int, Callable[[nn.Module, tuple[Any, ...]], None]] = {}
+_watcher_numbers = itertools.count()
+_module_call = nn.Module.__call__
+#: Shows a call to the watchers; torch.compile leaves it alone.
+_show: Callable[[nn.Module, tuple[Any, ...]], None] | None = None
+
+
+class _Watcher:
+    """Takes a watcher of calls out again."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def remove(self) -> None:
+        """Stop watching; with the last watcher, calls are torch's own again."""
+        _watchers.pop(self._number, None)
+        if not _watchers and nn.Module.__call__ is _watched_call:
+            nn.Module.__call__ = _module_call  # type: ignore[method-assign]
+
+
 def before_any_forward(see: Callable[[nn.Module, tuple[Any, ...]], None]) -> Handle:
-    """Call see(module, args) before the forward of every module that is not being traced by torch.compile.
+    """Call see(module, args) before the call of every module; of a compiled one, with the module that was compiled.
 
-    It slows every forward: remove it soon.
+    Not by torch's hook for all modules: torch.compile traces that, and it fires for no module that `Module.compile` has
+    changed. It slows every call: remove it soon.
     """
+    global _show
+    if _show is None:
+        _show = torch.compiler.disable(_show_call)  # type: ignore[no-untyped-call]
+    number = next(_watcher_numbers)
+    _watchers[number] = see
+    nn.Module.__call__ = _watched_call  # type: ignore[method-assign]
+    return _Watcher(number)
 
-    def forward(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not torch.compiler.is_compiling():
-            see(module, args)
 
-    handle: Handle = module_hooks.register_module_forward_pre_hook(forward)
-    return handle
+def _show_call(module: nn.Module, args: tuple[Any, ...]) -> None:
+    for see in list(_watchers.values()):
+        see(getattr(module, "_orig_mod", module), args)
+
+
+def _watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if _show is not None and not torch.compiler.is_exporting():
+        _show(module, args)
+    return _module_call(module, *args, **kwargs)
 
 
 def before_accumulation(parameter: Tensor, see: Callable[[Tensor], None]) -> None:
@@ -168,6 +202,14 @@ def is_nested_backward() -> bool:
         n_running += frame.f_code is _engine_run_backward.__code__
         frame = frame.f_back
     return n_running > 1
+
+
+_compiler_of_frames: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+
+
+def is_compiled_backward() -> bool:
+    """Return whether the function that runs this backward was given to torch.compile, which would trace hooks too."""
+    return _compiler_of_frames() not in (None, False)
 
 
 #: What a step may be given: it computes a loss and its gradients, and returns the loss.

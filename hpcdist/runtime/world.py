@@ -249,7 +249,7 @@ class World:
 
         One that was started alone is a cluster by itself: the others run elsewhere. Collective: all ranks.
         """
-        is_unlisted = declared is not None and declared.type == "evaluator" and not spec.num_tasks("evaluator")
+        is_unlisted = declared is not None and declared.type == "evaluator" and not spec.has_tasks("evaluator")
         n_unlisted = self.all_reduce_int(int(is_unlisted), MPI.SUM, self.comm)
         if not n_unlisted:
             return spec

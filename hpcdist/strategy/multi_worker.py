@@ -103,7 +103,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         op = None if gradient_op is None else ReduceOp.parse(gradient_op)
         self.world: World = make_world(cluster_resolver)
-        if self.world.spec.num_tasks("ps"):
+        if self.world.spec.has_tasks("ps"):
             raise agreed(
                 ConfigurationError(
                     f"MultiWorkerMirroredStrategy: expected chief, worker and evaluator tasks, got {self.world.spec}; "

@@ -64,6 +64,7 @@ def test_preempted_again_and_again_it_ends_with_the_same_bits(folder, submit, pr
     )
 
 
+@pytest.mark.sweep
 def test_a_job_that_lost_a_node_resumes_in_its_allocation(slurm, submit, options, unbroken):
     """On fewer ranks with as many replicas, with the same bits, without a way through the queue."""
     job = submit("train", *options, nodes=3)

