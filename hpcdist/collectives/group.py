@@ -28,6 +28,8 @@ T = TypeVar("T")
 JOURNAL_CELL = 4
 #: The next one holds the flags that its watchdog sets for those of other ranks.
 FLAGS_CELL = 5
+#: And this one which operation it is in.
+CODE_CELL = 6
 #: A wait of ours gives up this much later than the watchdog ends the job: the watchdog's report says more.
 LATE_S = 30.0
 
@@ -154,7 +156,8 @@ class Group:
         peers = [Peer(name, pid) for name, pid, _ in found]
         board = None if self._board is None else self._board[JOURNAL_CELL::CELLS]
         flags = None if self._board is None else self._board[FLAGS_CELL::CELLS]
-        self.journal = Journal(board, self.node_comm.rank)
+        codes = None if self._board is None else self._board[CODE_CELL::CELLS]
+        self.journal = Journal(board, self.node_comm.rank, codes)
         warn_s = min(WARN_S, self.timeout_s / 2)
         end = functools.partial(end_job, "", ExitCode.INTERNAL)
         self.watchdog = watchdog or Watchdog(self.world.describe, end, warn_s, self.timeout_s, has_left)

@@ -19,6 +19,8 @@ from hpcdist.diagnostics.stacks import Peer, answer_signal, own_stacks, stacks_o
 
 #: A collective that takes WARN_S is logged; one that takes LIMIT_S ends the job.
 WARN_S, LIMIT_S = 60.0, 600.0
+#: Ranks of a node that have been in different calls for this long, at the same place of their programs, stay there.
+APART_S = 3.0
 #: Between the report of this rank and the end of the job, so that the reports of other nodes get out too.
 GRACE_S = 2.0
 #: Ranks of a node report this long after each other, so that their reports do not mix; at most `MAX_STAGGER_S`.
@@ -48,6 +50,7 @@ class _Watched:
     state: tuple[int, bool] = (0, False)
     since_s: float = 0.0
     is_warned: bool = False
+    apart: dict[int, str] = field(default_factory=dict)
 
 
 class Watchdog:
@@ -128,10 +131,18 @@ class Watchdog:
         if entry is None:
             self._check_idle(watched, journal)
         elif lasted_s >= self._limit_s:
-            self._give_up(watched, journal, entry)
+            missing = _missing(watched, journal.behind())  # before it is asked for its stacks, which may wake it up
+            self._give_up(watched, journal, f"{_progress(entry)}, the limit; ending the job; {missing}")
+        elif lasted_s >= APART_S and self._is_apart(watched, journal):
+            self._give_up(watched, journal, f"{_progress(entry)}, while {_others(watched)}; ending the job")
         elif lasted_s >= self._warn_s and not watched.is_warned:
             watched.is_warned = True
             write(f"hpcdist: {self._describe()}: {self._warning(watched, journal, entry)}\n")
+
+    def _is_apart(self, watched: _Watched, journal: Journal) -> bool:
+        """Return whether a rank of this node is in another call at the same place, now as at the last check."""
+        before, watched.apart = watched.apart, journal.apart() if watched.peers else {}
+        return bool(watched.apart) and watched.apart == before
 
     def _warning(self, watched: _Watched, journal: Journal, entry: Entry) -> str:
         behind = journal.behind()
@@ -163,18 +174,17 @@ class Watchdog:
             what = f"in no collective for {self._limit_s:g} s, a problem only if others wait for this rank; its stacks"
             write(self._report_of(journal, what))
 
-    def _give_up(self, watched: _Watched, journal: Journal, entry: Entry) -> None:
-        """Report, and have the others of this node report, then end the job.
+    def _give_up(self, watched: _Watched, journal: Journal, what: str) -> None:
+        """Report what has happened, and have the others of this node report, then end the job.
 
         A process that is still there after that kills itself.
         """
         killer = threading.Timer(KILL_S, os.kill, (os.getpid(), signal.SIGKILL))
         killer.daemon = True
         killer.start()
-        missing = _missing(watched, journal.behind())  # before it is asked for its stacks, which may wake it up
         watched.flags[journal.local_rank] |= ENDING
         if not self._has_reported:
-            self._report(watched, journal, f"{_progress(entry)}, the limit; ending the job; {missing}")
+            self._report(watched, journal, what)
         self._report_silent(watched, journal)
         time.sleep(GRACE_S)
         self._stopped.set()
@@ -223,6 +233,12 @@ def _missing(watched: _Watched, behind: list[int]) -> str:
     left = {one: " (which has left its program)" for one in behind if watched.flags[one] & LEFT}
     names = ", ".join(watched.peers[one].name + left.get(one, "") for one in behind)
     return f"not entered by {names} of this node"
+
+
+def _others(watched: _Watched) -> str:
+    """Return which ranks of this node are in which other calls, and what to do about it."""
+    calls = ", ".join(f"{watched.peers[rank].name} is in {op}" for rank, op in watched.apart.items())
+    return f"{calls}: let every rank make the same calls; save is one, so call it outside of any `if is_chief`"
 
 
 def _advice(watched: _Watched, behind: list[int]) -> str:

@@ -15,6 +15,7 @@ from hpcdist.checkpoint.available_memory import available_bytes
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.store import Saved, Store
 from hpcdist.cluster.environment import job_id, read_environment
+from hpcdist.collectives.group import group_of
 from hpcdist.errors import DesyncError, UsageError
 from hpcdist.resilience.checkpoint import Checkpoint
 from hpcdist.resilience.circumstances import describe, warn_of_changes
@@ -205,6 +206,9 @@ class CheckpointManager:
         step = operator.index(step)
         if not 0 <= step < 1 << 63:
             raise UsageError(f"save: expected a step from 0 to 2**63 - 1, got {step}; count optimizer steps.")
+        group = group_of(self._comm, None, self._world)
+        with group.recorded("save", None):  # the watchdog names ranks that do not come
+            group.wait([group.comm.Ibarrier()])
         self._begin_to_save()
         self.wait()
         self.checkpoint.make_equal()

@@ -42,7 +42,8 @@ def nothing_left(tmp_path):
             time.sleep(0.1)
         assert job.processes() == []
         assert left_in_memory(before) == set()
-        assert os.listdir(tmp_path / "tmp") == []
+        kept = [name for name in os.listdir(tmp_path / "tmp") if not name.startswith("torchinductor_")]  # torch's own
+        assert kept == []
 
     return check
 

@@ -299,6 +299,47 @@ def test_the_rank_that_left_early_is_named_under_debug(start, nothing_left, tmp_
     nothing_left(job)
 
 
+APART = """
+import sys
+import numpy as np
+import torch
+import hpcdist
+
+strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+with strategy.scope():
+    model = torch.nn.Linear(2, 1)
+manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(model=model, strategy=strategy), sys.argv[1])
+model(torch.ones(1, 2)).mean().backward()
+if strategy.is_chief:
+    CHIEFS
+model(torch.ones(1, 2)).mean().backward()
+hpcdist.all_reduce(np.ones(3))
+"""
+
+
+@pytest.mark.parametrize(
+    ("chiefs", "theirs"),
+    [
+        ("manager.save(1)", "save"),
+        pytest.param("hpcdist.all_gather(np.ones((1, 3)))", "all_gather", marks=pytest.mark.sweep),
+    ],
+)
+def test_a_call_of_the_chief_alone_is_noticed_in_seconds(start, nothing_left, tmp_path, chiefs, theirs):
+    """As a save under `if is_chief`: the others go on to their next sum."""
+    program = tmp_path / "program.py"
+    program.write_text(APART.replace("CHIEFS", chiefs))
+    job = start(3, program, tmp_path / "checkpoints")
+    started = time.monotonic()
+    outcome = job.wait(40)
+    assert outcome.code == 70, outcome.output
+    assert time.monotonic() - started < 25
+    found = re.search(r"while (.*): let every rank make the same calls; save is one", outcome.output)
+    assert found, outcome.output
+    chief = report_of(outcome.output, 0, rf"collective \d+, {theirs} ")
+    assert f"{theirs} any x 0" in chief
+    nothing_left(job)
+
+
 STUCK_IN_ABORT = """
 import itertools
 from types import SimpleNamespace

@@ -62,3 +62,16 @@ def test_without_a_board_nobody_is_behind():
     run(journal, 3)
     assert journal.board.tolist() == [3]
     assert journal.behind() == []
+
+
+def test_the_board_shows_who_is_in_another_call():
+    cells, codes = array("q", [0] * 3), array("q", [0] * 3)
+    first, second, third = (Journal(memoryview(cells), place, memoryview(codes)) for place in range(3))
+    for journal, op in ((first, "save"), (second, "all_reduce sum"), (third, "save")):
+        journal.enter(op, "any", 0)
+    assert first.apart() == {1: "all_reduce sum"}
+    assert second.apart() == {0: "save", 2: "save"}
+    second.leave()
+    assert first.apart() == second.apart() == {}  # one that is in no collective may come
+    second.enter("save", "any", 0)
+    assert first.apart() == third.apart() == {}  # it is ahead: its number tells what it is in, not what it was
