@@ -53,6 +53,7 @@ else:
 """
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_restore_takes_little_more_than_the_state(start, tmp_path):

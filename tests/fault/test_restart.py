@@ -124,6 +124,7 @@ def test_another_number_of_ranks_resumes_at_the_same_sample(start, root, tmp_pat
     assert np.abs(states[0] - states[1]).max() < 5e-3
 
 
+@pytest.mark.sweep
 def test_a_finished_job_only_reports(start, root, tmp_path):
     options = ("--epochs", "2")
     first = finish(start, root, tmp_path / "run", 1, *options)

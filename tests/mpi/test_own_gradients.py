@@ -11,7 +11,7 @@ from torch import nn
 import hpcdist
 from hpcdist.errors import GradientError, UsageError
 
-pytestmark = [pytest.mark.mpi, pytest.mark.core]
+pytestmark = pytest.mark.mpi
 
 N_ROWS = 12
 

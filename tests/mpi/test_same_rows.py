@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 import hpcdist
 from hpcdist.errors import DataError
 
-pytestmark = [pytest.mark.mpi, pytest.mark.core]
+pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from torch import nn
 import hpcdist
 from hpcdist.gradients.replicas import shared_writes
 
-pytestmark = [pytest.mark.mpi, pytest.mark.core]
+pytestmark = pytest.mark.mpi
 
 
 class Trained:

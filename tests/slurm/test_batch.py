@@ -155,6 +155,7 @@ def started_at(pid):
     return 0.0
 
 
+@pytest.mark.sweep
 def test_a_lost_node_that_the_batch_script_was_on(slurm, submit, options, unbroken):
     """Slurm lets the job run on without a script, as it lets it run on without any other node."""
     job = submit("train", *options, ranks=2, environ={"WATCH_PAUSE_S": "1"})
