@@ -4,74 +4,28 @@ Each replica sums what it sees, in float64 and in one thread; reading adds the s
 metric has the same bits on any number of ranks where num_replicas is given.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hpcdist.errors import UsageError
-from hpcdist.strategy import context
-from hpcdist.tf_compat.variables import Variable, as_tensor
+from hpcdist.tf_compat.metric import (
+    Array,
+    Metric,
+    classes_of,
+    in_one_shape,
+    means_of_rows,
+    misfit,
+    to_array,
+    to_floats,
+    weigh,
+)
 
-Array = npt.NDArray[Any]
-
-
-class Metric:
-    """The base of all metrics: each replica keeps a weighted sum and the sum of the weights.
-
-    Make it in the strategy's scope, call `update_state` inside `run`, or in a loop without `run` where no num_replicas
-    was given, and `result` outside.
-
-    Collective: all ranks, in a strategy's scope.
-
-    Args:
-        name: for messages; default: that of the class.
-    """
-
-    def __init__(self, name: str | None = None) -> None:
-        self.name = name or type(self).__name__
-        self._sums = Variable(np.zeros(2), synchronization="ON_READ", aggregation="SUM", name=self.name)
-
-    def _add(self, values: Array, sample_weight: Any) -> None:
-        weighted, weights = _weighted(values, sample_weight)
-        entry = context.current()
-        if entry is not None and entry.replica is not None and entry.strategy is not self._sums.strategy:
-            raise RuntimeError(
-                f"update_state: expected metric {self.name!r} made in the scope of the strategy that runs, got one "
-                f"made elsewhere, which would not see other ranks; make it in strategy.scope()."
-            )
-        self._sums.assign_add(np.array([weighted.sum(), weights.sum()]))
-
-    def result(self) -> Tensor:
-        """Return the metric over all values seen, a float64 number: of all replicas; inside `run` of this one.
-
-        Collective outside `run`: all ranks. Zero when nothing was seen.
-        """
-        total, weight = self._sums.read_value()
-        return total / weight if weight else torch.zeros_like(total)
-
-    def reset_state(self) -> None:
-        """Forget all values: of all replicas; inside `run` of this one. Outside `run` all ranks call it."""
-        self._sums.assign(np.zeros(2))
-
-    def reset_states(self) -> None:
-        """Do what `reset_state` does, under its older name."""
-        self.reset_state()
-
-    @property
-    def is_state_collective(self) -> bool:
-        """Whether all ranks must call `state_dict` together; `CheckpointManager.save` lets them."""
-        return self._sums.is_state_collective
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sums of all replicas. Collective: all ranks, if it was made in a strategy's scope."""
-        return self._sums.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state. Not collective."""
-        self._sums.load_state_dict(state)
+#: Probabilities are kept this far from 0 and 1, as in Keras.
+_EPSILON = 1e-7
 
 
 class Mean(Metric):
@@ -87,7 +41,7 @@ class Mean(Metric):
         Raises:
             UsageError: outside `run` where num_replicas was given, or when weights do not fit.
         """
-        self._add(_floats(values), sample_weight)
+        self._add(to_floats(values), sample_weight)
 
     def __call__(self, values: Any, sample_weight: Any = None) -> Tensor:
         """Add values and return the result."""
@@ -117,7 +71,7 @@ class _MeanOfRows(Metric):
         Raises:
             UsageError: outside `run` where num_replicas was given, or when shapes do not fit.
         """
-        self._add(self._scores(_array(y_true), _array(y_pred)), sample_weight)
+        self._add(self._scores(to_array(y_true), to_array(y_pred)), sample_weight)
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Tensor:
         """Add rows and return the result."""
@@ -133,8 +87,8 @@ class Accuracy(_MeanOfRows):
     """The fraction of predictions that equal the truth, element by element."""
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
-        y_true, y_pred = _alike(y_true, y_pred)
-        return _floats(y_true == y_pred)
+        y_true, y_pred = in_one_shape(y_true, y_pred)
+        return to_floats(y_true == y_pred)
 
 
 class BinaryAccuracy(_MeanOfRows):
@@ -150,23 +104,23 @@ class BinaryAccuracy(_MeanOfRows):
         self._threshold = threshold
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
-        y_true, y_pred = _alike(y_true, y_pred)
-        return _means(y_true == (y_pred > self._threshold))
+        y_true, y_pred = in_one_shape(y_true, y_pred)
+        return means_of_rows(y_true == (y_pred > self._threshold))
 
 
 class CategoricalAccuracy(_MeanOfRows):
     """The fraction of rows whose largest of (rows, classes) predictions is at the class of the one-hot truth."""
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
-        y_true, y_pred = _alike(y_true, y_pred)
-        return _floats(y_true.argmax(-1) == y_pred.argmax(-1))
+        y_true, y_pred = in_one_shape(y_true, y_pred)
+        return to_floats(y_true.argmax(-1) == y_pred.argmax(-1))
 
 
 class SparseCategoricalAccuracy(_MeanOfRows):
     """The fraction of rows whose largest of (rows, classes) predictions is at the given class, (rows,) or (rows, 1)."""
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
-        return _floats(_classes(y_true, y_pred) == y_pred.argmax(-1))
+        return to_floats(classes_of(y_true, y_pred) == y_pred.argmax(-1))
 
 
 class SparseTopKCategoricalAccuracy(_MeanOfRows):
@@ -182,16 +136,16 @@ class SparseTopKCategoricalAccuracy(_MeanOfRows):
         self._k = k
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
-        classes = _classes(y_true, y_pred).astype(np.int64)
+        classes = classes_of(y_true, y_pred).astype(np.int64)
         chosen = np.take_along_axis(y_pred, classes[..., None], -1)
-        return _floats(((y_pred > chosen).sum(-1) < self._k) & np.isfinite(chosen[..., 0]))
+        return to_floats(((y_pred > chosen).sum(-1) < self._k) & np.isfinite(chosen[..., 0]))
 
 
 class TopKCategoricalAccuracy(SparseTopKCategoricalAccuracy):
     """The fraction of rows with the one-hot truth's class among the k largest of (rows, classes) predictions."""
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
-        y_true, y_pred = _alike(y_true, y_pred)
+        y_true, y_pred = in_one_shape(y_true, y_pred)
         return super()._scores(y_true.argmax(-1), y_pred)
 
 
@@ -199,67 +153,246 @@ class MeanSquaredError(_MeanOfRows):
     """The mean of squared errors: (rows,), or (rows, n), whose rows are averaged first."""
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
-        y_true, y_pred = _alike(_floats(y_true), _floats(y_pred))
-        return _means(np.square(y_pred - y_true))
+        y_true, y_pred = in_one_shape(to_floats(y_true), to_floats(y_pred))
+        return means_of_rows(np.square(y_pred - y_true))
 
 
 class MeanAbsoluteError(_MeanOfRows):
     """The mean of absolute errors: (rows,), or (rows, n), whose rows are averaged first."""
 
     def _scores(self, y_true: Array, y_pred: Array) -> Array:
-        y_true, y_pred = _alike(_floats(y_true), _floats(y_pred))
-        return _means(np.abs(y_pred - y_true))
+        y_true, y_pred = in_one_shape(to_floats(y_true), to_floats(y_pred))
+        return means_of_rows(np.abs(y_pred - y_true))
 
 
-def _array(value: Any) -> Array:
-    tensor = as_tensor(value).cpu()
-    return np.asarray((tensor.double() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor).numpy())
+class RootMeanSquaredError(MeanSquaredError):
+    """The square root of the mean of squared errors."""
+
+    def result(self) -> Tensor:
+        """Return the root; see `Metric.result`."""
+        return super().result().sqrt()
 
 
-def _floats(value: Any) -> Array:
-    return _array(value).astype(np.float64)
+# -- losses ------------------------------------------------------------------------------------------------------------
 
 
-def _means(values: Array) -> Array:
-    """Return the mean of each row; (rows,) unchanged: a mean of it would give parts of any length the same weight."""
-    return _floats(values) if values.ndim < 2 else _floats(values).mean(-1)
+class BinaryCrossentropy(_MeanOfRows):
+    """The mean cross-entropy of probabilities with truths of 0 and 1: (rows,), or (rows, n), whose rows are averaged.
+
+    Args:
+        name: for messages.
+        from_logits: whether predictions are logits.
+        label_smoothing: how far truths are moved to 1/2, from 0 to 1.
+    """
+
+    def __init__(self, name: str | None = None, from_logits: bool = False, label_smoothing: float = 0.0) -> None:
+        super().__init__(name)
+        self._from_logits, self._smoothing = from_logits, label_smoothing
+
+    def _scores(self, y_true: Array, y_pred: Array) -> Array:
+        truth, found = in_one_shape(to_floats(y_true), to_floats(y_pred))
+        truth = truth * (1 - self._smoothing) + 0.5 * self._smoothing
+        if self._from_logits:
+            return means_of_rows(np.maximum(found, 0) - found * truth + np.log1p(np.exp(-np.abs(found))))
+        found = np.clip(found, _EPSILON, 1 - _EPSILON)
+        return means_of_rows(-truth * np.log(found) - (1 - truth) * np.log1p(-found))
 
 
-def _alike(y_true: Array, y_pred: Array) -> tuple[Array, Array]:
-    """Return both in one shape: one may have an extra last dimension of 1. Others would broadcast to all pairs."""
-    if y_true.ndim == y_pred.ndim + 1 and y_true.shape[-1] == 1:
-        y_true = y_true[..., 0]
-    elif y_pred.ndim == y_true.ndim + 1 and y_pred.shape[-1] == 1:
-        y_pred = y_pred[..., 0]
-    if y_true.shape != y_pred.shape:
-        raise _misfit(f"y_true and y_pred of the same shape, got {y_true.shape} and {y_pred.shape}")
-    return y_true, y_pred
+class CategoricalCrossentropy(_MeanOfRows):
+    """The mean cross-entropy of (rows, classes) predictions with one-hot truths.
+
+    Args:
+        name: for messages.
+        from_logits: whether predictions are logits; else probabilities, which are divided by their sum.
+        label_smoothing: how far truths are moved to 1/classes, from 0 to 1.
+    """
+
+    def __init__(self, name: str | None = None, from_logits: bool = False, label_smoothing: float = 0.0) -> None:
+        super().__init__(name)
+        self._from_logits, self._smoothing = from_logits, label_smoothing
+
+    def _scores(self, y_true: Array, y_pred: Array) -> Array:
+        truth, found = in_one_shape(to_floats(y_true), to_floats(y_pred))
+        truth = truth * (1 - self._smoothing) + self._smoothing / truth.shape[-1]
+        return np.asarray(-(truth * _log_probabilities(found, self._from_logits)).sum(-1))
 
 
-def _classes(y_true: Array, y_pred: Array) -> Array:
-    if y_true.ndim == y_pred.ndim and y_true.shape[-1:] == (1,):
-        y_true = y_true[..., 0]
-    if y_pred.ndim == 0 or y_true.shape != y_pred.shape[:-1]:
-        raise _misfit(f"one class for each row of predictions, got {y_true.shape} for {y_pred.shape}")
-    return y_true
+class SparseCategoricalCrossentropy(_MeanOfRows):
+    """The mean cross-entropy of (rows, classes) predictions with the given classes, (rows,) or (rows, 1).
+
+    Args:
+        name: for messages.
+        from_logits: whether predictions are logits; else probabilities, which are divided by their sum.
+    """
+
+    def __init__(self, name: str | None = None, from_logits: bool = False) -> None:
+        super().__init__(name)
+        self._from_logits = from_logits
+
+    def _scores(self, y_true: Array, y_pred: Array) -> Array:
+        classes = classes_of(y_true, y_pred).astype(np.int64)
+        logs = _log_probabilities(to_floats(y_pred), self._from_logits)
+        return -np.take_along_axis(logs, classes[..., None], -1)[..., 0]
 
 
-def _weighted(values: Array, sample_weight: Any) -> tuple[Array, Array]:
-    """Return values times weights, and the weights: one for each value; rows with one weight in all are averaged."""
-    if sample_weight is None:
-        return values, np.ones(values.shape)
-    weights = _floats(sample_weight)
-    if weights.ndim == values.ndim + 1 and weights.shape[-1] == 1:
-        weights = weights[..., 0]
-    elif weights.ndim == values.ndim - 1:
-        weights = weights[..., None]
-    if weights.ndim not in (0, values.ndim):
-        values = values.mean(tuple(range(weights.ndim, values.ndim)))
-    if any(own not in (1, other) for own, other in zip(weights.shape, values.shape, strict=weights.ndim > 0)):
-        raise _misfit(f"one weight for each value or row of {values.shape}, got {weights.shape}")
-    weights = np.broadcast_to(weights, values.shape)
-    return values * weights, weights
+def _log_probabilities(found: Array, are_logits: bool) -> Array:
+    if are_logits:
+        shifted = found - found.max(-1, keepdims=True)
+        return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
+    return np.asarray(np.log(np.clip(found / found.sum(-1, keepdims=True), _EPSILON, 1 - _EPSILON)))
 
 
-def _misfit(expected: str) -> UsageError:
-    return UsageError(f"update_state: expected {expected}; reshape one of them.")
+# -- counts of right and wrong answers ---------------------------------------------------------------------------------
+
+
+class _Confusion(Metric):
+    """Weighted counts of true and false positives and negatives at thresholds; a prediction above one is positive.
+
+    Args:
+        thresholds: ascending.
+        name: for messages.
+        class_id: the only column of (rows, classes) that counts; None: all values.
+    """
+
+    def __init__(self, thresholds: Sequence[float], name: str | None, class_id: int | None = None) -> None:
+        super().__init__(name, 4 * len(thresholds))
+        self._thresholds, self._class_id = np.asarray(thresholds, np.float64), class_id
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Add rows of this replica.
+
+        Args:
+            y_true: truths: what is not 0 is true.
+            y_pred: predictions from 0 to 1 of the same shape.
+            sample_weight: a number, or one weight for each value or row.
+
+        Raises:
+            UsageError: outside `run` where num_replicas was given, for predictions outside of 0 to 1, or when shapes do
+                not fit.
+        """
+        truth, found = in_one_shape(to_array(y_true) != 0, to_floats(y_pred))
+        if found.size and not (found.min() >= 0 and found.max() <= 1):
+            raise misfit(f"predictions from 0 to 1, got {found.min():g} to {found.max():g}")
+        weights = weigh(np.ones(found.shape), sample_weight)[1]
+        if weights.ndim < found.ndim:
+            weights = np.broadcast_to(weights.reshape(weights.shape + (1,) * (found.ndim - weights.ndim)), found.shape)
+        if self._class_id is not None:
+            truth, found, weights = (one[..., self._class_id] for one in (truth, found, weights))
+        is_above = found.reshape(-1) > self._thresholds[:, None]
+        truth, weights = truth.reshape(-1), weights.reshape(-1)
+        groups = [is_above & truth, is_above & ~truth, ~is_above & truth, ~is_above & ~truth]
+        self._add_sums(np.concatenate([(group * weights).sum(1) for group in groups]))
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Tensor:
+        """Add rows and return the result."""
+        self.update_state(y_true, y_pred, sample_weight)
+        return self.result()
+
+    def _counts(self) -> Tensor:
+        """Return (4, thresholds): true positives, false positives, false negatives, true negatives."""
+        return self._sums.read_value().reshape(4, len(self._thresholds))
+
+
+def _thresholds_of(given: float | Sequence[float] | None) -> tuple[list[float], bool]:
+    """Return thresholds as a list, and whether there is only one number."""
+    if given is None or isinstance(given, (int, float)):
+        return [0.5 if given is None else float(given)], True
+    return [float(one) for one in given], False
+
+
+class _Share(_Confusion):
+    """True positives among positives of a kind.
+
+    Args:
+        thresholds: a number, or several, for a result each; default 0.5.
+        class_id: the only column of (rows, classes) that counts.
+        name: for messages.
+    """
+
+    _others: int
+
+    def __init__(
+        self, thresholds: float | Sequence[float] | None = None, class_id: int | None = None, name: str | None = None
+    ) -> None:
+        own, self._is_single = _thresholds_of(thresholds)
+        super().__init__(own, name, class_id)
+
+    def result(self) -> Tensor:
+        """Return a float64 number, or one for each threshold; 0 where there are none. See `Metric.result`."""
+        counts = self._counts()
+        shares = _divided(counts[0], counts[0] + counts[self._others])
+        return shares[0] if self._is_single else shares
+
+
+class Precision(_Share):
+    """The true positives among all that were predicted positive; see `tf.keras.metrics.Precision`."""
+
+    _others = 1
+
+
+class Recall(_Share):
+    """The true positives among all that are positive; see `tf.keras.metrics.Recall`."""
+
+    _others = 2
+
+
+class AUC(_Confusion):
+    """The area under the curve of true and false positives, or of precision and recall, by sums at thresholds.
+
+    Args:
+        num_thresholds: evenly from 0 to 1, and a little beyond.
+        curve: "ROC" or "PR".
+        summation_method: "interpolation" (for PR that of Davis and Goadrich 2006), "minoring" or "majoring".
+        name: for messages.
+
+    Raises:
+        UsageError: for another curve or method, or fewer than two thresholds.
+    """
+
+    def __init__(
+        self,
+        num_thresholds: int = 200,
+        curve: str = "ROC",
+        summation_method: str = "interpolation",
+        name: str | None = None,
+    ) -> None:
+        self._curve, self._method = str(curve).upper(), str(summation_method).lower()
+        is_known = self._curve in ("ROC", "PR") and self._method in ("interpolation", "minoring", "majoring")
+        if not is_known or num_thresholds < 2:
+            raise UsageError(
+                f"AUC: expected the curve ROC or PR, interpolation, minoring or majoring, and at least 2 thresholds, "
+                f"got {curve!r}, {summation_method!r} and {num_thresholds}; correct them."
+            )
+        between = [(one + 1) / (num_thresholds - 1) for one in range(num_thresholds - 2)]
+        super().__init__([-_EPSILON, *between, 1 + _EPSILON], name)
+
+    def result(self) -> Tensor:
+        """Return the area, a float64 number; see `Metric.result`."""
+        true_positives, false_positives, false_negatives, true_negatives = self._counts()
+        if self._curve == "PR" and self._method == "interpolation":
+            return _area_of_precision(true_positives, false_positives, false_negatives)
+        recall = _divided(true_positives, true_positives + false_negatives)
+        if self._curve == "ROC":
+            x, y = _divided(false_positives, false_positives + true_negatives), recall
+        else:
+            x, y = recall, _divided(true_positives, true_positives + false_positives)
+        pairs = torch.stack([y[:-1], y[1:]])
+        heights = {"interpolation": pairs.mean(0), "minoring": pairs.amin(0), "majoring": pairs.amax(0)}[self._method]
+        return ((x[:-1] - x[1:]) * heights).sum()
+
+
+def _area_of_precision(true_positives: Tensor, false_positives: Tensor, false_negatives: Tensor) -> Tensor:
+    """Return the area under precision and recall, with counts that are linear between two thresholds, as in Keras."""
+    positives = true_positives + false_positives
+    gained, spent = true_positives[:-1] - true_positives[1:], positives[:-1] - positives[1:]
+    slope = _divided(gained, spent.clamp(min=0))
+    offset = true_positives[1:] - slope * positives[1:]
+    is_safe = (positives[:-1] > 0) & (positives[1:] > 0)
+    ratio = torch.where(is_safe, _divided(positives[:-1], positives[1:].clamp(min=0)), torch.ones_like(slope))
+    parts = slope * (gained + offset * ratio.log())
+    return _divided(parts, (true_positives[1:] + false_negatives[1:]).clamp(min=0)).sum()
+
+
+def _divided(one: Tensor, other: Tensor) -> Tensor:
+    """Return the quotients, 0 where the divisor is 0."""
+    return torch.where(other == 0, torch.zeros_like(one), one / torch.where(other == 0, torch.ones_like(other), other))

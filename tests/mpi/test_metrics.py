@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import roc_auc_score
+from torch.nn.functional import binary_cross_entropy, cross_entropy
 
 import hpcdist
 from hpcdist import metrics
+from hpcdist.errors import UsageError
 
 pytestmark = pytest.mark.mpi
 
@@ -44,6 +47,7 @@ def in_one_process(kind, *tensors, **options):
 
 
 ONE_HOT = torch.eye(N_CLASSES)[CLASSES]
+CHANCES = LOGITS.softmax(-1)
 CASES = [
     (metrics.Mean, (LOGITS[:, 0],), LOGITS[:, 0].double().mean()),
     (metrics.Sum, (LOGITS,), LOGITS.double().sum()),
@@ -53,7 +57,110 @@ CASES = [
     (metrics.SparseCategoricalAccuracy, (CLASSES, LOGITS), (LOGITS.argmax(-1) == CLASSES).double().mean()),
     (metrics.MeanSquaredError, (ONE_HOT, LOGITS), (ONE_HOT - LOGITS).double().square().mean()),
     (metrics.MeanAbsoluteError, (CLASSES, LOGITS[:, 1]), (CLASSES - LOGITS[:, 1]).double().abs().mean()),
+    (metrics.RootMeanSquaredError, (ONE_HOT, LOGITS), (ONE_HOT - LOGITS).double().square().mean().sqrt()),
+    (metrics.BinaryCrossentropy, (ONE_HOT, CHANCES), binary_cross_entropy(CHANCES.double(), ONE_HOT.double())),
+    (metrics.SparseCategoricalCrossentropy, (CLASSES, CHANCES), cross_entropy(CHANCES.double().log(), CLASSES)),
+    (metrics.CategoricalCrossentropy, (ONE_HOT, CHANCES), cross_entropy(CHANCES.double().log(), CLASSES)),
+    (metrics.Precision, (ONE_HOT, CHANCES), ((CHANCES > 0.5) * ONE_HOT).sum() / (CHANCES > 0.5).sum()),
+    (metrics.Recall, (ONE_HOT, CHANCES), ((CHANCES > 0.5) * ONE_HOT).sum() / ONE_HOT.sum()),
+    (metrics.AUC, (ONE_HOT, CHANCES), torch.tensor(roc_auc_score(ONE_HOT.reshape(-1), CHANCES.reshape(-1)))),
 ]
+
+
+#: Examples of the pages of tf.keras.metrics: arguments, truths, predictions, weights, result.
+PAGES = [
+    (metrics.AUC(num_thresholds=3), [0, 0, 1, 1], [0, 0.5, 0.3, 0.9], None, 0.75),
+    (metrics.AUC(num_thresholds=3), [0, 0, 1, 1], [0, 0.5, 0.3, 0.9], [1, 0, 0, 1], 1.0),
+    (metrics.Precision(), [0, 1, 1, 1], [1, 0, 1, 1], None, 2 / 3),
+    (metrics.Precision(), [0, 1, 1, 1], [1, 0, 1, 1], [0, 0, 1, 0], 1.0),
+    (metrics.Recall(), [0, 1, 1, 1], [1, 0, 1, 1], None, 2 / 3),
+    (metrics.Recall(), [0, 1, 1, 1], [1, 0, 1, 1], [0, 0, 1, 0], 1.0),
+    (metrics.BinaryCrossentropy(), [[0, 1], [0, 0]], [[0.6, 0.4], [0.4, 0.6]], None, 0.81492424),
+    (metrics.BinaryCrossentropy(), [[0, 1], [0, 0]], [[0.6, 0.4], [0.4, 0.6]], [1, 0], 0.9162905),
+    (metrics.CategoricalCrossentropy(), [[0, 1, 0], [0, 0, 1]], [[0.05, 0.95, 0], [0.1, 0.8, 0.1]], None, 1.1769392),
+    (
+        metrics.CategoricalCrossentropy(),
+        [[0, 1, 0], [0, 0, 1]],
+        [[0.05, 0.95, 0], [0.1, 0.8, 0.1]],
+        [0.3, 0.7],
+        1.6271976,
+    ),
+    (metrics.SparseCategoricalCrossentropy(), [1, 2], [[0.05, 0.95, 0], [0.1, 0.8, 0.1]], None, 1.1769392),
+    (metrics.RootMeanSquaredError(), [[0, 1], [0, 0]], [[1, 1], [0, 0]], None, 0.5),
+    (metrics.RootMeanSquaredError(), [[0, 1], [0, 0]], [[1, 1], [0, 0]], [1, 0], 0.70710677),
+]
+
+
+@pytest.mark.parametrize(("metric", "truths", "predictions", "weights", "expected"), PAGES)
+def test_examples_of_the_pages(metric, truths, predictions, weights, expected):
+    metric.reset_state()
+    metric.update_state(truths, predictions, weights)
+    assert float(metric.result()) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_losses_of_logits(smoothing):
+    options = {"from_logits": True, "label_smoothing": smoothing}
+    binary, one_hot = metrics.BinaryCrossentropy(**options), metrics.CategoricalCrossentropy(**options)
+    binary.update_state(ONE_HOT, LOGITS)
+    one_hot.update_state(ONE_HOT, LOGITS)
+    moved = (ONE_HOT * (1 - smoothing) + smoothing / 2).double()
+    assert float(binary.result()) == pytest.approx(float(binary_cross_entropy(LOGITS.double().sigmoid(), moved)))
+    expected = cross_entropy(LOGITS.double(), CLASSES, label_smoothing=smoothing)
+    assert float(one_hot.result()) == pytest.approx(float(expected))
+    if not smoothing:
+        sparse = metrics.SparseCategoricalCrossentropy(from_logits=True)
+        sparse.update_state(CLASSES[:, None], LOGITS)
+        assert float(sparse.result()) == pytest.approx(float(expected))
+
+
+@pytest.mark.parametrize("method", ["interpolation", "minoring", "majoring"])
+@pytest.mark.parametrize("curve", ["ROC", "PR"])
+def test_areas_by_their_definition(curve, method):
+    """At 21 thresholds, counted one by one."""
+    generator = np.random.default_rng(5)
+    truth, found = generator.integers(0, 2, 300) == 1, np.round(generator.random(300), 3)
+    metric = metrics.AUC(21, curve, method)
+    metric.update_state(truth, found)
+    points = [-1e-7, *[(one + 1) / 20 for one in range(19)], 1 + 1e-7]
+    counts = [((found > at) & truth, (found > at) & ~truth) for at in points]
+    recalls = [right.sum() / truth.sum() for right, _ in counts]
+    if curve == "ROC":
+        xs, ys = [wrong.sum() / (~truth).sum() for _, wrong in counts], recalls
+    else:
+        xs, ys = recalls, [right.sum() / max(1, right.sum() + wrong.sum()) for right, wrong in counts]
+    join = {"interpolation": lambda one, other: (one + other) / 2, "minoring": min, "majoring": max}[method]
+    area = sum((xs[n] - xs[n + 1]) * join(ys[n], ys[n + 1]) for n in range(20))
+    if (curve, method) == ("PR", "interpolation"):  # both counts are linear between two thresholds
+        area = sum(area_between(*counts[n + 1], *counts[n]) for n in range(20)) / truth.sum()
+    assert float(metric.result()) == pytest.approx(area, abs=1e-5)
+
+
+def area_between(right, wrong, more_right, more_wrong):
+    """Return the integral of precision over true positives, by 2,000 trapezoids."""
+    first, last = right.sum(), more_right.sum()
+    positives = np.linspace(first + wrong.sum(), last + more_wrong.sum(), 2001)
+    trues = np.linspace(first, last, 2001)
+    if not positives[0]:  # precision is the same all the way
+        return (last - first) * last / max(1, positives[-1])
+    return np.trapezoid(trues / positives, trues)
+
+
+def test_several_thresholds_and_one_class(strategy):
+    metric = make(strategy, metrics.Recall, thresholds=[0.1, 0.5], class_id=1)
+    update(strategy, metric, ONE_HOT, CHANCES)
+    truth, found = ONE_HOT[:, 1] > 0, CHANCES[:, 1]
+    expected = [float((found[truth] > at).double().mean()) for at in (0.1, 0.5)]
+    assert metric.result().tolist() == pytest.approx(expected)
+
+
+def test_predictions_that_are_no_probabilities_are_refused():
+    with pytest.raises(UsageError, match="expected predictions from 0 to 1, got -1 to 2"):
+        metrics.AUC().update_state([0, 1], [-1.0, 2.0])
+    with pytest.raises(UsageError, match="AUC: expected the curve ROC or PR"):
+        metrics.AUC(curve="DET")
+    assert float(metrics.Precision().result()) == 0
+    assert float(metrics.AUC().result()) == 0
 
 
 @pytest.mark.parametrize(("kind", "tensors", "expected"), CASES)

@@ -1,0 +1,133 @@
+"""The base of all metrics: sums of each replica, and arrays of rows that fit together."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hpcdist.errors import UsageError
+from hpcdist.strategy import context
+from hpcdist.tf_compat.variables import Variable, as_tensor
+
+Array = npt.NDArray[Any]
+
+
+class Metric:
+    """The base of all metrics: each replica keeps sums, by default a weighted one and that of the weights.
+
+    Make it in the strategy's scope, call `update_state` inside `run`, or in a loop without `run` where no num_replicas
+    was given, and `result` outside.
+
+    Collective: all ranks, in a strategy's scope.
+
+    Args:
+        name: for messages; default: that of the class.
+        n_sums: how many.
+    """
+
+    def __init__(self, name: str | None = None, n_sums: int = 2) -> None:
+        self.name = name or type(self).__name__
+        self._sums = Variable(np.zeros(n_sums), synchronization="ON_READ", aggregation="SUM", name=self.name)
+
+    def _add(self, values: Array, sample_weight: Any) -> None:
+        weighted, weights = weigh(values, sample_weight)
+        self._add_sums(np.array([weighted.sum(), weights.sum()]))
+
+    def _add_sums(self, sums: Array) -> None:
+        """Add to this replica's sums."""
+        entry = context.current()
+        if entry is not None and entry.replica is not None and entry.strategy is not self._sums.strategy:
+            raise RuntimeError(
+                f"update_state: expected metric {self.name!r} made in the scope of the strategy that runs, got one "
+                f"made elsewhere, which would not see other ranks; make it in strategy.scope()."
+            )
+        self._sums.assign_add(sums)
+
+    def result(self) -> Tensor:
+        """Return the metric over all values seen, a float64 number: of all replicas; inside `run` of this one.
+
+        Collective outside `run`: all ranks. Zero when nothing was seen.
+        """
+        total, weight = self._sums.read_value()
+        return total / weight if weight else torch.zeros_like(total)
+
+    def reset_state(self) -> None:
+        """Forget all values: of all replicas; inside `run` of this one. Outside `run` all ranks call it."""
+        self._sums.assign(np.zeros(self._sums.shape))
+
+    def reset_states(self) -> None:
+        """Do what `reset_state` does, under its older name."""
+        self.reset_state()
+
+    @property
+    def is_state_collective(self) -> bool:
+        """Whether all ranks must call `state_dict` together; `CheckpointManager.save` lets them."""
+        return self._sums.is_state_collective
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums of all replicas. Collective: all ranks, if it was made in a strategy's scope."""
+        return self._sums.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state. Not collective."""
+        self._sums.load_state_dict(state)
+
+
+def to_array(value: Any) -> Array:
+    """Return a tensor, array or number as a host array; half precision as float64."""
+    tensor = as_tensor(value).cpu()
+    return np.asarray((tensor.double() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor).numpy())
+
+
+def to_floats(value: Any) -> Array:
+    """Return a tensor, array or number as a float64 host array."""
+    return to_array(value).astype(np.float64)
+
+
+def means_of_rows(values: Array) -> Array:
+    """Return the mean of each row; (rows,) unchanged: a mean of it would give parts of any length the same weight."""
+    return to_floats(values) if values.ndim < 2 else to_floats(values).mean(-1)
+
+
+def in_one_shape(y_true: Array, y_pred: Array) -> tuple[Array, Array]:
+    """Return both in one shape: one may have an extra last dimension of 1. Others would broadcast to all pairs."""
+    if y_true.ndim == y_pred.ndim + 1 and y_true.shape[-1] == 1:
+        y_true = y_true[..., 0]
+    elif y_pred.ndim == y_true.ndim + 1 and y_pred.shape[-1] == 1:
+        y_pred = y_pred[..., 0]
+    if y_true.shape != y_pred.shape:
+        raise misfit(f"y_true and y_pred of the same shape, got {y_true.shape} and {y_pred.shape}")
+    return y_true, y_pred
+
+
+def classes_of(y_true: Array, y_pred: Array) -> Array:
+    """Return one class for each row of (rows, classes) predictions; raise UsageError where they do not fit."""
+    if y_true.ndim == y_pred.ndim and y_true.shape[-1:] == (1,):
+        y_true = y_true[..., 0]
+    if y_pred.ndim == 0 or y_true.shape != y_pred.shape[:-1]:
+        raise misfit(f"one class for each row of predictions, got {y_true.shape} for {y_pred.shape}")
+    return y_true
+
+
+def weigh(values: Array, sample_weight: Any) -> tuple[Array, Array]:
+    """Return values times weights, and the weights: one for each value; rows with one weight in all are averaged."""
+    if sample_weight is None:
+        return values, np.ones(values.shape)
+    weights = to_floats(sample_weight)
+    if weights.ndim == values.ndim + 1 and weights.shape[-1] == 1:
+        weights = weights[..., 0]
+    elif weights.ndim == values.ndim - 1:
+        weights = weights[..., None]
+    if weights.ndim not in (0, values.ndim):
+        values = values.mean(tuple(range(weights.ndim, values.ndim)))
+    if any(own not in (1, other) for own, other in zip(weights.shape, values.shape, strict=weights.ndim > 0)):
+        raise misfit(f"one weight for each value or row of {values.shape}, got {weights.shape}")
+    weights = np.broadcast_to(weights, values.shape)
+    return values * weights, weights
+
+
+def misfit(expected: str) -> UsageError:
+    """Return the error of values that do not fit."""
+    return UsageError(f"update_state: expected {expected}; reshape one of them.")
