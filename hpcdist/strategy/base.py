@@ -69,6 +69,11 @@ class Strategy(Ranks):
         return True
 
     @property
+    def cluster_resolver(self) -> Any:
+        """Who is in the cluster; None without one, as in tf.distribute."""
+        return None
+
+    @property
     def extended(self) -> StrategyExtended:
         """What code that does the strategy's work itself needs, such as an optimizer of its own."""
         return StrategyExtended(self)

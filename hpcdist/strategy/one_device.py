@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from hpcdist.cluster.environment import launcher_of, read_environment
+from hpcdist.cluster.resolvers import ClusterResolver, SimpleClusterResolver
+from hpcdist.cluster.spec import ClusterSpec
 from hpcdist.gradients.single_replica import SingleReplicaSteps
 from hpcdist.strategy.base import Strategy
 from hpcdist.strategy.devices import parse_device, require_device
@@ -52,6 +54,11 @@ class OneDeviceStrategy(Strategy):
     def device(self) -> torch.device:
         """The device that was given."""
         return self._own_device
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """A cluster of this process alone."""
+        return SimpleClusterResolver(ClusterSpec({"worker": ["this process"]}), "worker", 0)
 
     def _has_made(self, variable: Tensor) -> bool:
         return self._steps.modules.holds(variable)

@@ -50,7 +50,7 @@ class Exchange(Protocol):
 
 
 def to_host(value: Any) -> Array:
-    """Return a tensor, array or number as an array on the host, in the dtype that it is summed in."""
+    """Return a tensor, array or number as an array on the host; half precision as float32, as MPI has no type for it."""
     if isinstance(value, Tensor):
         host = value.detach().cpu()
         return np.asarray((host.float() if dtype_name(host) in HALF else host).numpy())
@@ -60,6 +60,12 @@ def to_host(value: Any) -> Array:
         raise UsageError(
             f"reduce: expected a tensor, an array or a number, got {type(value).__name__}; reduce one value at a time."
         )
+    return array
+
+
+def to_sum(value: Any) -> Array:
+    """Return a tensor, array or number as an array on the host in the dtype that it is summed in: bools are counted."""
+    array = to_host(value)
     return array.astype(np.int64) if array.dtype.kind == "b" else array
 
 
@@ -169,7 +175,7 @@ def reduce_values(
     parts: list[list[Any]] = []
     described: list[list[str]] = []
     try:
-        parts = [[one if is_sparse(one) else to_host(one) for one in own] for own in values]
+        parts = [[one if is_sparse(one) else to_sum(one) for one in own] for own in values]
         described = [
             [_describe(value, part.shape) for value, part in zip(own, own_parts, strict=True)]
             for own, own_parts in zip(values, parts, strict=True)
@@ -203,7 +209,7 @@ def _join_sparse(exchange: Exchange, op: ReduceOp, tensors: list[Tensor], n_repl
     """Return a sparse tensor with the entries of all replicas, divided by their number for the mean."""
     first = tensors[0].detach()
     own_indices = np.concatenate([to_host(one.detach()._indices().T) for one in tensors])
-    own_entries = np.concatenate([to_host(one.detach()._values()) for one in tensors])
+    own_entries = np.concatenate([to_sum(one.detach()._values()) for one in tensors])
     indices, _ = exchange.gather_over_ranks(own_indices, None)
     entries, _ = exchange.gather_over_ranks(own_entries, None)
     values = from_host(first._values(), _divide(op, entries, n_replicas))
@@ -229,7 +235,7 @@ def reduce_over_axis(
     axes: list[tuple[int, ...]] = []
     described: list[list[str]] = []
     try:
-        arrays = [to_host(value) for value in values]
+        arrays = [to_sum(value) for value in values]
         axes = [_axes(axis, array.ndim) for array in arrays]
         totals = [
             np.array(array.sum(axis=own, dtype=array.dtype) if own else array, order="C")

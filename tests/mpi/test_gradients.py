@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hpcdist
 from hpcdist.errors import DesyncError, GradientError
+from hpcdist.gradients import torch_hooks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 ROWS = 12
@@ -888,19 +889,18 @@ def test_step_is_counted_and_survives_a_state_dict(strategy, comm):
 def test_an_unused_strategy_takes_its_hooks_away(comm):
     import gc
 
-    from torch.nn.modules.module import _global_forward_pre_hooks
     from torch.optim.optimizer import _global_optimizer_pre_hooks
 
     gc.collect()
     before = len(_global_optimizer_pre_hooks)
-    n_forward_hooks = len(_global_forward_pre_hooks)
+    n_watchers = len(torch_hooks._watchers)
     unused = hpcdist.MultiWorkerMirroredStrategy()
     with unused.scope():
         model = nn.Linear(1, 1)
-    assert len(_global_forward_pre_hooks) == n_forward_hooks + 1
+    assert len(torch_hooks._watchers) == n_watchers + 1
     del unused, model
     gc.collect()
-    assert len(_global_forward_pre_hooks) == n_forward_hooks
+    assert len(torch_hooks._watchers) == n_watchers
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
     with strategy.scope():
         model = nn.Linear(1, 1)

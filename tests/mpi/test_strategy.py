@@ -262,3 +262,24 @@ def test_an_evaluator_is_a_cluster_of_one(comm):
     assert strategy.reduce("sum", 1, axis=None) == strategy.num_replicas_in_sync
     chiefs = comm.allgather(strategy.is_chief)  # as in tf.distribute, the evaluator is its own chief
     assert chiefs == [True, True] + [False] * (comm.size - 2)
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.array])
+def test_bools_are_counted_by_a_sum_and_kept_by_a_gather(comm, make):
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    value = make([True, comm.rank == 0])
+    assert strategy.reduce("sum", value, axis=None).tolist() == [comm.size, 1]
+    assert strategy.reduce("sum", value, axis=0).item() == comm.size + 1
+    assert strategy.reduce("mean", value, axis=None).tolist() == pytest.approx([1.0, 1 / comm.size])
+    gathered = strategy.gather(value, axis=0)
+    assert gathered.dtype in (torch.bool, np.dtype(bool))
+    assert gathered.tolist() == [one for rank in range(comm.size) for one in (True, rank == 0)]
+    assert strategy.reduce("sum", True, axis=None) == comm.size
+
+
+def test_every_strategy_has_a_resolver():
+    resolver = hpcdist.OneDeviceStrategy("cpu").cluster_resolver
+    assert (resolver.task_type, resolver.task_id, len(resolver.cluster_spec().job_tasks("worker"))) == ("worker", 0, 1)
+    assert hpcdist.get_strategy().cluster_resolver is None
+    for kind in (hpcdist.MirroredStrategy, hpcdist.CentralStorageStrategy):
+        assert kind().cluster_resolver.task_type == "worker"
