@@ -50,7 +50,7 @@ class Exchange(Protocol):
 
 
 def to_host(value: Any) -> Array:
-    """Return a tensor, array or number as an array on the host; half precision as float32, as MPI has no type for it."""
+    """Return a tensor, array or number as an array on the host; half precision, unknown to MPI, as float32."""
     if isinstance(value, Tensor):
         host = value.detach().cpu()
         return np.asarray((host.float() if dtype_name(host) in HALF else host).numpy())
