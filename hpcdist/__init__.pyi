@@ -33,6 +33,7 @@ from hpcdist.collectives.objects import all_gather_objects as all_gather_objects
 from hpcdist.collectives.objects import alltoall_objects as alltoall_objects
 from hpcdist.collectives.objects import broadcast_object as broadcast_object
 from hpcdist.collectives.objects import gather_objects as gather_objects
+from hpcdist.collectives.objects import scatter_dataset as scatter_dataset
 from hpcdist.collectives.objects import scatter_objects as scatter_objects
 from hpcdist.collectives.ops import ReduceOp as ReduceOp
 from hpcdist.collectives.options import AllReduceAlgorithm as AllReduceAlgorithm

@@ -46,6 +46,7 @@ _DEFINED_IN = {
         "alltoall_objects",
         "broadcast_object",
         "gather_objects",
+        "scatter_dataset",
         "scatter_objects",
     ],
     "collectives.ops": ["ReduceOp"],

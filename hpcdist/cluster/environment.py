@@ -19,8 +19,9 @@ HPCDIST_VARIABLES = {
     "HPCDIST_TIMEOUT_S": "longest time, in seconds, for a collective or an agreement; then the job ends (default 600)",
 }
 
-#: Valid names in HPCDIST_DEBUG, which is separated by commas.
-DEBUG_NAMES = ("collectives",)
+#: Valid names in HPCDIST_DEBUG, which is separated by commas: compare each collective on all ranks; log each; look for
+#: gradients that are not finite.
+DEBUG_NAMES = ("collectives", "calls", "finite")
 
 #: Launcher variables: (size, rank, launcher). The first pair that is set and larger than one wins.
 LAUNCHER_VARIABLES = (

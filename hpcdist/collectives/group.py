@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from hpcdist.background import BackgroundThread
 from hpcdist.collectives.route import SMALLEST_BYTES, GroupFacts, auto_routes
 from hpcdist.diagnostics.call_check import CallCheck
-from hpcdist.diagnostics.journal import Journal
+from hpcdist.diagnostics.journal import Journal, LoggedJournal
 from hpcdist.diagnostics.neighbour import NeighbourWatch
 from hpcdist.diagnostics.stacks import Peer, process_namespace
 from hpcdist.diagnostics.watchdog import FAILED, WARN_S, Watchdog
@@ -157,7 +157,8 @@ class Group:
         board = None if self._board is None else self._board[JOURNAL_CELL::CELLS]
         flags = None if self._board is None else self._board[FLAGS_CELL::CELLS]
         codes = None if self._board is None else self._board[CODE_CELL::CELLS]
-        self.journal = Journal(board, self.node_comm.rank, codes)
+        own = board, self.node_comm.rank, codes
+        self.journal = LoggedJournal(self.world.describe, *own) if "calls" in self.world.debug else Journal(*own)
         warn_s = min(WARN_S, self.timeout_s / 2)
         end = functools.partial(end_job, "", ExitCode.INTERNAL)
         self.watchdog = watchdog or Watchdog(self.world.describe, end, warn_s, self.timeout_s, has_left)

@@ -6,8 +6,11 @@ Each takes any communicator and blocks; the watchdog ends the job when a rank do
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from hpcdist.collectives.group import group_of
 from hpcdist.errors import CollectiveError
+from hpcdist.plan.blocks import block_bounds
 from hpcdist.runtime.mpi import MPI
 
 
@@ -97,6 +100,65 @@ def alltoall_objects(values: Sequence[Any], comm: MPI.Comm | None = None) -> lis
     with group.recorded("alltoall_objects", None):
         group.agree(_refusal("alltoall_objects", len(values), group.size))
         return group.comm.alltoall(list(values))
+
+
+def scatter_dataset(
+    dataset: Any = None,
+    root: int = 0,
+    comm: MPI.Comm | None = None,
+    *,
+    shuffle: bool = False,
+    seed: int | None = None,
+    force_equal_length: bool = True,
+) -> list[Any]:
+    """Return this rank's share of a dataset that only root has, as a list of its items.
+
+    For data that only one rank can read. Where every rank can, `experimental_distribute_dataset` reads each row once
+    and sends none.
+
+    Collective: `comm`.
+
+    Args:
+        dataset: on root, what has a length and items that pickle, by number; not looked at elsewhere.
+        root: the rank of `comm` that has it.
+        comm: as `broadcast_object`.
+        shuffle: whether items are dealt out in random order.
+        seed: of that order, on root; None draws one.
+        force_equal_length: give all ranks as many items, some of them twice if they do not divide evenly.
+
+    Raises:
+        CollectiveError: when root's dataset has no length or no items; on every rank.
+
+    Cost: root reads all items and pickles those of all ranks at once.
+    """
+    group = group_of(comm)
+    shares: list[list[Any]] | None = None
+    with group.recorded("scatter_dataset", None):
+        is_root, error = group.rank == root, None
+        if is_root and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset)):
+            error = CollectiveError(
+                f"scatter_dataset: expected items by number on root, got {type(dataset).__name__} without any; pass a "
+                f"list, an array or a torch dataset with items."
+            )
+        group.agree(error)
+        if is_root:
+            order = np.random.default_rng(seed).permutation(len(dataset)) if shuffle else np.arange(len(dataset))
+            bounds = shares_of(len(dataset), group.size, force_equal_length)
+            shares = [[dataset[int(order[one % len(order)])] for one in range(*pair)] for pair in bounds]
+        own: list[Any] = group.comm.scatter(shares, root)
+    return own
+
+
+def shares_of(n_items: int, n_ranks: int, is_equal: bool) -> list[tuple[int, int]]:
+    """Return (start, stop) of each rank's items; with `is_equal` of one length, so that the last may pass the end.
+
+    >>> shares_of(5, 2, False), shares_of(5, 2, True)
+    ([(0, 3), (3, 5)], [(0, 3), (3, 6)])
+    """
+    if not is_equal:
+        return [block_bounds(n_items, n_ranks, rank) for rank in range(n_ranks)]
+    size = -(-n_items // n_ranks)
+    return [(rank * size, (rank + 1) * size) for rank in range(n_ranks)]
 
 
 def _refusal(call: str, n_given: int, n_ranks: int) -> CollectiveError | None:

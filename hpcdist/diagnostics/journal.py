@@ -1,9 +1,11 @@
 """The journal: the last 64 collectives of a thread, for reports about a rank that waits for ever."""
 
+import os
 import time
 import zlib
 from array import array
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 #: Collectives that are kept.
@@ -128,3 +130,33 @@ def _length(entry: Entry, current: Entry | None) -> str:
     if current is None or entry.number != current.number:
         return "ended by an error"
     return f"running for {time.monotonic() - entry.started_s:.1f} s"
+
+
+class LoggedJournal(Journal):
+    """A journal that also writes a line to standard error for each collective when it has ended.
+
+    Args:
+        describe: returns who this rank is.
+        board, local_rank, codes: as for `Journal`.
+    """
+
+    __slots__ = ("_describe",)
+
+    def __init__(
+        self,
+        describe: Callable[[], str],
+        board: memoryview | None = None,
+        local_rank: int = 0,
+        codes: memoryview | None = None,
+    ) -> None:
+        super().__init__(board, local_rank, codes)
+        self._describe = describe
+
+    def leave(self) -> None:
+        """Record that the current collective has ended, and write it down."""
+        entry = self.current
+        super().leave()
+        if entry is not None:
+            length_ms = 1000 * (self._now() - entry.started_s)
+            line = f"hpcdist: {self._describe()}: {entry.number}  {entry}  {length_ms:.3f} ms\n"
+            os.write(2, line.encode())  # in one piece: all ranks write there

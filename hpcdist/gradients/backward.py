@@ -88,6 +88,7 @@ class GradientSums:
         self.has_crossed = False
         self._step_flags = step_flags
         self._after_average = after_average
+        self._looks_for_infinity = "finite" in reducer.group.world.debug
         self._is_settled_by_loss = False
         self._scaled: deque[int] = deque(maxlen=1024)  # backwards that a scaled loss has reached, newest first
 
@@ -143,6 +144,17 @@ class GradientSums:
                 f"gradient_op; scale the loss by hpcdist.compute_average_loss, or make the strategy with "
                 f"gradient_op=ReduceOp.SUM (the loss is divided by the global batch) or ReduceOp.MEAN (the loss is a "
                 f"mean over the local batch)."
+            )
+
+    def require_finite(self, record: ParameterRecord, gradient: Tensor) -> None:
+        """Raise GradientError for NaN or infinity with HPCDIST_DEBUG=finite; on this rank only."""
+        if not self._looks_for_infinity:
+            return
+        values = gradient._values() if gradient.is_sparse else gradient
+        if not values.isfinite().all():
+            raise GradientError(
+                f"backward: expected finite gradients with HPCDIST_DEBUG=finite, got NaN or infinity in "
+                f"{record.name!r} on {self.reducer.group.world.describe()}; look at the loss and the rows of this step."
             )
 
     def scale(self, weight: float) -> float:
@@ -319,6 +331,7 @@ class BackwardSum:
             if not self._is_syncing:
                 record.unstash()
             return
+        self._sums.require_finite(record, parameter.grad)
         if not self._has_accumulated:
             self._weigh()
         if not self._is_syncing:

@@ -54,10 +54,13 @@ class CheckpointManager:
         checkpoint: the objects to save.
         directory: the folder; created by the attempt if missing. Only the chief needs access.
         max_to_keep: number of checkpoints to keep; older ones are removed once a newer one is committed and read back.
+            None: all are kept.
         keep_every_n_hours: of the older ones, keep the first, and each that is this much later than the one kept
             before it.
         keep_best: name of a metric passed to `save`: the checkpoint with its best value is kept too, as `best.h5`.
         best_mode: "min" or "max": which value is best.
+        n_best: how many with the best values are kept.
+        keep_every_n_steps: as keep_every_n_hours, by steps.
         fast_directory: an in-memory folder on every node, such as /dev/shm, for the copies of `save_fast`. A restore
             uses the newest state that verifies, on disk or in memory.
 
@@ -69,21 +72,23 @@ class CheckpointManager:
         ledger: the attempts of the run. Valid on the chief only.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all but two say what is kept
         self,
         checkpoint: Checkpoint,
         directory: str | os.PathLike[str],
-        max_to_keep: int = 3,
+        max_to_keep: int | None = 3,
         keep_every_n_hours: float | None = None,
         *,
         keep_best: str | None = None,
         best_mode: str = "min",
+        n_best: int = 1,
+        keep_every_n_steps: int | None = None,
         fast_directory: str | os.PathLike[str] | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self._world = checkpoint.world
         self._comm = self._world.role_comm
-        self._retention = Retention(max_to_keep, keep_every_n_hours, keep_best, best_mode)
+        self._retention = Retention(max_to_keep, keep_every_n_hours, keep_best, best_mode, n_best, keep_every_n_steps)
         self._is_writer = self._world.is_chief
         prepare = functools.partial(make_durable, checkpoint.files())
         self._saver = Saver(self._world, Store(directory), self._retention, prepare)

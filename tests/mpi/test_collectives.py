@@ -1,5 +1,6 @@
 """The public functions beside all_reduce, handles, large and odd buffers."""
 
+import re
 import threading
 import time
 
@@ -239,3 +240,17 @@ def test_bools_are_broadcast_and_gathered(comm, make):
     hpcdist.broadcast(values)
     assert values.tolist() == [True, False]
     assert hpcdist.all_gather(values).tolist() == [True, False] * comm.size
+
+
+def test_debug_logs_each_call_as_it_ends(comm, monkeypatch, make_group, capfd):
+    monkeypatch.setattr(make_world(), "debug", frozenset(["calls"]))
+    group = make_group()
+    capfd.readouterr()
+    with group.recorded("all_reduce sum", np.ones(3, np.float32)):
+        pass
+    with group.recorded("barrier", None):
+        pass
+    first, second = capfd.readouterr().err.splitlines()
+    who = f"hpcdist: {make_world().describe()}: "
+    assert re.fullmatch(re.escape(f"{who}1  all_reduce sum float32 x 3  ") + r"[\d.]+ ms", first)
+    assert second.startswith(f"{who}2  barrier any x 0  ")

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import hpcdist
 from hpcdist.errors import DesyncError, GradientError
 from hpcdist.gradients import torch_hooks
+from hpcdist.runtime.process import make_world
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 ROWS = 12
@@ -971,3 +972,47 @@ def test_nan_of_an_empty_part_is_not_added(comm):
         loss = model(x).mean() if len(x) else model(torch.ones(1, 2)).sum() * float("nan")
         loss.backward()
     assert model.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize("num_replicas", [None, 4])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_debug_names_the_parameter_whose_gradient_is_not_finite(comm, monkeypatch, num_replicas, value):
+    monkeypatch.setattr(make_world(), "debug", frozenset(["finite"]))
+    strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=num_replicas, gradient_op="sum")
+    if strategy.num_replicas_in_sync == 1:
+        pytest.skip("one replica sums nothing")
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+
+    def step(rows):
+        model(rows).sum().backward()
+
+    strategy.run(step, args=(torch.ones(1, 2),))
+    with pytest.raises(GradientError, match=r"got NaN or infinity in '\d\.weight' on rank \d"):
+        strategy.run(step, args=(torch.full((1, 2), value),))
+
+
+def test_a_grad_scaler_skips_a_step_on_all_ranks_when_one_overflows(comm):
+    """Gradients are sums, so that all ranks see the infinity of one."""
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    weights, scales = [model.weight.detach().clone()], []
+    for step in range(3):
+        optimizer.zero_grad()
+        overflows = step == 1 and comm.rank == comm.size - 1
+        loss = model(torch.ones(2, 2)).square().mean() * (float("inf") if overflows else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        scaler.step(optimizer)
+        scaler.update()
+        weights.append(model.weight.detach().clone())
+        scales.append(scaler.get_scale())
+    assert scales == [1024.0, 512.0, 512.0]
+    assert torch.equal(weights[1], weights[2])
+    assert not torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[2], weights[3])
+    assert len({str(one) for one in comm.allgather([one.tolist() for one in weights])}) == 1

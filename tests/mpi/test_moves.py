@@ -138,6 +138,25 @@ def test_an_optimizers_state_is_taken_from_the_chief(comm):
     assert [optimizer.state[p]["momentum_buffer"].numel() for p in model.parameters()] == [2, 1]
 
 
+@pytest.mark.parametrize("is_equal", [True, False])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_dataset_that_only_root_has_is_dealt_out(comm, shuffle, is_equal):
+    n_items = 2 * comm.size + 1
+    rows = torch.utils.data.TensorDataset(torch.arange(n_items)) if comm.rank == 0 else None
+    own = hpcdist.scatter_dataset(rows, shuffle=shuffle, seed=3, force_equal_length=is_equal)
+    shares = comm.allgather([int(row) for (row,) in own])
+    assert {row for share in shares for row in share} == set(range(n_items))
+    lengths = [len(share) for share in shares]
+    assert (len(set(lengths)) == 1) if is_equal else sum(lengths) == n_items
+    joined = [row for share in shares for row in share][:n_items]
+    assert (joined == list(range(n_items))) is not (shuffle and n_items > 1)
+
+
+def test_a_dataset_without_items_is_refused_on_all_ranks():
+    with pytest.raises(CollectiveError, match="scatter_dataset: expected items by number on root"):
+        hpcdist.scatter_dataset([])
+
+
 # -- several buffers, scales -----------------------------------------------------------------------------------------
 
 

@@ -107,6 +107,7 @@ class ReplicaBackwardSum:
             raise graph_refusal(record)
         own, gradient = self._own_pass(), parameter.grad
         if gradient is not None:  # it is None where the gradient is undefined
+            self._sums.require_finite(record, gradient)
             own.gradients[record] = gradient
             parameter.grad = None
 

@@ -236,6 +236,12 @@ def test_leftovers_of_killed_writers_are_swept(folder):
         ({"keep_best": "loss"}, [2, 5]),
         ({"keep_best": "loss", "best_mode": "max"}, [4, 5]),
         ({"keep_best": "other"}, [5]),
+        ({"keep_best": "loss", "n_best": 2}, [2, 3, 5]),
+        ({"keep_best": "loss", "n_best": 2, "best_mode": "max"}, [4, 5]),
+        ({"keep_best": "loss", "n_best": 9}, [2, 3, 4, 5]),
+        ({"keep_every_n_steps": 2}, [1, 3, 5]),
+        ({"keep_every_n_steps": 3, "keep_every_n_hours": 2}, [1, 3, 4, 5]),
+        ({"max_to_keep": None}, [1, 2, 3, 4, 5]),
     ],
 )
 def test_what_is_kept(folder, options, kept):
@@ -243,12 +249,15 @@ def test_what_is_kept(folder, options, kept):
     losses = [float("nan"), 0.1, 0.1, 0.9, 0.5]
     for hour, loss in enumerate(losses, 1):
         commit(folder, hour, time_s=3600.0 * hour, metrics={"loss": loss})
-        prune(folder, 1, **options)
+        prune(folder, **{"max_to_keep": 1, **options})
         folder = attempt(folder.path)
     assert steps(folder) == kept
 
 
-@pytest.mark.parametrize("options", [{"max_to_keep": 0}, {"keep_every_n_hours": 0}, {"best_mode": "good"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"max_to_keep": 0}, {"keep_every_n_hours": 0}, {"best_mode": "good"}, {"n_best": 0}, {"keep_every_n_steps": 0}],
+)
 def test_bad_retention(options):
     with pytest.raises(UsageError, match="CheckpointManager: expected"):
         Retention(**options)
