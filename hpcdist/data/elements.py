@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from hpcdist.data.batches import DividedBatches, RowRange, start_of_pass
 from hpcdist.data.iterator import Pipeline, stages
 from hpcdist.data.rows import apply, padded, stack, unstack
-from hpcdist.data.sources import JoinedSource, RowSource, ShardSource, ZippedSource, mapped
+from hpcdist.data.sources import JoinedSource, RowSource, ShardSource, ZippedSource, mapped, require_kind
 from hpcdist.data.streams import Stream
 from hpcdist.errors import DataError
 from hpcdist.nest import Nest, leaves, map_nest, with_leaves
@@ -107,14 +107,26 @@ class Elements(Pipeline):
         """Return the elements of this dataset, then those of another one of the same form.
 
         Raises:
-            DataError: when one has batches and the other rows; after a `shuffle` without a seed.
+            DataError: when one has batches and the other rows; when their elements differ in form or dtype; after a
+                `shuffle` without a seed.
+
+        Cost: a row of each is read at once, where rows can be read in any order.
         """
         own, others = self._rows(), other._rows()
         if own is not None and others is not None:
             return self._over(JoinedSource(own, others))
         _require_alike("concatenate", [self, other])
         streams = [one._stream("concatenate") for one in (self, other)]
-        return self._over(_of(lambda epoch: itertools.chain(*(one.draw(epoch) for one in streams)), streams[0]))
+
+        def draw(epoch: int) -> Iterator[Nest]:
+            kind = None
+            for stream in streams:
+                for number, element in enumerate(stream.draw(epoch)):
+                    if number == 0:
+                        kind = require_kind(element, kind)
+                    yield element
+
+        return self._over(_of(draw, streams[0]))
 
     @classmethod
     def zip(cls: type[Self], *datasets: Any) -> Self:

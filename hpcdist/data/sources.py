@@ -9,7 +9,8 @@ import numpy as np
 
 from hpcdist.data.batches import Shard
 from hpcdist.data.rows import Function, apply, n_rows_of, no_rows, spec_of, stack, unstack, zeros_like
-from hpcdist.nest import Nest, leaves, map_nest, with_leaves
+from hpcdist.errors import DataError
+from hpcdist.nest import Nest, form_of, leaves, map_nest, with_leaves
 from hpcdist.plan.sample_order import Rows
 
 #: Arrays up to this size are compared in full; of larger ones, a sample of rows.
@@ -140,11 +141,34 @@ class ZippedSource(RowSource):
         return {**super().describe(), "of": [source.describe() for source in leaves(self._sources)]}
 
 
+def require_kind(rows: Nest, kind: str | None = None) -> str:
+    """Return form and dtypes of rows or of a batch as text.
+
+    Raises:
+        DataError: when they are not of a given kind.
+    """
+    dtypes = [str(getattr(leaf, "dtype", type(leaf).__name__)) for leaf in leaves(rows)]
+    names = ["text" if dtype.startswith("<U") else dtype for dtype in dtypes]  # of any length
+    found = f"{form_of(rows)} of {', '.join(names)}"
+    if kind is not None and found != kind:
+        raise DataError(
+            f"concatenate: expected elements of one form and dtype, got {found} behind {kind}; convert them in map."
+        )
+    return found
+
+
 class JoinedSource(RowSource):
-    """Rows of one source, then those of another."""
+    """Rows of one source, then those of another.
+
+    Raises:
+        DataError: when their rows differ in form or dtype.
+    """
 
     def __init__(self, first: RowSource, second: RowSource) -> None:
         self._sources = first, second
+        kind = None
+        for source in self._sources:
+            kind = require_kind(source.take(np.zeros(1, np.int64)), kind) if source.n_rows else kind
         self.n_rows = first.n_rows + second.n_rows
         self.n_sampled = first.n_sampled + second.n_sampled
         if first.rows_of_files and second.rows_of_files:

@@ -94,6 +94,16 @@ def test_batches_are_zipped_and_joined_with_batches():
         Dataset.zip((numbers(), np.arange(3))[1])
 
 
+@pytest.mark.parametrize(("first", "second"), [*itertools.product([numbers, drawn], repeat=2)])
+def test_what_is_joined_has_one_form_and_dtype(first, second):
+    for change in (lambda row: row * 0.5, lambda row: (row, row), lambda row: torch.tensor(row)):
+        with pytest.raises(DataError, match="concatenate: expected elements of one form and dtype, got"):
+            list(first().concatenate(second().map(change)))
+    assert passes(first(0).concatenate(second(2).map(lambda row: row * 0.5))) == [[0.0, 0.5]]
+    texts = first(2).map(lambda row: np.array("a" * (row + 1)))
+    assert passes(texts.concatenate(second(1).map(lambda row: np.array("bcd")))) == [["a", "aa", "bcd"]]
+
+
 @BOTH
 @pytest.mark.parametrize(("cycle", "block"), [(1, 1), (2, 1), (2, 2), (3, 4), (9, 1)])
 def test_interleave_takes_blocks_in_turn(make, cycle, block):
