@@ -29,10 +29,10 @@ train: .venv/train.installed
 
 # All parts run, whatever fails; what failed is said at the end.
 test:
-	@$(MAKE) --no-print-directory parts SELECT="$(QUICK)" PARTS="lint unit mpi openmpi fault slurm hosts"
+	@$(MAKE) --no-print-directory parts SELECT="$(QUICK)" PARTS="lint unit mpi fault slurm hosts"
 
 test-rest:
-	@$(MAKE) --no-print-directory parts SELECT="$(REST)" PARTS="mpi-ranks system-mpi fault slurm hosts"
+	@$(MAKE) --no-print-directory parts SELECT="$(REST)" PARTS="openmpi mpi-ranks system-mpi fault slurm hosts"
 
 test-all:
 	@$(MAKE) --no-print-directory test; quick=$$?; $(MAKE) --no-print-directory test-rest && exit $$quick
