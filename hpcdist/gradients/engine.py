@@ -113,12 +113,12 @@ class GradientEngine:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Manage every module and optimizer that is built in the block, except modules built inside a run.
+        """Manage every module, parameter and optimizer that is built in the block, except in a run.
 
         A plan made in the middle of a step would find replicas that have begun it and others that have not.
         """
         try:
-            with torch_hooks.on_built(self._see, self._optimizers.add):
+            with torch_hooks.on_built(self._see, self._see_parameter, self._optimizers.add):
                 yield
         finally:  # plan again if a parameter has become trainable since the plan was made
             if any(p.requires_grad and p not in self._trained for p in self.modules.parameters()):
@@ -131,13 +131,18 @@ class GradientEngine:
         self._engines[module] = self
         self._plan_at_next_forward()
 
+    def _see_parameter(self, parameter: nn.Parameter) -> None:
+        if not self.scheduler.is_running:
+            self.modules.add_parameter(parameter)
+            self._plan_at_next_forward()
+
     @property
     def has_plan(self) -> bool:
         """Whether every module of the scope is planned, so that no forward will plan again."""
         return self._forward_handle is None
 
     def has_made(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a parameter or buffer of a module built in the scope."""
+        """Return whether a tensor is a parameter made in the scope, or a buffer of a module built there."""
         return self.modules.holds(tensor)
 
     def _plan_at_next_forward(self) -> None:
@@ -191,7 +196,7 @@ class GradientEngine:
         plan = ModelPlan((), ())
         with self._world.agreed(self._comm):
             gc.collect()  # whether an unused module is still there must not differ between ranks
-            plan = plan_model(self.modules.roots(), has_several_replicas=self._n_replicas > 1)
+            plan = plan_model(self.modules.roots(), self.modules.bare_parameters(), self._n_replicas > 1)
         self._require_same_tensors(plan.describe())
         settings = describe_settings(self._optimizers)
         self._world.require_same(settings, self._comm, lambda chiefs: explain_settings(settings, chiefs))
@@ -420,10 +425,12 @@ def prepare_modules(objects: Iterable[Any]) -> None:
 
     Collective where there is one of them: its `world.role_comm`.
     """
-    modules = [one for one in objects if isinstance(one, nn.Module)]
-    wanted = IdentitySet(part for module in modules for part in module.modules())
+    given = list(objects)
+    wanted = {id(part) for module in given if isinstance(module, nn.Module) for part in module.modules()}
+    tensors = [tensor for one in given for tensor in getattr(one, "local_copies", (one,)) if isinstance(tensor, Tensor)]
     for engine in _alive:
-        if not engine.has_plan and any(module in wanted for module in engine.modules):
+        is_used = any(id(module) in wanted for module in engine.modules) or any(map(engine.has_made, tensors))
+        if is_used and not engine.has_plan:
             engine.prepare()
 
 

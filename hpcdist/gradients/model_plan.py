@@ -55,15 +55,30 @@ class IdentitySet(Generic[T]):
 
 
 class ModuleSet(IdentitySet[nn.Module]):
-    """The modules made in a scope, in the order in which they were first seen."""
+    """The modules made in a scope, in the order in which they were first seen, and parameters that are in no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: IdentitySet[nn.Parameter] = IdentitySet()
+
+    def add_parameter(self, parameter: nn.Parameter) -> None:
+        """Add a parameter made in the scope: as one of no module, for as long as no module of the scope holds it."""
+        self._made.add(parameter)
+
+    def bare_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters made in the scope that are in none of its modules, in the order of their making."""
+        held = {id(parameter) for module in self for parameter in module.parameters()}
+        return [parameter for parameter in self._made if id(parameter) not in held]
 
     def parameters(self) -> IdentitySet[nn.Parameter]:
-        """Return every parameter that the modules have now, including frozen ones."""
-        return IdentitySet(parameter for module in self for parameter in module.parameters())
+        """Return every parameter of the scope as it is now, including frozen ones."""
+        held = [parameter for module in self for parameter in module.parameters()]
+        return IdentitySet([*held, *self.bare_parameters()])
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a parameter or buffer of one of the modules."""
-        return any(own is tensor for module in self for own in (*module.parameters(), *module.buffers()))
+        """Return whether a tensor is a parameter of the scope, or a buffer of one of the modules."""
+        held = [own for module in self for own in (*module.parameters(), *module.buffers())]
+        return any(own is tensor for own in (*held, *self._made))
 
     def roots(self) -> list[nn.Module]:
         """Return the modules that are alive and no other one's child."""
@@ -113,8 +128,10 @@ class ModelPlan:
         return "\n".join(rows + [f"{buffer.name} {layout(tensor)} buffer" for buffer, tensor in self._buffer_tensors()])
 
 
-def plan_model(roots: list[nn.Module], has_several_replicas: bool = True) -> ModelPlan:
-    """Return the tensors of `roots`, every parameter once.
+def plan_model(
+    roots: list[nn.Module], bare: Iterable[nn.Parameter] = (), has_several_replicas: bool = True
+) -> ModelPlan:
+    """Return the tensors of `roots`, and parameters that are in no module, every parameter once.
 
     Raises:
         ConfigurationError: for a parameter that has no shape yet or whose gradient cannot be summed, and an embedding
@@ -137,6 +154,9 @@ def plan_model(roots: list[nn.Module], has_several_replicas: bool = True) -> Mod
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
                     buffers.append(ModelBuffer(prefix + ".".join(filter(None, (module_name, key))), module, key))
+    for number, parameter in enumerate(bare):
+        _check_parameter(f"parameter {number}", parameter)
+        parameters.append((f"parameter {number}", parameter))
     modules = [module for root in roots for module in root.modules() if getattr(module, "sparse", False) is True]
     sparse = IdentitySet(parameter for module in modules for parameter in module.parameters(recurse=False))
     return ModelPlan(tuple(parameters), tuple(buffers), sparse)

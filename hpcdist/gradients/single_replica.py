@@ -29,8 +29,8 @@ class SingleReplicaSteps:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch every module and optimizer that is built in the block."""
-        with torch_hooks.on_built(self.modules.add, self._optimizers.add):
+        """Watch every module, parameter and optimizer that is built in the block."""
+        with torch_hooks.on_built(self.modules.add, self.modules.add_parameter, self._optimizers.add):
             yield
         if self.generators.seed is None:
             self.generators.start(torch.initial_seed())

@@ -60,14 +60,18 @@ def on_module_built(see: Callable[[nn.Module], None]) -> list[Handle]:
 
 
 @contextmanager
-def on_built(see_module: Callable[[nn.Module], None], see_optimizer: Callable[[Optimizer], None]) -> Iterator[None]:
-    """Call see_module for every module, and see_optimizer for every optimizer, that is built, copied or loaded here.
+def on_built(
+    see_module: Callable[[nn.Module], None],
+    see_parameter: Callable[[nn.Parameter], None],
+    see_optimizer: Callable[[Optimizer], None],
+) -> Iterator[None]:
+    """Call see_module, see_parameter or see_optimizer for what is built, copied or loaded in the block.
 
     A module may be seen several times: whenever it is given something.
     """
     handles = on_module_built(see_module)
     try:
-        with _on_copied(see_module), on_optimizer_built(see_optimizer):
+        with _on_copied(see_module), _on_parameter_made(see_parameter), on_optimizer_built(see_optimizer):
             yield
     finally:
         for handle in handles:
@@ -91,6 +95,23 @@ def _on_copied(see: Callable[[nn.Module], None]) -> Iterator[None]:
         yield
     finally:
         nn.Module.__setstate__ = set_state  # type: ignore[method-assign]
+
+
+@contextmanager
+def _on_parameter_made(see: Callable[[nn.Parameter], None]) -> Iterator[None]:
+    """Call `see` for every parameter that is made in the block: by a method that is wrapped."""
+    make = nn.Parameter.__new__
+
+    def wrapped(cls: type[nn.Parameter], *args: Any, **kwargs: Any) -> nn.Parameter:
+        parameter = make(cls, *args, **kwargs)
+        see(parameter)
+        return parameter
+
+    nn.Parameter.__new__ = staticmethod(wrapped)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Parameter.__new__ = staticmethod(make)  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -29,9 +29,9 @@ class Checkpoint:
 
     Args:
         objects: objects with state_dict() and load_state_dict(), such as modules, optimizers, schedulers, distributed
-            datasets and the strategy (which holds the seed and step of the random numbers); numpy arrays, which are
-            restored in place; or numbers and texts: `checkpoint["epoch"]` is the value, which a restore replaces and
-            `checkpoint["epoch"] = 3` changes, on all ranks alike.
+            datasets and the strategy (which holds the seed and step of the random numbers); numpy arrays and tensors,
+            such as a parameter, which are restored in place; or numbers and texts: `checkpoint["epoch"]` is the value,
+            which a restore replaces and `checkpoint["epoch"] = 3` changes, on all ranks alike.
 
     Attributes:
         step: step of the last save or restore; 0 before the first.
@@ -43,12 +43,12 @@ class Checkpoint:
 
     def __init__(self, **objects: Any) -> None:
         for name, item in objects.items():
-            if not isinstance(_plain(item), (np.ndarray, *_PLAIN)) and not (
+            if not (_is_array(item) or isinstance(_plain(item), _PLAIN)) and not (
                 hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
             ):
                 raise UsageError(
-                    "Checkpoint: expected objects with state_dict and load_state_dict, numpy arrays, numbers or texts, "
-                    f"got {type(item).__name__} for {name!r}; wrap it or leave it out."
+                    "Checkpoint: expected objects with state_dict and load_state_dict, arrays, tensors, numbers or "
+                    f"texts, got {type(item).__name__} for {name!r}; wrap it or leave it out."
                 )
         self._objects = {name: _plain(item) for name, item in objects.items()}
         self.step = 0
@@ -115,7 +115,7 @@ class Checkpoint:
         """Return the state of models and optimizers as nodes and arrays, without copying. Not collective."""
         arrays: list[NamedArray] = []
         equal = {name: item for name, item in self._objects.items() if _is_equal_everywhere(item)}
-        return {name: encode(item.state_dict(), name, to_array, arrays) for name, item in equal.items()}, arrays
+        return {name: encode(_state_of(item), name, to_array, arrays) for name, item in equal.items()}, arrays
 
     def trained_parts(self, nodes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the nodes of trained parameters and of optimizers, which training keeps equal on all ranks.
@@ -146,6 +146,7 @@ class Checkpoint:
         modules = [item for item in self._objects.values() if hasattr(item, "named_parameters")]
         optimizers = [item for item in self._objects.values() if hasattr(item, "param_groups")]
         found = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        found += [item for item in self._objects.values() if _is_tensor(item)]
         tensors = {id(tensor): tensor for tensor in found}.values()  # modules may share some
         state, to_come = sum(map(_nbytes, tensors)), 0
         for optimizer in optimizers:
@@ -338,8 +339,8 @@ def _memory_in_objects(objects: dict[str, Any], nodes: dict[str, Any]) -> dict[i
     found: dict[int, tuple[str, Array] | None] = {}
     for name, item in objects.items():
         node = nodes[name] if isinstance(nodes[name], dict) else {}
-        if isinstance(item, np.ndarray):
-            found[_number_in(node, "array")] = _memory_of(item)
+        if _is_array(item):
+            found[_number_in(node, "tensor" if _is_tensor(item) else "array")] = _memory_of(item)
         elif hasattr(item, "named_parameters") and is_list_of_pairs(node.get("dict")):
             state = item.state_dict()
             for key, part in node["dict"]:
@@ -357,7 +358,7 @@ def _memory_of(value: Any) -> tuple[str, Array] | None:
     """Return the name of the dtype and the memory, as it is stored, of an array or host tensor in one piece."""
     if isinstance(value, np.ndarray) and value.dtype.isnative:
         array, dtype = value, value.dtype.name
-    elif hasattr(value, "new_tensor") and value.device.type == "cpu" and value.is_contiguous():
+    elif _is_tensor(value) and value.device.type == "cpu" and value.is_contiguous():
         array, dtype = to_array(value)
     else:
         return None
@@ -367,7 +368,17 @@ def _memory_of(value: Any) -> tuple[str, Array] | None:
 
 
 def _state_of(item: Any) -> Any:
-    return item if isinstance(item, (np.ndarray, *_PLAIN)) else item.state_dict()
+    return item if _is_array(item) or isinstance(item, _PLAIN) else item.state_dict()
+
+
+def _is_tensor(item: Any) -> bool:
+    """Return whether an object is a torch tensor; this layer does not import torch."""
+    return hasattr(item, "new_tensor")
+
+
+def _is_array(item: Any) -> bool:
+    """Return whether an object is its own state: a numpy array or a tensor."""
+    return isinstance(item, np.ndarray) or _is_tensor(item)
 
 
 def _plain(item: Any) -> Any:
@@ -383,8 +394,9 @@ def _plain_kind(value: Any) -> str:
 
 
 def _is_equal_everywhere(item: Any) -> bool:
-    """Return whether all ranks hold the object: a module, or an optimizer that every rank steps."""
-    return hasattr(item, "named_parameters") or (hasattr(item, "param_groups") and not is_stepped_by_chief(item))
+    """Return whether all ranks hold the object: a module, a parameter, or an optimizer that every rank steps."""
+    is_optimizer = hasattr(item, "param_groups") and not is_stepped_by_chief(item)
+    return hasattr(item, "named_parameters") or is_optimizer or (_is_tensor(item) and item.requires_grad)
 
 
 def _kind(item: Any) -> str:
@@ -396,6 +408,8 @@ def _kind(item: Any) -> str:
         return "value"
     if hasattr(item, "describe_sums"):
         return "strategy"
+    if _is_tensor(item):
+        return "tensor"
     return "module" if hasattr(item, "named_parameters") else type(item).__name__
 
 
@@ -452,7 +466,7 @@ def _check_layout(name: str, item: Any, loaded: Any, source: str) -> None:
         if not _is_optimizer_state(state):  # a wrapper's state: only the wrapper can find the groups
             return
         own, theirs = _group_sizes(state), _group_sizes(loaded)
-    elif isinstance(item, np.ndarray):
+    elif _is_array(item):
         own, theirs = _layouts({name: item}), _layouts({name: loaded})
     elif isinstance(item, _PLAIN):
         own, theirs = {name: _plain_kind(item)}, {name: _plain_kind(loaded)}
@@ -483,6 +497,8 @@ def _load(name: str, item: Any, loaded: Any, source: str) -> None:
     try:
         if isinstance(item, np.ndarray):
             item[...] = loaded
+        elif _is_tensor(item):
+            item.detach().copy_(loaded)
         else:
             item.load_state_dict(loaded)
     except CheckpointError:

@@ -33,6 +33,11 @@ def _reading_reversed(function: Operator) -> Operator:
     return method
 
 
+def _converting(kind: Operator) -> Operator:
+    """Return a method that makes a Python number of the value."""
+    return lambda self: kind(self.read_value().detach())
+
+
 def _refusing(sign: str, instead: str) -> Operator:
     """Return a method that refuses an in-place operator: it would replace the variable by a tensor."""
 
@@ -82,8 +87,8 @@ class Readable(ABC):
     __eq__, __ne__ = _reading(operator.eq), _reading(operator.ne)
     __hash__ = object.__hash__  # as torch's: == compares elements, while sets and dicts go by identity
     __getitem__ = _reading(operator.getitem)
-    __float__, __int__, __bool__ = _reading(float), _reading(int), _reading(bool)
-    __complex__, __index__ = _reading(complex), _reading(operator.index)
+    __float__, __int__, __bool__ = _converting(float), _converting(int), _converting(bool)
+    __complex__, __index__ = _converting(complex), _converting(operator.index)
 
     __iadd__, __isub__ = _refusing("+=", "assign_add(value)"), _refusing("-=", "assign_sub(value)")
     __imul__ = _refusing("*=", "assign(variable * value)")
@@ -106,7 +111,7 @@ class Readable(ABC):
 
     def numpy(self) -> Any:
         """Return what `read_value` returns, as an array on the host."""
-        return self.read_value().cpu().numpy()
+        return self.read_value().detach().cpu().numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return np.asarray(self.numpy(), dtype)

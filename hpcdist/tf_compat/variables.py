@@ -94,7 +94,9 @@ class Variable(Readable):
 
     Args:
         initial_value: torch tensor, numpy array, number, nested list of numbers, or a function that returns one.
-        trainable: kept for compatibility; gradients are those of torch parameters. Default: unless ON_READ.
+        trainable: True, given for floats, makes `parameter` of it, which optimizers take and whose gradients are
+            summed; expressions of the variable are differentiable then. Default: unless ON_READ, but without gradients:
+            torch would record every use of a variable.
         synchronization: a member of VariableSynchronization, or its name.
         aggregation: a member of VariableAggregation, or its name.
         name: for messages.
@@ -102,10 +104,12 @@ class Variable(Readable):
 
     Attributes:
         trainable, synchronization, aggregation, name: see above.
+        parameter: the torch parameter that holds the value, where trainable=True was given; else None.
         strategy: that it belongs to.
 
     Raises:
-        UsageError: for an ON_READ variable that is trainable, NONE in a scope, whole numbers with MEAN, or no numbers.
+        UsageError: for a trainable variable that is ON_READ or of whole numbers, NONE in a scope, whole numbers with
+            MEAN, or no numbers.
         RuntimeError: inside `run`.
     """
 
@@ -134,6 +138,18 @@ class Variable(Readable):
         n_copies = len(self.strategy.own_replicas) if self._is_on_read else 1
         with torch.inference_mode(False):  # so that it can be written outside that mode, too
             self._copies = [value.clone() for _ in range(n_copies)]
+        self.parameter = self._make_parameter() if trainable else None
+
+    def _make_parameter(self) -> torch.nn.Parameter:
+        """Replace the only copy by a torch parameter; it is the strategy's, as any that is made in its scope."""
+        if not self.dtype.is_floating_point:
+            raise UsageError(
+                f"Variable: expected floats with trainable=True, got {self.dtype} for {self.name!r}; give it a float "
+                f"dtype, or leave trainable out."
+            )
+        parameter = torch.nn.Parameter(self._copies[0])
+        self._copies = [parameter]
+        return parameter
 
     def _check_creation(self) -> None:
         if self._is_unmanaged:
@@ -379,8 +395,9 @@ class Variable(Readable):
         """
         if self._is_on_read:
             return {"copies": all_tensors(self.strategy, self._call("state_dict"), self._copies)}
-        return {"value": self._copies[0].clone()}
+        return {"value": self._copies[0].detach().clone()}
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set all copies as they were saved. Not collective: the same state on every rank.
 
