@@ -49,6 +49,11 @@ from hpcdist.data.options import Options as Options
 from hpcdist.data.options import SHARD_HINT as SHARD_HINT
 from hpcdist.data.sampler import DistributedSampler as DistributedSampler
 from hpcdist.data.sources import RowSource as RowSource
+from hpcdist.gradients.comm_hook import GradBucket as GradBucket
+from hpcdist.gradients.compression import PowerSGDState as PowerSGDState
+from hpcdist.gradients.compression import TopKState as TopKState
+from hpcdist.gradients.compression import power_sgd_hook as power_sgd_hook
+from hpcdist.gradients.compression import top_k_hook as top_k_hook
 from hpcdist.resilience.checkpoint import Checkpoint as Checkpoint
 from hpcdist.resilience.checkpoint import load_checkpoint as load_checkpoint
 from hpcdist.resilience.manager import CheckpointManager as CheckpointManager

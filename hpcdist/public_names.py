@@ -67,6 +67,8 @@ _DEFINED_IN = {
     ],
     "data.sampler": ["DistributedSampler"],
     "data.sources": ["RowSource"],
+    "gradients.comm_hook": ["GradBucket"],
+    "gradients.compression": ["PowerSGDState", "TopKState", "power_sgd_hook", "top_k_hook"],
     "resilience.checkpoint": ["Checkpoint", "load_checkpoint"],
     "resilience.manager": ["CheckpointManager"],
     "resilience.metrics_file": ["MetricsFile"],

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.batch_weights import RowCounts
 from hpcdist.gradients.bucket_set import BucketSet
 from hpcdist.gradients.buffers import BufferRecord, average_buffers, gather_changed
+from hpcdist.gradients.comm_hook import GradBucket
 from hpcdist.gradients.record import ParameterRecord
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.replicas.local_sums import sum_rows
@@ -86,11 +88,16 @@ class GradientSums:
         self.last_weight = 1.0
         self.n_entered_before = 0
         self.has_crossed = False
+        self._comm_hook: Callable[[GradBucket], Any] | None = None
         self._step_flags = step_flags
         self._after_average = after_average
         self._looks_for_infinity = "finite" in reducer.group.world.debug
         self._is_settled_by_loss = False
         self._scaled: deque[int] = deque(maxlen=1024)  # backwards that a scaled loss has reached, newest first
+
+    def set_comm_hook(self, hook: Callable[[GradBucket], Any]) -> None:
+        """Let a hook sum the gradients of each bucket of plans made from now on."""
+        self._comm_hook = hook
 
     def take_scaled_loss(self, loss: Tensor) -> None:
         """Sum gradients from the first backward on that reaches this loss, which is divided by the global batch."""
@@ -122,7 +129,7 @@ class GradientSums:
         self.buffers = buffers
         n_counts = len(records) + len(buffers) + len(self.sparse_records) + _N_FACTS + N_NUMBERS
         in_buckets = [pair for pair in records if not isinstance(pair[0], SparseRecord)]
-        self.buckets = BucketSet(in_buckets, n_counts, self.reducer)
+        self.buckets = BucketSet(in_buckets, n_counts, self.reducer, self._comm_hook)
 
     def weight_of(self, local_index: int) -> float:
         """Return the weight of a local replica's gradients, in rows."""

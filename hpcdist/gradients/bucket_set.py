@@ -1,13 +1,14 @@
 """Buckets in memory: small gradients side by side in flat buffers, large ones where torch made them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hpcdist.collectives.group import Handle
 from hpcdist.dtypes import SUM_DTYPES, dtype_name
+from hpcdist.gradients.comm_hook import GradBucket, HookedSum
 from hpcdist.gradients.record import ParameterRecord
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.plan.buckets import Entry, plan_buckets
@@ -22,6 +23,8 @@ class BucketSet:
         records: the parameters that need a slot, in the order of the model.
         n_counts: float32 numbers that are summed along, in the last bucket.
         reducer: sums the buckets.
+        hook: called with each bucket of gradients at the end of the backward, and sums it instead; None: the reducer
+            does, as it does with the counts.
     """
 
     def __init__(
@@ -29,11 +32,15 @@ class BucketSet:
         records: Sequence[tuple[ParameterRecord, nn.Parameter]],
         n_counts: int,
         reducer: Reducer,
+        hook: Callable[[GradBucket], Any] | None = None,
     ) -> None:
         is_on_device = reducer.route.is_on_device
         entries = [Entry(n_counts, "float32"), *(_entry(parameter, is_on_device) for _, parameter in records)]
-        plan = plan_buckets(entries, reducer.begin_buckets(sum(entry.nbytes for entry in entries)))
-        self._reducer = reducer
+        limits = reducer.begin_buckets(sum(entry.nbytes for entry in entries))
+        if hook is not None:
+            limits = replace(limits, last_bytes=1)  # the counts alone
+        plan = plan_buckets(entries, limits)
+        self._reducer, self._hook = reducer, hook
         device = records[0][1].device if records and is_on_device else torch.device("cpu")
         self._flat = [
             None if shape.is_direct else torch.zeros(shape.n_elements, dtype=getattr(torch, shape.dtype), device=device)
@@ -52,7 +59,7 @@ class BucketSet:
         self._counts_bucket = counts.bucket
         self._arrays = [None if flat is None else _array(flat) for flat in self._flat]
         self._sizes = [len(members) + (bucket == counts.bucket) for bucket, members in enumerate(self._members)]
-        self._handles: list[Handle | None] = []
+        self._handles: list[Any] = []
         self.reset()
 
     @property
@@ -67,7 +74,12 @@ class BucketSet:
         self._missing = self._sizes.copy()
 
     def count_arrival(self, record: ParameterRecord) -> None:
-        """Count a gradient that is in its slot; start the buckets that are complete, in their order."""
+        """Count a gradient that is in its slot; start the buckets that are complete, in their order.
+
+        A hook's collectives would come between others of the backward, elsewhere on each rank: it waits for the end.
+        """
+        if self._hook is not None:
+            return
         self._missing[record.bucket] -= 1
         while self._n_started < len(self._missing) and self._missing[self._n_started] == 0:
             self._start()
@@ -88,11 +100,19 @@ class BucketSet:
             self.tensor(bucket).div_(total)
 
     def _start(self) -> None:
-        bucket, array, is_exact = self.begin_next()
-        self._handles.append(self._reducer.start(array, bucket, is_exact))
+        bucket, array, has_counts = self.begin_next()
+        if self._hook is None or has_counts:
+            self._handles.append(self._reducer.start(array, bucket, is_exact=has_counts))
+            return
+        is_last = bucket == self.n_buckets - 2  # the counts come after it
+        given = GradBucket(bucket, self.tensor(bucket), self._members[bucket], is_last)
+        self._handles.append(HookedSum(self._hook(given), given, self._reducer.group))
 
     def begin_next(self) -> tuple[int, Any, bool]:
-        """Count the next bucket as started; return its number, its array, and whether its sum must not be rounded."""
+        """Count the next bucket as started; return its number, its array, and whether the counts are in it.
+
+        A sum with counts must not be rounded.
+        """
         bucket = self._n_started
         array = self._arrays[bucket]
         if array is None:
@@ -100,7 +120,7 @@ class BucketSet:
         self._n_started += 1
         return bucket, array, bucket == self._counts_bucket
 
-    def wait(self, handles: Sequence[Handle | None]) -> list[float]:
+    def wait(self, handles: Sequence[Any]) -> list[float]:
         """Wait for the sums of all buckets; return those of the counts, and expect a new backward."""
         for handle in handles:
             if handle is not None:

@@ -21,11 +21,12 @@ from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hpcdist.errors import GradientError
+from hpcdist.errors import GradientError, UsageError, agreed
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.backward import BackwardSum, GradientSums
 from hpcdist.gradients.buffers import BufferRecord
 from hpcdist.gradients.central_storage import CentralStorage
+from hpcdist.gradients.comm_hook import CommHook
 from hpcdist.gradients.generators import StepGenerators
 from hpcdist.gradients.model_plan import IdentitySet, ModelPlan, ModuleSet, explain_difference, plan_model
 from hpcdist.gradients.record import Holds, ParameterRecord
@@ -103,6 +104,7 @@ class GradientEngine:
         self._shapes: frozenset[torch.Size] = frozenset()
         self._forward_handle: torch_hooks.Handle | None = None
         self._has_warned = False
+        self._hook_name: str | None = None
         self._n_collectives: int | None = None  # of the group, when the last part of a batch came
         before, after = torch_hooks.before_any_step(self._before_step), torch_hooks.after_any_step(self._after_step)
         _alive.add(self)
@@ -198,7 +200,7 @@ class GradientEngine:
             gc.collect()  # whether an unused module is still there must not differ between ranks
             plan = plan_model(self.modules.roots(), self.modules.bare_parameters(), self._n_replicas > 1)
         self._require_same_tensors(plan.describe())
-        settings = describe_settings(self._optimizers)
+        settings = f"comm hook {self._hook_name}\n{describe_settings(self._optimizers)}"
         self._world.require_same(settings, self._comm, lambda chiefs: explain_settings(settings, chiefs))
         return plan
 
@@ -257,6 +259,40 @@ class GradientEngine:
                 "on all; if it comes from a plain DataLoader, use strategy.experimental_distribute_dataset.",
                 self._comm.size,
             )
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Let hook(state, bucket) sum each bucket; see `Strategy.register_comm_hook`. Not collective."""
+        error = self._why_not_hooked(hook)
+        if error is not None:
+            raise agreed(error)
+        self._hook_name = (
+            f"{hook.__module__}.{hook.__qualname__}" if hasattr(hook, "__qualname__") else repr(type(hook))
+        )
+        self.sums.set_comm_hook(functools.partial(hook, state))
+
+    def _why_not_hooked(self, hook: CommHook) -> UsageError | None:
+        if not callable(hook):
+            return UsageError(
+                f"register_comm_hook: expected hook(state, bucket), got {type(hook).__name__}; pass a function."
+            )
+        if self._hook_name is not None or self.sums.records:
+            found = "a planned model" if self._hook_name is None else f"{self._hook_name} registered already"
+            return UsageError(
+                f"register_comm_hook: expected one call before the first use of a model, got {found}; register it "
+                f"right after the strategy is made."
+            )
+        if self._n_replicas != self._comm.size or self._reducer.route.wire_dtype is not None:
+            found = "wire_dtype" if self._n_replicas == self._comm.size else f"{self._n_replicas} replicas"
+            return UsageError(
+                f"register_comm_hook: expected one replica on each of {self._comm.size} ranks, and no wire_dtype, got "
+                f"{found}; leave num_replicas and wire_dtype out."
+            )
+        return None
+
+    @property
+    def comm_hook(self) -> str | None:
+        """Name of the registered hook."""
+        return self._hook_name
 
     # -- steps ----------------------------------------------------------------------------------------------------
 

@@ -77,6 +77,12 @@ class ParameterRecord:
         """The parameter, or None when its model is gone."""
         return self.reference()
 
+    @property
+    def part_in_shape(self) -> Tensor:
+        """A view of `part` in the parameter's shape; there from `take` or `stand_in` on."""
+        assert self.part is not None, "take and stand_in set it"
+        return self._shaped(self.part)
+
     def assign_slot(self, bucket: int, slot: Tensor | None, parameter: nn.Parameter) -> None:
         """Take a new slot: a flat host tensor of as many elements; None to be summed where torch made it."""
         self.bucket = bucket

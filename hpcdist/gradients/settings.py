@@ -42,6 +42,6 @@ def explain_settings(own: str, chiefs: str) -> DesyncError:
     pairs = zip_longest(own.splitlines(), chiefs.splitlines(), fillvalue="none")
     mine, theirs = next((mine, theirs) for mine, theirs in pairs if mine != theirs)
     return DesyncError(
-        f"strategy: expected the chief's optimizers, {theirs!r}, got {mine!r}; make the same optimizers, with the same "
-        f"settings, on every rank."
+        f"strategy: expected the chief's optimizers and comm hook, {theirs!r}, got {mine!r}; make the same, with the "
+        f"same settings, on every rank."
     )

@@ -107,7 +107,7 @@ def _on_parameter_made(see: Callable[[nn.Parameter], None]) -> Iterator[None]:
         see(parameter)
         return parameter
 
-    nn.Parameter.__new__ = staticmethod(wrapped)  # type: ignore[method-assign]
+    nn.Parameter.__new__ = staticmethod(wrapped)  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -14,7 +14,18 @@ from hpcdist.runtime.world import World
 logger = logging.getLogger("hpcdist")
 
 #: Facts that the bits of further training depend on; a restore warns if one has changed.
-_BITS_DEPEND_ON = ("ranks", "hosts", "threads", "instruction_set", "torch", "mpi", "all_reduce", "wire", "replicas")
+_BITS_DEPEND_ON = [
+    "ranks",
+    "hosts",
+    "threads",
+    "instruction_set",
+    "torch",
+    "mpi",
+    "all_reduce",
+    "wire",
+    "replicas",
+    "comm_hook",
+]
 #: Facts that do not matter if the number of replicas is fixed.
 _OF_PLACEMENT = ("ranks", "hosts", "mpi")
 

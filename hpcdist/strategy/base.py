@@ -25,6 +25,7 @@ from hpcdist.data.options import InputContext, InputOptions
 from hpcdist.data.rows import explaining_empty_parts
 from hpcdist.errors import UsageError
 from hpcdist.gradients import torch_hooks
+from hpcdist.gradients.comm_hook import CommHook
 from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
 from hpcdist.nest import Nest, form_of, leaves, with_leaves
 from hpcdist.runtime.step_flags import single_rank_flags
@@ -428,6 +429,30 @@ class Strategy(Ranks):
         return Dataset.from_tensor_slices(numpy_input)
 
     make_experimental_numpy_dataset = experimental_make_numpy_dataset
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Let hook(state, bucket) sum the gradients of each bucket, as torch DDP's method does.
+
+        Called on every rank at the end of each synchronized backward, with one bucket after another; all are started
+        before the first is waited for. The collectives of a hook are hpcdist's, such as `hpcdist.all_reduce_async`.
+        Counts, row weights and requests to stop travel apart from it, exactly. Not called with a single replica; rows
+        of sparse gradients do not go through it.
+
+        Not collective; all ranks register the same hook, before the first use of a model.
+
+        Args:
+            state: passed to every call, such as what a compression keeps between steps. It is in no checkpoint.
+            hook: gets a `GradBucket`: `buffer()` has this rank's gradients as they enter the sum (with ReduceOp.MEAN
+                multiplied by its rows; the strategy divides later). Returns their sum over all ranks, not their mean:
+                a tensor, an hpcdist handle, or a torch.futures.Future; None where it overwrote the buffer. It must
+                return the same bits on all ranks.
+
+        Raises:
+            UsageError: after the first use of a model, for a second hook, and with num_replicas or wire_dtype; on every
+                rank alike.
+
+        Cost: one more small all-reduce for the counts; buckets between hosts do not start while backward runs.
+        """
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backwards in the block accumulate without a sum; the next one outside sums everything."""

@@ -36,6 +36,7 @@ from hpcdist.data.same_rows import RANDOM, are_random, describe_rows
 from hpcdist.data.sources import RowSource
 from hpcdist.errors import ConfigurationError, DataError, UsageError, agreed
 from hpcdist.gradients.central_storage import CentralStorage
+from hpcdist.gradients.comm_hook import CommHook
 from hpcdist.gradients.engine import GradientEngine
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.replicas.local_sums import sum_rows
@@ -334,6 +335,10 @@ class MultiWorkerMirroredStrategy(Strategy):
                 )
             )
 
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Let hook(state, bucket) sum the gradients of each bucket; see `Strategy.register_comm_hook`."""
+        self.engine.register_comm_hook(state, hook)
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backwards in the block accumulate this replica's gradients; the next one outside sums everything.
 
@@ -368,7 +373,8 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def describe_sums(self) -> dict[str, Any]:
         """Return what the bits of summed gradients depend on; the number of replicas where it was given."""
-        return {**self.reducer.describe(), "replicas": self.num_replicas_in_sync if self._has_fixed_replicas else None}
+        n_replicas = self.num_replicas_in_sync if self._has_fixed_replicas else None
+        return {**self.reducer.describe(), "replicas": n_replicas, "comm_hook": self.engine.comm_hook}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the random numbers and the measured algorithms of a checkpoint."""

@@ -10,6 +10,7 @@ ROOMS = {
     "strategy": "Strategies",
     "tf_compat": "Variables, metrics and layers",
     "data": "Data",
+    "gradients": "Communication of gradients",
     "resilience": "Checkpoints and preemption",
     "checkpoint": "Checkpoints and preemption",
     "collectives": "Collectives",

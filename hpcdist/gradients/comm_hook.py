@@ -1,0 +1,100 @@
+"""Comm hooks: a program's own way to sum the gradients of a bucket, in the form of torch DDP's."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hpcdist.collectives.group import Group
+from hpcdist.errors import GradientError
+from hpcdist.gradients.record import ParameterRecord
+from hpcdist.runtime.waiting import late, wait_until
+
+
+class GradBucket:
+    """A bucket of gradients of this rank, as torch.distributed.GradBucket. Valid until the hook's result is there.
+
+    Args:
+        index: its number, counted in the order in which buckets are summed.
+        tensor: (n_elements,) the gradients side by side, on the host, or on the GPU where NCCL sums. Where there are
+            several, each starts at a multiple of 64 bytes, with zeros in between, whose sum is not used.
+        records: the parameters, in the order of their gradients.
+        is_last: whether it is the last one.
+    """
+
+    def __init__(self, index: int, tensor: Tensor, records: Sequence[ParameterRecord], is_last: bool) -> None:
+        self._index, self._tensor, self._records, self._is_last = index, tensor, records, is_last
+
+    def index(self) -> int:
+        """Return the bucket's number; it has the same parameters at every step."""
+        return self._index
+
+    def buffer(self) -> Tensor:
+        """Return all gradients as one flat tensor, which may be overwritten."""
+        return self._tensor
+
+    def gradients(self) -> list[Tensor]:
+        """Return a view of the buffer for each parameter, in its shape."""
+        return [record.part_in_shape for record in self._records]
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters."""
+        return [parameter for record in self._records if (parameter := record.parameter) is not None]
+
+    def is_last(self) -> bool:
+        """Return whether no bucket comes after it in this backward."""
+        return self._is_last
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Copy `tensor`, of as many elements, to the buffer."""
+        self._tensor.copy_(tensor.reshape(-1))
+
+
+#: hook(state, bucket) returns the sum of `bucket.buffer()` over all ranks, or a future of it.
+CommHook = Callable[[Any, GradBucket], Any]
+
+
+class HookedSum:
+    """The sum of a bucket that a hook has started: `wait` writes it to the bucket.
+
+    Args:
+        result: what the hook returned.
+        bucket: its argument.
+        group: the ranks.
+    """
+
+    def __init__(self, result: Any, bucket: GradBucket, group: Group) -> None:
+        self._result, self._bucket, self._group = result, bucket, group
+
+    def wait(self) -> None:
+        """Wait until the sum is in the bucket.
+
+        Raises:
+            CollectiveTimeoutError: when it takes longer than the strategy's limit. GradientError: when the hook's
+                result is no such sum; on this rank only.
+        """
+        result, own = self._result, self._bucket.buffer()
+        if hasattr(result, "wait"):
+            self._wait_for(result)
+            result = result.wait()
+        if result is None:  # of a collective that overwrites its buffer
+            return
+        if isinstance(result, (list, tuple)) and len(result) == 1:  # as futures of torch's collectives have it
+            result = result[0]
+        if not isinstance(result, Tensor) or result.numel() != own.numel():
+            found = f"{tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+            raise GradientError(
+                f"comm hook: expected a sum of {own.numel()} elements, as the bucket has, or a future of it, got "
+                f"{found}; return a tensor, an hpcdist handle or a torch.futures.Future."
+            )
+        if result.data_ptr() != own.data_ptr():
+            own.copy_(result.detach().reshape(-1))
+
+    def _wait_for(self, result: Any) -> None:
+        """Wait for a future of torch's, whose own wait is not bounded; handles of hpcdist's collectives are."""
+        is_done = getattr(result, "done", None)
+        if is_done is None:
+            return
+        with self._group.recorded("comm hook", None):
+            if not wait_until(is_done, self._group.timeout_s):
+                raise late("comm hook", self._group.timeout_s, "its future", self._group.world)
