@@ -2,6 +2,7 @@
 
 mpirun -n 2 python benchmarks/allreduce.py --out out/allreduce
 mpirun -n 4 python benchmarks/allreduce.py --out out/allreduce-4 --sizes 64M
+mpirun -n 4 python benchmarks/allreduce.py --out out/algorithms --algorithms RING,HALVING,HIERARCHICAL,SHARED_MEMORY
 python benchmarks/allreduce.py --merge out/a/allreduce.json out/b/allreduce.json --out out/both
 
 Every block fills all its buffers with fresh random values, which is not timed, calls once per buffer, and checks every
@@ -49,6 +50,9 @@ def parse_args():
     parser.add_argument("--rounds", type=int, default=10, help="pairs of blocks of every contender")
     parser.add_argument("--seconds", type=float, default=30.0, help="rough limit for one size")
     parser.add_argument("--quick", action="store_true", help="few small sizes, for a look whether all works")
+    parser.add_argument(
+        "--algorithms", help="built-in algorithms to time beside AUTO, such as RING,HALVING,HIERARCHICAL"
+    )
     parser.add_argument("--label", default="", help="what this launch is called when several are merged")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="JSON", help="time nothing, merge these reports")
     return parser.parse_args()
@@ -73,7 +77,7 @@ def private_sets(n_elements, n_sets):
     return carve(np.zeros(n_elements * n_sets, np.float32), n_elements, n_sets)
 
 
-def make_contenders(comm, nbytes, n_sets):
+def make_contenders(comm, nbytes, n_sets, algorithms):
     """Return the calls on private buffers: name -> contender."""
     n_elements = nbytes // 4
     sets, received = private_sets(n_elements, n_sets), private_sets(n_elements, n_sets)
@@ -90,7 +94,12 @@ def make_contenders(comm, nbytes, n_sets):
         "torch gloo": Contender(lambda number: torch.distributed.all_reduce(tensors[number]), sets, sets),
         "hpcdist AUTO": Contender(lambda number: hpcdist.all_reduce(sets[number]), sets, sets),
         "hpcdist gradient to p.grad": Contender(sum_gradient, sets, sets),
+        **{f"hpcdist {name}": Contender(partial(sum_by, sets, name), sets, sets) for name in algorithms},
     }
+
+
+def sum_by(sets, algorithm, number):
+    hpcdist.all_reduce(sets[number], implementation=algorithm)
 
 
 def run_block(comm, contender, values, numbers):
@@ -123,7 +132,7 @@ def time_size(comm, nbytes, args):
     """Return the case of one size. Collective: `comm`."""
     n_sets = max(3, 2 * last_cache_bytes() // nbytes + 1)
     n_sets = min(n_sets, 64 if args.quick else 4096)
-    contenders = make_contenders(comm, nbytes, n_sets)
+    contenders = make_contenders(comm, nbytes, n_sets, args.algorithms.split(",") if args.algorithms else [])
     values = RandomSets(comm, nbytes // 4, seed=nbytes)
     limit_s = args.seconds / (2 * args.rounds * (len(contenders) + 1))
     blocks = {}

@@ -1,5 +1,6 @@
 from hpcdist import cluster_resolver as cluster_resolver
 from hpcdist import experimental as experimental
+from hpcdist import testing as testing
 from hpcdist.checkpoint.store import latest_checkpoint as latest_checkpoint
 from hpcdist.cluster.resolvers import ClusterResolver as ClusterResolver
 from hpcdist.cluster.resolvers import MPIClusterResolver as MPIClusterResolver
@@ -49,6 +50,7 @@ from hpcdist.data.options import Options as Options
 from hpcdist.data.options import SHARD_HINT as SHARD_HINT
 from hpcdist.data.sampler import DistributedSampler as DistributedSampler
 from hpcdist.data.sources import RowSource as RowSource
+from hpcdist.diagnostics.summary import communication_summary as communication_summary
 from hpcdist.gradients.comm_hook import GradBucket as GradBucket
 from hpcdist.gradients.compression import PowerSGDState as PowerSGDState
 from hpcdist.gradients.compression import TopKState as TopKState
@@ -80,6 +82,8 @@ from hpcdist.strategy.values import DistributedValues as DistributedValues
 from hpcdist.strategy.values import Mirrored as Mirrored
 from hpcdist.strategy.values import PerReplica as PerReplica
 from hpcdist.tf_compat import metrics as metrics
+from hpcdist.tf_compat.determinism import enable_op_determinism as enable_op_determinism
+from hpcdist.tf_compat.determinism import set_random_seed as set_random_seed
 from hpcdist.tf_compat.function import function as function
 from hpcdist.tf_compat.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from hpcdist.tf_compat.sync_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm

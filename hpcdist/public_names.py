@@ -67,6 +67,7 @@ _DEFINED_IN = {
     ],
     "data.sampler": ["DistributedSampler"],
     "data.sources": ["RowSource"],
+    "diagnostics.summary": ["communication_summary"],
     "gradients.comm_hook": ["GradBucket"],
     "gradients.compression": ["PowerSGDState", "TopKState", "power_sgd_hook", "top_k_hook"],
     "resilience.checkpoint": ["Checkpoint", "load_checkpoint"],
@@ -92,6 +93,7 @@ _DEFINED_IN = {
     "strategy.one_device": ["OneDeviceStrategy"],
     "strategy.replica_context": ["ReplicaContext"],
     "strategy.values": ["DistributedValues", "Mirrored", "PerReplica"],
+    "tf_compat.determinism": ["enable_op_determinism", "set_random_seed"],
     "tf_compat.function": ["function"],
     "tf_compat.sync_batch_norm": ["SyncBatchNorm", "convert_sync_batchnorm"],
     "tf_compat.tpu": ["TPUStrategy", "experimental_connect_to_cluster", "initialize_tpu_system"],
@@ -100,7 +102,12 @@ _DEFINED_IN = {
 #: Public name -> the module that defines it.
 NAMES = {name: module for module, names in _DEFINED_IN.items() for name in names}
 #: Modules that are public as a whole.
-MODULES = {"cluster_resolver": "cluster_resolver", "experimental": "experimental", "metrics": "tf_compat.metrics"}
+MODULES = {
+    "cluster_resolver": "cluster_resolver",
+    "experimental": "experimental",
+    "metrics": "tf_compat.metrics",
+    "testing": "testing",
+}
 #: Paths of tf.distribute: each name there -> its name in hpcdist.
 ALIASES = {
     "cluster_resolver": {

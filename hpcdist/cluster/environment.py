@@ -20,8 +20,8 @@ HPCDIST_VARIABLES = {
 }
 
 #: Valid names in HPCDIST_DEBUG, which is separated by commas: compare each collective on all ranks; log each; look for
-#: gradients that are not finite.
-DEBUG_NAMES = ("collectives", "calls", "finite")
+#: gradients that are not finite; count calls, bytes and seconds.
+DEBUG_NAMES = ("collectives", "calls", "finite", "summary")
 
 #: Launcher variables: (size, rank, launcher). The first pair that is set and larger than one wins.
 LAUNCHER_VARIABLES = (

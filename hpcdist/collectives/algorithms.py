@@ -1,5 +1,6 @@
 """The table of algorithms, how a route is carried out, and the measurement that AUTO decides by."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -17,6 +18,8 @@ from hpcdist.collectives.options import CommunicationImplementation as Implement
 from hpcdist.collectives.route import SMALLEST_BYTES, Route
 from hpcdist.collectives.wire import PLAIN, Wire
 from hpcdist.runtime.mpi import MPI
+
+logger = logging.getLogger("hpcdist")
 
 AllReduce = Callable[[npt.NDArray[Any], Group, Op], None]
 #: Every built-in algorithm on host buffers. To remove one, delete its file, its line here and its test parameter.
@@ -105,6 +108,9 @@ def measure(group: Group) -> None:
         is_better = times[Implementation.MPI] > MARGIN * times[ours]
         is_ours = group.world.all_reduce_int(int(is_better and group.rank == 0), MPI.MAX, group.comm)
         rows.append((nbytes, ours if is_ours else Implementation.MPI))
+        if group.rank == 0:
+            took = ", ".join(f"{name.value} {1e6 * seconds:.1f} us" for name, seconds in times.items())
+            logger.info("all_reduce: AUTO takes %s from %d bytes on: %s", rows[-1][1].value, nbytes, took)
         is_late = group.rank == 0 and time.perf_counter() - started > LIMIT_S
         if group.world.all_reduce_int(int(is_late), MPI.MAX, group.comm):
             rows.append((4 * nbytes, ours))

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 from hpcdist.background import BackgroundThread
 from hpcdist.collectives.route import SMALLEST_BYTES, GroupFacts, auto_routes
 from hpcdist.diagnostics.call_check import CallCheck
-from hpcdist.diagnostics.journal import Journal, LoggedJournal
+from hpcdist.diagnostics.journal import Entry, Journal, ReportingJournal, log_call
 from hpcdist.diagnostics.neighbour import NeighbourWatch
 from hpcdist.diagnostics.stacks import Peer, process_namespace
+from hpcdist.diagnostics.summary import count_calls
 from hpcdist.diagnostics.watchdog import FAILED, WARN_S, Watchdog
 from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ExitCode, HpcdistError
 from hpcdist.plan.placement import LanePlan, plan_lanes
@@ -158,7 +159,8 @@ class Group:
         flags = None if self._board is None else self._board[FLAGS_CELL::CELLS]
         codes = None if self._board is None else self._board[CODE_CELL::CELLS]
         own = board, self.node_comm.rank, codes
-        self.journal = LoggedJournal(self.world.describe, *own) if "calls" in self.world.debug else Journal(*own)
+        reports = self.world.debug & {"calls", "summary"}
+        self.journal = ReportingJournal(self._report_call, *own) if reports else Journal(*own)
         warn_s = min(WARN_S, self.timeout_s / 2)
         end = functools.partial(end_job, "", ExitCode.INTERNAL)
         self.watchdog = watchdog or Watchdog(self.world.describe, end, warn_s, self.timeout_s, has_left)
@@ -168,6 +170,15 @@ class Group:
         if flags is not None and is_of_role and len({namespace for *_, namespace in found}) == 1:
             call_on_failure(functools.partial(self._announce_failure, flags))
             self._neighbour = NeighbourWatch(peers, self.node_comm.rank, flags, has_left, end)
+
+    def _report_call(self, entry: Entry) -> None:
+        """Log or count a collective that has ended, as HPCDIST_DEBUG says."""
+        rank = self.world.describe()
+        if "calls" in self.world.debug:
+            log_call(rank, entry)
+        if "summary" in self.world.debug:
+            length_s = (entry.ended_s or entry.started_s) - entry.started_s
+            count_calls(rank, self.world.is_chief).add(entry.op, entry.dtype, entry.n_elements, length_s)
 
     def _announce_failure(self, flags: memoryview) -> None:
         if self._neighbour is not None and not self._neighbour.is_stopped:

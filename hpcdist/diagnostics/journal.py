@@ -132,31 +132,35 @@ def _length(entry: Entry, current: Entry | None) -> str:
     return f"running for {time.monotonic() - entry.started_s:.1f} s"
 
 
-class LoggedJournal(Journal):
-    """A journal that also writes a line to standard error for each collective when it has ended.
+class ReportingJournal(Journal):
+    """A journal that also reports each collective when it has ended.
 
     Args:
-        describe: returns who this rank is.
+        report: called with the entry, in the thread of the collective.
         board, local_rank, codes: as for `Journal`.
     """
 
-    __slots__ = ("_describe",)
+    __slots__ = ("_report",)
 
     def __init__(
         self,
-        describe: Callable[[], str],
+        report: Callable[[Entry], None],
         board: memoryview | None = None,
         local_rank: int = 0,
         codes: memoryview | None = None,
     ) -> None:
         super().__init__(board, local_rank, codes)
-        self._describe = describe
+        self._report = report
 
     def leave(self) -> None:
-        """Record that the current collective has ended, and write it down."""
+        """Record that the current collective has ended, and report it."""
         entry = self.current
         super().leave()
         if entry is not None:
-            length_ms = 1000 * (self._now() - entry.started_s)
-            line = f"hpcdist: {self._describe()}: {entry.number}  {entry}  {length_ms:.3f} ms\n"
-            os.write(2, line.encode())  # in one piece: all ranks write there
+            self._report(entry._replace(ended_s=self._now()))
+
+
+def log_call(rank: str, entry: Entry) -> None:
+    """Write a collective that has ended to standard error, in one piece: all ranks write there."""
+    length_ms = 1000 * ((entry.ended_s or entry.started_s) - entry.started_s)
+    os.write(2, f"hpcdist: {rank}: {entry.number}  {entry}  {length_ms:.3f} ms\n".encode())

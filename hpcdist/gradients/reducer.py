@@ -180,6 +180,8 @@ class Reducer:
             return Limits(LOCAL_BUCKET_BYTES, DIRECT_BYTES)
         best = best_bucket_bytes(total_bytes, *self._group.keep("link", self._measure_link))
         bucket_bytes = min(max(best, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
+        if self._group.rank == 0:
+            logger.info("strategy: buckets of %d bytes for %d bytes of gradients", bucket_bytes, total_bytes)
         return Limits(bucket_bytes, DIRECT_BYTES, bucket_bytes // 4)
 
     def describe(self) -> dict[str, str | None]:

@@ -63,6 +63,7 @@ class CheckpointManager:
         keep_every_n_steps: as keep_every_n_hours, by steps.
         fast_directory: an in-memory folder on every node, such as /dev/shm, for the copies of `save_fast`. A restore
             uses the newest state that verifies, on disk or in memory.
+        checkpoint_interval: steps; a save that comes sooner after the last one is left out.
 
     Attributes:
         checkpoint: see above.
@@ -84,8 +85,10 @@ class CheckpointManager:
         n_best: int = 1,
         keep_every_n_steps: int | None = None,
         fast_directory: str | os.PathLike[str] | None = None,
+        checkpoint_interval: int | None = None,
     ) -> None:
         self.checkpoint = checkpoint
+        self._interval = checkpoint_interval or 0
         self._world = checkpoint.world
         self._comm = self._world.role_comm
         self._retention = Retention(max_to_keep, keep_every_n_hours, keep_best, best_mode, n_best, keep_every_n_steps)
@@ -184,7 +187,8 @@ class CheckpointManager:
         blocking: bool = True,
         if_changed: bool = False,
         in_memory: bool = False,
-    ) -> str:
+        check_interval: bool = True,
+    ) -> str | None:
         """Commit the state after `step` optimizer steps and return the file's path on every rank.
 
         Collective: chief and workers. The chief copies the state; a background thread writes it. The next save, `wait`
@@ -198,6 +202,8 @@ class CheckpointManager:
             if_changed: whether to save nothing if the chief's state equals the last saved or restored one.
             in_memory: whether to copy the state to the memory of every node too, as `save_fast`; on the chief's node
                 one copy of the arrays serves for both.
+            check_interval: whether to save nothing, and return None, within `checkpoint_interval` steps of the last
+                save or restore.
 
         Raises:
             CheckpointError: if this save or the previous one cannot be written, on all ranks; earlier checkpoints are
@@ -211,6 +217,8 @@ class CheckpointManager:
         step = operator.index(step)
         if not 0 <= step < 1 << 63:
             raise UsageError(f"save: expected a step from 0 to 2**63 - 1, got {step}; count optimizer steps.")
+        if check_interval and self.latest_path is not None and 0 <= step - self.saved_step < self._interval:
+            return None
         group = group_of(self._comm, None, self._world)
         with group.recorded("save", None):  # the watchdog names ranks that do not come
             group.wait([group.comm.Ibarrier()])
@@ -422,7 +430,7 @@ class CheckpointManager:
         self.wait()
         found = self._restore(self._suspects())
         if found is not None and found.is_in_memory:  # to the disk, before the copies in memory can be removed
-            self.save(self.checkpoint.step, blocking=False)
+            self.save(self.checkpoint.step, blocking=False, check_interval=False)
         return None if found is None else found.path
 
     def _suspects(self) -> set[int]:

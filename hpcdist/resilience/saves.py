@@ -120,7 +120,7 @@ class AttemptSaves:
         if not self._is_saved(step):
             self.save(step, is_last=True)
         elif self._save_fn is None:
-            self._manager.save(step, if_changed=True)
+            self._manager.save(step, if_changed=True, check_interval=False)
 
     def save(self, step: int, is_last: bool, *args: Any, in_memory: bool = False, **kwargs: Any) -> None:
         """Save, unless this step is saved. The first save waits for the disk, to measure the cost of a save.
@@ -151,7 +151,8 @@ class AttemptSaves:
             if in_memory:
                 self.copy(step)
         else:
-            self._manager.save(step, *args, blocking=is_last or is_first, in_memory=in_memory, **kwargs)
+            options = {"blocking": is_last or is_first, "in_memory": in_memory, "check_interval": False, **kwargs}
+            self._manager.save(step, *args, **options)
         self._has_saved, stall_s = True, time.monotonic() - started
         if is_first or not self._attempt.has_progress:
             self._attempt.committed(step)

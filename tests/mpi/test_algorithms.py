@@ -1,5 +1,6 @@
 """Every algorithm against the closed formula, on real and made-up hosts; and whose bits depend on what."""
 
+import re
 import time
 
 import numpy as np
@@ -205,6 +206,17 @@ def test_auto_is_the_same_table_on_all_ranks_measured_once(comm):
     assert all(table == tables[0] for table in tables)
     if comm.size > 1:
         assert [least for least, _ in tables[0]] == sorted({least for least, _ in tables[0]})
+    own.Free()
+
+
+def test_what_was_measured_is_logged_by_rank_0(comm, caplog):
+    own = comm.Dup()
+    with caplog.at_level("INFO", logger="hpcdist"):
+        hpcdist.all_reduce(np.ones(5000), comm=own)
+    lines = [text for text in caplog.messages if "all_reduce: AUTO takes" in text]
+    assert bool(lines) == (comm.rank == 0 and comm.size > 1)
+    for line in lines:
+        assert re.fullmatch(r"all_reduce: AUTO takes \w+ from \d+ bytes on: MPI [\d.]+ us, \w+ [\d.]+ us", line)
     own.Free()
 
 

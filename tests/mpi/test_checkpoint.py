@@ -31,8 +31,8 @@ class Manager(hpcdist.CheckpointManager):
     A test that opens a second manager begins a new attempt, and the pruning of the first one must not meet that.
     """
 
-    def save(self, step, metrics=None, *, blocking=True, if_changed=False):
-        path = super().save(step, metrics, blocking=blocking, if_changed=if_changed)
+    def save(self, step, metrics=None, *, blocking=True, **options):
+        path = super().save(step, metrics, blocking=blocking, **options)
         if blocking:
             self.wait()
         return path
@@ -122,6 +122,17 @@ def test_keeps_the_last_few_and_says_who_wrote_them(comm, shared_path):
     assert written["torch"] == torch.__version__
     assert {"mpi", "threads", "instruction_set", "host", "time", "numpy"} <= set(written)
     assert hpcdist.latest_checkpoint(shared_path).endswith("step-00000003-0001.h5")
+
+
+def test_saves_keep_an_interval(comm, shared_path):
+    job = Job(comm)
+    manager = job.manager(shared_path, max_to_keep=None, checkpoint_interval=5)
+    paths = [manager.save(step) for step in range(1, 13)]
+    assert [step for step, path in enumerate(paths, 1) if path is not None] == [1, 6, 11]
+    assert manager.save(12, check_interval=False).endswith("step-00000012-0001.h5")
+    with hpcdist.PreemptionCheckpointHandler(job.strategy.cluster_resolver, manager) as handler:
+        handler.run(lambda: None)  # the save at the end is made in any case
+    assert hpcdist.latest_checkpoint(shared_path).endswith("step-00000013-0001.h5")
 
 
 def test_half_precision_comes_back(comm, shared_path):

@@ -12,7 +12,8 @@ import hpcdist
 from hpcdist.collectives import group, library, shared_memory
 from hpcdist.collectives.group import Group, group_of
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
-from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError, DesyncError
+from hpcdist.diagnostics import summary
+from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError, DesyncError, UsageError
 from hpcdist.runtime.process import make_world
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
@@ -254,3 +255,29 @@ def test_debug_logs_each_call_as_it_ends(comm, monkeypatch, make_group, capfd):
     who = f"hpcdist: {make_world().describe()}: "
     assert re.fullmatch(re.escape(f"{who}1  all_reduce sum float32 x 3  ") + r"[\d.]+ ms", first)
     assert second.startswith(f"{who}2  barrier any x 0  ")
+
+
+def test_debug_counts_calls_bytes_and_seconds(comm, monkeypatch, make_group):
+    monkeypatch.setattr(make_world(), "debug", frozenset(["summary"]))
+    monkeypatch.setattr(summary, "_totals", summary.CallTotals())
+    group = make_group()
+    for _ in range(3):
+        with group.recorded("all_reduce sum", torch.ones(1000, dtype=torch.bfloat16)):
+            time.sleep(0.01)
+    with group.recorded("barrier", None):
+        pass
+    heading, first, second, last = hpcdist.communication_summary().splitlines()
+    assert heading.split() == ["collective", "calls", "MB", "seconds", "MB/s"]
+    *name, calls, megabytes, seconds, rate = first.split()
+    assert name == ["all_reduce", "sum", "bfloat16"]
+    assert (calls, megabytes) == ("3", "0.006")
+    assert float(seconds) >= 0.03
+    assert rate == "0"
+    assert second.split()[:4] == ["barrier", "any", "1", "0.000"]
+    assert re.fullmatch(r"[\d.]+ s of [\d.]+ s in collectives", last)
+
+
+def test_a_summary_needs_counts(monkeypatch):
+    monkeypatch.setattr(summary, "_totals", None)
+    with pytest.raises(UsageError, match="expected HPCDIST_DEBUG=summary"):
+        hpcdist.communication_summary()

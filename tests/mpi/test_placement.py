@@ -5,6 +5,8 @@ value, and the replicas' device is the host: what is not put there by the strate
 is looked at with the devices the other way round.
 """
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -109,6 +111,31 @@ def test_batches_are_moved_to_the_devices_given(comm, replicas, fetch):
     assert isinstance(
         next(iter(hpcdist.MirroredStrategy().experimental_distribute_dataset(make_data())))[0], np.ndarray
     )
+
+
+@pytest.mark.parametrize("n_ahead", [1, 3])
+def test_as_many_parts_are_read_ahead_as_the_options_say(comm, n_ahead):
+    """With the part that waits to be handed over, and the one on its way to the device."""
+    read = []
+
+    def rows():
+        for number in range(20):
+            read.append(number)
+            yield np.float32(number)
+
+    strategy = hpcdist.MirroredStrategy(["meta"] * comm.size, gradient_op="sum")
+    options = hpcdist.InputOptions(experimental_fetch_to_device=True, experimental_per_replica_buffer_size=n_ahead)
+    dataset = hpcdist.Dataset.from_generator(rows).batch(1)
+    batches = iter(strategy.experimental_distribute_dataset(dataset, options))
+    read.clear()
+    next(batches)
+    expected = 1 + 1 + 1 + n_ahead  # handed over, on its way, read by the thread, in the buffer
+    deadline = time.monotonic() + 10
+    while len(read) < expected and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert len(read) == expected
+    comm.Barrier()
 
 
 def in_steps(dataset):

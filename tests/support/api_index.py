@@ -10,6 +10,7 @@ ROOMS = {
     "strategy": "Strategies",
     "tf_compat": "Variables, metrics and layers",
     "data": "Data",
+    "diagnostics": "Diagnosis",
     "gradients": "Communication of gradients",
     "resilience": "Checkpoints and preemption",
     "checkpoint": "Checkpoints and preemption",
