@@ -317,6 +317,8 @@ class GradientEngine:
         if self._replica_steps is not None and not self._replica_steps.begin(parameters):
             return None
         self._require_summed(parameters)
+        if self._replica_steps is not None:
+            self._replica_steps.require_equal(parameters)
         if self._writes is not None:
             self._writes.end()
         if self._storage is not None:
@@ -411,7 +413,9 @@ class GradientEngine:
                 f"{tuple(parameter.shape)} whose gradient was not summed; build it in the scope before "
                 f"strategy.run, enter the scope again after unfreezing, and call the model itself or strategy.run."
             )
-        if record.holds is Holds.LOCAL or self.backward.is_running:
+        replica = self.scheduler.replicas[-1] if self.scheduler.replica is None else self.scheduler.replica
+        is_local = record.holds is Holds.LOCAL or self._state.local.holds(replica, record, parameter.grad)
+        if is_local or self.backward.is_running:
             return GradientError(
                 f"step: expected gradients summed over the replicas, got a local one in {record.name!r}; run the last "
                 f"backward outside no_sync and step after it."

@@ -181,7 +181,6 @@ def test_values_out_of_range(make):
         make()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hook", "make"),
     [

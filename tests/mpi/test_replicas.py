@@ -603,8 +603,6 @@ def test_what_takes_one_replica_per_rank_is_refused(strategy, comm):
     if n_local > 1:
         with pytest.raises(GradientError, match=f"this rank has {n_local} replicas"):
             model(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(GradientError, match="expected one replica on each rank"), strategy.no_sync():
-            raise AssertionError("not reached")
     with pytest.raises(ValueError, match=f"this rank's {n_local} replicas"):
         strategy.reduce("sum", 1.0, axis=None)
     with pytest.raises(RuntimeError, match="outside strategy.run"):

@@ -18,7 +18,7 @@ from hpcdist.gradients.record import ParameterRecord, Pending
 from hpcdist.gradients.replicas.local_sums import LocalSums
 from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
 from hpcdist.gradients.replicas.state import ReplicaState
-from hpcdist.gradients.tensors import has_values
+from hpcdist.gradients.tensors import has_values, plus
 
 
 class _Pass:
@@ -44,6 +44,7 @@ class ReplicaBackwardSum:
         self._scheduler = scheduler
         self._state = state
         self._passes = {replica: _Pass() for replica in scheduler.replicas}
+        self._unsynced: set[int | None] = set()  # the replicas inside no_sync; None: all of them
         self._contributions: list[Contribution] = []
         self._earlier: dict[ParameterRecord, Tensor] = {}
         self._local_sums: LocalSums | None = None  # from the first contribution to the sum over ranks
@@ -67,17 +68,19 @@ class ReplicaBackwardSum:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Refuse: gradients of several replicas share the parameters."""
-        raise GradientError(
-            f"no_sync: expected one replica on each rank, got {len(self._scheduler.replicas)} here; start as many "
-            f"ranks as replicas, or accumulate in the loss."
-        )
-        yield
+        """Let backwards in the block accumulate the calling replica's gradients; outside of `run`, those of all."""
+        replica, before = self._scheduler.replica, set(self._unsynced)
+        self._unsynced.add(replica)
+        try:
+            yield
+        finally:
+            if replica not in before:
+                self._unsynced.discard(replica)
 
     @property
     def is_syncing(self) -> bool:
-        """Whether backwards sum: always, as `no_sync` is refused."""
-        return True
+        """Whether backwards of the calling replica sum: False inside `no_sync`."""
+        return not self._unsynced & {None, self._scheduler.replica}
 
     @property
     def is_running(self) -> bool:
@@ -122,6 +125,9 @@ class ReplicaBackwardSum:
             self._passes[self._replica] = _Pass()
             return
         self._sums.require_op(own.backward or 0)
+        if not self.is_syncing:
+            self._accumulate(own)
+            return
         for record in self._sums.records:  # stash what parameters hold that this backward did not reach
             if (parameter := record.parameter) is not None and parameter.grad is not None:
                 own.found[record], parameter.grad = parameter.grad, None
@@ -131,6 +137,19 @@ class ReplicaBackwardSum:
         if self._scheduler.is_last:
             self._finish()
             self._scheduler.release()
+
+    def _accumulate(self, own: _Pass) -> None:
+        """Leave a replica's gradients in `parameter.grad`, added to what it has accumulated before."""
+        replica, local = self._replica, self._state.local
+        local.weigh(replica, self._sums.weight_of(self._scheduler.local_index), bool(self._sums.is_mean))
+        for record, gradient in own.gradients.items():
+            left = local.accumulate(replica, record, own.found.pop(record, None), gradient)
+            if (parameter := record.parameter) is not None:
+                parameter.grad = left
+        for record, found in own.found.items():  # which this backward did not reach
+            if (parameter := record.parameter) is not None:
+                parameter.grad = found
+        self._passes[replica] = _Pass()
 
     @property
     def _replica(self) -> int:
@@ -144,11 +163,12 @@ class ReplicaBackwardSum:
             GradientError: when the replica found a gradient that was set by hand; on this rank only.
         """
         sums, index, is_last = self._sums, self._scheduler.local_index, self._scheduler.is_last
+        weight = sums.weight_of(index)
+        scale = sums.scale(weight)
+        self._take_local(own, weight)
         for record, found in own.found.items():
             if not self._state.has_given(record, found):
                 record.require_published(found)
-        weight = sums.weight_of(index)
-        scale = sums.scale(weight)
         if index == 0:
             self._earlier = {record: found.clone() for record, found in own.found.items()}
         for record in sums.records:
@@ -171,6 +191,18 @@ class ReplicaBackwardSum:
                 record.restart(Pending())
                 if (parameter := record.parameter) is not None:
                     parameter.grad = None
+
+    def _take_local(self, own: _Pass, weight: float) -> None:
+        """Add what the replica has accumulated under no_sync to this backward's gradients."""
+        replica, local = self._replica, self._state.local
+        kept = {record: found for record, found in own.found.items() if local.holds(replica, record, found)}
+        if kept:
+            local.weigh(replica, weight, bool(self._sums.is_mean))
+        for record, found in kept.items():
+            gradient = own.gradients.get(record)
+            own.gradients[record] = found if gradient is None else plus(found, gradient)
+            del own.found[record]
+        local.clear(replica)
 
     def _finish(self) -> None:
         local_sums, self._local_sums = self._local_sums, None

@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hpcdist.errors import HpcdistError, UsageError
 from hpcdist.gradients.model_plan import ModelBuffer
 from hpcdist.gradients.record import ParameterRecord
+from hpcdist.gradients.replicas.local_gradients import LocalGradients
 from hpcdist.gradients.tensors import have_same_bits
 
 
@@ -37,6 +38,9 @@ class ReplicaState:
         replicas: of this process. With one, only merges are watched.
         agree: raises an error of any rank on all of them; collective.
 
+    Attributes:
+        local: what replicas have accumulated under no_sync.
+
     Cost: references to all gradients and a copy of all buffers at each switch; after a sum, and in a run that begins
         with gradients, a copy of all gradients for each replica but the last, so that each may clip its own. A merge
         costs a copy of all gradients and two of all buffers.
@@ -46,6 +50,7 @@ class ReplicaState:
         self._has_several = len(replicas) > 1
         self._last = replicas[-1]
         self._agree = agree
+        self.local = LocalGradients(replicas)
         self._records: Sequence[ParameterRecord] = ()
         self._buffers: Sequence[ModelBuffer] = ()
         self._saved: dict[int, Snapshot] = {}
@@ -61,8 +66,9 @@ class ReplicaState:
         self.share()
 
     def begin_run(self) -> None:
-        """Let every replica begin with what there is now."""
+        """Let every replica begin with what there is now, or with what it has accumulated itself."""
         self._saved.clear()
+        self.local.begin_run()
         self._start = self._set_common()
 
     def end_run(self) -> None:
@@ -102,7 +108,11 @@ class ReplicaState:
         assert saved is not None, "begin_run comes before the first replica"
         for record, gradient in zip(self._records, saved.gradients, strict=True):
             if (parameter := record.parameter) is not None:
-                if gradient is not None and saved.is_shared and replica != self._last:
+                if saved is self._start and (own := self.local.of(replica, record)) is not None:
+                    gradient = own
+                elif self.local.holds(self._last, record, gradient) and replica != self._last:
+                    gradient = None
+                elif gradient is not None and saved.is_shared and replica != self._last:
                     gradient = self._copy(record, gradient)
                 parameter.grad = gradient
         for buffer, kept in zip(self._buffers, saved.buffers, strict=True):
@@ -138,6 +148,11 @@ class ReplicaState:
             after is not found or not have_same_bits(value, after)
             for found, value, after in zip(before.gradients, values, now.gradients, strict=True)
         ]
+        if any(is_changed) and self.local.has_any():
+            raise UsageError(
+                "merge_call: expected no change of gradients that replicas have accumulated under no_sync, got one; "
+                "change them after the backward that sums them."
+            )
         for replica, own in self._saved.items():
             gradients = self._copies_of_changed(own.gradients, now.gradients, is_changed)
             self._saved[replica] = Snapshot(gradients, _choose(own.buffers, now.buffers, written))

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from hpcdist.errors import GradientError
 from hpcdist.gradients.hidden import hide_gradients, restore_gradients
 from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
+from hpcdist.gradients.tensors import have_same_bits
 
 
 class ReplicaSteps:
@@ -18,6 +20,7 @@ class ReplicaSteps:
     def __init__(self, scheduler: ReplicaScheduler) -> None:
         self._scheduler = scheduler
         self._hidden: dict[int, list[Tensor | None]] = {}  # by replica
+        self._brought: dict[int, list[Tensor | None]] = {}  # gradients of the replicas that wait at the step
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Wait until all local replicas are at the step; return whether the caller makes it, as outside of replicas.
@@ -27,10 +30,32 @@ class ReplicaSteps:
         replica = self._scheduler.replica
         if replica is None:
             return True
+        if not self._scheduler.is_last:
+            self._brought[replica] = [parameter.grad for parameter in parameters]
         self._scheduler.barrier("an optimizer's step")
         if not self._scheduler.is_last:
             self._hidden[replica] = hide_gradients(parameters)
         return self._scheduler.is_last
+
+    def require_equal(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Compare the gradients that the other replicas have brought to the step with those of the one that makes it.
+
+        Raises:
+            GradientError: when replicas have changed the gradients, equal after a backward, in different ways; on this
+                rank only.
+
+        Cost: one comparison of all gradients for each replica but the last.
+        """
+        brought, self._brought = self._brought, {}
+        for replica, gradients in brought.items():
+            for parameter, theirs in zip(parameters, gradients, strict=True):
+                if not have_same_bits(parameter.grad, theirs):
+                    raise GradientError(
+                        f"step: expected every replica of this rank to change the summed gradients alike, got "
+                        f"another one of shape {tuple(parameter.shape)} on replica {replica} than on replica "
+                        f"{self._scheduler.replica}; clip on every replica, and start as many ranks as replicas to "
+                        f"use GradScaler, which unscales only once."
+                    )
 
     def end(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Restore hidden gradients; return whether the caller made the step, as outside of replicas."""
@@ -47,3 +72,4 @@ class ReplicaSteps:
     def stop(self) -> None:
         """Forget what replicas had begun before an error stopped them."""
         self._hidden.clear()
+        self._brought.clear()

@@ -1,0 +1,83 @@
+"""What each replica of a process has accumulated under `no_sync`, while another one's is in `parameter.grad`."""
+
+from torch import Tensor
+
+from hpcdist.errors import GradientError
+from hpcdist.gradients.record import ParameterRecord
+from hpcdist.gradients.tensors import has_values, plus
+
+
+class LocalGradients:
+    """The gradients that were not summed yet, by replica.
+
+    They outlive a run: outside of runs `parameter.grad` is the last replica's.
+
+    Args:
+        replicas: of this process.
+    """
+
+    def __init__(self, replicas: range) -> None:
+        self._last = replicas[-1]
+        self._of: dict[int, dict[ParameterRecord, Tensor]] = {replica: {} for replica in replicas}
+        self._weights: dict[int, float] = {}
+
+    def has_any(self) -> bool:
+        """Return whether any replica has some."""
+        return any(self._of.values())
+
+    def holds(self, replica: int, record: ParameterRecord, gradient: Tensor | None) -> bool:
+        """Return whether a tensor is what a replica has accumulated for a parameter."""
+        return gradient is not None and self._of[replica].get(record) is gradient
+
+    def of(self, replica: int, record: ParameterRecord) -> Tensor | None:
+        """Return what a replica has accumulated for a parameter."""
+        return self._of[replica].get(record)
+
+    def accumulate(self, replica: int, record: ParameterRecord, found: Tensor | None, gradient: Tensor) -> Tensor:
+        """Return what a replica's `parameter.grad` becomes: the new gradient, added to what was accumulated before.
+
+        Args:
+            replica: whose.
+            record: the parameter.
+            found: what the backward found in `parameter.grad`.
+            gradient: what it wrote.
+
+        Raises:
+            GradientError: when it found a sum over replicas; on this rank only.
+        """
+        if found is not None and self.holds(replica, record, found):
+            gradient = plus(found, gradient)
+        elif found is not None and has_values(found):
+            raise GradientError(
+                f"no_sync: expected zeroed or local gradients, got one summed over the replicas in {record.name!r}; "
+                f"call zero_grad() before accumulating."
+            )
+        self._of[replica][record] = gradient
+        return gradient
+
+    def weigh(self, replica: int, weight: float, is_mean: bool) -> None:
+        """Note the rows of a backward whose gradients are accumulated, or summed with accumulated ones.
+
+        Raises:
+            GradientError: with ReduceOp.MEAN, when they are not as many as before; on this rank only.
+        """
+        before = self._weights.setdefault(replica, weight) if self._of[replica] else weight
+        self._weights[replica] = weight
+        if is_mean and before != weight:
+            raise GradientError(
+                f"backward: expected micro-batches of equal rows under no_sync with ReduceOp.MEAN, got {before:g} and "
+                f"{weight:g}; use drop_remainder, or compute_average_loss with ReduceOp.SUM."
+            )
+
+    def clear(self, replica: int) -> None:
+        """Forget a replica's: they are summed."""
+        self._of[replica].clear()
+
+    def begin_run(self) -> None:
+        """Forget all of them if the program has dropped or replaced a gradient since the last run, as by zero_grad."""
+        for record, gradient in self._of[self._last].items():
+            parameter = record.parameter
+            if parameter is not None and parameter.grad is not gradient:
+                for own in self._of.values():
+                    own.clear()
+                return
