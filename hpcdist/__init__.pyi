@@ -33,6 +33,7 @@ from hpcdist.collectives.moves import scatter as scatter
 from hpcdist.collectives.objects import all_gather_objects as all_gather_objects
 from hpcdist.collectives.objects import alltoall_objects as alltoall_objects
 from hpcdist.collectives.objects import broadcast_object as broadcast_object
+from hpcdist.collectives.objects import create_multi_node_evaluator as create_multi_node_evaluator
 from hpcdist.collectives.objects import gather_objects as gather_objects
 from hpcdist.collectives.objects import scatter_dataset as scatter_dataset
 from hpcdist.collectives.objects import scatter_objects as scatter_objects
@@ -50,6 +51,7 @@ from hpcdist.data.options import Options as Options
 from hpcdist.data.options import SHARD_HINT as SHARD_HINT
 from hpcdist.data.sampler import DistributedSampler as DistributedSampler
 from hpcdist.data.sources import RowSource as RowSource
+from hpcdist.diagnostics.logs import log_to as log_to
 from hpcdist.diagnostics.summary import communication_summary as communication_summary
 from hpcdist.gradients.comm_hook import GradBucket as GradBucket
 from hpcdist.gradients.compression import PowerSGDState as PowerSGDState

@@ -327,3 +327,18 @@ def test_a_subclass_of_cross_device_ops_returns_as_many_elements(comm):
         hpcdist.all_reduce(np.ones(3), "max", implementation=Short())
     with pytest.raises(NotImplementedError, match="override reduce_implementation or all_reduce"):
         hpcdist.all_reduce(np.ones(3), implementation=hpcdist.CrossDeviceOps())
+
+
+def test_an_evaluation_has_one_result_on_all_ranks(comm):
+    evaluate = hpcdist.create_multi_node_evaluator(lambda offset: {"loss": comm.rank + offset, "accuracy": 0.5})
+    assert evaluate(1) == {"loss": (comm.size - 1) / 2 + 1, "accuracy": 0.5}
+    total = hpcdist.create_multi_node_evaluator(lambda: {comm.rank}, lambda results: set().union(*results))
+    assert total() == set(range(comm.size))
+
+
+@pytest.mark.parametrize("result", [lambda rank: {f"loss of {rank}": 1.0}, lambda rank: 1.0])
+def test_an_evaluation_without_an_aggregate_takes_dicts(comm, result):
+    evaluate = hpcdist.create_multi_node_evaluator(lambda: result(comm.rank))
+    if comm.size > 1 or not isinstance(result(0), dict):
+        with pytest.raises(CollectiveError, match="expected dicts with the same keys from all ranks"):
+            evaluate()
