@@ -95,6 +95,10 @@ class CommunicationOptions:
         wire_dtype: "bfloat16" or "float16" halves the bytes of gradients between hosts, except in the bucket that is
             complete last, which holds exact counts; sums stay float32. What rounding takes away is added at the next
             step, and lost at a restart. None: gradients travel in their own dtype.
+        local_steps: above 1, replicas step on their own gradients (local SGD), and weights, buffers and the state of
+            optimizers are averaged every so many steps. Saves and stops wait for the average; a save by the program
+            itself ends the round. Not for GradScaler and LBFGS.
+        first_local_step: gradients are summed before this step (post-local SGD).
 
     Raises:
         ConfigurationError: a ValueError, for options that do not fit together.
@@ -105,6 +109,8 @@ class CommunicationOptions:
     implementation: CommunicationImplementation | AllReduceAlgorithm | str = CommunicationImplementation.AUTO
     is_ordered: bool | None = None
     wire_dtype: str | None = None
+    local_steps: int = 1
+    first_local_step: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "implementation", CommunicationImplementation.parse(self.implementation))
@@ -114,6 +120,9 @@ class CommunicationOptions:
             _refuse("timeout_seconds above 0", self.timeout_seconds, "leave it out for HPCDIST_TIMEOUT_S")
         if not self.may_be_ordered and (self.wire_dtype is not None or self.is_ordered is not None):
             _refuse("AUTO or HIERARCHICAL with wire_dtype or is_ordered", self.implementation, "drop one")
+        if self.local_steps < 1 or self.first_local_step < 0:
+            found = (self.local_steps, self.first_local_step)
+            _refuse("local_steps of 1 or more and first_local_step of 0 or more", found, "leave them out")
         if self.wire_dtype not in (None, *HALF):
             _refuse(f"wire_dtype of {', '.join(HALF)} or None", self.wire_dtype, "name one of them")
 

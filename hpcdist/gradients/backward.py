@@ -21,6 +21,7 @@ from hpcdist.gradients.batch_weights import RowCounts
 from hpcdist.gradients.bucket_set import BucketSet
 from hpcdist.gradients.buffers import BufferRecord, average_buffers, gather_changed
 from hpcdist.gradients.comm_hook import GradBucket
+from hpcdist.gradients.local_rounds import LocalRounds
 from hpcdist.gradients.record import ParameterRecord
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.replicas.local_sums import sum_rows
@@ -63,6 +64,7 @@ class GradientSums:
         records, buffers, buckets: what takes part. sparse_records: of the records, those outside of the buckets.
         n_sums: sums of gradients that this rank has begun.
         is_broken: whether sums may have begun that other ranks wait for in vain.
+        rounds: of local steps; None: gradients are summed at every step.
         last_weight: of this rank's last replica in the last sum, in rows.
         n_entered_before: collectives that this rank's main thread had entered when the last sum was published.
         has_crossed: whether this backward went through the sum of an all_reduce, so that what one replica's loss gives
@@ -91,6 +93,7 @@ class GradientSums:
         self._comm_hook: Callable[[GradBucket], Any] | None = None
         self._step_flags = step_flags
         self._after_average = after_average
+        self.rounds: LocalRounds | None = None
         self._looks_for_infinity = "finite" in reducer.group.world.debug
         self._is_settled_by_loss = False
         self._scaled: deque[int] = deque(maxlen=1024)  # backwards that a scaled loss has reached, newest first
@@ -98,6 +101,19 @@ class GradientSums:
     def set_comm_hook(self, hook: Callable[[GradBucket], Any]) -> None:
         """Let a hook sum the gradients of each bucket of plans made from now on."""
         self._comm_hook = hook
+
+    def make_rounds(self, rounds: LocalRounds) -> None:
+        """Let replicas step on their own gradients in rounds."""
+        self.rounds = rounds
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the step that is being made is on a replica's own gradients."""
+        return self.rounds is not None and self.rounds.is_local
+
+    def local_weight(self, weight: float) -> float:
+        """Return what the gradients of a local step are multiplied by: as if all replicas had the same rows."""
+        return float(weight > 0) * (1 if self.is_mean else self.n_replicas)
 
     def take_scaled_loss(self, loss: Tensor) -> None:
         """Sum gradients from the first backward on that reaches this loss, which is divided by the global batch."""
@@ -284,7 +300,7 @@ class BackwardSum:
         self._backward: int | None = None  # torch's number of the running backward
         self._has_accumulated = False
         self._weight: float | None = None  # weight of the gradients in rows, also of those accumulated under no_sync
-        self._scale = 1.0
+        self._scale = self._local_weight = 1.0  # of gradients that are summed, and of others
 
     @property
     def is_running(self) -> bool:
@@ -295,6 +311,10 @@ class BackwardSum:
     def is_syncing(self) -> bool:
         """Whether backwards sum: False inside `no_sync`."""
         return self._is_syncing
+
+    @property
+    def _is_summing(self) -> bool:
+        return self._is_syncing and not self._sums.is_local
 
     def hook(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
         """Take part in every backward that reaches a parameter."""
@@ -335,20 +355,20 @@ class BackwardSum:
         if torch.is_grad_enabled():
             raise graph_refusal(record)
         if parameter.grad is None:  # the gradient is undefined: as if the backward had not reached the parameter
-            if not self._is_syncing:
+            if not self._is_summing:
                 record.unstash()
             return
         self._sums.require_finite(record, parameter.grad)
         if not self._has_accumulated:
             self._weigh()
-        if not self._is_syncing:
-            record.accumulate_locally(parameter)
+        if not self._is_summing:
+            record.accumulate_locally(parameter, self._local_weight)
             return
         record.take(parameter, self._scale)
 
     def _after_accumulation_overlapped(self, record: ParameterRecord, parameter: nn.Parameter) -> None:
         self._after_accumulation(record, parameter)
-        is_taken = self._is_syncing and record.pending.is_touched
+        is_taken = self._is_summing and record.pending.is_touched
         if is_taken and self._sums.is_op_settled(self._backward or 0):  # else nothing is started before the end
             self._sums.buckets.count_arrival(record)
 
@@ -356,6 +376,9 @@ class BackwardSum:
         """Find out how this backward's gradients are weighed, when it turns out that it accumulates some."""
         self._has_accumulated = True
         weight = self._sums.weight_of(0)
+        if self._sums.is_local:
+            self._weight, self._local_weight = None, self._sums.local_weight(weight)
+            return
         if self._weight is not None and not any(record.has_local for record in self._sums.records):
             self._weight, self._sums.has_crossed = None, False  # what was accumulated under no_sync was thrown away
         if self._sums.is_mean and self._weight not in (None, weight):
@@ -374,12 +397,12 @@ class BackwardSum:
         else:
             try:
                 self._sums.require_op(self._backward or 0)
-                if self._is_syncing:
+                if self._is_summing:
                     self._sum()
             except BaseException:
                 self._drop()
                 raise
-            if self._is_syncing:
+            if self._is_summing:
                 self._weight, self._scale = None, 1.0
         self._backward, self._has_accumulated = None, False
 

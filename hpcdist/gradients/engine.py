@@ -21,13 +21,14 @@ from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hpcdist.errors import GradientError, UsageError, agreed
+from hpcdist.errors import ConfigurationError, GradientError, UsageError, agreed
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.backward import BackwardSum, GradientSums
 from hpcdist.gradients.buffers import BufferRecord
 from hpcdist.gradients.central_storage import CentralStorage
 from hpcdist.gradients.comm_hook import CommHook
 from hpcdist.gradients.generators import StepGenerators
+from hpcdist.gradients.local_rounds import LocalRounds
 from hpcdist.gradients.model_plan import IdentitySet, ModelPlan, ModuleSet, explain_difference, plan_model
 from hpcdist.gradients.record import Holds, ParameterRecord
 from hpcdist.gradients.reducer import Reducer
@@ -260,6 +261,35 @@ class GradientEngine:
                 self._comm.size,
             )
 
+    def make_local_steps(self, n_steps: int, first_step: int) -> None:
+        """Let replicas step on their own gradients, and average every `n_steps` steps, from a step on. Not collective.
+
+        Raises:
+            ConfigurationError: where a rank has several replicas, or the ranks share one copy; on all ranks alike.
+        """
+        if self._n_replicas != self._comm.size or self._storage is not None:
+            raise agreed(
+                ConfigurationError(
+                    f"strategy: expected one replica with weights of its own on each of {self._comm.size} ranks for "
+                    f"local_steps, got {self._n_replicas} replicas{'' if self._storage is None else ' of one copy'}; "
+                    f"use MultiWorkerMirroredStrategy without num_replicas."
+                )
+            )
+        if self._n_replicas > 1:
+            self.sums.make_rounds(LocalRounds(n_steps, first_step, self._reducer, self.generators, self._world))
+
+    def average_round(self) -> None:
+        """Average what local steps have made differ, and end the round; nothing if there were none since the last.
+
+        Collective if there were: all replicas.
+        """
+        rounds = self.sums.rounds
+        if rounds is None or not rounds.is_open:
+            return
+        buffers = [(one.buffer.name, one.buffer.tensor) for one in self.sums.buffers if one.buffer.tensor is not None]
+        weights = [(record.name, one) for record in self.sums.records if (one := record.parameter) is not None]
+        rounds.average([*weights, *buffers], self._optimizers)
+
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Let hook(state, bucket) sum each bucket; see `Strategy.register_comm_hook`. Not collective."""
         error = self._why_not_hooked(hook)
@@ -308,6 +338,8 @@ class GradientEngine:
         if not self._is_ours(optimizer, parameters):
             self._require_scope(parameters)
             return None
+        if self.sums.is_local and isinstance(optimizer, LBFGS):
+            raise GradientError("step: expected an optimizer whose state can be averaged with local_steps, got LBFGS.")
         if closure is not None and self.scheduler.replica is not None and self._n_replicas > self._comm.size:
             raise GradientError(
                 f"step: expected a step without a closure in strategy.run, as {self._n_replicas} replicas on "
@@ -330,6 +362,8 @@ class GradientEngine:
         for parameter in parameters:
             gradient, record = parameter.grad, self._records.get(id(parameter))
             if gradient is None:
+                continue
+            if record is not None and self.sums.is_local and record.has_local:
                 continue
             is_summed = record is not None and record.reference() is parameter and record.holds is Holds.SUMMED
             is_left = record is not None and is_summed and record.is_published(gradient)
@@ -441,12 +475,15 @@ class GradientEngine:
         parameters = _parameters_of(optimizer)
         if self._replica_steps is not None and not self._replica_steps.end(parameters):
             return
+        is_local = self.sums.is_local
         if self._storage is not None and self._is_ours(optimizer, parameters):
             self._storage.end_step(parameters)
         if any(parameter in self._trained for parameter in parameters):
             self.generators.advance()
             self._world.step = self.generators.step
             self._world.step_flags.count_step()
+            if is_local and self.sums.rounds is not None and self.sums.rounds.count_step():
+                self.average_round()
         if self.scheduler.replica is not None and self._is_ours(optimizer, parameters):
             if self._writes is not None:
                 self._writes.begin()
@@ -461,9 +498,9 @@ class GradientEngine:
 
 
 def prepare_modules(objects: Iterable[Any]) -> None:
-    """Make models among objects that were made in a scope, and not used yet, equal; see `GradientEngine.prepare`.
+    """Make models among objects equal: those made in a scope and not used yet, and those that local steps let differ.
 
-    Collective where there is one of them: its `world.role_comm`.
+    Collective where there is one of them: its `world.role_comm`. See `prepare` and `average_round`.
     """
     given = list(objects)
     wanted = {id(part) for module in given if isinstance(module, nn.Module) for part in module.modules()}
@@ -472,6 +509,8 @@ def prepare_modules(objects: Iterable[Any]) -> None:
         is_used = any(id(module) in wanted for module in engine.modules) or any(map(engine.has_made, tensors))
         if is_used and not engine.has_plan:
             engine.prepare()
+        if is_used:
+            engine.average_round()
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -151,13 +151,20 @@ class ParameterRecord:
 
     # -- what it writes ---------------------------------------------------------------------------------------------
 
-    def accumulate_locally(self, parameter: nn.Parameter) -> None:
-        """Add what a backward under no_sync has written to what `stash` found.
+    def accumulate_locally(self, parameter: nn.Parameter, weight: float) -> None:
+        """Add what a backward under no_sync, or of a local step, has written to what `stash` found.
+
+        Args:
+            parameter: the record's.
+            weight: that the new gradient is multiplied by.
 
         Raises:
             GradientError: when that was a sum over replicas; on this rank only.
         """
         stashed, self.pending.stashed = self.pending.stashed, None
+        if weight != 1 and parameter.grad is not None:
+            # not in place: autograd may have given a view of one tensor to several leaves; zero rows may have made NaN
+            parameter.grad = parameter.grad * weight if weight else torch.zeros_like(parameter.grad)
         if stashed is not None:
             if not self._is_local(stashed) and has_values(stashed):
                 raise GradientError(

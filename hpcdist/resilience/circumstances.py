@@ -25,6 +25,7 @@ _BITS_DEPEND_ON = [
     "wire",
     "replicas",
     "comm_hook",
+    "local_steps",
 ]
 #: Facts that do not matter if the number of replicas is fixed.
 _OF_PLACEMENT = ("ranks", "hosts", "mpi")

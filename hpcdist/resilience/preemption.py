@@ -269,7 +269,7 @@ class PreemptionCheckpointHandler:
 
     def poll_between_batches(self, *args: Any, **kwargs: Any) -> None:
         """Poll like `poll`, but do not end an evaluator, whose evaluation is not over. Datasets call it."""
-        if not self._can_poll:
+        if not self._can_poll or self._world.step_flags.is_in_round:
             return
         has_stepped = self._measure()
         self._is_polled = True
@@ -396,6 +396,7 @@ class PreemptionCheckpointHandler:
                 with self._recording_desync(), self._busy():
                     self._saves.end(self.step)
                 self._attempt.finished(self._manager.saved_step)
+                call_when_done(None)  # which would keep the strategy alive, and all models of the Checkpoint
             elif isinstance(error, DesyncError) and error.is_agreed:
                 self._is_done = True
                 self._attempt.record_desync(error)

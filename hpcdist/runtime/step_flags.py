@@ -38,11 +38,13 @@ class StepFlags:
         requester: what requests on this rank; None where nothing does.
         n_sums: sums that carried flags so far; equal on all ranks at the same point of the program.
         n_steps: optimizer steps that the strategies have made so far; equal likewise.
+        is_in_round: whether replicas differ until a sum that is to come: nothing may be saved; equal likewise.
     """
 
     def __init__(self) -> None:
         self.requester: Requester | None = None
         self.n_sums = self.n_steps = 0
+        self.is_in_round = False
         self._received = Request.NONE
 
     def attach(self, requester: Requester) -> None:
@@ -74,7 +76,7 @@ class StepFlags:
 
     def poll(self) -> None:
         """Let the requester act between two steps. Collective where there is one: the ranks of the role."""
-        if self.requester is not None:
+        if self.requester is not None and not self.is_in_round:
             self.requester.poll_between_batches()
 
 

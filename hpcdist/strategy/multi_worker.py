@@ -132,6 +132,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         self.engine = GradientEngine(
             self.world, self.reducer, is_mean, self._is_entered, self._has_fixed_replicas, self._storage
         )
+        if options.local_steps > 1:
+            self.engine.make_local_steps(options.local_steps, options.first_local_step)
         self._dataset_numbers = itertools.count()
         if "OMP_NUM_THREADS" not in read_environment() and self._comm.size > 1:
             torch.set_num_threads(self.world.cores_per_rank)  # ranks share the cores of their node
@@ -374,7 +376,9 @@ class MultiWorkerMirroredStrategy(Strategy):
     def describe_sums(self) -> dict[str, Any]:
         """Return what the bits of summed gradients depend on; the number of replicas where it was given."""
         n_replicas = self.num_replicas_in_sync if self._has_fixed_replicas else None
-        return {**self.reducer.describe(), "replicas": n_replicas, "comm_hook": self.engine.comm_hook}
+        described = {**self.reducer.describe(), "replicas": n_replicas, "comm_hook": self.engine.comm_hook}
+        rounds = self.engine.sums.rounds
+        return {**described, "local_steps": None if rounds is None else str(rounds)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the random numbers and the measured algorithms of a checkpoint."""

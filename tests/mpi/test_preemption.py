@@ -1,12 +1,14 @@
 """PreemptionCheckpointHandler: one rank is asked, all save after the same step and leave; the next attempt resumes."""
 
 import functools
+import gc
 import json
 import os
 import signal
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -779,3 +781,21 @@ def test_threads_do_not_poll(make_job):
     thread.start()
     thread.join()
     assert job.handler.requested() == Request.STOP, "a handler that has stopped requests nothing"
+
+
+def test_a_handler_that_has_ended_keeps_nothing_alive(comm, shared_path):
+    """A strategy that lives on would have a say in the losses of the next one."""
+
+    def train():
+        strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+        with strategy.scope():
+            model = nn.Linear(3, 1)
+        checkpoint = hpcdist.Checkpoint(model=model, strategy=strategy)
+        manager = hpcdist.CheckpointManager(checkpoint, shared_path)
+        with hpcdist.PreemptionCheckpointHandler(strategy.cluster_resolver, manager) as handler:
+            handler.run(lambda: None)
+        return weakref.ref(strategy)
+
+    strategy = train()
+    gc.collect()
+    assert strategy() is None

@@ -1,0 +1,120 @@
+"""Local SGD: every replica steps on its own gradients, and the weights are averaged every few steps."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from hpcdist.dtypes import SUM_DTYPES, dtype_name
+from hpcdist.errors import DesyncError
+from hpcdist.gradients.generators import StepGenerators
+from hpcdist.gradients.reducer import Reducer
+from hpcdist.gradients.tensors import layout
+from hpcdist.runtime.world import World
+
+
+class LocalRounds:
+    """Rounds of local steps, each of which ends with an average of all that training has changed.
+
+    Requests to stop or save travel with the average: inside a round nobody stops and nothing is saved, so that a
+    checkpoint is the same on all replicas.
+
+    Args:
+        n_steps: of a round.
+        first_step: gradients are summed before this step, as without rounds ("post-local SGD").
+        reducer: sums over the replicas, one of which is on each rank.
+        generators: know the step.
+        world: whose step flags travel along.
+
+    Source: Stich, Local SGD converges fast and communicates little (ICLR 2019, arXiv 1805.09767); Lin et al., Don't use
+        large mini-batches, use local SGD (ICLR 2020, arXiv 1808.07217) for the first, synchronous steps.
+    """
+
+    def __init__(
+        self, n_steps: int, first_step: int, reducer: Reducer, generators: StepGenerators, world: World
+    ) -> None:
+        self._n_steps, self._first_step = n_steps, first_step
+        self._reducer, self._generators, self._world = reducer, generators, world
+        self._n_made = 0
+
+    def __str__(self) -> str:
+        return f"{self._n_steps} from step {self._first_step}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the step that is being made is a local one."""
+        return self._generators.step >= self._first_step
+
+    @property
+    def is_open(self) -> bool:
+        """Whether local steps were made since the last average, so that replicas differ."""
+        return self._n_made > 0
+
+    def count_step(self) -> bool:
+        """Count a local step; return whether the round is over."""
+        self._n_made += 1
+        is_over = self._n_made >= self._n_steps
+        self._world.step_flags.is_in_round = not is_over
+        return is_over
+
+    @torch.no_grad()
+    def average(self, named: Sequence[tuple[str, Tensor]], optimizers: Iterable[Optimizer]) -> None:
+        """Replace tensors, and those in the state of optimizers, by their means over all replicas; end the round.
+
+        Collective: all replicas.
+
+        Args:
+            named: parameters, and buffers of floats.
+            optimizers: their tensors of floats are averaged too, such as momentum; counters of steps stay.
+
+        Raises:
+            DesyncError: on all ranks, when replicas have other tensors, as those of an optimizer that has never seen a
+                gradient on one of them.
+
+        Cost: one all-reduce for each dtype, of parameters and the optimizers' state together; one copy of them.
+        """
+        tensors = [*named, *_states_of(optimizers)]
+        own = "\n".join(f"{name} {layout(tensor)}" for name, tensor in tensors)
+        self._world.require_same(own, self._reducer.group.comm, lambda chiefs: _explain(own, chiefs))
+        flags = np.array(self._world.step_flags.own_numbers())
+        self._reducer.sum_array(flags, "flags of a round")
+        self._world.step_flags.record(flags.tolist())
+        for dtype in sorted({SUM_DTYPES[dtype_name(tensor)] for _, tensor in tensors}):
+            self._average([tensor for _, tensor in tensors if SUM_DTYPES[dtype_name(tensor)] == dtype], dtype)
+        self._n_made = 0
+        self._world.step_flags.is_in_round = False
+
+    def _average(self, tensors: list[Tensor], dtype: str) -> None:
+        flat = torch.cat([tensor.detach().reshape(-1).to("cpu", getattr(torch, dtype)) for tensor in tensors])
+        self._reducer.sum_array(flat.numpy(), "average of a round")
+        flat.div_(self._reducer.replicas.n_replicas)
+        for tensor, mean in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(mean.view(tensor.shape))
+
+
+def _states_of(optimizers: Iterable[Optimizer]) -> list[tuple[str, Tensor]]:
+    """Return the tensors of floats that optimizers keep for each parameter; 0-dimensional ones count steps."""
+    return [
+        (f"{type(optimizer).__name__} {number} {key}", value)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for number, parameter in enumerate(group["params"])
+        for key, value in _sorted_items(optimizer.state.get(parameter, {}))
+        if isinstance(value, Tensor) and value.dim() > 0 and dtype_name(value) in SUM_DTYPES
+    ]
+
+
+def _sorted_items(state: dict[str, Any]) -> list[tuple[str, Any]]:
+    return sorted(state.items(), key=lambda item: str(item[0]))
+
+
+def _explain(own: str, chiefs: str) -> DesyncError:
+    mine, theirs = own.splitlines(), chiefs.splitlines()
+    first = next((line for line in [*mine, *theirs] if (line in mine) != (line in theirs)), "another order")
+    return DesyncError(
+        f"local steps: expected the chief's {len(theirs)} tensors to average, got {len(mine)}, first difference "
+        f"{first!r}; give every parameter a gradient on all replicas, or sum gradients at every step."
+    )
