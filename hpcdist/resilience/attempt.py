@@ -1,6 +1,7 @@
 """One attempt of a job: it keeps `decision.json` true, so that the launcher knows what to do however it ends."""
 
 import logging
+import threading
 from pathlib import Path
 
 from hpcdist.errors import CheckpointError, CheckpointMismatch, DesyncError, ExitCode, NoProgressError
@@ -35,6 +36,7 @@ class RunAttempt:
         self._manager = manager
         self.folder = Path(manager.directory).parent
         self._file = DecisionFile(self.folder)
+        self._writing = threading.Lock()
         self._launch = Launch.of_this_process()
         self._is_counted = knows_progress and self._launch.job is not None
         self._warns = knows_progress and not self._is_counted
@@ -56,6 +58,7 @@ class RunAttempt:
                     self._require_progress()
         self._manager.begin_attempt(self._any(is_new_try))
         self.renew()
+        self._manager.call_after_commit(self._note_commit)
 
     def _require_progress(self) -> None:
         attempts = self._manager.ledger.attempts()
@@ -109,6 +112,10 @@ class RunAttempt:
                 self._write(step)
                 is_reached = has_progress(self._manager.ledger.attempts()[-1])
         self.has_progress = self._any(is_reached) or self.has_progress
+
+    def _note_commit(self, step: int) -> None:
+        """Write the decision again after a commit: it tells the step of the last checkpoint."""
+        self._write(step)
 
     def _any(self, is_true: bool) -> bool:
         """Return whether something holds on any rank. Collective: chief and workers."""
@@ -185,12 +192,13 @@ class RunAttempt:
         Args:
             step: step of the last checkpoint; default: the last that an attempt is known to have reached.
         """
-        self._manager.check_current()
-        attempts = self._manager.ledger.attempts()
-        decision = decide(attempts, self._is_counted)
-        if step is None and attempts[-1].reached_step >= 0:
-            step = attempts[-1].reached_step
-        n = len(without_progress(attempts))
-        facts = {"attempt": self._manager.attempt, "attempts_without_progress": n, "job": self._launch.job}
-        self._file.write(decision, step, **facts)
-        return decision
+        with self._writing:  # the saver's thread writes too
+            self._manager.check_current()
+            attempts = self._manager.ledger.attempts()
+            decision = decide(attempts, self._is_counted)
+            if step is None and attempts[-1].reached_step >= 0:
+                step = attempts[-1].reached_step
+            n = len(without_progress(attempts))
+            facts = {"attempt": self._manager.attempt, "attempts_without_progress": n, "job": self._launch.job}
+            self._file.write(decision, step, **facts)
+            return decision

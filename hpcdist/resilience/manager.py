@@ -7,7 +7,7 @@ import operator
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -299,6 +299,13 @@ class CheckpointManager:
             self.latest_path, self.checkpoint.chosen_path = chosen, None
             self.note_saved(step)
         return chosen
+
+    def call_after_commit(self, note: Callable[[int], None]) -> None:
+        """Have note(step), a method, called on the chief after each commit, in the thread that writes. Not collective.
+
+        Held weakly. What it raises, the next save or `wait` raises.
+        """
+        self._saver.call_after_commit(note)
 
     def note_saved(self, step: int) -> None:
         """Record that `step` is saved, by this manager or by a user's function in its place. On all ranks."""

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -74,6 +75,7 @@ class Saver:
         self._world = world
         self._retention = retention
         self._prepare = prepare
+        self._note_commit: weakref.WeakMethod[Callable[[int], None]] | None = None
         self._image = FileImage()
         self._thread = BackgroundThread("hpcdist-saver")
         self._durable: Future[Any] | None = None
@@ -83,6 +85,13 @@ class Saver:
         self._pid = os.getpid()
         self._is_released = self._is_stuck = self._is_behind = self._has_warned = False
         self._start_to_wait()
+
+    def call_after_commit(self, note: Callable[[int], None]) -> None:
+        """Have the background thread call note(step), a method, after each commit, in place of an earlier one.
+
+        It is held weakly; what it raises, the next `wait` raises.
+        """
+        self._note_commit = weakref.WeakMethod(note)
 
     # -- save -----------------------------------------------------------------------------------------------------
 
@@ -156,6 +165,9 @@ class Saver:
             self.last = durable.result()
             self.store.prune(Saved(self.store.attempt, self.last.step), self._retention)
             self.store.note("commit", step=self.last.step)
+            note = None if self._note_commit is None else self._note_commit()
+            if note is not None:
+                note(self.last.step)
             self.last_save_s = time.monotonic() - since
             atexit.unregister(self._wait_at_exit)  # nothing is left to wait for, and nothing to report
 

@@ -109,7 +109,7 @@ def test_an_existing_environment(clone, clean_environ, tmp_path):
 def test_make_test_is_what_runs_here():
     """The command itself cannot be run from inside it; that it starts every part can be seen."""
     done = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
-    for part in ("lint", "unit", "mpi", "openmpi", "fault", "slurm", "hosts"):
+    for part in ("lint", "unit", "mpi", "fault", "slurm", "hosts"):
         assert part in done.stdout
 
 

@@ -799,3 +799,17 @@ def test_a_handler_that_has_ended_keeps_nothing_alive(comm, shared_path):
     strategy = train()
     gc.collect()
     assert strategy() is None
+
+
+def test_the_decision_names_the_last_checkpoint(comm, shared_path, make_job):
+    """Also while the program runs, and if its next moment is its last."""
+    job = make_job(schedule=hpcdist.SaveSchedule(every_steps=2))
+    seen = {}
+
+    def look(step):
+        job.manager.wait()
+        seen[step] = decision(comm, shared_path)["step"]
+
+    job.train(2, look)
+    assert len(seen) >= 6
+    assert seen == {step: (step - 1) // 2 * 2 or None for step in seen}  # saves come with the next batch
