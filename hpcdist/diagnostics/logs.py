@@ -28,7 +28,7 @@ def log_to(directory: str | os.PathLike[str], level: int = logging.INFO) -> Path
     """
     world = make_world()
     path = Path(directory) / f"rank-{world.comm.rank:05d}.log"
-    rank = world.describe()
+    rank = str(world)  # without the step, which goes on
     with world.agreed(world.comm):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

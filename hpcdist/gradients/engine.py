@@ -10,7 +10,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -126,6 +126,10 @@ class GradientEngine:
         finally:  # plan again if a parameter has become trainable since the plan was made
             if any(p.requires_grad and p not in self._trained for p in self.modules.parameters()):
                 self._plan_at_next_forward()
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Let the block write to parameters in a replica's turn: it does so once for all local replicas."""
+        return nullcontext() if self._writes is None else self._writes.merging()
 
     def _see(self, module: nn.Module) -> None:
         if self.scheduler.is_running:  # a replica's own, such as a loss or a copy; `step` refuses its parameters

@@ -121,6 +121,10 @@ class Strategy(Ranks):
             raise error
         return rows, 0
 
+    def _writing(self) -> AbstractContextManager[None]:
+        """Let the block write, once for all local replicas, to the parameters that they share."""
+        return nullcontext()
+
     def _watching(self) -> AbstractContextManager[None]:
         return nullcontext()
 

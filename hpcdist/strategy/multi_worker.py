@@ -221,6 +221,9 @@ class MultiWorkerMirroredStrategy(Strategy):
             library.broadcast(array, self._comm)
         return from_array(array, dtype)
 
+    def _writing(self) -> AbstractContextManager[None]:
+        return self.engine.writing()
+
     def _watching(self) -> AbstractContextManager[None]:
         return self.engine.watching()
 

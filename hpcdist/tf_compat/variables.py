@@ -95,8 +95,9 @@ class Variable(Readable):
     Args:
         initial_value: torch tensor, numpy array, number, nested list of numbers, or a function that returns one.
         trainable: True, given for floats, makes `parameter` of it, which optimizers take and whose gradients are
-            summed; expressions of the variable are differentiable then. Default: unless ON_READ, but without gradients:
-            torch would record every use of a variable.
+            summed; expressions of the variable are differentiable then. Whole numbers have no gradients; TensorFlow
+            takes True for them, too. Default: unless ON_READ, but without gradients: torch would record every use of a
+            variable.
         synchronization: a member of VariableSynchronization, or its name.
         aggregation: a member of VariableAggregation, or its name.
         name: for messages.
@@ -104,11 +105,11 @@ class Variable(Readable):
 
     Attributes:
         trainable, synchronization, aggregation, name: see above.
-        parameter: the torch parameter that holds the value, where trainable=True was given; else None.
+        parameter: the torch parameter that holds the value, where trainable=True was given for floats; else None.
         strategy: that it belongs to.
 
     Raises:
-        UsageError: for a trainable variable that is ON_READ or of whole numbers, NONE in a scope, whole numbers with
+        UsageError: for a trainable variable that is ON_READ, NONE in a scope, whole numbers with
             MEAN, or no numbers.
         RuntimeError: inside `run`.
     """
@@ -138,15 +139,10 @@ class Variable(Readable):
         n_copies = len(self.strategy.own_replicas) if self._is_on_read else 1
         with torch.inference_mode(False):  # so that it can be written outside that mode, too
             self._copies = [value.clone() for _ in range(n_copies)]
-        self.parameter = self._make_parameter() if trainable else None
+        self.parameter = self._make_parameter() if trainable and self.dtype.is_floating_point else None
 
     def _make_parameter(self) -> torch.nn.Parameter:
         """Replace the only copy by a torch parameter; it is the strategy's, as any that is made in its scope."""
-        if not self.dtype.is_floating_point:
-            raise UsageError(
-                f"Variable: expected floats with trainable=True, got {self.dtype} for {self.name!r}; give it a float "
-                f"dtype, or leave trainable out."
-            )
         parameter = torch.nn.Parameter(self._copies[0])
         self._copies = [parameter]
         return parameter
@@ -317,7 +313,9 @@ class Variable(Readable):
         self._check_aggregation(method)
 
         def combine(contributions: list[Any]) -> list[None]:
-            self._write(0, apply, self._aggregated(method, contributions))
+            new = self._aggregated(method, contributions)
+            with self.strategy._writing():
+                self._write(0, apply, new)
             return [None] * len(contributions)
 
         replica.strategy.scheduler.merge(f"{method} of {self.name!r}", new, combine)

@@ -60,6 +60,8 @@ def check(found, expected, is_exact):
         for one, other in zip(found, expected, strict=True):
             check(one, other, is_exact)
     else:
+        if isinstance(found, torch.Tensor):
+            found = found.detach()  # what is read of a trainable variable has a gradient
         found, expected = np.asarray(found), np.asarray(expected)
         assert found.shape == expected.shape
         found = found.astype(expected.dtype)  # a float32 loss with float64 weights is float64 in torch
