@@ -334,5 +334,6 @@ class Saver:
             logger.warning("%s", error)
         except DesyncError as error:
             end_job(f"hpcdist: {error}\n", int(error.exit_code))
-        except (CheckpointError, OSError) as error:  # raising here would make Python print the error and exit with 0
-            end_job(f"hpcdist: {error}\n", int(ExitCode.CHECKPOINT_IO))
+        except Exception as error:  # noqa: BLE001  raising here would make Python print the error and exit with 0
+            what = "" if isinstance(error, (CheckpointError, OSError)) else f"{type(error).__name__}: "
+            end_job(f"hpcdist: {what}{error}\n", int(ExitCode.CHECKPOINT_IO))

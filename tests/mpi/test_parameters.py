@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import hpcdist
-from hpcdist.errors import GradientError
+from hpcdist.errors import GradientError, UsageError
 
 pytestmark = pytest.mark.mpi
 
@@ -100,6 +100,33 @@ def test_a_variable_is_an_operand_with_a_gradient(comm):
     assert float(trained.variable) == 2
     trained.variable.assign(7.0)
     assert trained.variable.parameter == 7
+
+
+@pytest.mark.parametrize(("aggregation", "expected"), [("SUM", 1 + 21), ("MEAN", 1 + 3.5)])
+@pytest.mark.parametrize("n_local", [1, 3])
+def test_what_replicas_assign_together_is_written_once(comm, aggregation, expected, n_local):
+    strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=n_local * comm.size)
+    n_replicas = strategy.num_replicas_in_sync
+    with strategy.scope():
+        variable = hpcdist.Variable(1.0, trainable=True, aggregation=hpcdist.VariableAggregation[aggregation])
+
+    def add():
+        number = hpcdist.get_replica_context().replica_id_in_sync_group + 1
+        variable.assign_add(number * 42 / (n_replicas * (n_replicas + 1)) * (n_replicas / 6 if is_mean else 1))
+
+    is_mean = aggregation == "MEAN"
+    strategy.run(add)
+    assert float(variable) == pytest.approx(expected)
+    assert len(set(comm.allgather(float(variable)))) == 1
+
+    def shrink_too():
+        add()
+        with torch.no_grad():
+            variable.parameter.mul_(0.5)
+
+    if n_replicas > 1:
+        with pytest.raises(UsageError, match="got a write to parameter"):
+            strategy.run(shrink_too)
 
 
 def test_whole_numbers_are_not_trained(comm):

@@ -1,5 +1,7 @@
 """Writes in `run` to what replicas share, that no optimizer makes: refused on any number of ranks, never made twice."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -121,3 +123,21 @@ def test_an_error_in_a_turn_is_the_user_s(trained):
     with pytest.raises(KeyError, match="mine"):
         trained.step(after=fail)
     trained.step()
+
+
+def test_what_the_garbage_collector_takes_in_a_turn_is_no_write(trained):
+    with trained.strategy.scope():
+        parameter = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([parameter], lr=0.7)
+        later = torch.optim.SGD(trained.model.parameters(), lr=0.3)
+    dropped = [parameter, optimizer]
+    del parameter, optimizer
+
+    def drop():
+        dropped.clear()
+        gc.collect()
+
+    trained.step(after=drop)
+    assert not dropped
+    with pytest.raises(hpcdist.errors.UsageError, match="got a write to an optimizer's 'lr'"):
+        trained.step(after=lambda: later.param_groups[0].update(lr=0.1))

@@ -51,8 +51,8 @@ class SharedWrites:
         self._optimizers = optimizers
         self._parameters: list[tuple[str, weakref.ref[nn.Parameter]]] = []
         self._n_runs = 0
-        self._marks: list[_Mark] | None = None  # None: nobody's turn
-        self._settings: list[dict[str, Any]] = []
+        self._marks: list[_Mark | None] | None = None  # None: nobody's turn
+        self._settings: list[tuple[weakref.ref[Optimizer], list[dict[str, Any]]]] = []
 
     def watch(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Look at these from now on."""
@@ -90,7 +90,8 @@ class SharedWrites:
 
     def begin(self) -> None:
         """Look at what there is when a replica's turn begins, or goes on."""
-        self._marks, self._settings = self._read_marks(), self._read_settings()
+        self._marks = self._read_marks()
+        self._settings = [(weakref.ref(optimizer), settings_of(optimizer)) for optimizer in self._optimizers]
 
     def end(self) -> None:
         """Compare what there is with what there was; in nobody's turn, do nothing.
@@ -102,21 +103,26 @@ class SharedWrites:
         if marks is None:
             return
         for (name, _), before, now in zip(self._parameters, marks, self._read_marks(), strict=True):
-            if before != now:
+            if now is not None and before != now:
                 raise _refusal(f"parameter {name!r}")
-        for group, found in zip(self._settings, self._read_settings(), strict=False):
-            changed = [key for key, value in group.items() if found.get(key) != value]
-            if changed:
-                raise _refusal(f"an optimizer's {changed[0]!r}, as a scheduler's step makes it,")
+        for reference, groups in self._settings:
+            optimizer = reference()
+            if optimizer is None:
+                continue
+            for group, found in zip(groups, settings_of(optimizer), strict=False):
+                changed = [key for key, value in group.items() if found.get(key) != value]
+                if changed:
+                    raise _refusal(f"an optimizer's {changed[0]!r}, as a scheduler's step makes it,")
 
-    def _read_marks(self) -> list[_Mark]:
+    def _read_marks(self) -> list[_Mark | None]:
+        """Return a mark of each parameter; None: the garbage collector has taken it, at a time of its own."""
         is_early, (number, rest) = self._n_runs <= _N_HASHED_RUNS, divmod(self._n_runs, _HASHED_RUN)
         hashed = -1 if rest or not self._parameters else number % len(self._parameters)
-        marks = []
+        marks: list[_Mark | None] = []
         for index, (_, reference) in enumerate(self._parameters):
             parameter = reference()
             if parameter is None:
-                marks.append((0, 0, 0, b""))
+                marks.append(None)
                 continue
             digest = 0
             if is_early or index == hashed:
@@ -124,9 +130,6 @@ class SharedWrites:
             version = 0 if parameter.is_inference() else parameter._version
             marks.append((parameter.data_ptr(), version, digest, _ends_of(parameter)))
         return marks
-
-    def _read_settings(self) -> list[dict[str, Any]]:
-        return [settings for optimizer in self._optimizers for settings in settings_of(optimizer)]
 
 
 def _ends_of(tensor: Tensor) -> bytes:
