@@ -9,7 +9,7 @@ import functools
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from hpcdist.errors import ConfigurationError, GradientError, UsageError, agreed
 from hpcdist.gradients import torch_hooks
@@ -97,7 +97,8 @@ class GradientEngine:
         self._replica_steps = ReplicaSteps(self.scheduler) if has_several else None
         self.backward = self._replica_backward or BackwardSum(self.sums)
         self.modules = ModuleSet()
-        self._engines: weakref.WeakKeyDictionary[nn.Module, GradientEngine] = weakref.WeakKeyDictionary()
+        # Held weakly, by identity: a module may define == in its own way, as those of torchmetrics do.
+        self._engines: MutableMapping[nn.Module, GradientEngine] = WeakIdKeyDictionary()
         self._records: dict[int, ParameterRecord] = {}
         self._trained: IdentitySet[nn.Parameter] = IdentitySet()
         self._broadcast_already: IdentitySet[Tensor] = IdentitySet()
@@ -522,7 +523,7 @@ def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _prepare_engine(
-    engines: "weakref.WeakKeyDictionary[nn.Module, GradientEngine]", module: nn.Module, args: tuple[Any, ...]
+    engines: MutableMapping[nn.Module, GradientEngine], module: nn.Module, args: tuple[Any, ...]
 ) -> None:
     engine = engines.get(module)
     if engine is not None:

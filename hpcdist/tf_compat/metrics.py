@@ -23,6 +23,7 @@ from hpcdist.tf_compat.metric import (
     to_floats,
     weigh,
 )
+from hpcdist.tf_compat.torch_metric import TorchMetric as TorchMetric
 
 #: Probabilities are kept this far from 0 and 1, as in Keras.
 _EPSILON = 1e-7

@@ -1,0 +1,180 @@
+"""Metrics of the torchmetrics package over all ranks: each rank updates its own, a result is computed from all."""
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpcdist.collectives.objects import all_gather_objects
+from hpcdist.errors import CheckpointMismatch, DesyncError, UsageError
+from hpcdist.strategy import context
+from hpcdist.strategy.base import get_strategy
+
+#: States of one rank: of the metric and of each metric in it, how often it was updated, and its named values.
+_States = list[tuple[int, dict[str, Any]]]
+_numbers = itertools.count()
+
+
+class TorchMetric:
+    """A torchmetrics metric over all ranks, whose states are combined as its author declared with `add_state`.
+
+    The replicas of a rank update one metric, the rank's own; nothing is sent before `result`. Sums of counts are exact;
+    sums of floats are added in the order of ranks, so that another number of ranks may round them in another way.
+
+    Example:
+        f1 = hpcdist.metrics.TorchMetric(torchmetrics.classification.MulticlassF1Score(num_classes=10))
+        f1.update_state(predictions, labels)  # in strategy.run, or in a loop without it
+        f1.result()
+
+    Args:
+        metric: this rank's; what it has seen already counts. A `MetricCollection` is given metric by metric.
+        name: for messages; default: that of the class.
+
+    Raises:
+        UsageError: for something else.
+    """
+
+    #: All ranks must call `state_dict` together; `CheckpointManager.save` lets them.
+    is_state_collective = True
+
+    def __init__(self, metric: Any, name: str | None = None) -> None:
+        self.name = name or type(metric).__name__
+        if not _is_metric(metric):
+            raise UsageError(
+                f"TorchMetric: expected a torchmetrics.Metric, got {metric!r}; pass the metrics of a collection one by "
+                f"one."
+            )
+        self._metric, self._number = metric, next(_numbers)
+        self._strategy = get_strategy()
+
+    def update_state(self, *args: Any, **kwargs: Any) -> None:
+        """Call the metric's `update` with rows of this replica. Not collective."""
+        self._metric.update(*args, **kwargs)
+
+    def result(self) -> Any:
+        """Return what the metric computes from the states of all ranks.
+
+        Collective: all ranks, outside `run`.
+
+        Raises:
+            UsageError: inside `run`, whose replicas share the metric. DesyncError: when ranks read different metrics;
+                on all ranks.
+
+        Cost: every rank receives the states of all ranks: those that keep all predictions are as large as these.
+        """
+        entry = context.current()
+        if entry is not None and entry.replica is not None:
+            raise UsageError(
+                f"result: expected a call outside of strategy.run for {self.name!r}, which the replicas of a rank "
+                f"share, got one inside; read it after run."
+            )
+        combined = copy.deepcopy(self._metric)
+        _set_states(combined, _combined(combined, self._all_states("result")))
+        combined.sync_on_compute = False  # it holds all states already
+        return combined.compute()
+
+    def reset_state(self) -> None:
+        """Forget all values of this rank; all ranks call it."""
+        self._metric.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all ranks. Collective: all ranks."""
+        return {"ranks": [[[count, values] for count, values in states] for states in self._all_states("state_dict")]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state, also of another number of ranks. Not collective.
+
+        Raises:
+            CheckpointMismatch: when fewer ranks than at the save share states that only the metric's own `compute` can
+                combine.
+        """
+        rank, n_ranks = self._strategy.rank, self._strategy.size
+        own = [[(int(count), dict(values)) for count, values in states] for states in state["ranks"][rank::n_ranks]]
+        self._metric.reset()
+        if len(own) > 1:
+            self._require_sums(len(state["ranks"]), n_ranks)
+        if own:
+            _set_states(self._metric, own[0] if len(own) == 1 else _combined(self._metric, own))
+
+    def _require_sums(self, n_saved: int, n_ranks: int) -> None:
+        from torchmetrics.utilities import data
+
+        known = (data.dim_zero_sum, data.dim_zero_cat, data.dim_zero_max, data.dim_zero_min)
+        for part in _metrics_of(self._metric):
+            for name, reduce in part._reductions.items():
+                if reduce not in known and not isinstance(part._defaults[name], list):
+                    raise CheckpointMismatch(
+                        f"restore: expected {n_saved} ranks or more, as at the save, for state {name!r} of the metric "
+                        f"{self.name!r}, which is no sum, maximum or list, got {n_ranks}; resume on as many."
+                    )
+
+    def _all_states(self, method: str) -> list[_States]:
+        """Return the states of all ranks, which must all call the same method of the same metric."""
+        own, group = _states_of(self._metric), self._strategy.group
+        if group is None:
+            return [own]
+        call = f"{method} of metric {self._number} {self.name!r}"
+        calls, states = zip(*all_gather_objects((call, own), group.comm), strict=True)
+        if len(set(calls)) > 1:
+            raise DesyncError(
+                f"{method}: expected the same call on all ranks, got {', '.join(sorted(set(calls)))}; read metrics in "
+                f"the same order on every rank."
+            )
+        return list(states)
+
+
+def _is_metric(value: Any) -> bool:
+    import torchmetrics
+
+    return isinstance(value, torchmetrics.Metric)
+
+
+def _metrics_of(metric: Any) -> list[Any]:
+    """Return a metric and those in it, as a wrapper such as `ClasswiseWrapper` has one."""
+    return [part for part in metric.modules() if _is_metric(part)]
+
+
+def _states_of(metric: Any) -> _States:
+    """Return the states of a metric and of those in it, on the host."""
+
+    def on_host(value: Any) -> Any:
+        return [one.detach().cpu() for one in value] if isinstance(value, list) else value.detach().cpu().clone()
+
+    return [
+        (part.update_count, {name: on_host(getattr(part, name)) for name in part._defaults})
+        for part in _metrics_of(metric)
+    ]
+
+
+def _set_states(metric: Any, states: _States) -> None:
+    def on_device(value: Any, device: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device)
+        return [torch.as_tensor(one).to(device) for one in value]
+
+    for part, (count, values) in zip(_metrics_of(metric), states, strict=True):
+        for name, value in values.items():
+            setattr(part, name, on_device(value, part.device))
+        part._update_count, part._computed = count, None
+
+
+def _combined(metric: Any, all_states: Sequence[_States]) -> _States:
+    """Return the states of all ranks as those of one, by the reductions of the metric."""
+    made: _States = []
+    for part, of_ranks in zip(_metrics_of(metric), zip(*all_states, strict=True), strict=True):
+        values = {
+            name: _reduced(reduce, [values[name] for _, values in of_ranks])
+            for name, reduce in part._reductions.items()
+        }
+        made.append((sum(count for count, _ in of_ranks), values))
+    return made
+
+
+def _reduced(reduce: Callable[[Any], Any] | None, values: list[Any]) -> Any:
+    if isinstance(values[0], list):
+        return list(itertools.chain.from_iterable(values))  # `compute` concatenates it
+    stacked = torch.stack([torch.as_tensor(one) for one in values])
+    return stacked if reduce is None else reduce(stacked)

@@ -1,0 +1,134 @@
+"""Metrics of torchmetrics over all replicas: as of all rows in one process, saved and restored on other ranks."""
+
+import pytest
+import torch
+import torchmetrics
+from torchmetrics import classification, regression
+
+import hpcdist
+from hpcdist import metrics
+from hpcdist.errors import CheckpointMismatch, DesyncError, UsageError
+
+pytestmark = pytest.mark.mpi
+
+N_ROWS, N_CLASSES = 13, 4
+SCORES = torch.rand(N_ROWS, N_CLASSES, generator=torch.Generator().manual_seed(3)).softmax(-1)
+CLASSES = torch.arange(N_ROWS) * 7 % N_CLASSES
+
+METRICS = {
+    "sums": lambda: classification.MulticlassF1Score(N_CLASSES, average="macro"),
+    "counts at thresholds": lambda: classification.MulticlassAUROC(N_CLASSES, thresholds=20),
+    "lists of all rows": lambda: classification.MulticlassAUROC(N_CLASSES, thresholds=None),
+    "moments that only compute combines": lambda: regression.PearsonCorrCoef(),
+    "a metric in a metric": lambda: torchmetrics.wrappers.ClasswiseWrapper(
+        classification.MulticlassRecall(N_CLASSES, average=None)
+    ),
+    "the largest": lambda: torchmetrics.MaxMetric(),
+}
+
+
+def rows_for(kind, first, last):
+    """Return the arguments of `update` for some rows."""
+    if kind == "the largest":
+        return (SCORES[first:last].flatten(),)
+    if kind.startswith("moments"):
+        return SCORES[first:last, 0], SCORES[first:last, 1]
+    return SCORES[first:last], CLASSES[first:last]
+
+
+def expected(kind):
+    metric = METRICS[kind]()
+    metric.update(*rows_for(kind, 0, N_ROWS))
+    return metric.compute()
+
+
+def update_all(kind, strategy, metric):
+    """Give each replica its part of two batches; there may be replicas without rows."""
+
+    def step(bounds):
+        if bounds[0] < bounds[1]:
+            metric.update_state(*rows_for(kind, *bounds))
+
+    n = strategy.num_replicas_in_sync
+    for start, stop in ((0, 5), (5, N_ROWS)):
+        size = -(-(stop - start) // n)
+        bounds = [(min(start + r * size, stop), min(start + (r + 1) * size, stop)) for r in range(n)]
+        strategy.run(
+            step,
+            args=(
+                strategy.experimental_distribute_values_from_function(
+                    lambda context, bounds=bounds: torch.tensor(bounds[context.replica_id_in_sync_group])
+                ),
+            ),
+        )
+
+
+@pytest.mark.parametrize("n_replicas", [None, 5])
+@pytest.mark.parametrize("kind", METRICS)
+def test_it_is_that_of_all_rows(comm, kind, n_replicas):
+    strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=n_replicas)
+    with strategy.scope():
+        metric = metrics.TorchMetric(METRICS[kind]())
+    for _ in range(2):  # the second time, after a reset
+        metric.reset_state()
+        update_all(kind, strategy, metric)
+        torch.testing.assert_close(metric.result(), expected(kind))
+    torch.testing.assert_close(metric.result(), expected(kind))
+    assert len(set(comm.allgather(str(metric.result())))) == 1
+
+
+@pytest.mark.parametrize("kind", [kind for kind in METRICS if not kind.startswith("moments")])
+def test_a_restore_goes_on(comm, shared_path, kind):
+    """On as many ranks, and on one alone that gets the states of all."""
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        metric, restored = metrics.TorchMetric(METRICS[kind]()), metrics.TorchMetric(METRICS[kind]())
+    update_all(kind, strategy, metric)
+    manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(metric=metric, strategy=strategy), shared_path)
+    manager.save(1)
+    manager.wait()
+    hpcdist.Checkpoint(metric=restored, strategy=strategy).read(hpcdist.latest_checkpoint(shared_path))
+    torch.testing.assert_close(restored.result(), expected(kind))
+    alone = metrics.TorchMetric(METRICS[kind]())
+    alone.load_state_dict(metric.state_dict())
+    torch.testing.assert_close(alone.result(), expected(kind))
+
+
+def test_what_only_compute_combines_is_restored_on_as_many_ranks(comm):
+    kind, strategy = "moments that only compute combines", hpcdist.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        metric, restored = metrics.TorchMetric(METRICS[kind]()), metrics.TorchMetric(METRICS[kind]())
+    update_all(kind, strategy, metric)
+    state = metric.state_dict()
+    restored.load_state_dict(state)
+    torch.testing.assert_close(restored.result(), expected(kind))
+    alone = metrics.TorchMetric(METRICS[kind]())
+    if comm.size == 1:
+        alone.load_state_dict(state)
+        return
+    with pytest.raises(CheckpointMismatch, match=f"expected {comm.size} ranks or more, as at the save, for state"):
+        alone.load_state_dict(state)
+
+
+def test_metrics_read_in_another_order_on_a_rank_are_refused_on_all(comm):
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        both = [metrics.TorchMetric(torchmetrics.SumMetric()), metrics.TorchMetric(torchmetrics.SumMetric())]
+    for metric in both:
+        metric.update_state(torch.tensor(1.0))
+    if comm.size == 1:
+        assert both[0].result() == 1
+        return
+    with pytest.raises(DesyncError, match="got result of metric"):
+        both[comm.rank == 1].result()
+
+
+def test_what_it_cannot_take_is_refused(comm):
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    for wrong in (torchmetrics.MetricCollection([torchmetrics.SumMetric()]), torch.nn.Linear(1, 1)):
+        with pytest.raises(UsageError, match=r"expected a torchmetrics.Metric, got"):
+            metrics.TorchMetric(wrong)
+    with strategy.scope():
+        metric = metrics.TorchMetric(torchmetrics.SumMetric(), name="total")
+    with pytest.raises(UsageError, match=r"expected a call outside of strategy.run for 'total'"):
+        strategy.run(metric.result)
