@@ -23,7 +23,7 @@ from hpcdist.data.streams import Stream
 from hpcdist.data.torch_source import ItemsSource, check_loader, stream_of
 from hpcdist.errors import DataError
 from hpcdist.nest import Nest, children_of, is_nest, leaves, map_nest, with_children
-from hpcdist.plan.sample_order import UNKNOWN, SampleOrder
+from hpcdist.plan.sample_order import UNKNOWN, Mixing, SampleOrder
 
 _CORRECT = "correct the calls that build the dataset"
 
@@ -101,7 +101,8 @@ class Dataset(Elements):
         """Return a dataset whose row i is row i of every named HDF5 dataset, as numpy arrays.
 
         Only the rows of a batch are read, so files may be larger than memory. Cost: one read per array for rows in
-        order; for shuffled rows, one per run of consecutive rows. Open files hold a shared lock.
+        order; for shuffled rows, one per run of consecutive rows, or per chunk: see `shuffle`. Open files hold a
+        shared lock.
 
         Args:
             paths: a file, a pattern such as "part-*.h5", or a list of files, whose rows are concatenated.
@@ -205,7 +206,10 @@ class Dataset(Elements):
         """Visit the rows in random order, a new one in every epoch.
 
         Args:
-            buffer_size: rows of a stream that are mixed at a time; where rows can be read in any order, all are mixed.
+            buffer_size: rows of a stream that are mixed at a time. Where rows can be read in any order all are mixed,
+                except rows that are read by chunks, as of compressed HDF5 files: the chunks come in random order, and
+                the rows of `buffer_size // chunk_rows` of them, at least one, are mixed at a time. Each rank keeps as
+                many rows, and reads each chunk once in an epoch; without a buffer_size it may read one for each row.
             seed: of the order; None draws one, and ranks agree on it when the dataset is distributed.
             reshuffle_each_iteration: False for the same random order in every epoch.
 
@@ -220,7 +224,15 @@ class Dataset(Elements):
         _check(buffer_size is None or buffer_size >= 1, "shuffle", "a buffer_size of at least 1", buffer_size)
         _check(buffer_size or not self.is_stream, "shuffle", "a buffer_size for rows that come one by one", buffer_size)
         buffered = replace(self, buffer_rows=buffer_size or 0)._ordered(is_reshuffled=reshuffle_each_iteration)
+        buffered = buffered._mixed_by_chunks(buffer_size) if buffer_size else buffered
         return buffered.with_drawn_seed(secrets.randbits(63)) if seed is None else buffered.with_seed(seed)
+
+    def _mixed_by_chunks(self, buffer_size: int) -> "Dataset":
+        source = self.source
+        if isinstance(source, Stream) or source.chunk_rows == 1 or buffer_size >= source.n_rows:
+            return self
+        mixing = Mixing(source.chunk_rows, buffer_size)
+        return replace(self, source=source.keeping(buffer_size))._ordered(mixing=mixing)
 
     @property
     def _can_be_shuffled(self) -> bool:

@@ -263,6 +263,8 @@ class DistributedDataset(DistributedInput):
             "seed": order.seed,
             "batch": self._batch_rows,
         }
+        if order.mixing is not None:
+            state["mixing"] = [order.mixing.chunk_rows, order.mixing.n_chunks]
         if self._dataset.is_stream:
             stream = cursor.stream
             state["stream"] = [stream.epoch, stream.offset, stream.run_offset, cursor.pass_epoch]
@@ -281,7 +283,8 @@ class DistributedDataset(DistributedInput):
             self._dataset = self._dataset.with_seed(state["seed"])
         order, policy = self._dataset.order, self._dataset.policy
         shards = [(key, self._n_replicas if policy is one else None) for one, key in _SHARDS_KEYS.items()]
-        for key, own in (("n_rows", order.n_rows), ("seed", order.seed), *shards):
+        mixing = None if order.mixing is None else [order.mixing.chunk_rows, order.mixing.n_chunks]
+        for key, own in (("n_rows", order.n_rows), ("seed", order.seed), ("mixing", mixing), *shards):
             if state.get(key) != own:
                 raise DataError(
                     f"restore: expected a dataset with {key} {state.get(key)} as in the checkpoint, got {own}; "

@@ -58,16 +58,21 @@ def paths_and_names(nest: Nest) -> tuple[list[str], Nest]:
 class Hdf5Source(RowSource):
     """Rows of datasets in files, one file after another. Only the rows asked for are read, and none are kept.
 
+    A source that keeps rows (`keeping`) reads whole chunks. In files whose rows are no multiple of a chunk, a chunk of
+    the order may be parts of two of the file.
+
     Args:
         paths: of the files.
         names: nest of names of datasets; row i is row i of each of them.
+        kept_rows: rows that are kept of the last chunks; 0: none.
 
     Raises:
         DataError: when a file cannot be read, or files or datasets do not fit together.
     """
 
-    def __init__(self, paths: list[str], names: Nest) -> None:
-        self._names = names
+    def __init__(self, paths: list[str], names: Nest, kept_rows: int = 0) -> None:
+        self._names, self._kept_rows = names, kept_rows
+        self._kept: OrderedDict[int, Nest] = OrderedDict()
         self._open: OrderedDict[str, Any] = OrderedDict()
         shapes = [self._shapes(path) for path in paths]
         self._layout = shapes[0][1]
@@ -80,6 +85,11 @@ class Hdf5Source(RowSource):
         self._paths, self.rows_of_files = paths, tuple(n_rows for n_rows, _ in shapes)
         self._starts = np.cumsum([0, *self.rows_of_files])
         self.n_rows = int(self._starts[-1])
+        self.chunk_rows = max(chunk_rows for path in paths for chunk_rows in self._chunk_rows(path))
+
+    def keeping(self, n_rows: int) -> "Hdf5Source":
+        """Return the source that keeps the rows of the last chunks it has read, `n_rows` rows and a chunk."""
+        return Hdf5Source(self._paths, self._names, n_rows + self.chunk_rows)
 
     def describe(self) -> Description:
         """Return the files with their size and time of change, the names in them and their rows."""
@@ -89,10 +99,37 @@ class Hdf5Source(RowSource):
 
     def take(self, rows: Rows) -> Nest:
         """Return rows in any order: the distinct ones are read in the order of the file, one slab per run."""
+        if self._kept_rows and len(rows):
+            return self._take_by_chunks(rows)
         unique, indices = np.unique(rows, return_inverse=True)
         is_sorted = len(unique) == len(rows) and bool((indices[1:] > indices[:-1]).all())
         found = map_nest(lambda name: self._read(name, unique), self._names)
         return found if is_sorted else map_nest(lambda array: array[indices], found)
+
+    def _take_by_chunks(self, rows: Rows) -> Nest:
+        """Return rows of chunks that are kept, or read now, in the order in which they are asked for."""
+        numbers = rows // self.chunk_rows
+        values: Nest = None
+        for number in dict.fromkeys(numbers.tolist()):
+            chunk, wanted = self._chunk(number), np.flatnonzero(numbers == number)
+            if values is None:
+                values = map_nest(lambda array: np.empty((len(rows), *array.shape[1:]), array.dtype), chunk)
+            offsets = rows[wanted] - number * self.chunk_rows
+            for target, array in zip(leaves(values), leaves(chunk), strict=True):
+                target[wanted] = array[offsets]
+        return values
+
+    def _chunk(self, number: int) -> Nest:
+        """Return all rows of a chunk, which is the last one to be dropped from then on."""
+        chunk = self._kept.pop(number, None)
+        if chunk is None:
+            first = number * self.chunk_rows
+            rows = np.arange(first, min(first + self.chunk_rows, self.n_rows))
+            chunk = map_nest(lambda name: self._read(name, rows), self._names)
+        self._kept[number] = chunk
+        if len(self._kept) * self.chunk_rows > self._kept_rows:
+            self._kept.popitem(last=False)
+        return chunk
 
     def _read(self, name: str, rows: Rows) -> Any:
         shape, dtype = self._layout[name]
@@ -118,6 +155,10 @@ class Hdf5Source(RowSource):
                 f"dimension."
             )
         return next(iter(counts.values())), {name: (one.shape[1:], str(one.dtype)) for name, one in datasets.items()}
+
+    def _chunk_rows(self, path: str) -> list[int]:
+        """Return the rows of a chunk of each dataset; 1 where rows are not stored by chunks."""
+        return [dataset.chunks[0] if dataset.chunks else 1 for dataset in self._datasets(path)[1].values()]
 
     def _datasets(self, path: str) -> Any:
         """Return (file, datasets) of a path; a few files are kept open."""

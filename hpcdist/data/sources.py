@@ -37,11 +37,14 @@ class RowSource(ABC):
         rows_of_files: rows of each file, in the order of the rows; empty when rows are not read from files. With it
             AutoShardPolicy.FILE can divide the source.
         n_sampled: rows that ranks compare when a dataset is distributed.
+        chunk_rows: rows that cost as much to read as one of them, rows 0 to chunk_rows - 1 and so on. Where it is more
+            than 1, `shuffle(buffer_size)` mixes no more than buffer_size rows at a time, and tells `keeping`.
     """
 
     n_rows: int
     rows_of_files: tuple[int, ...] = ()
     n_sampled: int = 5
+    chunk_rows: int = 1
 
     @abstractmethod
     def take(self, rows: Rows) -> Nest:
@@ -54,6 +57,10 @@ class RowSource(ABC):
     def take_many(self, requests: Iterable[Rows]) -> Iterator[Nest]:
         """Yield the rows of every request. A source that reads ahead may take requests early."""
         return map(self.take, requests)
+
+    def keeping(self, n_rows: int) -> "RowSource":
+        """Return the source that keeps the rows of the last chunks it has read, `n_rows` rows and a chunk."""
+        return self
 
     def to_compare(self, rows: Rows) -> Any:
         """Return what must be equal on all ranks of some rows: a nest of arrays, numbers and texts; None for nothing.

@@ -100,6 +100,66 @@ def test_hdf5_reads_one_slab_per_run_of_rows(file, monkeypatch):
     assert read == [(2, 4), (8, 10)]
 
 
+def count_rows_read(monkeypatch):
+    read, original = [], h5py.Dataset.read_direct
+
+    def read_direct(self, values, source, target):
+        read.append(source.stop - source.start)
+        return original(self, values, source, target)
+
+    monkeypatch.setattr(h5py.Dataset, "read_direct", read_direct)
+    return read
+
+
+@pytest.fixture
+def compressed(tmp_path):
+    """Return two files of 95 and 45 rows in chunks of 10, row i of (x, y) being (2 i, i)."""
+    for name, rows in (("a", np.arange(95)), ("b", np.arange(95, 140))):
+        with h5py.File(tmp_path / f"{name}.h5", "w") as made:
+            made.create_dataset("x", data=2 * rows, chunks=(5,), compression="gzip")
+            made.create_dataset("y", data=rows, chunks=(10,), compression="gzip")
+    return [str(tmp_path / "a.h5"), str(tmp_path / "b.h5")]
+
+
+def test_shuffled_chunks_are_read_once_in_an_epoch(compressed, monkeypatch):
+    dataset = Dataset.from_hdf5(compressed, ("x", "y")).shuffle(30, seed=1).batch(7)
+    read = count_rows_read(monkeypatch)
+    passes = [[row for batch in dataset for row in batch[1].tolist()] for _ in range(2)]
+    assert sum(read) == 2 * 2 * 140
+    assert passes[0] != passes[1]
+    for rows in passes:
+        assert sorted(rows) == list(range(140))
+        assert rows != sorted(rows)
+        n_mixed = [len({row // 10 for row in rows[start : start + 30]}) for start in range(0, 120, 30)]
+        assert n_mixed == [3, 3, 3, 3]
+    assert all((x == 2 * y).all() for x, y in dataset)
+
+
+def test_without_a_buffer_and_with_a_large_one_all_rows_are_mixed(compressed):
+    rows = Dataset.from_hdf5(compressed, "y")
+    for mixed in (rows.shuffle(seed=1), rows.shuffle(140, seed=1)):
+        assert lists(mixed.batch(140)) == lists(Dataset.range(140).shuffle(seed=1).batch(140))
+
+
+def test_shuffled_chunks_are_divided_and_resumed_at_any_sample(compressed):
+    def distributed(replica, n_replicas, buffer_size=20):
+        dataset = Dataset.from_hdf5(compressed, "y").shuffle(buffer_size, seed=1).batch(9).repeat(2).prefetch(2)
+        return DistributedDataset(dataset, range(replica, replica + 1), n_replicas)
+
+    whole = [batch.tolist() for batch in distributed(0, 1)]
+    parts = zip(*([part.tolist() for part in distributed(replica, 3)] for replica in range(3)), strict=True)
+    assert [sum(part, []) for part in parts] == whole
+    first, rest = distributed(0, 1), distributed(0, 1)
+    iterator = iter(first)
+    for _ in range(5):
+        next(iterator)
+    rest.load_state_dict(first.state_dict())
+    assert [batch.tolist() for batch in rest] == whole[5:]
+    for other in (distributed(0, 1, 50), distributed(0, 1, None)):
+        with pytest.raises(DataError, match=r"expected a dataset with mixing \[10, 2\] as in the checkpoint"):
+            other.load_state_dict(first.state_dict())
+
+
 def test_hdf5_files_larger_than_memory(tmp_path):
     """A sparse file of 64 GiB is read with 1 GiB of address space to spare."""
     path = tmp_path / "large.h5"

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from hpcdist.plan.blocks import block_bounds, ceiling_bounds
-from hpcdist.plan.sample_order import SampleOrder, permutation
+from hpcdist.plan.sample_order import Mixing, SampleOrder, permutation
 
 
 @pytest.mark.parametrize("bounds", [block_bounds, ceiling_bounds])
@@ -34,6 +34,20 @@ def test_permutation_is_the_same_for_ever():
     assert sorted(permutation(5, 3, 1000)) == list(range(1000))
     assert not np.array_equal(permutation(1, 0, 100), permutation(1, 1, 100))
     assert not np.array_equal(permutation(1, 0, 100), permutation(2, 0, 100))
+
+
+def test_rows_are_mixed_a_window_of_chunks_at_a_time():
+    assert permutation(1, 0, 8, Mixing(2, 4)).tolist() == [5, 6, 4, 7, 1, 3, 2, 0]
+    n_rows, mixing = 1000, Mixing(10, 57)
+    order = permutation(4, 2, n_rows, mixing)
+    assert sorted(order) == list(range(n_rows))
+    assert not np.array_equal(order, permutation(4, 3, n_rows, mixing))
+    chunks, starts = order // mixing.chunk_rows, np.arange(0, n_rows, mixing.n_chunks * mixing.chunk_rows)
+    windows = [set(chunks[start : start + 50].tolist()) for start in starts]
+    assert [len(window) for window in windows] == [5] * 20, "every chunk is in one window"
+    assert sorted(permutation(4, 2, 1003, mixing)) == list(range(1003)), "the last chunk may be short"
+    assert max(np.diff(sorted(windows[0]))) > 5, "the chunks of a window lie anywhere in the file"
+    assert np.mean(np.diff(order[:50]) == 1) < 0.2, "the rows of a window are mixed"
 
 
 def batches(order, end=None):
