@@ -43,7 +43,8 @@ def permutation(seed: int, epoch: int, n_rows: int, mixing: Mixing | None = None
     numpy promises the raw stream of a bit generator across versions, but not `Generator.permutation`; hence the sort.
 
     Args:
-        seed, epoch: choose one.
+        seed: of all epochs.
+        epoch: each has its own.
         n_rows: of the source.
         mixing: by windows; None mixes all rows.
 
