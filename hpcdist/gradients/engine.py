@@ -87,7 +87,12 @@ class GradientEngine:
         self.generators = StepGenerators(None if has_fixed_replicas else self._comm.rank)
         self._optimizers: IdentitySet[Optimizer] = IdentitySet()
         self._state = ReplicaState(own, functools.partial(world.agree, comm=self._comm))
-        self._writes = SharedWrites(self._optimizers) if has_fixed_replicas and self._n_replicas > 1 else None
+        is_shared = has_fixed_replicas or storage is not None  # by replicas of a rank, or by the ranks of a host
+        self._writes = (
+            SharedWrites(self._optimizers, is_counted_only=storage is not None)
+            if is_shared and self._n_replicas > 1
+            else None
+        )
         switched: list[Switched] = [self._state, self.generators] if has_fixed_replicas else []
         self.scheduler = ReplicaScheduler(own, switched if self._writes is None else [*switched, self._writes])
         has_several = len(own) > 1

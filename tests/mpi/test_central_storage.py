@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hpcdist
-from hpcdist.errors import ConfigurationError, GradientError
+from hpcdist.errors import ConfigurationError, GradientError, UsageError
 from hpcdist.gradients import central_storage
 
 pytestmark = pytest.mark.mpi
@@ -167,3 +167,27 @@ def test_several_hosts_are_for_another_strategy(monkeypatch):
     monkeypatch.setattr(world, "n_hosts", 2)
     with pytest.raises(ConfigurationError, match="one host, got 2 hosts; use MultiWorkerMirroredStrategy"):
         hpcdist.CentralStorageStrategy()
+
+
+def test_a_write_in_run_is_refused(comm):
+    """The ranks of a host have one copy, which each of them would write to."""
+    strategy = hpcdist.CentralStorageStrategy()
+    with strategy.scope():
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(factor):
+        optimizer.zero_grad()
+        hpcdist.compute_average_loss(model(torch.ones(2, 3)).square().sum(1), global_batch_size=2).backward()
+        optimizer.step()
+        if factor != 1:
+            with torch.no_grad():
+                model.weight.mul_(factor)
+
+    for _ in range(2):
+        strategy.run(step, args=(1,))
+    if comm.size == 1:
+        strategy.run(step, args=(0.5,))
+        return
+    with pytest.raises(UsageError, match=r"run: expected replicas to leave .* got a write to parameter"):
+        strategy.run(step, args=(0.5,))

@@ -8,7 +8,7 @@ Outcomes:
     equal: the same weights, gradients, and optimizer state as plain torch, and the same bits on all ranks
     refused: an error of hpcdist on all ranks
     one-sided: an error of hpcdist on some ranks, while the others went on or waited for them; it ends a job
-    raised: another error, which plain torch raises too
+    raised: another error, which plain torch raises too, or which the rows of one rank alone make it raise
     plain refused: an error of plain torch alone, such as of a gradient that shares its memory, which a sum does not
     unstable: plain torch itself depends on the order of rows
     differs, ranks differ, other error, hang, died, kept alive: findings
@@ -31,6 +31,8 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 90
+#: The error of a rank whose rows reach frozen parameters only.
+NO_GRADIENT = "RuntimeError: element 0 of tensors does not require grad"
 #: How long a rank waits for the others at the end of a program, after an error and without one.
 PATIENCE_S = {True: 5.0, False: 60.0}
 FINDINGS = {"differs", "ranks differ", "other error", "hang", "died", "kept alive"}
@@ -109,7 +111,7 @@ class Worker:
             time.sleep(0.0005)
             if time.monotonic() > is_late:
                 error = own.get("error")
-                kind = "hang" if error is None else "one-sided" if own["is_ours"] else "other error"
+                kind = "hang" if error is None else kind_of(own, "one-sided")
                 self.record(outcome=kind, rank=self.comm.rank, error=error, traceback=own.get("traceback"))
                 os._exit(3)
 
@@ -125,6 +127,13 @@ class Worker:
         if (any(errors) and is_apart) or any(one["is_alive"] for one in results):
             self.comm.Barrier()
             os._exit(3)  # ranks are at different collectives, or another strategy is there: only a new job can follow
+
+
+def kind_of(own, kind_of_ours):
+    """Return the outcome of a program that ended with an error on this rank, and not on another one."""
+    if own["is_ours"]:
+        return kind_of_ours
+    return "raised" if own["error"].startswith(NO_GRADIENT) else "other error"
 
 
 def run_guarded(program, comm):
@@ -202,7 +211,12 @@ def judge_errors(program, results, errors):
     except Exception as own:
         if type(own).__name__ == foreign["error"].split(":")[0] and len(ranks) == len(errors):
             return {"outcome": "raised", "error": foreign["error"]}
-    return {"outcome": "other error", "ranks": ranks, "error": foreign["error"], "traceback": foreign["traceback"]}
+    return {
+        "outcome": kind_of(foreign, ""),
+        "ranks": ranks,
+        "error": foreign["error"],
+        "traceback": foreign["traceback"],
+    }
 
 
 def work(options):

@@ -42,13 +42,15 @@ class SharedWrites:
 
     Args:
         optimizers: those of the scope.
+        is_counted_only: whether only writes that torch counts are found: another rank of the host may write to the
+            same memory during a turn.
 
     Cost: in the first runs a hash of all parameters at each switch of replicas; later two microseconds for each
         parameter, and in every 8th run a hash of at most 1 MiB of one.
     """
 
-    def __init__(self, optimizers: IdentitySet[Optimizer]) -> None:
-        self._optimizers = optimizers
+    def __init__(self, optimizers: IdentitySet[Optimizer], is_counted_only: bool = False) -> None:
+        self._optimizers, self._is_counted_only = optimizers, is_counted_only
         self._parameters: list[tuple[str, weakref.ref[nn.Parameter]]] = []
         self._n_runs = 0
         self._marks: list[_Mark | None] | None = None  # None: nobody's turn
@@ -124,10 +126,13 @@ class SharedWrites:
             if parameter is None:
                 marks.append(None)
                 continue
+            version = 0 if parameter.is_inference() else parameter._version
+            if self._is_counted_only:
+                marks.append((0, version, 0, b""))
+                continue
             digest = 0
             if is_early or index == hashed:
                 digest = _hash(parameter, None if is_early else _HASHED_BYTES)
-            version = 0 if parameter.is_inference() else parameter._version
             marks.append((parameter.data_ptr(), version, digest, _ends_of(parameter)))
         return marks
 

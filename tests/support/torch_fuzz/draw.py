@@ -171,7 +171,7 @@ def _draw_gradient(
     weights = {"backward": 8.0, "no_sync": 4.0}
     chosen = rng.choices(names, [weights.get(name, 1.0) for name in names])[0]
     is_wrong = (
-        (chosen in ("no_sync", "no_sync chunks") and (cluster.has_several or fields["zero_grad"] == "never"))
+        (chosen in ("no_sync", "no_sync chunks") and fields["zero_grad"] == "never")
         or (chosen == "closure" and (cluster.has_several or cluster.strategy == "central"))
         or (chosen in _OWN and combine == "mean")
         or (chosen == "no_sync" and combine == "mean" and is_uneven)
@@ -182,6 +182,8 @@ def _draw_gradient(
     )
     if is_wrong and rng.random() < 0.97:
         return "backward"
+    if chosen in ("chunks", "no_sync chunks") and combine == "mean":
+        return "backward"  # a mean of other chunks is another number, and nothing is wrong with it
     if chosen in _OWN | {"closure", "no_sync chunks"}:
         fields["n_batches"] = 1
     if chosen in _OWN - {"own sums"} and rng.random() < 0.9:
