@@ -205,6 +205,15 @@ class GradientSums:
         facts = [contribution.doubtful_rows is not None, weight, number, number * number]
         return [*touched, *changed, *dense, *facts, *self._step_flags.own_numbers()]
 
+    def divisor_of(self, totals: list[float]) -> float | None:
+        """Return what sums are divided by: the weight of all replicas; None: nothing.
+
+        Args:
+            totals: sums of `counts` over all replicas.
+        """
+        total = totals[-N_NUMBERS - 3]  # before the number of the backward and its square
+        return total if self.is_mean and total not in (0, 1) else None
+
     def publish(self, totals: list[float], contributions: Sequence["Contribution"]) -> None:
         """Make sums and averages what parameters and buffers hold.
 
@@ -214,7 +223,7 @@ class GradientSums:
             totals: sums of `counts` over all replicas.
             contributions: of each local replica.
         """
-        *counted, n_doubtful, total, numbers, squares = totals[:-N_NUMBERS]
+        *counted, n_doubtful, _, numbers, squares = totals[:-N_NUMBERS]
         if self.n_replicas * squares != numbers * numbers:
             self.is_broken = True
             raise GradientError(
@@ -229,7 +238,7 @@ class GradientSums:
             self.has_crossed = False
         n_touched, rest = counted[: len(self.records)], counted[len(self.records) :]
         n_changed, n_dense = rest[: len(self.buffers)], rest[len(self.buffers) :]
-        divisor = total if self.is_mean and total not in (0, 1) else None
+        divisor = self.divisor_of(totals)
         if divisor is not None:
             self.buckets.divide(divisor)
         if self.sparse_records:
@@ -413,7 +422,13 @@ class BackwardSum:
                 record.stand_in(self._scale)
         sums.n_sums += 1
         contribution = sums.contribution(weight, local_index=0)
-        totals = sums.buckets.finish(sums.counts(contribution, weight))
+        counts = sums.counts(contribution, weight)
+        if sums.buckets.has_hook:
+            totals = sums.buckets.sum_counts(counts)
+            touched = {record for record, n in zip(sums.records, totals, strict=False) if n}
+            sums.buckets.sum_by_hook(touched, sums.divisor_of(totals) or 1.0)
+        else:
+            totals = sums.buckets.finish(counts)
         sums.publish(totals, [contribution])
 
     def _drop(self) -> None:

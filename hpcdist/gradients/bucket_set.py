@@ -1,6 +1,6 @@
 """Buckets in memory: small gradients side by side in flat buffers, large ones where torch made them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -94,6 +94,38 @@ class BucketSet:
             self._start()
         return self.wait(self._handles)
 
+    @property
+    def has_hook(self) -> bool:
+        """Whether a program's own hook sums the gradients."""
+        return self._hook is not None
+
+    def sum_counts(self, counts: list[float]) -> list[float]:
+        """Return the sums of `counts` alone, before a hook sums the gradients. Collective: the reducer's group."""
+        self.set_counts(counts)
+        array = self._arrays[self._counts_bucket]
+        handle = self._reducer.start(array, self._counts_bucket, is_exact=True)
+        if handle is not None:
+            handle.wait()
+        totals: list[float] = self._counts.tolist()
+        return totals
+
+    def sum_by_hook(self, touched: Container[ParameterRecord], weight: float) -> None:
+        """Let the hook sum all gradients; return when the sums are there. Collective: the reducer's group.
+
+        Args:
+            touched: the records of which any replica has a gradient.
+            weight: what the sum will be divided by.
+        """
+        assert self._hook is not None, "it has one"
+        sums = []
+        for bucket in range(self._counts_bucket):
+            records = [record for record in self._members[bucket] if record in touched]
+            given = GradBucket(bucket, self.tensor(bucket), records, bucket == self._counts_bucket - 1, weight)
+            sums.append(HookedSum(self._hook(given), given, self._reducer.group))
+        for one in sums:
+            one.wait()
+        self.reset()
+
     def divide(self, total: float) -> None:
         """Divide all sums, in one go for each bucket."""
         for bucket in range(self.n_buckets):
@@ -101,12 +133,7 @@ class BucketSet:
 
     def _start(self) -> None:
         bucket, array, has_counts = self.begin_next()
-        if self._hook is None or has_counts:
-            self._handles.append(self._reducer.start(array, bucket, is_exact=has_counts))
-            return
-        is_last = bucket == self.n_buckets - 2  # the counts come after it
-        given = GradBucket(bucket, self.tensor(bucket), self._members[bucket], is_last)
-        self._handles.append(HookedSum(self._hook(given), given, self._reducer.group))
+        self._handles.append(self._reducer.start(array, bucket, is_exact=has_counts))
 
     def begin_next(self) -> tuple[int, Any, bool]:
         """Count the next bucket as started; return its number, its array, and whether the counts are in it.

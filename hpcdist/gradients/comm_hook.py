@@ -18,15 +18,20 @@ class GradBucket:
         index: its number, counted in the order in which buckets are summed.
         tensor: (n_elements,) the gradients side by side, on the host, or on the GPU where NCCL sums. Where there are
             several, each starts at a multiple of 64 bytes, with zeros in between, whose sum is not used.
-        records: the parameters, in the order of their gradients.
+        records: the parameters that the backward has reached on any rank, in the order of their gradients. The others
+            have zeros in the buffer, whose sum is not used.
         is_last: whether it is the last one.
+        divisor: what the sum will be divided by.
     """
 
-    def __init__(self, index: int, tensor: Tensor, records: Sequence[ParameterRecord], is_last: bool) -> None:
+    def __init__(
+        self, index: int, tensor: Tensor, records: Sequence[ParameterRecord], is_last: bool, divisor: float
+    ) -> None:
         self._index, self._tensor, self._records, self._is_last = index, tensor, records, is_last
+        self._divisor = divisor
 
     def index(self) -> int:
-        """Return the bucket's number; it has the same parameters at every step."""
+        """Return the bucket's number; it has the same parameters at every step, until the model is planned anew."""
         return self._index
 
     def buffer(self) -> Tensor:
@@ -34,12 +39,19 @@ class GradBucket:
         return self._tensor
 
     def gradients(self) -> list[Tensor]:
-        """Return a view of the buffer for each parameter, in its shape."""
-        return [record.part_in_shape for record in self._records]
+        """Return a view of the buffer for each parameter that the backward has reached on any rank, in its shape."""
+        return [record.part_in_shape for record in self._records if record.parameter is not None]
 
     def parameters(self) -> list[Tensor]:
-        """Return the parameters."""
+        """Return the parameters, in the order of `gradients`."""
         return [parameter for record in self._records if (parameter := record.parameter) is not None]
+
+    def divisor(self) -> float:
+        """Return what the sum will be divided by: with ReduceOp.MEAN the rows of all ranks in this backward, else 1.
+
+        What a hook keeps for a later step must be divided by this one's and multiplied by that one's.
+        """
+        return self._divisor
 
     def is_last(self) -> bool:
         """Return whether no bucket comes after it in this backward."""
@@ -70,7 +82,7 @@ class HookedSum:
         """Wait until the sum is in the bucket.
 
         Raises:
-            CollectiveTimeoutError: when it takes longer than the strategy's limit. GradientError: when the hook's
+            CollectiveTimeoutError: when a future takes longer than the strategy's limit. GradientError: when the hook's
                 result is no such sum; on this rank only.
         """
         result, own = self._result, self._bucket.buffer()

@@ -1,12 +1,16 @@
 """Comm hooks that send less: PowerSGD and the largest elements, both with error feedback.
 
-What one step leaves out is added to the gradients of the next, so it arrives late instead of never.
+What one step leaves out is added to the gradients of the next that reaches the same parameter, so it arrives late
+instead of never. It keeps its size, whatever number of rows the next mean is over. A GradScaler that changes its scale
+makes what was left out before count as much more or less.
 """
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hpcdist.collectives.calls import all_reduce
 from hpcdist.collectives.group import group_of
@@ -21,7 +25,7 @@ class PowerSGDState:
 
     Attributes:
         matrix_approximation_rank: r; of a gradient of shape (n, m), (n + m) r values are sent instead of n m.
-        start_step: steps that are summed in full before the first compressed one: early gradients change fast.
+        start_step: sums in full before the first compressed one: early gradients change fast.
         min_compression_rate: gradients that would shrink by less are sent in full, as vectors are.
         random_seed: of the first approximation; equal on all ranks.
     """
@@ -31,8 +35,8 @@ class PowerSGDState:
     min_compression_rate: float = 2.0
     random_seed: int = 0
     _steps: dict[int, int] = field(default_factory=dict, repr=False)
-    _errors: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
-    _factors: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
+    _errors: MutableMapping[Tensor, Tensor] = field(default_factory=WeakTensorKeyDictionary, repr=False)
+    _factors: MutableMapping[Tensor, Tensor] = field(default_factory=WeakTensorKeyDictionary, repr=False)
 
     def __post_init__(self) -> None:
         if self.matrix_approximation_rank < 1 or self.start_step < 0:
@@ -49,8 +53,8 @@ def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> Tensor:
     Collective: all ranks. It returns when the sum is there. Every rank multiplies the factors itself: the ranks need
     processors of one type, or their weights drift apart, which the next save finds.
 
-    Cost: for each (n, m) gradient products of 4 n m r operations and an orthogonalization; three all-reduces per
-        bucket. It pays where the network is slow: below about 1 Gbit/s.
+    Cost: for each (n, m) gradient three products of 2 n m r operations each, and an orthogonalization; three
+        all-reduces per bucket. It pays where the network is slow: below about 1 Gbit/s.
     Source: Vogels, Karimireddy and Jaggi, PowerSGD: practical low-rank gradient compression for distributed
         optimization (NeurIPS 2019, arXiv 1905.13727), algorithms 1 and 2.
     """
@@ -64,50 +68,50 @@ def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> Tensor:
         for other, total in zip(others, _summed(others), strict=True):
             other.copy_(total)
     if matrices:
-        for number, matrix in enumerate(matrices):
-            if (error := state._errors.get((index, number))) is not None and error.shape == matrix.shape:
-                matrix.add_(error)
-        own = [matrix.clone() for matrix in matrices]
+        for parameter, matrix in matrices:
+            if (error := state._errors.get(parameter)) is not None:
+                matrix.add_(error, alpha=bucket.divisor())
+        own = [matrix.clone() for _, matrix in matrices]
         _approximate(state, index, matrices)
-        for number, (mine, matrix) in enumerate(zip(own, matrices, strict=True)):
+        for (parameter, matrix), mine in zip(matrices, own, strict=True):
             # of what all ranks together have left out each one keeps its part: its share of the approximation is 1/n
-            left_out = mine.sub_(matrix, alpha=1 / group_of().size)
-            state._errors[index, number] = left_out.nan_to_num_(0.0, 0.0, 0.0)  # an overflow must not be added for ever
+            left_out = mine.sub_(matrix, alpha=1 / group_of().size).div_(bucket.divisor())
+            state._errors[parameter] = left_out.nan_to_num_(0.0, 0.0, 0.0)  # an overflow must not be added for ever
     return flat
 
 
-def _split(state: PowerSGDState, bucket: GradBucket) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the bucket's gradients that are compressed, as matrices, and the others; all of them views."""
+def _split(state: PowerSGDState, bucket: GradBucket) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
+    """Return (parameter, gradient as a matrix) of those that are compressed, and the other gradients; all views."""
     matrices, others = [], []
-    for gradient in bucket.gradients():
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
         rows = gradient.shape[0] if gradient.dim() > 1 else 1
         columns = gradient.numel() // max(rows, 1)
         r = min(rows, columns, state.matrix_approximation_rank)
         is_small = (rows + columns) * r * state.min_compression_rate < rows * columns
         if gradient.dim() > 1 and is_small and gradient.is_contiguous():
-            matrices.append(gradient.view(rows, columns))
+            matrices.append((parameter, gradient.view(rows, columns)))
         else:
             others.append(gradient)
     return matrices, others
 
 
-def _approximate(state: PowerSGDState, index: int, matrices: list[Tensor]) -> None:
+def _approximate(state: PowerSGDState, index: int, matrices: list[tuple[Tensor, Tensor]]) -> None:
     """Replace matrices by approximations of their sums over all ranks, equal on all. Collective: all ranks."""
-    right = [_factor(state, (index, number), matrix) for number, matrix in enumerate(matrices)]
-    left = _summed([matrix @ factor for matrix, factor in zip(matrices, right, strict=True)])
+    right = [_factor(state, 1009 * index + number, *one) for number, one in enumerate(matrices)]
+    left = _summed([matrix @ factor for (_, matrix), factor in zip(matrices, right, strict=True)])
     left = [_orthonormal(factor) for factor in left]
-    right = _summed([matrix.T @ factor for matrix, factor in zip(matrices, left, strict=True)])
-    for number, (matrix, p, q) in enumerate(zip(matrices, left, right, strict=True)):
+    right = _summed([matrix.T @ factor for (_, matrix), factor in zip(matrices, left, strict=True)])
+    for (parameter, matrix), p, q in zip(matrices, left, right, strict=True):
         torch.mm(p, q.T, out=matrix)
-        state._factors[index, number] = q  # a good first factor for the next step's, as gradients change slowly
+        state._factors[parameter] = q  # a good first factor for the next step's, as gradients change slowly
 
 
-def _factor(state: PowerSGDState, key: tuple[int, int], matrix: Tensor) -> Tensor:
+def _factor(state: PowerSGDState, number: int, parameter: Tensor, matrix: Tensor) -> Tensor:
     r = min(*matrix.shape, state.matrix_approximation_rank)
-    known = state._factors.get(key)
+    known = state._factors.get(parameter)
     if known is not None and known.shape == (matrix.shape[1], r) and known.isfinite().all() and known.any():
         return _orthonormal(known)
-    generator = torch.Generator().manual_seed(state.random_seed + 1009 * key[0] + key[1])
+    generator = torch.Generator().manual_seed(state.random_seed + number)
     drawn = torch.randn(matrix.shape[1], r, generator=generator, dtype=matrix.dtype).to(matrix.device)
     return _orthonormal(drawn)
 
@@ -133,7 +137,7 @@ class TopKState:
     """
 
     ratio: float = 0.01
-    _unsent: dict[int, Tensor] = field(default_factory=dict, repr=False)
+    _unsent: MutableMapping[Tensor, Tensor] = field(default_factory=WeakTensorKeyDictionary, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
@@ -146,19 +150,21 @@ def top_k_hook(state: TopKState, bucket: GradBucket) -> Tensor:
     A comm hook: `strategy.register_comm_hook(hpcdist.TopKState(0.01), hpcdist.top_k_hook)`.
     Collective: all ranks. It returns when the sum is there.
 
-    Cost: a selection, and an all-gather of 2 k values from each rank: what a rank receives grows with their number, so
-        it pays for small ratios on few ranks.
+    Cost: a selection, and all-gathers of k values and of their k places, which are int64, from each rank: what a rank
+        receives grows with their number, so it pays for small ratios on few ranks.
     Source: Stich, Cordonnier and Jaggi, Sparsified SGD with memory (NeurIPS 2018, arXiv 1809.07599).
     """
-    flat = bucket.buffer()
-    unsent = state._unsent.get(bucket.index())
-    values = flat.clone() if unsent is None or unsent.shape != flat.shape else flat + unsent
-    n_sent = max(1, int(state.ratio * values.numel()))
-    places = values.abs().topk(n_sent, sorted=False).indices
-    sent = values[places]
+    parameters, gradients, flat = bucket.parameters(), bucket.gradients(), bucket.buffer()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if (unsent := state._unsent.get(parameter)) is not None:
+            gradient.add_(unsent, alpha=bucket.divisor())
+    n_sent = max(1, int(state.ratio * flat.numel()))
+    places = flat.abs().topk(n_sent, sorted=False).indices
+    sent = flat[places]
     all_places, all_sent = all_gather(places), all_gather(sent)
-    values[places] = 0
-    state._unsent[bucket.index()] = values.nan_to_num_(0.0, 0.0, 0.0)
+    flat[places] = 0
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        state._unsent[parameter] = gradient.div(bucket.divisor()).nan_to_num_(0.0, 0.0, 0.0)
     flat.zero_()
     for theirs, their_places in zip(all_sent.split(n_sent), all_places.split(n_sent), strict=True):
         flat.index_add_(0, their_places, theirs)  # rank by rank: the same bits everywhere

@@ -68,7 +68,7 @@ class LocalRounds:
 
         Args:
             named: parameters, and buffers of floats.
-            optimizers: their tensors of floats are averaged too, such as momentum; counters of steps stay.
+            optimizers: their tensors of floats are averaged too, such as momentum and counters of steps.
 
         Raises:
             DesyncError: on all ranks, when replicas have other tensors, as those of an optimizer that has never seen a
@@ -77,7 +77,7 @@ class LocalRounds:
         Cost: one all-reduce for each dtype, of parameters and the optimizers' state together; one copy of them.
         """
         tensors = [*named, *_states_of(optimizers)]
-        own = "\n".join(f"{name} {layout(tensor)}" for name, tensor in tensors)
+        own = "\n".join([f"{self._n_made} local steps", *(f"{name} {layout(tensor)}" for name, tensor in tensors)])
         self._world.require_same(own, self._reducer.group.comm, lambda chiefs: _explain(own, chiefs))
         flags = np.array(self._world.step_flags.own_numbers())
         self._reducer.sum_array(flags, "flags of a round")
@@ -96,14 +96,14 @@ class LocalRounds:
 
 
 def _states_of(optimizers: Iterable[Optimizer]) -> list[tuple[str, Tensor]]:
-    """Return the tensors of floats that optimizers keep for each parameter; 0-dimensional ones count steps."""
+    """Return the tensors of floats that optimizers keep for each parameter."""
     return [
         (f"{type(optimizer).__name__} {number} {key}", value)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for number, parameter in enumerate(group["params"])
         for key, value in _sorted_items(optimizer.state.get(parameter, {}))
-        if isinstance(value, Tensor) and value.dim() > 0 and dtype_name(value) in SUM_DTYPES
+        if isinstance(value, Tensor) and dtype_name(value) in SUM_DTYPES
     ]
 
 
@@ -115,6 +115,7 @@ def _explain(own: str, chiefs: str) -> DesyncError:
     mine, theirs = own.splitlines(), chiefs.splitlines()
     first = next((line for line in [*mine, *theirs] if (line in mine) != (line in theirs)), "another order")
     return DesyncError(
-        f"local steps: expected the chief's {len(theirs)} tensors to average, got {len(mine)}, first difference "
-        f"{first!r}; give every parameter a gradient on all replicas, or sum gradients at every step."
+        f"local steps: expected the chief's {len(theirs) - 1} tensors to average, got {len(mine) - 1}, first "
+        f"difference {first!r}; make as many steps on every rank, give every parameter a gradient on all replicas, or sum "
+        f"gradients at every step."
     )

@@ -111,6 +111,55 @@ def test_zero_grad_between_runs_drops_what_all_replicas_have(comm):
     assert torch.equal(trained.weights(), fresh.weights())
 
 
+@pytest.mark.parametrize("holder", ["all", "only the first"])
+@pytest.mark.parametrize("zero", ["none", "in place"])
+def test_zeroing_between_runs_drops_what_any_replica_has(comm, holder, zero):
+    trained, fresh = Trained(8), Trained(8)
+    rows = micro_batches(1)[0]
+
+    def accumulate():
+        if holder == "all" or hpcdist.get_replica_context().replica_id_in_sync_group == 0:
+            trained.backward(rows * 100, True)
+
+    with trained.strategy.no_sync():
+        trained.strategy.run(accumulate)
+    trained.optimizer.zero_grad(set_to_none=zero == "none")
+    trained.strategy.run(trained.last, args=(rows,))
+    fresh.strategy.run(fresh.last, args=(rows,))
+    assert torch.equal(trained.weights(), fresh.weights())
+
+
+def test_changing_between_runs_what_replicas_have_is_refused(comm):
+    trained = Trained(max(4, 2 * comm.size))
+    rows = micro_batches(1)[0]
+    with trained.strategy.no_sync():
+        trained.strategy.run(trained.backward, args=(rows, True))
+    for parameter in trained.model.parameters():
+        parameter.grad.mul_(0.5)
+    with pytest.raises(GradientError, match="expected gradients accumulated under no_sync as they were, or zeroed"):
+        trained.strategy.run(trained.last, args=(rows,))
+
+
+def test_what_a_replica_drops_in_a_run_does_not_weigh(comm):
+    """It accumulates other rows afterwards, through fewer layers."""
+    trained, fresh = Trained(4, "mean"), Trained(4, "mean")
+    rows = micro_batches(1)[0]
+
+    def accumulate(first_rows, is_dropped):
+        trained.backward(first_rows, True)
+        if is_dropped:
+            trained.optimizer.zero_grad()
+
+    with trained.strategy.no_sync():
+        trained.strategy.run(accumulate, args=(rows, True))
+        trained.strategy.run(trained.backward, args=(rows[:12], False))
+    trained.strategy.run(trained.last, args=(rows[12:],))
+    with fresh.strategy.no_sync():
+        fresh.strategy.run(fresh.backward, args=(rows[:12], False))
+    fresh.strategy.run(fresh.last, args=(rows[12:],))
+    assert torch.equal(trained.weights(), fresh.weights())
+
+
 def test_a_step_on_local_gradients_is_refused(comm):
     trained = Trained(max(4, 2 * comm.size))
 

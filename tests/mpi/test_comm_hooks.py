@@ -160,6 +160,54 @@ def test_what_is_left_out_arrives_later(comm, hook, make):
     assert len(set(comm.allgather(total.numpy().tobytes()))) == 1
 
 
+class TwoModels:
+    """Two models that take turns, trained by means of batches of 12 rows and of a last one of 4."""
+
+    def __init__(self, hook=None, state=None):
+        self.strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+        if hook is not None:
+            self.strategy.register_comm_hook(state, hook)
+        torch.manual_seed(3)
+        with self.strategy.scope():
+            self.models = nn.ModuleList([nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(16, 24)])
+        rows = torch.randn(28, 16, generator=torch.Generator().manual_seed(1))
+        dataset = hpcdist.Dataset.from_tensor_slices(rows).batch(12).repeat(4)
+        self.batches = self.strategy.experimental_distribute_dataset(dataset)
+        self.parameters = list(self.models.parameters())
+
+    def sum_of_gradients(self):
+        """Return the sum over steps of each parameter's gradient; nothing is trained."""
+        totals = [torch.zeros_like(parameter) for parameter in self.parameters]
+        for step, rows in enumerate(self.batches):
+            self.models.zero_grad()
+            losses = self.models[step % 2](rows).square().sum(1)
+            (losses.mean() if len(rows) else losses.sum()).backward()
+            for total, parameter in zip(totals, self.parameters, strict=True):
+                total += 0 if parameter.grad is None else parameter.grad
+        return totals
+
+
+@pytest.mark.parametrize(
+    ("hook", "make", "memory"),
+    [
+        (hpcdist.power_sgd_hook, lambda: hpcdist.PowerSGDState(1, start_step=0), "_errors"),
+        (hpcdist.top_k_hook, lambda: hpcdist.TopKState(0.1), "_unsent"),
+    ],
+)
+def test_nothing_is_lost_between_models_in_turn_and_batches_of_any_size(comm, hook, make, memory):
+    """What has arrived and what is remembered are together the sum of all gradients, whatever a step divides by."""
+    state = make()
+    trained, exact = TwoModels(hook, state), TwoModels().sum_of_gradients()
+    arrived = trained.sum_of_gradients()
+    n_remembered = 0
+    for parameter, total, expected in zip(trained.parameters, arrived, exact, strict=True):
+        kept = getattr(state, memory).get(parameter, torch.zeros_like(parameter)).reshape(parameter.shape)
+        n_remembered += bool(kept.any())
+        rest = torch.from_numpy(comm.allreduce(kept.detach().numpy()))
+        torch.testing.assert_close(total + rest, expected, rtol=1e-3, atol=1e-4)
+    assert comm.size == 1 or n_remembered >= 2
+
+
 def test_overflow_is_not_remembered(comm):
     trained = Trained(hpcdist.top_k_hook, hpcdist.TopKState(0.5))
     with torch.no_grad():

@@ -192,3 +192,18 @@ def test_digits_are_learned(comm):
     right = (model(images[1500:]).argmax(1) == labels[1500:]).float().mean()
     print(f"accuracy {right:.3f} with averages every 8 steps")
     assert right > 0.87
+
+
+def test_the_state_of_a_parameter_without_dimensions_is_averaged(comm):
+    strategy = hpcdist.MultiWorkerMirroredStrategy(
+        communication_options=hpcdist.CommunicationOptions(local_steps=2), gradient_op="sum"
+    )
+    with strategy.scope():
+        scale = nn.Parameter(torch.tensor(0.5))
+        optimizer = torch.optim.Adam([scale], lr=0.1)
+    for _ in range(2):
+        strategy.run(lambda: ((scale * (comm.rank + 1)) ** 2).backward())
+        optimizer.step()
+        optimizer.zero_grad()
+    states = comm.allgather((scale.item(), *(value.item() for value in optimizer.state[scale].values())))
+    assert len(set(states)) == 1

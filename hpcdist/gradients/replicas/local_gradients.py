@@ -1,5 +1,8 @@
 """What each replica of a process has accumulated under `no_sync`, while another one's is in `parameter.grad`."""
 
+from collections.abc import Mapping
+
+import torch
 from torch import Tensor
 
 from hpcdist.errors import GradientError
@@ -20,6 +23,7 @@ class LocalGradients:
         self._last = replicas[-1]
         self._of: dict[int, dict[ParameterRecord, Tensor]] = {replica: {} for replica in replicas}
         self._weights: dict[int, float] = {}
+        self._versions: dict[ParameterRecord, int] = {}  # of the last replica's, at the end of the last run
 
     def has_any(self) -> bool:
         """Return whether any replica has some."""
@@ -74,10 +78,40 @@ class LocalGradients:
         self._of[replica].clear()
 
     def begin_run(self) -> None:
-        """Forget all of them if the program has dropped or replaced a gradient since the last run, as by zero_grad."""
+        """Forget all of them if the program has dropped, replaced or zeroed a gradient since the last run.
+
+        Raises:
+            GradientError: when it has changed one in another way, of which the other replicas' know nothing; on this
+                rank only.
+        """
         for record, gradient in self._of[self._last].items():
             parameter = record.parameter
-            if parameter is not None and parameter.grad is not gradient:
+            is_changed = self._versions.get(record, gradient._version) != gradient._version
+            if parameter is not None and (parameter.grad is not gradient or (is_changed and not has_values(gradient))):
                 for own in self._of.values():
                     own.clear()
                 return
+            if is_changed:
+                raise GradientError(
+                    f"run: expected gradients accumulated under no_sync as they were, or zeroed, got others in "
+                    f"{record.name!r}; change them inside run, where each replica has its own."
+                )
+
+    @torch.no_grad()
+    def end_run(self, left: Mapping[int, Mapping[ParameterRecord, Tensor | None]]) -> None:
+        """Forget what replicas have dropped in the run, and note what the last one leaves in `parameter.grad`.
+
+        Where only other replicas have accumulated, that becomes zeros, so that the program can drop it after the run.
+
+        Args:
+            left: by replica, what it had in `parameter.grad` at the end.
+        """
+        for replica, gradients in left.items():
+            own = self._of[replica]
+            self._of[replica] = {record: one for record, one in own.items() if gradients.get(record) is one}
+        lasts = self._of[self._last]
+        for own in list(self._of.values()):
+            for record, gradient in own.items():
+                if record not in lasts and (parameter := record.parameter) is not None and parameter.grad is None:
+                    parameter.grad = lasts[record] = torch.zeros_like(gradient)
+        self._versions = {record: gradient._version for record, gradient in lasts.items()}

@@ -73,6 +73,9 @@ class ReplicaState:
 
     def end_run(self) -> None:
         """Leave what the last replica that ran has."""
+        self.local.end_run(
+            {replica: dict(zip(self._records, one.gradients, strict=False)) for replica, one in self._saved.items()}
+        )
         self._saved.clear()
         self._start = None
         self._common = []
