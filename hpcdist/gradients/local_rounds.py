@@ -116,6 +116,6 @@ def _explain(own: str, chiefs: str) -> DesyncError:
     first = next((line for line in [*mine, *theirs] if (line in mine) != (line in theirs)), "another order")
     return DesyncError(
         f"local steps: expected the chief's {len(theirs) - 1} tensors to average, got {len(mine) - 1}, first "
-        f"difference {first!r}; make as many steps on every rank, give every parameter a gradient on all replicas, or sum "
-        f"gradients at every step."
+        f"difference {first!r}; make as many steps on every rank, give every parameter a gradient on all replicas, or "
+        f"sum gradients at every step."
     )
