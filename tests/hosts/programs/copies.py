@@ -20,6 +20,7 @@ path = manager.restore_or_initialize()
 if sys.argv[2] == "die":
     values += 5
     manager.save(5)
+    manager.wait()  # while the disk takes a file, the chief's host makes no copy
     values += 2
     manager.save_fast(7)
     manager.wait()
