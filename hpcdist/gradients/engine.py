@@ -348,8 +348,8 @@ class GradientEngine:
         if not self._is_ours(optimizer, parameters):
             self._require_scope(parameters)
             return None
-        if self.sums.is_local and isinstance(optimizer, LBFGS):
-            raise GradientError("step: expected an optimizer whose state can be averaged with local_steps, got LBFGS.")
+        if self.sums.is_local:
+            _require_averageable(optimizer)
         if closure is not None and self.scheduler.replica is not None and self._n_replicas > self._comm.size:
             raise GradientError(
                 f"step: expected a step without a closure in strategy.run, as {self._n_replicas} replicas on "
@@ -521,6 +521,17 @@ def prepare_modules(objects: Iterable[Any]) -> None:
             engine.prepare()
         if is_used:
             engine.average_round()
+
+
+def _require_averageable(optimizer: Optimizer) -> None:
+    """Raise GradientError for a local step that would not let ranks end their round together."""
+    if isinstance(optimizer, LBFGS):
+        raise GradientError("step: expected an optimizer whose state can be averaged with local_steps, got LBFGS.")
+    if torch_hooks.is_step_of_scaler():
+        raise GradientError(
+            "step: expected every rank to make each of its local_steps, got a GradScaler, which skips steps on the "
+            "ranks whose own gradients overflow; train in bfloat16, which needs none, or leave local_steps out."
+        )
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

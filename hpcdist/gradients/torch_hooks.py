@@ -9,10 +9,12 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules import module as module_hooks
@@ -223,6 +225,14 @@ def is_nested_backward() -> bool:
         n_running += frame.f_code is _engine_run_backward.__code__
         frame = frame.f_back
     return n_running > 1
+
+
+def is_step_of_scaler() -> bool:
+    """Return whether a GradScaler makes the step that is running: it skips those whose gradients are not finite."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not GradScaler.step.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 _compiler_of_frames: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)

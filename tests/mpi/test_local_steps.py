@@ -164,6 +164,16 @@ def test_what_cannot_be_averaged(comm):
         trained.optimizer.step(trained.loss)
 
 
+def test_a_scaler_that_would_skip_steps_on_one_rank(comm):
+    if comm.size == 1:
+        return
+    trained = Trained(2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(trained.loss()).backward()
+    with pytest.raises(GradientError, match="got a GradScaler, which skips steps"):
+        scaler.step(trained.optimizer)
+
+
 @pytest.mark.parametrize("options", [{"num_replicas": 8}])
 def test_one_replica_per_rank(options):
     with pytest.raises(ConfigurationError, match="expected one replica with weights of its own"):
