@@ -1,5 +1,6 @@
 from hpcdist import cluster_resolver as cluster_resolver
 from hpcdist import experimental as experimental
+from hpcdist import metrics as metrics
 from hpcdist import testing as testing
 from hpcdist.checkpoint.store import latest_checkpoint as latest_checkpoint
 from hpcdist.cluster.resolvers import ClusterResolver as ClusterResolver
@@ -83,7 +84,6 @@ from hpcdist.strategy.replica_context import ReplicaContext as ReplicaContext
 from hpcdist.strategy.values import DistributedValues as DistributedValues
 from hpcdist.strategy.values import Mirrored as Mirrored
 from hpcdist.strategy.values import PerReplica as PerReplica
-from hpcdist.tf_compat import metrics as metrics
 from hpcdist.tf_compat.determinism import enable_op_determinism as enable_op_determinism
 from hpcdist.tf_compat.determinism import set_random_seed as set_random_seed
 from hpcdist.tf_compat.function import function as function

@@ -107,7 +107,7 @@ NAMES = {name: module for module, names in _DEFINED_IN.items() for name in names
 MODULES = {
     "cluster_resolver": "cluster_resolver",
     "experimental": "experimental",
-    "metrics": "tf_compat.metrics",
+    "metrics": "metrics",
     "testing": "testing",
 }
 #: Paths of tf.distribute: each name there -> its name in hpcdist.

@@ -30,6 +30,7 @@ LAYERS = {
     "tf_compat": 7,
     "cluster_resolver": 8,
     "experimental": 8,
+    "metrics": 8,
     "testing": 8,
 }
 #: Dependency -> the only modules and folders that may import it.

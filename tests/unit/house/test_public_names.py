@@ -31,6 +31,15 @@ def test_whole_modules_are_there(name):
     assert getattr(hpcdist, name).__name__ == f"hpcdist.{public_names.MODULES[name]}"
 
 
+def test_every_metric_can_be_imported_by_its_path():
+    pytest.importorskip("mpi4py.MPI")
+    metrics = importlib.import_module("hpcdist.metrics")
+    defined = vars(importlib.import_module("hpcdist.tf_compat.metrics"))
+    base = defined["Metric"]
+    expected = {n for n, one in defined.items() if isinstance(one, type) and issubclass(one, base) and n[0] != "_"}
+    assert {name for name in vars(metrics) if name[0] != "_"} == expected
+
+
 @pytest.mark.parametrize("name", public_names.NAMES)
 def test_every_public_name_is_there_and_documented(name):
     pytest.importorskip("mpi4py.MPI")
