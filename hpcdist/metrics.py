@@ -1,5 +1,6 @@
 """The path hpcdist.metrics, as `tf.keras.metrics`: an import of its names works as well as an attribute does."""
 
+from hpcdist.tf_compat.metric import Metric as Metric
 from hpcdist.tf_compat.metrics import AUC as AUC
 from hpcdist.tf_compat.metrics import Accuracy as Accuracy
 from hpcdist.tf_compat.metrics import BinaryAccuracy as BinaryAccuracy
@@ -9,7 +10,6 @@ from hpcdist.tf_compat.metrics import CategoricalCrossentropy as CategoricalCros
 from hpcdist.tf_compat.metrics import Mean as Mean
 from hpcdist.tf_compat.metrics import MeanAbsoluteError as MeanAbsoluteError
 from hpcdist.tf_compat.metrics import MeanSquaredError as MeanSquaredError
-from hpcdist.tf_compat.metrics import Metric as Metric
 from hpcdist.tf_compat.metrics import Precision as Precision
 from hpcdist.tf_compat.metrics import Recall as Recall
 from hpcdist.tf_compat.metrics import RootMeanSquaredError as RootMeanSquaredError
@@ -18,4 +18,4 @@ from hpcdist.tf_compat.metrics import SparseCategoricalCrossentropy as SparseCat
 from hpcdist.tf_compat.metrics import SparseTopKCategoricalAccuracy as SparseTopKCategoricalAccuracy
 from hpcdist.tf_compat.metrics import Sum as Sum
 from hpcdist.tf_compat.metrics import TopKCategoricalAccuracy as TopKCategoricalAccuracy
-from hpcdist.tf_compat.metrics import TorchMetric as TorchMetric
+from hpcdist.tf_compat.torch_metric import TorchMetric as TorchMetric

@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcdist.errors import UsageError
 from hpcdist.tf_compat.metric import (
     Array,
-    Metric as Metric,
+    Metric,
     classes_of,
     in_one_shape,
     means_of_rows,
