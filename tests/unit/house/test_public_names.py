@@ -35,7 +35,7 @@ def test_every_metric_can_be_imported_by_its_path():
     pytest.importorskip("mpi4py.MPI")
     metrics = importlib.import_module("hpcdist.metrics")
     defined = vars(importlib.import_module("hpcdist.tf_compat.metrics"))
-    expected = {name for name, one in defined.items() if hasattr(one, "update_state") and name[0] != "_"}
+    expected = {name for name, one in defined.items() if hasattr(one, "reset_state") and name[0] != "_"}
     assert {name for name in vars(metrics) if name[0] != "_"} == expected
 
 
