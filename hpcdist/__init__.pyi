@@ -13,11 +13,13 @@ from hpcdist.cluster.spec import ClusterSpec as ClusterSpec
 from hpcdist.cluster.spec import Task as Task
 from hpcdist.cluster.tf_config import TFConfigClusterResolver as TFConfigClusterResolver
 from hpcdist.collectives.barriers import barrier as barrier
+from hpcdist.collectives.barriers import barrier_async as barrier_async
 from hpcdist.collectives.barriers import monitored_barrier as monitored_barrier
 from hpcdist.collectives.barriers import rank_zero_first as rank_zero_first
 from hpcdist.collectives.calls import all_reduce as all_reduce
 from hpcdist.collectives.calls import all_reduce_async as all_reduce_async
 from hpcdist.collectives.calls import grouped_all_reduce as grouped_all_reduce
+from hpcdist.collectives.calls import grouped_all_reduce_async as grouped_all_reduce_async
 from hpcdist.collectives.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from hpcdist.collectives.cross_device_ops import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
 from hpcdist.collectives.cross_device_ops import NcclAllReduce as NcclAllReduce
@@ -31,6 +33,7 @@ from hpcdist.collectives.moves import broadcast_async as broadcast_async
 from hpcdist.collectives.moves import reduce_scatter as reduce_scatter
 from hpcdist.collectives.moves import reduce_scatter_async as reduce_scatter_async
 from hpcdist.collectives.moves import scatter as scatter
+from hpcdist.collectives.moves import scatter_async as scatter_async
 from hpcdist.collectives.objects import all_gather_objects as all_gather_objects
 from hpcdist.collectives.objects import alltoall_objects as alltoall_objects
 from hpcdist.collectives.objects import broadcast_object as broadcast_object

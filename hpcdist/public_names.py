@@ -22,8 +22,8 @@ _DEFINED_IN = {
     "cluster.slurm": ["SlurmClusterResolver"],
     "cluster.spec": ["ClusterSpec", "Task"],
     "cluster.tf_config": ["TFConfigClusterResolver"],
-    "collectives.barriers": ["barrier", "monitored_barrier", "rank_zero_first"],
-    "collectives.calls": ["all_reduce", "all_reduce_async", "grouped_all_reduce"],
+    "collectives.barriers": ["barrier", "barrier_async", "monitored_barrier", "rank_zero_first"],
+    "collectives.calls": ["all_reduce", "all_reduce_async", "grouped_all_reduce", "grouped_all_reduce_async"],
     "collectives.cross_device_ops": [
         "CrossDeviceOps",
         "HierarchicalCopyAllReduce",
@@ -40,6 +40,7 @@ _DEFINED_IN = {
         "reduce_scatter",
         "reduce_scatter_async",
         "scatter",
+        "scatter_async",
     ],
     "collectives.objects": [
         "all_gather_objects",

@@ -65,6 +65,11 @@ def _entries_by_host(spec: ClusterSpec, entries: list[Task], facts: Sequence[Ran
 
 
 def _check_owned(spec: ClusterSpec, entries: list[Task], owned: list[int], facts: Sequence[RankFacts]) -> None:
+    if len(owned) == 1 and len(entries) > 1:
+        raise ConfigurationError(
+            f"cluster: expected a rank for each entry of {spec}, got {entries[owned[0]]} alone in a world of 1; start "
+            f"all of them by one launcher (mpirun -n {len(entries)}, or srun): plain processes do not find each other."
+        )
     if len(set(owned)) == 1 and len(entries) > 1:
         raise ConfigurationError(
             f"cluster: expected a different task on every rank, got {entries[owned[0]]} on all {len(owned)}; "

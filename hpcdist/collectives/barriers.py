@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.collectives.group import Group, group_of
+from hpcdist.collectives.group import Group, Handle, group_of, thread_of
 from hpcdist.errors import CollectiveError, CollectiveTimeoutError
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.waiting import late, wait_until
@@ -29,6 +29,12 @@ def barrier(comm: MPI.Comm | None = None) -> None:
         comm: the ranks that take part; default: all workers, or this rank's own role group on a ps or evaluator.
     """
     meet(group_of(comm))
+
+
+def barrier_async(comm: MPI.Comm | None = None) -> Handle:
+    """Start a `barrier` in a background thread; `wait` of the handle returns when all have. Collective: `comm`."""
+    thread = thread_of(group_of(comm))
+    return thread.submit(lambda: meet(thread.group))
 
 
 def meet(group: Group) -> None:

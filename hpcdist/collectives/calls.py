@@ -138,7 +138,34 @@ def grouped_all_reduce(
 
     Cost: one more copy of the host buffers each way.
     """
-    group, reduction, options = group_of(comm), parse_op(op), _options_of(implementation)
+    _reduce_grouped(buffers, parse_op(op), _options_of(implementation), group_of(comm), prescale, postscale)
+
+
+def grouped_all_reduce_async(
+    buffers: Sequence[Any],
+    op: Any = "sum",
+    implementation: Implementation | AllReduceAlgorithm | str | None = None,
+    comm: MPI.Comm | None = None,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Handle:
+    """Start a `grouped_all_reduce` in a background thread, and return at once; see `all_reduce_async`.
+
+    Collective: `comm`.
+    """
+    reduction, options, thread = parse_op(op), _options_of(implementation), thread_of(group_of(comm))
+    return thread.submit(lambda: _reduce_grouped(buffers, reduction, options, thread.group, prescale, postscale))
+
+
+def _reduce_grouped(
+    buffers: Sequence[Any],
+    reduction: Op,
+    options: CommunicationOptions,
+    group: Group,
+    prescale: float,
+    postscale: float,
+) -> None:
     on_device = [buffer for buffer in buffers if is_device_buffer(buffer)]
     with ExitStack() as stack:
         arrays = [stack.enter_context(host_array(one)) for one in buffers if not is_device_buffer(one)]

@@ -129,12 +129,27 @@ def scatter(array: Any, root: int = 0, comm: MPI.Comm | None = None) -> Any:
 
     Cost: the MPI library's Scatterv, and a message for kind, dtype and shape.
     """
-    group = group_of(comm)
+    return _scatter(array, root, group_of(comm))
+
+
+def scatter_async(array: Any, root: int = 0, comm: MPI.Comm | None = None) -> Handle:
+    """Start a `scatter` in a background thread; `wait` of the handle returns its result. Collective: `comm`."""
+    thread = thread_of(group_of(comm))
+    return thread.submit(lambda: _scatter(array, root, thread.group))
+
+
+def _scatter(array: Any, root: int, group: Group) -> Any:
     is_root = group.rank == root
     with group.recorded("scatter", None):
-        given = to_host(array, "scatter") if is_root and np.ndim(array) else None
-        error = CollectiveError(f"scatter: expected rows on root, got {type(array).__name__}; pass an array.")
-        group.agree(error if is_root and given is None else None)
+        given, error = None, None
+        if is_root:
+            try:
+                given = to_host(array, "scatter")
+            except CollectiveError as caught:
+                error = caught
+        if given is not None and not given.ndim:
+            error = CollectiveError(f"scatter: expected rows on root, got {type(array).__name__}; pass an array.")
+        group.agree(error)
         kind = None if given is None else (_example_of(array), given[:0], len(given))
         example, no_rows, n_rows = group.comm.bcast(kind, root)
         counts = _even_counts(n_rows, group)

@@ -15,7 +15,7 @@ import torch
 from hpcdist.data.batches import EveryNth, EveryNthFile, Shard
 from hpcdist.data.cache import CachedSource, FileStore, MemoryStore, cached_stream
 from hpcdist.data.elements import Elements
-from hpcdist.data.hdf5 import Hdf5Source, Paths, expand, is_h5py_dataset, paths_and_names
+from hpcdist.data.hdf5 import Hdf5Source, Paths, datasets_in, expand, is_h5py_dataset, paths_and_names
 from hpcdist.data.options import SHARD_HINT, AutoShardPolicy, Options
 from hpcdist.data.rows import Function, TensorSpec, as_array, fitted, spec_of
 from hpcdist.data.sources import ArraySource, RowSource, ShardSource, mapped
@@ -55,11 +55,13 @@ class Dataset(Elements):
 
         Args:
             tensors: torch tensors or numpy arrays with equal first dimensions, in tuples or dicts. A list is an array,
-                as in tf.data. Datasets of an open h5py file are read from its path as `from_hdf5` does.
+                as in tf.data. Datasets of an open h5py file are read from its path as `from_hdf5` does; a file is
+                the dict of its datasets. Arrays of cupy are copied to the host.
 
         Raises:
             DataError: when there is no array, one has no rows dimension, or the numbers of rows differ.
         """
+        tensors = map_nest(datasets_in, tensors)
         if any(is_h5py_dataset(leaf) for leaf in leaves(tensors)):
             return cls.from_source(Hdf5Source(*paths_and_names(tensors)))
         tensors = _lists_as_arrays("from_tensor_slices", tensors)
@@ -105,7 +107,8 @@ class Dataset(Elements):
         shared lock.
 
         Args:
-            paths: a file, a pattern such as "part-*.h5", or a list of files, whose rows are concatenated.
+            paths: a file, a pattern such as "part-*.h5", or a list of files, whose rows are concatenated; or an open
+                h5py file, which is read from its path.
             datasets: names, such as "images" or ("train/images", "train/labels") or {"x": "images"}.
 
         Raises:
@@ -457,9 +460,10 @@ def _n_rows(array: Any) -> int:
 
 
 def _lists_as_arrays(call: str, nest: Nest) -> Nest:
-    """Return the nest with an array in place of every list, as in tf.data."""
+    """Return the nest with an array in place of every list, as in tf.data; arrays of cupy come to the host."""
     if not is_nest(nest):
-        return nest
+        is_cupys = not isinstance(nest, torch.Tensor) and hasattr(nest, "__cuda_array_interface__")
+        return nest.get() if is_cupys else nest
     if not isinstance(nest, list):
         return with_children(nest, [_lists_as_arrays(call, child) for child in children_of(nest)])
     try:

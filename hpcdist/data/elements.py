@@ -7,9 +7,11 @@ after a restart, which draws the epoch again up to the cursor.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+
+import torch.utils.data
 
 from hpcdist.data.batches import DividedBatches, RowRange, start_of_pass
 from hpcdist.data.iterator import Pipeline, stages
@@ -36,6 +38,20 @@ class Elements(Pipeline):
 
     has_drawn_seed: bool = False
     has_shard_hint: bool = False
+
+    @classmethod
+    def from_torch(cls: type[Self], data: Any) -> Self:
+        """Return the dataset that a torch dataset or DataLoader stands for."""
+        raise NotImplementedError
+
+    @classmethod
+    def _taken(cls: type[Self], call: str, given: Any) -> Self:
+        """Return a dataset, also for a torch dataset or DataLoader; raise DataError for anything else."""
+        if isinstance(given, (torch.utils.data.DataLoader, torch.utils.data.Dataset)):
+            return cls.from_torch(given)
+        if not isinstance(given, cls):
+            raise DataError(f"{call}: expected a dataset, got {type(given).__name__}; make one of it.")
+        return given
 
     def elements(self, number: int) -> Iterator[Nest]:
         """Yield the batches, or single rows, of pass number `number` on this process alone."""
@@ -103,15 +119,19 @@ class Elements(Pipeline):
         """
         return self._of_passes("filter", lambda elements: (one for one in elements if bool(apply((predicate,), one))))
 
-    def concatenate(self: Self, other: "Elements") -> Self:
+    def concatenate(self: Self, other: Any) -> Self:
         """Return the elements of this dataset, then those of another one of the same form.
 
+        Args:
+            other: a Dataset, or a torch dataset or DataLoader.
+
         Raises:
-            DataError: when one has batches and the other rows; when their elements differ in form or dtype; after a
-                `shuffle` without a seed.
+            DataError: when it is something else; when one has batches and the other rows; when their elements differ in
+                form or dtype; after a `shuffle` without a seed.
 
         Cost: a row of each is read at once, where rows can be read in any order.
         """
+        other = type(self)._taken("concatenate", other)
         own, others = self._rows(), other._rows()
         if own is not None and others is not None:
             return self._over(JoinedSource(own, others))
@@ -133,16 +153,17 @@ class Elements(Pipeline):
         """Return a dataset whose element i is the nest of the datasets' elements i; the shortest one ends it.
 
         Args:
-            datasets: several, for tuples of their elements; or one nest of datasets, for nests of their elements.
+            datasets: several, for tuples of their elements; or one nest of datasets, for nests of their elements. Torch
+                datasets and DataLoaders are datasets, too.
 
         Raises:
-            DataError: when some have batches and others rows; after a `shuffle` without a seed.
+            DataError: when there is something else; when some have batches and others rows; after a `shuffle` without
+                a seed.
         """
         nest = datasets if len(datasets) > 1 else datasets[0]
-        members = leaves(nest)
-        if not members or not all(isinstance(one, Elements) for one in members):
-            kinds = ", ".join(type(one).__name__ for one in members) or "nothing"
-            raise DataError(f"zip: expected datasets, got {kinds}; pass hpcdist.Dataset objects.")
+        members = [cls._taken("zip", one) for one in leaves(nest)]
+        if not members:
+            raise DataError("zip: expected datasets, got nothing; pass hpcdist.Dataset objects.")
         sources = [one._rows() for one in members]
         if all(source is not None for source in sources):
             zipped: Self = members[0]._over(ZippedSource(with_leaves(nest, sources)))
@@ -168,7 +189,8 @@ class Elements(Pipeline):
         """Make a dataset of each element, and take their elements in turn, as in tf.data. The result is a stream.
 
         Args:
-            map_func: takes an element, returns a dataset; a tuple is passed as several arguments.
+            map_func: takes an element, returns a dataset, also one of torch's or a DataLoader; a tuple is passed as
+                several arguments.
             cycle_length: datasets that are open at a time.
             block_length: elements that are taken of one before the next.
             num_parallel_calls: accepted as in tf.data; elements are drawn one after another.
@@ -185,7 +207,8 @@ class Elements(Pipeline):
         stream = self._stream("interleave")
 
         def draw(epoch: int) -> Iterator[Nest]:
-            inner = (_drawn("interleave", apply((map_func,), one), epoch) for one in stream.draw(epoch))
+            made = (type(self)._taken("interleave", apply((map_func,), one)) for one in stream.draw(epoch))
+            inner = (one._stream("interleave").draw(epoch) for one in made)
             return _in_turn(inner, cycle_length, block_length)
 
         return self._over(_of(draw, replace(stream, holds_batches=False)))
@@ -307,15 +330,9 @@ def _of(draw: Callable[[int], Iterator[Nest]], like: Stream) -> Stream:
     return replace(like, draw=draw, signature=None)
 
 
-def _require_alike(call: str, datasets: list[Elements]) -> None:
+def _require_alike(call: str, datasets: Sequence[Elements]) -> None:
     if len({one.order.batch_rows is None for one in datasets}) > 1:
         raise DataError(f"{call}: expected datasets of rows, or of batches, got both; call batch before it, or after.")
-
-
-def _drawn(call: str, made: Any, epoch: int) -> Iterator[Nest]:
-    if not isinstance(made, Elements):
-        raise DataError(f"{call}: expected a function that returns a dataset, got {type(made).__name__}; return one.")
-    return made._stream(call).draw(epoch)
 
 
 def _in_turn(inner: Iterator[Iterator[Nest]], cycle_length: int, block_length: int) -> Iterator[Nest]:

@@ -18,12 +18,20 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _OPEN_FILES = 16
 
 
-def expand(paths: Paths) -> list[str]:
+def expand(paths: Any) -> list[str]:
     """Return the files that a path, a pattern or a list of paths names, in the order given; a pattern's are sorted.
 
+    An open h5py file is named by its path: each rank opens it anew.
+
     Raises:
-        DataError: when there is none.
+        DataError: when there is none, or a dataset of a file is given.
     """
+    if is_h5py_dataset(paths):
+        raise DataError(
+            f"from_hdf5: expected files, got the open dataset {paths.name!r}; pass it to from_tensor_slices."
+        )
+    if is_h5py_group(paths):
+        return [os.path.abspath(paths.file.filename)]
     if isinstance(paths, (str, os.PathLike)):
         text = os.fspath(paths)
         found = sorted(glob.glob(text)) if glob.has_magic(text) and not os.path.exists(text) else [text]
@@ -37,6 +45,16 @@ def expand(paths: Paths) -> list[str]:
 def is_h5py_dataset(value: Any) -> bool:
     """Return whether a value is a dataset of an open h5py file. Does not import h5py."""
     return type(value).__module__.startswith("h5py.") and hasattr(value, "file") and hasattr(value, "shape")
+
+
+def is_h5py_group(value: Any) -> bool:
+    """Return whether a value is an open h5py file, or a group of one. Does not import h5py."""
+    return type(value).__module__.startswith("h5py.") and hasattr(value, "file") and hasattr(value, "items")
+
+
+def datasets_in(value: Any) -> Any:
+    """Return the datasets of an open h5py file or group in dicts, one for each group; anything else as it is."""
+    return {name: datasets_in(one) for name, one in value.items()} if is_h5py_group(value) else value
 
 
 def paths_and_names(nest: Nest) -> tuple[list[str], Nest]:

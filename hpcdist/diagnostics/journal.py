@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 #: Collectives that are kept.
 N_KEPT = 64
+#: Operations that carry no values of the program's.
+_CARRY_NOTHING = ("barrier", "save")
 
 
 #: The number of each operation that this process has entered.
@@ -102,6 +104,16 @@ class Journal:
         current = self.current
         is_new = current is not None and (not ended or ended[-1].number < current.number)
         return [*ended, *([current] if current and is_new else [])][-N_KEPT:]
+
+    def has_carried(self, n_elements: int, since: int) -> bool:
+        """Return whether a collective behind number `since` may have carried as many elements on one rank.
+
+        True for one of unknown size, but for barriers and saves, and where there were more of them than are kept.
+        """
+        if self.n_entered - since > N_KEPT:
+            return True
+        new = [entry for entry in self.entries if entry.number > since and entry.op not in _CARRY_NOTHING]
+        return any(entry.dtype == "any" or entry.n_elements >= n_elements for entry in new)
 
     def behind(self) -> list[int]:
         """Return the local ranks that have entered fewer collectives than this one."""

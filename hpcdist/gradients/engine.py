@@ -426,16 +426,16 @@ class GradientEngine:
     def _require_scope(self, parameters: list[nn.Parameter]) -> None:
         """Raise if each rank trains a model of its own on its part of the batches: the scope was forgotten.
 
-        That is so if nobody watches a parameter that has a gradient, and the strategy has reduced nothing since the
-        batch came. Beside a model of the scope another one may be meant to differ, such as a reference: it is logged,
-        once. A rank may optimize plain tensors of its own, such as a perturbation of its rows. In `no_sync` the program
-        says that it means it.
+        That is so if nobody watches a parameter that has a gradient, and nothing has been reduced since the batch came
+        that could be the largest such gradient: a sum of losses is none. Beside a model of the scope another one may be
+        meant to differ, such as a reference: it is logged, once. A rank may optimize plain tensors of its own, such as
+        a perturbation of its rows. In `no_sync` the program says that it means it.
         """
-        is_summed = self._n_collectives is None or self._n_collectives != self._reducer.group.journal.n_entered
-        if is_summed or not self.backward.is_syncing:
+        if self._n_collectives is None or not self.backward.is_syncing:
             return
         parameters = [parameter for parameter in parameters if isinstance(parameter, nn.Parameter)]
-        if any(parameter.grad is not None and not torch_hooks.is_watched(parameter) for parameter in parameters):
+        sizes = [one.numel() for one in parameters if one.grad is not None and not torch_hooks.is_watched(one)]
+        if sizes and not self._reducer.group.journal.has_carried(max(sizes), since=self._n_collectives):
             text = (
                 f"step: expected a model made in strategy.scope(), as the batches are those of its distributed "
                 f"dataset, got one that no strategy looks after: {self._n_replicas} models would be trained apart; "

@@ -55,7 +55,8 @@ def to_host(value: Any) -> Array:
         host = value.detach().cpu()
         return np.asarray((host.float() if dtype_name(host) in HALF else host).numpy())
     is_nest = isinstance(value, (list, tuple, dict))
-    array = np.asarray(None if is_nest else value)
+    on_host = value.get() if hasattr(value, "__cuda_array_interface__") else value
+    array = np.asarray(None if is_nest else on_host)
     if array.dtype.kind not in "biufc":
         raise UsageError(
             f"reduce: expected a tensor, an array or a number, got {type(value).__name__}; reduce one value at a time."
@@ -104,7 +105,7 @@ def _describe(value: Any, shape: Iterable[int]) -> str:
     if isinstance(value, Tensor):
         return f"{tuple(shape)} {dtype_name(value)}"
     kind = "number" if isinstance(value, (int, float, complex)) else "array"
-    return f"{tuple(shape)} {np.asarray(value).dtype} {kind}"
+    return f"{tuple(shape)} {np.dtype(getattr(value, 'dtype', None) or np.asarray(value).dtype)} {kind}"
 
 
 def _require_alike(

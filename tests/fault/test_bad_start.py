@@ -46,6 +46,21 @@ def test_tf_config(start, config, texts):
     refused(start(2, "-c", PROGRAM, environ={"TF_CONFIG": text}).wait(40), *texts)
 
 
+def test_plain_processes_with_the_guides_tf_config_and_no_launcher(start):
+    """As TensorFlow's guide starts them: each would be a world of its own."""
+    for index in range(2):
+        config = json.dumps({**cluster(worker=2), "task": {"type": "worker", "index": index}})
+        outcome = start(1, command=[PYTHON, "-c", PROGRAM], environ={"TF_CONFIG": config}).wait(20)
+        refused(outcome, f"got worker {index} alone in a world of 1", "by one launcher (mpirun -n 2, or srun)")
+
+
+def test_tf_config_wins_over_roles(start):
+    environ = {"TF_CONFIG": json.dumps(cluster(chief=1, worker=1)), "HPCDIST_ROLES": "worker:1,evaluator:1"}
+    outcome = start(2, "-c", PROGRAM, environ=environ).wait(40)
+    assert outcome.code == 0, outcome.output
+    assert outcome.output.count("2 replicas") == 2
+
+
 def test_roles_that_need_more_ranks(start):
     outcome = start(2, "-c", PROGRAM, environ={"HPCDIST_ROLES": "chief:1,ps:2,worker:*"}).wait(40)
     refused(outcome, "at least 4 ranks for chief:1,ps:2,worker:*, got 2", "mpirun -n")

@@ -626,11 +626,13 @@ def test_a_forgotten_scope_is_an_error_at_the_first_step(comm, n_local, caplog):
         return
     with pytest.raises(GradientError, match=r"expected a model made in strategy.scope\(\)"):
         step(nn.Linear(2, 1))
+    with pytest.raises(GradientError, match=r"expected a model made in strategy.scope\(\)"):  # a loss is no gradient
+        step(nn.Linear(2, 8), lambda model: (strategy.reduce("mean", torch.ones(()), None), strategy.barrier()))
     with strategy.scope():  # a part of the models alone is made in the scope: another one may be meant to differ
         kept = nn.Linear(2, 1)
     assert "expected a model made" not in caplog.text
     for _ in range(2):
-        step(nn.Linear(2, 1))
+        step(nn.Linear(2, 8))
     assert caplog.text.count("expected a model made in strategy.scope()") == 1, "logged once"
     assert kept.weight.grad is None
 

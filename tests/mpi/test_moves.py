@@ -39,6 +39,8 @@ def test_scatter_of_a_tensor_gives_tensors(comm, dtype):
 def test_scatter_takes_rows(comm):
     with pytest.raises(CollectiveError, match="scatter: expected rows on root, got float"):
         hpcdist.scatter(1.0)
+    with pytest.raises(CollectiveError, match="scatter: expected numbers or bools, got dtype <U1"):
+        hpcdist.scatter(["a"])
 
 
 @pytest.mark.parametrize("make", [np.asarray, torch.tensor])
@@ -92,12 +94,18 @@ def test_moves_in_the_background_return_their_results(comm):
         hpcdist.broadcast_async(buffer, comm.size - 1),
         hpcdist.all_gather_async(torch.full((1,), comm.rank)),
         hpcdist.alltoall_async(np.arange(comm.size)),
+        hpcdist.scatter_async(np.arange(comm.size)),
+        hpcdist.grouped_all_reduce_async(group := [np.ones(2), np.ones(3, np.float32)]),
+        hpcdist.barrier_async(),
     ]
     hpcdist.all_reduce(np.ones(5000))  # of the main thread, meanwhile
     assert handles[0].wait() is None
     assert buffer.tolist() == [comm.size - 1] * 2
     assert handles[1].wait().tolist() == list(range(comm.size))
     assert handles[2].wait()[0].tolist() == [comm.rank] * comm.size
+    assert handles[3].wait().tolist() == [comm.rank]
+    assert [handle.wait() for handle in handles[4:]] == [None, None]
+    assert [one.tolist() for one in group] == [[comm.size] * 2, [comm.size] * 3]
 
 
 def test_all_gather_keeps_half_precision_and_forgets_the_graph(comm):

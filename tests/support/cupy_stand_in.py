@@ -86,13 +86,19 @@ class Array:
     def __init__(self, cupy, host, device=None):
         self.cupy, self.host = cupy, host
         self.dtype, self.size, self.itemsize, self.shape = host.dtype, host.size, host.itemsize, host.shape
-        self.nbytes, self.flags = host.nbytes, host.flags
+        self.nbytes, self.flags, self.ndim = host.nbytes, host.flags, host.ndim
         self.device = types.SimpleNamespace(id=cupy.local.device if device is None else device)
         self.data = Pointer(host)
         self.__cuda_array_interface__ = {"shape": host.shape, "version": 3}
 
     def reshape(self, *shape):
         return Array(self.cupy, self.host.reshape(*shape), self.device.id)
+
+    def __reduce__(self):
+        return _unpickled, (self.get(),)
+
+    def __array__(self, *_, **__):
+        raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`.")
 
     def __getitem__(self, part):
         return Array(self.cupy, self.host[part], self.device.id)
@@ -109,6 +115,11 @@ class Array:
         assert host.dtype == self.dtype
         assert host.size == self.size
         (stream or self.cupy.stream).queue.append(lambda: np.copyto(self.host, host.reshape(self.host.shape)))
+
+
+def _unpickled(host):
+    """Return an array of this process's stand-in, as cupy does with its own."""
+    return sys.modules["cupy"].asarray(host)
 
 
 class CudaTensor:
@@ -193,7 +204,11 @@ def make_cupy(devices=("gpu-0",), *, mpi=None, has_nccl=True, id_form=bytes):
         CUDARuntimeError=CUDARuntimeError,
     )
     cuda.Device, cuda.Stream, cuda.get_current_stream = Device, Stream, lambda: cupy.stream
-    cupy.ndarray, cupy.from_dlpack, cupy.asarray = Array, from_dlpack, lambda array: array
+
+    def asarray(array, dtype=None):
+        return array if isinstance(array, Array) else Array(cupy, np.array(array, dtype))
+
+    cupy.ndarray, cupy.from_dlpack, cupy.asarray = Array, from_dlpack, asarray
     cupy.array = lambda host: Array(cupy, np.array(host))
     cupy.zeros = lambda n, dtype: Array(cupy, np.zeros(n, dtype))
     cupyx.empty_pinned = lambda n, dtype: np.full(n, 77).astype(dtype)

@@ -90,7 +90,7 @@ def test_batches_are_zipped_and_joined_with_batches():
     for combine in (lambda one, other: Dataset.zip(one, other), lambda one, other: one.concatenate(other)):
         with pytest.raises(DataError, match="expected datasets of rows, or of batches, got both"):
             combine(batches, drawn())
-    with pytest.raises(DataError, match="zip: expected datasets, got ndarray"):
+    with pytest.raises(DataError, match="zip: expected a dataset, got ndarray"):
         Dataset.zip((numbers(), np.arange(3))[1])
 
 
@@ -130,7 +130,7 @@ def test_interleave_of_the_documentation():
     assert passes(Dataset.range(3).flat_map(lambda x: Dataset.range(int(x)))) == [[0, 0, 1]]
     with pytest.raises(DataError, match="cycle_length and block_length of at least 1, got 0 and 1"):
         Dataset.range(3).interleave(lambda x: numbers(), 0)
-    with pytest.raises(DataError, match="expected a function that returns a dataset, got int64"):
+    with pytest.raises(DataError, match="interleave: expected a dataset, got int64"):
         list(Dataset.range(3).interleave(lambda x: x))
 
 
@@ -279,7 +279,27 @@ def test_open_hdf5_datasets_are_read_from_their_file(tmp_path):
         mixed = (file["x"], np.arange(6))
         with pytest.raises(DataError, match="expected arrays, or datasets of an h5py file, got both"):
             Dataset.from_tensor_slices(mixed)
+        whole = Dataset.from_tensor_slices(file).batch(4)
+        named = Dataset.from_hdf5(file, "group/y").batch(4)
+        with pytest.raises(DataError, match="from_hdf5: expected files, got the open dataset '/x'; pass it to"):
+            Dataset.from_hdf5(file["x"], "x")
     assert passes(dataset)[0][1] == ([[8.0, 9.0], [10.0, 11.0]], [4, 5])
+    (first, _) = list(whole)
+    assert first["group"]["y"].tolist() == [0, 1, 2, 3]
+    assert first["x"].shape == (4, 2)
+    assert passes(named) == [[[0, 1, 2, 3], [4, 5]]]
+
+
+def test_arrays_on_a_device_come_to_the_host():
+    class DeviceArray:
+        def __init__(self, host):
+            self.host, self.shape, self.__cuda_array_interface__ = host, host.shape, {"version": 3}
+
+        def get(self):
+            return self.host
+
+    rows = DeviceArray(np.arange(6.0).reshape(3, 2))
+    assert passes(Dataset.from_tensor_slices(rows).batch(2)) == [[[[0.0, 1.0], [2.0, 3.0]], [[4.0, 5.0]]]]
 
 
 def test_torch_datasets_and_loaders_are_taken_where_a_dataset_is():
@@ -287,6 +307,10 @@ def test_torch_datasets_and_loaders_are_taken_where_a_dataset_is():
     loader = torch.utils.data.DataLoader(rows, batch_size=4)
     parts = [plain(part) for (part,) in DistributedDataset(Dataset.from_torch(loader), range(1), 2)]
     assert parts == [[0, 1], [4, 5], [8]]
+    ten = numbers().map(lambda row: (torch.tensor(int(row)),))
+    assert passes(ten.concatenate(rows).batch(5)) == [[([0, 1, 2, 3, 4],), ([5, 6, 7, 8, 9],)] * 2]
+    assert passes(Dataset.zip(numbers().batch(4), loader))[0][2] == ([8, 9], ([8, 9],))
+    assert passes(Dataset.range(2).interleave(lambda _: rows).batch(20)) == [[([*range(10)] * 2,)]]
 
 
 # -- cursors -----------------------------------------------------------------------------------------------------------

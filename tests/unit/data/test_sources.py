@@ -55,6 +55,8 @@ def file(tmp_path):
         made["x"] = np.arange(40.0).reshape(20, 2)
         made.create_dataset("group/labels", data=np.arange(20, dtype=np.int32), chunks=(3,), compression="gzip")
         made["names"] = ["a"] * 20
+        made["fixed"] = np.full(20, b"a", "S1")
+        made.create_dataset("ragged", (20,), h5py.vlen_dtype(np.int32))
         made["few"] = np.arange(3)
         made["one"] = 1.0
         made["soft"] = h5py.SoftLink("/x")
@@ -184,6 +186,8 @@ print(rows.source.take(__import__("numpy").array([1 << 22, (1 << 23) - 1]))[:, 5
         ("y", r"expected a dataset 'y' in .* got none at 'y', beside \['few', .*name an existing one"),
         ("x/y", "got none at 'y'"),
         ("names", "expected numbers at 'names'.*got dtype object"),
+        ("fixed", "expected numbers at 'fixed'.*got dtype"),
+        ("ragged", "expected numbers at 'ragged'.*got dtype object"),
         ("one", "expected rows inside the file"),
         ("group", "expected rows inside the file"),
         ("virtual", "expected rows inside the file"),
