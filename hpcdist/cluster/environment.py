@@ -11,7 +11,7 @@ from hpcdist.errors import ConfigurationError
 
 #: Every variable that hpcdist itself defines, with its meaning.
 HPCDIST_VARIABLES = {
-    "HPCDIST_DEBUG": "what to check at run time: collectives (all ranks call the same ones), or nothing (default)",
+    "HPCDIST_DEBUG": "what to check or log: collectives, calls, finite, summary, separated by commas; default: nothing",
     "HPCDIST_JOB_END_S": "when the batch job will be ended, in seconds since 1970; set by scripts of PBS, LSF, Flux",
     "HPCDIST_JOB_ID": "id of the batch job; batch scripts set it",
     "HPCDIST_PREEMPTED": "1 where the batch system ended the attempt before this one; batch scripts set it",

@@ -1,5 +1,6 @@
 """MirroredStrategy: the replicas of one machine."""
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,8 @@ from hpcdist.errors import ConfigurationError, agreed
 from hpcdist.runtime.process import make_world
 from hpcdist.strategy.devices import parse_device, require_device
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
+
+logger = logging.getLogger("hpcdist")
 
 
 class MirroredStrategy(MultiWorkerMirroredStrategy):
@@ -24,8 +27,8 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
     Args:
         devices: one name for each rank, such as "/gpu:1": start as many ranks as there are devices. Modules, tensors
             and variables made in the scope and in `run` are on the rank's device, and batches are moved to it. Default:
-            the program decides. For a single rank several names of the host, such as ["/cpu:0", "/cpu:1"], are as many
-            replicas.
+            the program decides; a single rank that sees several GPUs logs that it uses one. Several names of the host
+            for a single rank, such as ["/cpu:0", "/cpu:1"], are as many replicas.
         cross_device_ops: what sums gradients: `HierarchicalCopyAllReduce` (default), `NcclAllReduce`,
             `ReductionToOneDevice`, or a `CrossDeviceOps` of your own.
         num_replicas: as `MultiWorkerMirroredStrategy`.
@@ -64,6 +67,14 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
                     f"{name}: expected one rank for each of {len(devices)} devices, got {n_ranks} ranks; "
                     f"start by mpirun -n {len(devices)}, or leave devices out."
                 )
+            )
+        n_gpus = torch.cuda.device_count()
+        if devices is None and n_ranks == 1 < n_gpus:
+            logger.warning(
+                "%s: one of %d visible GPUs is used, as a rank has one device; start by mpirun -n %d for all of them.",
+                name,
+                n_gpus,
+                n_gpus,
             )
         self._given: torch.device | None = None
         if devices is not None:

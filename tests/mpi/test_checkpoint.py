@@ -890,20 +890,33 @@ def test_a_module_is_loaded_in_part(comm, shared_path):
     assert "'0.weight' (7, 3)" in text
 
 
-@pytest.mark.parametrize("make", ["MirroredStrategy", "CentralStorageStrategy"])
-def test_a_run_continues_under_another_strategy(comm, shared_path, make):
+SWITCHED = {
+    "mirrored": lambda: hpcdist.MirroredStrategy(gradient_op="sum"),
+    "central storage": lambda: hpcdist.CentralStorageStrategy(gradient_op="sum"),
+    "one device": lambda: hpcdist.OneDeviceStrategy("cpu"),
+}
+
+
+@pytest.mark.parametrize("make", SWITCHED.values(), ids=SWITCHED)
+@pytest.mark.parametrize("is_back", [False, True], ids=["to it", "from it"])
+def test_a_run_continues_under_another_strategy(comm, shared_path, make, is_back):
     """The guides' easy switching."""
-    job = Job(comm)
-    job.train(2)
-    job.manager(shared_path).save(2)
-    strategy = getattr(hpcdist, make)(gradient_op="sum")
-    with strategy.scope():
-        model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 1))
-    checkpoint = hpcdist.Checkpoint(model=model, strategy=strategy)
-    first = Job(comm)
-    path = hpcdist.CheckpointManager(
-        hpcdist.Checkpoint(model=first.model, strategy=first.strategy), shared_path / "b"
-    ).save(2)
-    assert checkpoint.read(path) == 2
-    assert torch.equal(model[0].weight, first.model[0].weight)
-    assert strategy.state_dict()["step"] == first.strategy.state_dict()["step"]
+
+    def saved_by(strategy, step):
+        with strategy.scope():
+            torch.manual_seed(step)
+            model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.ones(4, 3))
+        checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, strategy=strategy)
+        return model, hpcdist.CheckpointManager(checkpoint, shared_path / "run")
+
+    kinds = [hpcdist.MultiWorkerMirroredStrategy, make]
+    first, second = reversed(kinds) if is_back else kinds
+    model, manager = saved_by(first(), 1)
+    manager.save(2)
+    manager.wait()
+    other, restored = saved_by(second(), 5)
+    assert restored.restore_or_initialize().endswith("step-00000002-0001.h5")
+    assert restored.checkpoint.step == 2
+    assert torch.equal(other[0].weight, model[0].weight)

@@ -994,6 +994,31 @@ def test_debug_names_the_parameter_whose_gradient_is_not_finite(comm, monkeypatc
         strategy.run(step, args=(torch.full((1, 2), value),))
 
 
+def test_a_grad_scaler_outside_of_run_with_several_replicas_is_that_of_one_process(comm):
+    strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=2 * comm.size)
+    torch.manual_seed(3)
+    plain = nn.Linear(2, 1)
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+        model.load_state_dict(plain.state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = torch.arange(8.0 * comm.size).reshape(-1, 2) / (4 * comm.size)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    dataset = hpcdist.Dataset.from_tensor_slices(rows).batch(len(rows))
+    for x in strategy.experimental_distribute_dataset(dataset):
+
+        def backward(x):
+            losses = model(x).square()[:, 0]
+            scaler.scale(hpcdist.compute_average_loss(losses, global_batch_size=len(rows))).backward()
+
+        strategy.run(backward, args=(x,))
+        scaler.step(optimizer)
+        scaler.update()
+    plain(rows).square().mean().backward()
+    expected = plain.weight - 0.1 * plain.weight.grad
+    torch.testing.assert_close(model.weight, expected)
+
+
 def test_a_grad_scaler_skips_a_step_on_all_ranks_when_one_overflows(comm):
     """Gradients are sums, so that all ranks see the infinity of one."""
     torch.manual_seed(1)  # ranks are compared before the first forward, too

@@ -319,6 +319,32 @@ def test_a_device_that_is_not_there(device, text):
     assert "\n" not in str(caught.value)
 
 
+def test_a_single_rank_that_sees_several_gpus_says_so(comm, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    hpcdist.MirroredStrategy()
+    assert ("one of 4 visible GPUs is used" in caplog.text) == (comm.size == 1)
+
+
+def test_a_cell_that_makes_a_strategy_runs_again():
+    """As in a notebook: the names are bound anew, and the old strategy is gone or idle."""
+    cell = {"hpcdist": hpcdist, "torch": torch}
+    code = """
+strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+with strategy.scope():
+    torch.manual_seed(1)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer.zero_grad()
+model(torch.ones(2, 3)).mean().backward()
+optimizer.step()
+weights = model.weight.detach().clone()
+"""
+    exec(code, cell)
+    first = cell["weights"]
+    exec(code, cell)
+    assert torch.equal(cell["weights"], first)
+
+
 def test_inputs_are_moved():
     strategy, data = hpcdist.OneDeviceStrategy("meta"), make_data()
     kept = hpcdist.InputOptions(experimental_fetch_to_device=False)

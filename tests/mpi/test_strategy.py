@@ -283,3 +283,17 @@ def test_every_strategy_has_a_resolver():
     assert hpcdist.get_strategy().cluster_resolver is None
     for kind in (hpcdist.MirroredStrategy, hpcdist.CentralStorageStrategy):
         assert kind().cluster_resolver.task_type == "worker"
+
+
+def test_readme_s_handler_line_with_one_device(shared_path):
+    strategy = hpcdist.OneDeviceStrategy("cpu")
+    with strategy.scope():
+        torch.manual_seed(1)  # each rank has a model of its own, and a save compares them
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, strategy=strategy)
+    manager = hpcdist.CheckpointManager(checkpoint, shared_path / "checkpoints")
+    handler = hpcdist.PreemptionCheckpointHandler(strategy.cluster_resolver, manager, save_every_steps=1)
+    with handler:
+        handler.run(lambda: (model(torch.ones(1, 2)).sum().backward(), optimizer.step()))
+    assert handler.latest_path.endswith("step-00000001-0001.h5")
