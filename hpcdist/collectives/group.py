@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from hpcdist.background import BackgroundThread
 from hpcdist.collectives.route import SMALLEST_BYTES, GroupFacts, auto_routes
 from hpcdist.diagnostics.call_check import CallCheck
-from hpcdist.diagnostics.journal import Entry, Journal, ReportingJournal, log_call
+from hpcdist.diagnostics.journal import CallMarks, Entry, Journal, ReportingJournal, log_call
 from hpcdist.diagnostics.neighbour import NeighbourWatch
 from hpcdist.diagnostics.stacks import Peer, process_namespace
 from hpcdist.diagnostics.summary import count_calls
@@ -31,6 +31,8 @@ JOURNAL_CELL = 4
 FLAGS_CELL = 5
 #: And this one which operation it is in.
 CODE_CELL = 6
+#: In turn these hold what it reduces; see `CallMarks`.
+MARK_CELLS = (3, 7)
 #: A wait of ours gives up this much later than the watchdog ends the job: the watchdog's report says more.
 LATE_S = 30.0
 
@@ -56,6 +58,7 @@ class Group:
         auto_routes: what AUTO chooses for a host array: (fewest bytes, route) rows, descending.
         library_bytes: host arrays of fewer bytes are summed by the MPI library where AUTO may choose.
         journal: the last collectives, which the watchdog looks at.
+        marks: compare small reductions of the ranks of this host; None where they share no memory.
         compares_calls: whether all ranks are compared before each collective, as HPCDIST_DEBUG=collectives asks.
     """
 
@@ -159,6 +162,10 @@ class Group:
         flags = None if self._board is None else self._board[FLAGS_CELL::CELLS]
         codes = None if self._board is None else self._board[CODE_CELL::CELLS]
         own = board, self.node_comm.rank, codes
+        self.marks: CallMarks | None = None
+        if self._board is not None:
+            first, second = (self._board[cell::CELLS] for cell in MARK_CELLS)
+            self.marks = CallMarks((first, second), self.node_comm.rank, [peer.name for peer in peers])
         reports = self.world.debug & {"calls", "summary"}
         self.journal = ReportingJournal(self._report_call, *own) if reports else Journal(*own)
         warn_s = min(WARN_S, self.timeout_s / 2)

@@ -5,8 +5,10 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 #: Collectives that are kept.
 N_KEPT = 64
@@ -134,6 +136,64 @@ class Journal:
         """Return one line for each of the last 64 collectives, such as `41  all_reduce float32 x 1024  0.3 ms`."""
         current = self.current
         return "\n".join(f"{entry.number:6}  {entry}  {_length(entry, current)}" for entry in self.entries)
+
+
+class CallMarks:
+    """What each rank of a node reduces, in memory that they share, so that calls that do not fit together are found.
+
+    A rank compares itself with the next one of its node: if any two differ, so do two neighbours. Two cells are used in
+    turn: a rank may be one reduction ahead of one that still looks, never two.
+
+    Args:
+        boards: two, of one int64 per rank of the node, shared by them and zero at first.
+        local_rank: this rank's element of each.
+        names: of the ranks of the node, for messages.
+    """
+
+    __slots__ = ("_boards", "_codes", "_local_rank", "_n", "_name", "_next")
+
+    def __init__(self, boards: tuple[memoryview, memoryview], local_rank: int, names: Sequence[str]) -> None:
+        self._boards, self._local_rank = boards, local_rank
+        self._next = (local_rank + 1) % len(names)
+        self._name = names[self._next]
+        self._codes: dict[tuple[str, str], int] = {}
+        self._n = 0
+
+    def begin(self, op: str, char: str, nbytes: int) -> int:
+        """Mark a reduction that begins; return its mark: its number, a digest of op and dtype, and its size.
+
+        Args:
+            op: the reduction.
+            char: of the dtype, as numpy abbreviates it.
+            nbytes: of the array.
+        """
+        code = self._codes.get((op, char))
+        if code is None:
+            code = self._codes[op, char] = (zlib.crc32(f"{op} {char}".encode()) & 0xFFFF) << 16
+        self._n = n = (self._n + 1) & 0x7FFFFFFF
+        mark = n << 32 | code | nbytes & 0xFFFF
+        self._boards[n & 1][self._local_rank] = mark
+        return mark
+
+    def has_other_size(self, mark: int) -> bool:
+        """Return whether the next rank is already in a reduction of the same number and another size.
+
+        The library may then wait for ever, or end the process.
+        """
+        other = self._boards[self._n & 1][self._next]
+        return other >> 32 == mark >> 32 and (other ^ mark) & 0xFFFF != 0
+
+    def differs(self, mark: int) -> bool:
+        """Return whether the next rank did something else at the same number, once a reduction has ended."""
+        other = self._boards[self._n & 1][self._next]
+        return other != mark and other >> 32 == mark >> 32
+
+    def describe_other(self, nbytes: int) -> str:
+        """Return what the next rank does at this number."""
+        other = self._boards[self._n & 1][self._next]
+        names = {code: f"{op} {np.dtype(char)}" for (op, char), code in self._codes.items()}
+        size = "" if other & 0xFFFF == nbytes & 0xFFFF else f" of {other & 0xFFFF} bytes"
+        return f"{names.get(other & 0xFFFF0000, 'another operation')}{size} on {self._name}"
 
 
 def _length(entry: Entry, current: Entry | None) -> str:

@@ -12,6 +12,21 @@ from real_jobs import MPIRUN, PYTHON
 START_S, LIMIT_S = 25, 15
 #: MPICH's mpirun reports either the code of the rank that aborted, or that of a rank which it then killed.
 KILLED_OTHERS = 9
+SIZES = """
+import time
+
+import numpy as np
+
+import hpcdist
+from hpcdist.runtime.process import make_world
+
+rank = make_world().rank
+for _ in range(3):
+    hpcdist.all_reduce(np.ones(4))
+if rank == 1:
+    time.sleep(0.2)
+hpcdist.all_reduce(np.ones(4 + 100 * rank))
+"""
 PROGRAM = """
 import os, signal, sys, threading, time
 import numpy as np
@@ -82,6 +97,19 @@ def test_the_job_ends(name, start, nothing_left, tmp_path):
         assert len(re.findall(r"hpcdist: rank 1 \(worker 1\) on ", outcome.output)) == 1
         assert len(re.findall(r"hpcdist: rank \d", outcome.output)) == 1
         assert outcome.output.count("Traceback") <= 1
+
+
+@pytest.mark.slow
+def test_reductions_of_other_sizes_are_named_before_the_library_sees_them(start, nothing_left, tmp_path):
+    """MPICH would wait for ever, or end the process with 142."""
+    program = tmp_path / "program.py"
+    program.write_text(SIZES)
+    job = start(2, program)
+    outcome = job.wait(START_S + LIMIT_S)
+    nothing_left(job)
+    assert outcome.code in (76, KILLED_OTHERS), outcome.output
+    assert "all_reduce sum: expected the same call on every rank, float64 of 832 bytes on rank 1" in outcome.output
+    assert "got all_reduce sum float64 of 32 bytes on rank 0 (worker 0)" in outcome.output
 
 
 GONE = re.compile(

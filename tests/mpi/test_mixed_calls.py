@@ -85,6 +85,35 @@ def test_calls_in_different_orders_are_refused_on_all_ranks(values, comm, one, o
     assert values.accuracy.result() == 3
 
 
+@pytest.mark.parametrize(("op", "dtype"), [("max", np.float64), ("sum", np.int64)])
+def test_small_reductions_that_do_not_fit_together_are_found(comm, op, dtype):
+    """By the ranks beside the one that differs, before anybody uses the result: the job would end."""
+    if comm.size == 1:
+        return
+    own = comm.Dup()
+    for _ in range(3):
+        hpcdist.all_reduce(np.ones(2), comm=own)
+    error = None
+    try:
+        hpcdist.all_reduce(np.ones(2, dtype if comm.rank == 0 else float), op if comm.rank == 0 else "sum", comm=own)
+    except DesyncError as caught:
+        error = str(caught)
+    has_failed = comm.allgather(error is not None)
+    assert has_failed[0]
+    assert has_failed[-1]
+    if error is not None:
+        assert "expected the same call on every rank" in error
+    hpcdist.all_reduce(np.ones(2), comm=own)
+    own.Free()
+
+
+def test_a_rank_that_is_ahead_is_no_error(comm):
+    own = comm.Dup()
+    for number in range(2000):
+        hpcdist.all_reduce(np.ones(1 + number % 7), ("sum", "max")[number % 2], comm=own)
+    own.Free()
+
+
 def test_a_library_s_error_names_the_call(comm, monkeypatch):
     """As Open MPI raises it for messages of other sizes."""
 
