@@ -113,7 +113,10 @@ def to_host(given: Any, call: str) -> Array:
         tensor = given.detach().contiguous()
         host = (tensor.float() if dtype_name(tensor) in HALF else tensor).cpu().numpy()
     else:
-        host = np.asarray(given.get() if hasattr(given, "__cuda_array_interface__") else given)
+        try:
+            host = np.asarray(given.get() if hasattr(given, "__cuda_array_interface__") else given)
+        except (ValueError, TypeError) as error:
+            raise CollectiveError(f"{call}: expected numbers or bools, got {error}; pass an array.") from error
         host = host.astype(np.float32) if host.dtype.name in HALF else host
     if host.dtype.kind not in "iufcb":
         raise CollectiveError(f"{call}: expected numbers or bools, got dtype {host.dtype}; convert them first.")

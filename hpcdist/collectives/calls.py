@@ -19,7 +19,6 @@ from hpcdist.collectives.ops import MEAN, Op, parse_op
 from hpcdist.collectives.options import AllReduceAlgorithm, CommunicationOptions
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.collectives.route import choose_route
-from hpcdist.diagnostics.journal import CallMarks
 from hpcdist.dtypes import dtype_name
 from hpcdist.errors import CollectiveError, DesyncError
 from hpcdist.runtime.mpi import MPI
@@ -58,8 +57,8 @@ def all_reduce(
         CollectiveError: for an unknown op, a mean or a scale of integers, or a buffer that cannot be reduced; on this
             rank only, before anything is sent. When ranks of a host differ in op, dtype or count and the sum goes
             through shared memory; on each of them. HPCDIST_DEBUG=collectives compares all calls.
-        DesyncError: when ranks of a host differ so in a sum that the MPI library makes for AUTO; on those beside each
-            other that differ: the job ends, unless they catch it.
+        DesyncError: when ranks of a host differ so in a small numpy array that AUTO leaves to the MPI library; at least
+            on a rank whose neighbour differs. The others may have a wrong result: do not catch it.
         ConfigurationError: for an unknown implementation, or one that these ranks cannot use; on every rank.
 
     Cost: see the algorithms; one staged copy each way for half precision and device arrays.
@@ -196,28 +195,28 @@ def _reduce_small(array: Any, op: Op, group: Group) -> None:
     """Reduce a host array that AUTO leaves to the library: `reduce_buffer` in a third of the time."""
     if op is MEAN:
         _require_floats(array)
-    journal, marks = group.journal, group.marks
-    journal.enter(op.title, array.dtype, array.size)
-    mark = 0 if marks is None else marks.begin(op.title, array.dtype.char, array.nbytes)
-    if marks is not None and marks.has_other_size(mark):
-        raise _other_call(marks, array, op, group)
+    journal, marks, dtype = group.journal, group.marks, array.dtype
+    journal.enter(op.title, dtype, array.size)
+    mark, other = 0, None
+    if marks is not None:
+        mark = marks.begin(journal.n_entered, op.title, dtype.kind, dtype.itemsize, array.nbytes)
+        other = marks.other_size(mark)
     try:
-        group.comm.Allreduce(_IN_PLACE, array, op.mpi_op)
+        if other is None:
+            group.comm.Allreduce(_IN_PLACE, array, op.mpi_op)
     except MPI.Exception as error:
         raise library.mismatch(error, array, op) from error
     finally:
         journal.leave()
-    if marks is not None and marks.differs(mark):
-        raise _other_call(marks, array, op, group)
+    if marks is not None:
+        other = other or marks.other_call(mark)
+    if other is not None:
+        raise DesyncError(
+            f"{op.title}: expected the same call on every rank, {dtype} of {array.nbytes} bytes on {group.world}, got "
+            f"{other}; let all ranks make the same calls in the same order."
+        )
     if op is MEAN:
         np.divide(array, group.size, out=array)
-
-
-def _other_call(marks: CallMarks, array: Any, op: Op, group: Group) -> DesyncError:
-    return DesyncError(
-        f"{op.title}: expected the same call on every rank, {array.dtype} of {array.nbytes} bytes on {group.world}, "
-        f"got {marks.describe_other(array.nbytes)}; let all ranks make the same calls in the same order."
-    )
 
 
 def _reduce_scaled(

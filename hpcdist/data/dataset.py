@@ -462,8 +462,8 @@ def _n_rows(array: Any) -> int:
 def _lists_as_arrays(call: str, nest: Nest) -> Nest:
     """Return the nest with an array in place of every list, as in tf.data; arrays of cupy come to the host."""
     if not is_nest(nest):
-        is_cupys = not isinstance(nest, torch.Tensor) and hasattr(nest, "__cuda_array_interface__")
-        return nest.get() if is_cupys else nest
+        is_on_device = not isinstance(nest, torch.Tensor) and hasattr(nest, "__cuda_array_interface__")
+        return nest.get() if is_on_device else nest
     if not isinstance(nest, list):
         return with_children(nest, [_lists_as_arrays(call, child) for child in children_of(nest)])
     try:

@@ -24,6 +24,7 @@ from hpcdist.data.batches import (
     start_of_pass,
 )
 from hpcdist.data.dataset import Dataset
+from hpcdist.data.elements import is_torch_data
 from hpcdist.data.iterator import Delivery, DistributedIterator, stages
 from hpcdist.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 from hpcdist.data.prefetch import Items, on_device
@@ -45,8 +46,7 @@ def as_dataset(given: Any) -> Any:
     Raises:
         DataError: for a DataLoader that cannot be divided; on this rank only.
     """
-    is_torchs = isinstance(given, (torch.utils.data.DataLoader, torch.utils.data.Dataset))
-    return Dataset.from_torch(given) if is_torchs else given
+    return Dataset.from_torch(given) if is_torch_data(given) else given
 
 
 def check_distributable(dataset: Any, n_replicas: int = 1) -> None:

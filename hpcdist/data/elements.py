@@ -40,17 +40,21 @@ class Elements(Pipeline):
     has_shard_hint: bool = False
 
     @classmethod
-    def from_torch(cls: type[Self], data: Any) -> Self:
-        """Return the dataset that a torch dataset or DataLoader stands for."""
-        raise NotImplementedError
+    def taken(cls: type[Self], given: Any, call: str, advice: str) -> Self:
+        """Return a dataset, also for a torch dataset or DataLoader.
 
-    @classmethod
-    def _taken(cls: type[Self], call: str, given: Any) -> Self:
-        """Return a dataset, also for a torch dataset or DataLoader; raise DataError for anything else."""
-        if isinstance(given, (torch.utils.data.DataLoader, torch.utils.data.Dataset)):
-            return cls.from_torch(given)
+        Args:
+            given: what a program passed, or returned.
+            call: to which method.
+            advice: what to do where it is none.
+
+        Raises:
+            DataError: where it is none.
+        """
+        if is_torch_data(given):
+            return cls.from_torch(given)  # type: ignore[attr-defined, no-any-return]
         if not isinstance(given, cls):
-            raise DataError(f"{call}: expected a dataset, got {type(given).__name__}; make one of it.")
+            raise DataError(f"{call}: expected a dataset, got {type(given).__name__}; {advice}.")
         return given
 
     def elements(self, number: int) -> Iterator[Nest]:
@@ -131,7 +135,7 @@ class Elements(Pipeline):
 
         Cost: a row of each is read at once, where rows can be read in any order.
         """
-        other = type(self)._taken("concatenate", other)
+        other = type(self).taken(other, "concatenate", "pass an hpcdist.Dataset, or one of torch's")
         own, others = self._rows(), other._rows()
         if own is not None and others is not None:
             return self._over(JoinedSource(own, others))
@@ -161,7 +165,7 @@ class Elements(Pipeline):
                 a seed.
         """
         nest = datasets if len(datasets) > 1 else datasets[0]
-        members = [cls._taken("zip", one) for one in leaves(nest)]
+        members = [cls.taken(one, "zip", "pass hpcdist.Dataset objects, or torch's") for one in leaves(nest)]
         if not members:
             raise DataError("zip: expected datasets, got nothing; pass hpcdist.Dataset objects.")
         sources = [one._rows() for one in members]
@@ -207,7 +211,8 @@ class Elements(Pipeline):
         stream = self._stream("interleave")
 
         def draw(epoch: int) -> Iterator[Nest]:
-            made = (type(self)._taken("interleave", apply((map_func,), one)) for one in stream.draw(epoch))
+            advice = "let map_func return one"
+            made = (type(self).taken(apply((map_func,), one), "interleave", advice) for one in stream.draw(epoch))
             inner = (one._stream("interleave").draw(epoch) for one in made)
             return _in_turn(inner, cycle_length, block_length)
 
@@ -328,6 +333,11 @@ class Elements(Pipeline):
 
 def _of(draw: Callable[[int], Iterator[Nest]], like: Stream) -> Stream:
     return replace(like, draw=draw, signature=None)
+
+
+def is_torch_data(given: Any) -> bool:
+    """Return whether something is a dataset or DataLoader of torch."""
+    return isinstance(given, (torch.utils.data.DataLoader, torch.utils.data.Dataset))
 
 
 def _require_alike(call: str, datasets: Sequence[Elements]) -> None:

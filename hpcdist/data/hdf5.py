@@ -30,13 +30,17 @@ def expand(paths: Any) -> list[str]:
         raise DataError(
             f"from_hdf5: expected files, got the open dataset {paths.name!r}; pass it to from_tensor_slices."
         )
+    if is_h5py_group(paths) and paths.name != "/":
+        raise DataError(
+            f"from_hdf5: expected files, got the open group {paths.name!r}; pass its file, and names with the group's."
+        )
     if is_h5py_group(paths):
-        return [os.path.abspath(paths.file.filename)]
+        return [os.path.abspath(paths.filename)]
     if isinstance(paths, (str, os.PathLike)):
         text = os.fspath(paths)
         found = sorted(glob.glob(text)) if glob.has_magic(text) and not os.path.exists(text) else [text]
     else:
-        found = [os.fspath(path) for path in paths]
+        found = [file for path in paths for file in (expand(path) if is_h5py_group(path) else [os.fspath(path)])]
     if not found:
         raise DataError(f"from_hdf5: expected at least one file, got none for {paths!r}; check the pattern.")
     return found
@@ -54,7 +58,14 @@ def is_h5py_group(value: Any) -> bool:
 
 def datasets_in(value: Any) -> Any:
     """Return the datasets of an open h5py file or group in dicts, one for each group; anything else as it is."""
-    return {name: datasets_in(one) for name, one in value.items()} if is_h5py_group(value) else value
+    if not is_h5py_group(value):
+        return value
+    links = [name for name in value if type(value.get(name, getlink=True)).__name__ != "HardLink"]
+    if links:
+        raise DataError(
+            f"from_tensor_slices: expected datasets inside the file, got the link {links[0]!r}; name others."
+        )
+    return {name: datasets_in(one) for name, one in value.items()}
 
 
 def paths_and_names(nest: Nest) -> tuple[list[str], Nest]:

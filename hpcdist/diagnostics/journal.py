@@ -108,14 +108,14 @@ class Journal:
         return [*ended, *([current] if current and is_new else [])][-N_KEPT:]
 
     def has_carried(self, n_elements: int, since: int) -> bool:
-        """Return whether a collective behind number `since` may have carried as many elements on one rank.
+        """Return whether the collectives after number `since` may have carried as many elements together.
 
-        True for one of unknown size, but for barriers and saves, and where there were more of them than are kept.
+        One of unknown size may, unless it is a barrier or a save. So may more of them than are kept.
         """
         if self.n_entered - since > N_KEPT:
             return True
         new = [entry for entry in self.entries if entry.number > since and entry.op not in _CARRY_NOTHING]
-        return any(entry.dtype == "any" or entry.n_elements >= n_elements for entry in new)
+        return any(entry.dtype == "any" for entry in new) or sum(entry.n_elements for entry in new) >= n_elements
 
     def behind(self) -> list[int]:
         """Return the local ranks that have entered fewer collectives than this one."""
@@ -141,8 +141,10 @@ class Journal:
 class CallMarks:
     """What each rank of a node reduces, in memory that they share, so that calls that do not fit together are found.
 
-    A rank compares itself with the next one of its node: if any two differ, so do two neighbours. Two cells are used in
-    turn: a rank may be one reduction ahead of one that still looks, never two.
+    A mark is a collective's number in the journal, a digest of op and dtype, and the size. Marks of other numbers say
+    nothing: a rank may be ahead. Two cells are used in turn, so that a rank that is ahead by a reduction does not
+    overwrite what another still compares. At the end a rank compares itself with the next one only: if any two of the
+    node differ, so do two neighbours, and one of these raises.
 
     Args:
         boards: two, of one int64 per rank of the node, shared by them and zero at first.
@@ -150,50 +152,52 @@ class CallMarks:
         names: of the ranks of the node, for messages.
     """
 
-    __slots__ = ("_boards", "_codes", "_local_rank", "_n", "_name", "_next")
+    __slots__ = ("_boards", "_codes", "_local_rank", "_names", "_next", "_previous")
 
     def __init__(self, boards: tuple[memoryview, memoryview], local_rank: int, names: Sequence[str]) -> None:
-        self._boards, self._local_rank = boards, local_rank
-        self._next = (local_rank + 1) % len(names)
-        self._name = names[self._next]
-        self._codes: dict[tuple[str, str], int] = {}
-        self._n = 0
+        self._boards, self._local_rank, self._names = boards, local_rank, names
+        self._next, self._previous = (local_rank + 1) % len(names), (local_rank - 1) % len(names)
+        self._codes: dict[tuple[str, str, int], int] = {}
 
-    def begin(self, op: str, char: str, nbytes: int) -> int:
-        """Mark a reduction that begins; return its mark: its number, a digest of op and dtype, and its size.
+    def begin(self, number: int, op: str, kind: str, itemsize: int, nbytes: int) -> int:
+        """Mark a reduction that begins; return its mark.
 
         Args:
+            number: of the collective in the journal, which counts on all ranks alike.
             op: the reduction.
-            char: of the dtype, as numpy abbreviates it.
+            kind: of the dtype, as numpy calls it: 'f' for floats.
+            itemsize: of the dtype.
             nbytes: of the array.
         """
-        code = self._codes.get((op, char))
+        code = self._codes.get((op, kind, itemsize))
         if code is None:
-            code = self._codes[op, char] = (zlib.crc32(f"{op} {char}".encode()) & 0xFFFF) << 16
-        self._n = n = (self._n + 1) & 0x7FFFFFFF
-        mark = n << 32 | code | nbytes & 0xFFFF
-        self._boards[n & 1][self._local_rank] = mark
+            digest = zlib.crc32(f"{op} {kind}{itemsize}".encode())
+            code = self._codes[op, kind, itemsize] = (digest & 0xFFFF) << 16
+        mark = (number & 0x7FFFFFFF) << 32 | code | nbytes & 0xFFFF
+        self._boards[number & 1][self._local_rank] = mark
         return mark
 
-    def has_other_size(self, mark: int) -> bool:
-        """Return whether the next rank is already in a reduction of the same number and another size.
+    def other_size(self, mark: int) -> str | None:
+        """Return what a neighbour is already in, if it has the same number and another size.
 
-        The library may then wait for ever, or end the process.
+        The MPI library may then wait for ever, or end the process.
         """
-        other = self._boards[self._n & 1][self._next]
-        return other >> 32 == mark >> 32 and (other ^ mark) & 0xFFFF != 0
+        for rank in (self._next, self._previous):
+            other = self._boards[mark >> 32 & 1][rank]
+            if other >> 32 == mark >> 32 and (other ^ mark) & 0xFFFF:
+                return self._describe(other, rank, mark)
+        return None
 
-    def differs(self, mark: int) -> bool:
-        """Return whether the next rank did something else at the same number, once a reduction has ended."""
-        other = self._boards[self._n & 1][self._next]
-        return other != mark and other >> 32 == mark >> 32
+    def other_call(self, mark: int) -> str | None:
+        """Return what the next rank did at the same number, if it was something else, once a reduction has ended."""
+        other = self._boards[mark >> 32 & 1][self._next]
+        is_other = other != mark and other >> 32 == mark >> 32
+        return self._describe(other, self._next, mark) if is_other else None
 
-    def describe_other(self, nbytes: int) -> str:
-        """Return what the next rank does at this number."""
-        other = self._boards[self._n & 1][self._next]
-        names = {code: f"{op} {np.dtype(char)}" for (op, char), code in self._codes.items()}
-        size = "" if other & 0xFFFF == nbytes & 0xFFFF else f" of {other & 0xFFFF} bytes"
-        return f"{names.get(other & 0xFFFF0000, 'another operation')}{size} on {self._name}"
+    def _describe(self, other: int, rank: int, mark: int) -> str:
+        names = {code: f"{op} {np.dtype(f'{kind}{size}')}" for (op, kind, size), code in self._codes.items()}
+        size = " of another size" if (other ^ mark) & 0xFFFF else ""
+        return f"{names.get(other & 0xFFFF0000, 'another operation')}{size} on {self._names[rank]}"
 
 
 def _length(entry: Entry, current: Entry | None) -> str:

@@ -88,11 +88,7 @@ class GradientEngine:
         self._optimizers: IdentitySet[Optimizer] = IdentitySet()
         self._state = ReplicaState(own, functools.partial(world.agree, comm=self._comm))
         is_shared = has_fixed_replicas or storage is not None  # by replicas of a rank, or by the ranks of a host
-        self._writes = (
-            SharedWrites(self._optimizers, is_counted_only=storage is not None)
-            if is_shared and self._n_replicas > 1
-            else None
-        )
+        self._writes = SharedWrites(self._optimizers) if is_shared and self._n_replicas > 1 else None
         switched: list[Switched] = [self._state, self.generators] if has_fixed_replicas else []
         self.scheduler = ReplicaScheduler(own, switched if self._writes is None else [*switched, self._writes])
         has_several = len(own) > 1
@@ -427,15 +423,18 @@ class GradientEngine:
         """Raise if each rank trains a model of its own on its part of the batches: the scope was forgotten.
 
         That is so if nobody watches a parameter that has a gradient, and nothing has been reduced since the batch came
-        that could be the largest such gradient: a sum of losses is none. Beside a model of the scope another one may be
-        meant to differ, such as a reference: it is logged, once. A rank may optimize plain tensors of its own, such as
-        a perturbation of its rows. In `no_sync` the program says that it means it.
+        that could be the largest such gradient: a loss is too small to be one. Beside a model of the scope another one
+        may be meant to differ, such as a reference: it is logged, once. A rank may optimize plain tensors of its own,
+        such as a perturbation of its rows. In `no_sync` the program says that it means it.
         """
         if self._n_collectives is None or not self.backward.is_syncing:
             return
         parameters = [parameter for parameter in parameters if isinstance(parameter, nn.Parameter)]
         sizes = [one.numel() for one in parameters if one.grad is not None and not torch_hooks.is_watched(one)]
-        if sizes and not self._reducer.group.journal.has_carried(max(sizes), since=self._n_collectives):
+        group = self._reducer.group
+        if not sizes or group.kept("thread") is not None:  # the thread keeps a journal of its own
+            return
+        if not group.journal.has_carried(max(sizes), since=self._n_collectives):
             text = (
                 f"step: expected a model made in strategy.scope(), as the batches are those of its distributed "
                 f"dataset, got one that no strategy looks after: {self._n_replicas} models would be trained apart; "
@@ -524,7 +523,7 @@ def prepare_modules(objects: Iterable[Any]) -> None:
 
 
 def _require_averageable(optimizer: Optimizer) -> None:
-    """Raise GradientError for a local step that would not let ranks end their round together."""
+    """Raise GradientError for a local step whose state cannot be averaged, or that one rank may leave out."""
     if isinstance(optimizer, LBFGS):
         raise GradientError("step: expected an optimizer whose state can be averaged with local_steps, got LBFGS.")
     if torch_hooks.is_step_of_scaler():

@@ -228,11 +228,11 @@ def is_nested_backward() -> bool:
 
 
 def is_step_of_scaler() -> bool:
-    """Return whether a GradScaler makes the step that is running: it skips those whose gradients are not finite."""
+    """Return whether an enabled GradScaler makes the step that is running: it skips those whose gradients overflow."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not GradScaler.step.__code__:
         frame = frame.f_back
-    return frame is not None
+    return frame is not None and bool(frame.f_locals["self"].is_enabled())
 
 
 _compiler_of_frames: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)

@@ -69,9 +69,10 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
                 )
             )
         n_gpus = torch.cuda.device_count()
-        if devices is None and n_ranks == 1 < n_gpus:
+        if devices is None and n_ranks == 1 and n_gpus > 1:
             logger.warning(
-                "%s: one of %d visible GPUs is used, as a rank has one device; start by mpirun -n %d for all of them.",
+                "%s: expected a rank for each GPU, to use them all, got 1 rank and %d visible GPUs; start by "
+                "mpirun -n %d.",
                 name,
                 n_gpus,
                 n_gpus,

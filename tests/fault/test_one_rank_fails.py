@@ -108,8 +108,8 @@ def test_reductions_of_other_sizes_are_named_before_the_library_sees_them(start,
     outcome = job.wait(START_S + LIMIT_S)
     nothing_left(job)
     assert outcome.code in (76, KILLED_OTHERS), outcome.output
-    assert "all_reduce sum: expected the same call on every rank, float64 of 832 bytes on rank 1" in outcome.output
-    assert "got all_reduce sum float64 of 32 bytes on rank 0 (worker 0)" in outcome.output
+    assert "all_reduce sum: expected the same call on every rank, float64 of " in outcome.output
+    assert "got all_reduce sum float64 of another size on rank " in outcome.output
 
 
 GONE = re.compile(

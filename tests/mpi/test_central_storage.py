@@ -169,25 +169,29 @@ def test_several_hosts_are_for_another_strategy(monkeypatch):
         hpcdist.CentralStorageStrategy()
 
 
-def test_a_write_in_run_is_refused(comm):
+WRITES = {"counted": lambda weight: weight.mul_(0.5), "past torch's counter": lambda weight: weight.data.mul_(0.5)}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_in_run_is_refused(comm, write):
     """The ranks of a host have one copy, which each of them would write to."""
     strategy = hpcdist.CentralStorageStrategy()
     with strategy.scope():
         model = torch.nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(factor):
+    def step(has_written):
         optimizer.zero_grad()
         hpcdist.compute_average_loss(model(torch.ones(2, 3)).square().sum(1), global_batch_size=2).backward()
         optimizer.step()
-        if factor != 1:
+        if has_written:
             with torch.no_grad():
-                model.weight.mul_(factor)
+                write(model.weight)
 
     for _ in range(2):
-        strategy.run(step, args=(1,))
+        strategy.run(step, args=(False,))
     if comm.size == 1:
-        strategy.run(step, args=(0.5,))
+        strategy.run(step, args=(True,))
         return
     with pytest.raises(UsageError, match=r"run: expected replicas to leave .* got a write to parameter"):
-        strategy.run(step, args=(0.5,))
+        strategy.run(step, args=(True,))

@@ -907,16 +907,20 @@ def test_a_run_continues_under_another_strategy(comm, shared_path, make, is_back
             torch.manual_seed(step)
             model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        model(torch.ones(4, 3))
+        strategy.run(lambda: model(torch.ones(4, 3)).square().sum().backward())
+        optimizer.step()
         checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, strategy=strategy)
-        return model, hpcdist.CheckpointManager(checkpoint, shared_path / "run")
+        momentum = optimizer.state[model[0].weight]["momentum_buffer"] if strategy.is_chief else None
+        return model, momentum, hpcdist.CheckpointManager(checkpoint, shared_path / "run")
 
-    kinds = [hpcdist.MultiWorkerMirroredStrategy, make]
+    kinds = [lambda: hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum"), make]
     first, second = reversed(kinds) if is_back else kinds
-    model, manager = saved_by(first(), 1)
+    model, momentum, manager = saved_by(first(), 1)
     manager.save(2)
     manager.wait()
-    other, restored = saved_by(second(), 5)
+    other, _, restored = saved_by(second(), 5)
     assert restored.restore_or_initialize().endswith("step-00000002-0001.h5")
     assert restored.checkpoint.step == 2
     assert torch.equal(other[0].weight, model[0].weight)
+    if comm.rank == 0:
+        assert torch.equal(restored.checkpoint["optimizer"].state[other[0].weight]["momentum_buffer"], momentum)

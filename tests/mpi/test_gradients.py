@@ -602,7 +602,7 @@ def test_checkpointing_without_reentry_works_and_with_it_is_refused(pair, comm):
 def test_a_forgotten_scope_is_an_error_at_the_first_step(comm, n_local, caplog):
     """Each rank would train a model of its own, and the job would end with 0."""
     strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=n_local and n_local * comm.size)
-    rows = torch.ones(8 * comm.size, 2)
+    rows = torch.ones(16 * comm.size, 2)
     dataset = strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(rows).batch(4 * comm.size))
     batches = iter(dataset)
 
@@ -611,6 +611,11 @@ def test_a_forgotten_scope_is_an_error_at_the_first_step(comm, n_local, caplog):
         model(strategy.experimental_local_results(batch)[0]).sum().backward()
         between(model)
         optimizer.step()
+
+    def in_pieces(model):
+        strategy.reduce("mean", torch.ones(()), None)
+        for piece in model.weight.grad.reshape(-1).split(3):
+            hpcdist.all_reduce(piece)
 
     batch = next(batches)
     step(nn.Linear(2, 1), lambda model: hpcdist.all_reduce(model.weight.grad))  # it sums by itself
@@ -628,9 +633,11 @@ def test_a_forgotten_scope_is_an_error_at_the_first_step(comm, n_local, caplog):
         step(nn.Linear(2, 1))
     with pytest.raises(GradientError, match=r"expected a model made in strategy.scope\(\)"):  # a loss is no gradient
         step(nn.Linear(2, 8), lambda model: (strategy.reduce("mean", torch.ones(()), None), strategy.barrier()))
+    step(nn.Linear(2, 8), in_pieces)  # sums by itself, beside a loss
     with strategy.scope():  # a part of the models alone is made in the scope: another one may be meant to differ
         kept = nn.Linear(2, 1)
     assert "expected a model made" not in caplog.text
+    batch = next(batches)
     for _ in range(2):
         step(nn.Linear(2, 8))
     assert caplog.text.count("expected a model made in strategy.scope()") == 1, "logged once"

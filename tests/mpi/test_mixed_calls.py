@@ -107,6 +107,18 @@ def test_small_reductions_that_do_not_fit_together_are_found(comm, op, dtype):
     own.Free()
 
 
+def test_ranks_may_take_other_ways_to_the_same_sum(comm):
+    """A scale of its own, or another kind of array: which way a sum goes must not count."""
+    own = comm.Dup()
+    hpcdist.all_reduce(np.ones(1), prescale=1.0 if comm.rank == 0 else 0.5, comm=own)
+    hpcdist.all_reduce(np.ones(2) if comm.rank == 0 else torch.ones(2, dtype=torch.float64), comm=own)
+    for size in (2, 3):
+        buffer = np.ones(size)
+        hpcdist.all_reduce(buffer, comm=own)
+        assert buffer.tolist() == [comm.size] * size
+    own.Free()
+
+
 def test_a_rank_that_is_ahead_is_no_error(comm):
     own = comm.Dup()
     for number in range(2000):

@@ -41,6 +41,8 @@ def test_scatter_takes_rows(comm):
         hpcdist.scatter(1.0)
     with pytest.raises(CollectiveError, match="scatter: expected numbers or bools, got dtype <U1"):
         hpcdist.scatter(["a"])
+    with pytest.raises(CollectiveError, match="scatter: expected numbers or bools, got setting an array element"):
+        hpcdist.scatter([[1.0], [1.0, 2.0]])
 
 
 @pytest.mark.parametrize("make", [np.asarray, torch.tensor])

@@ -322,7 +322,7 @@ def test_a_device_that_is_not_there(device, text):
 def test_a_single_rank_that_sees_several_gpus_says_so(comm, monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     hpcdist.MirroredStrategy()
-    assert ("one of 4 visible GPUs is used" in caplog.text) == (comm.size == 1)
+    assert ("got 1 rank and 4 visible GPUs" in caplog.text) == (comm.size == 1)
 
 
 def test_a_cell_that_makes_a_strategy_runs_again():

@@ -34,7 +34,8 @@ class SharedWrites:
     """Compares parameters and settings at the beginning and the end of each replica's turn.
 
     An optimizer's step and a merge may write: the look at the turn ends before them, and begins anew after them. With
-    one replica on this rank it looks too: a program must not depend on how many ranks there are.
+    one replica on this rank it looks too: a program must not depend on how many ranks there are. Ranks that share one
+    copy look at it alike: between two steps no rank may write to it, and a step begins and ends on all of them.
 
     A write that torch counts is found at once. One past its counters, through `.data` or numpy, is found at once if it
     changes the first or last elements of a parameter, as scaling does; another one in the first runs, where all is
@@ -42,15 +43,13 @@ class SharedWrites:
 
     Args:
         optimizers: those of the scope.
-        is_counted_only: whether only writes that torch counts are found: another rank of the host may write to the
-            same memory during a turn.
 
     Cost: in the first runs a hash of all parameters at each switch of replicas; later two microseconds for each
         parameter, and in every 8th run a hash of at most 1 MiB of one.
     """
 
-    def __init__(self, optimizers: IdentitySet[Optimizer], is_counted_only: bool = False) -> None:
-        self._optimizers, self._is_counted_only = optimizers, is_counted_only
+    def __init__(self, optimizers: IdentitySet[Optimizer]) -> None:
+        self._optimizers = optimizers
         self._parameters: list[tuple[str, weakref.ref[nn.Parameter]]] = []
         self._n_runs = 0
         self._marks: list[_Mark | None] | None = None  # None: nobody's turn
@@ -127,9 +126,6 @@ class SharedWrites:
                 marks.append(None)
                 continue
             version = 0 if parameter.is_inference() else parameter._version
-            if self._is_counted_only:
-                marks.append((0, version, 0, b""))
-                continue
             digest = 0
             if is_early or index == hashed:
                 digest = _hash(parameter, None if is_early else _HASHED_BYTES)

@@ -283,7 +283,14 @@ def test_open_hdf5_datasets_are_read_from_their_file(tmp_path):
         named = Dataset.from_hdf5(file, "group/y").batch(4)
         with pytest.raises(DataError, match="from_hdf5: expected files, got the open dataset '/x'; pass it to"):
             Dataset.from_hdf5(file["x"], "x")
+        with pytest.raises(DataError, match="from_hdf5: expected files, got the open group '/group'; pass its file"):
+            Dataset.from_hdf5(file["group"], "y")
+        assert len(Dataset.from_hdf5([file, tmp_path / "rows.h5"], "x")) == 12
     assert passes(dataset)[0][1] == ([[8.0, 9.0], [10.0, 11.0]], [4, 5])
+    with h5py.File(tmp_path / "links.h5", "w") as file:
+        file["gone"] = h5py.SoftLink("/nothing")
+        with pytest.raises(DataError, match="got the link 'gone'"):
+            Dataset.from_tensor_slices(file)
     (first, _) = list(whole)
     assert first["group"]["y"].tolist() == [0, 1, 2, 3]
     assert first["x"].shape == (4, 2)
