@@ -62,6 +62,10 @@ from hpcdist.gradients.compression import PowerSGDState as PowerSGDState
 from hpcdist.gradients.compression import TopKState as TopKState
 from hpcdist.gradients.compression import power_sgd_hook as power_sgd_hook
 from hpcdist.gradients.compression import top_k_hook as top_k_hook
+from hpcdist.plan.partitioners import FixedShardsPartitioner as FixedShardsPartitioner
+from hpcdist.plan.partitioners import MaxSizePartitioner as MaxSizePartitioner
+from hpcdist.plan.partitioners import MinSizePartitioner as MinSizePartitioner
+from hpcdist.plan.partitioners import Partitioner as Partitioner
 from hpcdist.resilience.checkpoint import Checkpoint as Checkpoint
 from hpcdist.resilience.checkpoint import load_checkpoint as load_checkpoint
 from hpcdist.resilience.manager import CheckpointManager as CheckpointManager
@@ -83,6 +87,7 @@ from hpcdist.strategy.losses import scale_regularization_loss as scale_regulariz
 from hpcdist.strategy.mirrored import MirroredStrategy as MirroredStrategy
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from hpcdist.strategy.one_device import OneDeviceStrategy as OneDeviceStrategy
+from hpcdist.strategy.parameter_server import ParameterServerStrategy as ParameterServerStrategy
 from hpcdist.strategy.replica_context import ReplicaContext as ReplicaContext
 from hpcdist.strategy.values import DistributedValues as DistributedValues
 from hpcdist.strategy.values import Mirrored as Mirrored

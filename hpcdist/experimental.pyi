@@ -4,6 +4,7 @@ from hpcdist import CommunicationImplementation as CommunicationImplementation
 from hpcdist import CommunicationOptions as CollectiveHints
 from hpcdist import CommunicationOptions as CommunicationOptions
 from hpcdist import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+from hpcdist import ParameterServerStrategy as ParameterServerStrategy
 from hpcdist import PreemptionCheckpointHandler as PreemptionCheckpointHandler
 from hpcdist import TPUStrategy as TPUStrategy
 from hpcdist import TerminationConfig as TerminationConfig

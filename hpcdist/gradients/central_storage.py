@@ -1,13 +1,14 @@
 """Parameters that the ranks of a node hold once, in shared memory; the chief alone steps them."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from hpcdist.collectives.group import Group
 from hpcdist.errors import GradientError
@@ -41,6 +42,8 @@ class CentralStorage:
         group: the ranks, all on one host.
     """
 
+    is_summed = needs_sum = True
+
     def __init__(self, group: Group) -> None:
         self._group = group
         self._is_chief = group.rank == 0
@@ -50,7 +53,7 @@ class CentralStorage:
         _alive.add(self)
 
     @torch.no_grad()
-    def adopt(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    def adopt(self, named: Sequence[tuple[str, nn.Parameter]], sparse: Iterable[nn.Parameter] = ()) -> None:
         """Move parameters, equal on all ranks, to the shared memory; those on devices are copied there.
 
         Collective where there are new ones: the group, with the same parameters in the same order.
@@ -119,7 +122,7 @@ class CentralStorage:
             for parameter, shared in copies:
                 parameter.copy_(shared)
 
-    def begin_step(self, parameters: Sequence[nn.Parameter]) -> None:
+    def begin_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         """Begin an optimizer's step: on ranks other than the chief its gradients are hidden. As `begin_change`."""
         self._hidden = None if self.begin_change() else hide_gradients(parameters)
 

@@ -25,7 +25,6 @@ from hpcdist.errors import ConfigurationError, GradientError, UsageError, agreed
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.backward import BackwardSum, GradientSums
 from hpcdist.gradients.buffers import BufferRecord
-from hpcdist.gradients.central_storage import CentralStorage
 from hpcdist.gradients.comm_hook import CommHook
 from hpcdist.gradients.generators import StepGenerators
 from hpcdist.gradients.local_rounds import LocalRounds
@@ -39,6 +38,7 @@ from hpcdist.gradients.replicas.state import ReplicaState
 from hpcdist.gradients.replicas.steps import ReplicaSteps
 from hpcdist.gradients.settings import describe_settings, explain_settings
 from hpcdist.gradients.sparse import SparseRecord
+from hpcdist.gradients.storage import Storage
 from hpcdist.gradients.tensors import from_array, layout, to_array
 from hpcdist.gradients.torch_hooks import Closure
 from hpcdist.runtime.world import World
@@ -76,7 +76,7 @@ class GradientEngine:
         is_mean: bool | None,
         is_entered: Callable[[], bool],
         has_fixed_replicas: bool = False,
-        storage: CentralStorage | None = None,
+        storage: Storage | None = None,
     ) -> None:
         self._world, self._comm = world, world.role_comm
         self._is_entered = is_entered
@@ -84,6 +84,7 @@ class GradientEngine:
         self._reducer = reducer
         self._storage = storage
         own, self._n_replicas = reducer.own_replicas, reducer.replicas.n_replicas
+        self._is_summed = self._n_replicas > 1 and (storage is None or storage.is_summed)
         self.generators = StepGenerators(None if has_fixed_replicas else self._comm.rank)
         self._optimizers: IdentitySet[Optimizer] = IdentitySet()
         self._state = ReplicaState(own, functools.partial(world.agree, comm=self._comm))
@@ -194,11 +195,12 @@ class GradientEngine:
         plan = self._agreed_plan()
         self._broadcast(plan)
         if self._storage is not None:
-            self._storage.adopt(plan.parameters)
+            self._storage.adopt(plan.parameters, plan.sparse)
         self._start_generators()
         self._trained = IdentitySet(parameter for _, parameter in plan.trained)
-        if self._n_replicas > 1:
+        if self._is_summed:
             self._plan_buckets(plan)
+        if self._n_replicas > 1:
             self._warn_of_equal_batches(batch)
 
     def _agreed_plan(self) -> ModelPlan:
@@ -338,11 +340,15 @@ class GradientEngine:
         Returns:
             A closure to be used in place of the given one, after which gradients are checked too.
         """
-        if self._n_replicas == 1:
+        has_servers = self._storage is not None and not self._storage.is_summed
+        if self._n_replicas == 1 and not has_servers:
             return None
         parameters = _parameters_of(optimizer)
         if not self._is_ours(optimizer, parameters):
             self._require_scope(parameters)
+            return None
+        if has_servers:
+            self._begin_served_step(optimizer, parameters, closure)
             return None
         if self.sums.is_local:
             _require_averageable(optimizer)
@@ -360,8 +366,24 @@ class GradientEngine:
         if self._writes is not None:
             self._writes.end()
         if self._storage is not None:
-            self._storage.begin_step(parameters)
+            self._storage.begin_step(optimizer, parameters)
         return None if closure is None else functools.partial(self._call_closure, closure, optimizer)
+
+    def _begin_served_step(self, optimizer: Optimizer, parameters: list[nn.Parameter], closure: Closure | None) -> None:
+        """Begin a step that parameter servers make of the gradients as backward left them."""
+        if closure is not None:
+            raise GradientError(
+                "step: expected a step without a closure, which parameter servers make, got one; call backward before "
+                "optimizer.step()."
+            )
+        if self._storage is None or (self._storage.needs_sum and self.sums.is_mean is not False):
+            raise GradientError(
+                "step: expected a loss scaled by hpcdist.compute_average_loss, as servers sum the gradients of all "
+                "workers, got one that was not; scale it by the global batch."
+            )
+        if self._writes is not None:
+            self._writes.end()
+        self._storage.begin_step(optimizer, parameters)
 
     def _require_summed(self, parameters: list[nn.Parameter]) -> None:
         is_in_backward = self.backward.is_running

@@ -15,6 +15,7 @@ from hpcdist.errors import CheckpointDamaged, CheckpointError, CheckpointMismatc
 from hpcdist.gradients.central_storage import is_stepped_by_chief
 from hpcdist.gradients.engine import prepare_modules
 from hpcdist.gradients.tensors import from_array, to_array
+from hpcdist.ps import served
 from hpcdist.resilience.metrics_file import MetricsFile
 from hpcdist.resilience.restore import Prepared, Restore
 from hpcdist.runtime.process import make_world
@@ -87,10 +88,21 @@ class Checkpoint:
     def gather(self) -> dict[str, Any]:
         """Return the states that are gathered from all ranks: those of variables with a copy per replica, and metrics.
 
+        What is on parameter servers is brought to one state on all workers.
+
         Collective if the checkpoint holds such objects: all ranks.
         """
+        self.refresh()
         gathered = {name: item for name, item in self._objects.items() if getattr(item, "is_state_collective", False)}
         return {name: item.state_dict() for name, item in gathered.items()}
+
+    def refresh(self) -> None:
+        """Bring what is on parameter servers to one state on all workers. Collective if there is any: the workers."""
+        served.refresh(self._objects.values())
+
+    def publish(self) -> None:
+        """Give parameter servers what was loaded. Collective if they hold any of the objects: the workers."""
+        served.publish(self._objects.values())
 
     def make_equal(self) -> None:
         """Make models that have not been used yet equal on all ranks: a save is a use.
@@ -177,6 +189,7 @@ class Checkpoint:
         """
         chosen, self.chosen_path = self.chosen_path, None  # not if this raises: the objects then hold a mixture
         step = Restore(self.world, self).one(Path(path)).step
+        self.publish()
         self.chosen_path = chosen
         return step
 
@@ -189,6 +202,7 @@ class Checkpoint:
         """
         self.chosen_path = None  # until this one is loaded
         index = Restore(self.world, self).one(Path(path))
+        self.publish()
         for name, item in self._objects.items():
             if isinstance(item, MetricsFile):
                 item.resume(decode(index.state["objects"][name], from_array, []))
@@ -316,7 +330,10 @@ def load_checkpoint(path: str | os.PathLike[str], *, strict: bool = True, **obje
 
     Cost: as `Checkpoint.read`, and memory for the arrays of the other objects while it reads.
     """
-    return Restore(Checkpoint(**objects).world, _Part(objects, strict)).one(Path(path)).step
+    checkpoint = Checkpoint(**objects)
+    step = Restore(checkpoint.world, _Part(objects, strict)).one(Path(path)).step
+    checkpoint.publish()
+    return step
 
 
 def _nbytes(tensor: Any) -> int:
@@ -395,7 +412,7 @@ def _plain_kind(value: Any) -> str:
 
 def _is_equal_everywhere(item: Any) -> bool:
     """Return whether all ranks hold the object: a module, a parameter, or an optimizer that every rank steps."""
-    is_optimizer = hasattr(item, "param_groups") and not is_stepped_by_chief(item)
+    is_optimizer = hasattr(item, "param_groups") and not (is_stepped_by_chief(item) or served.is_on_servers(item))
     return hasattr(item, "named_parameters") or is_optimizer or (_is_tensor(item) and item.requires_grad)
 
 

@@ -412,6 +412,7 @@ class CheckpointManager:
 
         Cost: every rank reads its models and optimizers once; two all-reduces of 8 bytes.
         """
+        self.checkpoint.refresh()
         with self._forgetting_copies():
             nodes, arrays = self.checkpoint.collect_equal()
             require_equal(digest_of(nodes, arrays, contents_of(arrays)), self._world)
@@ -506,6 +507,7 @@ class CheckpointManager:
         if found is None:
             self.note_saved(self.checkpoint.step)
             return None
+        self.checkpoint.publish()
         with self._world.agreed(self._comm):
             if self._is_writer:
                 self._saver.store.resume_from(found.saved)

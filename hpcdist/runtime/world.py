@@ -47,7 +47,7 @@ class World:
         comm: clone of `comm`: all ranks.
         role_comm: ranks of this rank's role: chief and workers together, all ps together, each evaluator alone.
         hosts: the hosts of `role_comm`; node_comm: its ranks on this host; n_hosts: how many hosts it spans.
-        spec: the cluster. task: this rank's entry in it.
+        spec: the cluster. task: this rank's entry in it. tasks: every rank's.
         side_ranks: ranks in `comm` that do not train: evaluators and parameter servers.
         cores_per_rank: cores that this rank may use without taking another rank's.
         is_crowded: whether this host has more ranks than cores.
@@ -72,6 +72,7 @@ class World:
         environ = self._agreed_environment()
         node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.spec, tasks = self._agreed_tasks(resolver, environ, node)
+        self.tasks = tuple(tasks)
         self.task = self._task = tasks[self.rank]
         self.side_ranks = tuple(rank for rank, task in enumerate(tasks) if task.type not in ("chief", "worker"))
         self.cores_per_rank, self.is_crowded = _share_of_cores(node)

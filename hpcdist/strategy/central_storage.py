@@ -75,7 +75,8 @@ class CentralStorageStrategy(MirroredStrategy):
         return self.device if self._storage is None else torch.device("cpu")
 
     def _update_copies(self, var: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        if self._storage is None or not self._storage.holds(var):
+        storage = self._storage
+        if not isinstance(storage, CentralStorage) or not storage.holds(var):
             return super()._update_copies(var, calls)
-        with self._storage.changing() as is_ours:
+        with storage.changing() as is_ours:
             return super()._update_copies(var, calls) if is_ours else [None for _ in calls]

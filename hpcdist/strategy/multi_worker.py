@@ -35,12 +35,12 @@ from hpcdist.data.options import AutoShardPolicy, InputOptions
 from hpcdist.data.same_rows import RANDOM, are_random, describe_rows
 from hpcdist.data.sources import RowSource
 from hpcdist.errors import ConfigurationError, DataError, UsageError, agreed
-from hpcdist.gradients.central_storage import CentralStorage
 from hpcdist.gradients.comm_hook import CommHook
 from hpcdist.gradients.engine import GradientEngine
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.replicas.local_sums import sum_rows
 from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
+from hpcdist.gradients.storage import Storage
 from hpcdist.gradients.tensors import from_array, to_array
 from hpcdist.plan.devices import plan_devices
 from hpcdist.plan.replicas import ReplicaPlan
@@ -104,13 +104,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         op = None if gradient_op is None else ReduceOp.parse(gradient_op)
         self.world: World = make_world(cluster_resolver)
-        if self.world.spec.has_tasks("ps"):
-            raise agreed(
-                ConfigurationError(
-                    f"MultiWorkerMirroredStrategy: expected chief, worker and evaluator tasks, got {self.world.spec}; "
-                    f"remove the ps tasks."
-                )
-            )
+        self._check_cluster()
         self._comm = self.world.role_comm
         is_mean = None if op is None else op is ReduceOp.MEAN
         options = communication_options or CommunicationOptions()
@@ -139,6 +133,16 @@ class MultiWorkerMirroredStrategy(Strategy):
             torch.set_num_threads(self.world.cores_per_rank)  # ranks share the cores of their node
         context.register(self)
 
+    def _check_cluster(self) -> None:
+        """Raise ConfigurationError on all ranks unless the cluster has the tasks that this strategy is for."""
+        if self.world.spec.has_tasks("ps"):
+            raise agreed(
+                ConfigurationError(
+                    f"{type(self).__name__}: expected chief, worker and evaluator tasks, got {self.world.spec}; "
+                    f"remove the ps tasks, or use ParameterServerStrategy."
+                )
+            )
+
     def _plan_replicas(self, num_replicas: int | None) -> ReplicaPlan:
         n_ranks = self._comm.size
         n_replicas = n_ranks if num_replicas is None else operator.index(num_replicas)
@@ -151,7 +155,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         return ReplicaPlan(n_replicas, n_ranks)
 
-    def _make_storage(self) -> CentralStorage | None:
+    def _make_storage(self) -> Storage | None:
         """Return what holds the parameters once for all ranks; None: each rank has its own."""
         return None
 
@@ -161,6 +165,11 @@ class MultiWorkerMirroredStrategy(Strategy):
     @property
     def num_replicas_in_sync(self) -> int:
         """Replicas of the job: as given, or one per chief or worker rank."""
+        return self.reducer.replicas.n_replicas
+
+    @property
+    def _n_parts(self) -> int:
+        """Into how many parts each global batch is divided."""
         return self.reducer.replicas.n_replicas
 
     @property
@@ -248,7 +257,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         """Return this replica's parts of a dataset; see `Strategy.experimental_distribute_dataset`."""
         with self.world.agreed(self._comm):
             dataset = as_dataset(dataset)
-            check_distributable(dataset, self.num_replicas_in_sync)
+            check_distributable(dataset, self._n_parts)
         chiefs_seed = self.world.broadcast_text(str(dataset.order.seed), 0, self._comm)
         if dataset.has_drawn_seed and chiefs_seed != "None":
             dataset = dataset.with_drawn_seed(int(chiefs_seed))
@@ -263,7 +272,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         )
         if isinstance(dataset.source, RowSource) and dataset.policy is not AutoShardPolicy.OFF:
             self._require_same_rows(dataset.source)  # with OFF a rank may have a shard of its own
-        return DistributedDataset(dataset, self.own_replicas, self.num_replicas_in_sync, self._delivery(), options)
+        return DistributedDataset(dataset, self.own_replicas, self._n_parts, self._delivery(), options)
 
     def _require_same_rows(self, source: RowSource) -> None:
         """Raise DataError on all ranks unless a sample of the rows is the same on all, or random on one. Collective."""
@@ -290,7 +299,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self, dataset_fn: DatasetFunction, options: InputOptions | None = None
     ) -> DistributedFromFunction:
         """Return batches of this rank's own dataset; see `Strategy.distribute_datasets_from_function`."""
-        replicas, n_replicas, comm = self.own_replicas, self.num_replicas_in_sync, self._comm
+        replicas, n_replicas, comm = self.own_replicas, self._n_parts, self._comm
         with self.world.agreed(comm):
             made = datasets_of(dataset_fn, contexts_of(options, replicas, (comm.rank, comm.size), n_replicas))
         seed = int(self.world.broadcast_text(str(secrets.randbits(62)), 0, comm))

@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = {
     "strategy": "Strategies",
     "tf_compat": "Variables, metrics and layers",
+    "plan": "Parameter servers",
     "data": "Data",
     "diagnostics": "Diagnosis",
     "gradients": "Communication of gradients",

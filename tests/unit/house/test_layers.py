@@ -25,6 +25,7 @@ LAYERS = {
     "collectives": 4,
     "gradients": 5,
     "data": 5,
+    "ps": 5,
     "strategy": 6,
     "resilience": 6,
     "tf_compat": 7,
@@ -37,11 +38,12 @@ LAYERS = {
 DOORS = {
     "mpi4py": {"runtime.mpi"},
     "h5py": {"checkpoint.layout", "checkpoint.safe_open"},
-    "torch": {"data", "gradients", "strategy", "tf_compat"},
+    "torch": {"data", "gradients", "ps", "strategy", "tf_compat"},
     "cupy": {"collectives.gpu.cupy_door"},
     "cupyx": {"collectives.gpu.cupy_door"},
     "torch_xla": {"tf_compat.tpu"},
     "pickle": set(),
+    "cloudpickle": {"ps.pickles"},
 }
 MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
 

@@ -1,0 +1,307 @@
+"""A worker's side of the parameter servers: which shard lies where, and one exchange for each step."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from hpcdist.errors import CollectiveTimeoutError, DesyncError, HpcdistError, error_class
+from hpcdist.ps import pickles
+from hpcdist.ps.layout import (
+    NOTHING,
+    ROWS,
+    WHOLE,
+    Packer,
+    ShardSpec,
+    Unpacker,
+    specs_to_text,
+    state_of_text,
+    state_to_text,
+)
+from hpcdist.ps.messages import Kind, Message
+from hpcdist.ps.server import OWN_BITS, check_settings
+from hpcdist.ps.transport import Mailbox
+from hpcdist.runtime.step_flags import Request
+
+#: What is sent of an optimizer for each of its groups: its settings, and the numbers of its variables.
+Groups = list[tuple[dict[str, Any], list[int]]]
+
+
+@dataclass
+class _Known:
+    """A shard as this worker knows it: the variable that it is a part of, and the version of its values here."""
+
+    spec: ShardSpec
+    variable: nn.Parameter
+    version: int = 0
+
+    @torch.no_grad()
+    def write(self, values: Tensor, rows: Tensor | None = None) -> None:
+        """Copy values into the variable."""
+        if not self.variable.dim():
+            self.variable.copy_(values)
+            return
+        part = self.variable[self.spec.start : self.spec.stop]
+        if rows is None:
+            part.copy_(values)
+        else:
+            part[rows] = values.to(part.device)
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """Return the rows of a tensor of the variable's shape that are this shard's."""
+        return tensor[self.spec.start : self.spec.stop] if tensor.dim() else tensor
+
+
+class Client:
+    """Pushes gradients to all servers and pulls values, for one worker.
+
+    Args:
+        mailbox: moves messages.
+        servers: their ranks.
+        worker: number of this worker.
+        name: of this rank, for messages.
+        timeout_s: longest wait for an answer, beyond what servers allow each other.
+
+    Attributes:
+        clock: steps pushed so far.
+    """
+
+    def __init__(self, mailbox: Mailbox, servers: Sequence[int], worker: int, name: str, timeout_s: float) -> None:
+        self._mailbox, self._servers, self._worker = mailbox, list(servers), worker
+        self._name, self._timeout_s = name, timeout_s
+        self._shards: list[list[_Known]] = [[] for _ in servers]
+        self._sequence = self.clock = 0
+        self._packers = [Packer() for _ in servers]
+        self._optimizers: dict[int, tuple[Optimizer, list[dict[str, Any]]]] = {}
+        self._passed_on = Request.NONE
+        self.has_left = False
+
+    @property
+    def n_servers(self) -> int:
+        """How many servers there are."""
+        return len(self._servers)
+
+    # -- variables and optimizers ---------------------------------------------------------------------------------
+
+    def adopt(self, specs: dict[int, list[ShardSpec]], variables: Sequence[nn.Parameter], is_first: bool) -> None:
+        """Let servers hold variables from now on; all workers have the same values.
+
+        Args:
+            specs: the new shards, by server.
+            variables: all of the strategy's.
+            is_first: whether this worker sends the values. The others come when it has returned.
+        """
+        requests = {}
+        for server, new in specs.items():
+            known = [_Known(spec, variables[spec.variable]) for spec in new]
+            self._shards[server] += known
+            payload = self._packers[server].pack([one.part_of(one.variable.detach()) for one in known])
+            requests[server] = {"text": specs_to_text(new), "payload": payload}
+        if is_first and requests:
+            self._ask("adopt", Kind.ADOPT, requests)
+
+    def number_of(self, optimizer: Optimizer, groups: Groups) -> int:
+        """Return the number of an optimizer; at its first step servers get it. All workers step in the same order."""
+        for number, (known, _) in self._optimizers.items():
+            if known is optimizer:
+                return number
+        number = len(self._optimizers)
+        numbers = {variable for _, members in groups for variable in members}
+        shards = [one.spec for server in self._shards for one in server if one.spec.variable in numbers]
+        check_settings(type(optimizer), is_split=len(shards) > len(numbers))
+        requests = {}
+        for server, held in enumerate(self._shards):
+            own = [
+                (settings, [index for index, one in enumerate(held) if one.spec.variable in members])
+                for settings, members in groups
+            ]
+            pickle = pickles.dumps((type(optimizer), optimizer.defaults, own))
+            text, tensors = self._states_on(server, [optimizer])  # of a checkpoint that every worker has loaded
+            payload = self._packers[server].pack([torch.from_numpy(pickle.copy()), *tensors])
+            requests[server] = {
+                "numbers": np.array([number, len(pickle)], np.int64),
+                "text": text,
+                "payload": payload,
+            }
+        self._ask("step", Kind.OPTIMIZER, requests)
+        self._optimizers[number] = (optimizer, [settings for settings, _ in groups])
+        return number
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def step(self, number: int, settings: list[dict[str, Any]], request: Request) -> Request:
+        """Push the gradients of an optimizer's variables, and write what servers answer into the variables.
+
+        Args:
+            number: of the optimizer.
+            settings: of its groups, as they are now.
+            request: what this worker asks of all.
+
+        Returns:
+            What all workers act on after this step.
+        """
+        optimizer, sent = self._optimizers[number]
+        has_new_settings = settings != sent
+        self._optimizers[number] = (optimizer, settings)
+        self.clock += 1
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        requests: dict[int, dict[str, Any]] = {}
+        for server, held in enumerate(self._shards):
+            numbers, parts = [number], []
+            for one in held:
+                kind, n_rows, tensors = _gradient_of(one) if id(one.variable) in own else (NOTHING, 0, [])
+                numbers += [kind, n_rows, one.version]
+                parts += tensors
+            requests[server] = {
+                "numbers": np.array(numbers, np.int64),
+                "text": json.dumps(settings) if has_new_settings else "",
+                "payload": self._packers[server].pack(parts),
+                "request": int((request | self._passed_on) if server == 0 else Request.NONE),
+            }
+        self._passed_on = Request.NONE
+        return self._take(self._ask("step", Kind.STEP, requests))
+
+    def pull(self) -> None:
+        """Write the values that servers have now into the variables."""
+        requests = {
+            server: {"numbers": np.array([0, *(n for one in held for n in (NOTHING, 0, one.version))], np.int64)}
+            for server, held in enumerate(self._shards)
+        }
+        self._take(self._ask("pull", Kind.PULL, requests))
+
+    def _take(self, answers: dict[int, Message]) -> Request:
+        """Write values into the variables; return what is due."""
+        due = Request.NONE
+        for server, message in answers.items():
+            payload = Unpacker(message.payload)
+            rows = message.numbers[1:].reshape(-1, 3).tolist()
+            for one, (kind, n_rows, version) in zip(self._shards[server], rows, strict=True):
+                if kind == WHOLE:
+                    one.write(payload.take(one.spec.shape, one.spec.torch_dtype))
+                elif kind == ROWS:
+                    indices = payload.take((n_rows,), torch.int64)
+                    one.write(payload.take((n_rows, *one.spec.row_shape), one.spec.torch_dtype), indices)
+                if version < one.version:
+                    raise DesyncError(
+                        f"pull: expected version {one.version} of {one.spec.name!r} or a later one, got {version} on "
+                        f"{self._name}; servers must not be replaced in a job."
+                    )
+                one.version = version
+            due |= Request(message.request & (1 << OWN_BITS) - 1)
+            self._passed_on |= Request(message.request >> OWN_BITS)
+        return due
+
+    # -- states -----------------------------------------------------------------------------------------------------
+
+    def fetch_state(self, optimizer: Optimizer) -> None:
+        """Fill an optimizer's state with that of the servers, of whole variables. Nothing before its first step."""
+        number = next((number for number, (one, _) in self._optimizers.items() if one is optimizer), None)
+        if number is None:
+            return
+        requests = {server: {"numbers": np.array([number], np.int64)} for server in range(self.n_servers)}
+        answers = self._ask("save", Kind.STATE, requests)
+        parts: dict[int, list[tuple[_Known, dict[str, Any]]]] = {}
+        for server, message in answers.items():
+            for index, state in state_of_text(message.text, Unpacker(message.payload)).items():
+                one = self._shards[server][index]
+                parts.setdefault(id(one.variable), []).append((one, state))
+        for owned in parts.values():
+            owned.sort(key=lambda pair: pair[0].spec.start)
+            variable = owned[0][0].variable
+            optimizer.state[variable] = {name: _joined(owned, name, variable) for name in owned[0][1]}
+
+    def assign(self) -> None:
+        """Make the values of the variables, and the states of optimizers, those of the servers."""
+        requests: dict[int, dict[str, Any]] = {}
+        for server, held in enumerate(self._shards):
+            values = [one.part_of(one.variable.detach()) for one in held]
+            text, tensors = self._states_on(server, [optimizer for optimizer, _ in self._optimizers.values()])
+            requests[server] = {
+                "text": text,
+                "payload": self._packers[server].pack([*values, *tensors]),
+            }
+        self._ask("restore", Kind.ASSIGN, requests)
+
+    def _states_on(self, server: int, optimizers: Sequence[Optimizer]) -> tuple[str, list[Tensor]]:
+        """Return the states of optimizers, as far as they have any, for the shards of a server."""
+        states: dict[int, dict[str, Any]] = {}
+        for optimizer in optimizers:
+            for index, one in enumerate(self._shards[server]):
+                for name, value in optimizer.state.get(one.variable, {}).items():
+                    is_of_rows = isinstance(value, Tensor) and value.shape == one.variable.shape
+                    states.setdefault(index, {})[name] = one.part_of(value) if is_of_rows else value
+        return state_to_text(states)
+
+    def statistics(self) -> list[dict[str, Any]]:
+        """Return the statistics of each server."""
+        answers = self._ask("statistics", Kind.STATISTICS, {server: {} for server in range(self.n_servers)})
+        return [json.loads(answers[server].text) for server in range(self.n_servers)]
+
+    def leave(self, code: int = -1) -> None:
+        """Let the servers wait for this worker no more. Later calls do nothing.
+
+        Args:
+            code: with which servers leave once all workers have; -1: with that of the chief's program.
+        """
+        if not self.has_left:
+            self.has_left = True
+            numbers = np.array([code], np.int64)
+            self._ask("leave", Kind.LEAVE, {server: {"numbers": numbers} for server in range(self.n_servers)})
+
+    def _ask(self, call: str, kind: Kind, requests: dict[int, dict[str, Any]]) -> dict[int, Message]:
+        """Send a request to servers and return their answers.
+
+        Raises:
+            CollectiveTimeoutError: when an answer is late; on this rank.
+            HpcdistError: that a server answers; on this rank.
+        """
+        self._sequence += 1
+        messages = {
+            self._servers[server]: Message(kind, self._worker, sequence=self._sequence, clock=self.clock, **fields)
+            for server, fields in requests.items()
+        }
+        answers = self._mailbox.exchange(messages, self._timeout_s)
+        if answers is None:
+            raise CollectiveTimeoutError(
+                f"{call}: expected answers of {len(messages)} parameter servers within {self._timeout_s:g} s, got "
+                f"fewer on {self._name}; look for a server that has stopped."
+            )
+        found = {server: answers[self._servers[server]] for server in requests}
+        for server, message in found.items():
+            if message.kind is Kind.ERROR:
+                raise _error_of(message.text, server)
+        return found
+
+
+def _gradient_of(one: _Known) -> tuple[int, int, list[Tensor]]:
+    """Return what a push has of a shard: its kind, the number of rows, and the tensors."""
+    gradient = one.variable.grad
+    if gradient is None:
+        return NOTHING, 0, []
+    if not gradient.is_sparse:
+        return WHOLE, 0, [one.part_of(gradient)]
+    gradient = gradient.coalesce()
+    indices = gradient._indices()[0]
+    is_own = (indices >= one.spec.start) & (indices < one.spec.stop)
+    return ROWS, int(is_own.sum()), [indices[is_own] - one.spec.start, gradient._values()[is_own]]
+
+
+def _joined(owned: list[tuple[_Known, dict[str, Any]]], name: str, variable: Tensor) -> Any:
+    """Return one value of an optimizer's state for a whole variable, given those of its shards in order."""
+    parts = [state[name] for _, state in owned]
+    shapes = [tuple(one.spec.shape) for one, _ in owned]
+    is_of_rows = len(parts) > 1 and all(
+        isinstance(part, Tensor) and tuple(part.shape) == shape for part, shape in zip(parts, shapes, strict=True)
+    )
+    return torch.cat(parts).to(variable.device) if is_of_rows else parts[0]
+
+
+def _error_of(text: str, server: int) -> HpcdistError:
+    name, _, rest = text.partition(": ")
+    kind = error_class(name)
+    return kind(f"{rest if kind.__name__ == name else text} [parameter server {server}]")

@@ -1,0 +1,90 @@
+"""When a worker may begin its next step, and after which step all workers stop or save: arithmetic of the servers.
+
+A worker's clock is the number of steps that it has pushed.
+"""
+
+from collections.abc import Iterable
+
+from hpcdist.runtime.step_flags import Request
+
+
+class Clocks:
+    """The clocks of all workers, as one server has seen their pushes.
+
+    Args:
+        workers: their numbers.
+        max_staleness: a worker begins step c (from 0) only when every other live worker has pushed step
+            c - 1 - max_staleness; None: at once.
+
+    Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter server (NIPS 2013).
+    """
+
+    def __init__(self, workers: Iterable[int], max_staleness: int | None = None) -> None:
+        self._pushed = dict.fromkeys(workers, 0)
+        self._max_staleness = max_staleness
+
+    @property
+    def live(self) -> list[int]:
+        """The workers that have not left."""
+        return list(self._pushed)
+
+    @property
+    def latest(self) -> int:
+        """The clock of the worker that is ahead of all others."""
+        return max(self._pushed.values(), default=0)
+
+    @property
+    def earliest(self) -> int:
+        """The clock of the worker that all others are ahead of."""
+        return min(self._pushed.values(), default=0)
+
+    def push(self, worker: int, clock: int) -> None:
+        """Note that a worker has pushed its step number clock - 1. A clock never goes back."""
+        self._pushed[worker] = max(clock, self._pushed.get(worker, 0))
+
+    def leave(self, worker: int) -> None:
+        """Wait for a worker no more: it has ended its program."""
+        self._pushed.pop(worker, None)
+
+    def awaited(self, step: int) -> list[int]:
+        """Return the workers whose pushes must come before a step may begin.
+
+        >>> clocks = Clocks(range(3), max_staleness=1)
+        >>> clocks.push(0, 1), clocks.push(0, 2), clocks.push(1, 1)
+        (None, None, None)
+        >>> clocks.awaited(1), clocks.awaited(2)
+        ([], [2])
+        """
+        if self._max_staleness is None:
+            return []
+        return [worker for worker, pushed in self._pushed.items() if pushed < step - self._max_staleness]
+
+
+class RequestClock:
+    """After which step all workers act on a request to stop or to save.
+
+    A worker that asks cannot know how far the others are. The server that all of them push to sets a step that none has
+    pushed yet, and each acts on the request after that step, so that all are at the same one.
+    """
+
+    def __init__(self) -> None:
+        self._due: dict[Request, int] = {}
+
+    def ask(self, requests: Request, clock: int, latest: int) -> None:
+        """Take the requests of a worker, or of the server itself.
+
+        Args:
+            requests: what is asked for.
+            clock: of the worker that asks.
+            latest: of the worker that is ahead.
+        """
+        for kind in (Request.STOP, Request.SAVE):
+            if kind in requests and clock > self._due.get(kind, -1):  # else it is what all will do, or have just done
+                self._due[kind] = latest + 1
+
+    def due(self, clock: int) -> Request:
+        """Return what a worker acts on after the push that brings it to this clock."""
+        found = Request.NONE
+        for kind, step in self._due.items():
+            found |= kind if clock == step else Request.NONE
+        return found

@@ -1,0 +1,157 @@
+"""How a server's shards look, and how tensors are packed into the payload of a message. Pure; both sides use it."""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcdist.plan.partitioners import Shard, VariableSpec
+from hpcdist.ps.messages import Bytes
+
+#: Tensors in a payload begin at multiples of this.
+_ALIGNMENT = 64
+#: What a message has of a shard: nothing, all of it, or some of its rows.
+NOTHING, WHOLE, ROWS = range(3)
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """The rows [start, stop) of a variable, as their server holds them.
+
+    Attributes:
+        name: of the variable.
+        variable: its number among those of the strategy.
+        start, stop: rows.
+        shape: of the shard; that of the variable where it is whole.
+        dtype: its name.
+        is_sparse: whether gradients come as rows.
+    """
+
+    name: str
+    variable: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    dtype: str
+    is_sparse: bool = False
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of torch."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its rows."""
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of one row."""
+        return self.shape[1:]
+
+
+def specs_of(
+    variables: Sequence[VariableSpec], shards: Iterable[Shard], sparse: frozenset[int]
+) -> dict[int, list[ShardSpec]]:
+    """Return the shards of each server, in their order.
+
+    Args:
+        variables: all of the strategy's.
+        shards: of those that are new, as `place` returns them.
+        sparse: numbers of variables whose gradients come as rows.
+    """
+    found: dict[int, list[ShardSpec]] = {}
+    for shard in shards:
+        variable = variables[shard.variable]
+        shape = (shard.stop - shard.start, *variable.shape[1:]) if variable.shape else ()
+        dtype, is_sparse = str(variable.dtype).removeprefix("torch."), shard.variable in sparse
+        spec = ShardSpec(variable.name, shard.variable, shard.start, shard.stop, shape, dtype, is_sparse)
+        found.setdefault(shard.server, []).append(spec)
+    return found
+
+
+def specs_to_text(specs: Sequence[ShardSpec]) -> str:
+    """Return shards as JSON."""
+    return json.dumps([asdict(spec) for spec in specs])
+
+
+def specs_of_text(text: str) -> list[ShardSpec]:
+    """Return the shards that `specs_to_text` wrote."""
+    return [ShardSpec(**{**one, "shape": tuple(one["shape"])}) for one in json.loads(text)]
+
+
+def bytes_of(tensor: Tensor) -> Bytes:
+    """Return the bytes of a tensor on the host; in its own memory if it is contiguous there."""
+    found: Bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return found
+
+
+def padded(nbytes: int) -> int:
+    """Return the bytes that a tensor takes in a payload."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class Packer:
+    """Writes tensors one behind the other into memory that it keeps from message to message."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+        self._n_used = 0
+
+    def pack(self, tensors: Sequence[Tensor]) -> Bytes:
+        """Return a payload of tensors, which holds until the next call."""
+        arrays = [bytes_of(tensor) if tensor.numel() else np.empty(0, np.uint8) for tensor in tensors]
+        total = sum(padded(len(array)) for array in arrays)
+        if total > len(self._memory):
+            self._memory = np.empty(total, np.uint8)
+        start = 0
+        for array in arrays:
+            self._memory[start : start + len(array)] = array
+            start += padded(len(array))
+        return self._memory[:total]
+
+
+class Unpacker:
+    """Reads tensors from a payload, in whose memory they are."""
+
+    def __init__(self, payload: Bytes) -> None:
+        self._payload, self._start = payload, 0
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the next tensor."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        part = self._payload[self._start : self._start + nbytes]
+        self._start += padded(nbytes)
+        if not nbytes:
+            return torch.empty(tuple(shape), dtype=dtype)
+        return torch.from_numpy(part).view(dtype).reshape(tuple(shape))
+
+
+def state_to_text(states: dict[int, dict[str, Any]]) -> tuple[str, list[Tensor]]:
+    """Return the states of an optimizer by number of shard, as JSON and the tensors that belong to it."""
+    tensors: list[Tensor] = []
+    rows = []
+    for number, state in states.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                tensors.append(value)
+                rows.append([number, name, list(value.shape), str(value.dtype).removeprefix("torch."), None])
+            else:
+                rows.append([number, name, None, None, value])
+    return json.dumps(rows), tensors
+
+
+def state_of_text(text: str, payload: Unpacker) -> dict[int, dict[str, Any]]:
+    """Return the states that `state_to_text` wrote; tensors are copies."""
+    states: dict[int, dict[str, Any]] = {}
+    for number, name, shape, dtype, value in json.loads(text):
+        read = value if shape is None else payload.take(shape, getattr(torch, dtype)).clone()
+        states.setdefault(number, {})[name] = read
+    return states

@@ -1,0 +1,82 @@
+"""What a ps rank does all its life: receive, let the state machine answer, send; until all workers have left."""
+
+import functools
+import signal
+import time
+from types import FrameType
+
+from hpcdist.errors import CollectiveTimeoutError
+from hpcdist.ps.messages import Message
+from hpcdist.ps.server import Server
+from hpcdist.ps.transport import Mailbox
+from hpcdist.runtime.process import end_of_training
+from hpcdist.runtime.step_flags import Request
+from hpcdist.runtime.waiting import wait_until
+from hpcdist.runtime.world import World
+
+#: Longest sleep of a server that has nothing to do, in seconds: what a push may have to wait for it.
+_MAX_SLEEP_S = 2e-4
+#: How long it looks for messages before it looks at everything else.
+_LOOK_S = 0.2
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+
+
+class _StopSignals:
+    """Notes signals that ask a job to stop, in place of what they do to a process: its workers must save first."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+        for number in _STOP_SIGNALS:
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.has_come = True
+
+
+def serve(world: World, mailbox: Mailbox, server: Server, workers: list[int]) -> int:
+    """Serve until all workers have left; return the code to exit with, which is the chief's.
+
+    Not collective. In the main thread.
+
+    Args:
+        world: whose rank this is.
+        mailbox: of all ranks.
+        server: the shards of this rank.
+        workers: the rank of each worker.
+
+    Raises:
+        CollectiveTimeoutError: when the workers have left, and the chief does not say with which code.
+    """
+    signals, waiting_since = _StopSignals(), time.monotonic()
+    received: list[tuple[int, Message]] = []
+    while not server.is_done:
+        wait_until(functools.partial(_receive, mailbox, received), _LOOK_S, 200, _MAX_SLEEP_S)
+        if signals.has_come:
+            signals.has_come = False
+            server.ask(Request.STOP)
+        for _, message in received:
+            _send(mailbox, workers, server.handle(message))
+        if received or not server.has_parked:
+            waiting_since = time.monotonic()
+        elif time.monotonic() - waiting_since > world.timeout_s:
+            _send(mailbox, workers, server.late(world.timeout_s))
+        received.clear()
+        _ = mailbox.is_sent  # forgets what has left
+    if server.exit_code >= 0 and wait_until(lambda: mailbox.is_sent, world.timeout_s, 0, 0.01):
+        return server.exit_code
+    if not wait_until(lambda: mailbox.is_sent and end_of_training() is not None, world.timeout_s, 0, 0.01):
+        raise CollectiveTimeoutError(
+            f"parameter server: expected the chief to leave within {world.timeout_s:g} s of the last worker, got no "
+            f"sign of it on {world}; look for what keeps it."
+        )
+    return end_of_training() or 0
+
+
+def _receive(mailbox: Mailbox, received: list[tuple[int, Message]]) -> bool:
+    received += mailbox.receive()
+    return bool(received)
+
+
+def _send(mailbox: Mailbox, workers: list[int], answers: list[Message]) -> None:
+    for message in answers:
+        mailbox.send(workers[message.worker], message)

@@ -1,0 +1,244 @@
+"""The parameters of a strategy's models that servers hold: as a worker's optimizers and checkpoints use them."""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from hpcdist.errors import GradientError
+from hpcdist.plan.partitioners import VariableSpec, place
+from hpcdist.ps.client import Client, Groups
+from hpcdist.ps.layout import specs_of
+from hpcdist.runtime.step_flags import Request, encode
+from hpcdist.runtime.world import World
+
+#: Those whose strategies are in use.
+_alive: "weakref.WeakSet[ServedParameters]" = weakref.WeakSet()
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class ServedParameters:
+    """A worker's view of variables that are on servers: each step of an optimizer pushes gradients and pulls values.
+
+    Args:
+        world: the workers are its role.
+        client: speaks with the servers.
+        partitioner: see `plan.partitioners.place`.
+        is_by_bytes: likewise.
+        skips_non_finite: whether a step with a gradient that is not finite is counted and left out; else it raises.
+        needs_sum: whether servers sum the gradients of several workers, so that losses must be scaled for that.
+
+    Attributes:
+        is_summed: False: gradients are not summed over the workers before a step.
+        needs_sum: as given.
+        n_skipped: steps of this worker that were left out.
+    """
+
+    is_summed = False
+
+    def __init__(
+        self,
+        world: World,
+        client: Client,
+        partitioner: Callable[..., Any] | None,
+        is_by_bytes: bool,
+        skips_non_finite: bool,
+        needs_sum: bool,
+    ) -> None:
+        self._world, self.client = world, client
+        self._partitioner, self._is_by_bytes = partitioner, is_by_bytes
+        self._skips_non_finite, self.needs_sum = skips_non_finite, needs_sum
+        self._specs: list[VariableSpec] = []
+        self._variables: list[nn.Parameter] = []
+        self._numbers: dict[int, int] = {}
+        self._counters: list[int] = []
+        self._hidden: list[Tensor | None] = []
+        self.n_skipped = 0
+        _alive.add(self)
+
+    def holds(self, tensor: Any) -> bool:
+        """Return whether a tensor is one of the variables."""
+        number = self._numbers.get(id(tensor))
+        return number is not None and self._variables[number] is tensor
+
+    def adopt(self, named: Sequence[tuple[str, nn.Parameter]], sparse: Iterable[nn.Parameter]) -> None:
+        """Let the servers hold parameters that are trained, and equal on all workers.
+
+        Collective where there are new ones: the workers.
+
+        Args:
+            named: parameters.
+            sparse: those of them whose gradients may be sparse.
+
+        Raises:
+            UsageError: when the partitioner returns nonsense; on every worker alike.
+        """
+        new = [(name, one) for name, one in named if one.requires_grad and not self.holds(one)]
+        if not new:
+            return
+        first, of_rows = len(self._specs), {id(one) for one in sparse}
+        specs = [*self._specs, *(VariableSpec(name, tuple(one.shape), one.dtype) for name, one in new)]
+        with self._world.agreed(self._world.role_comm):
+            shards = place(specs, self.client.n_servers, self._partitioner, self._is_by_bytes)
+        self._specs = specs
+        self._variables += [one for _, one in new]
+        self._numbers = {id(one): number for number, one in enumerate(self._variables)}
+        sparse_numbers = frozenset(number for number, one in enumerate(self._variables) if id(one) in of_rows)
+        own = specs_of(specs, (shard for shard in shards if shard.variable >= first), sparse_numbers)
+        self.client.adopt(own, self._variables, self._world.is_chief)
+        self._meet()
+        self._note_written()
+
+    def _note_written(self) -> None:
+        """Note the values as they are: they are the servers'."""
+        self._counters = [one._version for one in self._variables]
+
+    def _require_unwritten(self) -> None:
+        for name, one, counter in zip(self._specs, self._variables, self._counters, strict=True):
+            if one._version != counter:
+                raise GradientError(
+                    f"step: expected {name.name!r} as the parameter servers gave it, got it written to on "
+                    f"{self._world.describe()}; they would not learn of it: leave its changes to an optimizer, or load "
+                    f"a checkpoint."
+                )
+
+    def _meet(self) -> None:
+        """Wait for all workers; bounded. Collective: the workers."""
+        self._world.wait(self._world.role_comm.Ibarrier())
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        """Make an optimizer's step on the servers, and hide the gradients from the optimizer here.
+
+        Not collective; it waits for other workers as the strategy's rules say.
+
+        Raises:
+            GradientError: for a gradient that is not finite; on this rank.
+        """
+        self._require_unwritten()
+        foreign = [parameter for parameter in parameters if parameter.requires_grad and not self.holds(parameter)]
+        if foreign:
+            raise GradientError(
+                f"step: expected parameters made in strategy.scope() and in use since, got one of shape "
+                f"{tuple(foreign[0].shape)} that no server holds; build it in the scope, and call the model itself."
+            )
+        gradients = [parameter.grad for parameter in parameters]
+        number = self.client.number_of(optimizer, self._groups_of(optimizer))
+        if not self._are_finite(gradients):
+            for parameter in parameters:
+                parameter.grad = None
+            self.n_skipped += 1
+        requester = self._world.step_flags.requester
+        request = Request.NONE if requester is None else requester.requested()
+        due = self.client.step(number, _settings_of(optimizer), request)
+        self._world.step_flags.record(encode(due))
+        self._note_written()
+        self._hidden = gradients
+        for parameter in parameters:
+            parameter.grad = None
+
+    def end_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Put the gradients back that `begin_step` has hidden."""
+        hidden, self._hidden = self._hidden, []
+        for parameter, gradient in zip(parameters, hidden, strict=True):
+            parameter.grad = gradient
+
+    def _are_finite(self, gradients: Sequence[Tensor | None]) -> bool:
+        there = [one._values() if one.is_sparse else one for one in gradients if one is not None]
+        is_finite = all(bool(torch.isfinite(one.sum())) or bool(torch.isfinite(one).all()) for one in there)
+        if not is_finite and not self._skips_non_finite:
+            raise GradientError(
+                f"step: expected finite gradients, got NaN or infinity on {self._world.describe()}; look for the cause "
+                f"by HPCDIST_DEBUG=finite, or leave such steps out by non_finite='skip'."
+            )
+        return is_finite
+
+    def _groups_of(self, optimizer: Optimizer) -> Groups:
+        members = [
+            [self._numbers[id(one)] for one in group["params"] if self.holds(one)] for group in optimizer.param_groups
+        ]
+        all_settings = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        return list(zip(all_settings, members, strict=True))
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def refresh(self, optimizers: Iterable[Optimizer]) -> None:
+        """Bring every worker to the same values: those after all pushes so far. The chief gets optimizers' states too.
+
+        Collective: the workers. None pushes meanwhile.
+        """
+        self._meet()
+        self.client.pull()
+        self._note_written()
+        if self._world.is_chief:
+            for optimizer in optimizers:
+                self.client.fetch_state(optimizer)
+        self._meet()
+
+    def publish(self, optimizers: Iterable[Optimizer]) -> None:
+        """Make what every worker has just loaded the servers' values and states.
+
+        Collective: the workers. None pushes meanwhile.
+        """
+        self._meet()
+        for optimizer in optimizers:
+            self.client.number_of(optimizer, self._groups_of(optimizer))
+        if self._world.is_chief:
+            self.client.assign()
+        self._meet()
+        self.client.pull()
+        self._note_written()
+
+
+def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of each group that may change from step to step, such as a learning rate."""
+
+    def plain(value: Any) -> Any:
+        return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+    return [
+        {
+            name: plain(value)
+            for name, value in group.items()
+            if isinstance(plain(value), _PLAIN) or (isinstance(value, (tuple, list)) and name != "params")
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def is_on_servers(optimizer: Any) -> bool:
+    """Return whether servers make an optimizer's steps, so that workers have none of its state."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return any(one.holds(parameter) for one in list(_alive) for parameter in parameters)
+
+
+def _with_parts(objects: Iterable[Any]) -> list[tuple[ServedParameters, list[Optimizer]]]:
+    """Return those that hold a part of some objects, each with the optimizers among these that it steps."""
+    given, found = list(objects), []
+    for served in list(_alive):
+        parameters = [one for item in given if isinstance(item, nn.Module) for one in item.parameters()]
+        optimizers = [item for item in given if isinstance(item, Optimizer) and is_on_servers(item)]
+        if optimizers or any(map(served.holds, (*parameters, *(one for one in given if isinstance(one, Tensor))))):
+            found.append((served, optimizers))
+    return found
+
+
+def refresh(objects: Iterable[Any]) -> None:
+    """Bring objects on servers to one state on all workers, before it is saved or compared. See `refresh` above.
+
+    Collective where there are such: the workers.
+    """
+    for served, optimizers in _with_parts(objects):
+        served.refresh(optimizers)
+
+
+def publish(objects: Iterable[Any]) -> None:
+    """Give servers what was loaded into objects that they hold. Collective where there are such: the workers."""
+    for served, optimizers in _with_parts(objects):
+        served.publish(optimizers)

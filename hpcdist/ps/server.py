@@ -1,0 +1,423 @@
+"""A parameter server as a state machine: a request comes in, answers go out. It moves no messages and reads no clock.
+
+What holds for each push: it is applied exactly once, however often it comes; a worker's answer contains what it pushed;
+versions of a shard only grow. Shards of one server change together, those of different servers do not.
+"""
+
+import collections
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from hpcdist.errors import HpcdistError, UsageError
+from hpcdist.plan.replicas import plan_row_additions
+from hpcdist.ps import pickles
+from hpcdist.ps.clocks import Clocks, RequestClock
+from hpcdist.ps.layout import (
+    NOTHING,
+    ROWS,
+    WHOLE,
+    Packer,
+    ShardSpec,
+    Unpacker,
+    specs_of_text,
+    state_of_text,
+    state_to_text,
+)
+from hpcdist.ps.messages import Kind, Message, Numbers, answer
+from hpcdist.runtime.step_flags import Request
+
+#: What a server other than the first was asked stands these bits higher in its answers than what is due.
+OWN_BITS = 8
+#: Optimizers that change, for a gradient of rows, these rows alone, if they have none of these settings.
+_CHANGES_ROWS_ALONE = {"SparseAdam": (), "SGD": ("momentum", "weight_decay"), "Adagrad": ("weight_decay", "lr_decay")}
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What workers may expect of each other.
+
+    Attributes:
+        max_staleness: see `Clocks`.
+        is_synchronous: whether the gradients of all workers are summed and applied once.
+        n_backup: workers whose gradients a synchronous step does not wait for; those that come later are dropped.
+    """
+
+    max_staleness: int | None = None
+    is_synchronous: bool = False
+    n_backup: int = 0
+
+
+@dataclass
+class _Served:
+    """A shard: its values, the updates it has had, and for rows at which update each was changed last."""
+
+    spec: ShardSpec
+    values: nn.Parameter
+    version: int = 0
+    row_versions: Numbers | None = None
+
+    def count_update(self, rows: Tensor | None) -> None:
+        """Count an update of all rows, or of some."""
+        self.version += 1
+        if self.row_versions is not None:
+            self.row_versions[slice(None) if rows is None else rows.numpy()] = self.version
+
+
+@dataclass
+class _Updater:
+    """An optimizer of the job, as far as it is this server's: of these shards, with the settings that workers sent."""
+
+    optimizer: Optimizer
+    shards: list[int]
+    settings: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+
+
+@dataclass
+class _Round:
+    """A synchronous step: what came of each worker."""
+
+    pushes: dict[int, Message] = field(default_factory=dict)
+
+
+class Server:
+    """The shards of one ps rank.
+
+    Args:
+        number: of this server.
+        workers: numbers of all workers.
+        rules: what workers may expect of each other.
+
+    Attributes:
+        clocks: of the workers, as seen here.
+        exit_code: with which to leave once all workers have, as one of them said; -1: with the chief's.
+    """
+
+    def __init__(self, number: int, workers: Iterable[int], rules: Rules) -> None:
+        self.clocks = Clocks(workers, rules.max_staleness)
+        self.exit_code = -1
+        self._number, self._rules = number, rules
+        self._shards: list[_Served] = []
+        self._updaters: dict[int, _Updater] = {}
+        self._last: dict[int, tuple[int, int]] = {}
+        self._parked: dict[int, Message] = {}
+        self._rounds: dict[int, _Round] = {}
+        self._round = 0
+        self._requests = RequestClock()
+        self._own_request = Request.NONE
+        self._packers: dict[int, Packer] = collections.defaultdict(Packer)
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._staleness: collections.Counter[int] = collections.Counter()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all workers have left."""
+        return not self.clocks.live
+
+    def ask(self, request: Request) -> None:
+        """Ask all workers to stop or save, such as when this rank got a signal."""
+        self._own_request |= request
+
+    def handle(self, message: Message) -> list[Message]:
+        """Take a request and return the answers that are due now: to this one, and to others that waited for it."""
+        incarnation, sequence = self._last.get(message.worker, (0, 0))
+        if message.incarnation < incarnation:
+            return []  # of a process that another one has replaced
+        is_new = (message.incarnation, message.sequence) > (incarnation, sequence)
+        self._last[message.worker] = max((message.incarnation, message.sequence), (incarnation, sequence))
+        if not is_new:
+            self._counts["duplicates"] += 1
+        try:
+            return self._take(message) if is_new else self._repeat(message)
+        except (HpcdistError, RuntimeError, ValueError, TypeError, LookupError) as error:
+            return [answer(message, Kind.ERROR, text=f"{type(error).__name__}: {error}")]
+
+    def _take(self, message: Message) -> list[Message]:
+        if message.kind is Kind.STEP:
+            return self._step(message)
+        if message.kind is Kind.PULL:
+            return [self._values(message)]
+        if message.kind is Kind.STATE:
+            return [self._state(message)]
+        if message.kind is Kind.STATISTICS:
+            return [answer(message, Kind.DONE, text=json.dumps(self.statistics()))]
+        if message.kind is Kind.ADOPT:
+            self._adopt(message)
+        elif message.kind is Kind.OPTIMIZER:
+            self._add_optimizer(message)
+        elif message.kind is Kind.ASSIGN:
+            self._assign(message)
+        elif message.kind is Kind.LEAVE:
+            self.clocks.leave(message.worker)
+            self.exit_code = max(self.exit_code, int(message.numbers[0]))
+            return [answer(message, Kind.DONE), *self._released()]
+        return [answer(message, Kind.DONE)]
+
+    def _repeat(self, message: Message) -> list[Message]:
+        """Answer a request that came before, without applying it again."""
+        if message.worker in self._parked:
+            return []  # the answer is still to come
+        if message.kind in (Kind.STEP, Kind.PULL):
+            return [self._values(message)]
+        return self._take(message) if message.kind in (Kind.STATE, Kind.STATISTICS) else [answer(message, Kind.DONE)]
+
+    # -- variables and optimizers ---------------------------------------------------------------------------------
+
+    def _adopt(self, message: Message) -> None:
+        payload = Unpacker(message.payload)
+        for spec in specs_of_text(message.text):
+            values = nn.Parameter(payload.take(spec.shape, spec.torch_dtype).clone())
+            rows = np.zeros(spec.shape[0], np.int64) if spec.is_sparse else None
+            self._shards.append(_Served(spec, values, row_versions=rows))
+
+    def _add_optimizer(self, message: Message) -> None:
+        number = int(message.numbers[0])
+        if number in self._updaters:  # of another worker, which has checked that it is the same
+            return
+        payload = Unpacker(message.payload)
+        pickle = payload.take((int(message.numbers[1]),), torch.uint8)
+        kind, defaults, groups = pickles.loads(pickle.numpy())
+        chosen = [
+            {**settings, "params": [self._shards[shard].values for shard in shards]} for settings, shards in groups
+        ]
+        optimizer = kind.__new__(kind)
+        optimizer.__setstate__({"defaults": defaults, "state": collections.defaultdict(dict), "param_groups": chosen})
+        self._updaters[number] = _Updater(optimizer, [shard for _, shards in groups for shard in shards])
+        for shard, state in state_of_text(message.text, payload).items():
+            optimizer.state[self._shards[shard].values] = state
+
+    def _assign(self, message: Message) -> None:
+        """Replace all values, and the states of all optimizers."""
+        payload = Unpacker(message.payload)
+        with torch.no_grad():
+            for shard in self._shards:
+                shard.values.copy_(payload.take(shard.spec.shape, shard.spec.torch_dtype))
+                shard.count_update(None)
+        states = state_of_text(message.text, payload)
+        for updater in self._updaters.values():
+            updater.optimizer.state.clear()
+            for number in updater.shards:
+                if number in states:
+                    updater.optimizer.state[self._shards[number].values] = states[number]
+
+    def _state(self, message: Message) -> Message:
+        updater = self._updaters.get(int(message.numbers[0]))
+        states = {}
+        if updater is not None:
+            states = {number: dict(updater.optimizer.state[self._shards[number].values]) for number in updater.shards}
+        text, tensors = state_to_text(states)
+        return answer(message, Kind.DONE, text=text, payload=self._packers[message.worker].pack(tensors))
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counts of this server: pushes, duplicates, dropped ones, versions, and the staleness of pushes."""
+        return {
+            "pushes": self._counts["pushes"],
+            "duplicates": self._counts["duplicates"],
+            "dropped": self._counts["dropped"],
+            "versions": [shard.version for shard in self._shards],
+            "staleness": {str(age): n for age, n in sorted(self._staleness.items())},
+        }
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def _step(self, message: Message) -> list[Message]:
+        """Apply a push, or keep it for its round; return the answers that this makes due."""
+        self._counts["pushes"] += 1
+        self.clocks.push(message.worker, message.clock)
+        self._requests.ask(Request(message.request), message.clock, self.clocks.latest)
+        if self._number == 0:
+            self._requests.ask(self._own_request, message.clock, self.clocks.latest)
+            self._own_request = Request.NONE
+        if message.text:
+            groups = json.loads(message.text)
+            self._updaters[int(message.numbers[0])].settings[message.worker] = [_with_tuples(one) for one in groups]
+        if not self._rules.is_synchronous:
+            self._apply([message])
+        elif message.clock > self._round:
+            self._rounds.setdefault(message.clock, _Round()).pushes[message.worker] = message
+        else:
+            self._counts["dropped"] += 1
+        self._parked[message.worker] = message
+        return self._released()
+
+    def _released(self) -> list[Message]:
+        """Return the answers that are due now; apply the rounds that are complete."""
+        while (found := self._rounds.get(self._round + 1)) is not None and self._is_complete(found):
+            self._round += 1
+            self._apply([found.pushes[worker] for worker in sorted(found.pushes)])
+            del self._rounds[self._round]
+        due = [message for message in self._parked.values() if not self._awaited(message)]
+        for message in due:
+            del self._parked[message.worker]
+        return [self._values(message) for message in due]
+
+    def _is_complete(self, found: _Round) -> bool:
+        return len(found.pushes) >= max(1, len(self.clocks.live) - self._rules.n_backup)
+
+    def _awaited(self, message: Message) -> list[int]:
+        """Return the workers that the answer to a push waits for."""
+        if not self._rules.is_synchronous:
+            return self.clocks.awaited(message.clock)
+        if message.clock <= self._round:
+            return []
+        there = self._rounds[message.clock].pushes
+        return [worker for worker in self.clocks.live if worker not in there] or [message.worker]
+
+    def late(self, timeout_s: float) -> list[Message]:
+        """Return errors for all that wait, naming whom they wait for: they have waited too long."""
+        parked, self._parked = list(self._parked.values()), {}
+        return [
+            answer(
+                message,
+                Kind.ERROR,
+                text=f"CollectiveTimeoutError: step: expected worker {', '.join(map(str, self._awaited(message)))} to "
+                f"push step {message.clock} within {timeout_s:g} s, got nothing; look for what keeps it "
+                f"(HPCDIST_TIMEOUT_S sets the limit).",
+            )
+            for message in parked
+        ]
+
+    @property
+    def has_parked(self) -> bool:
+        """Whether a worker waits for another one's push."""
+        return bool(self._parked)
+
+    @torch.no_grad()
+    def _apply(self, messages: list[Message]) -> None:
+        """Make one update of the sum of some pushes of one optimizer."""
+        updater = self._updaters[int(messages[0].numbers[0])]
+        self._staleness.update(self._age_of(message) for message in messages)
+        gradients = [self._gradients_of(message) for message in messages]
+        changed: dict[int, Tensor | None] = {}
+        for number in updater.shards:
+            shard, pushed = self._shards[number], [own.get(number) for own in gradients]
+            total = _sum_of(pushed, shard.values)
+            if total is None:
+                continue
+            shard.values.grad = total
+            changed[number] = total._indices()[0] if total.is_sparse and _changes_rows_alone(updater) else None
+        for group, settings in zip(
+            updater.optimizer.param_groups, updater.settings.get(messages[0].worker, []), strict=False
+        ):
+            group.update(settings)
+        updater.optimizer.step()
+        for number, rows in changed.items():
+            self._shards[number].values.grad = None
+            self._shards[number].count_update(rows)
+
+    def _age_of(self, message: Message) -> int:
+        """Return how many updates the values were behind that a push was computed from: of the oldest shard."""
+        known = message.numbers[1:].reshape(-1, 3)[:, 2]
+        return max((shard.version - int(one) for shard, one in zip(self._shards, known, strict=False)), default=0)
+
+    def _gradients_of(self, message: Message) -> dict[int, Tensor]:
+        """Return the gradients in a push, by number of shard, in its memory."""
+        payload, found = Unpacker(message.payload), {}
+        for number, (kind, n_rows, _) in enumerate(message.numbers[1:].reshape(-1, 3).tolist()):
+            spec = self._shards[number].spec if kind != NOTHING else None
+            if spec is not None and kind == WHOLE:
+                found[number] = payload.take(spec.shape, spec.torch_dtype)
+            elif spec is not None and kind == ROWS:
+                indices = payload.take((1, n_rows), torch.int64)
+                values = payload.take((n_rows, *spec.row_shape), spec.torch_dtype)
+                found[number] = torch.sparse_coo_tensor(indices, values, spec.shape, check_invariants=False)
+        return found
+
+    def _values(self, message: Message) -> Message:
+        """Return the values that a worker does not know yet."""
+        known = message.numbers[1:].reshape(-1, 3)[:, 2].tolist()
+        numbers, parts = [0], []
+        for shard, version in zip(self._shards, known, strict=False):
+            if version == shard.version:
+                numbers += [NOTHING, 0, shard.version]
+            elif shard.row_versions is not None and version >= 0:
+                rows = np.flatnonzero(shard.row_versions > version)
+                numbers += [ROWS, len(rows), shard.version]
+                parts += [torch.from_numpy(rows), shard.values.detach()[rows]]
+            else:
+                numbers += [WHOLE, 0, shard.version]
+                parts.append(shard.values.detach())
+        own, self._own_request = self._own_request, Request.NONE  # this worker passes it on to the first server
+        return answer(
+            message,
+            Kind.VALUES,
+            request=int(self._requests.due(message.clock) if self._number == 0 else own << OWN_BITS),
+            numbers=np.array(numbers, np.int64),
+            payload=self._packers[message.worker].pack(parts),
+        )
+
+
+def _sum_of(pushed: list[Tensor | None], like: Tensor) -> Tensor | None:
+    """Return the sum of gradients in the order of the workers, in the tree that an all-reduce adds in.
+
+    None where nobody has one. One of a dtype of 16 bits is added in float32.
+    """
+    there = [one for one in pushed if one is not None]
+    if len(there) < 2 or len(pushed) < 2:
+        return there[0].coalesce() if there and there[0].is_sparse else there[0] if there else None
+    if all(one.is_sparse for one in there):
+        indices = torch.cat([one._indices() for one in there], 1)
+        values = torch.cat([one._values() for one in there])
+        return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False).coalesce()
+    wide = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
+    rows = [torch.zeros_like(like, dtype=wide) if one is None else _dense(one).to(wide) for one in pushed]
+    for into, row in plan_row_additions(len(rows)):
+        rows[into] = rows[into] + rows[row]
+    return rows[0].to(like.dtype)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _with_tuples(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings as they were before they became JSON."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+
+
+def _changes_rows_alone(updater: _Updater) -> bool:
+    settings = _CHANGES_ROWS_ALONE.get(type(updater.optimizer).__name__)
+    groups = updater.optimizer.param_groups
+    return settings is not None and not any(group.get(name) for name in settings for group in groups)
+
+
+def check_settings(kind: type[Optimizer], is_split: bool) -> None:
+    """Raise UsageError for an optimizer that cannot run on servers, or not on a part of a variable.
+
+    Args:
+        kind: its class.
+        is_split: whether it updates a variable that several servers share.
+    """
+    if kind.__name__ == "LBFGS":
+        raise UsageError("step: expected an optimizer without a closure on parameter servers, got LBFGS; use another.")
+    if is_split and kind.__name__ not in ELEMENTWISE:
+        raise UsageError(
+            f"step: expected an optimizer that works element by element for a variable in several shards, one of "
+            f"{', '.join(sorted(ELEMENTWISE))}, got {kind.__name__}, which needs it whole; leave variable_partitioner "
+            f"out."
+        )
+
+
+#: torch's optimizers whose update of an element depends on this element alone.
+ELEMENTWISE = frozenset(
+    (
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+        "SparseAdam",
+    )
+)

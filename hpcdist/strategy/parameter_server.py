@@ -1,0 +1,169 @@
+"""ParameterServerStrategy: variables on servers, to which workers push gradients, each at its own pace."""
+
+import atexit
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from hpcdist.cluster.resolvers import ClusterResolver
+from hpcdist.errors import ConfigurationError, agreed
+from hpcdist.gradients.storage import Storage
+from hpcdist.ps.client import Client
+from hpcdist.ps.serve import serve
+from hpcdist.ps.served import ServedParameters
+from hpcdist.ps.server import Rules, Server
+from hpcdist.ps.transport import Mailbox
+from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
+
+#: How much longer a worker waits for an answer than servers let it wait for others: they say whom it waited for.
+_LATE_S = 30.0
+
+
+class ParameterServerStrategy(MultiWorkerMirroredStrategy):
+    """Training on worker ranks whose variables are on ps ranks, in shards, with the state of optimizers.
+
+    Every worker runs the program. `backward` leaves a worker's own gradients in `parameter.grad`; `optimizer.step()`
+    pushes them, servers update the variables, and the worker gets the new values. ps ranks serve inside this
+    constructor, and exit there with the chief's code when all workers have ended.
+
+    Asynchronous (default): each push is applied as it comes, so that runs differ in their bits. Losses may be scaled in
+    any way: divided by the rows of all workers, the pushes of a round together are one step of SGD; divided by a
+    worker's own rows, each is one. `num_replicas_in_sync` is 1, as in TensorFlow.
+
+    With max_staleness=s it is a stale synchronous parallel server: a worker begins step c (from 0) only when every live
+    worker has pushed step c - 1 - s; it waits at the end of its step, and no push is refused for its age.
+
+    Synchronous: the gradients of all workers are summed in the order of workers and applied once, with the bits of
+    MultiWorkerMirroredStrategy. Losses are divided by the global batch (`compute_average_loss`). Clipping acts on a
+    worker's own gradients, before the sum.
+
+    What holds: a push is applied exactly once; a worker's values contain its own pushes; versions of a shard only grow.
+    Shards on several servers may be of different versions, except in synchronous training. Buffers, such as
+    BatchNorm's statistics, are each worker's own, and checkpoints have the chief's. A save waits until no push is under
+    way, so that it is one state; it loads on any number of servers, with any partitioner.
+
+    A job whose rank dies, worker or ps, ends and starts again from its last checkpoint.
+
+    >>> strategy = hpcdist.ParameterServerStrategy()     # mpirun -n 5 with HPCDIST_ROLES=ps:2,worker:*
+    >>> with strategy.scope():
+    ...     model = torch.nn.Linear(64, 10)
+
+    Collective: all ranks.
+
+    Args:
+        cluster_resolver: says which tasks there are, with at least one ps and one worker or chief; default:
+            TF_CONFIG, else HPCDIST_ROLES.
+        variable_partitioner: splits variables into shards, such as `MinSizePartitioner`; default: each is whole.
+        max_staleness: see above; None: no bound.
+        synchronous: see above.
+        backup_workers: in synchronous training, how many workers' gradients a step does not wait for; those that come
+            later are dropped. The sum is then of fewer workers.
+        placement: "round_robin", as in TensorFlow, or "bytes": a shard goes to the server with the fewest bytes.
+        non_finite: what becomes of a step whose gradients are not all finite: "reject", an error, or "skip", which
+            leaves the step out and counts it; see `statistics`.
+
+    Attributes:
+        world: who is where.
+
+    Raises:
+        ConfigurationError: on every rank alike, when the cluster or the options do not add up.
+        SystemExit: on ps ranks, when the job has ended.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: Callable[..., Any] | None = None,
+        max_staleness: int | None = None,
+        synchronous: bool = False,
+        *,
+        backup_workers: int = 0,
+        placement: str = "round_robin",
+        non_finite: str = "reject",
+    ) -> None:
+        self._partitioner, self._placement, self._non_finite = variable_partitioner, placement, non_finite
+        self._rules = Rules(max_staleness, synchronous, backup_workers)
+        self._client: Client | None = None
+        super().__init__(cluster_resolver)
+
+    def _check_cluster(self) -> None:
+        """Check cluster and options; on a ps rank, serve and exit."""
+        tasks = self.world.spec
+        n_workers = sum(tasks.num_tasks(kind) for kind in ("chief", "worker") if tasks.has_tasks(kind))
+        rules, roles = self._rules, "set HPCDIST_ROLES=ps:1,worker:* or TF_CONFIG"
+        is_bounded, least = rules.max_staleness is not None, 0 if rules.max_staleness is None else rules.max_staleness
+        has_backup = rules.n_backup != 0
+        checks = (
+            (tasks.has_tasks("ps"), "ps tasks", tasks, roles),
+            (n_workers > 0, "worker tasks", tasks, roles),
+            (least >= 0, "max_staleness of at least 0", least, "correct it"),
+            (not (is_bounded and rules.is_synchronous), "max_staleness or synchronous", "both", "leave one out"),
+            (not has_backup or rules.is_synchronous, "synchronous with backup_workers", "none", "add it"),
+            (0 <= rules.n_backup < n_workers, f"less than {n_workers} backup_workers", rules.n_backup, "correct it"),
+            (self._placement in ("round_robin", "bytes"), "round_robin or bytes", self._placement, "correct placement"),
+            (self._non_finite in ("reject", "skip"), "reject or skip", self._non_finite, "correct non_finite"),
+        )
+        for is_right, expected, got, advice in checks:
+            if not is_right:
+                raise agreed(ConfigurationError(f"ParameterServerStrategy: expected {expected}, got {got}; {advice}."))
+        self._take_part()
+
+    def _take_part(self) -> None:
+        """Serve on a ps rank; become a client of the servers on a worker. Collective: all ranks."""
+        world, training = self.world, ("chief", "worker")
+        tasks = world.tasks
+        servers = [rank for rank, task in enumerate(tasks) if task.type == "ps"]
+        workers = [rank for rank, task in enumerate(tasks) if task.type in training]
+        workers.sort(key=lambda rank: (tasks[rank].type != "chief", tasks[rank].index, rank))
+        world.wait(world.comm.Ibarrier())  # making a communicator blocks: nobody may be missing then
+        mailbox = Mailbox(world.comm.Dup())
+        if world.task.type == "ps":
+            server = Server(servers.index(world.rank), range(len(workers)), self._rules)
+            sys.exit(serve(world, mailbox, server, workers))
+        if world.task.type in training:
+            number = workers.index(world.rank)
+            self._client = Client(mailbox, servers, number, world.describe(), world.timeout_s + _LATE_S)
+            atexit.register(self._client.leave)  # it may outlive this strategy: servers wait for every worker
+
+    def _make_storage(self) -> Storage | None:
+        if self._client is None:  # an evaluator
+            return None
+        needs_sum = self._rules.is_synchronous and self.world.role_comm.size > 1
+        is_by_bytes, skips = self._placement == "bytes", self._non_finite == "skip"
+        return ServedParameters(self.world, self._client, self._partitioner, is_by_bytes, skips, needs_sum)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Workers whose gradients are summed: all in synchronous training, else 1."""
+        return super().num_replicas_in_sync if self._rules.is_synchronous else 1
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counts of all servers, as of now.
+
+        Not collective. `pushes`: of the first server. `duplicates`, `dropped`: pushes that were not applied: those that
+        came twice, and late ones of backup workers. `skipped`: this worker's steps that were left out. `versions`:
+        updates of each shard, by server. `staleness`: how many pushes were how many updates old when they were applied.
+
+        Cost: a message to each server, and its answer.
+        """
+        if not isinstance(self._storage, ServedParameters):
+            return {}
+        found = self._storage.client.statistics()
+        ages: dict[int, int] = {}
+        for one in found:
+            for age, n in one["staleness"].items():
+                ages[int(age)] = ages.get(int(age), 0) + n
+        return {
+            "pushes": found[0]["pushes"],
+            "duplicates": sum(one["duplicates"] for one in found),
+            "dropped": found[0]["dropped"],
+            "skipped": self._storage.n_skipped,
+            "versions": [one["versions"] for one in found],
+            "staleness": dict(sorted(ages.items())),
+        }
+
+    def describe_sums(self) -> dict[str, Any]:
+        """Return what the bits of weights depend on, as each checkpoint records it."""
+        rules = self._rules
+        kind = "synchronous" if rules.is_synchronous else f"asynchronous, max_staleness {rules.max_staleness}"
+        return {"parameter_servers": kind, "workers": self._comm.size}
