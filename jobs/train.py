@@ -3,6 +3,7 @@
 python jobs/train.py
 mpirun -n 4 python jobs/train.py --run-dir runs/digits
 python jobs/train.py --replicas 8                         (the same bits on any number of ranks)
+mpirun -n 5 python jobs/train.py --strategy ps --roles ps:2,worker:*         (parameter servers)
 srun --mpi=pmi2 python jobs/train.py --model cnn --data /datasets/mnist      (in an sbatch script)
 
 Default data: the 1,797 handwritten digits that come with scikit-learn. The run folder holds checkpoints/, train.log,
@@ -27,6 +28,11 @@ def parse_args():
     parser.add_argument("--epochs", type=positive, default=20)
     parser.add_argument("--batch", type=positive, default=64, help="rows of one step on all ranks together")
     parser.add_argument("--replicas", type=positive, help="replicas on any number of ranks; default: one per rank")
+    parser.add_argument("--strategy", choices=["all-reduce", "ps", "ps-synchronous"], default="all-reduce")
+    parser.add_argument("--roles", help="of the ranks, such as ps:2,worker:*; default: TF_CONFIG or HPCDIST_ROLES")
+    parser.add_argument(
+        "--max-staleness", type=int, help="steps that a worker with --strategy ps may be ahead of others"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/train"))
     parser.add_argument("--save-every", type=positive, default=100, metavar="STEPS")
@@ -59,6 +65,14 @@ def build_cnn(height, width):
     )  # fmt: skip
 
 
+def make_strategy(args):
+    resolver = hpcdist.MPIClusterResolver(roles=args.roles) if args.roles else None
+    if args.strategy == "all-reduce":
+        return hpcdist.MultiWorkerMirroredStrategy(resolver, num_replicas=args.replicas)
+    is_synchronous = args.strategy == "ps-synchronous"
+    return hpcdist.ParameterServerStrategy(resolver, max_staleness=args.max_staleness, synchronous=is_synchronous)
+
+
 MODELS = {"mlp": build_mlp, "cnn": build_cnn}
 
 
@@ -69,7 +83,7 @@ def append(path, line):
 
 def main():
     args = parse_args()
-    strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=args.replicas)
+    strategy = make_strategy(args)  # ps ranks serve in it, and end there
     torch.manual_seed(args.seed)
     train, test = load_mnist(args.data) if args.data else load_digits()
 

@@ -376,7 +376,8 @@ class GradientEngine:
                 "step: expected a step without a closure, which parameter servers make, got one; call backward before "
                 "optimizer.step()."
             )
-        if self._storage is None or (self._storage.needs_sum and self.sums.is_mean is not False):
+        has_gradients = any(parameter.grad is not None for parameter in parameters)
+        if self._storage is None or (self._storage.needs_sum and has_gradients and self.sums.is_mean is not False):
             raise GradientError(
                 "step: expected a loss scaled by hpcdist.compute_average_loss, as servers sum the gradients of all "
                 "workers, got one that was not; scale it by the global batch."

@@ -24,7 +24,7 @@ from hpcdist.ps.layout import (
     state_to_text,
 )
 from hpcdist.ps.messages import Kind, Message
-from hpcdist.ps.server import OWN_BITS, check_settings
+from hpcdist.ps.server import check_settings
 from hpcdist.ps.transport import Mailbox
 from hpcdist.runtime.step_flags import Request
 
@@ -69,6 +69,7 @@ class Client:
 
     Attributes:
         clock: steps pushed so far.
+        signal: the name of a signal that a server got and told this worker of; empty before.
     """
 
     def __init__(self, mailbox: Mailbox, servers: Sequence[int], worker: int, name: str, timeout_s: float) -> None:
@@ -78,7 +79,7 @@ class Client:
         self._sequence = self.clock = 0
         self._packers = [Packer() for _ in servers]
         self._optimizers: dict[int, tuple[Optimizer, list[dict[str, Any]]]] = {}
-        self._passed_on = Request.NONE
+        self.signal = ""
         self.has_left = False
 
     @property
@@ -161,9 +162,8 @@ class Client:
                 "numbers": np.array(numbers, np.int64),
                 "text": json.dumps(settings) if has_new_settings else "",
                 "payload": self._packers[server].pack(parts),
-                "request": int((request | self._passed_on) if server == 0 else Request.NONE),
+                "request": int(request if server == 0 else Request.NONE),
             }
-        self._passed_on = Request.NONE
         return self._take(self._ask("step", Kind.STEP, requests))
 
     def pull(self) -> None:
@@ -192,8 +192,8 @@ class Client:
                         f"{self._name}; servers must not be replaced in a job."
                     )
                 one.version = version
-            due |= Request(message.request & (1 << OWN_BITS) - 1)
-            self._passed_on |= Request(message.request >> OWN_BITS)
+            due |= Request(message.request)
+            self.signal = self.signal or message.text
         return due
 
     # -- states -----------------------------------------------------------------------------------------------------

@@ -4,13 +4,13 @@ import functools
 import signal
 import time
 from types import FrameType
+from typing import Any
 
 from hpcdist.errors import CollectiveTimeoutError
 from hpcdist.ps.messages import Message
 from hpcdist.ps.server import Server
 from hpcdist.ps.transport import Mailbox
 from hpcdist.runtime.process import end_of_training
-from hpcdist.runtime.step_flags import Request
 from hpcdist.runtime.waiting import wait_until
 from hpcdist.runtime.world import World
 
@@ -22,15 +22,28 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
 class _StopSignals:
-    """Notes signals that ask a job to stop, in place of what they do to a process: its workers must save first."""
+    """Notes signals that ask a job to stop, in place of what they do to a process: its workers must save first.
+
+    A context manager; at its end signals do what they did before.
+
+    Attributes:
+        last: the name of the last one; empty before.
+    """
 
     def __init__(self) -> None:
-        self.has_come = False
-        for number in _STOP_SIGNALS:
-            signal.signal(number, self._note)
+        self.last = ""
+        self._before: list[Any] = []
+
+    def __enter__(self) -> "_StopSignals":
+        self._before = [signal.signal(number, self._note) for number in _STOP_SIGNALS]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in zip(_STOP_SIGNALS, self._before, strict=True):
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.has_come = True
+        self.last = signal.Signals(number).name
 
 
 def serve(world: World, mailbox: Mailbox, server: Server, workers: list[int]) -> int:
@@ -47,29 +60,31 @@ def serve(world: World, mailbox: Mailbox, server: Server, workers: list[int]) ->
     Raises:
         CollectiveTimeoutError: when the workers have left, and the chief does not say with which code.
     """
-    signals, waiting_since = _StopSignals(), time.monotonic()
-    received: list[tuple[int, Message]] = []
-    while not server.is_done:
-        wait_until(functools.partial(_receive, mailbox, received), _LOOK_S, 200, _MAX_SLEEP_S)
-        if signals.has_come:
-            signals.has_come = False
-            server.ask(Request.STOP)
-        for _, message in received:
-            _send(mailbox, workers, server.handle(message))
-        if received or not server.has_parked:
-            waiting_since = time.monotonic()
-        elif time.monotonic() - waiting_since > world.timeout_s:
-            _send(mailbox, workers, server.late(world.timeout_s))
-        received.clear()
-        _ = mailbox.is_sent  # forgets what has left
-    if server.exit_code >= 0 and wait_until(lambda: mailbox.is_sent, world.timeout_s, 0, 0.01):
-        return server.exit_code
-    if not wait_until(lambda: mailbox.is_sent and end_of_training() is not None, world.timeout_s, 0, 0.01):
+    with _StopSignals() as signals:
+        waiting_since = time.monotonic()
+        while not server.is_done:
+            received: list[tuple[int, Message]] = []
+            wait_until(functools.partial(_receive, mailbox, received), _LOOK_S, 200, _MAX_SLEEP_S)
+            if signals.last:
+                name, signals.last = signals.last, ""
+                server.note_signal(name)
+            for _, message in received:
+                _send(mailbox, workers, server.handle(message))
+            if received or not server.has_parked:
+                waiting_since = time.monotonic()
+            elif time.monotonic() - waiting_since > world.timeout_s:
+                _send(mailbox, workers, server.late(world.timeout_s))
+            _ = mailbox.is_sent  # forgets what has left
+        is_told = server.exit_code >= 0
+        is_over = wait_until(
+            lambda: mailbox.is_sent and (is_told or end_of_training() is not None), world.timeout_s, 0, 0.01
+        )
+    if not is_over:
         raise CollectiveTimeoutError(
             f"parameter server: expected the chief to leave within {world.timeout_s:g} s of the last worker, got no "
             f"sign of it on {world}; look for what keeps it."
         )
-    return end_of_training() or 0
+    return server.exit_code if is_told else end_of_training() or 0
 
 
 def _receive(mailbox: Mailbox, received: list[tuple[int, Message]]) -> bool:

@@ -1,5 +1,6 @@
 """The parameters of a strategy's models that servers hold: as a worker's optimizers and checkpoints use them."""
 
+import signal
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from hpcdist.errors import GradientError
 from hpcdist.plan.partitioners import VariableSpec, place
 from hpcdist.ps.client import Client, Groups
 from hpcdist.ps.layout import specs_of
+from hpcdist.runtime.process import end_job
 from hpcdist.runtime.step_flags import Request, encode
 from hpcdist.runtime.world import World
 
@@ -135,11 +137,22 @@ class ServedParameters:
         requester = self._world.step_flags.requester
         request = Request.NONE if requester is None else requester.requested()
         due = self.client.step(number, _settings_of(optimizer), request)
+        if self.client.signal:
+            self._stop_for(self.client.signal)
         self._world.step_flags.record(encode(due))
         self._note_written()
         self._hidden = gradients
         for parameter in parameters:
             parameter.grad = None
+
+    def _stop_for(self, name: str) -> None:
+        """Stop all workers as for a signal to this one, which a server got."""
+        self.client.signal = ""
+        requester = self._world.step_flags.requester
+        if requester is None:
+            number = signal.Signals[name]
+            end_job(f"hpcdist: {name} to a parameter server, and no handler that saves: ending the job\n", 128 + number)
+        requester.stop(f"{name} to a parameter server")
 
     def end_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Put the gradients back that `begin_step` has hidden."""

@@ -33,8 +33,6 @@ from hpcdist.ps.layout import (
 from hpcdist.ps.messages import Kind, Message, Numbers, answer
 from hpcdist.runtime.step_flags import Request
 
-#: What a server other than the first was asked stands these bits higher in its answers than what is due.
-OWN_BITS = 8
 #: Optimizers that change, for a gradient of rows, these rows alone, if they have none of these settings.
 _CHANGES_ROWS_ALONE = {"SparseAdam": (), "SGD": ("momentum", "weight_decay"), "Adagrad": ("weight_decay", "lr_decay")}
 
@@ -90,7 +88,6 @@ class Server:
     """The shards of one ps rank.
 
     Args:
-        number: of this server.
         workers: numbers of all workers.
         rules: what workers may expect of each other.
 
@@ -99,10 +96,10 @@ class Server:
         exit_code: with which to leave once all workers have, as one of them said; -1: with the chief's.
     """
 
-    def __init__(self, number: int, workers: Iterable[int], rules: Rules) -> None:
+    def __init__(self, workers: Iterable[int], rules: Rules) -> None:
         self.clocks = Clocks(workers, rules.max_staleness)
         self.exit_code = -1
-        self._number, self._rules = number, rules
+        self._rules = rules
         self._shards: list[_Served] = []
         self._updaters: dict[int, _Updater] = {}
         self._last: dict[int, tuple[int, int]] = {}
@@ -110,7 +107,7 @@ class Server:
         self._rounds: dict[int, _Round] = {}
         self._round = 0
         self._requests = RequestClock()
-        self._own_request = Request.NONE
+        self._signal = ""
         self._packers: dict[int, Packer] = collections.defaultdict(Packer)
         self._counts: collections.Counter[str] = collections.Counter()
         self._staleness: collections.Counter[int] = collections.Counter()
@@ -120,9 +117,9 @@ class Server:
         """Whether all workers have left."""
         return not self.clocks.live
 
-    def ask(self, request: Request) -> None:
-        """Ask all workers to stop or save, such as when this rank got a signal."""
-        self._own_request |= request
+    def note_signal(self, name: str) -> None:
+        """Let a worker know, with its next values, that this rank got a signal to stop."""
+        self._signal = name
 
     def handle(self, message: Message) -> list[Message]:
         """Take a request and return the answers that are due now: to this one, and to others that waited for it."""
@@ -231,9 +228,6 @@ class Server:
         self._counts["pushes"] += 1
         self.clocks.push(message.worker, message.clock)
         self._requests.ask(Request(message.request), message.clock, self.clocks.latest)
-        if self._number == 0:
-            self._requests.ask(self._own_request, message.clock, self.clocks.latest)
-            self._own_request = Request.NONE
         if message.text:
             groups = json.loads(message.text)
             self._updaters[int(message.numbers[0])].settings[message.worker] = [_with_tuples(one) for one in groups]
@@ -343,11 +337,12 @@ class Server:
             else:
                 numbers += [WHOLE, 0, shard.version]
                 parts.append(shard.values.detach())
-        own, self._own_request = self._own_request, Request.NONE  # this worker passes it on to the first server
+        text, self._signal = self._signal, ""  # this worker asks all others to stop
         return answer(
             message,
             Kind.VALUES,
-            request=int(self._requests.due(message.clock) if self._number == 0 else own << OWN_BITS),
+            request=int(self._requests.due(message.clock)),
+            text=text,
             numbers=np.array(numbers, np.int64),
             payload=self._packers[message.worker].pack(parts),
         )

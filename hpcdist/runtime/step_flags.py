@@ -27,6 +27,9 @@ class Requester(Protocol):
     def requested(self) -> Request:
         """Return what this rank requests now. Called at every sum; not collective."""
 
+    def stop(self, reason: str) -> None:
+        """Request a stop from now on. Not collective."""
+
     def poll_between_batches(self) -> None:
         """Act on requests: the program is between two batches. Collective: the ranks of the role."""
 

@@ -65,6 +65,11 @@ class Strategy(Ranks):
         return 1
 
     @property
+    def n_replicas(self) -> int:
+        """Replicas whose values `reduce`, variables and metrics combine, and that each global batch is divided among."""
+        return self.num_replicas_in_sync
+
+    @property
     def is_chief(self) -> bool:
         """Whether this process prints, logs and saves for the job."""
         return True

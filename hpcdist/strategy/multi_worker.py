@@ -168,11 +168,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         return self.reducer.replicas.n_replicas
 
     @property
-    def _n_parts(self) -> int:
-        """Into how many parts each global batch is divided."""
-        return self.reducer.replicas.n_replicas
-
-    @property
     def own_replicas(self) -> range:
         """The replicas of this rank."""
         return self.reducer.own_replicas
@@ -257,7 +252,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         """Return this replica's parts of a dataset; see `Strategy.experimental_distribute_dataset`."""
         with self.world.agreed(self._comm):
             dataset = as_dataset(dataset)
-            check_distributable(dataset, self._n_parts)
+            check_distributable(dataset, self.n_replicas)
         chiefs_seed = self.world.broadcast_text(str(dataset.order.seed), 0, self._comm)
         if dataset.has_drawn_seed and chiefs_seed != "None":
             dataset = dataset.with_drawn_seed(int(chiefs_seed))
@@ -272,7 +267,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         )
         if isinstance(dataset.source, RowSource) and dataset.policy is not AutoShardPolicy.OFF:
             self._require_same_rows(dataset.source)  # with OFF a rank may have a shard of its own
-        return DistributedDataset(dataset, self.own_replicas, self._n_parts, self._delivery(), options)
+        return DistributedDataset(dataset, self.own_replicas, self.n_replicas, self._delivery(), options)
 
     def _require_same_rows(self, source: RowSource) -> None:
         """Raise DataError on all ranks unless a sample of the rows is the same on all, or random on one. Collective."""
@@ -299,7 +294,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self, dataset_fn: DatasetFunction, options: InputOptions | None = None
     ) -> DistributedFromFunction:
         """Return batches of this rank's own dataset; see `Strategy.distribute_datasets_from_function`."""
-        replicas, n_replicas, comm = self.own_replicas, self._n_parts, self._comm
+        replicas, n_replicas, comm = self.own_replicas, self.n_replicas, self._comm
         with self.world.agreed(comm):
             made = datasets_of(dataset_fn, contexts_of(options, replicas, (comm.rank, comm.size), n_replicas))
         seed = int(self.world.broadcast_text(str(secrets.randbits(62)), 0, comm))

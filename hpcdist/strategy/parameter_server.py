@@ -89,7 +89,7 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
     def _check_cluster(self) -> None:
         """Check cluster and options; on a ps rank, serve and exit."""
         tasks = self.world.spec
-        n_workers = sum(tasks.num_tasks(kind) for kind in ("chief", "worker") if tasks.has_tasks(kind))
+        n_workers = sum(task.is_training for task in self.world.tasks)
         rules, roles = self._rules, "set HPCDIST_ROLES=ps:1,worker:* or TF_CONFIG"
         is_bounded, least = rules.max_staleness is not None, 0 if rules.max_staleness is None else rules.max_staleness
         has_backup = rules.n_backup != 0
@@ -110,17 +110,16 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
 
     def _take_part(self) -> None:
         """Serve on a ps rank; become a client of the servers on a worker. Collective: all ranks."""
-        world, training = self.world, ("chief", "worker")
-        tasks = world.tasks
+        world, tasks = self.world, self.world.tasks
         servers = [rank for rank, task in enumerate(tasks) if task.type == "ps"]
-        workers = [rank for rank, task in enumerate(tasks) if task.type in training]
+        workers = [rank for rank, task in enumerate(tasks) if task.is_training]
         workers.sort(key=lambda rank: (tasks[rank].type != "chief", tasks[rank].index, rank))
         world.wait(world.comm.Ibarrier())  # making a communicator blocks: nobody may be missing then
         mailbox = Mailbox(world.comm.Dup())
         if world.task.type == "ps":
-            server = Server(servers.index(world.rank), range(len(workers)), self._rules)
+            server = Server(range(len(workers)), self._rules)
             sys.exit(serve(world, mailbox, server, workers))
-        if world.task.type in training:
+        if world.task.is_training:
             number = workers.index(world.rank)
             self._client = Client(mailbox, servers, number, world.describe(), world.timeout_s + _LATE_S)
             atexit.register(self._client.leave)  # it may outlive this strategy: servers wait for every worker
@@ -135,7 +134,12 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
     @property
     def num_replicas_in_sync(self) -> int:
         """Workers whose gradients are summed: all in synchronous training, else 1."""
-        return super().num_replicas_in_sync if self._rules.is_synchronous else 1
+        return self.n_replicas if self._rules.is_synchronous else 1
+
+    @property
+    def n_replicas(self) -> int:
+        """All workers."""
+        return self._comm.size
 
     def statistics(self) -> dict[str, Any]:
         """Return counts of all servers, as of now.

@@ -32,7 +32,7 @@ class Exchange(Protocol):
         """The replicas of this process."""
 
     @property
-    def num_replicas_in_sync(self) -> int:
+    def n_replicas(self) -> int:
         """The replicas of the job."""
 
     @property
@@ -403,7 +403,7 @@ def sum_tensors(exchange: Exchange, call: str, tensors: Sequence[Tensor]) -> Ten
 def mean_tensors(exchange: Exchange, call: str, tensors: Sequence[Tensor]) -> Tensor:
     """Return the mean of one tensor of each local replica over all replicas; see `sum_tensors`."""
     wide = [tensor.detach().to(_sum_dtype(tensor)) for tensor in tensors]
-    return (sum_tensors(exchange, call, wide) / exchange.num_replicas_in_sync).to(tensors[0].dtype)
+    return (sum_tensors(exchange, call, wide) / exchange.n_replicas).to(tensors[0].dtype)
 
 
 def first_tensor(exchange: Exchange, call: str, tensors: Sequence[Tensor]) -> Tensor:

@@ -290,7 +290,7 @@ class Variable(Readable):
             if method != "assign":
                 self._write_own(method, apply, new)
                 return
-            parts = divide_among(new, self.strategy.num_replicas_in_sync)
+            parts = divide_among(new, self.strategy.n_replicas)
             for index, number in enumerate(self.strategy.own_replicas):
                 self._write(index, apply, parts[number])
             return
@@ -405,7 +405,7 @@ class Variable(Readable):
             UsageError: for another shape or dtype, or copies of another number of replicas without aggregation.
         """
         rows = state["copies"] if "copies" in state else state["value"][None]
-        n_replicas = self.strategy.num_replicas_in_sync if self._is_on_read else 1
+        n_replicas = self.strategy.n_replicas if self._is_on_read else 1
         if len(rows) != n_replicas or ("copies" in state) != self._is_on_read:
             self._check_deal(len(rows), n_replicas)
             rows = deal(rows, n_replicas, self.aggregation.value)

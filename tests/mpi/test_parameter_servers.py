@@ -1,0 +1,433 @@
+"""ParameterServerStrategy on real ranks: what workers see, what servers do, and checkpoints between them."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn import datasets as sklearn_datasets
+from torch import nn
+
+import hpcdist
+from hpcdist.errors import ConfigurationError, GradientError, UsageError
+
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
+
+
+@pytest.fixture
+def on_servers(comm):
+    """Return run(body, **options): body(strategy) on the workers, while the other ranks serve.
+
+    Of 2 and 3 ranks one serves, of 4 two.
+    """
+    if comm.size == 1:
+        pytest.skip("servers need a rank of their own")
+    n_servers = comm.size // 2 if comm.size > 3 else 1
+
+    def run(body, **options):
+        resolver = hpcdist.MPIClusterResolver(roles=f"ps:{n_servers},worker:*")
+        try:
+            strategy = hpcdist.ParameterServerStrategy(resolver, **options)
+        except SystemExit as left:
+            left_with = left.code
+        else:
+            try:
+                return body(strategy)
+            finally:
+                strategy._client.leave(0)
+        assert (left_with, comm.rank < n_servers) == (0, True)
+        return None
+
+    run.n_servers, run.n_workers = n_servers, comm.size - n_servers
+    return run
+
+
+def make_model(strategy, make_optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.02), seed=4):
+    with strategy.scope():
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+        return model, make_optimizer(model.parameters())
+
+
+def batch_of(step, rank, size, rows=12):
+    x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(step))
+    return x[rank::size]
+
+
+def train(strategy, model, optimizer, steps, scheduler=None):
+    for step in steps:
+        x = batch_of(step, strategy.rank, strategy.size)
+        optimizer.zero_grad()
+        losses = (model(x) - x.sum(1, keepdim=True)).square()[:, 0]
+        hpcdist.compute_average_loss(losses, global_batch_size=12).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def weights(model):
+    return torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+
+
+OPTIMIZERS = {
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.02),
+    "AdamW in groups": lambda parameters: torch.optim.AdamW(
+        [{"params": one, "lr": 0.01 * (1 + number)} for number, one in enumerate(parameters)], weight_decay=0.1
+    ),
+    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
+}
+
+
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("n_shards", [None, 2])
+def test_synchronous_training_has_the_bits_of_the_all_reduce(comm, on_servers, make_optimizer, n_shards):
+    partitioner = None if n_shards is None else hpcdist.FixedShardsPartitioner(n_shards)
+
+    def body(strategy):
+        model, optimizer = make_model(strategy, make_optimizer)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        train(strategy, model, optimizer, range(6), scheduler)
+        return weights(model)
+
+    own = on_servers(body, synchronous=True, variable_partitioner=partitioner)
+    workers = comm.Split(0 if own is not None else 1, comm.rank)
+    if own is not None:  # the same program on the workers alone
+        strategy = hpcdist.MultiWorkerMirroredStrategy(hpcdist.MPIClusterResolver(roles="worker:*", comm=workers))
+        assert torch.equal(body(strategy), own)
+    workers.Free()
+
+
+def test_one_worker_alone_is_plain_training(comm, on_servers):
+    """Asynchronous, too: each push is a step of the optimizer."""
+
+    def body(strategy):
+        if strategy.size > 1:
+            return
+        model, optimizer = make_model(strategy)
+        train(strategy, model, optimizer, range(5))
+        plain = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+        own, own_optimizer = make_model(hpcdist.get_strategy())
+        plain = own
+        for step in range(5):
+            x = batch_of(step, 0, 1)
+            own_optimizer.zero_grad()
+            ((plain(x) - x.sum(1, keepdim=True)).square().sum() / 12).backward()
+            own_optimizer.step()
+        torch.testing.assert_close(weights(model), weights(plain))
+
+    on_servers(body)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_staleness": 1}, {"placement": "bytes"}], ids=str)
+def test_workers_learn_digits_together(on_servers, options):
+    images, labels = sklearn_datasets.load_digits(return_X_y=True)
+    order = np.random.default_rng(1).permutation(len(labels))
+    images, labels = torch.tensor(images[order] / 16, dtype=torch.float32), torch.tensor(labels[order])
+
+    def body(strategy):
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+            optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        dataset = hpcdist.Dataset.from_tensor_slices((images[:1500], labels[:1500])).shuffle(seed=1).batch(60)
+        for _ in range(12):
+            for x, y in strategy.experimental_distribute_dataset(dataset):
+                optimizer.zero_grad()
+                losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+                hpcdist.compute_average_loss(losses).backward()  # of this worker's rows: num_replicas_in_sync is 1
+                optimizer.step()
+        strategy._storage.refresh([])
+        right = (model(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
+        return right, strategy.statistics(), strategy.size
+
+    found = on_servers(body, **options)
+    if found is not None:
+        right, counts, n_workers = found
+        print(f"accuracy {right:.3f}, staleness {counts['staleness']}")
+        assert counts["pushes"] == 12 * 25 * n_workers
+        assert right > 0.96
+
+
+def test_embeddings_push_and_pull_the_rows_that_were_used(on_servers):
+    """Each worker uses rows of its own; both have all of them in the end."""
+
+    def body(strategy):
+        with strategy.scope():
+            torch.manual_seed(2)
+            table = nn.Embedding(100, 4, sparse=True)
+            optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
+        before = table.weight.detach().clone()
+        used = torch.tensor([strategy.rank, 50 + strategy.rank])
+        table(used).sum().backward()
+        optimizer.step()
+        strategy._storage.refresh([])
+        changed = (table.weight != before).any(1).nonzero()[:, 0].tolist()
+        assert changed == sorted([*range(strategy.size), *range(50, 50 + strategy.size)])
+
+    on_servers(body, variable_partitioner=hpcdist.FixedShardsPartitioner(3))
+
+
+def test_bfloat16_scalars_frozen_and_unused_parameters(on_servers):
+    def body(strategy):
+        with strategy.scope():
+            torch.manual_seed(2)
+            half = nn.Linear(3, 2).bfloat16()
+            scale = nn.Parameter(torch.tensor(2.0))
+            frozen, unused = nn.Linear(2, 2), nn.Linear(2, 2)
+            frozen.requires_grad_(False)
+            optimizer = torch.optim.SGD([*half.parameters(), scale, *frozen.parameters(), *unused.parameters()], lr=0.5)
+        before = [one.detach().clone() for one in (half.weight, scale, frozen.weight, unused.weight)]
+        hpcdist.compute_average_loss(half(torch.ones(1, 3).bfloat16()).float().sum(1) * scale, global_batch_size=1)
+        (half(torch.ones(1, 3).bfloat16()).float().sum() * scale).backward()
+        optimizer.step()
+        after = (half.weight, scale, frozen.weight, unused.weight)
+        assert [not torch.equal(*pair) for pair in zip(before, after, strict=True)] == [True, True, False, False]
+        assert half.weight.dtype is torch.bfloat16
+        assert unused.weight.grad is None
+        assert scale.grad is not None, "gradients stay"
+
+    on_servers(body)
+
+
+def test_a_second_model_and_optimizer(on_servers):
+    def body(strategy):
+        first, optimizer = make_model(strategy)
+        train(strategy, first, optimizer, range(2))
+        second, other = make_model(strategy, OPTIMIZERS["SGD with momentum"], seed=9)
+        before = weights(first).clone()
+        train(strategy, second, other, range(2))
+        strategy._storage.refresh([])
+        assert torch.equal(weights(first), before) or strategy.size > 1
+        assert len(strategy.statistics()["versions"]) == on_servers.n_servers
+
+    on_servers(body)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_checkpoint_is_one_state_and_loads_with_other_shards(comm, on_servers, shared_path, synchronous):
+    def saved(strategy):
+        model, optimizer = make_model(strategy)
+        train(strategy, model, optimizer, range(4))
+        checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, strategy=strategy)
+        manager = hpcdist.CheckpointManager(checkpoint, shared_path / "run")
+        manager.save(4)
+        manager.wait()
+        return weights(model), optimizer.state_dict()["state"] if strategy.is_chief else None
+
+    def restored(strategy):
+        model, optimizer = make_model(strategy, seed=7)
+        checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, strategy=strategy)
+        manager = hpcdist.CheckpointManager(checkpoint, shared_path / "run")
+        assert manager.restore_or_initialize().endswith("step-00000004-0001.h5")
+        model(torch.ones(1, 3))
+        before = weights(model)
+        optimizer.step()  # without gradients: nothing changes, and servers have the states from here on
+        strategy._storage.refresh([optimizer])
+        assert torch.equal(weights(model), before)
+        manager.check_equal()
+        return before, optimizer.state_dict()["state"] if strategy.is_chief else None
+
+    own = on_servers(saved, synchronous=synchronous)
+    other = on_servers(restored, synchronous=synchronous, variable_partitioner=hpcdist.FixedShardsPartitioner(3))
+    if own is not None:
+        assert torch.equal(own[0], other[0])
+        if own[1] is not None:
+            assert own[1].keys() == other[1].keys()
+            for number, state in own[1].items():
+                assert all(torch.equal(value, other[1][number][name]) for name, value in state.items())
+
+
+def test_training_goes_on_from_a_checkpoint_with_the_bits_of_an_unbroken_run(on_servers, shared_path):
+    def run(strategy, until, first, is_new):
+        model, optimizer = make_model(strategy)
+        checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, strategy=strategy)
+        manager = hpcdist.CheckpointManager(checkpoint, shared_path / "run")
+        if not is_new:
+            manager.restore_or_initialize()
+        train(strategy, model, optimizer, range(first, until))
+        if is_new and until == 3:
+            manager.save(3)
+            manager.wait()
+        return weights(model)
+
+    two = hpcdist.FixedShardsPartitioner(2)
+    unbroken = on_servers(lambda strategy: run(strategy, 6, 0, True), synchronous=True)
+    on_servers(lambda strategy: run(strategy, 3, 0, True), synchronous=True, variable_partitioner=two)
+    resumed = on_servers(lambda strategy: run(strategy, 6, 3, False), synchronous=True)
+    if unbroken is not None:
+        assert torch.equal(unbroken, resumed)
+
+
+def test_a_checkpoint_that_is_read_in_training_is_what_servers_have(on_servers, shared_path):
+    def body(strategy):
+        model, optimizer = make_model(strategy)
+        train(strategy, model, optimizer, range(2))
+        checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, strategy=strategy)
+        manager = hpcdist.CheckpointManager(checkpoint, shared_path / "run")
+        path = manager.save(2)
+        manager.wait()
+        before = weights(model)
+        train(strategy, model, optimizer, range(2, 4))
+        checkpoint.read(path)
+        assert torch.equal(weights(model), before)
+        optimizer.zero_grad()
+        optimizer.step()
+        strategy._storage.refresh([])
+        assert torch.equal(weights(model), before)
+        versions = [one for server in strategy.statistics()["versions"] for one in server]
+        assert min(versions) >= 1
+
+    on_servers(body)
+
+
+def test_all_reduce_runs_load_what_servers_saved(comm, on_servers, shared_path):
+    def saved(strategy):
+        model, optimizer = make_model(strategy)
+        train(strategy, model, optimizer, range(2))
+        checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, strategy=strategy)
+        manager = hpcdist.CheckpointManager(checkpoint, shared_path / "run")
+        manager.save(2)
+        manager.wait()
+        return weights(model)
+
+    own = on_servers(saved)
+    path = hpcdist.latest_checkpoint(shared_path / "run")
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    model, optimizer = make_model(strategy, seed=8)
+    hpcdist.load_checkpoint(path, model=model, optimizer=optimizer)
+    if own is not None:
+        assert torch.equal(weights(model), own)
+    assert optimizer.state[model[0].weight]["step"] > 0
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+def test_values_that_the_program_changes_are_an_error(on_servers):
+    def body(strategy):
+        model, optimizer = make_model(strategy)
+        train(strategy, model, optimizer, range(1))
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.1, 0.1)
+        with pytest.raises(
+            GradientError, match=r"expected '0.weight' as the parameter servers gave it, got it written"
+        ):
+            train(strategy, model, optimizer, range(1))
+
+    on_servers(body)
+
+
+def test_gradients_that_are_not_finite(on_servers):
+    def step(model, optimizer, value):
+        optimizer.zero_grad()
+        (model(torch.ones(1, 3)).sum() * value).backward()
+        optimizer.step()
+
+    def rejected(strategy):
+        model, optimizer = make_model(strategy)
+        with pytest.raises(GradientError, match="expected finite gradients, got NaN or infinity on rank"):
+            step(model, optimizer, float("nan"))
+
+    def skipped(strategy):
+        model, optimizer = make_model(strategy)
+        model(torch.ones(1, 3))
+        before = weights(model).clone()
+        step(model, optimizer, float("inf"))
+        strategy._storage.refresh([])
+        assert torch.equal(weights(model), before)
+        assert strategy.statistics()["skipped"] == 1
+        strategy.barrier()
+        step(model, optimizer, 1.0)
+        assert not torch.equal(weights(model), before)
+
+    on_servers(rejected)
+    on_servers(skipped, non_finite="skip")
+
+
+def test_a_loss_that_is_not_scaled_in_synchronous_training(on_servers):
+    def body(strategy):
+        if strategy.size == 1:
+            return
+        model, optimizer = make_model(strategy)
+        model(torch.ones(1, 3)).mean().backward()
+        with pytest.raises(GradientError, match="expected a loss scaled by hpcdist.compute_average_loss, as servers"):
+            optimizer.step()
+
+    on_servers(body, synchronous=True)
+
+
+def test_optimizers_and_steps_that_servers_cannot_make(on_servers):
+    def body(strategy):
+        model, optimizer = make_model(strategy, lambda parameters: torch.optim.LBFGS(parameters))
+        with pytest.raises(GradientError, match="expected a step without a closure, which parameter servers make"):
+            optimizer.step(lambda: model(torch.ones(1, 3)).sum())
+        with strategy.scope():
+            whole = torch.optim.Adafactor(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(UsageError, match="got Adafactor, which needs it whole; leave variable_partitioner out"):
+            whole.step()
+        outside = nn.Parameter(torch.ones(2))
+        with strategy.scope():
+            mixed = torch.optim.SGD([*model.parameters(), outside], lr=0.1)
+        outside.grad = torch.ones(2)
+        with pytest.raises(GradientError, match=r"shape \(2,\) that no server holds"):
+            mixed.step()
+
+    on_servers(body, variable_partitioner=hpcdist.FixedShardsPartitioner(2))
+
+
+@pytest.mark.parametrize("found", [[0, 1], [1, 2], "2", [2.0, 1]], ids=str)
+def test_partitioners_that_return_nonsense(on_servers, found):
+    def body(strategy):
+        model, _ = make_model(strategy)
+        with pytest.raises(UsageError, match="variable_partitioner: expected a list of numbers of shards"):
+            model(torch.ones(1, 3))
+
+    on_servers(body, variable_partitioner=lambda shape, dtype: found if len(shape) == 2 else [1])
+
+
+@pytest.mark.parametrize(
+    ("roles", "options", "text"),
+    [
+        ("worker:*", {}, "expected ps tasks, got worker:"),
+        ("ps:*", {}, "expected worker tasks, got ps:"),
+        ("ps:1,worker:*", {"max_staleness": -1}, "expected max_staleness of at least 0, got -1"),
+        ("ps:1,worker:*", {"max_staleness": 1, "synchronous": True}, "expected max_staleness or synchronous, got both"),
+        ("ps:1,worker:*", {"backup_workers": 1}, "expected synchronous with backup_workers"),
+        ("ps:1,worker:*", {"backup_workers": 9, "synchronous": True}, "backup_workers, got 9"),
+        ("ps:1,worker:*", {"placement": "anywhere"}, "expected round_robin or bytes, got anywhere"),
+        ("ps:1,worker:*", {"non_finite": "ignore"}, "expected reject or skip, got ignore"),
+    ],
+    ids=str,
+)
+def test_clusters_and_options_that_do_not_add_up(comm, roles, options, text):
+    if comm.size == 1 and "ps:1" in roles:
+        pytest.skip("two roles need two ranks")
+    with pytest.raises(ConfigurationError, match=text):
+        hpcdist.ParameterServerStrategy(hpcdist.MPIClusterResolver(roles=roles), **options)
+
+
+def test_metrics_and_values_are_those_of_all_workers(on_servers):
+    def body(strategy):
+        with strategy.scope():
+            mean = hpcdist.metrics.Mean()
+        strategy.run(lambda: mean.update_state([float(strategy.rank)]))
+        assert mean.result() == (strategy.size - 1) / 2
+        mean.reset_state()
+        assert strategy.reduce("mean", torch.tensor(float(strategy.rank)), axis=None) == (strategy.size - 1) / 2
+        assert strategy.gather(torch.tensor([strategy.rank]), axis=0).tolist() == [*range(strategy.size)]
+
+    on_servers(body)
+
+
+def test_rows_are_divided_as_by_an_all_reduce_strategy(on_servers):
+    def body(strategy):
+        dataset = hpcdist.Dataset.from_tensor_slices(np.arange(12)).batch(6)
+        own = [part.tolist() for part in strategy.experimental_distribute_dataset(dataset)]
+        parts = strategy.world.role_comm.allgather(own)
+        assert [sorted(sum((part[step] for part in parts), [])) for step in range(2)] == [[*range(6)], [*range(6, 12)]]
+        assert strategy.num_replicas_in_sync == 1
+
+    on_servers(body)

@@ -1,0 +1,78 @@
+import numpy as np
+import pytest
+import torch
+
+from hpcdist.plan.partitioners import FixedShardsPartitioner, VariableSpec, place
+from hpcdist.ps.layout import (
+    Packer,
+    Unpacker,
+    specs_of,
+    specs_of_text,
+    specs_to_text,
+    state_of_text,
+    state_to_text,
+)
+from hpcdist.ps.messages import PIECE_BYTES, Kind, Message, answer
+
+
+def test_a_message_survives_its_envelope():
+    payload = np.arange(10, dtype=np.uint8)
+    numbers = np.array([3, -1], np.int64)
+    sent = Message(Kind.STEP, 2, 1, 7, 9, 3, numbers, "text: ä", payload)
+    got = Message.of_envelope(sent.envelope())
+    got.payload[:] = payload
+    assert (got.kind, got.worker, got.incarnation, got.sequence, got.clock, got.request) == (Kind.STEP, 2, 1, 7, 9, 3)
+    assert got.numbers.tolist() == [3, -1]
+    assert (got.text, got.payload.tolist()) == ("text: ä", payload.tolist())
+    back = answer(got, Kind.DONE, text="x")
+    assert (back.worker, back.incarnation, back.sequence, back.kind, back.text) == (2, 1, 7, Kind.DONE, "x")
+
+
+def test_memory_for_a_payload_is_used_again_if_it_is_large_enough():
+    memory = np.empty(100, np.uint8)
+    small = Message(Kind.STEP, 0, payload=np.zeros(10, np.uint8)).envelope()
+    assert np.shares_memory(Message.of_envelope(small, memory).payload, memory)
+    large = Message(Kind.STEP, 0, payload=np.zeros(101, np.uint8)).envelope()
+    assert len(Message.of_envelope(large, memory).payload) == 101
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, PIECE_BYTES, PIECE_BYTES + 1])
+def test_payloads_travel_in_pieces(nbytes):
+    pieces = Message(Kind.STEP, 0, payload=np.zeros(nbytes, np.uint8)).pieces()
+    assert sum(map(len, pieces)) == nbytes
+    assert all(0 < len(piece) <= PIECE_BYTES for piece in pieces)
+
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool]
+
+
+def test_tensors_are_packed_and_read_again():
+    tensors = [(torch.arange(size) % 2).to(dtype) for dtype in DTYPES for size in (0, 1, 5)]
+    tensors += [torch.tensor(2.5), torch.ones(3, 4).t(), torch.ones(4, 3)[1:3]]
+    packer = Packer()
+    for _ in range(2):
+        payload = Unpacker(packer.pack(tensors).copy())
+        assert all(torch.equal(payload.take(one.shape, one.dtype), one) for one in tensors)
+
+
+def test_specs_of_the_shards_of_each_server():
+    variables = [VariableSpec("w", (5, 2), torch.float32), VariableSpec("b", (), torch.bfloat16)]
+    shards = place(variables, 2, FixedShardsPartitioner(2))
+    specs = specs_of(variables, shards, frozenset([0]))
+    found = [(server, one.name, one.start, one.stop, one.shape, one.dtype) for server in specs for one in specs[server]]
+    assert found == [
+        (0, "w", 0, 3, (3, 2), "float32"),
+        (0, "b", 0, 1, (), "bfloat16"),
+        (1, "w", 3, 5, (2, 2), "float32"),
+    ]
+    assert [one.nbytes for one in specs[0]] == [24, 2]
+    assert [one.is_sparse for one in specs[0]] == [True, False]
+    assert specs_of_text(specs_to_text(specs[0])) == specs[0]
+
+
+def test_states_of_optimizers_are_packed():
+    states = {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 3)}, 2: {"n": 5, "name": "x"}}
+    text, tensors = state_to_text(states)
+    found = state_of_text(text, Unpacker(Packer().pack(tensors)))
+    assert torch.equal(found[0]["exp_avg"], torch.ones(2, 3))
+    assert (found[0]["step"].item(), found[2]) == (3.0, {"n": 5, "name": "x"})
