@@ -30,9 +30,7 @@ def parse_args():
     parser.add_argument("--replicas", type=positive, help="replicas on any number of ranks; default: one per rank")
     parser.add_argument("--strategy", choices=["all-reduce", "ps", "ps-synchronous"], default="all-reduce")
     parser.add_argument("--roles", help="of the ranks, such as ps:2,worker:*; default: TF_CONFIG or HPCDIST_ROLES")
-    parser.add_argument(
-        "--max-staleness", type=int, help="steps that a worker with --strategy ps may be ahead of others"
-    )
+    parser.add_argument("--max-staleness", type=int, help="steps that a worker on ps may be ahead of others")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/train"))
     parser.add_argument("--save-every", type=positive, default=100, metavar="STEPS")

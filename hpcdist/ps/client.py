@@ -1,6 +1,7 @@
 """A worker's side of the parameter servers: which shard lies where, and one exchange for each step."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,19 +16,24 @@ from hpcdist.ps import pickles
 from hpcdist.ps.layout import (
     NOTHING,
     ROWS,
+    ROWS_HERE,
     WHOLE,
-    Packer,
+    WHOLE_HERE,
     ShardSpec,
     Unpacker,
+    Values,
     specs_to_text,
     state_of_text,
     state_to_text,
 )
 from hpcdist.ps.messages import Kind, Message
-from hpcdist.ps.server import check_settings
+from hpcdist.ps.server import COPY, check_settings
 from hpcdist.ps.transport import Mailbox
+from hpcdist.runtime.node_memory import map_memory
 from hpcdist.runtime.step_flags import Request
 
+#: How often values of a server of this node are read while it writes, before they are asked for in a message.
+_N_READS = 4
 #: What is sent of an optimizer for each of its groups: its settings, and the numbers of its variables.
 Groups = list[tuple[dict[str, Any], list[int]]]
 
@@ -77,7 +83,9 @@ class Client:
         self._name, self._timeout_s = name, timeout_s
         self._shards: list[list[_Known]] = [[] for _ in servers]
         self._sequence = self.clock = 0
-        self._packers = [Packer() for _ in servers]
+        self._packers = [mailbox.packer(rank) for rank in servers]
+        self._batches: list[list[int]] = [[] for _ in servers]  # shards of each adoption
+        self._values: list[list[Values]] = [[] for _ in servers]
         self._optimizers: dict[int, tuple[Optimizer, list[dict[str, Any]]]] = {}
         self.signal = ""
         self.has_left = False
@@ -101,6 +109,7 @@ class Client:
         for server, new in specs.items():
             known = [_Known(spec, variables[spec.variable]) for spec in new]
             self._shards[server] += known
+            self._batches[server].append(len(known))
             payload = self._packers[server].pack([one.part_of(one.variable.detach()) for one in known])
             requests[server] = {"text": specs_to_text(new), "payload": payload}
         if is_first and requests:
@@ -166,35 +175,84 @@ class Client:
             }
         return self._take(self._ask("step", Kind.STEP, requests))
 
-    def pull(self) -> None:
-        """Write the values that servers have now into the variables."""
+    def pull(self, number: int = 0) -> None:
+        """Write the values that servers have now into the variables.
+
+        Args:
+            number: COPY: values come in messages, also inside a node.
+        """
         requests = {
-            server: {"numbers": np.array([0, *(n for one in held for n in (NOTHING, 0, one.version))], np.int64)}
+            server: {"numbers": np.array([number, *(n for one in held for n in (NOTHING, 0, one.version))], np.int64)}
             for server, held in enumerate(self._shards)
         }
         self._take(self._ask("pull", Kind.PULL, requests))
 
     def _take(self, answers: dict[int, Message]) -> Request:
         """Write values into the variables; return what is due."""
-        due = Request.NONE
+        due, torn = Request.NONE, False
         for server, message in answers.items():
-            payload = Unpacker(message.payload)
-            rows = message.numbers[1:].reshape(-1, 3).tolist()
-            for one, (kind, n_rows, version) in zip(self._shards[server], rows, strict=True):
-                if kind == WHOLE:
-                    one.write(payload.take(one.spec.shape, one.spec.torch_dtype))
-                elif kind == ROWS:
-                    indices = payload.take((n_rows,), torch.int64)
-                    one.write(payload.take((n_rows, *one.spec.row_shape), one.spec.torch_dtype), indices)
-                if version < one.version:
-                    raise DesyncError(
-                        f"pull: expected version {one.version} of {one.spec.name!r} or a later one, got {version} on "
-                        f"{self._name}; servers must not be replaced in a job."
-                    )
-                one.version = version
             due |= Request(message.request)
-            self.signal = self.signal or message.text
+            if message.text:
+                self._hear(server, json.loads(message.text))
+            rows = message.numbers[1:].reshape(-1, 3).tolist()
+            self._require_later(server, rows)
+            if any(kind in (WHOLE_HERE, ROWS_HERE) for kind, _, _ in rows):
+                if not self._read(server, message, rows):
+                    torn = True
+                    continue
+            else:
+                self._unpack(server, message, rows)
+            for one, (_, _, version) in zip(self._shards[server], rows, strict=True):
+                one.version = version
+        if torn:
+            self.pull(COPY)
         return due
+
+    def _hear(self, server: int, news: dict[str, Any]) -> None:
+        """Note a signal that a server got, and map the memory where it has values."""
+        self.signal = self.signal or news["signal"]
+        for path in news["paths"]:
+            begin = sum(len(values.tensors) for values in self._values[server])
+            stop = begin + self._batches[server][len(self._values[server])]
+            specs = [one.spec for one in self._shards[server][begin:stop]]
+            self._values[server].append(Values(map_memory(path), specs))
+
+    def _require_later(self, server: int, rows: list[list[int]]) -> None:
+        for one, (_, _, version) in zip(self._shards[server], rows, strict=True):
+            if version < one.version:
+                raise DesyncError(
+                    f"pull: expected version {one.version} of {one.spec.name!r} or a later one, got {version} on "
+                    f"{self._name}; servers must not be replaced in a job."
+                )
+
+    def _unpack(self, server: int, message: Message, rows: list[list[int]]) -> None:
+        """Write values that came in a message into the variables."""
+        payload = Unpacker(message.payload)
+        for one, (kind, n_rows, _) in zip(self._shards[server], rows, strict=True):
+            if kind == WHOLE:
+                one.write(payload.take(one.spec.shape, one.spec.torch_dtype))
+            elif kind == ROWS:
+                indices = payload.take((n_rows,), torch.int64)
+                one.write(payload.take((n_rows, *one.spec.row_shape), one.spec.torch_dtype), indices)
+
+    def _read(self, server: int, message: Message, rows: list[list[int]]) -> bool:
+        """Copy values from where a server of this node has them; return whether it did not write meanwhile."""
+        tensors = [tensor for values in self._values[server] for tensor in values.tensors]
+        for _ in range(_N_READS):
+            before = [values.counter for values in self._values[server]]
+            if any(count & 1 for count in before):
+                os.sched_yield()
+                continue
+            payload = Unpacker(message.payload)
+            for one, tensor, (kind, n_rows, _) in zip(self._shards[server], tensors, rows, strict=True):
+                if kind == WHOLE_HERE:
+                    one.write(tensor)
+                elif kind == ROWS_HERE:
+                    indices = payload.take((n_rows,), torch.int64)
+                    one.write(tensor[indices], indices)
+            if before == [values.counter for values in self._values[server]]:
+                return True
+        return False
 
     # -- states -----------------------------------------------------------------------------------------------------
 

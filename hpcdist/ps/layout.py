@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,11 +12,13 @@ from torch import Tensor
 
 from hpcdist.plan.partitioners import Shard, VariableSpec
 from hpcdist.ps.messages import Bytes
+from hpcdist.runtime.node_memory import fence
 
 #: Tensors in a payload begin at multiples of this.
 _ALIGNMENT = 64
-#: What a message has of a shard: nothing, all of it, or some of its rows.
-NOTHING, WHOLE, ROWS = range(3)
+#: What a message has of a shard: nothing, all of it, or some of its rows. The last two: their values are in memory that
+#: worker and server share.
+NOTHING, WHOLE, ROWS, WHOLE_HERE, ROWS_HERE = range(5)
 
 
 @dataclass(frozen=True)
@@ -98,19 +100,62 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-class Packer:
-    """Writes tensors one behind the other into memory that it keeps from message to message."""
+def _private(nbytes: int) -> Bytes:
+    return np.empty(nbytes, np.uint8)
 
-    def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
-        self._n_used = 0
+
+class Values:
+    """Where the values of shards are in memory that a server shares with workers of its node, under a counter.
+
+    The counter is odd while the server writes. Who reads compares it before and after, and reads again if it changed.
+
+    Args:
+        memory: of `nbytes_of(specs)` bytes.
+        specs: of the shards.
+
+    Source: sequence locks, as in Linux's seqlock.h.
+    """
+
+    def __init__(self, memory: memoryview, specs: Sequence[ShardSpec]) -> None:
+        array: Bytes = np.frombuffer(memory, np.uint8)
+        self._counter = array[:8].view(np.int64)
+        payload = Unpacker(array[_ALIGNMENT:])
+        self.tensors = [payload.take(spec.shape, spec.torch_dtype) for spec in specs]
+
+    @staticmethod
+    def nbytes_of(specs: Sequence[ShardSpec]) -> int:
+        """Return the bytes that the values of shards take, with their counter."""
+        return _ALIGNMENT + sum(padded(spec.nbytes) for spec in specs)
+
+    def count(self) -> None:
+        """Count the beginning or the end of a change."""
+        fence()
+        self._counter[0] += 1
+        fence()
+
+    @property
+    def counter(self) -> int:
+        """The number of beginnings and ends of changes so far."""
+        fence()
+        return int(self._counter[0])
+
+
+class Packer:
+    """Writes tensors one behind the other into memory that it keeps from message to message.
+
+    Args:
+        allocate: returns memory of so many bytes or more.
+    """
+
+    def __init__(self, allocate: Callable[[int], Bytes] = _private) -> None:
+        self._memory, self._allocate = _private(0), allocate
 
     def pack(self, tensors: Sequence[Tensor]) -> Bytes:
         """Return a payload of tensors, which holds until the next call."""
         arrays = [bytes_of(tensor) if tensor.numel() else np.empty(0, np.uint8) for tensor in tensors]
         total = sum(padded(len(array)) for array in arrays)
         if total > len(self._memory):
-            self._memory = np.empty(total, np.uint8)
+            self._memory = self._allocate(total)
         start = 0
         for array in arrays:
             self._memory[start : start + len(array)] = array

@@ -1,9 +1,11 @@
 """Messages between workers and parameter servers: numbers, a text and bytes, in typed headers; no pickles.
 
-A message travels as an envelope (header, numbers, text) and, behind it, its payload in pieces of at most 4 MiB.
+A message travels as an envelope (header, numbers, text) and, behind it, its payload in pieces of at most 4 MiB. Inside
+a node the payload is in memory that both ranks share, and the envelope names it.
 """
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +16,7 @@ Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
 #: Largest piece of a payload: several requests share a server without one of them filling its memory.
 PIECE_BYTES = 4 << 20
-_N_HEADER = 8
+_N_HEADER = 9
 
 
 class Kind(enum.IntEnum):
@@ -51,26 +53,30 @@ class Message:
     text: str = ""
     payload: Bytes = field(default_factory=lambda: np.empty(0, np.uint8))
 
-    def envelope(self) -> Bytes:
-        """Return all but the payload, as bytes."""
+    def envelope(self, path: str = "") -> Bytes:
+        """Return all but the payload, as bytes.
+
+        Args:
+            path: of the shared memory that the payload is at the beginning of; empty: it comes in pieces.
+        """
         text = self.text.encode()
         head = [self.kind, self.worker, self.incarnation, self.sequence, self.clock, self.request]
-        header = np.array([*head, len(self.numbers), len(self.payload)], np.int64)
-        return np.frombuffer(header.tobytes() + self.numbers.tobytes() + text, np.uint8)
+        header = np.array([*head, len(self.numbers), len(self.payload), len(text)], np.int64)
+        return np.frombuffer(header.tobytes() + self.numbers.tobytes() + text + path.encode(), np.uint8)
 
     @classmethod
-    def of_envelope(cls, envelope: Bytes, payload: Bytes | None = None) -> "Message":
-        """Return the message of an envelope, with memory for its payload, which comes in pieces.
+    def of_envelope(cls, envelope: Bytes, memory_for: Callable[[int, str], Bytes] | None = None) -> "Message":
+        """Return the message of an envelope.
 
         Args:
             envelope: as `envelope` returns it.
-            payload: memory for it that is there already, if it is large enough.
+            memory_for: returns the payload's memory, given its bytes and the path in the envelope; default: new one.
         """
         header = envelope[: 8 * _N_HEADER].view(np.int64)
-        kind, worker, incarnation, sequence, clock, request, n_numbers, n_payload = map(int, header)
+        kind, worker, incarnation, sequence, clock, request, n_numbers, n_payload, n_text = map(int, header)
         stop = 8 * (_N_HEADER + n_numbers)
-        if payload is None or len(payload) < n_payload:
-            payload = np.empty(n_payload, np.uint8)
+        path = envelope[stop + n_text :].tobytes().decode()
+        payload = np.empty(n_payload, np.uint8) if memory_for is None else memory_for(n_payload, path)
         return cls(
             Kind(kind),
             worker,
@@ -79,8 +85,8 @@ class Message:
             clock,
             request,
             envelope[8 * _N_HEADER : stop].view(np.int64),
-            envelope[stop:].tobytes().decode(),
-            payload[:n_payload],
+            envelope[stop : stop + n_text].tobytes().decode(),
+            payload,
         )
 
     def pieces(self) -> list[Bytes]:

@@ -11,11 +11,13 @@ from hpcdist.ps.messages import Message
 from hpcdist.ps.server import Server
 from hpcdist.ps.transport import Mailbox
 from hpcdist.runtime.process import end_of_training
-from hpcdist.runtime.waiting import wait_until
+from hpcdist.runtime.waiting import YIELDS, wait_until
 from hpcdist.runtime.world import World
 
 #: Longest sleep of a server that has nothing to do, in seconds: what a push may have to wait for it.
-_MAX_SLEEP_S = 2e-4
+_MAX_SLEEP_S = 5e-5
+#: Times that it yields its core before it sleeps, where the node has more ranks than cores.
+CROWDED_YIELDS = 200
 #: How long it looks for messages before it looks at everything else.
 _LOOK_S = 0.2
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
@@ -62,9 +64,10 @@ def serve(world: World, mailbox: Mailbox, server: Server, workers: list[int]) ->
     """
     with _StopSignals() as signals:
         waiting_since = time.monotonic()
+        yields = CROWDED_YIELDS if world.is_crowded else YIELDS
         while not server.is_done:
             received: list[tuple[int, Message]] = []
-            wait_until(functools.partial(_receive, mailbox, received), _LOOK_S, 200, _MAX_SLEEP_S)
+            wait_until(functools.partial(_receive, mailbox, received), _LOOK_S, yields, _MAX_SLEEP_S)
             if signals.last:
                 name, signals.last = signals.last, ""
                 server.note_signal(name)

@@ -6,7 +6,8 @@ versions of a shard only grow. Shards of one server change together, those of di
 
 import collections
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,17 +23,23 @@ from hpcdist.ps.clocks import Clocks, RequestClock
 from hpcdist.ps.layout import (
     NOTHING,
     ROWS,
+    ROWS_HERE,
     WHOLE,
+    WHOLE_HERE,
     Packer,
     ShardSpec,
     Unpacker,
+    Values,
     specs_of_text,
     state_of_text,
     state_to_text,
 )
 from hpcdist.ps.messages import Kind, Message, Numbers, answer
+from hpcdist.runtime.node_memory import OwnMemory
 from hpcdist.runtime.step_flags import Request
 
+#: In place of an optimizer's number in a pull: values are to come in the message, also inside a node.
+COPY = -1
 #: Optimizers that change, for a gradient of rows, these rows alone, if they have none of these settings.
 _CHANGES_ROWS_ALONE = {"SparseAdam": (), "SGD": ("momentum", "weight_decay"), "Adagrad": ("weight_decay", "lr_decay")}
 
@@ -50,6 +57,19 @@ class Rules:
     max_staleness: int | None = None
     is_synchronous: bool = False
     n_backup: int = 0
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The workers of this server's node, which read its values where they are.
+
+    Attributes:
+        workers: their numbers.
+        allocate: returns memory that they can map.
+    """
+
+    workers: frozenset[int]
+    allocate: Callable[[int], OwnMemory]
 
 
 @dataclass
@@ -88,16 +108,17 @@ class Server:
     """The shards of one ps rank.
 
     Args:
-        workers: numbers of all workers.
+        packers: what packs answers, for each worker by its number.
         rules: what workers may expect of each other.
+        neighbours: the workers of this node; default: all get values in messages.
 
     Attributes:
         clocks: of the workers, as seen here.
         exit_code: with which to leave once all workers have, as one of them said; -1: with the chief's.
     """
 
-    def __init__(self, workers: Iterable[int], rules: Rules) -> None:
-        self.clocks = Clocks(workers, rules.max_staleness)
+    def __init__(self, packers: Mapping[int, Packer], rules: Rules, neighbours: Neighbours | None = None) -> None:
+        self.clocks = Clocks(packers, rules.max_staleness)
         self.exit_code = -1
         self._rules = rules
         self._shards: list[_Served] = []
@@ -108,7 +129,9 @@ class Server:
         self._round = 0
         self._requests = RequestClock()
         self._signal = ""
-        self._packers: dict[int, Packer] = collections.defaultdict(Packer)
+        self._packers, self._neighbours = packers, neighbours
+        self._memories: list[tuple[OwnMemory, Values]] = []
+        self._n_told: dict[int, int] = {}
         self._counts: collections.Counter[str] = collections.Counter()
         self._staleness: collections.Counter[int] = collections.Counter()
 
@@ -167,11 +190,33 @@ class Server:
     # -- variables and optimizers ---------------------------------------------------------------------------------
 
     def _adopt(self, message: Message) -> None:
-        payload = Unpacker(message.payload)
-        for spec in specs_of_text(message.text):
-            values = nn.Parameter(payload.take(spec.shape, spec.torch_dtype).clone())
+        payload, specs = Unpacker(message.payload), specs_of_text(message.text)
+        tensors = [payload.take(spec.shape, spec.torch_dtype) for spec in specs]
+        for spec, values in zip(specs, self._held(specs, tensors), strict=True):
             rows = np.zeros(spec.shape[0], np.int64) if spec.is_sparse else None
-            self._shards.append(_Served(spec, values, row_versions=rows))
+            self._shards.append(_Served(spec, nn.Parameter(values), row_versions=rows))
+
+    def _held(self, specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors for the values of shards, filled: in memory that neighbours can read, if there are any."""
+        if self._neighbours is None or not self._neighbours.workers:
+            return [tensor.clone() for tensor in tensors]
+        own = self._neighbours.allocate(Values.nbytes_of(specs))
+        values = Values(own.memory, specs)
+        for held, tensor in zip(values.tensors, tensors, strict=True):
+            held.copy_(tensor)
+        self._memories.append((own, values))
+        return values.tensors
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Let neighbours know that values change in the block."""
+        for _, values in self._memories:
+            values.count()
+        try:
+            yield
+        finally:
+            for _, values in self._memories:
+                values.count()
 
     def _add_optimizer(self, message: Message) -> None:
         number = int(message.numbers[0])
@@ -192,7 +237,7 @@ class Server:
     def _assign(self, message: Message) -> None:
         """Replace all values, and the states of all optimizers."""
         payload = Unpacker(message.payload)
-        with torch.no_grad():
+        with torch.no_grad(), self._writing():
             for shard in self._shards:
                 shard.values.copy_(payload.take(shard.spec.shape, shard.spec.torch_dtype))
                 shard.count_update(None)
@@ -300,7 +345,8 @@ class Server:
             updater.optimizer.param_groups, updater.settings.get(messages[0].worker, []), strict=False
         ):
             group.update(settings)
-        updater.optimizer.step()
+        with self._writing():
+            updater.optimizer.step()
         for number, rows in changed.items():
             self._shards[number].values.grad = None
             self._shards[number].count_update(rows)
@@ -324,28 +370,41 @@ class Server:
         return found
 
     def _values(self, message: Message) -> Message:
-        """Return the values that a worker does not know yet."""
+        """Return the values that a worker does not know yet; to one of this node, which they are."""
         known = message.numbers[1:].reshape(-1, 3)[:, 2].tolist()
+        is_here = self._is_neighbour(message)
         numbers, parts = [0], []
         for shard, version in zip(self._shards, known, strict=False):
             if version == shard.version:
                 numbers += [NOTHING, 0, shard.version]
             elif shard.row_versions is not None and version >= 0:
                 rows = np.flatnonzero(shard.row_versions > version)
-                numbers += [ROWS, len(rows), shard.version]
-                parts += [torch.from_numpy(rows), shard.values.detach()[rows]]
+                numbers += [ROWS_HERE if is_here else ROWS, len(rows), shard.version]
+                parts += [torch.from_numpy(rows), *([] if is_here else [shard.values.detach()[rows]])]
             else:
-                numbers += [WHOLE, 0, shard.version]
-                parts.append(shard.values.detach())
-        text, self._signal = self._signal, ""  # this worker asks all others to stop
+                numbers += [WHOLE_HERE if is_here else WHOLE, 0, shard.version]
+                parts += [] if is_here else [shard.values.detach()]
         return answer(
             message,
             Kind.VALUES,
             request=int(self._requests.due(message.clock)),
-            text=text,
             numbers=np.array(numbers, np.int64),
+            text=self._news_for(message.worker, is_here),
             payload=self._packers[message.worker].pack(parts),
         )
+
+    def _is_neighbour(self, message: Message) -> bool:
+        """Return whether a worker reads the values where they are, and has not asked for a copy."""
+        is_here = self._neighbours is not None and message.worker in self._neighbours.workers
+        return is_here and int(message.numbers[0]) != COPY
+
+    def _news_for(self, worker: int, is_here: bool) -> str:
+        """Return what a worker is told beside values, as JSON: a signal that this rank got, and where values are."""
+        signal, self._signal = self._signal, ""  # this worker asks all others to stop
+        paths = [own.path for own, _ in self._memories[self._n_told.get(worker, 0) :]] if is_here else []
+        if is_here:
+            self._n_told[worker] = len(self._memories)
+        return json.dumps({"signal": signal, "paths": paths}) if signal or paths else ""
 
 
 def _sum_of(pushed: list[Tensor | None], like: Tensor) -> Tensor | None:

@@ -7,6 +7,7 @@ import mmap
 import os
 import platform
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -89,6 +90,48 @@ def _refused(error: OSError) -> CollectiveError:
         f"shared memory: expected memory that the ranks of a node can share, got {error}; raise the memory limit "
         f"of the job, or ask for implementation MPI."
     )
+
+
+class OwnMemory:
+    """Memory of one process that others of its node can map, as it has no name: by `path`, while the process lives.
+
+    Not collective.
+
+    Args:
+        nbytes: rounded up to whole pages.
+
+    Attributes:
+        memory: the bytes, zero at first. path: what others give to `map_memory`.
+
+    Raises:
+        CollectiveError: when the node has too little memory, or forbids sharing it; on this rank only.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        nbytes = -(-max(1, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            fd = os.memfd_create("hpcdist")
+            os.posix_fallocate(fd, 0, nbytes)
+            self.memory = memoryview(mmap.mmap(fd, nbytes))
+        except OSError as error:
+            raise _refused(error) from error
+        self.path = f"/proc/{os.getpid()}/fd/{fd}"
+        weakref.finalize(self, os.close, fd)
+
+
+def map_memory(path: str) -> memoryview:
+    """Return the memory of another process of this node; see `OwnMemory`.
+
+    Raises:
+        CollectiveError: when it cannot be reached, as across container boundaries; on this rank only.
+    """
+    fd = _open(path)
+    try:
+        return memoryview(mmap.mmap(fd, os.fstat(fd).st_size))
+    except OSError as error:
+        raise _refused(error) from error
+    finally:
+        os.close(fd)
 
 
 class NodeBarrier:

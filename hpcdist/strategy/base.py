@@ -66,7 +66,7 @@ class Strategy(Ranks):
 
     @property
     def n_replicas(self) -> int:
-        """Replicas whose values `reduce`, variables and metrics combine, and that each global batch is divided among."""
+        """Replicas whose values `reduce`, variables and metrics combine, and that share each global batch."""
         return self.num_replicas_in_sync
 
     @property

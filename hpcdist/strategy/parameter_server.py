@@ -11,8 +11,9 @@ from hpcdist.gradients.storage import Storage
 from hpcdist.ps.client import Client
 from hpcdist.ps.serve import serve
 from hpcdist.ps.served import ServedParameters
-from hpcdist.ps.server import Rules, Server
-from hpcdist.ps.transport import Mailbox
+from hpcdist.ps.server import Neighbours, Rules, Server
+from hpcdist.ps.transport import Mailbox, find_neighbours
+from hpcdist.runtime.node_memory import OwnMemory
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 
 #: How much longer a worker waits for an answer than servers let it wait for others: they say whom it waited for.
@@ -115,9 +116,12 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         workers = [rank for rank, task in enumerate(tasks) if task.is_training]
         workers.sort(key=lambda rank: (tasks[rank].type != "chief", tasks[rank].index, rank))
         world.wait(world.comm.Ibarrier())  # making a communicator blocks: nobody may be missing then
-        mailbox = Mailbox(world.comm.Dup())
+        comm = world.comm.Dup()
+        node = find_neighbours(comm)
+        mailbox = Mailbox(comm, node)
         if world.task.type == "ps":
-            server = Server(range(len(workers)), self._rules)
+            here = Neighbours(frozenset(n for n, rank in enumerate(workers) if rank in node), OwnMemory)
+            server = Server({n: mailbox.packer(rank) for n, rank in enumerate(workers)}, self._rules, here)
             sys.exit(serve(world, mailbox, server, workers))
         if world.task.is_training:
             number = workers.index(world.rank)

@@ -66,7 +66,10 @@ class History:
     def __init__(self, seed, n_workers=4, n_servers=2, max_staleness=2, faults=None, make_server=Server):
         self.random, self.faults = random.Random(seed), faults or Faults()
         self.max_staleness = max_staleness
-        self.servers = [make_server(range(n_workers), Rules(max_staleness)) for _ in range(n_servers)]
+        self.servers = [
+            make_server({worker: Packer() for worker in range(n_workers)}, Rules(max_staleness))
+            for _ in range(n_servers)
+        ]
         self.workers = [Worker(number, versions=[[0, 0] for _ in self.servers]) for number in range(n_workers)]
         self.now, self.events, self.order = 0.0, [], itertools.count()
         self.n_ok, self.violations, self.counts = 0, [], collections.Counter()

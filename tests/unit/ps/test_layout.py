@@ -28,12 +28,17 @@ def test_a_message_survives_its_envelope():
     assert (back.worker, back.incarnation, back.sequence, back.kind, back.text) == (2, 1, 7, Kind.DONE, "x")
 
 
-def test_memory_for_a_payload_is_used_again_if_it_is_large_enough():
-    memory = np.empty(100, np.uint8)
-    small = Message(Kind.STEP, 0, payload=np.zeros(10, np.uint8)).envelope()
-    assert np.shares_memory(Message.of_envelope(small, memory).payload, memory)
-    large = Message(Kind.STEP, 0, payload=np.zeros(101, np.uint8)).envelope()
-    assert len(Message.of_envelope(large, memory).payload) == 101
+def test_an_envelope_says_where_a_payload_is():
+    memory, asked = np.arange(100, dtype=np.uint8), []
+
+    def memory_for(nbytes, path):
+        asked.append((nbytes, path))
+        return memory[:nbytes]
+
+    sent = Message(Kind.STEP, 0, text="text", payload=np.zeros(10, np.uint8))
+    got = Message.of_envelope(sent.envelope("/somewhere"), memory_for)
+    assert asked == [(10, "/somewhere")]
+    assert (got.text, got.payload.tolist()) == ("text", [*range(10)])
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, PIECE_BYTES, PIECE_BYTES + 1])

@@ -23,7 +23,7 @@ class Serving:
     """A server of two shards, and workers that speak to it by hand."""
 
     def __init__(self, n_workers=2, kind=torch.optim.SGD, **rules):
-        self.server = Server(range(n_workers), Rules(**rules))
+        self.server = Server({worker: Packer() for worker in range(n_workers)}, Rules(**rules))
         self.sequences = [0] * n_workers
         self.clocks = [0] * n_workers
         self.known = [[0, 0] for _ in range(n_workers)]
@@ -202,7 +202,8 @@ def test_requests_of_one_worker_are_due_for_all_after_the_same_step():
 def test_a_signal_to_the_server_is_told_to_one_worker():
     serving = Serving(2)
     serving.server.note_signal("SIGTERM")
-    assert [serving.push(worker)[0].text for worker in (1, 0, 1)] == ["SIGTERM", "", ""]
+    texts = [serving.push(worker)[0].text for worker in (1, 0, 1)]
+    assert (json.loads(texts[0])["signal"], texts[1:]) == ("SIGTERM", ["", ""])
 
 
 def test_a_push_of_the_wrong_shape_is_an_error_and_changes_nothing():
