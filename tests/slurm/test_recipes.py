@@ -109,6 +109,20 @@ def test_without_scontrol_the_command_to_run_is_printed(slurm, submit, options, 
     assert job.final_state() == unbroken
 
 
+def test_a_job_with_parameter_servers_is_preempted(slurm, submit, root, data, preempt, tmp_path):
+    """Of four ranks on two nodes one serves; synchronous steps have the bits of an all-reduce of three ranks."""
+    small = ("--data", data, "--batch", 16, "--epochs", 40, "--save-every", 20)
+    job = submit("train-ps", *small, "--strategy", "ps-synchronous", ranks=2)
+    job.wait_for_training()
+    assert preempt(job)["reason"].startswith("SIGTERM ")
+    job.finish(240)
+    assert (job.decision["decision"], job.decision["attempt"]) == ("finished", 2)
+    mpirun = Path(sys.executable).parent / "mpirun"
+    reference = (sys.executable, root / "jobs" / "train.py", *small, "--run-dir", tmp_path / "run")
+    slurm.client(mpirun, "-n", "3", *reference, timeout_s=240)
+    assert job.final_state()[:2] == final_state(tmp_path / "run")[:2]
+
+
 def test_a_chain_of_jobs(slurm, submit, options, unbroken):
     job = submit("train-chain", *options)
     job.wait_for_training()

@@ -8,7 +8,7 @@ import pytest
 from stand_ins import JOB, SCONTROL, add_program
 
 pytestmark = pytest.mark.timeout(60)
-RECIPES = ("train", "train-mpirun", "train-array", "train-chain")
+RECIPES = ("train", "train-mpirun", "train-ps", "train-array", "train-chain")
 SRUN = """#!/usr/bin/env bash
 case " $* " in
   *" true ") exit ;;
