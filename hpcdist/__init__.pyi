@@ -62,6 +62,7 @@ from hpcdist.gradients.compression import PowerSGDState as PowerSGDState
 from hpcdist.gradients.compression import TopKState as TopKState
 from hpcdist.gradients.compression import power_sgd_hook as power_sgd_hook
 from hpcdist.gradients.compression import top_k_hook as top_k_hook
+from hpcdist.plan import partitioners as partitioners
 from hpcdist.plan.partitioners import FixedShardsPartitioner as FixedShardsPartitioner
 from hpcdist.plan.partitioners import MaxSizePartitioner as MaxSizePartitioner
 from hpcdist.plan.partitioners import MinSizePartitioner as MinSizePartitioner

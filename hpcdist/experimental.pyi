@@ -9,3 +9,4 @@ from hpcdist import PreemptionCheckpointHandler as PreemptionCheckpointHandler
 from hpcdist import TPUStrategy as TPUStrategy
 from hpcdist import TerminationConfig as TerminationConfig
 from hpcdist import ValueContext as ValueContext
+from hpcdist import partitioners as partitioners

@@ -111,6 +111,7 @@ MODULES = {
     "cluster_resolver": "cluster_resolver",
     "experimental": "experimental",
     "metrics": "metrics",
+    "partitioners": "plan.partitioners",
     "testing": "testing",
 }
 #: Paths of tf.distribute: each name there -> its name in hpcdist.
@@ -136,6 +137,7 @@ ALIASES = {
         "MultiWorkerMirroredStrategy": "MultiWorkerMirroredStrategy",
         "ParameterServerStrategy": "ParameterServerStrategy",
         "PreemptionCheckpointHandler": "PreemptionCheckpointHandler",
+        "partitioners": "partitioners",
         "TPUStrategy": "TPUStrategy",
         "TerminationConfig": "TerminationConfig",
         "ValueContext": "ValueContext",

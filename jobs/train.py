@@ -3,7 +3,7 @@
 python jobs/train.py
 mpirun -n 4 python jobs/train.py --run-dir runs/digits
 python jobs/train.py --replicas 8                         (the same bits on any number of ranks)
-mpirun -n 5 python jobs/train.py --strategy ps --roles ps:2,worker:*         (parameter servers)
+mpirun -n 5 python jobs/train.py --strategy ps --roles 'ps:2,worker:*'         (parameter servers)
 srun --mpi=pmi2 python jobs/train.py --model cnn --data /datasets/mnist      (in an sbatch script)
 
 Default data: the 1,797 handwritten digits that come with scikit-learn. The run folder holds checkpoints/, train.log,

@@ -22,6 +22,8 @@ COMMANDS = {
     "mpirun -n 2 python mine.py": "test_programs",
     "python jobs/train.py --run-dir runs/one": "test_the_three_ways",
     "mpirun -n 4 python jobs/train.py --run-dir runs/four": "test_the_three_ways",
+    "mpirun -n 5 python jobs/train.py --strategy ps --roles 'ps:2,worker:*'": "test_parameter_servers_as_in_the_readme",
+    "sbatch --nodes 2 slurm/train-ps.sbatch": "test_the_batch_script_is_shipped, and tests/slurm",
     "sbatch --nodes 2 slurm/train.sbatch": "test_the_batch_script_is_shipped, and tests/slurm",
 }
 
@@ -147,6 +149,14 @@ def test_the_three_ways(clone, clean_environ):
     four = "mpirun -n 4 python jobs/train.py --run-dir runs/four"
     assert "4 replicas; new run" in run(four, clone, clean_environ, 90)[0]
     assert "step-00000460-0001.h5" in run(four, clone, clean_environ, 90)[0]
+
+
+@pytest.mark.timeout(120)
+def test_parameter_servers_as_in_the_readme(clone, clean_environ):
+    [command] = [one for block in blocks(ROOT / "README.md", "sh") for one in block.splitlines() if "--roles" in one]
+    output, seconds = run(command, clone, clean_environ, 110)
+    assert re.search(r"^test accuracy 0\.9\d+  checkpoint runs/train/\S+$", output, re.MULTILINE), output[-2000:]
+    print(f"{seconds:.0f} s: {output.splitlines()[-1]}")
 
 
 @pytest.mark.quick

@@ -19,13 +19,14 @@ LOSSES = "test_losses"
 OVERLAP = "test_overlap"
 PACKED = "test_packed_reduce"
 PLACEMENT = "test_placement"
+SERVERS = "test_parameter_servers"
 TPU = "test_tpu"
 VARIABLES = "test_variables"
 DATASETS_ALONE = "test_dataset"
 INPUTS_ALONE = "test_distributed"
 
 #: Later pieces of work that rows may wait for.
-LATER = {"parameter servers", "training API: Model.fit"}
+LATER = {"coordinator", "training API: Model.fit"}
 
 #: (what is promised, tests that show it | a piece of LATER | "open: what is missing").
 ROWS = [
@@ -50,9 +51,13 @@ ROWS = [
     ),
     (
         "ParameterServerStrategy(cluster_resolver, variable_partitioner): asynchronous, a coordinator",
-        "parameter servers",
+        "coordinator",
     ),
-    ("ParameterServerStrategy of TensorFlow 1: every worker loops", "parameter servers"),
+    (
+        "ParameterServerStrategy of TensorFlow 1: every worker loops",
+        f"{SERVERS}::test_workers_learn_digits_together",
+        f"{SERVERS}::test_one_worker_alone_is_plain_training",
+    ),
     (
         "CentralStorageStrategy: variables once on the host, computation on every replica",
         f"{CENTRAL}::test_weights_are_those_of_mirrored_replicas",
@@ -454,7 +459,7 @@ ROWS = [
         "get_next_as_optional where only some have data left: an element of no rows for the others",
         f"{INPUTS}::test_datasets_from_a_function_end_together",
     ),
-    ("under parameter servers nothing is sharded: one pipeline, number 0", "parameter servers"),
+    ("under parameter servers nothing is sharded: one pipeline, number 0", "coordinator"),
     # -- losses ------------------------------------------------------------------------------------------------------
     (
         "compute_average_loss is the weighted sum / global batch",
