@@ -64,6 +64,8 @@ def build_cnn(height, width):
 
 
 def make_strategy(args):
+    if args.replicas if args.strategy != "all-reduce" else args.max_staleness is not None:
+        raise SystemExit("train.py: --replicas is for all-reduce, and --max-staleness for ps")
     resolver = hpcdist.MPIClusterResolver(roles=args.roles) if args.roles else None
     if args.strategy == "all-reduce":
         return hpcdist.MultiWorkerMirroredStrategy(resolver, num_replicas=args.replicas)
@@ -122,6 +124,8 @@ def main():
 
     def evaluate():
         accuracy.reset_state()
+        if args.strategy != "all-reduce":
+            strategy.refresh()  # all workers evaluate the same values
         model.eval()
         for batch in test_batches:
             strategy.run(test_step, args=batch)

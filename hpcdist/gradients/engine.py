@@ -88,7 +88,8 @@ class GradientEngine:
         self.generators = StepGenerators(None if has_fixed_replicas else self._comm.rank)
         self._optimizers: IdentitySet[Optimizer] = IdentitySet()
         self._state = ReplicaState(own, functools.partial(world.agree, comm=self._comm))
-        is_shared = has_fixed_replicas or storage is not None  # by replicas of a rank, or by the ranks of a host
+        has_one_copy = storage is not None and storage.is_summed
+        is_shared = has_fixed_replicas or has_one_copy  # by replicas of a rank, or by the ranks of a host
         self._writes = SharedWrites(self._optimizers) if is_shared and self._n_replicas > 1 else None
         switched: list[Switched] = [self._state, self.generators] if has_fixed_replicas else []
         self.scheduler = ReplicaScheduler(own, switched if self._writes is None else [*switched, self._writes])
@@ -375,6 +376,11 @@ class GradientEngine:
             raise GradientError(
                 "step: expected a step without a closure, which parameter servers make, got one; call backward before "
                 "optimizer.step()."
+            )
+        if torch_hooks.is_step_of_scaler():
+            raise GradientError(
+                "step: expected every worker to make each step, got a GradScaler, which skips steps on workers whose "
+                "own gradients overflow; train in bfloat16, which needs none."
             )
         has_gradients = any(parameter.grad is not None for parameter in parameters)
         if self._storage is None or (self._storage.needs_sum and has_gradients and self.sums.is_mean is not False):

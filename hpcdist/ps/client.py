@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from hpcdist.errors import CollectiveTimeoutError, DesyncError, HpcdistError, error_class
+from hpcdist.errors import CollectiveTimeoutError, DesyncError, GradientError, HpcdistError, UsageError, error_class
 from hpcdist.ps import pickles
 from hpcdist.ps.layout import (
     NOTHING,
@@ -20,6 +20,7 @@ from hpcdist.ps.layout import (
     WHOLE,
     WHOLE_HERE,
     ShardSpec,
+    States,
     Unpacker,
     Values,
     specs_to_text,
@@ -27,7 +28,7 @@ from hpcdist.ps.layout import (
     state_to_text,
 )
 from hpcdist.ps.messages import Kind, Message
-from hpcdist.ps.server import COPY, check_settings
+from hpcdist.ps.server import COPY, check_optimizer
 from hpcdist.ps.transport import Mailbox
 from hpcdist.runtime.node_memory import map_memory
 from hpcdist.runtime.step_flags import Request
@@ -87,8 +88,10 @@ class Client:
         self._batches: list[list[int]] = [[] for _ in servers]  # shards of each adoption
         self._values: list[list[Values]] = [[] for _ in servers]
         self._optimizers: dict[int, tuple[Optimizer, list[dict[str, Any]]]] = {}
+        self._members: dict[int, list[list[int]]] = {}
         self.signal = ""
         self.has_left = False
+        self._pid = os.getpid()
 
     @property
     def n_servers(self) -> int:
@@ -110,20 +113,27 @@ class Client:
             known = [_Known(spec, variables[spec.variable]) for spec in new]
             self._shards[server] += known
             self._batches[server].append(len(known))
-            payload = self._packers[server].pack([one.part_of(one.variable.detach()) for one in known])
-            requests[server] = {"text": specs_to_text(new), "payload": payload}
-        if is_first and requests:
+            if is_first:
+                payload = self._packers[server].pack([one.part_of(one.variable.detach()) for one in known])
+                requests[server] = {"text": specs_to_text(new), "payload": payload}
+        if requests:
             self._ask("adopt", Kind.ADOPT, requests)
 
     def number_of(self, optimizer: Optimizer, groups: Groups) -> int:
         """Return the number of an optimizer; at its first step servers get it. All workers step in the same order."""
+        members_now = [members for _, members in groups]
         for number, (known, _) in self._optimizers.items():
-            if known is optimizer:
+            if known is optimizer and self._members[number] == members_now:
                 return number
+            if known is optimizer:
+                raise UsageError(
+                    f"step: expected the parameters that {type(optimizer).__name__} had at its first step, got others "
+                    f"on {self._name}; make a new optimizer after adding or unfreezing parameters."
+                )
         number = len(self._optimizers)
         numbers = {variable for _, members in groups for variable in members}
         shards = [one.spec for server in self._shards for one in server if one.spec.variable in numbers]
-        check_settings(type(optimizer), is_split=len(shards) > len(numbers))
+        check_optimizer(type(optimizer), is_split=len(shards) > len(numbers))
         requests = {}
         for server, held in enumerate(self._shards):
             own = [
@@ -131,7 +141,7 @@ class Client:
                 for settings, members in groups
             ]
             pickle = pickles.dumps((type(optimizer), optimizer.defaults, own))
-            text, tensors = self._states_on(server, [optimizer])  # of a checkpoint that every worker has loaded
+            text, tensors = self._states_on(server, {number: optimizer})  # of a checkpoint that every worker has loaded
             payload = self._packers[server].pack([torch.from_numpy(pickle.copy()), *tensors])
             requests[server] = {
                 "numbers": np.array([number, len(pickle)], np.int64),
@@ -139,7 +149,8 @@ class Client:
                 "payload": payload,
             }
         self._ask("step", Kind.OPTIMIZER, requests)
-        self._optimizers[number] = (optimizer, [settings for settings, _ in groups])
+        self._optimizers[number] = (optimizer, [])  # its settings go with the first push
+        self._members[number] = members_now
         return number
 
     # -- steps ------------------------------------------------------------------------------------------------------
@@ -265,7 +276,7 @@ class Client:
         answers = self._ask("save", Kind.STATE, requests)
         parts: dict[int, list[tuple[_Known, dict[str, Any]]]] = {}
         for server, message in answers.items():
-            for index, state in state_of_text(message.text, Unpacker(message.payload)).items():
+            for (_, index), state in state_of_text(message.text, Unpacker(message.payload)).items():
                 one = self._shards[server][index]
                 parts.setdefault(id(one.variable), []).append((one, state))
         for owned in parts.values():
@@ -273,26 +284,36 @@ class Client:
             variable = owned[0][0].variable
             optimizer.state[variable] = {name: _joined(owned, name, variable) for name in owned[0][1]}
 
-    def assign(self) -> None:
-        """Make the values of the variables, and the states of optimizers, those of the servers."""
+    def assign(self, variables: Collection[int], optimizers: Sequence[Optimizer]) -> None:
+        """Make the values of some variables, and the states of some optimizers, those of the servers.
+
+        Args:
+            variables: their numbers.
+            optimizers: that servers have.
+        """
+        numbered = {
+            number: one for number, (one, _) in self._optimizers.items() if any(one is own for own in optimizers)
+        }
         requests: dict[int, dict[str, Any]] = {}
         for server, held in enumerate(self._shards):
-            values = [one.part_of(one.variable.detach()) for one in held]
-            text, tensors = self._states_on(server, [optimizer for optimizer, _ in self._optimizers.values()])
+            chosen = [index for index, one in enumerate(held) if one.spec.variable in variables]
+            values = [held[index].part_of(held[index].variable.detach()) for index in chosen]
+            text, tensors = self._states_on(server, numbered)
             requests[server] = {
+                "numbers": np.array([len(chosen), *chosen, *numbered], np.int64),
                 "text": text,
                 "payload": self._packers[server].pack([*values, *tensors]),
             }
         self._ask("restore", Kind.ASSIGN, requests)
 
-    def _states_on(self, server: int, optimizers: Sequence[Optimizer]) -> tuple[str, list[Tensor]]:
+    def _states_on(self, server: int, optimizers: Mapping[int, Optimizer]) -> tuple[str, list[Tensor]]:
         """Return the states of optimizers, as far as they have any, for the shards of a server."""
-        states: dict[int, dict[str, Any]] = {}
-        for optimizer in optimizers:
+        states: States = {}
+        for number, optimizer in optimizers.items():
             for index, one in enumerate(self._shards[server]):
                 for name, value in optimizer.state.get(one.variable, {}).items():
                     is_of_rows = isinstance(value, Tensor) and value.shape == one.variable.shape
-                    states.setdefault(index, {})[name] = one.part_of(value) if is_of_rows else value
+                    states.setdefault((number, index), {})[name] = one.part_of(value) if is_of_rows else value
         return state_to_text(states)
 
     def statistics(self) -> list[dict[str, Any]]:
@@ -306,7 +327,7 @@ class Client:
         Args:
             code: with which servers leave once all workers have; -1: with that of the chief's program.
         """
-        if not self.has_left:
+        if not self.has_left and os.getpid() == self._pid:  # a forked child is no worker
             self.has_left = True
             numbers = np.array([code], np.int64)
             self._ask("leave", Kind.LEAVE, {server: {"numbers": numbers} for server in range(self.n_servers)})
@@ -341,6 +362,11 @@ def _gradient_of(one: _Known) -> tuple[int, int, list[Tensor]]:
     gradient = one.variable.grad
     if gradient is None:
         return NOTHING, 0, []
+    if gradient.dtype is not one.spec.torch_dtype or gradient.shape != one.variable.shape:
+        raise GradientError(
+            f"step: expected a gradient of {one.spec.dtype} as the servers have {one.spec.name!r}, got "
+            f"{gradient.dtype} of shape {tuple(gradient.shape)}; convert the model before its first use."
+        )
     if not gradient.is_sparse:
         return WHOLE, 0, [one.part_of(gradient)]
     gradient = gradient.coalesce()

@@ -137,7 +137,9 @@ class Values:
     def counter(self) -> int:
         """The number of beginnings and ends of changes so far."""
         fence()
-        return int(self._counter[0])
+        count = int(self._counter[0])
+        fence()
+        return count
 
 
 class Packer:
@@ -179,24 +181,28 @@ class Unpacker:
         return torch.from_numpy(part).view(dtype).reshape(tuple(shape))
 
 
-def state_to_text(states: dict[int, dict[str, Any]]) -> tuple[str, list[Tensor]]:
-    """Return the states of an optimizer by number of shard, as JSON and the tensors that belong to it."""
+#: The states of optimizers: by the number of the optimizer and of the shard.
+States = dict[tuple[int, int], dict[str, Any]]
+
+
+def state_to_text(states: States) -> tuple[str, list[Tensor]]:
+    """Return the states of optimizers as JSON, and the tensors that belong to it."""
     tensors: list[Tensor] = []
     rows = []
-    for number, state in states.items():
+    for numbers, state in states.items():
         for name, value in state.items():
             if isinstance(value, Tensor):
                 tensors.append(value)
-                rows.append([number, name, list(value.shape), str(value.dtype).removeprefix("torch."), None])
+                rows.append([*numbers, name, list(value.shape), str(value.dtype).removeprefix("torch."), None])
             else:
-                rows.append([number, name, None, None, value])
+                rows.append([*numbers, name, None, None, value])
     return json.dumps(rows), tensors
 
 
-def state_of_text(text: str, payload: Unpacker) -> dict[int, dict[str, Any]]:
+def state_of_text(text: str, payload: Unpacker) -> States:
     """Return the states that `state_to_text` wrote; tensors are copies."""
-    states: dict[int, dict[str, Any]] = {}
-    for number, name, shape, dtype, value in json.loads(text):
+    states: States = {}
+    for optimizer, shard, name, shape, dtype, value in json.loads(text):
         read = value if shape is None else payload.take(shape, getattr(torch, dtype)).clone()
-        states.setdefault(number, {})[name] = read
+        states.setdefault((optimizer, shard), {})[name] = read
     return states

@@ -82,6 +82,8 @@ def serve(world: World, mailbox: Mailbox, server: Server, workers: list[int]) ->
         is_over = wait_until(
             lambda: mailbox.is_sent and (is_told or end_of_training() is not None), world.timeout_s, 0, 0.01
         )
+    if not is_told:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers send it to the slower ranks
     if not is_over:
         raise CollectiveTimeoutError(
             f"parameter server: expected the chief to leave within {world.timeout_s:g} s of the last worker, got no "

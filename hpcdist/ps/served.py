@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
@@ -81,6 +82,7 @@ class ServedParameters:
         new = [(name, one) for name, one in named if one.requires_grad and not self.holds(one)]
         if not new:
             return
+        self._require_unwritten()
         first, of_rows = len(self._specs), {id(one) for one in sparse}
         specs = [*self._specs, *(VariableSpec(name, tuple(one.shape), one.dtype) for name, one in new)]
         with self._world.agreed(self._world.role_comm):
@@ -103,7 +105,7 @@ class ServedParameters:
             if one._version != counter:
                 raise GradientError(
                     f"step: expected {name.name!r} as the parameter servers gave it, got it written to on "
-                    f"{self._world.describe()}; they would not learn of it: leave its changes to an optimizer, or load "
+                    f"{self._world.describe()}; leave its changes to an optimizer, or load "
                     f"a checkpoint."
                 )
 
@@ -182,20 +184,21 @@ class ServedParameters:
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def refresh(self, optimizers: Iterable[Optimizer]) -> None:
-        """Bring every worker to the same values: those after all pushes so far. The chief gets optimizers' states too.
+        """Bring every worker to the values after all pushes so far; ranks that save get the states of optimizers too.
 
         Collective: the workers. None pushes meanwhile.
         """
+        self._require_unwritten()
         self._meet()
         self.client.pull()
         self._note_written()
-        if self._world.is_chief:
+        if self._world.is_chief or self._world.node_comm.rank == 0:  # which makes its node's copy in memory
             for optimizer in optimizers:
                 self.client.fetch_state(optimizer)
         self._meet()
 
-    def publish(self, optimizers: Iterable[Optimizer]) -> None:
-        """Make what every worker has just loaded the servers' values and states.
+    def publish(self, tensors: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
+        """Make what every worker has just loaded into variables and optimizers the servers' values and states.
 
         Collective: the workers. None pushes meanwhile.
         """
@@ -203,7 +206,7 @@ class ServedParameters:
         for optimizer in optimizers:
             self.client.number_of(optimizer, self._groups_of(optimizer))
         if self._world.is_chief:
-            self.client.assign()
+            self.client.assign({self._numbers[id(one)] for one in tensors if self.holds(one)}, optimizers)
         self._meet()
         self.client.pull()
         self._note_written()
@@ -213,7 +216,8 @@ def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the settings of each group that may change from step to step, such as a learning rate."""
 
     def plain(value: Any) -> Any:
-        return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        is_number = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
+        return value.item() if is_number else value
 
     return [
         {
@@ -231,13 +235,25 @@ def is_on_servers(optimizer: Any) -> bool:
     return any(one.holds(parameter) for one in list(_alive) for parameter in parameters)
 
 
-def _with_parts(objects: Iterable[Any]) -> list[tuple[ServedParameters, list[Optimizer]]]:
-    """Return those that hold a part of some objects, each with the optimizers among these that it steps."""
+def _tensors_of(objects: Iterable[Any]) -> list[Tensor]:
+    """Return the parameters of modules, and tensors, among some objects."""
+    given = list(objects)
+    parameters = [one for item in given if isinstance(item, nn.Module) for one in item.parameters()]
+    return [*parameters, *(item for item in given if isinstance(item, Tensor))]
+
+
+def _concerned(objects: Iterable[Any]) -> list[tuple[ServedParameters, list[Optimizer]]]:
+    """Return those that hold a part of some objects, each with the optimizers among these whose parameters it holds."""
     given, found = list(objects), []
+    tensors = _tensors_of(given)
     for served in list(_alive):
-        parameters = [one for item in given if isinstance(item, nn.Module) for one in item.parameters()]
-        optimizers = [item for item in given if isinstance(item, Optimizer) and is_on_servers(item)]
-        if optimizers or any(map(served.holds, (*parameters, *(one for one in given if isinstance(one, Tensor))))):
+        optimizers = [
+            item
+            for item in given
+            if isinstance(item, Optimizer)
+            and any(served.holds(one) for group in item.param_groups for one in group["params"])
+        ]
+        if optimizers or any(map(served.holds, tensors)):
             found.append((served, optimizers))
     return found
 
@@ -247,11 +263,12 @@ def refresh(objects: Iterable[Any]) -> None:
 
     Collective where there are such: the workers.
     """
-    for served, optimizers in _with_parts(objects):
+    for served, optimizers in _concerned(objects):
         served.refresh(optimizers)
 
 
 def publish(objects: Iterable[Any]) -> None:
     """Give servers what was loaded into objects that they hold. Collective where there are such: the workers."""
-    for served, optimizers in _with_parts(objects):
-        served.publish(optimizers)
+    given = list(objects)
+    for served, optimizers in _concerned(given):
+        served.publish(_tensors_of(given), optimizers)

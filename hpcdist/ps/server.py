@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from hpcdist.errors import HpcdistError, UsageError
+from hpcdist.errors import DesyncError, UsageError
 from hpcdist.plan.replicas import plan_row_additions
 from hpcdist.ps import pickles
 from hpcdist.ps.clocks import Clocks, RequestClock
@@ -41,7 +41,11 @@ from hpcdist.runtime.step_flags import Request
 #: In place of an optimizer's number in a pull: values are to come in the message, also inside a node.
 COPY = -1
 #: Optimizers that change, for a gradient of rows, these rows alone, if they have none of these settings.
-_CHANGES_ROWS_ALONE = {"SparseAdam": (), "SGD": ("momentum", "weight_decay"), "Adagrad": ("weight_decay", "lr_decay")}
+_CHANGES_ROWS_ALONE: dict[type[Optimizer], tuple[str, ...]] = {
+    torch.optim.SparseAdam: (),
+    torch.optim.SGD: ("momentum", "weight_decay"),
+    torch.optim.Adagrad: ("weight_decay", "lr_decay"),
+}
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,10 @@ class Rules:
     Attributes:
         max_staleness: see `Clocks`.
         is_synchronous: whether the gradients of all workers are summed and applied once.
-        n_backup: workers whose gradients a synchronous step does not wait for; those that come later are dropped.
     """
 
     max_staleness: int | None = None
     is_synchronous: bool = False
-    n_backup: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,13 +99,6 @@ class _Updater:
     settings: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
 
 
-@dataclass
-class _Round:
-    """A synchronous step: what came of each worker."""
-
-    pushes: dict[int, Message] = field(default_factory=dict)
-
-
 class Server:
     """The shards of one ps rank.
 
@@ -125,7 +120,7 @@ class Server:
         self._updaters: dict[int, _Updater] = {}
         self._last: dict[int, tuple[int, int]] = {}
         self._parked: dict[int, Message] = {}
-        self._rounds: dict[int, _Round] = {}
+        self._rounds: dict[int, dict[int, Message]] = {}  # by clock: what came of each worker
         self._round = 0
         self._requests = RequestClock()
         self._signal = ""
@@ -155,7 +150,7 @@ class Server:
             self._counts["duplicates"] += 1
         try:
             return self._take(message) if is_new else self._repeat(message)
-        except (HpcdistError, RuntimeError, ValueError, TypeError, LookupError) as error:
+        except Exception as error:  # noqa: BLE001  what an optimizer raises ends the job at the worker that it is for
             return [answer(message, Kind.ERROR, text=f"{type(error).__name__}: {error}")]
 
     def _take(self, message: Message) -> list[Message]:
@@ -231,37 +226,37 @@ class Server:
         optimizer = kind.__new__(kind)
         optimizer.__setstate__({"defaults": defaults, "state": collections.defaultdict(dict), "param_groups": chosen})
         self._updaters[number] = _Updater(optimizer, [shard for _, shards in groups for shard in shards])
-        for shard, state in state_of_text(message.text, payload).items():
+        for (_, shard), state in state_of_text(message.text, payload).items():
             optimizer.state[self._shards[shard].values] = state
 
     def _assign(self, message: Message) -> None:
-        """Replace all values, and the states of all optimizers."""
+        """Replace the values of some shards, and the states of some optimizers."""
         payload = Unpacker(message.payload)
+        n_shards, *rest = map(int, message.numbers)
         with torch.no_grad(), self._writing():
-            for shard in self._shards:
+            for number in rest[:n_shards]:
+                shard = self._shards[number]
                 shard.values.copy_(payload.take(shard.spec.shape, shard.spec.torch_dtype))
                 shard.count_update(None)
-        states = state_of_text(message.text, payload)
-        for updater in self._updaters.values():
-            updater.optimizer.state.clear()
-            for number in updater.shards:
-                if number in states:
-                    updater.optimizer.state[self._shards[number].values] = states[number]
+        for number in rest[n_shards:]:
+            self._updaters[number].optimizer.state.clear()
+        for (optimizer, shard_number), state in state_of_text(message.text, payload).items():
+            self._updaters[optimizer].optimizer.state[self._shards[shard_number].values] = state
 
     def _state(self, message: Message) -> Message:
-        updater = self._updaters.get(int(message.numbers[0]))
-        states = {}
+        number = int(message.numbers[0])
+        updater, states = self._updaters.get(number), {}
         if updater is not None:
-            states = {number: dict(updater.optimizer.state[self._shards[number].values]) for number in updater.shards}
+            of_values = updater.optimizer.state
+            states = {(number, shard): dict(of_values[self._shards[shard].values]) for shard in updater.shards}
         text, tensors = state_to_text(states)
         return answer(message, Kind.DONE, text=text, payload=self._packers[message.worker].pack(tensors))
 
     def statistics(self) -> dict[str, Any]:
-        """Return counts of this server: pushes, duplicates, dropped ones, versions, and the staleness of pushes."""
+        """Return counts of this server: pushes, duplicates, versions, and the staleness of pushes."""
         return {
             "pushes": self._counts["pushes"],
             "duplicates": self._counts["duplicates"],
-            "dropped": self._counts["dropped"],
             "versions": [shard.version for shard in self._shards],
             "staleness": {str(age): n for age, n in sorted(self._staleness.items())},
         }
@@ -276,28 +271,23 @@ class Server:
         if message.text:
             groups = json.loads(message.text)
             self._updaters[int(message.numbers[0])].settings[message.worker] = [_with_tuples(one) for one in groups]
-        if not self._rules.is_synchronous:
-            self._apply([message])
-        elif message.clock > self._round:
-            self._rounds.setdefault(message.clock, _Round()).pushes[message.worker] = message
+        if self._rules.is_synchronous:
+            self._rounds.setdefault(message.clock, {})[message.worker] = message
         else:
-            self._counts["dropped"] += 1
+            self._apply([message])
         self._parked[message.worker] = message
         return self._released()
 
     def _released(self) -> list[Message]:
         """Return the answers that are due now; apply the rounds that are complete."""
-        while (found := self._rounds.get(self._round + 1)) is not None and self._is_complete(found):
+        while (pushes := self._rounds.get(self._round + 1)) and all(one in pushes for one in self.clocks.live):
             self._round += 1
-            self._apply([found.pushes[worker] for worker in sorted(found.pushes)])
+            self._apply([pushes[worker] for worker in sorted(pushes)])
             del self._rounds[self._round]
         due = [message for message in self._parked.values() if not self._awaited(message)]
         for message in due:
             del self._parked[message.worker]
         return [self._values(message) for message in due]
-
-    def _is_complete(self, found: _Round) -> bool:
-        return len(found.pushes) >= max(1, len(self.clocks.live) - self._rules.n_backup)
 
     def _awaited(self, message: Message) -> list[int]:
         """Return the workers that the answer to a push waits for."""
@@ -305,7 +295,7 @@ class Server:
             return self.clocks.awaited(message.clock)
         if message.clock <= self._round:
             return []
-        there = self._rounds[message.clock].pushes
+        there = self._rounds[message.clock]
         return [worker for worker in self.clocks.live if worker not in there] or [message.worker]
 
     def late(self, timeout_s: float) -> list[Message]:
@@ -330,7 +320,13 @@ class Server:
     @torch.no_grad()
     def _apply(self, messages: list[Message]) -> None:
         """Make one update of the sum of some pushes of one optimizer."""
-        updater = self._updaters[int(messages[0].numbers[0])]
+        numbers = {int(message.numbers[0]) for message in messages}
+        if len(numbers) > 1:
+            raise DesyncError(
+                f"step: expected every worker to step the same optimizer, got optimizers {sorted(numbers)} in one "
+                f"synchronous step; let all workers make the same steps."
+            )
+        updater = self._updaters[numbers.pop()]
         self._staleness.update(self._age_of(message) for message in messages)
         gradients = [self._gradients_of(message) for message in messages]
         changed: dict[int, Tensor | None] = {}
@@ -353,8 +349,11 @@ class Server:
 
     def _age_of(self, message: Message) -> int:
         """Return how many updates the values were behind that a push was computed from: of the oldest shard."""
-        known = message.numbers[1:].reshape(-1, 3)[:, 2]
-        return max((shard.version - int(one) for shard, one in zip(self._shards, known, strict=False)), default=0)
+        rows = message.numbers[1:].reshape(-1, 3).tolist()
+        pushed = [
+            (shard, known) for shard, (kind, _, known) in zip(self._shards, rows, strict=False) if kind != NOTHING
+        ]
+        return max((shard.version - known for shard, known in pushed), default=0)
 
     def _gradients_of(self, message: Message) -> dict[int, Tensor]:
         """Return the gradients in a push, by number of shard, in its memory."""
@@ -436,42 +435,42 @@ def _with_tuples(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changes_rows_alone(updater: _Updater) -> bool:
-    settings = _CHANGES_ROWS_ALONE.get(type(updater.optimizer).__name__)
+    settings = _CHANGES_ROWS_ALONE.get(type(updater.optimizer))
     groups = updater.optimizer.param_groups
     return settings is not None and not any(group.get(name) for name in settings for group in groups)
 
 
-def check_settings(kind: type[Optimizer], is_split: bool) -> None:
+def check_optimizer(kind: type[Optimizer], is_split: bool) -> None:
     """Raise UsageError for an optimizer that cannot run on servers, or not on a part of a variable.
 
     Args:
         kind: its class.
-        is_split: whether it updates a variable that several servers share.
+        is_split: whether it updates a variable that is in several shards.
     """
-    if kind.__name__ == "LBFGS":
+    if issubclass(kind, torch.optim.LBFGS):
         raise UsageError("step: expected an optimizer without a closure on parameter servers, got LBFGS; use another.")
-    if is_split and kind.__name__ not in ELEMENTWISE:
+    if is_split and kind not in ELEMENTWISE:
+        names = ", ".join(sorted(one.__name__ for one in ELEMENTWISE))
         raise UsageError(
             f"step: expected an optimizer that works element by element for a variable in several shards, one of "
-            f"{', '.join(sorted(ELEMENTWISE))}, got {kind.__name__}, which needs it whole; leave variable_partitioner "
-            f"out."
+            f"{names}, got {kind.__name__}, which needs it whole; leave variable_partitioner out."
         )
 
 
 #: torch's optimizers whose update of an element depends on this element alone.
-ELEMENTWISE = frozenset(
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     (
-        "ASGD",
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-        "SparseAdam",
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+        torch.optim.SparseAdam,
     )
 )

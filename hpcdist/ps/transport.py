@@ -22,18 +22,22 @@ class _Outbox:
 
     def __init__(self) -> None:
         self._own: OwnMemory | None = None
+        self._n_made = 0
         self._memory: Bytes = np.empty(0, np.uint8)
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Return memory that is twice as large as asked for, in place of the last one."""
-        self._own = OwnMemory(2 * nbytes)
+        """Return memory of so many bytes, in place of the last one."""
+        self._own, self._n_made = OwnMemory(nbytes), self._n_made + 1
         self._memory = np.frombuffer(self._own.memory, np.uint8)
         return self._memory
 
     def path_of(self, payload: Bytes) -> str:
-        """Return the path of the memory, if a payload is at its beginning; else nothing."""
+        """Return the path of the memory and its number, if a payload is at its beginning; else nothing.
+
+        The number tells it from an earlier one: the system gives a path anew.
+        """
         is_here = len(payload) > 0 and payload.ctypes.data == self._memory.ctypes.data
-        return self._own.path if is_here and self._own is not None else ""
+        return f"{self._own.path}#{self._n_made}" if is_here and self._own is not None else ""
 
 
 class Mailbox:
@@ -108,7 +112,7 @@ class Mailbox:
         """Return another rank's memory, mapped at its first use."""
         known = self._mapped.get(rank)
         if known is None or known[0] != path:
-            known = self._mapped[rank] = (path, np.frombuffer(map_memory(path), np.uint8))
+            known = self._mapped[rank] = (path, np.frombuffer(map_memory(path.partition("#")[0]), np.uint8))
         return known[1]
 
     def exchange(self, requests: Mapping[int, Message], timeout_s: float) -> dict[int, Message] | None:
@@ -123,7 +127,9 @@ class Mailbox:
         answers: dict[int, Message] = {}
 
         def is_done() -> bool:
-            answers.update(self.receive())
+            for rank, message in self.receive():
+                if rank in requests and message.sequence == requests[rank].sequence:  # else of a request given up
+                    answers[rank] = message
             return len(answers) == len(requests)
 
         if not wait_until(is_done, timeout_s):
@@ -137,16 +143,17 @@ def find_neighbours(comm: MPI.Comm) -> list[int]:
     Collective: `comm`, of which nobody may be missing; blocking.
     """
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    probe, error = None, None
     try:
-        probe, error = OwnMemory(1), None
-    except CollectiveError as caught:
-        probe, error = None, caught
-    paths = node.allgather((comm.rank, "" if probe is None else probe.path))
-    try:
-        for _, path in paths:
-            map_memory(path)
+        probe = OwnMemory(8)
+        probe.memory.cast("q")[0] = comm.rank + 1
     except CollectiveError as caught:
         error = caught
-    can_share = node.allreduce(int(error is None), MPI.MIN)
+    paths = node.allgather((comm.rank, "" if probe is None else probe.path))
+    try:
+        is_right = all(map_memory(path).cast("q")[0] == rank + 1 for rank, path in paths)
+    except CollectiveError as caught:
+        is_right, error = False, caught
+    can_share = node.allreduce(int(is_right and error is None), MPI.MIN)
     node.Free()
     return [rank for rank, _ in paths if rank != comm.rank] if can_share else []

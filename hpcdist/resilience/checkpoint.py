@@ -100,6 +100,11 @@ class Checkpoint:
         """Bring what is on parameter servers to one state on all workers. Collective if there is any: the workers."""
         served.refresh(self._objects.values())
 
+    @property
+    def is_on_servers(self) -> bool:
+        """Whether parameter servers make the steps of an optimizer here: each worker has buffers of its own then."""
+        return any(served.is_on_servers(one) for one in self._objects.values() if hasattr(one, "param_groups"))
+
     def publish(self) -> None:
         """Give parameter servers what was loaded. Collective if they hold any of the objects: the workers."""
         served.publish(self._objects.values())

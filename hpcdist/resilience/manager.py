@@ -415,6 +415,7 @@ class CheckpointManager:
         self.checkpoint.refresh()
         with self._forgetting_copies():
             nodes, arrays = self.checkpoint.collect_equal()
+            nodes = self.checkpoint.trained_parts(nodes) if self.checkpoint.is_on_servers else nodes
             require_equal(digest_of(nodes, arrays, contents_of(arrays)), self._world)
 
     # -- restore --------------------------------------------------------------------------------------------------

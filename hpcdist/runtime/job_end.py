@@ -188,17 +188,19 @@ class ExitHooks:
 
     def announced_end(self) -> int | None:
         """Return the code that another rank has announced to leave with; None before. Not collective."""
-        if self._announced is None and not MPI.Is_finalized() and self._comm.Iprobe(tag=_END_TAG):
+        status = MPI.Status()
+        if self._announced is None and not MPI.Is_finalized() and self._comm.Iprobe(tag=_END_TAG, status=status):
             code = np.empty(1, np.int32)
-            self._comm.Recv(code, tag=_END_TAG)
+            self._comm.Recv(code, status.Get_source(), _END_TAG)  # from any source MPICH waits for ever between hosts
             self._announced = int(code[0])
         return self._announced
 
     def _received_heartbeat(self) -> bool:
         """Return whether any rank has sent a heartbeat since the last call."""
         n_received = 0
-        while self._comm.Iprobe(tag=_HEARTBEAT_TAG):
-            self._comm.Recv(_HEARTBEAT, tag=_HEARTBEAT_TAG)
+        status = MPI.Status()
+        while self._comm.Iprobe(tag=_HEARTBEAT_TAG, status=status):
+            self._comm.Recv(_HEARTBEAT, status.Get_source(), _HEARTBEAT_TAG)
             n_received += 1
         return n_received > 0
 

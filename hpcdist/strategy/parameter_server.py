@@ -2,9 +2,14 @@
 
 import atexit
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch.optim.optimizer import Optimizer
+
+from hpcdist.cluster.environment import read_environment
 from hpcdist.cluster.resolvers import ClusterResolver
 from hpcdist.errors import ConfigurationError, agreed
 from hpcdist.gradients.storage import Storage
@@ -14,10 +19,14 @@ from hpcdist.ps.served import ServedParameters
 from hpcdist.ps.server import Neighbours, Rules, Server
 from hpcdist.ps.transport import Mailbox, find_neighbours
 from hpcdist.runtime.node_memory import OwnMemory
+from hpcdist.runtime.world import World
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
+from hpcdist.strategy.own_gradients import GradientsAndParameters
 
 #: How much longer a worker waits for an answer than servers let it wait for others: they say whom it waited for.
 _LATE_S = 30.0
+#: The worlds whose servers are taken.
+_worlds: "weakref.WeakSet[World]" = weakref.WeakSet()
 
 
 class ParameterServerStrategy(MultiWorkerMirroredStrategy):
@@ -57,8 +66,6 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         variable_partitioner: splits variables into shards, such as `MinSizePartitioner`; default: each is whole.
         max_staleness: see above; None: no bound.
         synchronous: see above.
-        backup_workers: in synchronous training, how many workers' gradients a step does not wait for; those that come
-            later are dropped. The sum is then of fewer workers.
         placement: "round_robin", as in TensorFlow, or "bytes": a shard goes to the server with the fewest bytes.
         non_finite: what becomes of a step whose gradients are not all finite: "reject", an error, or "skip", which
             leaves the step out and counts it; see `statistics`.
@@ -78,12 +85,11 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         max_staleness: int | None = None,
         synchronous: bool = False,
         *,
-        backup_workers: int = 0,
         placement: str = "round_robin",
         non_finite: str = "reject",
     ) -> None:
         self._partitioner, self._placement, self._non_finite = variable_partitioner, placement, non_finite
-        self._rules = Rules(max_staleness, synchronous, backup_workers)
+        self._rules = Rules(max_staleness, synchronous)
         self._client: Client | None = None
         super().__init__(cluster_resolver)
 
@@ -93,20 +99,23 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         n_workers = sum(task.is_training for task in self.world.tasks)
         rules, roles = self._rules, "set HPCDIST_ROLES=ps:1,worker:* or TF_CONFIG"
         is_bounded, least = rules.max_staleness is not None, 0 if rules.max_staleness is None else rules.max_staleness
-        has_backup = rules.n_backup != 0
         checks = (
             (tasks.has_tasks("ps"), "ps tasks", tasks, roles),
             (n_workers > 0, "worker tasks", tasks, roles),
             (least >= 0, "max_staleness of at least 0", least, "correct it"),
             (not (is_bounded and rules.is_synchronous), "max_staleness or synchronous", "both", "leave one out"),
-            (not has_backup or rules.is_synchronous, "synchronous with backup_workers", "none", "add it"),
-            (0 <= rules.n_backup < n_workers, f"less than {n_workers} backup_workers", rules.n_backup, "correct it"),
             (self._placement in ("round_robin", "bytes"), "round_robin or bytes", self._placement, "correct placement"),
             (self._non_finite in ("reject", "skip"), "reject or skip", self._non_finite, "correct non_finite"),
         )
         for is_right, expected, got, advice in checks:
             if not is_right:
                 raise agreed(ConfigurationError(f"ParameterServerStrategy: expected {expected}, got {got}; {advice}."))
+        if self.world in _worlds:
+            raise ConfigurationError(
+                f"ParameterServerStrategy: expected one for the ranks of a job, got another one on {self.world}: the "
+                f"servers of the first have no place for it; use that one."
+            )
+        _worlds.add(self.world)
         self._take_part()
 
     def _take_part(self) -> None:
@@ -120,6 +129,8 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         node = find_neighbours(comm)
         mailbox = Mailbox(comm, node)
         if world.task.type == "ps":
+            if "OMP_NUM_THREADS" not in read_environment():
+                torch.set_num_threads(world.cores_per_rank)
             here = Neighbours(frozenset(n for n, rank in enumerate(workers) if rank in node), OwnMemory)
             server = Server({n: mailbox.packer(rank) for n, rank in enumerate(workers)}, self._rules, here)
             sys.exit(serve(world, mailbox, server, workers))
@@ -145,11 +156,24 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         """All workers."""
         return self._comm.size
 
+    def apply_gradients(self, optimizer: Optimizer, grads_and_params: GradientsAndParameters) -> None:
+        """Push gradients of the program's own: put them into `parameter.grad`, and call `optimizer.step()`."""
+        for gradient, parameter in grads_and_params:
+            parameter.grad = gradient
+        optimizer.step()
+
+    def refresh(self) -> None:
+        """Bring every worker to the same values, those after all pushes so far, such as for an evaluation.
+
+        Collective: the workers. Saves do so themselves.
+        """
+        if isinstance(self._storage, ServedParameters):
+            self._storage.refresh([])
+
     def statistics(self) -> dict[str, Any]:
         """Return counts of all servers, as of now.
 
-        Not collective. `pushes`: of the first server. `duplicates`, `dropped`: pushes that were not applied: those that
-        came twice, and late ones of backup workers. `skipped`: this worker's steps that were left out. `versions`:
+        Not collective. `pushes`: of the first server. `skipped`: this worker's steps that were left out. `versions`:
         updates of each shard, by server. `staleness`: how many pushes were how many updates old when they were applied.
 
         Cost: a message to each server, and its answer.
@@ -163,8 +187,6 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
                 ages[int(age)] = ages.get(int(age), 0) + n
         return {
             "pushes": found[0]["pushes"],
-            "duplicates": sum(one["duplicates"] for one in found),
-            "dropped": found[0]["dropped"],
             "skipped": self._storage.n_skipped,
             "versions": [one["versions"] for one in found],
             "staleness": dict(sorted(ages.items())),

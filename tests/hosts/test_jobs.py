@@ -47,6 +47,16 @@ def test_training_over_two_hosts_equals_training_in_one(hosts, mpich):
     np.testing.assert_allclose(apart["weights"], together["weights"], rtol=0, atol=1e-6)
 
 
+@pytest.mark.timeout(150)
+def test_servers_and_workers_on_two_hosts_train_as_in_one_and_end(hosts, mpich):
+    """Between hosts payloads go in pieces, within one through shared memory."""
+    apart = mpich.run(hosts, "servers.py").result
+    together = mpich.run(hosts, "servers.py", ranks_per_host=[4, 0]).result
+    assert apart["n_workers"] == 3
+    assert apart["weights"][0] == apart["weights"][1] == apart["weights"][2]
+    assert apart["weights"] == together["weights"]
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_job_on_all_hosts(hosts, mpich, victim):
     job = hosts.start([mpich.bin / "python", PROGRAMS / "reduce_forever.py"], 2, mpirun=mpich.bin / "mpirun")

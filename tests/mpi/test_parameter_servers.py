@@ -104,9 +104,7 @@ def test_one_worker_alone_is_plain_training(comm, on_servers):
             return
         model, optimizer = make_model(strategy)
         train(strategy, model, optimizer, range(5))
-        plain = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
-        own, own_optimizer = make_model(hpcdist.get_strategy())
-        plain = own
+        plain, own_optimizer = make_model(hpcdist.get_strategy())
         for step in range(5):
             x = batch_of(step, 0, 1)
             own_optimizer.zero_grad()
@@ -135,7 +133,7 @@ def test_workers_learn_digits_together(on_servers, options):
                 losses = nn.functional.cross_entropy(model(x), y, reduction="none")
                 hpcdist.compute_average_loss(losses).backward()  # of this worker's rows: num_replicas_in_sync is 1
                 optimizer.step()
-        strategy._storage.refresh([])
+        strategy.refresh()
         right = (model(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
         return right, strategy.statistics(), strategy.size
 
@@ -159,7 +157,7 @@ def test_embeddings_push_and_pull_the_rows_that_were_used(on_servers):
         used = torch.tensor([strategy.rank, 50 + strategy.rank])
         table(used).sum().backward()
         optimizer.step()
-        strategy._storage.refresh([])
+        strategy.refresh()
         changed = (table.weight != before).any(1).nonzero()[:, 0].tolist()
         assert changed == sorted([*range(strategy.size), *range(50, 50 + strategy.size)])
 
@@ -176,7 +174,6 @@ def test_bfloat16_scalars_frozen_and_unused_parameters(on_servers):
             frozen.requires_grad_(False)
             optimizer = torch.optim.SGD([*half.parameters(), scale, *frozen.parameters(), *unused.parameters()], lr=0.5)
         before = [one.detach().clone() for one in (half.weight, scale, frozen.weight, unused.weight)]
-        hpcdist.compute_average_loss(half(torch.ones(1, 3).bfloat16()).float().sum(1) * scale, global_batch_size=1)
         (half(torch.ones(1, 3).bfloat16()).float().sum() * scale).backward()
         optimizer.step()
         after = (half.weight, scale, frozen.weight, unused.weight)
@@ -194,10 +191,12 @@ def test_a_second_model_and_optimizer(on_servers):
         train(strategy, first, optimizer, range(2))
         second, other = make_model(strategy, OPTIMIZERS["SGD with momentum"], seed=9)
         before = weights(first).clone()
+        strategy.barrier()
+        strategy.refresh()
+        before = weights(first).clone()
         train(strategy, second, other, range(2))
-        strategy._storage.refresh([])
-        assert torch.equal(weights(first), before) or strategy.size > 1
-        assert len(strategy.statistics()["versions"]) == on_servers.n_servers
+        strategy.refresh()
+        assert torch.equal(weights(first), before), "each optimizer steps its own"
 
     on_servers(body)
 
@@ -274,7 +273,7 @@ def test_a_checkpoint_that_is_read_in_training_is_what_servers_have(on_servers, 
         assert torch.equal(weights(model), before)
         optimizer.zero_grad()
         optimizer.step()
-        strategy._storage.refresh([])
+        strategy.refresh()
         assert torch.equal(weights(model), before)
         versions = [one for server in strategy.statistics()["versions"] for one in server]
         assert min(versions) >= 1
@@ -335,7 +334,7 @@ def test_gradients_that_are_not_finite(on_servers):
         model(torch.ones(1, 3))
         before = weights(model).clone()
         step(model, optimizer, float("inf"))
-        strategy._storage.refresh([])
+        strategy.refresh()
         assert torch.equal(weights(model), before)
         assert strategy.statistics()["skipped"] == 1
         strategy.barrier()
@@ -378,6 +377,73 @@ def test_optimizers_and_steps_that_servers_cannot_make(on_servers):
     on_servers(body, variable_partitioner=hpcdist.FixedShardsPartitioner(2))
 
 
+def test_parameters_that_an_optimizer_gets_later(on_servers):
+    def body(strategy):
+        model, optimizer = make_model(strategy)
+        train(strategy, model, optimizer, range(1))
+        with strategy.scope():
+            later = nn.Linear(3, 1)
+            optimizer.add_param_group({"params": later.parameters()})
+        later(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(UsageError, match="expected the parameters that Adam had at its first step, got others"):
+            optimizer.step()
+
+    on_servers(body)
+
+
+def test_a_scaler_and_a_second_strategy_are_refused(on_servers):
+    def body(strategy):
+        model, optimizer = make_model(strategy)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+        with pytest.raises(GradientError, match="got a GradScaler, which skips steps on workers"):
+            scaler.step(optimizer)
+        with pytest.raises(ConfigurationError, match="expected one for the ranks of a job, got another one on rank"):
+            strategy._check_cluster()
+
+    on_servers(body)
+
+
+def test_gradients_of_the_programs_own_are_pushed_as_they_are(on_servers):
+    def body(strategy):
+        with strategy.scope():
+            torch.manual_seed(1)
+            model = nn.Linear(2, 1, bias=False)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model(torch.ones(1, 2))
+        before = model.weight.detach().clone()
+        optimizer.apply_gradients([(torch.ones(1, 2), model.weight)])
+        strategy.refresh()
+        torch.testing.assert_close(model.weight.detach(), before - strategy.size)
+
+    on_servers(body)
+
+
+def test_a_model_alone_is_loaded_and_the_other_one_stays(on_servers, shared_path):
+    def body(strategy):
+        first, optimizer = make_model(strategy)
+        second, other = make_model(strategy, OPTIMIZERS["SGD with momentum"], seed=9)
+        train(strategy, first, optimizer, range(2))
+        train(strategy, second, other, range(2))
+        manager = hpcdist.CheckpointManager(hpcdist.Checkpoint(model=first, strategy=strategy), shared_path / "run")
+        path = manager.save(2)
+        manager.wait()
+        saved = weights(first).clone()
+        train(strategy, first, optimizer, range(2))
+        train(strategy, second, other, range(2))
+        strategy.refresh()
+        kept = weights(second).clone()
+        manager.checkpoint.read(path)
+        strategy.refresh()
+        assert torch.equal(weights(first), saved)
+        assert torch.equal(weights(second), kept)
+        strategy._storage.client.fetch_state(other)
+        assert other.state[second[0].weight]["momentum_buffer"].abs().sum() > 0, "its state is still there"
+        strategy.barrier()
+
+    on_servers(body)
+
+
 @pytest.mark.parametrize("found", [[0, 1], [1, 2], "2", [2.0, 1]], ids=str)
 def test_partitioners_that_return_nonsense(on_servers, found):
     def body(strategy):
@@ -395,8 +461,6 @@ def test_partitioners_that_return_nonsense(on_servers, found):
         ("ps:*", {}, "expected worker tasks, got ps:"),
         ("ps:1,worker:*", {"max_staleness": -1}, "expected max_staleness of at least 0, got -1"),
         ("ps:1,worker:*", {"max_staleness": 1, "synchronous": True}, "expected max_staleness or synchronous, got both"),
-        ("ps:1,worker:*", {"backup_workers": 1}, "expected synchronous with backup_workers"),
-        ("ps:1,worker:*", {"backup_workers": 9, "synchronous": True}, "backup_workers, got 9"),
         ("ps:1,worker:*", {"placement": "anywhere"}, "expected round_robin or bytes, got anywhere"),
         ("ps:1,worker:*", {"non_finite": "ignore"}, "expected reject or skip, got ignore"),
     ],

@@ -46,6 +46,7 @@ class Worker:
     incarnation: int = 0
     sequence: int = 0
     clock: int = 0
+    highest: int = 0  # clock of a push that was sent; one of a killed process may have been applied
     n_acknowledged: int = 0
     n_unknown: int = 0
     versions: list[list[int]] = field(default_factory=list)
@@ -117,6 +118,7 @@ class History:
             return
         worker.sequence += 1
         worker.clock += 1
+        worker.highest = max(worker.highest, worker.clock)
         worker.answers = {}
         worker.request = {}
         for number in range(len(self.servers)):
@@ -211,10 +213,10 @@ class History:
         """A worker begins its next step only when every other one has pushed all but `max_staleness` before it."""
         if self.max_staleness is not None:
             for other in self.workers:
-                if other.clock < worker.clock - self.max_staleness:
+                if other.highest < worker.clock - self.max_staleness:
                     self.violations.append(
                         f"worker {worker.number} begins step {worker.clock} where worker {other.number} pushes "
-                        f"{other.clock}"
+                        f"{other.highest}"
                     )
 
     def check_values(self):

@@ -76,8 +76,8 @@ def test_specs_of_the_shards_of_each_server():
 
 
 def test_states_of_optimizers_are_packed():
-    states = {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 3)}, 2: {"n": 5, "name": "x"}}
+    states = {(0, 0): {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 3)}, (1, 0): {"n": 5, "name": "x"}}
     text, tensors = state_to_text(states)
     found = state_of_text(text, Unpacker(Packer().pack(tensors)))
-    assert torch.equal(found[0]["exp_avg"], torch.ones(2, 3))
-    assert (found[0]["step"].item(), found[2]) == (3.0, {"n": 5, "name": "x"})
+    assert torch.equal(found[0, 0]["exp_avg"], torch.ones(2, 3))
+    assert (found[0, 0]["step"].item(), found[1, 0]) == (3.0, {"n": 5, "name": "x"})

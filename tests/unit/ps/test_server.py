@@ -10,7 +10,7 @@ from hpcdist.errors import UsageError
 from hpcdist.ps import pickles
 from hpcdist.ps.layout import NOTHING, ROWS, WHOLE, Packer, ShardSpec, Unpacker, specs_to_text
 from hpcdist.ps.messages import Kind, Message
-from hpcdist.ps.server import Rules, Server, check_settings
+from hpcdist.ps.server import Rules, Server, check_optimizer
 from hpcdist.runtime.step_flags import Request
 
 SPECS = [
@@ -168,16 +168,6 @@ def test_rows_of_all_workers_are_joined():
     assert parts_of(answer)[1] == (ROWS, 1, [1, 2])
 
 
-def test_late_gradients_of_backup_workers_are_dropped():
-    serving = Serving(3, is_synchronous=True, n_backup=1)
-    serving.push(0, dense=1)
-    assert {one.worker for one in serving.push(1, dense=1)} == {0, 1}
-    assert serving.values()[0] == -2.0
-    (answer,) = serving.push(2, dense=100)
-    assert parts_of(answer)[0] == (WHOLE, 1, -2.0)
-    assert serving.server.statistics()["dropped"] == 1
-
-
 def test_who_leaves_completes_a_synchronous_step():
     serving = Serving(2, is_synchronous=True)
     assert serving.push(0, dense=1) == []
@@ -219,10 +209,10 @@ class NeedsAllOfIt(torch.optim.SGD):
 
 
 def test_optimizers_that_need_whole_variables_are_refused_for_parts():
-    check_settings(NeedsAllOfIt, is_split=False)
+    check_optimizer(NeedsAllOfIt, is_split=False)
     for kind in (torch.optim.Adam, torch.optim.SparseAdam):
-        check_settings(kind, is_split=True)
+        check_optimizer(kind, is_split=True)
     with pytest.raises(UsageError, match="one of ASGD, .* got NeedsAllOfIt, which needs it whole"):
-        check_settings(NeedsAllOfIt, is_split=True)
+        check_optimizer(NeedsAllOfIt, is_split=True)
     with pytest.raises(UsageError, match="without a closure on parameter servers, got LBFGS"):
-        check_settings(torch.optim.LBFGS, is_split=False)
+        check_optimizer(torch.optim.LBFGS, is_split=False)

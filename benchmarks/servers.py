@@ -1,0 +1,104 @@
+"""Time parameter servers beside the all-reduce, TensorFlow's, and what workers that stall and links allow.
+
+python benchmarks/servers.py speed --peers-python .venv-tensorflow/bin/python     two workers, a server, an MLP
+python benchmarks/servers.py stalls                           (four workers, some of whose steps take longer)
+python benchmarks/servers.py links --workers 4 --servers 2    (over links of 1 Gbit/s; takes root, namespaces and tc)
+
+Each round runs every contender once; figures are medians over rounds, ratios those of the runs of one round.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tests" / "hosts"))
+
+MPIRUN = Path(sys.executable).parent / "mpirun"
+JOB = HERE / "servers_job.py"
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=["speed", "stalls", "links"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peers-python", type=Path, help="of an environment with TensorFlow")
+    parser.add_argument("--workers", type=int, default=4, help="of links: hosts with a worker each")
+    parser.add_argument("--servers", type=int, default=1, help="of links: hosts with a server each")
+    parser.add_argument("--elements", type=int, default=4 << 20, help="of links: float32 of one parameter")
+    return parser.parse_args()
+
+
+def run(command, environ=None):
+    """Return the JSON line that a command prints."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}
+    done = subprocess.run([str(part) for part in command], env=environ, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+    return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+
+
+def job(n_ranks, *options, servers=1):
+    """Return what a job of our ranks prints; `servers` of them serve."""
+    environ = {"HPCDIST_ROLES": f"ps:{servers},worker:*"} if servers else {}
+    return run([MPIRUN, "-n", n_ranks, sys.executable, JOB, *options], environ)
+
+
+def compare(contenders, rounds, baseline):
+    """Run contenders in turn, and print steps per second, and how many times those of the baseline."""
+    found = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, contender in contenders.items():
+            found[name].append(contender()["steps_per_s"])
+    for name, rates in found.items():
+        ratios = [own / other for own, other in zip(rates, found[baseline], strict=True)]
+        spread = f"({min(ratios):.2f} .. {max(ratios):.2f})"
+        print(f"{name:24} {statistics.median(rates):8.1f} steps/s  {statistics.median(ratios):.2f} {spread}")
+
+
+def speed(args):
+    contenders = {
+        "all-reduce": lambda: job(2, "--kind", "all-reduce", servers=0),
+        "asynchronous": lambda: job(3, "--kind", "async"),
+        "synchronous": lambda: job(3, "--kind", "sync"),
+    }
+    if args.peers_python is not None:
+        contenders["TensorFlow"] = lambda: run([args.peers_python, HERE / "peers" / "tensorflow_ps.py"])
+    compare(contenders, args.rounds, "TensorFlow" if args.peers_python is not None else "all-reduce")
+
+
+def stalls(args):
+    options = ["--compute-s", 0.03, "--stalls", 0.1, "--steps", 150, "--warm-up", 5, "--batch", 8]
+    contenders = {
+        "synchronous": lambda: job(5, "--kind", "sync", *options),
+        "staleness 4": lambda: job(5, "--kind", "async", "--max-staleness", 4, *options),
+        "asynchronous": lambda: job(5, "--kind", "async", *options),
+    }
+    compare(contenders, args.rounds, "synchronous")
+
+
+def links(args):
+    """Compare a synchronous step with w * M / (s * B): w workers push M bytes each through the links of s servers."""
+    from virtual_hosts import VirtualHosts
+
+    with VirtualHosts(args.workers + args.servers, 1e9) as hosts:
+        usable = hosts.calibrate()
+        options = ["--kind", "sync", "--elements", args.elements, "--shards", args.servers, "--steps", 10]
+        command = [sys.executable, JOB, *options, "--warm-up", 3]
+        environ = {"HPCDIST_ROLES": f"ps:{args.servers},worker:*", "OMP_NUM_THREADS": "1"}
+        outcome = hosts.run(command, 1, environ=environ, timeout_s=280)
+    bound_s = args.workers * 4 * args.elements / args.servers / usable
+    step_s = outcome.result["step_s"]
+    print(
+        f"{args.workers} workers, {args.servers} servers, {4 * args.elements >> 20} MiB: {1000 * step_s:.0f} ms a step"
+    )
+    print(f"{step_s / bound_s:.3f} of w * M / (s * B) = {1000 * bound_s:.0f} ms, at {usable / 1e6:.1f} MB/s")
+
+
+if __name__ == "__main__":
+    arguments = parse_args()
+    {"speed": speed, "stalls": stalls, "links": links}[arguments.part](arguments)

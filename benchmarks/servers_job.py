@@ -1,0 +1,100 @@
+"""One job of `servers.py`: workers that train against parameter servers or by an all-reduce; prints a line of JSON.
+
+HPCDIST_ROLES=ps:1,worker:* mpirun -n 3 python benchmarks/servers_job.py --kind async
+"""
+
+import argparse
+import json
+import random
+import time
+
+import torch
+from torch import nn
+
+import hpcdist
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kind", choices=["async", "sync", "all-reduce"], default="async")
+    parser.add_argument("--max-staleness", type=int)
+    parser.add_argument("--elements", type=int, help="of one parameter, in place of the guides' MLP")
+    parser.add_argument("--shards", type=int, help="of each variable")
+    parser.add_argument("--batch", type=int, default=32, help="rows of a worker")
+    parser.add_argument("--compute-s", type=float, help="sleep so long in place of a forward and backward")
+    parser.add_argument(
+        "--stalls",
+        type=float,
+        default=0.0,
+        help="share of steps that take five times longer, six units in place of one",
+    )
+    parser.add_argument("--warm-up", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=300)
+    return parser.parse_args()
+
+
+def make_strategy(args):
+    if args.kind == "all-reduce":
+        return hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    partitioner = None if args.shards is None else hpcdist.FixedShardsPartitioner(args.shards)
+    is_synchronous = args.kind == "sync"
+    return hpcdist.ParameterServerStrategy(None, partitioner, args.max_staleness, is_synchronous)
+
+
+def make_step(args, strategy):
+    """Return a function that makes one training step of this worker."""
+    torch.manual_seed(1)
+    with strategy.scope():
+        if args.elements:
+            model = nn.Linear(args.elements // 64, 64, bias=False)
+        else:
+            model = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(args.batch, next(model.parameters()).shape[1])
+    y = torch.randint(0, 10, (args.batch,))
+    stalls = random.Random(strategy.rank)
+    fixed = [torch.full_like(one, 1e-6) for one in model.parameters()]
+
+    def step():
+        optimizer.zero_grad()
+        if args.compute_s is not None:
+            time.sleep(args.compute_s * (6 if stalls.random() < args.stalls else 1))
+        losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+        hpcdist.compute_average_loss(losses, global_batch_size=args.batch * strategy.size).backward()
+        optimizer.step()
+
+    def step_of_bytes():
+        for one, gradient in zip(model.parameters(), fixed, strict=True):
+            one.grad = gradient
+        optimizer.step()
+
+    return step_of_bytes if args.elements and args.kind != "all-reduce" else step
+
+
+def main():
+    args = parse_args()
+    strategy = make_strategy(args)
+    step = make_step(args, strategy)
+    if args.elements and args.kind == "sync":
+        strategy.engine.sums.is_mean = False  # the gradients here are made up, and need no loss that is scaled
+        hpcdist.get_strategy()
+    if args.elements and args.kind != "all-reduce":
+        strategy.engine.prepare()
+    for _ in range(args.warm_up):
+        step()
+    strategy.barrier()
+    since = time.perf_counter()
+    for _ in range(args.steps):
+        step()
+    if args.kind != "async":
+        strategy.barrier()
+    own_s = time.perf_counter() - since
+    slowest_s = max(strategy.world.role_comm.allgather(own_s))
+    if strategy.is_chief:
+        staleness = strategy.statistics()["staleness"] if args.kind != "all-reduce" else {}
+        found = {"steps_per_s": args.steps * strategy.size / slowest_s, "step_s": slowest_s / args.steps}
+        print(json.dumps({**found, "workers": strategy.size, "staleness": staleness}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
