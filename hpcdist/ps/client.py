@@ -322,7 +322,7 @@ class Client:
         return [json.loads(answers[server].text) for server in range(self.n_servers)]
 
     def leave(self, code: int = -1) -> None:
-        """Let the servers wait for this worker no more. Later calls do nothing.
+        """Leave: the servers do not wait for this worker any more. Later calls do nothing.
 
         Args:
             code: with which servers leave once all workers have; -1: with that of the chief's program.

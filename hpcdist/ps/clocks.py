@@ -43,7 +43,7 @@ class Clocks:
         self._pushed[worker] = max(clock, self._pushed.get(worker, 0))
 
     def leave(self, worker: int) -> None:
-        """Wait for a worker no more: it has ended its program."""
+        """Do not wait for a worker any more: it has ended its program."""
         self._pushed.pop(worker, None)
 
     def awaited(self, step: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Messages between workers and parameter servers: numbers, a text and bytes, in typed headers; no pickles.
+"""Messages between workers and parameter servers: numbers, a text and bytes, with a typed header.
 
 A message travels as an envelope (header, numbers, text) and, behind it, its payload in pieces of at most 4 MiB. Inside
 a node the payload is in memory that both ranks share, and the envelope names it.

@@ -1,4 +1,4 @@
-"""What a ps rank does all its life: receive, let the state machine answer, send; until all workers have left."""
+"""The loop of a ps rank: receive, let the state machine answer, send; until all workers have left."""
 
 import functools
 import signal

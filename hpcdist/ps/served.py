@@ -105,8 +105,7 @@ class ServedParameters:
             if one._version != counter:
                 raise GradientError(
                     f"step: expected {name.name!r} as the parameter servers gave it, got it written to on "
-                    f"{self._world.describe()}; leave its changes to an optimizer, or load "
-                    f"a checkpoint."
+                    f"{self._world.describe()}; leave its changes to an optimizer, or load a checkpoint."
                 )
 
     def _meet(self) -> None:

@@ -398,7 +398,7 @@ class Server:
         return is_here and int(message.numbers[0]) != COPY
 
     def _news_for(self, worker: int, is_here: bool) -> str:
-        """Return what a worker is told beside values, as JSON: a signal that this rank got, and where values are."""
+        """Return what goes to a worker beside values, as JSON: a signal that this rank got, and where values are."""
         signal, self._signal = self._signal, ""  # this worker asks all others to stop
         paths = [own.path for own, _ in self._memories[self._n_told.get(worker, 0) :]] if is_here else []
         if is_here:
