@@ -24,17 +24,23 @@ def on_servers(comm):
 
     def run(body, **options):
         resolver = hpcdist.MPIClusterResolver(roles=f"ps:{n_servers},worker:*")
+        result = error = left_with = None
         try:
             strategy = hpcdist.ParameterServerStrategy(resolver, **options)
         except SystemExit as left:
             left_with = left.code
         else:
             try:
-                return body(strategy)
-            finally:
-                strategy._client.leave(0)
-        assert (left_with, comm.rank < n_servers) == (0, True)
-        return None
+                result = body(strategy)
+            except Exception as caught:  # the servers go on with the test, and would wait for this rank
+                error = caught
+            strategy._client.leave(0)
+        others = comm.allgather(None if error is None else f"rank {comm.rank}: {error!r}")
+        if error is not None:
+            raise error
+        assert not any(others), others
+        assert left_with == (0 if comm.rank < n_servers else None)
+        return result
 
     run.n_servers, run.n_workers = n_servers, comm.size - n_servers
     return run
@@ -57,7 +63,9 @@ def train(strategy, model, optimizer, steps, scheduler=None):
         x = batch_of(step, strategy.rank, strategy.size)
         optimizer.zero_grad()
         losses = (model(x) - x.sum(1, keepdim=True)).square()[:, 0]
-        hpcdist.compute_average_loss(losses, global_batch_size=12).backward()
+        with strategy.scope():  # strategies of other tests may not be gone yet
+            loss = hpcdist.compute_average_loss(losses, global_batch_size=12)
+        loss.backward()
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
@@ -131,7 +139,9 @@ def test_workers_learn_digits_together(on_servers, options):
             for x, y in strategy.experimental_distribute_dataset(dataset):
                 optimizer.zero_grad()
                 losses = nn.functional.cross_entropy(model(x), y, reduction="none")
-                hpcdist.compute_average_loss(losses).backward()  # of this worker's rows: num_replicas_in_sync is 1
+                with strategy.scope():
+                    loss = hpcdist.compute_average_loss(losses)  # of this worker's rows: num_replicas_in_sync is 1
+                loss.backward()
                 optimizer.step()
         strategy.refresh()
         right = (model(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
