@@ -110,7 +110,8 @@ class GradientEngine:
         self._forward_handle: torch_hooks.Handle | None = None
         self._has_warned = False
         self._hook_name: str | None = None
-        self._n_collectives: int | None = None  # of the group, when the last part of a batch came
+        #: Of the group, and of its communication thread, when the last part of a batch came.
+        self._n_collectives: tuple[int, int] | None = None
         before, after = torch_hooks.before_any_step(self._before_step), torch_hooks.after_any_step(self._after_step)
         _alive.add(self)
         weakref.finalize(self, before.remove)
@@ -446,7 +447,12 @@ class GradientEngine:
 
     def note_batch(self, is_over: bool) -> None:
         """Note that this rank got its part of a global batch, which a step will be made of, or that a pass is over."""
-        self._n_collectives = None if is_over else self._reducer.group.journal.n_entered
+        self._n_collectives = None if is_over else (self._reducer.group.journal.n_entered, self._n_in_thread())
+
+    def _n_in_thread(self) -> int:
+        """Return how many collectives the communication thread of the group has entered; 0 without one."""
+        thread = self._reducer.group.kept("thread")
+        return 0 if thread is None else int(thread.group.journal.n_entered)
 
     def _require_scope(self, parameters: list[nn.Parameter]) -> None:
         """Raise if each rank trains a model of its own on its part of the batches: the scope was forgotten.
@@ -460,10 +466,10 @@ class GradientEngine:
             return
         parameters = [parameter for parameter in parameters if isinstance(parameter, nn.Parameter)]
         sizes = [one.numel() for one in parameters if one.grad is not None and not torch_hooks.is_watched(one)]
-        group = self._reducer.group
-        if not sizes or group.kept("thread") is not None:  # the thread keeps a journal of its own
+        n_entered, n_in_thread = self._n_collectives
+        if not sizes or self._n_in_thread() != n_in_thread:
             return
-        if not group.journal.has_carried(max(sizes), since=self._n_collectives):
+        if not self._reducer.group.journal.has_carried(max(sizes), since=n_entered):
             text = (
                 f"step: expected a model made in strategy.scope(), as the batches are those of its distributed "
                 f"dataset, got one that no strategy looks after: {self._n_replicas} models would be trained apart; "

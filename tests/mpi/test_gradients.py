@@ -601,8 +601,9 @@ def test_checkpointing_without_reentry_works_and_with_it_is_refused(pair, comm):
 @pytest.mark.parametrize("n_local", [None, 2])
 def test_a_forgotten_scope_is_an_error_at_the_first_step(comm, n_local, caplog):
     """Each rank would train a model of its own, and the job would end with 0."""
+    hpcdist.barrier_async().wait()  # there is a communication thread, with a journal of its own
     strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=n_local and n_local * comm.size)
-    rows = torch.ones(16 * comm.size, 2)
+    rows = torch.ones(20 * comm.size, 2)
     dataset = strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(rows).batch(4 * comm.size))
     batches = iter(dataset)
 
@@ -634,6 +635,8 @@ def test_a_forgotten_scope_is_an_error_at_the_first_step(comm, n_local, caplog):
     with pytest.raises(GradientError, match=r"expected a model made in strategy.scope\(\)"):  # a loss is no gradient
         step(nn.Linear(2, 8), lambda model: (strategy.reduce("mean", torch.ones(()), None), strategy.barrier()))
     step(nn.Linear(2, 8), in_pieces)  # sums by itself, beside a loss
+    batch = next(batches)
+    step(nn.Linear(2, 8), lambda model: hpcdist.all_reduce_async(model.weight.grad).wait())
     with strategy.scope():  # a part of the models alone is made in the scope: another one may be meant to differ
         kept = nn.Linear(2, 1)
     assert "expected a model made" not in caplog.text
