@@ -247,26 +247,55 @@ def is_compiled_backward() -> bool:
 Closure = Callable[[], Any]
 
 
+#: Who sees the steps of all optimizers, before and after them, by number. torch is given one hook for each, for good:
+#: the garbage collector takes strategies while torch goes through its own hooks, which must not change meanwhile.
+_before_steps: dict[int, Callable[[Optimizer, Closure | None], Closure | None]] = {}
+_after_steps: dict[int, Callable[[Optimizer], None]] = {}
+_step_numbers = itertools.count()
+
+
+class _StepHandle:
+    """Takes one out again who sees steps."""
+
+    def __init__(self, table: dict[int, Any], number: int) -> None:
+        self._table, self._number = table, number
+
+    def remove(self) -> None:
+        """Stop showing steps."""
+        self._table.pop(self._number, None)
+
+
 def before_any_step(see: Callable[[Optimizer, Closure | None], Closure | None]) -> Handle:
     """Call see(optimizer, closure), a method, before the step of every optimizer of the process.
 
     The step is made with the closure that it returns; None: with its own.
     """
-    weak = _weakly(see)
-
-    def pre(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        other = weak(optimizer, closure)
-        return None if other is None else (args[:1], {**kwargs, "closure": other})
-
-    return register_optimizer_step_pre_hook(pre)
+    return _register(_before_steps, _weakly(see))
 
 
 def after_any_step(see: Callable[[Optimizer], None]) -> Handle:
     """Call see(optimizer), a method, after the step of every optimizer of the process."""
-    weak = _weakly(see)
+    return _register(_after_steps, _weakly(see))
 
-    def post(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        weak(optimizer)
 
-    return register_optimizer_step_post_hook(post)
+def _register(table: dict[int, Any], see: Callable[..., Any]) -> _StepHandle:
+    number = next(_step_numbers)
+    table[number] = see
+    return _StepHandle(table, number)
+
+
+def _show_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    given = closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    for see in list(_before_steps.values()):
+        other = see(optimizer, closure)
+        closure = closure if other is None else other
+    return None if closure is given else (args[:1], {**kwargs, "closure": closure})
+
+
+def _show_after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for see in list(_after_steps.values()):
+        see(optimizer)
+
+
+register_optimizer_step_pre_hook(_show_before_step)
+register_optimizer_step_post_hook(_show_after_step)

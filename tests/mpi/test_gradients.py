@@ -1,6 +1,7 @@
 """`loss.backward(); optimizer.step()` on all ranks: what `.grad` holds, and what is refused."""
 
 import copy
+import gc
 import logging
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from mpi4py import MPI
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import hpcdist
@@ -598,6 +600,25 @@ def test_checkpointing_without_reentry_works_and_with_it_is_refused(pair, comm):
             checkpoint(model, x, use_reentrant=True).sum().backward()
 
 
+def test_strategies_may_be_collected_while_an_optimizer_steps():
+    """As in a notebook whose cell runs again: torch goes through its hooks then."""
+    gone = []
+
+    def collect(*_):
+        gone.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(collect)
+    try:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+        for _ in range(3):
+            gone += [hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum") for _ in range(3)]
+            optimizer.step()
+            assert not gone
+    finally:
+        handle.remove()
+
+
 @pytest.mark.parametrize("n_local", [None, 2])
 def test_a_forgotten_scope_is_an_error_at_the_first_step(comm, n_local, caplog):
     """Each rank would train a model of its own, and the job would end with 0."""
@@ -900,12 +921,8 @@ def test_step_is_counted_and_survives_a_state_dict(strategy, comm):
 
 
 def test_an_unused_strategy_takes_its_hooks_away(comm):
-    import gc
-
-    from torch.optim.optimizer import _global_optimizer_pre_hooks
-
     gc.collect()
-    before = len(_global_optimizer_pre_hooks)
+    before = len(torch_hooks._before_steps)
     n_watchers = len(torch_hooks._watchers)
     unused = hpcdist.MultiWorkerMirroredStrategy()
     with unused.scope():
@@ -918,10 +935,10 @@ def test_an_unused_strategy_takes_its_hooks_away(comm):
     with strategy.scope():
         model = nn.Linear(1, 1)
     model(torch.ones(1, 1) * comm.rank).sum().backward()
-    assert len(_global_optimizer_pre_hooks) == before + 1
+    assert len(torch_hooks._before_steps) == before + 1
     del strategy, model
     gc.collect()
-    assert len(_global_optimizer_pre_hooks) == before
+    assert len(torch_hooks._before_steps) == before
 
 
 def test_a_model_keeps_summing_when_its_strategy_is_out_of_sight(comm):
