@@ -146,7 +146,7 @@ class Packer:
     """Writes tensors one behind the other into memory that it keeps from message to message.
 
     Args:
-        allocate: returns memory of so many bytes or more.
+        allocate: returns memory of at least the bytes that it is given.
     """
 
     def __init__(self, allocate: Callable[[int], Bytes] = _private) -> None:

@@ -26,7 +26,7 @@ class _Outbox:
         self._memory: Bytes = np.empty(0, np.uint8)
 
     def allocate(self, nbytes: int) -> Bytes:
-        """Return memory of so many bytes, in place of the last one."""
+        """Return memory of `nbytes` bytes, which replaces the last one."""
         self._own, self._n_made = OwnMemory(nbytes), self._n_made + 1
         self._memory = np.frombuffer(self._own.memory, np.uint8)
         return self._memory

@@ -103,7 +103,7 @@ class History:
         heapq.heappush(self.events, (at, next(self.order), call, args))
 
     def run(self, n_operations):
-        """Run until so many pushes are acknowledged; return the violations."""
+        """Run until `n_operations` pushes are acknowledged; return the violations."""
         for worker in self.workers:
             self.after(STEP_S, self.begin, worker, worker.incarnation)
         while self.n_ok < n_operations and not self.violations:
