@@ -1,4 +1,5 @@
 from hpcdist import cluster_resolver as cluster_resolver
+from hpcdist import coordinator as coordinator
 from hpcdist import experimental as experimental
 from hpcdist import metrics as metrics
 from hpcdist import testing as testing
@@ -82,6 +83,11 @@ from hpcdist.strategy.base import get_strategy as get_strategy
 from hpcdist.strategy.base import has_strategy as has_strategy
 from hpcdist.strategy.base import in_cross_replica_context as in_cross_replica_context
 from hpcdist.strategy.central_storage import CentralStorageStrategy as CentralStorageStrategy
+from hpcdist.strategy.coordination.coordinator import ClusterCoordinator as ClusterCoordinator
+from hpcdist.strategy.coordination.server import Server as Server
+from hpcdist.strategy.coordination.values import PerWorkerValues as PerWorkerValues
+from hpcdist.strategy.coordination.values import RemoteValue as RemoteValue
+from hpcdist.strategy.coordination.worker import current_worker_index as current_worker_index
 from hpcdist.strategy.extended import StrategyExtended as StrategyExtended
 from hpcdist.strategy.losses import compute_average_loss as compute_average_loss
 from hpcdist.strategy.losses import scale_regularization_loss as scale_regularization_loss

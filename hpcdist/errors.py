@@ -9,6 +9,9 @@ HpcdistError                70  an internal fault, and the base of all below
 ├── NoProgressError         76  attempts of a job made no progress; do not requeue
 ├── CollectiveError         70  a collective called with what it cannot carry
 ├── CollectiveTimeoutError  70  a rank did not arrive in time
+│   └── PSUnavailable       70  a parameter server does not answer
+├── ClosureInputError       70  a resource that a closure needs cannot be built on its worker
+├── ClosureCancelledError   70  a closure was not run, as another one failed
 └── CheckpointError         74  a checkpoint cannot be written or read
     ├── CheckpointDamaged   74  the file is not what was committed
     │   └── CheckpointMissing 74  the file is not there
@@ -88,6 +91,29 @@ class CollectiveError(HpcdistError, ValueError):
 
 class CollectiveTimeoutError(HpcdistError, TimeoutError):
     """A rank did not arrive in time."""
+
+
+class PSUnavailable(CollectiveTimeoutError):
+    """A parameter server does not answer. Its shards are lost: the job must start again from a checkpoint."""
+
+
+class ClosureInputError(HpcdistError, RuntimeError):
+    """A resource that a closure needs, such as its dataset, cannot be built on the worker.
+
+    Args:
+        text: as of any error.
+        original_exception: what its function raised; of another ClosureInputError, that one's.
+    """
+
+    def __init__(self, text: str, original_exception: BaseException | None = None) -> None:
+        super().__init__(text)
+        is_nested = isinstance(original_exception, ClosureInputError)
+        inner = getattr(original_exception, "original_exception", None)
+        self.original_exception: BaseException | None = inner if is_nested else original_exception
+
+
+class ClosureCancelledError(HpcdistError, RuntimeError):
+    """A closure was not run, as another one had failed: schedule it again."""
 
 
 class CheckpointError(HpcdistError, RuntimeError):

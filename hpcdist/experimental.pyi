@@ -9,4 +9,5 @@ from hpcdist import PreemptionCheckpointHandler as PreemptionCheckpointHandler
 from hpcdist import TPUStrategy as TPUStrategy
 from hpcdist import TerminationConfig as TerminationConfig
 from hpcdist import ValueContext as ValueContext
+from hpcdist import coordinator as coordinator
 from hpcdist import partitioners as partitioners

@@ -1,8 +1,8 @@
 """Every public name of hpcdist, and the module that defines it: the one table from which all else follows.
 
 `hpcdist/__init__.py` resolves these names at first use, so that `import hpcdist` starts neither MPI nor torch. The
-paths `hpcdist.experimental` and `hpcdist.cluster_resolver` of tf.distribute are aliases. The `.pyi` files are for
-editors and type checkers; `make stubs` writes them anew.
+paths `hpcdist.experimental`, `hpcdist.cluster_resolver` and `hpcdist.coordinator` of tf.distribute are aliases. The
+`.pyi` files are for editors and type checkers; `make stubs` writes them anew.
 """
 
 from importlib import import_module
@@ -90,6 +90,10 @@ _DEFINED_IN = {
         "in_cross_replica_context",
     ],
     "strategy.central_storage": ["CentralStorageStrategy"],
+    "strategy.coordination.coordinator": ["ClusterCoordinator"],
+    "strategy.coordination.server": ["Server"],
+    "strategy.coordination.values": ["PerWorkerValues", "RemoteValue"],
+    "strategy.coordination.worker": ["current_worker_index"],
     "strategy.extended": ["StrategyExtended"],
     "strategy.losses": ["compute_average_loss", "scale_regularization_loss"],
     "strategy.mirrored": ["MirroredStrategy"],
@@ -109,6 +113,7 @@ NAMES = {name: module for module, names in _DEFINED_IN.items() for name in names
 #: Modules that are public as a whole.
 MODULES = {
     "cluster_resolver": "cluster_resolver",
+    "coordinator": "coordinator",
     "experimental": "experimental",
     "metrics": "metrics",
     "partitioners": "plan.partitioners",
@@ -128,6 +133,13 @@ ALIASES = {
             "UnionResolver",
         )
     },
+    "coordinator": {
+        "ClusterCoordinator": "ClusterCoordinator",
+        "PerWorkerValue": "PerWorkerValues",
+        "PerWorkerValues": "PerWorkerValues",
+        "RemoteValue": "RemoteValue",
+        "experimental_get_current_worker_index": "current_worker_index",
+    },
     "experimental": {
         "CentralStorageStrategy": "CentralStorageStrategy",
         "CollectiveCommunication": "CollectiveCommunication",
@@ -137,6 +149,7 @@ ALIASES = {
         "MultiWorkerMirroredStrategy": "MultiWorkerMirroredStrategy",
         "ParameterServerStrategy": "ParameterServerStrategy",
         "PreemptionCheckpointHandler": "PreemptionCheckpointHandler",
+        "coordinator": "coordinator",
         "partitioners": "partitioners",
         "TPUStrategy": "TPUStrategy",
         "TerminationConfig": "TerminationConfig",

@@ -99,13 +99,16 @@ class DistributedInput(ABC):
         delivery: what the strategy connects.
         options: of the input.
 
+    Attributes:
+        options: as given.
+
     Raises:
         DataError: when there are several local replicas and nothing that joins their parts.
     """
 
     def __init__(self, n_local: int, delivery: Delivery, options: InputOptions | None) -> None:
         delivery.check(n_local)
-        self._delivery, self._options = delivery, options or InputOptions()
+        self._delivery, self.options = delivery, options or InputOptions()
         self._is_resumed = False
         self._n_begun = 0
 
@@ -159,16 +162,16 @@ class DistributedInput(ABC):
 
     def _device(self) -> torch.device | None:
         """Return where parts go; None: they stay on the host."""
-        placed, is_fetched = self._delivery.device, self._options.experimental_fetch_to_device
+        placed, is_fetched = self._delivery.device, self.options.experimental_fetch_to_device
         if is_fetched and placed is None and torch.cuda.is_available():
             return torch.device("cuda")
         return None if is_fetched is False or placed is None or placed.type == "cpu" else placed
 
     def _prefetched(self, dataset: Dataset) -> Dataset:
         """Return the dataset with as many batches read ahead as it asks for, or the options."""
-        if not self._options.experimental_fetch_to_device:
+        if not self.options.experimental_fetch_to_device:
             return dataset
-        return dataset.prefetch(max(dataset.prefetch_batches, self._options.experimental_per_replica_buffer_size))
+        return dataset.prefetch(max(dataset.prefetch_batches, self.options.experimental_per_replica_buffer_size))
 
 
 class DistributedDataset(DistributedInput):
@@ -210,7 +213,7 @@ class DistributedDataset(DistributedInput):
         self._batch_rows = dataset.order.batch_rows
         if dataset.policy is AutoShardPolicy.OFF:
             dataset = replace(dataset, order=_in_parts(dataset.order, n_replicas))
-        self._dataset = self._prefetched(dataset)
+        self.dataset = self._prefetched(dataset)
         self._replicas, self._n_replicas = replicas, n_replicas
         self._cursor = Cursor()
 
@@ -222,40 +225,40 @@ class DistributedDataset(DistributedInput):
     @property
     def epoch(self) -> int:
         """The epoch in progress; between passes, the next one. An epoch ends when its iterator ends."""
-        if self._dataset.is_stream:
+        if self.dataset.is_stream:
             return self._cursor.stream.epoch
         position, start = self._cursor.position, self._cursor.pass_start
-        return self._dataset.order.epoch_of(position if position == start else position - 1)
+        return self.dataset.order.epoch_of(position if position == start else position - 1)
 
     @property
     def element_spec(self) -> Nest:
         """The nest of a part with a TensorSpec for every array. Cost: a row is read."""
-        order = self._dataset.order
-        n_parts = 1 if self._dataset.policy is AutoShardPolicy.OFF else self._n_replicas
+        order = self.dataset.order
+        n_parts = 1 if self.dataset.policy is AutoShardPolicy.OFF else self._n_replicas
         n_rows, rest = divmod(order.batch_rows or 0, n_parts)
         is_fixed = order.drop_remainder and not rest
-        return spec_of(self._dataset.part_without_rows(), n_rows if is_fixed else None)
+        return spec_of(self.dataset.part_without_rows(), n_rows if is_fixed else None)
 
     def _begin_pass(self) -> list[Items]:
         if not self._is_resumed:
-            self._cursor = next_pass(self._dataset.order, self._cursor)
+            self._cursor = next_pass(self.dataset.order, self._cursor)
         self._is_resumed = False
-        plan = _plan_of(self._dataset, self._replicas, self._n_replicas)
-        return [stages(self._dataset, plan, self._cursor, self._device())]
+        plan = _plan_of(self.dataset, self._replicas, self._n_replicas)
+        return [stages(self.dataset, plan, self._cursor, self._device())]
 
     def _next_parts(self, readers: list[Items]) -> list[Nest] | None:
         cursor, parts = next(readers[0], (self._cursor, None))
-        if self._delivery.agree_rows is not None and self._dataset.is_stream:
+        if self._delivery.agree_rows is not None and self.dataset.is_stream:
             self._delivery.agree_rows(cursor.position - self._cursor.position)
         self._cursor = cursor
         return parts
 
     def _end_pass(self) -> None:
-        self._cursor = end_of_pass(self._dataset.order, self._cursor)
+        self._cursor = end_of_pass(self.dataset.order, self._cursor)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor: position, start of the pass, rows and seed; position in a stream. Equal on all ranks."""
-        cursor, order = self._cursor, self._dataset.order
+        cursor, order = self._cursor, self.dataset.order
         state: dict[str, Any] = {
             "position": cursor.position,
             "pass_start": cursor.pass_start,
@@ -265,11 +268,11 @@ class DistributedDataset(DistributedInput):
         }
         if order.mixing is not None:
             state["mixing"] = [order.mixing.chunk_rows, order.mixing.n_chunks]
-        if self._dataset.is_stream:
+        if self.dataset.is_stream:
             stream = cursor.stream
             state["stream"] = [stream.epoch, stream.offset, stream.run_offset, cursor.pass_epoch]
-        if self._dataset.policy in _SHARDS_KEYS:
-            state[_SHARDS_KEYS[self._dataset.policy]] = self._n_replicas
+        if self.dataset.policy in _SHARDS_KEYS:
+            state[_SHARDS_KEYS[self.dataset.policy]] = self._n_replicas
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -279,9 +282,9 @@ class DistributedDataset(DistributedInput):
             DataError: when the cursor is of a dataset with another number of rows or another seed, or one that was
                 divided by files or rows among another number of replicas.
         """
-        if self._dataset.has_drawn_seed:
-            self._dataset = self._dataset.with_seed(state["seed"])
-        order, policy = self._dataset.order, self._dataset.policy
+        if self.dataset.has_drawn_seed:
+            self.dataset = self.dataset.with_seed(state["seed"])
+        order, policy = self.dataset.order, self.dataset.policy
         shards = [(key, self._n_replicas if policy is one else None) for one, key in _SHARDS_KEYS.items()]
         mixing = None if order.mixing is None else [order.mixing.chunk_rows, order.mixing.n_chunks]
         for key, own in (("n_rows", order.n_rows), ("seed", order.seed), ("mixing", mixing), *shards):
@@ -291,7 +294,7 @@ class DistributedDataset(DistributedInput):
                     f"use the same data and seed, or a new run folder."
                 )
         has_other_batch = state.get("batch") not in (None, self._batch_rows)
-        if has_other_batch and self._dataset.holds_batches:
+        if has_other_batch and self.dataset.holds_batches:
             raise DataError(
                 f"restore: expected batches of {state['batch']} rows as in the checkpoint, got {self._batch_rows}, in "
                 f"a dataset that is made of batches; use the same batch size."
@@ -370,7 +373,7 @@ class DistributedFromFunction(DistributedInput):
         options: InputOptions | None = None,
     ) -> None:
         super().__init__(len(replicas), delivery or Delivery(), options)
-        self._datasets = [self._prefetched(dataset) for dataset in datasets]
+        self.datasets = [self._prefetched(dataset) for dataset in datasets]
         self._n_local, self._n_replicas, self._first = len(replicas), n_replicas, replicas.start
         self._n_passes = self._n_steps = 0
         self.ends_with_first = all(dataset.order.drop_remainder for dataset in datasets)
@@ -383,21 +386,21 @@ class DistributedFromFunction(DistributedInput):
             seed: equal on all ranks. Each dataset of the job gets another seed from it.
         """
         self._seed = seed
-        for number, dataset in enumerate(self._datasets):
+        for number, dataset in enumerate(self.datasets):
             if dataset.has_drawn_seed:
-                self._datasets[number] = dataset.with_drawn_seed(seed + self._first + number)
+                self.datasets[number] = dataset.with_drawn_seed(seed + self._first + number)
 
     @property
     def element_spec(self) -> Nest:
         """The nest of a part with a TensorSpec for every array. Cost: a row is read."""
-        return self._datasets[0].element_spec
+        return self.datasets[0].element_spec
 
     def _begin_pass(self) -> list[Items]:
         if self._n_steps and not self._is_resumed:
             self._end_pass()
         self._is_resumed = False
-        n_used = self._n_steps * (self._n_local // len(self._datasets))
-        return [self._reader(dataset, n_used) for dataset in self._datasets]
+        n_used = self._n_steps * (self._n_local // len(self.datasets))
+        return [self._reader(dataset, n_used) for dataset in self.datasets]
 
     def _reader(self, dataset: Dataset, n_used: int) -> Items:
         """Return a reader of a dataset from batch `n_used` of this pass on; each pass has epochs of its own.
@@ -423,7 +426,7 @@ class DistributedFromFunction(DistributedInput):
         return [self._empty_part(one) if batch is None else batch[1][0] for one, batch in enumerate(batches)]
 
     def _empty_part(self, number: int) -> Nest:
-        part = self._datasets[number % len(self._datasets)].part_without_rows()
+        part = self.datasets[number % len(self.datasets)].part_without_rows()
         device = self._device()
         return part if device is None else on_device(part, device)
 

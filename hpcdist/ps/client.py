@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from hpcdist.errors import CollectiveTimeoutError, DesyncError, GradientError, HpcdistError, UsageError, error_class
+from hpcdist.errors import DesyncError, GradientError, HpcdistError, PSUnavailable, UsageError, error_class
 from hpcdist.ps import pickles
 from hpcdist.ps.layout import (
     NOTHING,
@@ -86,6 +86,7 @@ class Client:
         self._sequence = self.clock = 0
         self._packers = [mailbox.packer(rank) for rank in servers]
         self._batches: list[list[int]] = [[] for _ in servers]  # shards of each adoption
+        self._paths: list[list[str]] = [[] for _ in servers]  # of the memory where a server has them
         self._values: list[list[Values]] = [[] for _ in servers]
         self._optimizers: dict[int, tuple[Optimizer, list[dict[str, Any]]]] = {}
         self._members: dict[int, list[list[int]]] = {}
@@ -130,7 +131,7 @@ class Client:
                     f"step: expected the parameters that {type(optimizer).__name__} had at its first step, got others "
                     f"on {self._name}; make a new optimizer after adding or unfreezing parameters."
                 )
-        number = len(self._optimizers)
+        number = max(self._optimizers, default=-1) + 1
         numbers = {variable for _, members in groups for variable in members}
         shards = [one.spec for server in self._shards for one in server if one.spec.variable in numbers]
         check_optimizer(type(optimizer), is_split=len(shards) > len(numbers))
@@ -149,9 +150,19 @@ class Client:
                 "payload": payload,
             }
         self._ask("step", Kind.OPTIMIZER, requests)
-        self._optimizers[number] = (optimizer, [])  # its settings go with the first push
-        self._members[number] = members_now
+        self.note_optimizer(number, optimizer, members_now)
         return number
+
+    def note_optimizer(self, number: int, optimizer: Optimizer, members: list[list[int]]) -> None:
+        """Note an optimizer that servers have.
+
+        Args:
+            number: its number there.
+            optimizer: of this worker.
+            members: the numbers of the variables of each of its groups.
+        """
+        self._optimizers[number] = (optimizer, [])  # its settings go with the first push
+        self._members[number] = members
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -198,6 +209,12 @@ class Client:
         }
         self._take(self._ask("pull", Kind.PULL, requests))
 
+    def forget_values(self) -> None:
+        """Let the next pull bring all values, as this worker has overwritten its own."""
+        for held in self._shards:
+            for one in held:
+                one.version = -1
+
     def _take(self, answers: dict[int, Message]) -> Request:
         """Write values into the variables; return what is due."""
         due, torn = Request.NONE, False
@@ -220,13 +237,18 @@ class Client:
         return due
 
     def _hear(self, server: int, news: dict[str, Any]) -> None:
-        """Note a signal that a server got, and map the memory where it has values."""
+        """Note a signal that a server got, and the memory where it has values."""
         self.signal = self.signal or news["signal"]
-        for path in news["paths"]:
-            begin = sum(len(values.tensors) for values in self._values[server])
-            stop = begin + self._batches[server][len(self._values[server])]
-            specs = [one.spec for one in self._shards[server][begin:stop]]
-            self._values[server].append(Values(map_memory(path), specs))
+        self._paths[server] += news["paths"]
+
+    def _values_here(self, server: int) -> list[Values]:
+        """Return the values that a server of this node has, mapped at their first use, as far as they are known."""
+        found = self._values[server]
+        for path, n_shards in list(zip(self._paths[server], self._batches[server], strict=False))[len(found) :]:
+            begin = sum(len(values.tensors) for values in found)
+            specs = [one.spec for one in self._shards[server][begin : begin + n_shards]]
+            found.append(Values(map_memory(path), specs))
+        return found
 
     def _require_later(self, server: int, rows: list[list[int]]) -> None:
         for one, (_, _, version) in zip(self._shards[server], rows, strict=True):
@@ -248,9 +270,10 @@ class Client:
 
     def _read(self, server: int, message: Message, rows: list[list[int]]) -> bool:
         """Copy values from where a server of this node has them; return whether it did not write meanwhile."""
-        tensors = [tensor for values in self._values[server] for tensor in values.tensors]
+        all_values = self._values_here(server)
+        tensors = [tensor for values in all_values for tensor in values.tensors]
         for _ in range(_N_READS):
-            before = [values.counter for values in self._values[server]]
+            before = [values.counter for values in all_values]
             if any(count & 1 for count in before):
                 os.sched_yield()
                 continue
@@ -261,7 +284,7 @@ class Client:
                 elif kind == ROWS_HERE:
                     indices = payload.take((n_rows,), torch.int64)
                     one.write(tensor[indices], indices)
-            if before == [values.counter for values in self._values[server]]:
+            if before == [values.counter for values in all_values]:
                 return True
         return False
 
@@ -336,7 +359,7 @@ class Client:
         """Send a request to servers and return their answers.
 
         Raises:
-            CollectiveTimeoutError: when an answer is late; on this rank.
+            PSUnavailable: when an answer is late; on this rank.
             HpcdistError: that a server answers; on this rank.
         """
         self._sequence += 1
@@ -346,7 +369,7 @@ class Client:
         }
         answers = self._mailbox.exchange(messages, self._timeout_s)
         if answers is None:
-            raise CollectiveTimeoutError(
+            raise PSUnavailable(
                 f"{call}: expected answers of {len(messages)} parameter servers within {self._timeout_s:g} s, got "
                 f"fewer on {self._name}; look for a server that has stopped."
             )

@@ -27,6 +27,8 @@ class Kind(enum.IntEnum):
     ADOPT, OPTIMIZER, STEP, PULL, STATE, ASSIGN, STATISTICS, LEAVE = range(1, 9)
     #: To a worker: it is done; values of shards; an error, as text.
     DONE, VALUES, ERROR = range(9, 12)
+    #: From a coordinator to a worker, and back: a closure; what became of it.
+    CLOSURE, RESULT = range(12, 14)
 
 
 @dataclass(frozen=True)

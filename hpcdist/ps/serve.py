@@ -23,7 +23,7 @@ _LOOK_S = 0.2
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
-class _StopSignals:
+class StopSignals:
     """Notes signals that ask a job to stop, in place of what they do to a process: its workers must save first.
 
     A context manager; at its end signals do what they did before.
@@ -36,13 +36,15 @@ class _StopSignals:
         self.last = ""
         self._before: list[Any] = []
 
-    def __enter__(self) -> "_StopSignals":
+    def __enter__(self) -> "StopSignals":
         self._before = [signal.signal(number, self._note) for number in _STOP_SIGNALS]
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in zip(_STOP_SIGNALS, self._before, strict=True):
             signal.signal(number, handler)
+        if end_of_training() is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers send it to the slower ranks
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.last = signal.Signals(number).name
@@ -62,7 +64,7 @@ def serve(world: World, mailbox: Mailbox, server: Server, workers: list[int]) ->
     Raises:
         CollectiveTimeoutError: when the workers have left, and the chief does not say with which code.
     """
-    with _StopSignals() as signals:
+    with StopSignals() as signals:
         waiting_since = time.monotonic()
         yields = CROWDED_YIELDS if world.is_crowded else YIELDS
         while not server.is_done:
@@ -78,18 +80,30 @@ def serve(world: World, mailbox: Mailbox, server: Server, workers: list[int]) ->
             elif time.monotonic() - waiting_since > world.timeout_s:
                 _send(mailbox, workers, server.late(world.timeout_s))
             _ = mailbox.is_sent  # forgets what has left
-        is_told = server.exit_code >= 0
-        is_over = wait_until(
-            lambda: mailbox.is_sent and (is_told or end_of_training() is not None), world.timeout_s, 0, 0.01
-        )
-    if not is_told:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers send it to the slower ranks
+        return wait_for_end(world, mailbox, server.exit_code)
+
+
+def wait_for_end(world: World, mailbox: Mailbox, code: int) -> int:
+    """Wait until what was sent has left, and the chief its program; return the code to exit with.
+
+    Args:
+        world: whose rank this is.
+        mailbox: of all ranks.
+        code: with which to leave if it is not that of the chief, for which nobody waits then; -1: with the chief's.
+
+    Raises:
+        CollectiveTimeoutError: when the chief does not say with which code it leaves.
+    """
+    is_told = code >= 0
+    is_over = wait_until(
+        lambda: mailbox.is_sent and (is_told or end_of_training() is not None), world.timeout_s, 0, 0.01
+    )
     if not is_over:
         raise CollectiveTimeoutError(
-            f"parameter server: expected the chief to leave within {world.timeout_s:g} s of the last worker, got no "
-            f"sign of it on {world}; look for what keeps it."
+            f"server: expected the chief to leave within {world.timeout_s:g} s of the last worker, got no sign of it "
+            f"on {world}; look for what keeps it."
         )
-    return server.exit_code if is_told else end_of_training() or 0
+    return code if is_told else end_of_training() or 0
 
 
 def _receive(mailbox: Mailbox, received: list[tuple[int, Message]]) -> bool:

@@ -3,6 +3,7 @@
 import signal
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 from hpcdist.errors import GradientError
 from hpcdist.plan.partitioners import VariableSpec, place
 from hpcdist.ps.client import Client, Groups
-from hpcdist.ps.layout import specs_of
+from hpcdist.ps.layout import ShardSpec, specs_of
 from hpcdist.runtime.process import end_job
 from hpcdist.runtime.step_flags import Request, encode
 from hpcdist.runtime.world import World
@@ -21,6 +22,19 @@ from hpcdist.runtime.world import World
 #: Those whose strategies are in use.
 _alive: "weakref.WeakSet[ServedParameters]" = weakref.WeakSet()
 _PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Variables that servers began to hold together.
+
+    Attributes:
+        variables: in the order of their numbers.
+        shards: of each server.
+    """
+
+    variables: tuple[VariableSpec, ...]
+    shards: dict[int, list[ShardSpec]]
 
 
 class ServedParameters:
@@ -38,6 +52,7 @@ class ServedParameters:
         is_summed: False: gradients are not summed over the workers before a step.
         needs_sum: as given.
         n_skipped: steps of this worker that were left out.
+        layouts: what `adopt` has let the servers hold, in this order.
     """
 
     is_summed = False
@@ -59,6 +74,7 @@ class ServedParameters:
         self._numbers: dict[int, int] = {}
         self._counters: list[int] = []
         self._hidden: list[Tensor | None] = []
+        self.layouts: list[Layout] = []
         self.n_skipped = 0
         _alive.add(self)
 
@@ -82,7 +98,7 @@ class ServedParameters:
         new = [(name, one) for name, one in named if one.requires_grad and not self.holds(one)]
         if not new:
             return
-        self._require_unwritten()
+        self.require_unwritten()
         first, of_rows = len(self._specs), {id(one) for one in sparse}
         specs = [*self._specs, *(VariableSpec(name, tuple(one.shape), one.dtype) for name, one in new)]
         with self._world.agreed(self._world.role_comm):
@@ -93,14 +109,53 @@ class ServedParameters:
         sparse_numbers = frozenset(number for number, one in enumerate(self._variables) if id(one) in of_rows)
         own = specs_of(specs, (shard for shard in shards if shard.variable >= first), sparse_numbers)
         self.client.adopt(own, self._variables, self._world.is_chief)
+        self.layouts.append(Layout(tuple(specs[first:]), own))
         self._meet()
+        self._note_written()
+
+    def learn(self, layout: Layout, variables: Sequence[nn.Parameter]) -> None:
+        """Take variables that another client of the servers has let them hold. Not collective."""
+        self._specs += layout.variables
+        self._variables += variables
+        self._numbers = {id(one): number for number, one in enumerate(self._variables)}
+        self.client.adopt(layout.shards, self._variables, is_first=False)
+        self._note_written()
+
+    def learn_optimizer(self, number: int, optimizer: Optimizer) -> None:
+        """Take an optimizer that another client of the servers has given them. Not collective."""
+        self.client.note_optimizer(number, optimizer, [members for _, members in self._groups_of(optimizer)])
+
+    def number_of(self, optimizer: Optimizer) -> int:
+        """Return the number of an optimizer, which servers get at the first call."""
+        return self.client.number_of(optimizer, self._groups_of(optimizer))
+
+    def variable(self, number: int) -> nn.Parameter:
+        """Return a variable by its number."""
+        return self._variables[number]
+
+    def variable_number(self, parameter: Any) -> int | None:
+        """Return the number of a variable; None for anything else."""
+        return self._numbers.get(id(parameter)) if self.holds(parameter) else None
+
+    def pull(self, is_whole: bool = False) -> None:
+        """Write the servers' values into the variables. Not collective.
+
+        Args:
+            is_whole: also those that have not changed there since the last time, over whatever was written here.
+        """
+        if is_whole:
+            self.client.forget_values()
+        else:
+            self.require_unwritten()
+        self.client.pull()
         self._note_written()
 
     def _note_written(self) -> None:
         """Note the values as they are: they are the servers'."""
         self._counters = [one._version for one in self._variables]
 
-    def _require_unwritten(self) -> None:
+    def require_unwritten(self) -> None:
+        """Raise GradientError if anybody but the servers has written to a variable here."""
         for name, one, counter in zip(self._specs, self._variables, self._counters, strict=True):
             if one._version != counter:
                 raise GradientError(
@@ -122,7 +177,7 @@ class ServedParameters:
         Raises:
             GradientError: for a gradient that is not finite; on this rank.
         """
-        self._require_unwritten()
+        self.require_unwritten()
         foreign = [parameter for parameter in parameters if parameter.requires_grad and not self.holds(parameter)]
         if foreign:
             raise GradientError(
@@ -130,30 +185,22 @@ class ServedParameters:
                 f"{tuple(foreign[0].shape)} that no server holds; build it in the scope, and call the model itself."
             )
         gradients = [parameter.grad for parameter in parameters]
-        number = self.client.number_of(optimizer, self._groups_of(optimizer))
+        number = self.number_of(optimizer)
         if not self._are_finite(gradients):
             for parameter in parameters:
                 parameter.grad = None
             self.n_skipped += 1
         requester = self._world.step_flags.requester
         request = Request.NONE if requester is None else requester.requested()
-        due = self.client.step(number, _settings_of(optimizer), request)
+        due = self.client.step(number, settings_of(optimizer), request)
         if self.client.signal:
-            self._stop_for(self.client.signal)
+            name, self.client.signal = self.client.signal, ""
+            stop_for(f"{name} to a parameter server", self._world)
         self._world.step_flags.record(encode(due))
         self._note_written()
         self._hidden = gradients
         for parameter in parameters:
             parameter.grad = None
-
-    def _stop_for(self, name: str) -> None:
-        """Stop all workers as for a signal to this one, which a server got."""
-        self.client.signal = ""
-        requester = self._world.step_flags.requester
-        if requester is None:
-            number = signal.Signals[name]
-            end_job(f"hpcdist: {name} to a parameter server, and no handler that saves: ending the job\n", 128 + number)
-        requester.stop(f"{name} to a parameter server")
 
     def end_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Put the gradients back that `begin_step` has hidden."""
@@ -187,7 +234,7 @@ class ServedParameters:
 
         Collective: the workers. None pushes meanwhile.
         """
-        self._require_unwritten()
+        self.require_unwritten()
         self._meet()
         self.client.pull()
         self._note_written()
@@ -203,7 +250,7 @@ class ServedParameters:
         """
         self._meet()
         for optimizer in optimizers:
-            self.client.number_of(optimizer, self._groups_of(optimizer))
+            self.number_of(optimizer)
         if self._world.is_chief:
             self.client.assign({self._numbers[id(one)] for one in tensors if self.holds(one)}, optimizers)
         self._meet()
@@ -211,7 +258,7 @@ class ServedParameters:
         self._note_written()
 
 
-def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the settings of each group that may change from step to step, such as a learning rate."""
 
     def plain(value: Any) -> Any:
@@ -226,6 +273,20 @@ def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
         }
         for group in optimizer.param_groups
     ]
+
+
+def stop_for(reason: str, world: World) -> None:
+    """Stop the job as for a signal to this rank, which another one got: by its handler, or without one at once.
+
+    Args:
+        reason: the name of the signal, and who got it, such as "SIGTERM to rank 3 (worker 1)".
+        world: whose rank this is.
+    """
+    requester = world.step_flags.requester
+    if requester is None:
+        number = signal.Signals[reason.partition(" ")[0]]
+        end_job(f"hpcdist: {reason}, and no handler that saves: ending the job\n", 128 + number)
+    requester.stop(reason)
 
 
 def is_on_servers(optimizer: Any) -> bool:

@@ -19,10 +19,11 @@ _process_world: World | None = None
 _hooks: ExitHooks | None = None
 
 
-def make_world(resolver: ClusterResolver | None = None) -> World:
+def make_world(resolver: ClusterResolver | None = None, serves: bool = False) -> World:
     """Return the process-wide world, making it at first use.
 
-    An explicit resolver after the first call, or one of fewer ranks than were started, makes a separate world.
+    An explicit resolver after the first call, or one of fewer ranks than were started, makes a separate world; so does
+    a rank that serves.
 
     Collective where a world is made: at the first call in a program all ranks, later those of the resolver.
 
@@ -33,9 +34,10 @@ def make_world(resolver: ClusterResolver | None = None) -> World:
     _install_hooks()
     comm = getattr(resolver, "comm", None)
     if _process_world is None and (comm is None or comm.size == MPI.COMM_WORLD.size):
-        _process_world = World(resolver)
+        _process_world = World(resolver, serves=serves)
         return _process_world
-    return _process_world if resolver is None and _process_world is not None else World(resolver)
+    is_same = resolver is None and not serves and _process_world is not None
+    return _process_world if is_same and _process_world is not None else World(resolver, serves=serves)
 
 
 def end_job(report: str, code: int) -> NoReturn:

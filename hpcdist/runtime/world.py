@@ -24,7 +24,7 @@ from hpcdist.cluster.environment import (
 from hpcdist.cluster.resolvers import ClusterResolver, MPIClusterResolver, SimpleClusterResolver
 from hpcdist.cluster.spec import ClusterSpec, Task
 from hpcdist.cluster.tf_config import TFConfigClusterResolver
-from hpcdist.errors import ConfigurationError, HpcdistError, error_class
+from hpcdist.errors import ConfigurationError, HpcdistError, agreed, error_class
 from hpcdist.runtime.hosts import Hosts
 from hpcdist.runtime.mpi import MPI, library_name, start_timeout_s
 from hpcdist.runtime.step_flags import StepFlags, single_rank_flags
@@ -42,13 +42,16 @@ class World:
     Args:
         resolver: says which tasks there are; default: TF_CONFIG, else HPCDIST_ROLES, else every rank is a worker.
         comm: the ranks that take part; default: all. It is cloned and left alone.
+        serves: whether this rank does what another one asks of it, in place of running the program: see `coordinator`.
 
     Attributes:
         comm: clone of `comm`: all ranks.
-        role_comm: ranks of this rank's role: chief and workers together, all ps together, each evaluator alone.
+        role_comm: ranks of this rank's role: chief and workers together, all ps together, each evaluator alone. With a
+            coordinator each worker is alone, too.
+        coordinator: the rank that runs the program, where the workers serve; None where all of them run it.
         hosts: the hosts of `role_comm`; node_comm: its ranks on this host; n_hosts: how many hosts it spans.
         spec: the cluster. task: this rank's entry in it. tasks: every rank's.
-        side_ranks: ranks in `comm` that do not train: evaluators and parameter servers.
+        side_ranks: ranks in `comm` that end when the chief does: evaluators, parameter servers, workers that serve.
         cores_per_rank: cores that this rank may use without taking another rank's.
         is_crowded: whether this host has more ranks than cores.
         debug: what HPCDIST_DEBUG names, on any rank.
@@ -59,7 +62,9 @@ class World:
         ConfigurationError: on every rank alike, when roles, launcher and ranks do not add up.
     """
 
-    def __init__(self, resolver: ClusterResolver | None = None, comm: MPI.Comm | None = None) -> None:
+    def __init__(
+        self, resolver: ClusterResolver | None = None, comm: MPI.Comm | None = None, serves: bool = False
+    ) -> None:
         given = comm or getattr(resolver, "comm", None) or MPI.COMM_WORLD
         self.rank, self.size = given.rank, given.size
         self.step: int | None = None
@@ -74,11 +79,15 @@ class World:
         self.spec, tasks = self._agreed_tasks(resolver, environ, node)
         self.tasks = tuple(tasks)
         self.task = self._task = tasks[self.rank]
-        self.side_ranks = tuple(rank for rank, task in enumerate(tasks) if task.type not in ("chief", "worker"))
+        self.coordinator = self._agreed_coordinator(serves)
+        sides = ("evaluator", "ps") if self.coordinator is None else ("evaluator", "ps", "worker")
+        self.side_ranks = tuple(
+            rank for rank, task in enumerate(tasks) if task.type in sides and rank != self.coordinator
+        )
         self.cores_per_rank, self.is_crowded = _share_of_cores(node)
         node.Free()
         order = list(self.spec.tasks())
-        color = {"ps": 1, "evaluator": 2}.get(self.task.type, 0)
+        color = {"ps": 1, "evaluator": 2}.get(self.task.type, 0 if self.coordinator is None else 3 + self.rank)
         self.role_comm: MPI.Comm = self.comm.Split(color, order.index(self.task) * self.size + self.rank)
         self.hosts = Hosts(self.role_comm, self)
         self.node_comm, self.n_hosts = self.hosts.node_comm, len(self.hosts.placement.hosts)
@@ -271,6 +280,25 @@ class World:
         facts = np.empty((self.size, 3), np.int32)
         self.wait(self.comm.Iallgather(np.array(mine, np.int32), facts))
         return [RankFacts(*(int(number) for number in row)) for row in facts]
+
+    def _agreed_coordinator(self, serves: bool) -> int | None:
+        """Return the rank that runs the program, if the workers serve; None: all run it. Collective: all ranks."""
+        flags = np.empty(self.size, np.int32)
+        self.wait(self.comm.Iallgather(np.array([serves], np.int32), flags))
+        trainers = [rank for rank, task in enumerate(self.tasks) if task.is_training]
+        programs = [rank for rank in trainers if not flags[rank]]
+        evaluators = [rank for rank, task in enumerate(self.tasks) if task.type == "evaluator" and flags[rank]]
+        if not any(flags[rank] for rank in trainers) and not evaluators:
+            return None
+        if len(programs) != 1 or self.tasks[programs[0]] != self.spec.chief or evaluators:
+            raise agreed(
+                ConfigurationError(
+                    f"Server: expected every worker and ps to call join(), and the chief alone to run the program, got "
+                    f"the program on ranks {programs} and evaluators {evaluators} that serve; see "
+                    f"resolver.task_type."
+                )
+            )
+        return programs[0]
 
 
 def _share_of_cores(node: MPI.Comm) -> tuple[int, bool]:

@@ -103,7 +103,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                 communication_options or CommunicationOptions(), implementation=communication
             )
         op = None if gradient_op is None else ReduceOp.parse(gradient_op)
-        self.world: World = make_world(cluster_resolver)
+        self.world: World = self._make_world(cluster_resolver)
         self._check_cluster()
         self._comm = self.world.role_comm
         is_mean = None if op is None else op is ReduceOp.MEAN
@@ -129,9 +129,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         if options.local_steps > 1:
             self.engine.make_local_steps(options.local_steps, options.first_local_step)
         self._dataset_numbers = itertools.count()
-        if "OMP_NUM_THREADS" not in read_environment() and self._comm.size > 1:
+        if "OMP_NUM_THREADS" not in read_environment() and self.world.size > 1:
             torch.set_num_threads(self.world.cores_per_rank)  # ranks share the cores of their node
         context.register(self)
+
+    def _make_world(self, resolver: ClusterResolver | None) -> World:
+        """Return the world of this strategy. Collective where one is made."""
+        return make_world(resolver)
 
     def _check_cluster(self) -> None:
         """Raise ConfigurationError on all ranks unless the cluster has the tasks that this strategy is for."""

@@ -1,6 +1,7 @@
 """ParameterServerStrategy: variables on servers, to which workers push gradients, each at its own pace."""
 
 import atexit
+import json
 import sys
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from hpcdist.ps.serve import serve
 from hpcdist.ps.served import ServedParameters
 from hpcdist.ps.server import Neighbours, Rules, Server
 from hpcdist.ps.transport import Mailbox, find_neighbours
+from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.node_memory import OwnMemory
 from hpcdist.runtime.world import World
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
@@ -32,9 +34,10 @@ _worlds: "weakref.WeakSet[World]" = weakref.WeakSet()
 class ParameterServerStrategy(MultiWorkerMirroredStrategy):
     """Training on worker ranks whose variables are on ps ranks, in shards, with the state of optimizers.
 
-    Every worker runs the program. `backward` leaves a worker's own gradients in `parameter.grad`; `optimizer.step()`
-    pushes them, servers update the variables, and the worker gets the new values. ps ranks serve inside this
-    constructor, and exit there with the chief's code when all workers have ended.
+    Every worker runs the program; or workers serve, and the chief schedules functions on them, by a
+    `ClusterCoordinator`. `backward` leaves a worker's own gradients in `parameter.grad`; `optimizer.step()` pushes
+    them, servers update the variables, and the worker gets the new values. ps ranks serve inside this constructor, and
+    exit there with the chief's code when all workers have ended.
 
     Asynchronous (default): each push is applied as it comes, so that runs differ in their bits. Losses may be scaled in
     any way: divided by the rows of all workers, the pushes of a round together are one step of SGD; divided by a
@@ -91,6 +94,8 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         self._partitioner, self._placement, self._non_finite = variable_partitioner, placement, non_finite
         self._rules = Rules(max_staleness, synchronous)
         self._client: Client | None = None
+        #: With a coordinator: all ranks, for functions and their results alone.
+        self.closures_comm: MPI.Comm | None = None
         super().__init__(cluster_resolver)
 
     def _check_cluster(self) -> None:
@@ -116,16 +121,47 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
                 f"servers of the first have no place for it; use that one."
             )
         _worlds.add(self.world)
+        self._agree_rules()
         self._take_part()
+
+    def _agree_rules(self) -> None:
+        """Take the chief's rules: ranks that serve are given none. Collective: all ranks."""
+        world, rules = self.world, self._rules
+        own = json.dumps([rules.max_staleness, rules.is_synchronous, self._non_finite])
+        chiefs = world.broadcast_text(own, self.client_ranks[0], world.comm)
+        with world.agreed():
+            if own != chiefs and world.task.is_training and world.coordinator is None:
+                raise ConfigurationError(
+                    f"ParameterServerStrategy: expected max_staleness, synchronous and non_finite as on the chief, "
+                    f"{chiefs}, got {own}; give every worker the same."
+                )
+        max_staleness, is_synchronous, self._non_finite = json.loads(chiefs)
+        self._rules = Rules(max_staleness, is_synchronous)
+        if world.coordinator is not None and self._rules != Rules():
+            raise agreed(
+                ConfigurationError(
+                    f"ParameterServerStrategy: expected neither max_staleness nor synchronous with workers that serve: "
+                    f"one without a function would be waited for, got {chiefs}; leave them out, or let every worker "
+                    f"run the program."
+                )
+            )
+
+    @property
+    def client_ranks(self) -> list[int]:
+        """The ranks that servers know as workers, in the order of their numbers: the chief or coordinator first."""
+        tasks = self.world.tasks
+        ranks = [rank for rank, task in enumerate(tasks) if task.is_training]
+        first = self.world.coordinator
+        return sorted(ranks, key=lambda rank: (rank != first, tasks[rank].type != "chief", tasks[rank].index, rank))
 
     def _take_part(self) -> None:
         """Serve on a ps rank; become a client of the servers on a worker. Collective: all ranks."""
-        world, tasks = self.world, self.world.tasks
-        servers = [rank for rank, task in enumerate(tasks) if task.type == "ps"]
-        workers = [rank for rank, task in enumerate(tasks) if task.is_training]
-        workers.sort(key=lambda rank: (tasks[rank].type != "chief", tasks[rank].index, rank))
+        world, workers = self.world, self.client_ranks
+        servers = [rank for rank, task in enumerate(world.tasks) if task.type == "ps"]
         world.wait(world.comm.Ibarrier())  # making a communicator blocks: nobody may be missing then
         comm = world.comm.Dup()
+        if world.coordinator is not None:
+            self.closures_comm = world.comm.Dup()
         node = find_neighbours(comm)
         mailbox = Mailbox(comm, node)
         if world.task.type == "ps":
@@ -138,6 +174,12 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
             number = workers.index(world.rank)
             self._client = Client(mailbox, servers, number, world.describe(), world.timeout_s + _LATE_S)
             atexit.register(self._client.leave)  # it may outlive this strategy: servers wait for every worker
+
+    @property
+    def served(self) -> ServedParameters:
+        """The variables on servers, as this worker sees them."""
+        assert isinstance(self._storage, ServedParameters), "every worker has them"
+        return self._storage
 
     def _make_storage(self) -> Storage | None:
         if self._client is None:  # an evaluator
@@ -167,8 +209,8 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
 
         Collective: the workers. Saves do so themselves.
         """
-        if isinstance(self._storage, ServedParameters):
-            self._storage.refresh([])
+        if self._client is not None:
+            self.served.refresh([])
 
     def statistics(self) -> dict[str, Any]:
         """Return counts of all servers, as of now.
@@ -178,16 +220,16 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
 
         Cost: a message to each server, and its answer.
         """
-        if not isinstance(self._storage, ServedParameters):
+        if self._client is None:
             return {}
-        found = self._storage.client.statistics()
+        found = self._client.statistics()
         ages: dict[int, int] = {}
         for one in found:
             for age, n in one["staleness"].items():
                 ages[int(age)] = ages.get(int(age), 0) + n
         return {
             "pushes": found[0]["pushes"],
-            "skipped": self._storage.n_skipped,
+            "skipped": self.served.n_skipped,
             "versions": [one["versions"] for one in found],
             "staleness": dict(sorted(ages.items())),
         }

@@ -39,6 +39,8 @@ class TorchMetric:
 
     #: All ranks must call `state_dict` together; `CheckpointManager.save` lets them.
     is_state_collective = True
+    #: What each process has seen can be added up, by `add_seen`.
+    adds_up = True
 
     def __init__(self, metric: Any, name: str | None = None) -> None:
         self.name = name or type(metric).__name__
@@ -79,6 +81,17 @@ class TorchMetric:
     def reset_state(self) -> None:
         """Forget all values of this rank; all ranks call it."""
         self._metric.reset()
+
+    def take_seen(self) -> _States | None:
+        """Return the states of this process, and forget them; None where it has seen nothing."""
+        seen = _states_of(self._metric)
+        self._metric.reset()
+        return seen if any(count for count, _ in seen) else None
+
+    def add_seen(self, seen: _States) -> None:
+        """Add what another process has seen."""
+        has_own = any(count for count, _ in _states_of(self._metric))
+        _set_states(self._metric, _combined(self._metric, [_states_of(self._metric), seen]) if has_own else seen)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks. Collective: all ranks."""

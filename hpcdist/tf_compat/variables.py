@@ -379,6 +379,25 @@ class Variable(Readable):
         local_index = None if self._is_unmanaged else context.updated_copy()
         return None if local_index is None else min(local_index, len(self._copies) - 1)
 
+    # -- a coordinator's closures -----------------------------------------------------------------------------------
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the copies are summed when they are read, so that what each of them has seen can be added up."""
+        return self._is_on_read and self.aggregation is VariableAggregation.SUM
+
+    @torch.no_grad()
+    def take_seen(self) -> Tensor | None:
+        """Return what this process has added to its copy since the last call; None: nothing. Its copy is zero then."""
+        seen = self._copies[0].clone()
+        self._copies[0].zero_()
+        return seen if bool(seen.any()) else None
+
+    @torch.no_grad()
+    def add_seen(self, seen: Tensor) -> None:
+        """Add what another process has seen."""
+        self._copies[0].add_(seen)
+
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     @property

@@ -30,6 +30,7 @@ LAYERS = {
     "resilience": 6,
     "tf_compat": 7,
     "cluster_resolver": 8,
+    "coordinator": 8,
     "experimental": 8,
     "metrics": 8,
     "testing": 8,
@@ -42,7 +43,7 @@ DOORS = {
     "cupy": {"collectives.gpu.cupy_door"},
     "cupyx": {"collectives.gpu.cupy_door"},
     "torch_xla": {"tf_compat.tpu"},
-    "pickle": set(),
+    "pickle": {"ps.pickles"},
     "cloudpickle": {"ps.pickles"},
 }
 MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}

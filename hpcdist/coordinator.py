@@ -1,0 +1,16 @@
+"""The path tf.distribute.coordinator: aliases of public names, resolved at first use."""
+
+from typing import Any
+
+from hpcdist.public_names import ALIASES, resolve_alias
+
+__all__ = sorted(ALIASES["coordinator"])
+
+
+def __getattr__(name: str) -> Any:
+    found = globals()[name] = resolve_alias("coordinator", name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

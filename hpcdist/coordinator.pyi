@@ -1,0 +1,5 @@
+from hpcdist import ClusterCoordinator as ClusterCoordinator
+from hpcdist import PerWorkerValues as PerWorkerValue
+from hpcdist import PerWorkerValues as PerWorkerValues
+from hpcdist import RemoteValue as RemoteValue
+from hpcdist import current_worker_index as experimental_get_current_worker_index

@@ -1,0 +1,1 @@
+"""A coordinator that schedules functions on workers, which serve, as parameter servers do."""

@@ -1,0 +1,215 @@
+"""ClusterCoordinator: one program that schedules functions on workers, as in tf.distribute.coordinator."""
+
+import atexit
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from hpcdist.data.dataset import Dataset
+from hpcdist.data.distributed import DistributedDataset, DistributedFromFunction
+from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.nest import map_nest
+from hpcdist.strategy.base import Strategy
+from hpcdist.strategy.coordination.definitions import Definitions
+from hpcdist.strategy.coordination.dispatch import Dispatcher
+from hpcdist.strategy.coordination.queue import Closure
+from hpcdist.strategy.coordination.values import LOOK_S, PerWorkerDataset, PerWorkerValues, RemoteValue
+from hpcdist.strategy.parameter_server import ParameterServerStrategy
+
+_coordinators: "weakref.WeakKeyDictionary[Strategy, ClusterCoordinator]" = weakref.WeakKeyDictionary()
+
+
+class ClusterCoordinator:
+    """Schedules functions on the workers, which serve, and gets what they return.
+
+    The program runs on one rank, the chief. Functions are sent with what they use: modules, optimizers, variables and
+    metrics of the scope, datasets and resources of workers by name, all else by value, as with cloudpickle. A function
+    begins with values of variables that contain what all functions have pushed that had ended when it was scheduled;
+    `optimizer.step()` in it pushes gradients, and gets new values. What it adds to
+    buffers, metrics and variables is added to the coordinator's when it ends. Learning rates and `train()` or `eval()`
+    of modules are those at the call of `schedule`.
+
+    A function is run at least once. One that runs on a worker that falls silent is run by another worker, too; what it
+    has pushed until then stays. If it fails, the error is raised by the next `schedule`, `join` or `done`, once, and
+    the functions that have not begun are cancelled. Nothing runs any more then. If a parameter server does not answer,
+    that is PSUnavailable, and stays. A rank that dies ends the job, which starts again from its last checkpoint.
+
+    A stop request, to whichever rank, is acted on in `join`, when all functions have ended: a
+    `PreemptionCheckpointHandler` saves there. Its steps are those of the optimizers. Schedule no more between two
+    `join` than the time of grace of a preemption allows.
+
+    >>> coordinator = hpcdist.ClusterCoordinator(strategy)
+    >>> iterator = iter(coordinator.create_per_worker_dataset(make_dataset))
+    >>> for _ in range(100):
+    ...     coordinator.schedule(train_step, args=(iterator,))
+    >>> coordinator.join()
+
+    Not collective: one rank. There is one coordinator for a strategy: a second call returns it.
+
+    Args:
+        strategy: the only one of a job whose workers and servers are in `hpcdist.Server(resolver).join()`.
+
+    Raises:
+        UsageError: for another kind of strategy.
+        ConfigurationError: where the workers run the program themselves.
+    """
+
+    _dispatcher: Dispatcher
+
+    def __new__(cls, strategy: Strategy) -> "ClusterCoordinator":
+        """Return the coordinator of a strategy."""
+        if strategy not in _coordinators:
+            made = super().__new__(cls)
+            made._begin(strategy)
+            _coordinators[strategy] = made
+        return _coordinators[strategy]
+
+    def __init__(self, strategy: Strategy) -> None:
+        """Nothing is left to do."""
+
+    def _begin(self, strategy: Strategy) -> None:
+        if not isinstance(strategy, ParameterServerStrategy):
+            raise UsageError(
+                f"ClusterCoordinator: expected a ParameterServerStrategy, got {type(strategy).__name__}; make one."
+            )
+        world, comm = strategy.world, strategy.closures_comm
+        if world.coordinator != world.rank or comm is None:
+            raise ConfigurationError(
+                f"ClusterCoordinator: expected workers in hpcdist.Server(resolver).join(), got {world.spec}, whose "
+                f"workers run the program themselves; let ranks of task_type worker and ps call it."
+            )
+        self._strategy, self._world = strategy, world
+        self._definitions = Definitions(strategy, strategy.engine, strategy.served)
+        generators = strategy.engine.generators
+        ranks = strategy.client_ranks[1:]
+        self._dispatcher = Dispatcher(world, comm, ranks, self._definitions, lambda: generators.seed)
+        self._n_scheduled = 0
+        atexit.register(self.leave)
+
+    def leave(self, code: int = -1) -> None:
+        """Let the workers leave; nothing can be scheduled any more. Called when the program ends.
+
+        Args:
+            code: with which workers and servers leave; -1: with that of this program.
+        """
+        atexit.unregister(self.leave)
+        _coordinators.pop(self._strategy, None)
+        self._dispatcher.stop(code)
+        self._strategy.served.client.leave(code)
+
+    @property
+    def strategy(self) -> ParameterServerStrategy:
+        """The strategy that this is the coordinator of."""
+        return self._strategy
+
+    def schedule(self, fn: Callable[..., Any], args: Any = None, kwargs: dict[str, Any] | None = None) -> RemoteValue:
+        """Let a worker call fn(*args, **kwargs) as soon as one is free, and return what will hold its result.
+
+        Returns at once, unless 262,144 functions wait already.
+
+        Args:
+            fn: called in the strategy's scope; it may call `strategy.run`. In which order functions run is not said.
+            args: for it; PerWorkerValues become the worker's own.
+            kwargs: likewise.
+
+        Raises:
+            UsageError: when it cannot be sent; for a RemoteValue among the arguments.
+            Exception: the first one of functions that failed since the last was raised. `fn` is cancelled then.
+        """
+        if not callable(fn):
+            raise UsageError(f"schedule: expected a function, got {type(fn).__name__}; pass the function itself.")
+        payload = self._definitions.dump(fn, tuple(args or ()), dict(kwargs or {}))
+        name = getattr(fn, "__name__", type(fn).__name__)
+        self._n_scheduled += 1
+        queue, changed = self._dispatcher.queue, self._dispatcher.changed
+        closure = Closure(self._n_scheduled, name, payload, len(self._definitions.log), queue.n_ended)
+        with changed:
+            while queue.is_full and not queue.has_failed:
+                changed.wait(LOOK_S)
+            queue.put(closure)
+            changed.notify_all()
+        self._raise_error()
+        return closure.result
+
+    def join(self) -> None:
+        """Wait until all functions have ended; bring this rank's variables up to date; act on stop and save requests.
+
+        It waits as long as functions run: those that take longer than HPCDIST_TIMEOUT_S are reported with their stacks.
+
+        Raises:
+            Exception: as `schedule`.
+            CollectiveTimeoutError: when no worker has been heard of for HPCDIST_TIMEOUT_S.
+        """
+        dispatcher = self._dispatcher
+        with dispatcher.changed:
+            while not (dispatcher.queue.is_idle or dispatcher.queue.has_failed):
+                dispatcher.changed.wait(LOOK_S)
+        self._raise_error()
+        self.strategy.served.pull()
+        self._world.step_flags.poll()
+
+    def done(self) -> bool:
+        """Return whether all functions have ended. Raises as `schedule`."""
+        self._raise_error()
+        with self._dispatcher.changed:
+            return self._dispatcher.queue.is_idle
+
+    def _raise_error(self) -> None:
+        """Raise the first error, if there is one, once nothing runs any more."""
+        queue, changed = self._dispatcher.queue, self._dispatcher.changed
+        with changed:
+            if not queue.has_failed:
+                return
+            queue.cancel_waiting()
+            while queue.has_running:
+                changed.wait(LOOK_S)
+                queue.cancel_waiting()  # what was put back
+            error = queue.take_error()
+        if error is not None:
+            raise error
+
+    def fetch(self, val: Any) -> Any:
+        """Wait for the RemoteValues of a nest, and return it with their results, as `RemoteValue.fetch` does."""
+        return map_nest(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val)
+
+    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
+        """Return a dataset that each worker makes for itself: all of it, nothing is divided among workers.
+
+        Pass `iter` of it to functions, which call `next` on it. Workers make it at its first use, and anew when they
+        are started anew: its position is not saved. Without a given seed each worker has an order of its own.
+
+        Args:
+            dataset_fn: a function that returns a dataset, an iterable, or what the strategy's `distribute_...` methods
+                return; or a Dataset or DistributedDataset.
+
+        Raises:
+            UsageError: for anything else.
+        """
+        strategy = self.strategy
+        if isinstance(dataset_fn, DistributedDataset):
+            dataset, options = dataset_fn.dataset, dataset_fn.options
+            return PerWorkerDataset(lambda: strategy.experimental_distribute_dataset(dataset, options))
+        if isinstance(dataset_fn, DistributedFromFunction):
+            made, options = dataset_fn.datasets[0], dataset_fn.options
+            return PerWorkerDataset(lambda: strategy.distribute_datasets_from_function(lambda _: made, options))
+        if isinstance(dataset_fn, Dataset):
+            return PerWorkerDataset(lambda: dataset_fn)
+        if not callable(dataset_fn):
+            raise UsageError(
+                f"create_per_worker_dataset: expected a dataset or a function that returns one, got "
+                f"{type(dataset_fn).__name__}; pass a function."
+            )
+        return PerWorkerDataset(dataset_fn)
+
+    def create_per_worker_resource(
+        self, fn: Callable[..., Any], args: Any = None, kwargs: dict[str, Any] | None = None
+    ) -> PerWorkerValues:
+        """Return what each worker makes by fn(*args, **kwargs), at its first use there, such as a compiled function.
+
+        Args:
+            fn: the function.
+            args: for it.
+            kwargs: likewise.
+        """
+        given, named = tuple(args or ()), dict(kwargs or {})
+        return PerWorkerValues(lambda: fn(*given, **named))

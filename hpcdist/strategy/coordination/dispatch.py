@@ -1,0 +1,243 @@
+"""The thread of a coordinator that gives closures to workers and takes their results."""
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hpcdist.errors import CollectiveTimeoutError, HpcdistError, log
+from hpcdist.ps import pickles
+from hpcdist.ps.messages import Bytes, Kind, Message
+from hpcdist.ps.served import stop_for
+from hpcdist.ps.transport import Mailbox
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.waiting import wait_until
+from hpcdist.runtime.world import World
+from hpcdist.strategy.coordination.definitions import Definitions
+from hpcdist.strategy.coordination.queue import Closure, ClosureQueue
+from hpcdist.strategy.coordination.shared import Key
+from hpcdist.strategy.coordination.values import LOOK_S
+from hpcdist.strategy.coordination.worker import BEAT_TAG, seed_of
+
+#: Longest sleep while functions run: what a result may have to wait.
+_MAX_SLEEP_S = 1e-4
+#: A worker whose last function took less than this is given its next one beforehand, if there are enough for all: it
+#: would wait for it as long.
+_SHORT_S = 0.05
+#: A worker that has not been heard of for this long is silent, or for this part of the time limit if that is longer.
+LOST_S, LOST_PART = 5.0, 1 / 20
+
+
+class WorkerError(Exception):
+    """The stack of an error on a worker, as the cause of the error that is raised on the coordinator."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.text}"""'
+
+
+class _Worker:
+    """What the coordinator knows of a worker.
+
+    Attributes:
+        rank, number: of it.
+        n_known: definitions that it has.
+        told: the shared state that it has; see `SharedState.news`.
+        n_seen: closures that had ended when it was last told to get the servers' values.
+        sent_at: when it was sent each closure that it has.
+        last_s: how long its last one took; answered_at: when that ended.
+        heard_at: when it was heard of last. is_silent: whether that is too long ago.
+    """
+
+    def __init__(self, rank: int, number: int) -> None:
+        self.rank, self.number = rank, number
+        self.n_known = 0
+        self.told: dict[Key, tuple[int, int]] = {}
+        self.n_seen = -1
+        self.sent_at: list[float] = []
+        self.last_s, self.answered_at = _SHORT_S, 0.0
+        self.heard_at = time.monotonic()
+        self.is_silent = False
+
+
+class Dispatcher:
+    """Runs closures on workers, from its own thread, which starts with it.
+
+    Args:
+        world: the coordinator's.
+        comm: of all ranks, for functions and their results alone.
+        ranks: those of the workers, in the order of their numbers.
+        definitions: what functions use by name.
+        seed: of the job's random numbers, when the first function is sent.
+
+    Attributes:
+        queue: the closures. changed: guards it, and is notified whenever a closure is over.
+    """
+
+    def __init__(
+        self, world: World, comm: MPI.Comm, ranks: list[int], definitions: Definitions, seed: Callable[[], int | None]
+    ) -> None:
+        self._world, self._comm, self._definitions, self._seed = world, comm, definitions, seed
+        self._mailbox = Mailbox(comm)
+        self._workers = {rank: _Worker(rank, number) for number, rank in enumerate(ranks)}
+        self.queue = ClosureQueue()
+        self.changed = threading.Condition()
+        self._is_over, self._exit_code = False, -1
+        self._finished_at = time.monotonic()
+        self._is_reported = False
+        self._thread = threading.Thread(target=self._run, name="hpcdist coordinator", daemon=True)
+        self._thread.start()
+
+    def stop(self, code: int) -> None:
+        """Let the workers leave, and wait for the thread.
+
+        Args:
+            code: with which they leave; -1: with that of this program.
+        """
+        with self.changed:
+            self._exit_code, self._is_over = code, True
+            self.changed.notify_all()
+        self._thread.join(self._world.timeout_s)
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_over:
+            with self.changed:
+                if self.queue.is_idle and self._mailbox.is_sent:
+                    self.changed.wait(LOOK_S)
+            self._send_closures()
+            received: list[tuple[int, Message]] = []
+            if not self.queue.is_idle:
+                wait_until(functools.partial(self._has_work, received), LOOK_S, 0, _MAX_SLEEP_S)
+            for rank, message in received:
+                self._take_result(self._workers[rank], message)
+            self._hear()
+        for worker in self._workers.values():
+            self._mailbox.send(worker.rank, Message(Kind.LEAVE, worker.number, numbers=np.array([self._exit_code])))
+        wait_until(lambda: self._mailbox.is_sent, self._world.timeout_s, 0)
+        self._hear()
+
+    def _has_work(self, received: list[tuple[int, Message]]) -> bool:
+        received += self._mailbox.receive()
+        _ = self._mailbox.is_sent  # moves what is being sent
+        return bool(received) or self._is_over or (self.queue.n_waiting > 0 and self._free_worker() is not None)
+
+    def _free_worker(self) -> _Worker | None:
+        """Return a worker that may be given a closure: one that has none, else one that is soon done."""
+        heard = [one for one in self._workers.values() if not one.is_silent]
+        idle = [one for one in heard if not one.sent_at]
+        has_enough = self.queue.n_waiting >= len(self._workers)
+        soon_done = [one for one in heard if has_enough and one.last_s < _SHORT_S and len(one.sent_at) == 1]
+        return next(iter([*idle, *soon_done]), None)
+
+    def _send_closures(self) -> None:
+        """Give each free worker a closure, as far as some wait."""
+        while (worker := self._free_worker()) is not None:
+            with self.changed:
+                closure = self.queue.take(worker.number)
+                self.changed.notify_all()  # the queue has a place
+            if closure is None:
+                return
+            self._send(worker, closure)
+
+    def _send(self, worker: _Worker, closure: Closure) -> None:
+        new = self._definitions.log[worker.n_known : closure.n_definitions]
+        worker.n_known = max(worker.n_known, closure.n_definitions)
+        news = self._definitions.shared.news(worker.told)
+        seed = seed_of(self._seed(), closure.number)
+        must_pull = closure.n_before > worker.n_seen
+        if must_pull:
+            worker.n_seen = self.queue.n_ended
+        payload = pickles.dumps((new, news, must_pull, closure.payload, seed))
+        message = Message(Kind.CLOSURE, worker.number, clock=closure.number, text=closure.name, payload=payload)
+        worker.sent_at.append(time.monotonic())
+        self._mailbox.send(worker.rank, message)
+
+    def _take_result(self, worker: _Worker, message: Message) -> None:
+        now = time.monotonic()
+        worker.last_s = now - max(worker.sent_at.pop(0), worker.answered_at)
+        worker.answered_at = now
+        has_value, payload, changes, n_steps = pickles.loads(message.payload)
+        error = None if has_value else self._error_of(payload, worker)
+        with self.changed:
+            for _ in range(n_steps):
+                self._world.step_flags.count_step()
+            if error is not None:
+                self.queue.fail(worker.number, error)
+            else:
+                self._finish(worker, payload, changes)
+            self._finished_at, self._is_reported = now, False
+            self.changed.notify_all()
+
+    def _finish(self, worker: _Worker, payload: Bytes, changes: Any) -> None:
+        if self.queue.is_awaited(worker.number):  # else another worker has run it, too
+            self._definitions.shared.apply(changes)
+        self.queue.finish(worker.number, payload)
+
+    def _error_of(self, payload: Bytes, worker: _Worker) -> BaseException:
+        """Return the error of a function, with the worker's stack as its cause."""
+        error, trace = pickles.loads(payload)
+        found = error if isinstance(error, BaseException) else HpcdistError(str(error))
+        found.__cause__ = WorkerError(f"on worker {worker.number}, rank {worker.rank}:\n{trace}")
+        return found
+
+    # -- workers that are silent --------------------------------------------------------------------------------------
+
+    def _hear(self) -> None:
+        """Take heartbeats; put back what runs on workers that have fallen silent."""
+        status, now = MPI.Status(), time.monotonic()
+        while self._comm.Iprobe(tag=BEAT_TAG, status=status):
+            text = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+            self._comm.Recv(text, status.Get_source(), BEAT_TAG)
+            self._note_heard(self._workers[status.Get_source()], now)
+            if len(text):
+                stop_for(text.tobytes().decode(), self._world)
+        lost_s = max(LOST_S, self._world.timeout_s * LOST_PART)
+        for worker in self._workers.values():
+            if not worker.is_silent and now - worker.heard_at > lost_s:
+                self._lose(worker, lost_s)
+        if all(now - worker.heard_at > self._world.timeout_s for worker in self._workers.values()):
+            self._give_up()
+        self._report(now)
+
+    def _note_heard(self, worker: _Worker, now: float) -> None:
+        worker.heard_at = now
+        if worker.is_silent:
+            worker.is_silent = False
+            log(f"coordinator: worker {worker.number} (rank {worker.rank}) is back")
+
+    def _lose(self, worker: _Worker, lost_s: float) -> None:
+        worker.is_silent = True
+        with self.changed:
+            self.queue.lose(worker.number)
+        log(
+            f"coordinator: worker {worker.number} (rank {worker.rank}) has been silent for {lost_s:g} s; what it ran "
+            f"goes to another one"
+        )
+
+    def _give_up(self) -> None:
+        with self.changed:
+            self.queue.note_error(
+                CollectiveTimeoutError(
+                    f"join: expected a sign of a worker within {self._world.timeout_s:g} s, got none of all "
+                    f"{len(self._workers)} on {self._world}; look at their nodes."
+                )
+            )
+            self.changed.notify_all()
+
+    def _report(self, now: float) -> None:
+        """Log which functions run, once, if none has ended for as long as the time limit."""
+        limit_s = self._world.timeout_s
+        since = max([self._finished_at, *(sent for one in self._workers.values() for sent in one.sent_at)])
+        if self._is_reported or not self.queue.has_running or now - since <= limit_s:
+            return
+        self._is_reported = True
+        running = ", ".join(f"{own[0].name!r} on worker {one}" for one, own in self.queue.running.items() if own)
+        log(f"coordinator: no function has ended for {limit_s:g} s; there run {running}")

@@ -1,0 +1,119 @@
+"""What a coordinator's program holds of what is on workers: results that come later, and resources of each worker."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpcdist.errors import UsageError
+from hpcdist.nest import map_nest
+from hpcdist.ps import pickles
+from hpcdist.ps.messages import Bytes
+
+#: Longest wait before a signal to the program is seen.
+LOOK_S = 0.2
+
+
+class RemoteValue:
+    """What a scheduled function will return. `ClusterCoordinator.schedule` makes it; thread-safe."""
+
+    def __init__(self) -> None:
+        self._is_there = threading.Event()
+        self._payload: Bytes | None = None
+        self._error: BaseException | None = None
+
+    def get(self) -> Any:
+        """Wait for the function, and return what it returned: tensors on the host, without gradients.
+
+        Not collective. It waits as long as the function runs; if it is in a queue behind others, as long as these do.
+
+        Raises:
+            ClosureCancelledError: if the function was cancelled, as another one had failed.
+            Exception: that the function raised.
+        """
+        while not self._is_there.wait(LOOK_S):
+            pass
+        if self._error is not None:
+            raise self._error
+        assert self._payload is not None, "set before the event"
+        return pickles.loads(self._payload)
+
+    def fetch(self) -> Any:
+        """Do what `get` does, and return tensors as numpy arrays; those of bfloat16, which numpy lacks, as float32."""
+        return map_nest(_to_numpy, self.get())
+
+    def set_result(self, payload: Bytes) -> None:
+        """Let the value be there, as a pickle."""
+        self._payload = payload
+        self._is_there.set()
+
+    def set_error(self, error: BaseException) -> None:
+        """Let `get` raise from now on."""
+        self._error = error
+        self._is_there.set()
+
+    def __repr__(self) -> str:
+        state = "not there yet" if not self._is_there.is_set() else "failed" if self._error is not None else "there"
+        return f"RemoteValue({state})"
+
+
+class PerWorkerValues:
+    """One value on each worker, which a function makes there at its first use; made anew on a worker that is new.
+
+    As an argument of a scheduled function, or in what it uses, it is the value of the worker that runs the function.
+    `ClusterCoordinator.create_per_worker_resource` and `iter(create_per_worker_dataset(...))` make it.
+
+    Args:
+        make: called on each worker.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+    def __next__(self) -> Any:
+        raise NotImplementedError(
+            "next: expected a call in a scheduled function, got one on the coordinator; pass the iterator to schedule."
+        )
+
+    get_next = __next__
+
+
+class PerWorkerDataset:
+    """A dataset on each worker; `iter` returns one iterator for each, to be passed to scheduled functions.
+
+    Args:
+        make: returns the dataset; called on each worker.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+    def build(self) -> PerWorkerValues:
+        """Return the datasets themselves."""
+        return PerWorkerValues(self.make)
+
+    def __iter__(self) -> Iterator[Any]:
+        return PerWorkerValues(_IteratorOf(self.make))  # type: ignore[return-value]
+
+
+class _IteratorOf:
+    """Makes a dataset, and returns an iterator of it."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    def __call__(self) -> Any:
+        made = self._make()
+        if not hasattr(made, "__iter__"):
+            raise UsageError(
+                f"create_per_worker_dataset: expected a function that returns a dataset, got {type(made).__name__}."
+            )
+        return iter(made)
+
+
+def _to_numpy(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return (leaf.float() if leaf.dtype is torch.bfloat16 else leaf).numpy()

@@ -1,0 +1,230 @@
+"""A worker of a coordinator: it receives functions, runs them, and sends back what they return, until all is done."""
+
+import contextlib
+import faulthandler
+import functools
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import xxhash
+from torch import Tensor
+
+from hpcdist.errors import HpcdistError, UsageError, log
+from hpcdist.nest import map_nest
+from hpcdist.ps import pickles
+from hpcdist.ps.messages import Bytes, Kind, Message
+from hpcdist.ps.serve import CROWDED_YIELDS, StopSignals, wait_for_end
+from hpcdist.ps.transport import Mailbox
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.step_flags import Request
+from hpcdist.runtime.waiting import YIELDS, wait_until
+from hpcdist.strategy import context
+from hpcdist.strategy.coordination.definitions import Copies
+from hpcdist.strategy.parameter_server import ParameterServerStrategy
+
+#: Time between two heartbeats, which also say which signal to stop this worker has got.
+BEAT_S = 0.5
+#: The tag of heartbeats.
+BEAT_TAG = 7503
+#: How long a worker looks for messages before it looks at everything else, and its longest sleep meanwhile.
+_LOOK_S, _MAX_SLEEP_S = 0.2, 1e-4
+#: The number of the worker whose function runs, in this process.
+_worker_index: int | None = None
+
+
+def current_worker_index() -> int:
+    """Return the number of the worker that runs the caller, a scheduled function.
+
+    Raises:
+        RuntimeError: outside of scheduled functions.
+    """
+    if _worker_index is None:
+        raise RuntimeError("current_worker_index: expected a call in a scheduled function, got none.")
+    return _worker_index
+
+
+def serve_closures(strategy: ParameterServerStrategy) -> int:
+    """Run what the coordinator sends until it leaves; return the code to exit with.
+
+    Not collective. In the main thread.
+
+    Args:
+        strategy: of this worker, which serves.
+
+    Raises:
+        CollectiveTimeoutError: when the coordinator does not say with which code it leaves.
+    """
+    worker, world = _Worker(strategy), strategy.world
+    with StopSignals() as signals, _Heart(worker, signals) as heart:
+        world.step_flags.attach(heart)
+        worker.run_all()
+        strategy.served.client.leave(worker.exit_code)
+        return wait_for_end(world, worker.mailbox, worker.exit_code)
+
+
+class _Worker:
+    """Runs functions.
+
+    Attributes:
+        world: of this worker.
+        comm: all ranks, for functions and results alone. mailbox: moves them. coordinator: its rank.
+        running_since: when the function that runs began, and its name; None where none runs.
+        exit_code: with which to leave; -1: with that of the coordinator's program.
+    """
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        assert strategy.closures_comm is not None, "this worker serves"
+        self.world, self.comm = strategy.world, strategy.closures_comm
+        self.coordinator, *workers = strategy.client_ranks
+        self._index = workers.index(self.world.rank)
+        self._strategy, self._storage = strategy, strategy.served
+        self._copies = Copies(strategy, strategy.engine, self._storage, self._index)
+        self._is_forced = False
+        self.mailbox = Mailbox(self.comm)
+        self.running_since: tuple[float, str] | None = None
+        self.exit_code = -1
+
+    def run_all(self) -> None:
+        """Run what comes until the coordinator leaves."""
+        received: list[tuple[int, Message]] = []
+        yields = CROWDED_YIELDS if self.world.is_crowded else YIELDS
+        while True:
+            received.clear()
+            wait_until(functools.partial(self._receive, received), _LOOK_S, yields, _MAX_SLEEP_S)
+            for _, message in received:
+                if message.kind is Kind.LEAVE:
+                    self.exit_code = int(message.numbers[0])
+                    return
+                answer = Message(Kind.RESULT, message.worker, clock=message.clock, payload=self._run(message))
+                self.mailbox.send(self.coordinator, answer)
+
+    def _receive(self, received: list[tuple[int, Message]]) -> bool:
+        received += self.mailbox.receive()
+        _ = self.mailbox.is_sent  # moves what is being sent, and forgets what has left
+        return bool(received)
+
+    def _run(self, message: Message) -> Bytes:
+        """Run a function, and return the pickle of (value or error, changes of shared state, steps)."""
+        before = self.world.step_flags.n_steps
+        definitions, news, must_pull, payload, seed = pickles.loads(message.payload)
+        error = value = None
+        changes: Any = ({}, {})
+        try:
+            with self._noted(message.text):
+                function, args, kwargs = self._prepare(definitions, news, must_pull, payload, seed)
+                with context.entered(self._strategy):
+                    value = map_nest(_on_host, function(*args, **kwargs))
+                self._storage.require_unwritten()
+            changes = self._copies.shared.changes()
+            result = pickles.dumps(value)
+        except (Exception, SystemExit) as caught:  # noqa: BLE001  the coordinator raises it
+            self._is_forced = True  # what the function has written to variables must not stay
+            error, result, changes = caught, _pickle_of(caught), ({}, {})
+        n_steps = self.world.step_flags.n_steps - before
+        return pickles.dumps((error is None, result, changes, n_steps))
+
+    def _prepare(
+        self, definitions: list[Bytes], news: Any, must_pull: bool, payload: Bytes, seed: int
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """Learn what the function uses, bring it up to date, and return the function with its arguments."""
+        for definition in definitions:
+            self._copies.learn(definition)
+        self._strategy.engine.prepare()
+        self._copies.shared.begin(news)
+        if must_pull or definitions or self._is_forced:
+            self._storage.pull(is_whole=self._is_forced)
+            self._is_forced = False
+        self._strategy.engine.generators.restore(seed, 0)
+        return self._copies.load(payload)
+
+    @contextlib.contextmanager
+    def _noted(self, name: str) -> Iterator[None]:
+        """Note which function runs in the block."""
+        global _worker_index
+        _worker_index, self.running_since = self._index, (time.monotonic(), name)
+        try:
+            yield
+        finally:
+            _worker_index = self.running_since = None
+
+
+class _Heart:
+    """A thread that lets the coordinator know that this worker is there, and reports functions that take long.
+
+    A context manager. It is the requester of this worker, too: what a parameter server asks of it goes the same way.
+    """
+
+    def __init__(self, worker: _Worker, signals: StopSignals) -> None:
+        self._worker, self._signals = worker, signals
+        self._reason = ""
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="hpcdist heartbeat", daemon=True)
+
+    def __enter__(self) -> "_Heart":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def requested(self) -> Request:
+        """Return that this worker asks the others for nothing: the coordinator acts between functions."""
+        return Request.NONE
+
+    def stop(self, reason: str) -> None:
+        """Ask the coordinator to stop the job."""
+        self._reason = reason
+
+    def poll_between_batches(self) -> None:
+        """Do nothing, likewise."""
+
+    def _beat(self) -> None:
+        worker, sent = self._worker, list[tuple[MPI.Request, bytes]]()
+        reported = 0.0
+        while not self._is_over.wait(BEAT_S):
+            if self._signals.last:
+                self._reason, self._signals.last = f"{self._signals.last} to {worker.world}", ""
+            text, self._reason = self._reason.encode(), ""
+            sent = [one for one in sent if not one[0].Test()]
+            sent.append((worker.comm.Isend(np.frombuffer(text, np.uint8), worker.coordinator, BEAT_TAG), text))
+            running, limit_s = worker.running_since, worker.world.timeout_s
+            if running is not None and running[0] != reported and time.monotonic() - running[0] > limit_s:
+                reported = running[0]
+                log(f"{worker.world}: {running[1]!r} has run for {limit_s:g} s, and runs on; its stack:")
+                faulthandler.dump_traceback(sys.__stderr__ or 2)
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+
+
+def _pickle_of(error: BaseException) -> Bytes:
+    """Return an error with its stack as a pickle; one that cannot travel becomes one of ours, with its text."""
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    if isinstance(error, HpcdistError):
+        error.is_agreed = False  # on this worker alone
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    if isinstance(error, SystemExit):
+        error = UsageError(f"schedule: expected a function that returns or raises, got one that exits: {error}.")
+    try:
+        sent = pickles.dumps((error, trace))
+        pickles.loads(sent)
+    except Exception:  # noqa: BLE001  such as an exception whose __init__ wants more than its args
+        return pickles.dumps((HpcdistError(f"{type(error).__name__}: {error}"), trace))
+    return sent
+
+
+def seed_of(seed: int | None, number: int) -> int:
+    """Return the seed of random numbers in a function, whichever worker runs it.
+
+    Args:
+        seed: of the job.
+        number: of the function.
+    """
+    return xxhash.xxh3_64_intdigest(f"{seed} closure {number}".encode()) >> 1
