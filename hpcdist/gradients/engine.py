@@ -347,7 +347,8 @@ class GradientEngine:
             return None
         parameters = _parameters_of(optimizer)
         if not self._is_ours(optimizer, parameters):
-            self._require_scope(parameters)
+            if self._n_replicas > 1:
+                self._require_scope(parameters)
             return None
         if has_servers:
             self._begin_served_step(optimizer, parameters, closure)

@@ -243,6 +243,11 @@ def is_compiled_backward() -> bool:
     return _compiler_of_frames() not in (None, False)
 
 
+def note_step(optimizer: Optimizer) -> None:
+    """Let torch's learning rate schedules know that an optimizer steps, elsewhere: they warn of one that never does."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 #: What a step may be given: it computes a loss and its gradients, and returns the loss.
 Closure = Callable[[], Any]
 

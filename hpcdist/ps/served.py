@@ -114,11 +114,15 @@ class ServedParameters:
         self._note_written()
 
     def learn(self, layout: Layout, variables: Sequence[nn.Parameter]) -> None:
-        """Take variables that another client of the servers has let them hold. Not collective."""
+        """Take variables that another client of the servers has let them hold; `pull` brings their values.
+
+        Not collective.
+        """
         self._specs += layout.variables
         self._variables += variables
         self._numbers = {id(one): number for number, one in enumerate(self._variables)}
         self.client.adopt(layout.shards, self._variables, is_first=False)
+        self.client.forget_values()
         self._note_written()
 
     def learn_optimizer(self, number: int, optimizer: Optimizer) -> None:

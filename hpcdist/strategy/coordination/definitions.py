@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedInput
 from hpcdist.errors import ClosureInputError, HpcdistError, UsageError
+from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.engine import GradientEngine
 from hpcdist.ps import pickles
 from hpcdist.ps.messages import Bytes
@@ -153,6 +154,7 @@ class Definitions:
         ]
         name = self._define("optimizer", optimizer, (number, type(optimizer), optimizer.defaults, groups))
         self._optimizers[name[1]] = optimizer
+        torch_hooks.note_step(optimizer)
         return name
 
     def _define_layouts(self) -> None:

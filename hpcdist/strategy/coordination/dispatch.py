@@ -24,8 +24,8 @@ from hpcdist.strategy.coordination.worker import BEAT_TAG, seed_of
 
 #: Longest sleep while functions run: what a result may have to wait.
 _MAX_SLEEP_S = 1e-4
-#: A worker whose last function took less than this is given its next one beforehand, if there are enough for all: it
-#: would wait for it as long.
+#: A worker whose last function took less than this is given its next one beforehand: it would wait for it as long. If
+#: there are enough for all; and not where a function begins with what the one before has changed.
 _SHORT_S = 0.05
 #: A worker that has not been heard of for this long is silent, or for this part of the time limit if that is longer.
 LOST_S, LOST_PART = 5.0, 1 / 20
@@ -133,7 +133,7 @@ class Dispatcher:
         """Return a worker that may be given a closure: one that has none, else one that is soon done."""
         heard = [one for one in self._workers.values() if not one.is_silent]
         idle = [one for one in heard if not one.sent_at]
-        has_enough = self.queue.n_waiting >= len(self._workers)
+        has_enough = self.queue.n_waiting >= len(self._workers) and not self._definitions.shared.has_tensors
         soon_done = [one for one in heard if has_enough and one.last_s < _SHORT_S and len(one.sent_at) == 1]
         return next(iter([*idle, *soon_done]), None)
 

@@ -43,6 +43,11 @@ class SharedState:
         elif is_shared(obj) and obj.parameter is None:
             self._variables[number] = obj
 
+    @property
+    def has_tensors(self) -> bool:
+        """Whether there are tensors that a function must have as they are when it begins."""
+        return bool(self._tensors())
+
     def _tensors(self) -> dict[Key, Tensor]:
         found = {
             (number, name): buffer

@@ -201,7 +201,9 @@ class _Heart:
 
 
 def _on_host(leaf: Any) -> Any:
-    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+    """Return a tensor without its graph, on the host; of a variable the value."""
+    value = leaf.read_value() if hasattr(leaf, "read_value") else leaf
+    return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 def _pickle_of(error: BaseException) -> Bytes:
