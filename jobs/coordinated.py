@@ -1,0 +1,100 @@
+"""Train an image classifier by a coordinator, which schedules steps on workers. The same command resumes it.
+
+mpirun -n 4 python jobs/coordinated.py --roles 'ps:1,chief:1,worker:*'
+srun --mpi=pmi2 python jobs/coordinated.py                  (in an sbatch script, with TF_CONFIG or HPCDIST_ROLES)
+
+The chief runs this program, workers run the functions that it schedules, and ps ranks hold the variables. A worker
+draws batches in an order of its own, anew when the job is started again.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+from images import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import hpcdist
+
+STEPS_PER_CALL = 4
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--roles", help="of the ranks; default: TF_CONFIG or HPCDIST_ROLES")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=64, help="rows of one step of one worker")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/coordinated"))
+    parser.add_argument("--save-every", type=int, default=100, metavar="STEPS")
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+    has_config = "TF_CONFIG" in os.environ and not args.roles
+    resolver = hpcdist.TFConfigClusterResolver() if has_config else hpcdist.MPIClusterResolver(roles=args.roles)
+    if resolver.task_type in ("worker", "ps"):
+        hpcdist.Server(resolver).join()  # never returns
+    strategy = hpcdist.ParameterServerStrategy(resolver)
+    torch.manual_seed(1)
+    with strategy.scope():
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        mean_loss, accuracy = hpcdist.metrics.Mean(), hpcdist.metrics.SparseCategoricalAccuracy()
+    coordinator = hpcdist.ClusterCoordinator(strategy)
+
+    def make_batches():  # on each worker
+        train, _ = load_digits()
+        return hpcdist.Dataset.from_tensor_slices(train).shuffle().batch(args.batch).repeat()
+
+    iterator = iter(coordinator.create_per_worker_dataset(make_batches))
+    test = coordinator.create_per_worker_resource(lambda: load_digits()[1])
+
+    def train_steps(iterator, n_steps):
+        for _ in range(n_steps):
+            images, labels = next(iterator)
+            optimizer.zero_grad()
+            losses = cross_entropy(model(images), labels, reduction="none")
+            hpcdist.compute_average_loss(losses).backward()
+            optimizer.step()
+            mean_loss.update_state(losses.detach())
+
+    @torch.no_grad()
+    def test_rows(test, start, stop):
+        images, labels = test
+        accuracy.update_state(labels[start:stop], model(images[start:stop]))
+
+    def evaluate():
+        """Let each row be tested once, by whichever worker."""
+        accuracy.reset_state()
+        n_rows = len(load_digits()[1][1])
+        for start in range(0, n_rows, 100):
+            coordinator.schedule(test_rows, args=(test, start, start + 100))
+        coordinator.join()
+        return float(accuracy.result())
+
+    metrics = hpcdist.MetricsFile(args.run_dir / "metrics.jsonl")
+    checkpoint = hpcdist.Checkpoint(
+        model=model, optimizer=optimizer, strategy=strategy, mean_loss=mean_loss, metrics=metrics
+    )
+    manager = hpcdist.CheckpointManager(checkpoint, args.run_dir / "checkpoints")
+    handler = hpcdist.PreemptionCheckpointHandler(None, manager, save_every_steps=args.save_every)
+    print(f"resuming from {handler.restored_path}" if handler.restored_path else "new run", flush=True)
+    steps_per_epoch = len(load_digits()[0][1]) // args.batch
+    with handler:
+        for epoch in range(len(metrics), args.epochs):
+            while (n_left := (epoch + 1) * steps_per_epoch - handler.total_run_calls) > 0:
+                for first in range(0, n_left, STEPS_PER_CALL):
+                    coordinator.schedule(train_steps, args=(iterator, min(STEPS_PER_CALL, n_left - first)))
+                coordinator.join()  # saves, and stops on request
+            loss, right, step = float(mean_loss.result()), evaluate(), handler.total_run_calls
+            print(f"epoch {epoch + 1}/{args.epochs}  step {step}  loss {loss:.4f}  accuracy {right:.4f}", flush=True)
+            metrics.write(step, epoch=epoch, loss=loss, test_accuracy=right)
+            mean_loss.reset_state()
+    print(f"accuracy {evaluate():.4f}  checkpoint {handler.latest_path}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Jobs with a coordinator whose ranks are stopped, killed and suspended."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from real_jobs import final_state
+
+from hpcdist.checkpoint.store import Store
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = ROOT / "jobs" / "coordinated.py"
+ROLES = "ps:1,chief:1,worker:*"  # ranks 0, 1, and the others
+SWEEP = pytest.mark.sweep
+
+pytestmark = pytest.mark.timeout(170)
+
+
+def command(run, epochs=6):
+    return [JOB, "--roles", ROLES, "--run-dir", run, "--epochs", epochs, "--save-every", 10, "--batch", 32]
+
+
+def pid_of(job, rank):
+    for pid in job.ranks():
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if f"PMI_RANK={rank}".encode() in variables:
+            return pid
+    raise AssertionError(f"no rank {rank}")
+
+
+def wait_for(job, text):
+    deadline = time.monotonic() + 60
+    while text not in job.log.read_text():
+        assert time.monotonic() < deadline, job.log.read_text()
+        time.sleep(0.02)
+
+
+def last_accuracy(outcome):
+    return float(outcome.output.rpartition("accuracy ")[2].split()[0])
+
+
+@pytest.mark.parametrize("victim", [2, pytest.param(0, marks=SWEEP), pytest.param(1, marks=SWEEP)])
+def test_a_stop_request_to_any_rank_saves_in_join_and_the_next_job_resumes(start, tmp_path, victim):
+    run = tmp_path / "run"
+    job = start(4, *command(run, epochs=40))
+    wait_for(job, "epoch 2/")
+    os.kill(pid_of(job, victim), signal.SIGTERM)
+    outcome = job.wait(60)
+    decision = json.loads((run / "decision.json").read_text())
+    assert outcome.code == 75, outcome.output
+    assert (decision["decision"], decision["reason"][:7]) == ("requeue", "SIGTERM")
+    step = decision["step"]
+    assert Store(run / "checkpoints").saved()
+    outcome = start(3, *command(run, epochs=8)).wait(90)
+    assert outcome.code == 0, outcome.output
+    assert f"resuming from {run}/checkpoints/step-{step:08d}" in outcome.output
+    assert final_state(run)
+    assert last_accuracy(outcome) > 0.9
+
+
+@pytest.mark.parametrize("victim", [pytest.param(2, id="a worker"), pytest.param(0, id="the server", marks=SWEEP)])
+def test_a_killed_rank_ends_the_job_and_the_next_one_resumes(start, nothing_left, tmp_path, victim):
+    run = tmp_path / "run"
+    job = start(4, *command(run, epochs=40))
+    wait_for(job, "epoch 2/")
+    os.kill(pid_of(job, victim), signal.SIGKILL)
+    assert job.wait(30).code not in (0, 75)
+    outcome = start(4, *command(run)).wait(90)
+    assert outcome.code == 0, outcome.output
+    assert "resuming from" in outcome.output
+    assert last_accuracy(outcome) > 0.85
+
+
+def test_what_a_suspended_worker_ran_goes_to_another_one_until_it_is_back(start, tmp_path):
+    job = start(4, *command(tmp_path / "run", epochs=150), environ={"HPCDIST_TIMEOUT_S": "60"})
+    wait_for(job, "epoch 2/")
+    victim = pid_of(job, 3)
+    os.kill(victim, signal.SIGSTOP)
+    try:
+        wait_for(job, "worker 1 (rank 3) has been silent for 5 s")
+        n_lines = job.log.read_text().count("epoch ")
+        deadline = time.monotonic() + 30
+        while job.log.read_text().count("epoch ") < n_lines + 3:  # the others go on
+            assert time.monotonic() < deadline, job.log.read_text()
+            time.sleep(0.05)
+    finally:
+        os.kill(victim, signal.SIGCONT)
+    wait_for(job, "worker 1 (rank 3) is back")
+    outcome = job.wait(120)
+    assert outcome.code == 0, outcome.output
+    assert last_accuracy(outcome) > 0.95
+
+
+LATE = """
+import time
+import hpcdist
+resolver = hpcdist.MPIClusterResolver(roles="ps:1,chief:1,worker:*")
+if resolver.task_type != "chief":
+    hpcdist.Server(resolver).join()
+coordinator = hpcdist.ClusterCoordinator(hpcdist.ParameterServerStrategy(resolver))
+def sleeps_long():
+    time.sleep(8)
+    return 5
+result = coordinator.schedule(sleeps_long)
+coordinator.join()
+print("it returned", result.fetch(), flush=True)
+"""
+
+
+def test_a_function_that_takes_long_is_reported_with_its_stack_and_waited_for(start, tmp_path):
+    program = tmp_path / "late.py"
+    program.write_text(LATE)
+    outcome = start(3, program, environ={"HPCDIST_TIMEOUT_S": "3"}).wait(60)
+    assert outcome.code == 0, outcome.output
+    assert "'sleeps_long' has run for 3 s, and runs on; its stack" in outcome.output
+    assert "in sleeps_long" in outcome.output
+    assert "no function has ended for 3 s; there run 'sleeps_long' on worker 0" in outcome.output
+    assert "it returned 5" in outcome.output
+
+
+SILENT_SERVER = """
+import os, signal, sys
+import hpcdist, torch
+from hpcdist.errors import PSUnavailable
+resolver = hpcdist.MPIClusterResolver(roles="ps:1,chief:1,worker:*")
+if resolver.task_type == "ps":
+    open(sys.argv[1], "w").write(str(os.getpid()))
+if resolver.task_type != "chief":
+    hpcdist.Server(resolver).join()
+strategy = hpcdist.ParameterServerStrategy(resolver)
+coordinator = hpcdist.ClusterCoordinator(strategy)
+with strategy.scope():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def step():
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+coordinator.schedule(step)
+coordinator.join()
+os.kill(int(open(sys.argv[1]).read()), signal.SIGSTOP)
+coordinator.schedule(step)
+try:
+    coordinator.join()
+except PSUnavailable as error:
+    print("first", error, flush=True)
+try:
+    coordinator.schedule(step)
+except PSUnavailable as error:
+    print("again", error, flush=True)
+    os.kill(int(open(sys.argv[1]).read()), signal.SIGCONT)
+"""
+
+
+@pytest.mark.sweep
+def test_a_server_that_does_not_answer_is_psunavailable_and_stays_so(start, tmp_path):
+    program, pid_file = tmp_path / "silent.py", tmp_path / "pid"
+    program.write_text(SILENT_SERVER)
+    outcome = start(3, program, pid_file, environ={"HPCDIST_TIMEOUT_S": "2"}).wait(120)
+    assert "first pull: expected answers of 1 parameter servers" in outcome.output, outcome.output
+    assert "again pull: expected answers" in outcome.output
