@@ -23,6 +23,7 @@ COMMANDS = {
     "python jobs/train.py --run-dir runs/one": "test_the_three_ways",
     "mpirun -n 4 python jobs/train.py --run-dir runs/four": "test_the_three_ways",
     "mpirun -n 5 python jobs/train.py --strategy ps --roles 'ps:2,worker:*'": "test_parameter_servers_as_in_the_readme",
+    "mpirun -n 4 python jobs/coordinated.py --roles 'ps:1,chief:1,worker:*'": "test_parameter_servers_as_in_the_readme",
     "sbatch --nodes 2 slurm/train-ps.sbatch": "test_the_batch_script_is_shipped, and tests/slurm",
     "sbatch --nodes 2 slurm/train.sbatch": "test_the_batch_script_is_shipped, and tests/slurm",
 }
@@ -136,7 +137,7 @@ def test_the_diff_is_two_programs(clone, clean_environ):
 @pytest.mark.parametrize("code", programs())
 def test_programs(clone, clean_environ, code):
     (clone / "mine.py").write_text(code)
-    run("mpirun -n 2 python mine.py", clone, clean_environ, 60)
+    run(f"mpirun -n {3 if 'ClusterCoordinator' in code else 2} python mine.py", clone, clean_environ, 60)
     if "runs/mine" in code:
         assert len(list((clone / "runs" / "mine").rglob("step-*.h5"))) == 3
         output = run("python mine.py", clone, clean_environ, 60)[0]
@@ -151,12 +152,13 @@ def test_the_three_ways(clone, clean_environ):
     assert "step-00000460-0001.h5" in run(four, clone, clean_environ, 90)[0]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 def test_parameter_servers_as_in_the_readme(clone, clean_environ):
-    [command] = [one for block in blocks(ROOT / "README.md", "sh") for one in block.splitlines() if "--roles" in one]
-    output, seconds = run(command, clone, clean_environ, 110)
-    assert re.search(r"^test accuracy 0\.9\d+  checkpoint runs/train/\S+$", output, re.MULTILINE), output[-2000:]
-    print(f"{seconds:.0f} s: {output.splitlines()[-1]}")
+    commands = [one for block in blocks(ROOT / "README.md", "sh") for one in block.splitlines() if "--roles" in one]
+    for command, folder in zip(commands, ("train", "coordinated"), strict=True):
+        output, seconds = run(command, clone, clean_environ, 110)
+        assert re.search(rf"accuracy 0\.9\d+  checkpoint runs/{folder}/\S+$", output, re.MULTILINE), output[-2000:]
+        print(f"{seconds:.0f} s: {output.splitlines()[-1]}")
 
 
 @pytest.mark.quick

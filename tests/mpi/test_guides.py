@@ -4,7 +4,6 @@ From "Distributed training with TensorFlow", "Custom training with tf.distribute
 Keras" and "... with a custom training loop", "Distributed input", "Use TPUs". What the machine lacks is said clearly.
 """
 
-import operator
 import re
 import sys
 
@@ -67,13 +66,6 @@ LACKING = {
     "parameter_server_strategy = tf.distribute.experimental.ParameterServerStrategy()": "expected ps tasks",
 }
 
-#: Lines of what is not there yet: the coordinator of parameter servers.
-LATER = [
-    "coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)",
-    "coordinator = tf.distribute.experimental.coordinator.ClusterCoordinator(strategy)",
-    "server = tf.distribute.Server(cluster_resolver.cluster_spec())",
-]
-
 #: TensorFlow's paths outside tf.distribute whose names hpcdist has too.
 PATHS = {
     "tf.config.experimental_connect_to_cluster": "hpcdist.experimental_connect_to_cluster",
@@ -116,14 +108,6 @@ def test_lines_that_need_what_is_not_here(line, comm, monkeypatch):
     with pytest.raises(ConfigurationError, match=LACKING[line]) as caught:
         execute(line, comm)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("line", LATER)
-def test_lines_of_the_coordinator_wait_for_it(line):
-    """Not executed: that the name is missing is what is held here, so that this test goes when it comes."""
-    path = re.search(r"= tf\.distribute\.([\w.]+)", line)[1]
-    with pytest.raises(AttributeError, match="has no attribute"):
-        operator.attrgetter(path)(hpcdist)
 
 
 def test_the_custom_training_loop(comm):

@@ -12,6 +12,7 @@ REPLICAS = "test_replicas"
 STRATEGY = "test_strategy"
 STRATEGIES = "test_strategies"
 CENTRAL = "test_central_storage"
+COORDINATOR = "test_coordinator"
 GRADIENTS = "test_gradients"
 GUIDES = "test_guides"
 INPUTS = "test_inputs"
@@ -26,7 +27,7 @@ DATASETS_ALONE = "test_dataset"
 INPUTS_ALONE = "test_distributed"
 
 #: Later pieces of work that rows may wait for.
-LATER = {"coordinator", "training API: Model.fit"}
+LATER = {"training API: Model.fit"}
 
 #: (what is promised, tests that show it | a piece of LATER | "open: what is missing").
 ROWS = [
@@ -51,7 +52,8 @@ ROWS = [
     ),
     (
         "ParameterServerStrategy(cluster_resolver, variable_partitioner): asynchronous, a coordinator",
-        "coordinator",
+        f"{COORDINATOR}::test_the_guides_custom_loop_runs",
+        f"{COORDINATOR}::test_every_push_is_applied_once_and_seen_after_join",
     ),
     (
         "ParameterServerStrategy of TensorFlow 1: every worker loops",
@@ -459,7 +461,11 @@ ROWS = [
         "get_next_as_optional where only some have data left: an element of no rows for the others",
         f"{INPUTS}::test_datasets_from_a_function_end_together",
     ),
-    ("under parameter servers nothing is sharded: one pipeline, number 0", "coordinator"),
+    (
+        "under parameter servers nothing is sharded: one pipeline, number 0",
+        f"{COORDINATOR}::test_the_input_pipeline_of_a_worker_is_the_only_one",
+        f"{COORDINATOR}::test_each_worker_has_all_of_a_dataset",
+    ),
     # -- losses ------------------------------------------------------------------------------------------------------
     (
         "compute_average_loss is the weighted sum / global batch",
