@@ -1,4 +1,5 @@
 from hpcdist import cluster_resolver as cluster_resolver
+from hpcdist import compat as compat
 from hpcdist import coordinator as coordinator
 from hpcdist import experimental as experimental
 from hpcdist import metrics as metrics

@@ -113,6 +113,7 @@ NAMES = {name: module for module, names in _DEFINED_IN.items() for name in names
 #: Modules that are public as a whole.
 MODULES = {
     "cluster_resolver": "cluster_resolver",
+    "compat": "compat",
     "coordinator": "coordinator",
     "experimental": "experimental",
     "metrics": "metrics",

@@ -85,3 +85,76 @@ def test_the_numpy_job_resumes_with_the_same_bits(clean_environ, tmp_path):
     assert weights[0] == weights[1]
     assert re.findall(r"accuracy [0-9.]+", whole) == re.findall(r"accuracy [0-9.]+", parts)
     assert float(re.findall(r"accuracy ([0-9.]+)", whole)[0]) > 0.9
+
+
+@pytest.mark.parametrize("strategy", ["ps", "all-reduce"])
+def test_the_wide_embedding_learns(clean_environ, strategy):
+    roles = ("--roles", "ps:1,worker:*") if strategy == "ps" else ("--strategy", "all-reduce")
+    out = run(clean_environ, 3, "wide_embedding.py", *roles, "--features", "20000", "--steps", "150")
+    first, last = map(float, re.search(r"loss ([\d.]+) to ([\d.]+), [\d.]+ steps/s", out).groups())
+    assert last < 0.85 * first
+
+
+@pytest.mark.parametrize("options", [("--max-staleness", "4"), ("--synchronous",)])
+def test_stragglers(clean_environ, options):
+    options = ("--roles", "ps:1,worker:*", "--compute-s", "0.002", "--steps", "120", *options)
+    out = run(clean_environ, 4, "stragglers.py", *options)
+    accuracy, oldest = re.search(r"accuracy ([\d.]+), values up to (\d+) updates old", out).groups()
+    assert float(accuracy) > 0.9
+    assert int(oldest) <= (0 if "--synchronous" in options else 2 * 3 * 5)  # 3 workers, each at most 5 steps apart
+
+
+GUIDES_CLUSTER = """
+import json, os, sys
+is_new = sys.argv[1] == "new"
+cluster = {"worker": ["host1:port", "host2:port", "host3:port"], "ps": ["host4:port", "host5:port"]}
+if is_new:  # "Parameter server training with ParameterServerStrategy"; without: "Distributed training with TensorFlow"
+    cluster["chief"] = ["host6:port"]
+tasks = [(kind, index) for kind, hosts in cluster.items() for index, _ in enumerate(hosts)]
+kind, index = tasks[int(os.environ["PMI_RANK"])]
+os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
+
+import torch
+import hpcdist
+
+resolver = hpcdist.cluster_resolver.TFConfigClusterResolver()
+program = ("chief", 0) if is_new else ("worker", 0)
+drives = sys.argv[2] == "coordinator"
+if drives and (resolver.task_type, resolver.task_id) != program:
+    spec = resolver.cluster_spec()
+    hpcdist.Server(spec, job_name=resolver.task_type, task_index=resolver.task_id, protocol="grpc").join()
+strategy = hpcdist.experimental.ParameterServerStrategy(resolver) if is_new else hpcdist.ParameterServerStrategy()
+with strategy.scope():
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+def step():
+    optimizer.zero_grad()
+    (-model(torch.ones(1, 2))).sum().backward()
+    optimizer.step()
+
+if drives:
+    coordinator = hpcdist.coordinator.ClusterCoordinator(strategy)
+    for _ in range(30):
+        coordinator.schedule(step)
+    coordinator.join()
+else:
+    for _ in range(10):
+        step()
+    strategy.refresh()
+if strategy.is_chief:
+    print("weights", model.weight.tolist(), "workers", strategy.n_replicas, flush=True)
+"""
+
+
+@pytest.mark.parametrize("mode", ["loop", "coordinator"])
+@pytest.mark.parametrize("guide", ["old", "new"])
+def test_the_guides_tf_config_of_parameter_servers(clean_environ, tmp_path, guide, mode):
+    """Every push counts: a whole number for each step. A chief of workers that loop trains like them."""
+    program = tmp_path / "program.py"
+    program.write_text(GUIDES_CLUSTER)
+    out = run(clean_environ, 6 if guide == "new" else 5, program, guide, mode)
+    n_steps = 30 if mode == "coordinator" or guide == "old" else 40
+    n_workers = 1 if mode == "coordinator" else 3 if guide == "old" else 4
+    assert f"weights [[{n_steps}.0, {n_steps}.0]] workers {n_workers}" in out

@@ -64,6 +64,7 @@ LACKING = {
     "parameter_server_strategy = tf.distribute.ParameterServerStrategy(tf.distribute.cluster_resolver."
     "TFConfigClusterResolver(), variable_partitioner=None)": "expected ps tasks",
     "parameter_server_strategy = tf.distribute.experimental.ParameterServerStrategy()": "expected ps tasks",
+    "ps_strategy = tf.compat.v1.distribute.experimental.ParameterServerStrategy()": "expected ps tasks",
 }
 
 #: TensorFlow's paths outside tf.distribute whose names hpcdist has too.
@@ -71,6 +72,7 @@ PATHS = {
     "tf.config.experimental_connect_to_cluster": "hpcdist.experimental_connect_to_cluster",
     "tf.tpu.experimental.initialize_tpu_system": "hpcdist.initialize_tpu_system",
     "tf.train.ClusterSpec": "hpcdist.ClusterSpec",
+    "tf.compat.v1.distribute": "hpcdist.compat.v1.distribute",
     "tf.distribute": "hpcdist",
 }
 

@@ -30,6 +30,7 @@ LAYERS = {
     "resilience": 6,
     "tf_compat": 7,
     "cluster_resolver": 8,
+    "compat": 8,
     "coordinator": 8,
     "experimental": 8,
     "metrics": 8,

@@ -1,0 +1,82 @@
+"""Train on workers some of whose steps take five times longer, at random: what a bounded staleness gains.
+
+mpirun -n 5 python jobs/stragglers.py --roles 'ps:1,worker:*' --max-staleness 4
+mpirun -n 5 python jobs/stragglers.py --roles 'ps:1,worker:*' --synchronous
+mpirun -n 4 python jobs/stragglers.py --strategy all-reduce
+
+A step computes for as long as it sleeps, so that workers may share cores here.
+"""
+
+import argparse
+import random
+import time
+
+import torch
+from images import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import hpcdist
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--strategy", choices=["ps", "all-reduce"], default="ps")
+    parser.add_argument("--roles", help="of the ranks; default: TF_CONFIG or HPCDIST_ROLES")
+    parser.add_argument("--max-staleness", type=int, help="steps that a worker may be ahead of others; default: any")
+    parser.add_argument("--synchronous", action="store_true", help="let servers sum the gradients of all workers")
+    parser.add_argument("--compute-s", type=float, default=0.02, help="seconds that a step computes")
+    parser.add_argument("--stalls", type=float, default=0.1, help="share of the steps that take five times longer more")
+    parser.add_argument("--steps", type=int, default=400, help="of each worker")
+    parser.add_argument("--batch", type=int, default=64, help="rows of one step on all workers together")
+    return parser.parse_args()
+
+
+def make_strategy(args):
+    resolver = hpcdist.MPIClusterResolver(roles=args.roles) if args.roles else None
+    if args.strategy == "all-reduce":
+        return hpcdist.MultiWorkerMirroredStrategy(resolver)
+    return hpcdist.ParameterServerStrategy(resolver, None, args.max_staleness, args.synchronous)
+
+
+def main():
+    args = parse_args()
+    strategy = make_strategy(args)  # ps ranks serve in it, and end there
+    torch.manual_seed(1)
+    train, test = load_digits()
+    with strategy.scope():
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        accuracy = hpcdist.metrics.SparseCategoricalAccuracy()
+    dataset = hpcdist.Dataset.from_tensor_slices(train).shuffle(seed=1).batch(args.batch).repeat()
+    batches = iter(strategy.experimental_distribute_dataset(dataset))
+    stalls = random.Random(strategy.rank)
+
+    def train_step(images, labels):
+        optimizer.zero_grad()
+        losses = cross_entropy(model(images), labels, reduction="none")
+        loss = hpcdist.compute_average_loss(losses, global_batch_size=args.batch)
+        loss.backward()
+        time.sleep(args.compute_s * (6 if stalls.random() < args.stalls else 1))
+        optimizer.step()
+
+    strategy.run(train_step, args=next(batches))
+    strategy.barrier()
+    started = time.perf_counter()
+    for _ in range(args.steps - 1):
+        strategy.run(train_step, args=next(batches))
+    strategy.barrier()
+    seconds = time.perf_counter() - started
+    if args.strategy == "ps":
+        strategy.refresh()  # all workers evaluate the same values
+    with torch.no_grad():
+        strategy.run(lambda: accuracy.update_state(test[1], model(test[0])))
+    right = float(accuracy.result())
+    if strategy.is_chief:
+        staleness = strategy.statistics()["staleness"] if args.strategy == "ps" else {}
+        oldest = f", values up to {max(staleness)} updates old" if staleness else ""
+        print(f"{(args.steps - 1) / seconds:.1f} steps/s of each worker, accuracy {right:.4f}{oldest}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
