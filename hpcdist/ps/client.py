@@ -76,7 +76,7 @@ class Client:
 
     Attributes:
         clock: steps pushed so far.
-        signal: the name of a signal that a server got and told this worker of; empty before.
+        signal: the name of a signal that a server got and sent to this worker; empty before.
     """
 
     def __init__(self, mailbox: Mailbox, servers: Sequence[int], worker: int, name: str, timeout_s: float) -> None:

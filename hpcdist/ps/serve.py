@@ -94,16 +94,16 @@ def wait_for_end(world: World, mailbox: Mailbox, code: int) -> int:
     Raises:
         CollectiveTimeoutError: when the chief does not say with which code it leaves.
     """
-    is_told = code >= 0
+    has_code = code >= 0
     is_over = wait_until(
-        lambda: mailbox.is_sent and (is_told or end_of_training() is not None), world.timeout_s, 0, 0.01
+        lambda: mailbox.is_sent and (has_code or end_of_training() is not None), world.timeout_s, 0, 0.01
     )
     if not is_over:
         raise CollectiveTimeoutError(
             f"server: expected the chief to leave within {world.timeout_s:g} s of the last worker, got no sign of it "
             f"on {world}; look for what keeps it."
         )
-    return code if is_told else end_of_training() or 0
+    return code if has_code else end_of_training() or 0
 
 
 def _receive(mailbox: Mailbox, received: list[tuple[int, Message]]) -> bool:

@@ -151,8 +151,18 @@ class ServedParameters:
             self.client.forget_values()
         else:
             self.require_unwritten()
+        self._pull()
+
+    def _pull(self) -> None:
         self.client.pull()
         self._note_written()
+        self._act_on_signal()
+
+    def _act_on_signal(self) -> None:
+        """Stop all workers if a server has got a signal to stop, and has told this client alone."""
+        if self.client.signal:
+            name, self.client.signal = self.client.signal, ""
+            stop_for(f"{name} to a parameter server", self._world)
 
     def _note_written(self) -> None:
         """Note the values as they are: they are the servers'."""
@@ -197,9 +207,7 @@ class ServedParameters:
         requester = self._world.step_flags.requester
         request = Request.NONE if requester is None else requester.requested()
         due = self.client.step(number, settings_of(optimizer), request)
-        if self.client.signal:
-            name, self.client.signal = self.client.signal, ""
-            stop_for(f"{name} to a parameter server", self._world)
+        self._act_on_signal()
         self._world.step_flags.record(encode(due))
         self._note_written()
         self._hidden = gradients
@@ -240,8 +248,7 @@ class ServedParameters:
         """
         self.require_unwritten()
         self._meet()
-        self.client.pull()
-        self._note_written()
+        self._pull()
         if self._world.is_chief or self._world.node_comm.rank == 0:  # which makes its node's copy in memory
             for optimizer in optimizers:
                 self.client.fetch_state(optimizer)
@@ -258,8 +265,7 @@ class ServedParameters:
         if self._world.is_chief:
             self.client.assign({self._numbers[id(one)] for one in tensors if self.holds(one)}, optimizers)
         self._meet()
-        self.client.pull()
-        self._note_written()
+        self._pull()
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -126,7 +126,7 @@ class Server:
         self._signal = ""
         self._packers, self._neighbours = packers, neighbours
         self._memories: list[tuple[OwnMemory, Values]] = []
-        self._n_told: dict[int, int] = {}
+        self._n_sent: dict[int, int] = {}
         self._counts: collections.Counter[str] = collections.Counter()
         self._staleness: collections.Counter[int] = collections.Counter()
 
@@ -400,9 +400,9 @@ class Server:
     def _news_for(self, worker: int, is_here: bool) -> str:
         """Return what goes to a worker beside values, as JSON: a signal that this rank got, and where values are."""
         signal, self._signal = self._signal, ""  # this worker asks all others to stop
-        paths = [own.path for own, _ in self._memories[self._n_told.get(worker, 0) :]] if is_here else []
+        paths = [own.path for own, _ in self._memories[self._n_sent.get(worker, 0) :]] if is_here else []
         if is_here:
-            self._n_told[worker] = len(self._memories)
+            self._n_sent[worker] = len(self._memories)
         return json.dumps({"signal": signal, "paths": paths}) if signal or paths else ""
 
 

@@ -3,6 +3,7 @@
 Inside a node MPI moves some 10 KiB of a message at each look at it: 1 MiB took 1 ms so, and a copy takes 0.1 to 0.4.
 """
 
+import collections
 from collections.abc import Collection, Mapping
 
 import numpy as np
@@ -41,7 +42,7 @@ class _Outbox:
 
 
 class Mailbox:
-    """Sends messages to other ranks of a communicator, and receives theirs. Each sender has one message in flight.
+    """Sends messages to other ranks of a communicator, and receives theirs, those of a sender one after another.
 
     Not collective. One thread.
 
@@ -54,6 +55,7 @@ class Mailbox:
         self._comm = comm
         self._sending: list[tuple[list[MPI.Request], Message, Bytes]] = []
         self._coming: dict[int, tuple[list[MPI.Request], Message]] = {}
+        self._envelopes: collections.deque[tuple[int, Bytes]] = collections.deque()
         self._memory: dict[int, Bytes] = {}
         self._outboxes = {rank: _Outbox() for rank in neighbours}
         self._mapped: dict[int, tuple[str, Bytes]] = {}
@@ -85,13 +87,20 @@ class Mailbox:
         """
         status = MPI.Status()
         while self._comm.Iprobe(tag=_ENVELOPE, status=status):
-            self._begin(status.Get_source(), status.Get_count(MPI.BYTE))
+            envelope = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+            self._comm.Recv(envelope, status.Get_source(), _ENVELOPE)
+            self._envelopes.append((status.Get_source(), envelope))
+        for _ in range(len(self._envelopes)):
+            rank, envelope = self._envelopes.popleft()
+            if rank in self._coming:  # the memory for this rank's messages is in use
+                self._envelopes.append((rank, envelope))
+            else:
+                self._begin(rank, envelope)
         done = [rank for rank, (requests, _) in self._coming.items() if MPI.Request.Testall(requests)]
         return [(rank, self._coming.pop(rank)[1]) for rank in done]
 
-    def _begin(self, rank: int, nbytes: int) -> None:
-        envelope, is_here = np.empty(nbytes, np.uint8), False
-        self._comm.Recv(envelope, rank, _ENVELOPE)
+    def _begin(self, rank: int, envelope: Bytes) -> None:
+        is_here = False
 
         def memory_for(n_payload: int, path: str) -> Bytes:
             nonlocal is_here

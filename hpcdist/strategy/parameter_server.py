@@ -5,7 +5,7 @@ import json
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -27,6 +27,7 @@ from hpcdist.strategy.own_gradients import GradientsAndParameters
 
 #: How much longer a worker waits for an answer than servers let it wait for others: they say whom it waited for.
 _LATE_S = 30.0
+_Coordinator = TypeVar("_Coordinator")
 #: The worlds whose servers are taken.
 _worlds: "weakref.WeakSet[World]" = weakref.WeakSet()
 
@@ -96,6 +97,7 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         self._client: Client | None = None
         #: With a coordinator: all ranks, for functions and their results alone.
         self.closures_comm: MPI.Comm | None = None
+        self._coordinator: Any = None
         super().__init__(cluster_resolver)
 
     def _check_cluster(self) -> None:
@@ -175,6 +177,13 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
             self._client = Client(mailbox, servers, number, world.describe(), world.timeout_s + _LATE_S)
             atexit.register(self._client.leave)  # it may outlive this strategy: servers wait for every worker
 
+    def the_coordinator(self, make: Callable[..., _Coordinator], kind: type[_Coordinator]) -> _Coordinator:
+        """Return the one coordinator of this strategy, which make(kind) returns at the first call."""
+        if self._coordinator is None:
+            self._coordinator = make(kind)
+        found: _Coordinator = self._coordinator
+        return found
+
     @property
     def served(self) -> ServedParameters:
         """The variables on servers, as this worker sees them."""
@@ -238,4 +247,5 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         """Return what the bits of weights depend on, as each checkpoint records it."""
         rules = self._rules
         kind = "synchronous" if rules.is_synchronous else f"asynchronous, max_staleness {rules.max_staleness}"
-        return {"parameter_servers": kind, "workers": self._comm.size}
+        n_workers = self._comm.size if self.world.coordinator is None else len(self.client_ranks) - 1
+        return {"parameter_servers": kind, "workers": n_workers}

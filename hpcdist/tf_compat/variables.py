@@ -128,7 +128,7 @@ class Variable(Readable):
         self.aggregation = parse_member(VariableAggregation, aggregation)
         self.trainable = resolve_trainable(self.synchronization, trainable)
         self.strategy = get_strategy()
-        self._is_unmanaged = not has_strategy()
+        self._is_unmanaged, self._is_assigned = not has_strategy(), False
         self._is_on_read = self.synchronization is VariableSynchronization.ON_READ and not self._is_unmanaged
         self._check_creation()
         value = as_tensor(initial_value() if callable(initial_value) else initial_value, dtype)
@@ -272,6 +272,7 @@ class Variable(Readable):
         return self._update(method, dense, torch.add if sign > 0 else torch.sub)
 
     def _update(self, method: str, value: Any, apply: Callable[[Tensor, Tensor], Tensor]) -> "Variable":
+        self._is_assigned |= method in ("assign", "scatter_update")
         replica, updated = self._replica(method), self._updated_copy()
         if updated is not None:
             self._write(updated, apply, self._fitting(method, value))
@@ -385,6 +386,11 @@ class Variable(Readable):
     def adds_up(self) -> bool:
         """Whether the copies are summed when they are read, so that what each of them has seen can be added up."""
         return self._is_on_read and self.aggregation is VariableAggregation.SUM
+
+    def take_assigned(self) -> bool:
+        """Return whether the value was set since the last call, and not only added to."""
+        was_assigned, self._is_assigned = self._is_assigned, False
+        return was_assigned
 
     @torch.no_grad()
     def take_seen(self) -> Tensor | None:

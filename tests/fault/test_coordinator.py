@@ -68,6 +68,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_one_resumes(start, nothing_left
     wait_for(job, "epoch 2/")
     os.kill(pid_of(job, victim), signal.SIGKILL)
     assert job.wait(30).code not in (0, 75)
+    nothing_left(job)
     outcome = start(4, *command(run)).wait(90)
     assert outcome.code == 0, outcome.output
     assert "resuming from" in outcome.output
@@ -115,9 +116,9 @@ def test_a_function_that_takes_long_is_reported_with_its_stack_and_waited_for(st
     program.write_text(LATE)
     outcome = start(3, program, environ={"HPCDIST_TIMEOUT_S": "3"}).wait(60)
     assert outcome.code == 0, outcome.output
-    assert "'sleeps_long' has run for 3 s, and runs on; its stack" in outcome.output
+    assert "'sleeps_long' has run for 3 s, and is still running; stack" in outcome.output
     assert "in sleeps_long" in outcome.output
-    assert "no function has ended for 3 s; there run 'sleeps_long' on worker 0" in outcome.output
+    assert "no function has ended for 3 s; still running: 'sleeps_long' on worker 0" in outcome.output
     assert "it returned 5" in outcome.output
 
 

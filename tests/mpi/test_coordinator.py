@@ -163,9 +163,14 @@ def test_results_are_tensors_by_get_and_arrays_by_fetch(coordinated):
 
 def test_as_many_functions_run_at_once_as_there_are_workers(coordinated):
     def body(coordinator):
-        indices = [coordinator.schedule(hpcdist.current_worker_index) for _ in range(200)]
-        found = set(coordinator.fetch(indices))
-        assert found == set(range(coordinated.n_workers))
+        def slow():
+            import time
+
+            time.sleep(0.5)
+            return hpcdist.current_worker_index()
+
+        indices = [coordinator.schedule(slow) for _ in range(coordinated.n_workers)]
+        assert sorted(coordinator.fetch(indices)) == list(range(coordinated.n_workers))
         with pytest.raises(RuntimeError, match="in a scheduled function"):
             hpcdist.coordinator.experimental_get_current_worker_index()
 
@@ -186,7 +191,7 @@ def test_the_first_error_is_raised_once_and_what_has_not_begun_is_cancelled(coor
         def wait(_):
             import time
 
-            time.sleep(0.3)
+            time.sleep(1.0)
 
         for _ in range(coordinated.n_workers):
             coordinator.schedule(wait, (gate,))
@@ -362,6 +367,8 @@ def test_modules_made_later_and_their_mode_travel(coordinated):
         assert not any(coordinator.fetch(first_is_training))
         first.train()
         assert coordinator.schedule(lambda: first[1].training).get()
+        first.eval()
+        assert not coordinator.schedule(lambda: first[1].training).get()
         coordinator.schedule(step_of(later, optimizer), (1,))
         coordinator.join()
         with strategy.scope():
@@ -371,12 +378,66 @@ def test_modules_made_later_and_their_mode_travel(coordinated):
     coordinated(body)
 
 
-def test_random_numbers_follow_the_number_of_the_function(coordinated):
+def test_random_numbers_follow_the_number_of_the_function_and_go_on_after_a_restart(coordinated, tmp_path, comm):
+    folder = comm.bcast(str(tmp_path))
+
+    def draw(coordinator, has_restored=False):
+        model, optimizer = make_model(coordinator.strategy)
+        checkpoint = hpcdist.Checkpoint(strategy=coordinator.strategy, model=model)
+        manager = hpcdist.CheckpointManager(checkpoint, folder)
+        if has_restored:
+            manager.restore_or_initialize()
+
+        def step(number):
+            drawn = torch.rand(3)
+            step_of(model, optimizer)(number)
+            return drawn
+
+        drawn = coordinator.fetch([coordinator.schedule(step, (number,)) for number in range(12)])
+        coordinator.join()
+        if not has_restored:
+            manager.save(12)
+        return {tuple(one) for one in drawn}
+
+    first, again = (coordinated(draw) for _ in range(2))
+    later = coordinated(lambda coordinator: draw(coordinator, has_restored=True))
+    if comm.rank == 1:
+        assert first == again
+        assert len(first | later) == 24
+
+
+def test_freezing_travels_and_unfreezing_what_workers_have_is_refused(coordinated):
     def body(coordinator):
-        model, _ = make_model(coordinator.strategy)
-        model(torch.zeros(1, 3))
-        drawn = coordinator.fetch([coordinator.schedule(lambda: model and torch.rand(3)) for _ in range(12)])
-        assert len({tuple(one) for one in drawn}) == 12
+        model, optimizer = make_model(coordinator.strategy)
+        with coordinator.strategy.scope():
+            teacher = nn.Linear(3, 1)
+            teacher.requires_grad_(False)
+        step = step_of(model, optimizer)
+        coordinator.schedule(step, (0,))
+        coordinator.join()
+        model[0].requires_grad_(False)
+        before = model[0].weight.detach().clone(), model[2].weight.detach().clone()
+        for number in range(4):
+            coordinator.schedule(step, (number,))
+        coordinator.join()
+        assert torch.equal(model[0].weight, before[0])
+        assert not torch.equal(model[2].weight, before[1])
+
+        def follow():
+            with torch.no_grad():
+                teacher.weight.mul_(0.5)
+
+        with torch.no_grad():
+            teacher.weight.fill_(8)
+        for _ in range(2):
+            coordinator.schedule(follow)
+            coordinator.join()
+        assert teacher.weight.tolist() == [[2.0] * 3]
+        seen = [coordinator.schedule(lambda: teacher.weight) for _ in range(4)]
+        assert all(one.get().tolist() == [[2.0] * 3] for one in seen)
+        teacher.requires_grad_(True)
+        with pytest.raises(UsageError, match="unfreeze it in the scope before"):
+            coordinator.schedule(follow)
 
     coordinated(body)
 
@@ -421,6 +482,60 @@ def test_buffers_metrics_and_variables_add_up(coordinated):
         assert int(last.get()) == 2
         assert float(mean.result()) == 3
         assert float(largest.read_value()) == 2.5
+
+    coordinated(body)
+
+
+def test_statistics_of_modules_made_before_the_scope_stay_near_those_of_one_process(coordinated):
+    """Many steps in each function, on all workers at once: differences that were added would grow without bound."""
+
+    def body(coordinator):
+        torch.manual_seed(3)
+        backbone = nn.Sequential(nn.BatchNorm1d(3, affine=False))
+        with coordinator.strategy.scope():
+            model = nn.Sequential(backbone, nn.Linear(3, 1))
+
+        def forward(first):
+            for number in range(first, first + 20):
+                model(5 + 3 * rows(number, 50))
+
+        for first in range(0, 600, 20):
+            coordinator.schedule(forward, (first,))
+        coordinator.join()
+        assert torch.allclose(backbone[0].running_mean, torch.full((3,), 5.0), atol=1)
+        assert torch.allclose(backbone[0].running_var, torch.full((3,), 9.0), atol=3)
+        assert int(backbone[0].num_batches_tracked) == 600
+        model.eval()
+        before = backbone[0].running_mean.clone()
+        coordinator.schedule(forward, (0,))
+        coordinator.join()
+        assert torch.equal(backbone[0].running_mean, before)
+
+    coordinated(body)
+
+
+def test_what_is_assigned_is_the_value_and_what_a_failed_function_changed_is_forgotten(coordinated):
+    def body(coordinator):
+        with coordinator.strategy.scope():
+            best = hpcdist.Variable(1e9, aggregation="MEAN", trainable=False)
+            model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+        def fail():
+            best.assign(7.0)
+            model(rows(1))
+            raise KeyError("after the changes")
+
+        coordinator.schedule(lambda: best.assign(0.25))
+        coordinator.join()
+        assert float(best.read_value()) == 0.25
+        coordinator.schedule(fail)
+        with pytest.raises(KeyError):
+            coordinator.join()
+        assert float(best.read_value()) == 0.25
+        found = coordinator.fetch(
+            [coordinator.schedule(lambda: (best.read_value(), model[1].running_mean)) for _ in range(6)]
+        )
+        assert all(float(value) == 0.25 and not mean.any() for value, mean in found)
 
     coordinated(body)
 
@@ -539,6 +654,69 @@ def test_a_resource_that_cannot_be_made(coordinated):
             coordinator.join()
         with pytest.raises(UsageError, match="a function that returns one"):
             coordinator.create_per_worker_dataset(3)
+
+    coordinated(body)
+
+
+def test_resources_end_with_the_programs_last_reference(coordinated):
+    class Thing:
+        pass
+
+    def body(coordinator):
+        def make():
+            import sys
+            import types
+            import weakref
+
+            kept = sys.modules.setdefault("things of the test", types.SimpleNamespace(alive=weakref.WeakSet()))
+            thing = Thing()
+            kept.alive.add(thing)
+            return thing
+
+        def n_alive(thing):
+            import sys
+
+            return len(sys.modules["things of the test"].alive)
+
+        for _ in range(5):
+            resource = coordinator.create_per_worker_resource(make)
+            found = [coordinator.schedule(n_alive, (resource,)) for _ in range(3 * coordinated.n_workers)]
+            assert max(coordinator.fetch(found)) <= 2
+            coordinator.join()
+
+    coordinated(body)
+
+
+def test_large_arguments_and_results_of_short_functions(coordinated):
+    def body(coordinator):
+        batches = [torch.full((1 << 18,), float(number)) for number in range(12)]
+        results = [coordinator.schedule(lambda x: x + 1, (batch,)) for batch in batches for _ in range(4)]
+        for number, result in enumerate(results):
+            assert torch.equal(result.get(), batches[number // 4] + 1)
+        coordinator.join()
+
+    coordinated(body)
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_leaving_without_join(coordinated):
+    def body(coordinator):
+        def slow():
+            import time
+
+            time.sleep(0.3)
+            return torch.zeros(1 << 18)
+
+        results = [coordinator.schedule(slow) for _ in range(6 * coordinated.n_workers)]
+        coordinator.leave(0)
+        assert len(results[0].get()) == 1 << 18
+        with pytest.raises(ClosureCancelledError):
+            results[-1].get()
+        for call in (lambda: coordinator.schedule(slow), coordinator.join):
+            with pytest.raises(UsageError, match="has let them leave"):
+                call()
 
     coordinated(body)
 

@@ -1,22 +1,20 @@
 """ClusterCoordinator: one program that schedules functions on workers, as in tf.distribute.coordinator."""
 
 import atexit
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset, DistributedFromFunction
-from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.errors import ConfigurationError, PSUnavailable, UsageError
 from hpcdist.nest import map_nest
 from hpcdist.strategy.base import Strategy
 from hpcdist.strategy.coordination.definitions import Definitions
 from hpcdist.strategy.coordination.dispatch import Dispatcher
 from hpcdist.strategy.coordination.queue import Closure
 from hpcdist.strategy.coordination.values import LOOK_S, PerWorkerDataset, PerWorkerValues, RemoteValue
+from hpcdist.strategy.coordination.worker import seed_of
 from hpcdist.strategy.parameter_server import ParameterServerStrategy
-
-_coordinators: "weakref.WeakKeyDictionary[Strategy, ClusterCoordinator]" = weakref.WeakKeyDictionary()
 
 
 class ClusterCoordinator:
@@ -24,14 +22,16 @@ class ClusterCoordinator:
 
     The program runs on one rank, the chief. Functions are sent with what they use: modules, optimizers, variables and
     metrics of the scope, datasets and resources of workers by name, all else by value, as with cloudpickle. A function
-    begins with values of variables that contain what all functions have pushed that had ended when it was scheduled;
-    `optimizer.step()` in it pushes gradients, and gets new values. What it adds to
-    buffers, metrics and variables is added to the coordinator's when it ends. Learning rates and `train()` or `eval()`
-    of modules are those at the call of `schedule`.
+    begins with values that contain what all functions have pushed that had ended when it was scheduled;
+    `optimizer.step()` in it pushes gradients, and gets new values. What it changes
+    in buffers, variables and metrics is changed on the coordinator when it ends. Learning rates, `train()` or `eval()`
+    of modules, and which parameters are frozen, are as at the call of `schedule`. A module is sent once: what it
+    consists of must not change later.
 
-    A function is run at least once. One that runs on a worker that falls silent is run by another worker, too; what it
-    has pushed until then stays. If it fails, the error is raised by the next `schedule`, `join` or `done`, once, and
-    the functions that have not begun are cancelled. Nothing runs any more then. If a parameter server does not answer,
+    A function is run at least once. One whose worker falls silent is run by another worker, too; what it has pushed
+    stays, and it pushes the rest if its worker goes on. If a function fails, the error is raised by the next
+    `schedule`, `join` or `done`, once, and the functions that have not begun are cancelled. None runs any more then,
+    but for those of silent workers. If a parameter server does not answer,
     that is PSUnavailable, and stays. A rank that dies ends the job, which starts again from its last checkpoint.
 
     A stop request, to whichever rank, is acted on in `join`, when all functions have ended: a
@@ -58,20 +58,15 @@ class ClusterCoordinator:
 
     def __new__(cls, strategy: Strategy) -> "ClusterCoordinator":
         """Return the coordinator of a strategy."""
-        if strategy not in _coordinators:
-            made = super().__new__(cls)
-            made._begin(strategy)
-            _coordinators[strategy] = made
-        return _coordinators[strategy]
-
-    def __init__(self, strategy: Strategy) -> None:
-        """Nothing is left to do."""
-
-    def _begin(self, strategy: Strategy) -> None:
         if not isinstance(strategy, ParameterServerStrategy):
             raise UsageError(
                 f"ClusterCoordinator: expected a ParameterServerStrategy, got {type(strategy).__name__}; make one."
             )
+        return strategy.the_coordinator(super().__new__, cls)
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        if hasattr(self, "_dispatcher"):  # it was there
+            return
         world, comm = strategy.world, strategy.closures_comm
         if world.coordinator != world.rank or comm is None:
             raise ConfigurationError(
@@ -80,22 +75,22 @@ class ClusterCoordinator:
             )
         self._strategy, self._world = strategy, world
         self._definitions = Definitions(strategy, strategy.engine, strategy.served)
-        generators = strategy.engine.generators
-        ranks = strategy.client_ranks[1:]
-        self._dispatcher = Dispatcher(world, comm, ranks, self._definitions, lambda: generators.seed)
-        self._n_scheduled = 0
+        self._dispatcher = Dispatcher(world, comm, strategy.client_ranks[1:], self._definitions)
+        self._n_scheduled = self._n_steps = 0
         atexit.register(self.leave)
 
     def leave(self, code: int = -1) -> None:
-        """Let the workers leave; nothing can be scheduled any more. Called when the program ends.
+        """Let the workers leave, once what they run has ended; nothing can be scheduled any more.
+
+        Called when the program ends.
 
         Args:
             code: with which workers and servers leave; -1: with that of this program.
         """
         atexit.unregister(self.leave)
-        _coordinators.pop(self._strategy, None)
-        self._dispatcher.stop(code)
-        self._strategy.served.client.leave(code)
+        if not self._dispatcher.is_over:
+            self._dispatcher.stop(code)
+            self._strategy.served.client.leave(code)
 
     @property
     def strategy(self) -> ParameterServerStrategy:
@@ -105,7 +100,8 @@ class ClusterCoordinator:
     def schedule(self, fn: Callable[..., Any], args: Any = None, kwargs: dict[str, Any] | None = None) -> RemoteValue:
         """Let a worker call fn(*args, **kwargs) as soon as one is free, and return what will hold its result.
 
-        Returns at once, unless 262,144 functions wait already.
+        Returns at once, unless 262,144 functions wait already. Where functions take less than 50 ms, a worker is given
+        its next one beforehand, and that one waits for the first. To be called from one thread.
 
         Args:
             fn: called in the strategy's scope; it may call `strategy.run`. In which order functions run is not said.
@@ -118,11 +114,20 @@ class ClusterCoordinator:
         """
         if not callable(fn):
             raise UsageError(f"schedule: expected a function, got {type(fn).__name__}; pass the function itself.")
+        self._require_running("schedule")
         payload = self._definitions.dump(fn, tuple(args or ()), dict(kwargs or {}))
-        name = getattr(fn, "__name__", type(fn).__name__)
-        self._n_scheduled += 1
         queue, changed = self._dispatcher.queue, self._dispatcher.changed
-        closure = Closure(self._n_scheduled, name, payload, len(self._definitions.log), queue.n_ended)
+        generators = self._strategy.engine.generators
+        self._n_scheduled += 1
+        closure = Closure(
+            number=self._n_scheduled,
+            name=getattr(fn, "__name__", type(fn).__name__),
+            payload=payload,
+            n_definitions=len(self._definitions.log),
+            n_before=queue.n_ended,
+            seed=seed_of(generators.seed, generators.step, self._n_scheduled),
+        )
+        self._world.step_flags.is_in_round = True  # functions push: nothing may be saved until `join`
         with changed:
             while queue.is_full and not queue.has_failed:
                 changed.wait(LOOK_S)
@@ -140,12 +145,22 @@ class ClusterCoordinator:
             Exception: as `schedule`.
             CollectiveTimeoutError: when no worker has been heard of for HPCDIST_TIMEOUT_S.
         """
+        self._require_running("join")
         dispatcher = self._dispatcher
         with dispatcher.changed:
             while not (dispatcher.queue.is_idle or dispatcher.queue.has_failed):
                 dispatcher.changed.wait(LOOK_S)
         self._raise_error()
-        self.strategy.served.pull()
+        try:
+            self._strategy.served.pull()
+        except PSUnavailable as error:
+            dispatcher.queue.note_error(error)
+            raise
+        n_new, self._n_steps = dispatcher.n_steps - self._n_steps, dispatcher.n_steps
+        generators = self._strategy.engine.generators
+        if n_new:
+            generators.restore(generators.seed, generators.step + n_new)
+        self._world.step_flags.is_in_round = False
         self._world.step_flags.poll()
 
     def done(self) -> bool:
@@ -153,6 +168,10 @@ class ClusterCoordinator:
         self._raise_error()
         with self._dispatcher.changed:
             return self._dispatcher.queue.is_idle
+
+    def _require_running(self, call: str) -> None:
+        if self._dispatcher.is_over:
+            raise UsageError(f"{call}: expected workers that serve, got a coordinator that has let them leave.")
 
     def _raise_error(self) -> None:
         """Raise the first error, if there is one, once nothing runs any more."""

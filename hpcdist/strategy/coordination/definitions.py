@@ -5,6 +5,7 @@ that each worker reads up to where a function needs it; all else goes by value, 
 are on servers. What else is shared travels with functions and their results: see `shared.py`.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -48,13 +49,13 @@ class Definitions:
     def __init__(self, strategy: Strategy, engine: GradientEngine, storage: ServedParameters) -> None:
         self._strategy, self._engine, self._storage = strategy, engine, storage
         self._objects: list[Any] = []
+        self._n_objects = 0
         self._names: dict[int, Name] = {}
         self._unfinished: set[int] = set()
-        self._modules: dict[int, nn.Module] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._n_layouts = 0
         self.log: list[Bytes] = []
-        self.shared = SharedState()
+        self.shared = SharedState(storage.holds)
 
     def dump(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Bytes:
         """Return a function with its arguments as a pickle; what it uses is defined first.
@@ -62,8 +63,9 @@ class Definitions:
         Raises:
             UsageError: when it cannot be sent.
         """
-        self._engine.prepare()
+        self._engine.prepare_run(())
         self._define_layouts()
+        self._require_served()
         try:
             sent = pickles.dumps((function, args, kwargs), self._name_of)
         except HpcdistError:
@@ -75,8 +77,17 @@ class Definitions:
                 f"generators and compiled modules on the worker, by create_per_worker_resource."
             ) from error
         settings = {number: settings_of(optimizer) for number, optimizer in self._optimizers.items()}
-        training = {number: module.training for number, module in self._modules.items()}
-        return pickles.dumps((sent, settings, training))
+        return pickles.dumps((sent, settings, self.shared.modes()))
+
+    def _require_served(self) -> None:
+        """Raise UsageError for a parameter that is trained now, and was frozen when workers got copies of it."""
+        private = self.shared.private()
+        if private is not None:
+            raise UsageError(
+                f"schedule: expected parameters that are trained from the first function on, got one of shape "
+                f"{tuple(private.shape)} that was frozen then, so that each worker has its own; unfreeze it in the "
+                f"scope before the first schedule, and freeze it after that."
+            )
 
     def _name_of(self, obj: Any) -> Name | None:
         """Return the name that travels in place of an object; None: it goes by value."""
@@ -136,15 +147,21 @@ class Definitions:
             payload = pickles.dumps(value, lambda part: None if part is value else self._name_of(part))
         finally:
             self._unfinished.discard(id(obj))
-        number = len(self._objects)
-        name = self._names[id(obj)] = (kind, number)
+        self._n_objects += 1
+        name = self._names[id(obj)] = (kind, self._n_objects)
+        self.log.append(pickles.dumps((*name, payload)))
+        if kind == "resource":  # it ends with the program's last reference to it
+            weakref.finalize(obj, self._forget, id(obj), self._n_objects).atexit = False
+            return name
         self._objects.append(obj)  # kept, so that its id stays its own
-        self.log.append(pickles.dumps((kind, number, payload)))
         if kind == "object":
-            self.shared.add(number, obj)
-        if isinstance(obj, nn.Module):
-            self._modules[number] = obj
+            self.shared.add(self._n_objects, obj)
         return name
+
+    def _forget(self, key: int, number: int) -> None:
+        """Let workers forget a resource. From any thread."""
+        self._names.pop(key, None)
+        self.log.append(pickles.dumps(("forget", number, None)))
 
     def _define_optimizer(self, optimizer: Optimizer) -> Name:
         number = self._storage.number_of(optimizer)
@@ -181,15 +198,24 @@ class Copies:
         self._worker = worker
         self._objects: dict[int, Any] = {}
         self._makers: dict[int, Callable[[], Any]] = {}
-        self.shared = SharedState()
+        self._errors: dict[int, Exception] = {}
+        self.shared = SharedState(storage.holds)
 
     def learn(self, definition: Bytes) -> None:
-        """Take the next definition of the coordinator's log."""
+        """Take the next definition of the coordinator's log; what cannot be loaded is an error where it is used."""
         kind, number, payload = pickles.loads(definition)
-        with context.entered(self._strategy), self._engine.watching():
-            value = pickles.loads(payload, self._find)
-            if kind == "layout":
-                self._learn_layout(value)
+        if kind == "forget":
+            self._objects.pop(number, None)
+            self._makers.pop(number, None)
+            return
+        try:
+            with context.entered(self._strategy), self._engine.watching():
+                value = pickles.loads(payload, self._find)
+                if kind == "layout":
+                    self._learn_layout(value)
+        except Exception as error:  # noqa: BLE001  such as one of a module that a node lacks
+            self._errors[number] = error
+            return
         if kind == "optimizer":
             self._objects[number] = self._learn_optimizer(*value)
         elif kind == "resource":
@@ -225,24 +251,28 @@ class Copies:
             return self._strategy
         if kind == "variable":
             return self._storage.variable(number)
+        if number in self._errors:
+            raise _input_error(self._errors[number])
         if kind == "resource" and number not in self._objects:
             try:
                 with context.entered(self._strategy):
                     self._objects[number] = self._makers[number]()
             except Exception as error:
-                raise ClosureInputError(
-                    f"schedule: expected a resource that this worker can make, got {type(error).__name__}: {error}.",
-                    error,
-                ) from error
+                raise _input_error(error) from error
         return self._objects[number]
 
     def load(self, payload: Bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """Return a function with its arguments, and set optimizers and modules as they were when it was scheduled."""
-        sent, settings, training = pickles.loads(payload)
+        """Return a function with its arguments; set optimizers and modules as they were when it was scheduled."""
+        sent, settings, modes = pickles.loads(payload)
         for number, groups in settings.items():
             for group, values in zip(self._objects[number].param_groups, groups, strict=True):
                 group.update(values)
-        for number, is_training in training.items():
-            self._objects[number].training = is_training
+        self.shared.set_modes(modes)
         loaded: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] = pickles.loads(sent, self._find)
         return loaded
+
+
+def _input_error(error: BaseException) -> ClosureInputError:
+    return ClosureInputError(
+        f"schedule: expected what the function uses on this worker, got {type(error).__name__}: {error}.", error
+    )

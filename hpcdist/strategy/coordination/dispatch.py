@@ -3,24 +3,23 @@
 import functools
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-from hpcdist.errors import CollectiveTimeoutError, HpcdistError, log
+from hpcdist.errors import CollectiveTimeoutError, ExitCode, HpcdistError, log
 from hpcdist.ps import pickles
 from hpcdist.ps.messages import Bytes, Kind, Message
 from hpcdist.ps.served import stop_for
 from hpcdist.ps.transport import Mailbox
 from hpcdist.runtime.mpi import MPI
-from hpcdist.runtime.waiting import wait_until
+from hpcdist.runtime.process import end_job
+from hpcdist.runtime.waiting import AWAKE_S, wait_until
 from hpcdist.runtime.world import World
 from hpcdist.strategy.coordination.definitions import Definitions
 from hpcdist.strategy.coordination.queue import Closure, ClosureQueue
-from hpcdist.strategy.coordination.shared import Key
+from hpcdist.strategy.coordination.shared import Changes, Key
 from hpcdist.strategy.coordination.values import LOOK_S
-from hpcdist.strategy.coordination.worker import BEAT_TAG, seed_of
+from hpcdist.strategy.coordination.worker import BEAT_S, BEAT_TAG
 
 #: Longest sleep while functions run: what a result may have to wait.
 _MAX_SLEEP_S = 1e-4
@@ -48,8 +47,8 @@ class _Worker:
     Attributes:
         rank, number: of it.
         n_known: definitions that it has.
-        told: the shared state that it has; see `SharedState.news`.
-        n_seen: closures that had ended when it was last told to get the servers' values.
+        sent: the shared state that it has; see `SharedState.news`.
+        n_seen: closures that had ended when it was last sent to get the servers' values.
         sent_at: when it was sent each closure that it has.
         last_s: how long its last one took; answered_at: when that ended.
         heard_at: when it was heard of last. is_silent: whether that is too long ago.
@@ -58,11 +57,11 @@ class _Worker:
     def __init__(self, rank: int, number: int) -> None:
         self.rank, self.number = rank, number
         self.n_known = 0
-        self.told: dict[Key, tuple[int, int]] = {}
+        self.sent: dict[Key, int] = {}
         self.n_seen = -1
         self.sent_at: list[float] = []
         self.last_s, self.answered_at = _SHORT_S, 0.0
-        self.heard_at = time.monotonic()
+        self.heard_at = 0.0
         self.is_silent = False
 
 
@@ -71,63 +70,92 @@ class Dispatcher:
 
     Args:
         world: the coordinator's.
-        comm: of all ranks, for functions and their results alone.
+        comm: all ranks, for functions and their results alone.
         ranks: those of the workers, in the order of their numbers.
         definitions: what functions use by name.
-        seed: of the job's random numbers, when the first function is sent.
 
     Attributes:
         queue: the closures. changed: guards it, and is notified whenever a closure is over.
+        n_steps: steps of optimizers in functions that have ended.
     """
 
-    def __init__(
-        self, world: World, comm: MPI.Comm, ranks: list[int], definitions: Definitions, seed: Callable[[], int | None]
-    ) -> None:
-        self._world, self._comm, self._definitions, self._seed = world, comm, definitions, seed
+    def __init__(self, world: World, comm: MPI.Comm, ranks: list[int], definitions: Definitions) -> None:
+        self._world, self._comm, self._definitions = world, comm, definitions
         self._mailbox = Mailbox(comm)
         self._workers = {rank: _Worker(rank, number) for number, rank in enumerate(ranks)}
         self.queue = ClosureQueue()
         self.changed = threading.Condition()
-        self._is_over, self._exit_code = False, -1
-        self._finished_at = time.monotonic()
-        self._is_reported = False
+        self.n_steps = 0
+        self.is_over, self._exit_code = False, -1
+        self._now, self._looked_at = 0.0, time.monotonic()  # a clock that stands still while this process is suspended
+        self._ended_at, self._is_reported = 0.0, False
         self._thread = threading.Thread(target=self._run, name="hpcdist coordinator", daemon=True)
         self._thread.start()
 
     def stop(self, code: int) -> None:
-        """Let the workers leave, and wait for the thread.
+        """Cancel what has not begun, wait for what runs, and let the workers leave.
 
         Args:
             code: with which they leave; -1: with that of this program.
         """
         with self.changed:
-            self._exit_code, self._is_over = code, True
+            self.queue.cancel_waiting()
+            self._exit_code, self.is_over = code, True
             self.changed.notify_all()
-        self._thread.join(self._world.timeout_s)
+        self._thread.join()
 
     # -- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._is_over:
+        while not self.is_over:
             with self.changed:
-                if self.queue.is_idle and self._mailbox.is_sent:
+                if self.queue.is_idle and not self._is_any_busy:
                     self.changed.wait(LOOK_S)
-            self._send_closures()
-            received: list[tuple[int, Message]] = []
-            if not self.queue.is_idle:
-                wait_until(functools.partial(self._has_work, received), LOOK_S, 0, _MAX_SLEEP_S)
-            for rank, message in received:
-                self._take_result(self._workers[rank], message)
-            self._hear()
+            self._look()
+        began_s = self._now
+        while self._is_any_busy and self._now - began_s < self._world.timeout_s:
+            self._look()
         for worker in self._workers.values():
             self._mailbox.send(worker.rank, Message(Kind.LEAVE, worker.number, numbers=np.array([self._exit_code])))
         wait_until(lambda: self._mailbox.is_sent, self._world.timeout_s, 0)
+        self._wait_for_silent()
+
+    def _wait_for_silent(self) -> None:
+        """Wait for heartbeats of workers that are silent; end the job without them: they would be waited for."""
+        began_s = self._now
+        while silent := [worker for worker in self._workers.values() if worker.is_silent]:
+            self._look()
+            wait_until(lambda: False, BEAT_S, 0)
+            if self._now - began_s > self._world.timeout_s:
+                ranks = ", ".join(str(worker.rank) for worker in silent)
+                end_job(
+                    f"hpcdist: {self._world} is done, and has not heard of the workers on ranks {ranks} for "
+                    f"{self._world.timeout_s:g} s: ending the job\n",
+                    int(ExitCode.INTERNAL),
+                )
+        self._hear()
+
+    @property
+    def _is_any_busy(self) -> bool:
+        """Whether the result of any worker is to come: also of one that has fallen silent."""
+        return any(worker.sent_at for worker in self._workers.values())
+
+    def _look(self) -> None:
+        """Give closures to free workers, wait a while for results and for heartbeats, and take them."""
+        self._send_closures()
+        received: list[tuple[int, Message]] = []
+        if self._is_any_busy:
+            wait_until(functools.partial(self._has_work, received), LOOK_S, 0, _MAX_SLEEP_S)
+        now = time.monotonic()
+        self._now, self._looked_at = self._now + min(now - self._looked_at, AWAKE_S), now
+        for rank, message in received:
+            self._take_result(self._workers[rank], message)
         self._hear()
 
     def _has_work(self, received: list[tuple[int, Message]]) -> bool:
         received += self._mailbox.receive()
         _ = self._mailbox.is_sent  # moves what is being sent
-        return bool(received) or self._is_over or (self.queue.n_waiting > 0 and self._free_worker() is not None)
+        return bool(received) or (self.queue.n_waiting > 0 and self._free_worker() is not None)
 
     def _free_worker(self) -> _Worker | None:
         """Return a worker that may be given a closure: one that has none, else one that is soon done."""
@@ -142,7 +170,7 @@ class Dispatcher:
         while (worker := self._free_worker()) is not None:
             with self.changed:
                 closure = self.queue.take(worker.number)
-                self.changed.notify_all()  # the queue has a place
+                self.changed.notify_all()  # the queue has room
             if closure is None:
                 return
             self._send(worker, closure)
@@ -150,65 +178,68 @@ class Dispatcher:
     def _send(self, worker: _Worker, closure: Closure) -> None:
         new = self._definitions.log[worker.n_known : closure.n_definitions]
         worker.n_known = max(worker.n_known, closure.n_definitions)
-        news = self._definitions.shared.news(worker.told)
-        seed = seed_of(self._seed(), closure.number)
+        news = self._definitions.shared.news(worker.sent)
         must_pull = closure.n_before > worker.n_seen
         if must_pull:
             worker.n_seen = self.queue.n_ended
-        payload = pickles.dumps((new, news, must_pull, closure.payload, seed))
+        payload = pickles.dumps((new, news, must_pull, closure.payload, closure.seed))
         message = Message(Kind.CLOSURE, worker.number, clock=closure.number, text=closure.name, payload=payload)
-        worker.sent_at.append(time.monotonic())
+        worker.sent_at.append(self._now)
         self._mailbox.send(worker.rank, message)
 
     def _take_result(self, worker: _Worker, message: Message) -> None:
-        now = time.monotonic()
-        worker.last_s = now - max(worker.sent_at.pop(0), worker.answered_at)
-        worker.answered_at = now
+        worker.last_s = self._now - max(worker.sent_at.pop(0), worker.answered_at)
+        worker.answered_at = worker.heard_at = self._now
         has_value, payload, changes, n_steps = pickles.loads(message.payload)
-        error = None if has_value else self._error_of(payload, worker)
+        error = None if has_value else _error_of(payload, worker)
         with self.changed:
-            for _ in range(n_steps):
-                self._world.step_flags.count_step()
-            if error is not None:
-                self.queue.fail(worker.number, error)
+            awaited = self.queue.awaited_number(worker.number)
+            assert message.clock == awaited, f"function {awaited} of worker {worker.number}, got {message.clock}"
+            if error is None and self.queue.is_awaited(worker.number):
+                error = self._apply(changes)
+            if error is None:
+                self.queue.finish(worker.number, payload)
             else:
-                self._finish(worker, payload, changes)
-            self._finished_at, self._is_reported = now, False
+                self.queue.fail(worker.number, error)
+                worker.sent.clear()  # what it has changed does not count
+            self._count_steps(n_steps)
+            self._ended_at, self._is_reported = self._now, False
             self.changed.notify_all()
 
-    def _finish(self, worker: _Worker, payload: Bytes, changes: Any) -> None:
-        if self.queue.is_awaited(worker.number):  # else another worker has run it, too
+    def _apply(self, changes: Changes) -> Exception | None:
+        """Make the changes of a function; return why they cannot be made."""
+        try:
             self._definitions.shared.apply(changes)
-        self.queue.finish(worker.number, payload)
+        except (RuntimeError, KeyError) as error:  # of a buffer that the program has replaced meanwhile
+            return error
+        return None
 
-    def _error_of(self, payload: Bytes, worker: _Worker) -> BaseException:
-        """Return the error of a function, with the worker's stack as its cause."""
-        error, trace = pickles.loads(payload)
-        found = error if isinstance(error, BaseException) else HpcdistError(str(error))
-        found.__cause__ = WorkerError(f"on worker {worker.number}, rank {worker.rank}:\n{trace}")
-        return found
+    def _count_steps(self, n_steps: int) -> None:
+        self.n_steps += n_steps
+        for _ in range(n_steps):
+            self._world.step_flags.count_step()
 
     # -- workers that are silent --------------------------------------------------------------------------------------
 
     def _hear(self) -> None:
         """Take heartbeats; put back what runs on workers that have fallen silent."""
-        status, now = MPI.Status(), time.monotonic()
+        status = MPI.Status()
         while self._comm.Iprobe(tag=BEAT_TAG, status=status):
             text = np.empty(status.Get_count(MPI.BYTE), np.uint8)
             self._comm.Recv(text, status.Get_source(), BEAT_TAG)
-            self._note_heard(self._workers[status.Get_source()], now)
+            self._note_heard(self._workers[status.Get_source()])
             if len(text):
                 stop_for(text.tobytes().decode(), self._world)
         lost_s = max(LOST_S, self._world.timeout_s * LOST_PART)
         for worker in self._workers.values():
-            if not worker.is_silent and now - worker.heard_at > lost_s:
+            if not worker.is_silent and self._now - worker.heard_at > lost_s:
                 self._lose(worker, lost_s)
-        if all(now - worker.heard_at > self._world.timeout_s for worker in self._workers.values()):
+        if all(self._now - one.heard_at > max(lost_s, self._world.timeout_s) for one in self._workers.values()):
             self._give_up()
-        self._report(now)
+        self._report()
 
-    def _note_heard(self, worker: _Worker, now: float) -> None:
-        worker.heard_at = now
+    def _note_heard(self, worker: _Worker) -> None:
+        worker.heard_at = self._now
         if worker.is_silent:
             worker.is_silent = False
             log(f"coordinator: worker {worker.number} (rank {worker.rank}) is back")
@@ -218,26 +249,41 @@ class Dispatcher:
         with self.changed:
             self.queue.lose(worker.number)
         log(
-            f"coordinator: worker {worker.number} (rank {worker.rank}) has been silent for {lost_s:g} s; what it ran "
-            f"goes to another one"
+            f"coordinator: worker {worker.number} (rank {worker.rank}) has been silent for {lost_s:g} s; other workers "
+            f"go on without it"
         )
 
     def _give_up(self) -> None:
+        """Let `join` raise, and nobody wait for what has not begun: no worker is there."""
         with self.changed:
+            if self.queue.has_failed:
+                return
             self.queue.note_error(
                 CollectiveTimeoutError(
-                    f"join: expected a sign of a worker within {self._world.timeout_s:g} s, got none of all "
+                    f"join: expected a heartbeat of a worker within {self._world.timeout_s:g} s, got none of all "
                     f"{len(self._workers)} on {self._world}; look at their nodes."
                 )
             )
+            self.queue.cancel_waiting()
             self.changed.notify_all()
 
-    def _report(self, now: float) -> None:
+    def _report(self) -> None:
         """Log which functions run, once, if none has ended for as long as the time limit."""
         limit_s = self._world.timeout_s
-        since = max([self._finished_at, *(sent for one in self._workers.values() for sent in one.sent_at)])
-        if self._is_reported or not self.queue.has_running or now - since <= limit_s:
+        since = max([self._ended_at, *(sent for one in self._workers.values() for sent in one.sent_at)])
+        if self._is_reported or not self.queue.has_running or self._now - since <= limit_s:
             return
         self._is_reported = True
         running = ", ".join(f"{own[0].name!r} on worker {one}" for one, own in self.queue.running.items() if own)
-        log(f"coordinator: no function has ended for {limit_s:g} s; there run {running}")
+        log(f"coordinator: no function has ended for {limit_s:g} s; still running: {running}")
+
+
+def _error_of(payload: Bytes, worker: _Worker) -> Exception:
+    """Return the error of a function, with the worker's stack as its cause."""
+    try:
+        error, trace = pickles.loads(payload)
+    except Exception as caught:  # noqa: BLE001  of a class that only the worker can import
+        error, trace = HpcdistError(f"a function failed, and its error cannot be read here: {caught}"), ""
+    found = error if isinstance(error, Exception) else HpcdistError(f"{type(error).__name__}: {error}")
+    found.__cause__ = WorkerError(f"on worker {worker.number}, rank {worker.rank}:\n{trace}")
+    return found

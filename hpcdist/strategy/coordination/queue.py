@@ -27,6 +27,7 @@ class Closure:
         payload: both, as a pickle.
         n_definitions: how many definitions the pickle refers to.
         n_before: closures that had ended when it was scheduled.
+        seed: of the random numbers in it, whichever worker runs it.
         result: what the caller of `schedule` holds.
         is_waiting: whether it waits for a worker.
         is_over: whether it has a result, an error, or was cancelled.
@@ -37,6 +38,7 @@ class Closure:
     payload: Bytes
     n_definitions: int
     n_before: int = 0
+    seed: int = 0
     result: RemoteValue = field(default_factory=RemoteValue)
     is_waiting: bool = False
     is_over: bool = False
@@ -104,6 +106,10 @@ class ClosureQueue:
         """Return whether the result counts that is to come from a worker: another one may have been first."""
         return not self._first_of(worker)[0].is_over
 
+    def awaited_number(self, worker: int) -> int:
+        """Return the number of the closure whose result is to come from a worker."""
+        return self._first_of(worker)[0].number
+
     def finish(self, worker: int, payload: Bytes) -> None:
         """Note the result that has come from a worker; no more than that where it does not count."""
         closure = self._returned(worker)
@@ -111,7 +117,10 @@ class ClosureQueue:
             closure.result.set_result(payload)
 
     def fail(self, worker: int, error: BaseException) -> None:
-        """Note the error that has come from a worker, likewise."""
+        """Note the error that has come from a worker; not of one that was silent: another one runs the closure."""
+        if self._lost[worker]:
+            self._lost[worker].pop(0)
+            return
         closure = self._returned(worker)
         if closure is not None:
             closure.result.set_error(error)

@@ -1,23 +1,27 @@
 """State of modules, variables and metrics that no server holds: it travels with functions and their results.
 
-Buffers of modules, such as BatchNorm's statistics, and variables: a function begins with the coordinator's values, and
-what it adds to them is added there. Metrics, and variables whose copies are summed: what a function has seen is added
-to the coordinator's.
+Modules: whether they and their parameters are trained, buffers, and parameters that are frozen. Variables. A function
+begins with the coordinator's values. What it has changed becomes the coordinator's; of several at once, the last one
+wins, but for whole numbers and for variables that were only added to: there, differences are added. Metrics, and
+variables whose copies are summed: what a function has seen is added to the coordinator's.
 """
 
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
-from hpcdist.errors import UsageError
-
-#: A tensor: the number of the object that has it, and its name there.
-Key = tuple[int, str]
+#: A tensor: the number of the module that has it and its name there, or that of a variable.
+Key = tuple[str, int, str]
 #: A change of a tensor: whether it is to be added, and the difference or the value.
 Change = tuple[bool, Tensor]
 #: What a function has changed: tensors, and, by number of object, what the object has seen.
 Changes = tuple[dict[Key, Change], dict[int, Any]]
+#: Whether modules, and parameters, are trained, in the order in which they were added.
+Modes = tuple[list[bool], list[bool]]
 
 
 def is_shared(obj: Any) -> bool:
@@ -26,72 +30,151 @@ def is_shared(obj: Any) -> bool:
 
 
 class SharedState:
-    """The shared state of some objects, on the coordinator or on a worker."""
+    """The shared state of some objects, on the coordinator, where several threads use it, or on a worker.
 
-    def __init__(self) -> None:
-        self._modules: dict[int, nn.Module] = {}
+    Args:
+        is_served: returns whether a server holds a parameter.
+
+    Attributes:
+        has_tensors: whether there are tensors with which a function must begin as the one before has left them.
+    """
+
+    def __init__(self, is_served: Callable[[Any], bool]) -> None:
+        self._is_served = is_served
+        self._lock = threading.RLock()
+        self._modules: list[nn.Module] = []
+        self._parameters: list[nn.Parameter] = []
+        self._frozen: set[int] = set()
+        self._known: set[int] = set()
         self._variables: dict[int, Any] = {}
         self._seen: dict[int, Any] = {}
-        self._before: dict[Key, Tensor] = {}
+        self._kept: dict[Key, tuple[Tensor, int, Tensor | None]] = {}
+        self._changes: dict[Key, int] = {}
+        self.has_tensors = False
 
     def add(self, number: int, obj: Any) -> None:
-        """Add the state of an object."""
-        if isinstance(obj, nn.Module):
-            self._modules[number] = obj
-        elif is_shared(obj) and obj.adds_up:
-            self._seen[number] = obj
-        elif is_shared(obj) and obj.parameter is None:
-            self._variables[number] = obj
+        """Add the state of an object, and of the modules in it that are not there yet."""
+        with self._lock:
+            if isinstance(obj, nn.Module):
+                for module in obj.modules():
+                    self._add_module(module)
+            elif is_shared(obj) and obj.adds_up:
+                self._seen[number] = obj
+            elif is_shared(obj) and obj.parameter is None:
+                self._variables[number] = obj
+            self.has_tensors = next(self._tensors(), None) is not None
 
-    @property
-    def has_tensors(self) -> bool:
-        """Whether there are tensors that a function must have as they are when it begins."""
-        return bool(self._tensors())
+    def _add_module(self, module: nn.Module) -> None:
+        if id(module) in self._known:
+            return
+        self._known.add(id(module))
+        self._modules.append(module)
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in self._known:
+                self._known.add(id(parameter))
+                self._parameters.append(parameter)
+                if not self._is_served(parameter):
+                    self._frozen.add(id(parameter))
 
-    def _tensors(self) -> dict[Key, Tensor]:
-        found = {
-            (number, name): buffer
-            for number, module in self._modules.items()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        }
-        return found | {(number, ""): one.local_copies[0] for number, one in self._variables.items()}
+    def _tensors(self) -> Iterator[tuple[Key, Tensor, bool]]:
+        """Yield each tensor, with its key, and whether torch may write to it without counting that."""
+        seen: set[int] = set()
+        for number, module in enumerate(self._modules):
+            is_norm = isinstance(module, _NormBase)
+            own = [*module._buffers.items(), *module._parameters.items()]
+            for name, tensor in own:
+                if tensor is None or id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
+                if name in module._buffers or id(tensor) in self._frozen:
+                    yield ("module", number, name), tensor.detach(), is_norm
+        for number, one in self._variables.items():
+            yield ("variable", number, ""), one.local_copies[0], False
+
+    def _assign(self, key: Key, value: Tensor) -> None:
+        """Set a tensor; a buffer may be new, or of another shape."""
+        kind, number, name = key
+        if kind == "variable":
+            self._variables[number].local_copies[0].copy_(value)
+            return
+        module = self._modules[number]
+        held = module._buffers.get(name, module._parameters.get(name))
+        if held is not None and held.shape == value.shape:
+            held.copy_(value)
+        else:
+            module._buffers[name] = value if held is None else value.to(held.device)
+
+    def _has_changed(self, key: Key, tensor: Tensor, is_norm: bool) -> bool:
+        """Return whether a tensor has changed since it was noted."""
+        held, version, values = self._kept.get(key, (None, 0, None))
+        if held is None or held.data_ptr() != tensor.data_ptr() or tensor._version != version:
+            return True
+        return is_norm and values is not None and not torch.equal(values, tensor)
+
+    def _note(self, key: Key, tensor: Tensor, must_copy: bool) -> None:
+        self._kept[key] = (tensor, tensor._version, tensor.clone() if must_copy else None)
 
     # -- the coordinator --------------------------------------------------------------------------------------------
 
-    def news(self, told: dict[Key, tuple[int, int]]) -> dict[Key, Tensor]:
+    def modes(self) -> Modes:
+        """Return whether modules and parameters are trained now."""
+        with self._lock:
+            return [one.training for one in self._modules], [one.requires_grad for one in self._parameters]
+
+    def private(self) -> nn.Parameter | None:
+        """Return a parameter that is trained, or served, and that workers have copies of; None: there is none."""
+        own = [one for one in self._parameters if id(one) in self._frozen]
+        return next((one for one in own if one.requires_grad or self._is_served(one)), None)
+
+    @torch.no_grad()
+    def news(self, sent: dict[Key, int]) -> dict[Key, Tensor]:
         """Return the tensors that a worker does not have as they are now.
 
         Args:
-            told: what it was sent before; brought up to date.
+            sent: the number of changes of each tensor that the worker knows of; brought up to date.
         """
         found = {}
-        for key, tensor in self._tensors().items():
-            state = (id(tensor), tensor._version)
-            if told.get(key) != state:
-                told[key] = state
-                found[key] = tensor.detach().cpu().clone()
+        with self._lock:
+            for key, tensor, is_norm in self._tensors():
+                if self._has_changed(key, tensor, is_norm):
+                    self._note(key, tensor, must_copy=is_norm)
+                    self._changes[key] = self._changes.get(key, 0) + 1
+                if sent.get(key) != self._changes[key]:
+                    sent[key] = self._changes[key]
+                    found[key] = tensor.cpu().clone()
         return found
 
     @torch.no_grad()
     def apply(self, changes: Changes) -> None:
         """Make the changes of a function that a worker has run."""
-        tensors, (changed, seen) = self._tensors(), changes
-        for key, (is_added, sent) in changed.items():
-            value = sent.to(tensors[key].device)
-            tensors[key].copy_(tensors[key] + value if is_added else value)
-        for number, one in seen.items():
-            self._seen[number].add_seen(one)
+        with self._lock:
+            changed, seen = changes
+            tensors = {key: tensor for key, tensor, _ in self._tensors()}
+            for key, (is_added, value) in changed.items():
+                own = tensors.get(key)
+                self._assign(key, own + value.to(own.device) if is_added and own is not None else value)
+            for number, one in seen.items():
+                self._seen[number].add_seen(one)
 
     # -- a worker ---------------------------------------------------------------------------------------------------
+
+    def set_modes(self, modes: Modes) -> None:
+        """Train the modules and parameters that the coordinator trains."""
+        for module, is_training in zip(self._modules, modes[0], strict=False):  # later ones may be there already
+            module.training = is_training
+        for parameter, is_trained in zip(self._parameters, modes[1], strict=False):
+            parameter.requires_grad_(is_trained)
 
     @torch.no_grad()
     def begin(self, news: dict[Key, Tensor]) -> None:
         """Begin a function: take the coordinator's values, and note them."""
-        tensors = self._tensors()
-        for key, sent in news.items():
-            tensors[key].copy_(sent)
-        self._before = {key: tensor.clone() for key, tensor in tensors.items()}
+        for key, value in news.items():
+            self._assign(key, value)
+        self._kept.clear()
+        for key, tensor, is_norm in self._tensors():
+            self._note(key, tensor, must_copy=is_norm or _is_whole(tensor) or key[0] == "variable")
+        for one in self._variables.values():
+            one.take_assigned()
         for one in self._seen.values():
             one.take_seen()  # what an earlier function has left that failed, or is in a new copy
 
@@ -99,23 +182,19 @@ class SharedState:
     def changes(self) -> Changes:
         """Return what has changed since `begin`."""
         changed = {}
-        tensors = self._tensors()
-        for key in self._before.keys() & tensors.keys():
-            if not torch.equal(self._before[key], tensors[key]):  # torch counts no writes of BatchNorm
-                changed[key] = _change(self._before[key], tensors[key])
+        for key, tensor, is_norm in self._tensors():
+            if self._has_changed(key, tensor, is_norm):
+                changed[key] = self._change(key, tensor)
         seen = {number: one.take_seen() for number, one in self._seen.items()}
         return changed, {number: one for number, one in seen.items() if one is not None}
 
+    def _change(self, key: Key, after: Tensor) -> Change:
+        before = self._kept.get(key, (None, 0, None))[2]
+        is_sum = _is_whole(after) if key[0] == "module" else not self._variables[key[1]].take_assigned()
+        if is_sum and before is not None and before.shape == after.shape and before.dtype is not torch.bool:
+            return True, (after - before).cpu()
+        return False, after.cpu().clone()
 
-def _change(before: Tensor, after: Tensor) -> Change:
-    """Return a change: the difference where there is one, else the new value."""
-    if before.shape != after.shape:
-        raise UsageError(
-            f"schedule: expected functions that keep the shapes of buffers, got one that changed {tuple(before.shape)} "
-            f"to {tuple(after.shape)}; call the model once before the first schedule."
-        )
-    if before.dtype is not torch.bool:
-        difference = after - before
-        if bool(torch.isfinite(difference).all()):
-            return True, difference.cpu()
-    return False, after.detach().cpu()
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)

@@ -45,7 +45,7 @@ class RemoteValue:
         return map_nest(_to_numpy, self.get())
 
     def set_result(self, payload: Bytes) -> None:
-        """Let the value be there, as a pickle."""
+        """Set the value, as a pickle."""
         self._payload = payload
         self._is_there.set()
 

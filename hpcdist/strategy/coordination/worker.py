@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import functools
+import queue
 import sys
 import threading
 import time
@@ -161,7 +162,7 @@ class _Heart:
 
     def __init__(self, worker: _Worker, signals: StopSignals) -> None:
         self._worker, self._signals = worker, signals
-        self._reason = ""
+        self._reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="hpcdist heartbeat", daemon=True)
 
@@ -174,29 +175,30 @@ class _Heart:
         self._thread.join()
 
     def requested(self) -> Request:
-        """Return that this worker asks the others for nothing: the coordinator acts between functions."""
+        """Return no request: the coordinator acts between functions."""
         return Request.NONE
 
     def stop(self, reason: str) -> None:
         """Ask the coordinator to stop the job."""
-        self._reason = reason
+        self._reasons.put(reason)
 
     def poll_between_batches(self) -> None:
-        """Do nothing, likewise."""
+        """Do nothing: the coordinator acts between functions."""
 
     def _beat(self) -> None:
         worker, sent = self._worker, list[tuple[MPI.Request, bytes]]()
         reported = 0.0
         while not self._is_over.wait(BEAT_S):
             if self._signals.last:
-                self._reason, self._signals.last = f"{self._signals.last} to {worker.world}", ""
-            text, self._reason = self._reason.encode(), ""
+                self._reasons.put(f"{self._signals.last} to {worker.world}")
+                self._signals.last = ""
+            text = b"" if self._reasons.empty() else self._reasons.get().encode()
             sent = [one for one in sent if not one[0].Test()]
             sent.append((worker.comm.Isend(np.frombuffer(text, np.uint8), worker.coordinator, BEAT_TAG), text))
             running, limit_s = worker.running_since, worker.world.timeout_s
             if running is not None and running[0] != reported and time.monotonic() - running[0] > limit_s:
                 reported = running[0]
-                log(f"{worker.world}: {running[1]!r} has run for {limit_s:g} s, and runs on; its stack:")
+                log(f"{worker.world}: {running[1]!r} has run for {limit_s:g} s, and is still running; stack:")
                 faulthandler.dump_traceback(sys.__stderr__ or 2)
 
 
@@ -222,11 +224,12 @@ def _pickle_of(error: BaseException) -> Bytes:
     return sent
 
 
-def seed_of(seed: int | None, number: int) -> int:
+def seed_of(seed: int | None, step: int, number: int) -> int:
     """Return the seed of random numbers in a function, whichever worker runs it.
 
     Args:
         seed: of the job.
+        step: optimizer steps of the job when the function was scheduled.
         number: of the function.
     """
-    return xxhash.xxh3_64_intdigest(f"{seed} closure {number}".encode()) >> 1
+    return xxhash.xxh3_64_intdigest(f"{seed} {step} closure {number}".encode()) >> 1
