@@ -42,9 +42,9 @@ def run(command, environ=None):
     return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
 
 
-def job(n_ranks, *options, servers=1):
+def job(n_ranks, *options, servers=1, chief=""):
     """Return what a job of our ranks prints; `servers` of them serve."""
-    environ = {"HPCDIST_ROLES": f"ps:{servers},worker:*"} if servers else {}
+    environ = {"HPCDIST_ROLES": f"ps:{servers},{chief}worker:*"} if servers else {}
     return run([MPIRUN, "-n", n_ranks, sys.executable, JOB, *options], environ)
 
 
@@ -65,6 +65,7 @@ def speed(args):
         "all-reduce": lambda: job(2, "--kind", "all-reduce", servers=0),
         "asynchronous": lambda: job(3, "--kind", "async"),
         "synchronous": lambda: job(3, "--kind", "sync"),
+        "coordinator": lambda: job(4, "--kind", "coordinator", chief="chief:1,"),
     }
     if args.peers_python is not None:
         contenders["TensorFlow"] = lambda: run([args.peers_python, HERE / "peers" / "tensorflow_ps.py"])

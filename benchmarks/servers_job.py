@@ -16,7 +16,7 @@ import hpcdist
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kind", choices=["async", "sync", "all-reduce"], default="async")
+    parser.add_argument("--kind", choices=["async", "sync", "all-reduce", "coordinator"], default="async")
     parser.add_argument("--max-staleness", type=int)
     parser.add_argument("--elements", type=int, help="of one parameter, in place of the guides' MLP")
     parser.add_argument("--shards", type=int, help="of each variable")
@@ -71,8 +71,42 @@ def make_step(args, strategy):
     return step_of_bytes if args.elements and args.kind != "all-reduce" else step
 
 
+def coordinate(args):
+    """Time functions of one step each, scheduled on all workers."""
+    resolver = hpcdist.MPIClusterResolver()
+    if resolver.task_type in ("worker", "ps"):
+        hpcdist.Server(resolver).join()
+    strategy = hpcdist.ParameterServerStrategy(resolver)
+    n_workers = resolver.cluster_spec().num_tasks("worker")
+    torch.manual_seed(1)
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    coordinator, n_rows = hpcdist.ClusterCoordinator(strategy), args.batch
+    batch = coordinator.create_per_worker_resource(lambda: (torch.randn(n_rows, 784), torch.randint(0, 10, (n_rows,))))
+
+    def step(batch):
+        optimizer.zero_grad()
+        losses = nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        hpcdist.compute_average_loss(losses, global_batch_size=n_rows * n_workers).backward()
+        optimizer.step()
+
+    for n_steps in (args.warm_up * n_workers, args.steps * n_workers):
+        since = time.perf_counter()
+        for _ in range(n_steps):
+            coordinator.schedule(step, (batch,))
+        coordinator.join()
+        seconds = time.perf_counter() - since
+    print(
+        json.dumps({"steps_per_s": n_steps / seconds, "step_s": seconds / args.steps, "workers": n_workers}), flush=True
+    )
+
+
 def main():
     args = parse_args()
+    if args.kind == "coordinator":
+        coordinate(args)
+        return
     strategy = make_strategy(args)
     step = make_step(args, strategy)
     if args.elements and args.kind == "sync":

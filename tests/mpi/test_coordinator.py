@@ -710,9 +710,9 @@ def test_leaving_without_join(coordinated):
             return torch.zeros(1 << 18)
 
         results = [coordinator.schedule(slow) for _ in range(6 * coordinated.n_workers)]
-        coordinator.leave(0)
         assert len(results[0].get()) == 1 << 18
-        with pytest.raises(ClosureCancelledError):
+        coordinator.leave(0)
+        with pytest.raises(ClosureCancelledError, match="join before that"):
             results[-1].get()
         for call in (lambda: coordinator.schedule(slow), coordinator.join):
             with pytest.raises(UsageError, match="has let them leave"):

@@ -99,7 +99,7 @@ class Dispatcher:
             code: with which they leave; -1: with that of this program.
         """
         with self.changed:
-            self.queue.cancel_waiting()
+            self.queue.cancel_waiting("the coordinator has left; join before that")
             self._exit_code, self.is_over = code, True
             self.changed.notify_all()
         self._thread.join()

@@ -156,16 +156,13 @@ class ClosureQueue:
             self._waiting.remove(closure)
         return closure
 
-    def cancel_waiting(self) -> None:
+    def cancel_waiting(self, reason: str = "another function had failed; schedule it again") -> None:
         """Cancel what has not begun."""
         while self._waiting:
             closure = self._waiting.popleft()
             closure.is_waiting, closure.is_over = False, True
             closure.result.set_error(
-                ClosureCancelledError(
-                    f"schedule: expected {closure.name!r} to run, got it cancelled, as another function had failed; "
-                    f"schedule it again."
-                )
+                ClosureCancelledError(f"schedule: expected {closure.name!r} to run, got it cancelled, as {reason}.")
             )
 
     def take_error(self) -> BaseException | None:
