@@ -307,6 +307,41 @@ def test_gradients_that_are_not_finite(coordinated, non_finite):
     coordinated(body, non_finite=non_finite)
 
 
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+
+def test_functions_are_as_the_program_has_them_whenever_they_are_scheduled(coordinated):
+    """Also where they, or functions that they use, are sent once: from their second use on, if nothing changed."""
+
+    def body(coordinator):
+        scale, table, calls = 1.0, [0], {"n": 0}
+
+        def helper(x):
+            return x * scale
+
+        def by_helper(x):
+            return helper(x) + table[0]
+
+        def counting():
+            calls["n"] += 1
+            return calls["n"]
+
+        def factorial(n):
+            return 1 if n < 2 else n * factorial(n - 1)
+
+        for scale in (1.0, 2.0, 3.0):
+            for value in (0, 10):
+                table[0] = value
+                found = coordinator.fetch([coordinator.schedule(by_helper, (2,)) for _ in range(4)])
+                assert found == [2 * scale + value] * 4
+                found = coordinator.fetch([coordinator.schedule(helper, (2,)) for _ in range(4)])
+                assert found == [2 * scale] * 4
+        assert coordinator.fetch([coordinator.schedule(counting) for _ in range(6)]) == [1] * 6
+        assert coordinator.fetch([coordinator.schedule(factorial, (5,)) for _ in range(4)]) == [120] * 4
+
+    coordinated(body)
+
+
 # -- variables, modules, optimizers ------------------------------------------------------------------------------------
 
 

@@ -123,7 +123,7 @@ class ClusterCoordinator:
             number=self._n_scheduled,
             name=getattr(fn, "__name__", type(fn).__name__),
             payload=payload,
-            n_definitions=len(self._definitions.log),
+            used=(fn, args, kwargs),
             n_before=queue.n_ended,
             seed=seed_of(generators.seed, generators.step, self._n_scheduled),
         )

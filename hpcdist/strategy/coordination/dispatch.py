@@ -176,9 +176,9 @@ class Dispatcher:
             self._send(worker, closure)
 
     def _send(self, worker: _Worker, closure: Closure) -> None:
-        new = self._definitions.log[worker.n_known : closure.n_definitions]
-        worker.n_known = max(worker.n_known, closure.n_definitions)
         news = self._definitions.shared.news(worker.sent)
+        new = self._definitions.log[worker.n_known :]  # after that: what has news is defined
+        worker.n_known += len(new)
         must_pull = closure.n_before > worker.n_seen
         if must_pull:
             worker.n_seen = self.queue.n_ended

@@ -8,6 +8,7 @@ Source: the semantics of tf.distribute.coordinator.ClusterCoordinator.
 
 import collections
 from dataclasses import dataclass, field
+from typing import Any
 
 from hpcdist.errors import ClosureCancelledError, PSUnavailable
 from hpcdist.ps.messages import Bytes
@@ -25,7 +26,7 @@ class Closure:
         number: from 1, in the order of scheduling.
         name: of the function, for messages.
         payload: both, as a pickle.
-        n_definitions: how many definitions the pickle refers to.
+        used: the function and its arguments, kept until it is over: workers forget what the program forgets.
         n_before: closures that had ended when it was scheduled.
         seed: of the random numbers in it, whichever worker runs it.
         result: what the caller of `schedule` holds.
@@ -36,7 +37,7 @@ class Closure:
     number: int
     name: str
     payload: Bytes
-    n_definitions: int
+    used: Any
     n_before: int = 0
     seed: int = 0
     result: RemoteValue = field(default_factory=RemoteValue)
@@ -149,7 +150,7 @@ class ClosureQueue:
         closure = self._first_of(worker).pop(0)
         if closure.is_over:
             return None
-        closure.is_over = True
+        closure.is_over, closure.used = True, None
         self.n_ended += 1
         if closure.is_waiting:  # of a worker that was silent for a while
             closure.is_waiting = False
@@ -160,7 +161,7 @@ class ClosureQueue:
         """Cancel what has not begun."""
         while self._waiting:
             closure = self._waiting.popleft()
-            closure.is_waiting, closure.is_over = False, True
+            closure.is_waiting, closure.is_over, closure.used = False, True, None
             closure.result.set_error(
                 ClosureCancelledError(f"schedule: expected {closure.name!r} to run, got it cancelled, as {reason}.")
             )

@@ -13,7 +13,7 @@ NOTHING = np.empty(0, np.uint8)
 
 
 def closures(n):
-    return [Closure(number, f"f{number}", NOTHING, 0) for number in range(1, n + 1)]
+    return [Closure(number, f"f{number}", NOTHING, None) for number in range(1, n + 1)]
 
 
 def filled(n, capacity=100):
