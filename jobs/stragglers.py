@@ -8,6 +8,7 @@ A step computes for as long as it sleeps, so that workers may share cores here.
 """
 
 import argparse
+import itertools
 import random
 import time
 
@@ -63,8 +64,8 @@ def main():
     strategy.run(train_step, args=next(batches))
     strategy.barrier()
     started = time.perf_counter()
-    for _ in range(args.steps - 1):
-        strategy.run(train_step, args=next(batches))
+    for batch in itertools.islice(batches, args.steps - 1):
+        strategy.run(train_step, args=batch)
     strategy.barrier()
     seconds = time.perf_counter() - started
     if args.strategy == "ps":

@@ -53,19 +53,20 @@ def main():
         embedding = nn.EmbeddingBag(args.features, args.width, mode="sum", sparse=not args.dense)
         head = nn.Linear(args.width, 1)
         make = torch.optim.Adam if args.dense else torch.optim.SparseAdam
-        optimizers = [make(embedding.parameters(), lr=0.01), torch.optim.Adam(head.parameters(), lr=0.01)]
+        embedding_optimizer = make(embedding.parameters(), lr=0.01)
+        head_optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
     dataset = hpcdist.Dataset.from_tensor_slices(clicks(args.steps * args.batch, args.features)).batch(args.batch)
     batches = strategy.experimental_distribute_dataset(dataset)
 
     def train_step(features, labels):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        embedding_optimizer.zero_grad()
+        head_optimizer.zero_grad()
         logits = head(embedding(features))[:, 0]
         losses = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
         loss = hpcdist.compute_average_loss(losses, global_batch_size=args.batch)
         loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        embedding_optimizer.step()
+        head_optimizer.step()
         return losses.detach().mean()
 
     started, losses = time.perf_counter(), []

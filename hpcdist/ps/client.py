@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,14 @@ from hpcdist.ps.layout import (
     States,
     Unpacker,
     Values,
+    padded,
+    parts_of,
     specs_to_text,
     state_of_text,
     state_to_text,
 )
 from hpcdist.ps.messages import Kind, Message
-from hpcdist.ps.server import COPY, check_optimizer
+from hpcdist.ps.server import COPY, ELEMENTWISE, check_optimizer
 from hpcdist.ps.transport import Mailbox
 from hpcdist.runtime.node_memory import map_memory
 from hpcdist.runtime.step_flags import Request
@@ -73,15 +75,26 @@ class Client:
         worker: number of this worker.
         name: of this rank, for messages.
         timeout_s: longest wait for an answer, beyond what servers allow each other.
+        chunk_bytes: about the size of the parts in which a push goes to each server, which answers them one by one, so
+            that new values come while gradients go; None: in one, as inside a node.
 
     Attributes:
+        chunk_bytes: as given.
         clock: steps pushed so far.
         signal: the name of a signal that a server got and sent to this worker; empty before.
     """
 
-    def __init__(self, mailbox: Mailbox, servers: Sequence[int], worker: int, name: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        servers: Sequence[int],
+        worker: int,
+        name: str,
+        timeout_s: float,
+        chunk_bytes: int | None = None,
+    ) -> None:
         self._mailbox, self._servers, self._worker = mailbox, list(servers), worker
-        self._name, self._timeout_s = name, timeout_s
+        self._name, self._timeout_s, self.chunk_bytes = name, timeout_s, chunk_bytes
         self._shards: list[list[_Known]] = [[] for _ in servers]
         self._sequence = self.clock = 0
         self._packers = [mailbox.packer(rank) for rank in servers]
@@ -118,7 +131,7 @@ class Client:
                 payload = self._packers[server].pack([one.part_of(one.variable.detach()) for one in known])
                 requests[server] = {"text": specs_to_text(new), "payload": payload}
         if requests:
-            self._ask("adopt", Kind.ADOPT, requests)
+            self._ask("adopt", Kind.ADOPT, list(requests.items()))
 
     def number_of(self, optimizer: Optimizer, groups: Groups) -> int:
         """Return the number of an optimizer; at its first step servers get it. All workers step in the same order."""
@@ -133,7 +146,7 @@ class Client:
                 )
         number = max(self._optimizers, default=-1) + 1
         numbers = {variable for _, members in groups for variable in members}
-        shards = [one.spec for server in self._shards for one in server if one.spec.variable in numbers]
+        shards = {one.spec.key for server in self._shards for one in server if one.spec.variable in numbers}
         check_optimizer(type(optimizer), is_split=len(shards) > len(numbers))
         requests = {}
         for server, held in enumerate(self._shards):
@@ -149,7 +162,7 @@ class Client:
                 "text": text,
                 "payload": payload,
             }
-        self._ask("step", Kind.OPTIMIZER, requests)
+        self._ask("step", Kind.OPTIMIZER, list(requests.items()))
         self.note_optimizer(number, optimizer, members_now)
         return number
 
@@ -182,20 +195,23 @@ class Client:
         self._optimizers[number] = (optimizer, settings)
         self.clock += 1
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        requests: dict[int, dict[str, Any]] = {}
+        part_bytes = self.chunk_bytes if type(optimizer) in ELEMENTWISE else None
+        text = json.dumps(settings) if has_new_settings else ""
+        requests: list[tuple[int, dict[str, Any]]] = []
         for server, held in enumerate(self._shards):
-            numbers, parts = [number], []
-            for one in held:
-                kind, n_rows, tensors = _gradient_of(one) if id(one.variable) in own else (NOTHING, 0, [])
-                numbers += [kind, n_rows, one.version]
-                parts += tensors
-            requests[server] = {
-                "numbers": np.array(numbers, np.int64),
-                "text": json.dumps(settings) if has_new_settings else "",
-                "payload": self._packers[server].pack(parts),
-                "request": int(request if server == 0 else Request.NONE),
-            }
-        return self._take(self._ask("step", Kind.STEP, requests))
+            gradients = [_gradient_of(one) if id(one.variable) in own else (NOTHING, 0, []) for one in held]
+            payload = self._packers[server].pack([tensor for _, _, tensors in gradients for tensor in tensors])
+            offset = 0
+            for begin, end in parts_of([one.spec for one in held], part_bytes):
+                numbers, first = [number, begin, int(end == len(held))], offset
+                for one, (kind, n_rows, tensors) in zip(held[begin:end], gradients[begin:end], strict=True):
+                    numbers += [kind, n_rows, one.version]
+                    offset += sum(padded(tensor.numel() * tensor.itemsize) for tensor in tensors)
+                fields = {"numbers": np.array(numbers, np.int64), "text": text, "payload": payload[first:offset]}
+                asks = server == 0 and end == len(held)
+                requests.append((server, {**fields, "request": int(request if asks else Request.NONE)}))
+        requests.sort(key=lambda request: int(request[1]["numbers"][1]))  # all servers have something to do at once
+        return self._take(self._answers("step", Kind.STEP, requests))
 
     def pull(self, number: int = 0) -> None:
         """Write the values that servers have now into the variables.
@@ -203,11 +219,9 @@ class Client:
         Args:
             number: COPY: values come in messages, also inside a node.
         """
-        requests = {
-            server: {"numbers": np.array([number, *(n for one in held for n in (NOTHING, 0, one.version))], np.int64)}
-            for server, held in enumerate(self._shards)
-        }
-        self._take(self._ask("pull", Kind.PULL, requests))
+        all_numbers = [[number, 0, 1, *(n for one in held for n in (NOTHING, 0, one.version))] for held in self._shards]
+        requests = [(server, {"numbers": np.array(own, np.int64)}) for server, own in enumerate(all_numbers)]
+        self._take(self._answers("pull", Kind.PULL, requests))
 
     def forget_values(self) -> None:
         """Let the next pull bring all values, as this worker has overwritten its own."""
@@ -215,22 +229,23 @@ class Client:
             for one in held:
                 one.version = -1
 
-    def _take(self, answers: dict[int, Message]) -> Request:
-        """Write values into the variables; return what is due."""
+    def _take(self, answers: Iterable[tuple[int, Message]]) -> Request:
+        """Write values into the variables as they come; return what is due."""
         due, torn = Request.NONE, False
-        for server, message in answers.items():
+        for server, message in answers:
             due |= Request(message.request)
             if message.text:
                 self._hear(server, json.loads(message.text))
-            rows = message.numbers[1:].reshape(-1, 3).tolist()
-            self._require_later(server, rows)
+            begin, rows = int(message.numbers[0]), message.numbers[1:].reshape(-1, 3).tolist()
+            held = self._shards[server][begin : begin + len(rows)]
+            self._require_later(held, rows)
             if any(kind in (WHOLE_HERE, ROWS_HERE) for kind, _, _ in rows):
-                if not self._read(server, message, rows):
+                if not self._read(server, message, begin, rows):
                     torn = True
                     continue
             else:
-                self._unpack(server, message, rows)
-            for one, (_, _, version) in zip(self._shards[server], rows, strict=True):
+                _unpack(message, held, rows)
+            for one, (_, _, version) in zip(held, rows, strict=True):
                 one.version = version
         if torn:
             self.pull(COPY)
@@ -250,35 +265,25 @@ class Client:
             found.append(Values(map_memory(path), specs))
         return found
 
-    def _require_later(self, server: int, rows: list[list[int]]) -> None:
-        for one, (_, _, version) in zip(self._shards[server], rows, strict=True):
+    def _require_later(self, held: list[_Known], rows: list[list[int]]) -> None:
+        for one, (_, _, version) in zip(held, rows, strict=True):
             if version < one.version:
                 raise DesyncError(
                     f"pull: expected version {one.version} of {one.spec.name!r} or a later one, got {version} on "
                     f"{self._name}; servers must not be replaced in a job."
                 )
 
-    def _unpack(self, server: int, message: Message, rows: list[list[int]]) -> None:
-        """Write values that came in a message into the variables."""
-        payload = Unpacker(message.payload)
-        for one, (kind, n_rows, _) in zip(self._shards[server], rows, strict=True):
-            if kind == WHOLE:
-                one.write(payload.take(one.spec.shape, one.spec.torch_dtype))
-            elif kind == ROWS:
-                indices = payload.take((n_rows,), torch.int64)
-                one.write(payload.take((n_rows, *one.spec.row_shape), one.spec.torch_dtype), indices)
-
-    def _read(self, server: int, message: Message, rows: list[list[int]]) -> bool:
+    def _read(self, server: int, message: Message, begin: int, rows: list[list[int]]) -> bool:
         """Copy values from where a server of this node has them; return whether it did not write meanwhile."""
-        all_values = self._values_here(server)
-        tensors = [tensor for values in all_values for tensor in values.tensors]
+        all_values, stop = self._values_here(server), begin + len(rows)
+        tensors = [tensor for values in all_values for tensor in values.tensors][begin:stop]
         for _ in range(_N_READS):
             before = [values.counter for values in all_values]
             if any(count & 1 for count in before):
                 os.sched_yield()
                 continue
-            payload = Unpacker(message.payload)
-            for one, tensor, (kind, n_rows, _) in zip(self._shards[server], tensors, rows, strict=True):
+            payload, held = Unpacker(message.payload), self._shards[server][begin:stop]
+            for one, tensor, (kind, n_rows, _) in zip(held, tensors, rows, strict=True):
                 if kind == WHOLE_HERE:
                     one.write(tensor)
                 elif kind == ROWS_HERE:
@@ -295,10 +300,10 @@ class Client:
         number = next((number for number, (one, _) in self._optimizers.items() if one is optimizer), None)
         if number is None:
             return
-        requests = {server: {"numbers": np.array([number], np.int64)} for server in range(self.n_servers)}
+        requests = [(server, {"numbers": np.array([number], np.int64)}) for server in range(self.n_servers)]
         answers = self._ask("save", Kind.STATE, requests)
         parts: dict[int, list[tuple[_Known, dict[str, Any]]]] = {}
-        for server, message in answers.items():
+        for server, message in answers:
             for (_, index), state in state_of_text(message.text, Unpacker(message.payload)).items():
                 one = self._shards[server][index]
                 parts.setdefault(id(one.variable), []).append((one, state))
@@ -327,7 +332,7 @@ class Client:
                 "text": text,
                 "payload": self._packers[server].pack([*values, *tensors]),
             }
-        self._ask("restore", Kind.ASSIGN, requests)
+        self._ask("restore", Kind.ASSIGN, list(requests.items()))
 
     def _states_on(self, server: int, optimizers: Mapping[int, Optimizer]) -> tuple[str, list[Tensor]]:
         """Return the states of optimizers, as far as they have any, for the shards of a server."""
@@ -341,8 +346,8 @@ class Client:
 
     def statistics(self) -> list[dict[str, Any]]:
         """Return the statistics of each server."""
-        answers = self._ask("statistics", Kind.STATISTICS, {server: {} for server in range(self.n_servers)})
-        return [json.loads(answers[server].text) for server in range(self.n_servers)]
+        answers = self._ask("statistics", Kind.STATISTICS, [(server, {}) for server in range(self.n_servers)])
+        return [json.loads(message.text) for _, message in answers]
 
     def leave(self, code: int = -1) -> None:
         """Leave: the servers do not wait for this worker any more. Later calls do nothing.
@@ -353,31 +358,49 @@ class Client:
         if not self.has_left and os.getpid() == self._pid:  # a forked child is no worker
             self.has_left = True
             numbers = np.array([code], np.int64)
-            self._ask("leave", Kind.LEAVE, {server: {"numbers": numbers} for server in range(self.n_servers)})
+            self._ask("leave", Kind.LEAVE, [(server, {"numbers": numbers}) for server in range(self.n_servers)])
 
-    def _ask(self, call: str, kind: Kind, requests: dict[int, dict[str, Any]]) -> dict[int, Message]:
-        """Send a request to servers and return their answers.
+    def _ask(self, call: str, kind: Kind, requests: Sequence[tuple[int, dict[str, Any]]]) -> list[tuple[int, Message]]:
+        """Send requests to servers and return their answers, each with its server; raises as `_answers`."""
+        return list(self._answers(call, kind, requests))
+
+    def _answers(
+        self, call: str, kind: Kind, requests: Sequence[tuple[int, dict[str, Any]]]
+    ) -> Iterator[tuple[int, Message]]:
+        """Send requests to servers and yield their answers as they come, each with its server.
 
         Raises:
             PSUnavailable: when an answer is late; on this rank.
             HpcdistError: that a server answers; on this rank.
         """
-        self._sequence += 1
-        messages = {
-            self._servers[server]: Message(kind, self._worker, sequence=self._sequence, clock=self.clock, **fields)
-            for server, fields in requests.items()
-        }
-        answers = self._mailbox.exchange(messages, self._timeout_s)
-        if answers is None:
+        messages = []
+        for server, fields in requests:
+            self._sequence += 1
+            message = Message(kind, self._worker, sequence=self._sequence, clock=self.clock, **fields)
+            messages.append((self._servers[server], message))
+        n_answers = 0
+        for number, answer in self._mailbox.exchange(messages, self._timeout_s):
+            n_answers += 1
+            server = requests[number][0]
+            if answer.kind is Kind.ERROR:
+                raise _error_of(answer.text, server)
+            yield server, answer
+        if n_answers < len(messages):
             raise PSUnavailable(
-                f"{call}: expected answers of {len(messages)} parameter servers within {self._timeout_s:g} s, got "
-                f"fewer on {self._name}; look for a server that has stopped."
+                f"{call}: expected answers of {len({rank for rank, _ in messages})} parameter servers within "
+                f"{self._timeout_s:g} s, got fewer on {self._name}; look for a server that has stopped."
             )
-        found = {server: answers[self._servers[server]] for server in requests}
-        for server, message in found.items():
-            if message.kind is Kind.ERROR:
-                raise _error_of(message.text, server)
-        return found
+
+
+def _unpack(message: Message, held: list[_Known], rows: list[list[int]]) -> None:
+    """Write values that came in a message into the variables."""
+    payload = Unpacker(message.payload)
+    for one, (kind, n_rows, _) in zip(held, rows, strict=True):
+        if kind == WHOLE:
+            one.write(payload.take(one.spec.shape, one.spec.torch_dtype))
+        elif kind == ROWS:
+            indices = payload.take((n_rows,), torch.int64)
+            one.write(payload.take((n_rows, *one.spec.row_shape), one.spec.torch_dtype), indices)
 
 
 def _gradient_of(one: _Known) -> tuple[int, int, list[Tensor]]:

@@ -1,9 +1,10 @@
 """How a server's shards look, and how tensors are packed into the payload of a message. Pure; both sides use it."""
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,15 +24,16 @@ NOTHING, WHOLE, ROWS, WHOLE_HERE, ROWS_HERE = range(5)
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The rows [start, stop) of a variable, as their server holds them.
+    """The rows [start, stop) of a variable, as their server holds them: a shard, or a chunk of one.
 
     Attributes:
         name: of the variable.
         variable: its number among those of the strategy.
         start, stop: rows.
-        shape: of the shard; that of the variable where it is whole.
+        shape: of the rows; that of the variable where it is whole.
         dtype: its name.
         is_sparse: whether gradients come as rows.
+        shard: the rows of the shard that this is a chunk of; empty where it is all of it.
     """
 
     name: str
@@ -41,6 +43,12 @@ class ShardSpec:
     shape: tuple[int, ...]
     dtype: str
     is_sparse: bool = False
+    shard: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What chunks of one shard have in common."""
+        return (self.variable, *(self.shard or (self.start, self.stop)))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -60,14 +68,15 @@ class ShardSpec:
 
 
 def specs_of(
-    variables: Sequence[VariableSpec], shards: Iterable[Shard], sparse: frozenset[int]
+    variables: Sequence[VariableSpec], shards: Iterable[Shard], sparse: frozenset[int], chunk_bytes: int | None = None
 ) -> dict[int, list[ShardSpec]]:
     """Return the shards of each server, in their order.
 
     Args:
         variables: all of the strategy's.
         shards: of those that are new, as `place` returns them.
-        sparse: numbers of variables whose gradients come as rows.
+        sparse: numbers of variables whose gradients come as rows; these are not divided into chunks.
+        chunk_bytes: about the size of chunks that shards are divided into; None: into none.
     """
     found: dict[int, list[ShardSpec]] = {}
     for shard in shards:
@@ -75,8 +84,51 @@ def specs_of(
         shape = (shard.stop - shard.start, *variable.shape[1:]) if variable.shape else ()
         dtype, is_sparse = str(variable.dtype).removeprefix("torch."), shard.variable in sparse
         spec = ShardSpec(variable.name, shard.variable, shard.start, shard.stop, shape, dtype, is_sparse)
-        found.setdefault(shard.server, []).append(spec)
+        own = [spec] if chunk_bytes is None or is_sparse else chunks_of(spec, chunk_bytes)
+        found.setdefault(shard.server, []).extend(own)
     return found
+
+
+def chunks_of(spec: ShardSpec, chunk_bytes: int) -> list[ShardSpec]:
+    """Return the chunks of a shard: each but the last has a multiple of the bytes that tensors are aligned to.
+
+    >>> spec = ShardSpec("w", 0, 0, 100, (100, 4), "float32")
+    >>> [(one.start, one.stop) for one in chunks_of(spec, 700)]
+    [(0, 40), (40, 80), (80, 100)]
+    """
+    if not spec.shape or spec.nbytes <= chunk_bytes:
+        return [spec]
+    row_bytes = spec.nbytes // spec.shape[0]
+    unit = _ALIGNMENT // math.gcd(_ALIGNMENT, row_bytes)
+    n_rows = max(unit, chunk_bytes // row_bytes // unit * unit)
+    starts = range(spec.start, spec.stop, n_rows)
+    bounds = [(start, min(start + n_rows, spec.stop)) for start in starts]
+    shard = (spec.start, spec.stop)
+    return [
+        replace(spec, start=start, stop=stop, shape=(stop - start, *spec.row_shape), shard=shard)
+        for start, stop in bounds
+    ]
+
+
+def parts_of(specs: Sequence[ShardSpec], part_bytes: int | None) -> list[tuple[int, int]]:
+    """Return the parts of a push, as ranges of the shards and chunks of a server: it answers each as soon as it can.
+
+    Args:
+        specs: all of the server's.
+        part_bytes: most bytes of one that has several; None: all are one part.
+
+    >>> parts_of([ShardSpec("w", 0, 0, 8, (8,), "float32")] * 5, 64)
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    if part_bytes is None:
+        return [(0, len(specs))]
+    parts, begin, nbytes = [], 0, 0
+    for index, spec in enumerate(specs):
+        if index > begin and nbytes + spec.nbytes > part_bytes:
+            parts.append((begin, index))
+            begin, nbytes = index, 0
+        nbytes += spec.nbytes
+    return [*parts, (begin, len(specs))]
 
 
 def specs_to_text(specs: Sequence[ShardSpec]) -> str:
@@ -86,7 +138,9 @@ def specs_to_text(specs: Sequence[ShardSpec]) -> str:
 
 def specs_of_text(text: str) -> list[ShardSpec]:
     """Return the shards that `specs_to_text` wrote."""
-    return [ShardSpec(**{**one, "shape": tuple(one["shape"])}) for one in json.loads(text)]
+    return [
+        ShardSpec(**{**one, "shape": tuple(one["shape"]), "shard": tuple(one["shard"])}) for one in json.loads(text)
+    ]
 
 
 def bytes_of(tensor: Tensor) -> Bytes:
@@ -120,7 +174,7 @@ class Values:
         array: Bytes = np.frombuffer(memory, np.uint8)
         self._counter = array[:8].view(np.int64)
         payload = Unpacker(array[_ALIGNMENT:])
-        self.tensors = [payload.take(spec.shape, spec.torch_dtype) for spec in specs]
+        self.tensors = payload.take_all(specs)
 
     @staticmethod
     def nbytes_of(specs: Sequence[ShardSpec]) -> int:
@@ -179,6 +233,17 @@ class Unpacker:
         if not nbytes:
             return torch.empty(tuple(shape), dtype=dtype)
         return torch.from_numpy(part).view(dtype).reshape(tuple(shape))
+
+    def take_all(self, specs: Sequence[ShardSpec]) -> list[Tensor]:
+        """Return the tensors of shards and chunks; those of one shard are views of one tensor."""
+        found: list[Tensor] = []
+        for _, group in itertools.groupby(specs, lambda spec: spec.key):
+            chunks = list(group)
+            shape = (sum(chunk.shape[0] for chunk in chunks), *chunks[0].row_shape) if chunks[0].shape else ()
+            whole = self.take(shape, chunks[0].torch_dtype)
+            first = chunks[0].start
+            found += [whole[one.start - first : one.stop - first] if one.shape else whole for one in chunks]
+        return found
 
 
 #: The states of optimizers: by the number of the optimizer and of the shard.

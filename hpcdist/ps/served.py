@@ -107,7 +107,9 @@ class ServedParameters:
         self._variables += [one for _, one in new]
         self._numbers = {id(one): number for number, one in enumerate(self._variables)}
         sparse_numbers = frozenset(number for number, one in enumerate(self._variables) if id(one) in of_rows)
-        own = specs_of(specs, (shard for shard in shards if shard.variable >= first), sparse_numbers)
+        own = specs_of(
+            specs, (shard for shard in shards if shard.variable >= first), sparse_numbers, self.client.chunk_bytes
+        )
         self.client.adopt(own, self._variables, self._world.is_chief)
         self.layouts.append(Layout(tuple(specs[first:]), own))
         self._meet()

@@ -5,6 +5,7 @@ versions of a shard only grow. Shards of one server change together, those of di
 """
 
 import collections
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,13 +29,14 @@ from hpcdist.ps.layout import (
     WHOLE_HERE,
     Packer,
     ShardSpec,
+    States,
     Unpacker,
     Values,
     specs_of_text,
     state_of_text,
     state_to_text,
 )
-from hpcdist.ps.messages import Kind, Message, Numbers, answer
+from hpcdist.ps.messages import Bytes, Kind, Message, Numbers, answer
 from hpcdist.runtime.node_memory import OwnMemory
 from hpcdist.runtime.step_flags import Request
 
@@ -92,11 +94,64 @@ class _Served:
 
 @dataclass
 class _Updater:
-    """An optimizer of the job, as far as it is this server's: of these shards, with the settings that workers sent."""
+    """An optimizer of the job, as far as it is this server's.
+
+    Attributes:
+        optimizer: torch's, of parameters that are each the values of a shard or a chunk; of a whole shard where the
+            optimizer does not work element by element.
+        parameters: each with the numbers of the shards or chunks that it consists of.
+        settings: of its groups, as each worker sent them.
+    """
 
     optimizer: Optimizer
-    shards: list[int]
+    parameters: list[tuple[nn.Parameter, list[int]]]
     settings: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Which part of a worker's request is in a message.
+
+    Attributes:
+        number: of the optimizer, or COPY.
+        begin: number of the first shard or chunk in it.
+        is_last: whether no further parts come.
+        rows: kind, number of rows and known version of each.
+    """
+
+    number: int
+    begin: int
+    is_last: bool
+    rows: list[list[int]]
+
+    @classmethod
+    def of(cls, message: Message) -> "_Part":
+        number, begin, is_last = map(int, message.numbers[:3])
+        return cls(number, begin, bool(is_last), message.numbers[3:].reshape(-1, 3).tolist())
+
+
+@dataclass
+class _Received:
+    """Which requests of a worker have come: all up to `floor`, and `above` that parts of the step at `clock`."""
+
+    incarnation: int = 0
+    floor: int = 0
+    clock: int = 0
+    above: set[int] = field(default_factory=set)
+
+    def note(self, message: Message) -> bool:
+        """Note a request; return whether it is new. Parts of a step may overtake each other, and nothing else."""
+        if message.incarnation > self.incarnation:
+            self.incarnation, self.floor, self.clock, self.above = message.incarnation, 0, 0, set()
+        if message.sequence <= self.floor or message.sequence in self.above:
+            return False
+        if message.kind is Kind.STEP and message.clock == self.clock:
+            self.above.add(message.sequence)
+        else:
+            is_step = message.kind is Kind.STEP
+            self.floor = max(self.above, default=self.floor) if is_step else message.sequence
+            self.clock, self.above = message.clock, {message.sequence} if is_step else set()
+        return True
 
 
 class Server:
@@ -118,13 +173,15 @@ class Server:
         self._rules = rules
         self._shards: list[_Served] = []
         self._updaters: dict[int, _Updater] = {}
-        self._last: dict[int, tuple[int, int]] = {}
+        self._received: dict[int, _Received] = {}
         self._parked: dict[int, Message] = {}
-        self._rounds: dict[int, dict[int, Message]] = {}  # by clock: what came of each worker
-        self._round = 0
+        self._rounds: dict[
+            tuple[int, int], dict[int, Message]
+        ] = {}  # by clock and first shard: what came of each worker
         self._requests = RequestClock()
         self._signal = ""
         self._packers, self._neighbours = packers, neighbours
+        self._part_packers: dict[tuple[int, int], Packer] = {}
         self._memories: list[tuple[OwnMemory, Values]] = []
         self._n_sent: dict[int, int] = {}
         self._counts: collections.Counter[str] = collections.Counter()
@@ -141,11 +198,10 @@ class Server:
 
     def handle(self, message: Message) -> list[Message]:
         """Take a request and return the answers that are due now: to this one, and to others that waited for it."""
-        incarnation, sequence = self._last.get(message.worker, (0, 0))
-        if message.incarnation < incarnation:
+        received = self._received.setdefault(message.worker, _Received())
+        if message.incarnation < received.incarnation:
             return []  # of a process that another one has replaced
-        is_new = (message.incarnation, message.sequence) > (incarnation, sequence)
-        self._last[message.worker] = max((message.incarnation, message.sequence), (incarnation, sequence))
+        is_new = received.note(message)
         if not is_new:
             self._counts["duplicates"] += 1
         try:
@@ -176,7 +232,8 @@ class Server:
 
     def _repeat(self, message: Message) -> list[Message]:
         """Answer a request that came before, without applying it again."""
-        if message.worker in self._parked:
+        waiting = [self._parked.get(message.worker), *(one.get(message.worker) for one in self._rounds.values())]
+        if any(one is not None and one.sequence == message.sequence for one in waiting):
             return []  # the answer is still to come
         if message.kind in (Kind.STEP, Kind.PULL):
             return [self._values(message)]
@@ -185,8 +242,8 @@ class Server:
     # -- variables and optimizers ---------------------------------------------------------------------------------
 
     def _adopt(self, message: Message) -> None:
-        payload, specs = Unpacker(message.payload), specs_of_text(message.text)
-        tensors = [payload.take(spec.shape, spec.torch_dtype) for spec in specs]
+        specs = specs_of_text(message.text)
+        tensors = Unpacker(message.payload).take_all(specs)
         for spec, values in zip(specs, self._held(specs, tensors), strict=True):
             rows = np.zeros(spec.shape[0], np.int64) if spec.is_sparse else None
             self._shards.append(_Served(spec, nn.Parameter(values), row_versions=rows))
@@ -194,12 +251,17 @@ class Server:
     def _held(self, specs: Sequence[ShardSpec], tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return tensors for the values of shards, filled: in memory that neighbours can read, if there are any."""
         if self._neighbours is None or not self._neighbours.workers:
-            return [tensor.clone() for tensor in tensors]
+            memory: Bytes = np.empty(Values.nbytes_of(specs), np.uint8)
+            return self._filled(Values(memory.data, specs), tensors)
         own = self._neighbours.allocate(Values.nbytes_of(specs))
         values = Values(own.memory, specs)
+        self._memories.append((own, values))
+        return self._filled(values, tensors)
+
+    @staticmethod
+    def _filled(values: Values, tensors: Sequence[Tensor]) -> list[Tensor]:
         for held, tensor in zip(values.tensors, tensors, strict=True):
             held.copy_(tensor)
-        self._memories.append((own, values))
         return values.tensors
 
     @contextmanager
@@ -220,14 +282,39 @@ class Server:
         payload = Unpacker(message.payload)
         pickle = payload.take((int(message.numbers[1]),), torch.uint8)
         kind, defaults, groups = pickles.loads(pickle.numpy())
-        chosen = [
-            {**settings, "params": [self._shards[shard].values for shard in shards]} for settings, shards in groups
-        ]
+        parameters, chosen = [], []
+        for settings, shards in groups:
+            own = self._parameters_of(kind, shards)
+            parameters += own
+            chosen.append({**settings, "params": [parameter for parameter, _ in own]})
         optimizer = kind.__new__(kind)
         optimizer.__setstate__({"defaults": defaults, "state": collections.defaultdict(dict), "param_groups": chosen})
-        self._updaters[number] = _Updater(optimizer, [shard for _, shards in groups for shard in shards])
-        for (_, shard), state in state_of_text(message.text, payload).items():
-            optimizer.state[self._shards[shard].values] = state
+        self._updaters[number] = _Updater(optimizer, parameters)
+        self._set_states(state_of_text(message.text, payload))
+
+    def _parameters_of(self, kind: type[Optimizer], shards: Sequence[int]) -> list[tuple[nn.Parameter, list[int]]]:
+        """Return the parameters of an optimizer of some shards, each with the numbers of what it consists of."""
+        if kind in ELEMENTWISE:
+            return [(self._shards[number].values, [number]) for number in shards]
+        groups = [list(group) for _, group in itertools.groupby(shards, lambda number: self._shards[number].spec.key)]
+        return [(self._joined(group), group) for group in groups]
+
+    def _joined(self, chunks: Sequence[int]) -> nn.Parameter:
+        """Return the values of a whole shard, in the memory of its chunks."""
+        first, last = self._shards[chunks[0]], self._shards[chunks[-1]].spec
+        if len(chunks) == 1:
+            return first.values
+        shape = (last.stop - first.spec.start, *last.row_shape)
+        return nn.Parameter(first.values.detach().as_strided(shape, first.values.stride()))
+
+    def _set_states(self, states: States) -> None:
+        """Set the states of optimizers; those of chunks are joined where an optimizer has their shard as a whole."""
+        for number in {optimizer for optimizer, _ in states}:
+            updater = self._updaters[number]
+            for parameter, chunks in updater.parameters:
+                own = [states[number, chunk] for chunk in chunks if (number, chunk) in states]
+                if own:
+                    updater.optimizer.state[parameter] = own[0] if len(own) == 1 else _join(own, parameter)
 
     def _assign(self, message: Message) -> None:
         """Replace the values of some shards, and the states of some optimizers."""
@@ -240,15 +327,17 @@ class Server:
                 shard.count_update(None)
         for number in rest[n_shards:]:
             self._updaters[number].optimizer.state.clear()
-        for (optimizer, shard_number), state in state_of_text(message.text, payload).items():
-            self._updaters[optimizer].optimizer.state[self._shards[shard_number].values] = state
+        self._set_states(state_of_text(message.text, payload))
 
     def _state(self, message: Message) -> Message:
         number = int(message.numbers[0])
-        updater, states = self._updaters.get(number), {}
-        if updater is not None:
-            of_values = updater.optimizer.state
-            states = {(number, shard): dict(of_values[self._shards[shard].values]) for shard in updater.shards}
+        updater = self._updaters.get(number)
+        parameters = [] if updater is None else updater.parameters
+        states = {
+            (number, chunks[0]): dict(updater.optimizer.state[parameter])
+            for parameter, chunks in parameters
+            if updater is not None
+        }
         text, tensors = state_to_text(states)
         return answer(message, Kind.DONE, text=text, payload=self._packers[message.worker].pack(tensors))
 
@@ -264,101 +353,107 @@ class Server:
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def _step(self, message: Message) -> list[Message]:
-        """Apply a push, or keep it for its round; return the answers that this makes due."""
-        self._counts["pushes"] += 1
-        self.clocks.push(message.worker, message.clock)
-        self._requests.ask(Request(message.request), message.clock, self.clocks.latest)
+        """Apply a push, or a part of one, or keep it for its round; return the answers that this makes due."""
+        part = _Part.of(message)
+        if part.is_last:
+            self._counts["pushes"] += 1
+            self.clocks.push(message.worker, message.clock)
+            self._requests.ask(Request(message.request), message.clock, self.clocks.latest)
         if message.text:
             groups = json.loads(message.text)
-            self._updaters[int(message.numbers[0])].settings[message.worker] = [_with_tuples(one) for one in groups]
+            self._updaters[part.number].settings[message.worker] = [_with_tuples(one) for one in groups]
         if self._rules.is_synchronous:
-            self._rounds.setdefault(message.clock, {})[message.worker] = message
-        else:
-            self._apply([message])
+            self._rounds.setdefault((message.clock, part.begin), {})[message.worker] = message
+            return self._released()
+        self._apply([message])
+        if not part.is_last:
+            return [self._values(message)]
         self._parked[message.worker] = message
         return self._released()
 
     def _released(self) -> list[Message]:
         """Return the answers that are due now; apply the rounds that are complete."""
-        while (pushes := self._rounds.get(self._round + 1)) and all(one in pushes for one in self.clocks.live):
-            self._round += 1
-            self._apply([pushes[worker] for worker in sorted(pushes)])
-            del self._rounds[self._round]
-        due = [message for message in self._parked.values() if not self._awaited(message)]
-        for message in due:
-            del self._parked[message.worker]
+        due: list[Message] = []
+        for key in sorted(self._rounds):
+            pushes = self._rounds[key]
+            if all(worker in pushes for worker in self.clocks.live):
+                del self._rounds[key]
+                self._apply([pushes[worker] for worker in sorted(pushes)])
+                due += pushes.values()
+        for worker, message in list(self._parked.items()):
+            if not self.clocks.awaited(message.clock):
+                due.append(self._parked.pop(worker))
         return [self._values(message) for message in due]
-
-    def _awaited(self, message: Message) -> list[int]:
-        """Return the workers that the answer to a push waits for."""
-        if not self._rules.is_synchronous:
-            return self.clocks.awaited(message.clock)
-        if message.clock <= self._round:
-            return []
-        there = self._rounds[message.clock]
-        return [worker for worker in self.clocks.live if worker not in there] or [message.worker]
 
     def late(self, timeout_s: float) -> list[Message]:
         """Return errors for all that wait, naming whom they wait for: they have waited too long."""
-        parked, self._parked = list(self._parked.values()), {}
+        waiting = [(message, self.clocks.awaited(message.clock)) for message in self._parked.values()]
+        for pushes in self._rounds.values():
+            missing = [worker for worker in self.clocks.live if worker not in pushes]
+            waiting += [(message, missing) for message in pushes.values()]
+        self._parked, self._rounds = {}, {}
         return [
             answer(
                 message,
                 Kind.ERROR,
-                text=f"CollectiveTimeoutError: step: expected worker {', '.join(map(str, self._awaited(message)))} to "
+                text=f"CollectiveTimeoutError: step: expected worker {', '.join(map(str, awaited))} to "
                 f"push step {message.clock} within {timeout_s:g} s, got nothing; look for what keeps it "
                 f"(HPCDIST_TIMEOUT_S sets the limit).",
             )
-            for message in parked
+            for message, awaited in waiting
         ]
 
     @property
     def has_parked(self) -> bool:
         """Whether a worker waits for another one's push."""
-        return bool(self._parked)
+        return bool(self._parked or self._rounds)
 
     @torch.no_grad()
     def _apply(self, messages: list[Message]) -> None:
-        """Make one update of the sum of some pushes of one optimizer."""
-        numbers = {int(message.numbers[0]) for message in messages}
+        """Make one update of the sum of some pushes, or parts of pushes, of one optimizer."""
+        parts = [_Part.of(message) for message in messages]
+        numbers = {part.number for part in parts}
         if len(numbers) > 1:
             raise DesyncError(
                 f"step: expected every worker to step the same optimizer, got optimizers {sorted(numbers)} in one "
                 f"synchronous step; let all workers make the same steps."
             )
         updater = self._updaters[numbers.pop()]
-        self._staleness.update(self._age_of(message) for message in messages)
-        gradients = [self._gradients_of(message) for message in messages]
+        self._staleness.update(self._age_of(part) for part in parts if part.is_last)
+        gradients = [self._gradients_of(part, message) for part, message in zip(parts, messages, strict=True)]
         changed: dict[int, Tensor | None] = {}
-        for number in updater.shards:
-            shard, pushed = self._shards[number], [own.get(number) for own in gradients]
-            total = _sum_of(pushed, shard.values)
-            if total is None:
+        for parameter, chunks in updater.parameters:
+            totals = {
+                number: total
+                for number in chunks
+                if (total := _sum_of([own.get(number) for own in gradients], self._shards[number].values)) is not None
+            }
+            if not totals:
                 continue
-            shard.values.grad = total
-            changed[number] = total._indices()[0] if total.is_sparse and _changes_rows_alone(updater) else None
+            parameter.grad = totals[chunks[0]] if len(chunks) == 1 else torch.cat([totals[one] for one in chunks])
+            is_of_rows = parameter.grad.is_sparse and _changes_rows_alone(updater)
+            changed |= {number: total._indices()[0] if is_of_rows else None for number, total in totals.items()}
         for group, settings in zip(
             updater.optimizer.param_groups, updater.settings.get(messages[0].worker, []), strict=False
         ):
             group.update(settings)
         with self._writing():
             updater.optimizer.step()
+        for parameter, _ in updater.parameters:
+            parameter.grad = None
         for number, rows in changed.items():
-            self._shards[number].values.grad = None
             self._shards[number].count_update(rows)
 
-    def _age_of(self, message: Message) -> int:
-        """Return how many updates the values were behind that a push was computed from: of the oldest shard."""
-        rows = message.numbers[1:].reshape(-1, 3).tolist()
-        pushed = [
-            (shard, known) for shard, (kind, _, known) in zip(self._shards, rows, strict=False) if kind != NOTHING
-        ]
+    def _age_of(self, part: _Part) -> int:
+        """Return how many updates the values were behind that a push was computed from: of the oldest shard in it."""
+        shards = self._shards[part.begin : part.begin + len(part.rows)]
+        pushed = [(shard, known) for shard, (kind, _, known) in zip(shards, part.rows, strict=True) if kind != NOTHING]
         return max((shard.version - known for shard, known in pushed), default=0)
 
-    def _gradients_of(self, message: Message) -> dict[int, Tensor]:
+    def _gradients_of(self, part: _Part, message: Message) -> dict[int, Tensor]:
         """Return the gradients in a push, by number of shard, in its memory."""
         payload, found = Unpacker(message.payload), {}
-        for number, (kind, n_rows, _) in enumerate(message.numbers[1:].reshape(-1, 3).tolist()):
+        for number, (kind, n_rows, _) in enumerate(part.rows, part.begin):
             spec = self._shards[number].spec if kind != NOTHING else None
             if spec is not None and kind == WHOLE:
                 found[number] = payload.take(spec.shape, spec.torch_dtype)
@@ -370,10 +465,10 @@ class Server:
 
     def _values(self, message: Message) -> Message:
         """Return the values that a worker does not know yet; to one of this node, which they are."""
-        known = message.numbers[1:].reshape(-1, 3)[:, 2].tolist()
+        part = _Part.of(message)
         is_here = self._is_neighbour(message)
-        numbers, parts = [0], []
-        for shard, version in zip(self._shards, known, strict=False):
+        numbers, parts = [part.begin], []
+        for shard, (_, _, version) in zip(self._shards[part.begin :], part.rows, strict=False):
             if version == shard.version:
                 numbers += [NOTHING, 0, shard.version]
             elif shard.row_versions is not None and version >= 0:
@@ -386,11 +481,17 @@ class Server:
         return answer(
             message,
             Kind.VALUES,
-            request=int(self._requests.due(message.clock)),
+            request=int(self._requests.due(message.clock)) if part.is_last else 0,
             numbers=np.array(numbers, np.int64),
             text=self._news_for(message.worker, is_here),
-            payload=self._packers[message.worker].pack(parts),
+            payload=self._packer_of(message.worker, part).pack(parts),
         )
+
+    def _packer_of(self, worker: int, part: _Part) -> Packer:
+        """Return what packs an answer: one for each part, as several may be under way."""
+        if part.begin == 0 and part.is_last:
+            return self._packers[worker]
+        return self._part_packers.setdefault((worker, part.begin), Packer())
 
     def _is_neighbour(self, message: Message) -> bool:
         """Return whether a worker reads the values where they are, and has not asked for a copy."""
@@ -423,6 +524,16 @@ def _sum_of(pushed: list[Tensor | None], like: Tensor) -> Tensor | None:
     for into, row in plan_row_additions(len(rows)):
         rows[into] = rows[into] + rows[row]
     return rows[0].to(like.dtype)
+
+
+def _join(states: Sequence[dict[str, Any]], like: Tensor) -> dict[str, Any]:
+    """Return the state of a whole shard, given those of its chunks."""
+
+    def joined(values: list[Any]) -> Any:
+        is_of_rows = isinstance(values[0], Tensor) and values[0].dim() == like.dim() and values[0].dim() > 0
+        return torch.cat(values) if is_of_rows and sum(len(one) for one in values) == len(like) else values[0]
+
+    return {name: joined([state[name] for state in states]) for name in states[0]}
 
 
 def _dense(gradient: Tensor) -> Tensor:

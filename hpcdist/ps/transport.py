@@ -3,8 +3,7 @@
 Inside a node MPI moves some 10 KiB of a message at each look at it: 1 MiB took 1 ms so, and a copy takes 0.1 to 0.4.
 """
 
-import collections
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -33,16 +32,17 @@ class _Outbox:
         return self._memory
 
     def path_of(self, payload: Bytes) -> str:
-        """Return the path of the memory and its number, if a payload is at its beginning; else nothing.
+        """Return the path of the memory, its number, and where a payload begins in it; nothing if it is not there.
 
         The number tells it from an earlier one: the system gives a path anew.
         """
-        is_here = len(payload) > 0 and payload.ctypes.data == self._memory.ctypes.data
-        return f"{self._own.path}#{self._n_made}" if is_here and self._own is not None else ""
+        offset = payload.ctypes.data - self._memory.ctypes.data if len(payload) else -1
+        is_here = self._own is not None and 0 <= offset < len(self._memory)
+        return f"{self._own.path}#{self._n_made}@{offset}" if is_here and self._own is not None else ""
 
 
 class Mailbox:
-    """Sends messages to other ranks of a communicator, and receives theirs, those of a sender one after another.
+    """Sends messages to other ranks of a communicator, and receives theirs.
 
     Not collective. One thread.
 
@@ -54,9 +54,7 @@ class Mailbox:
     def __init__(self, comm: MPI.Comm, neighbours: Collection[int] = ()) -> None:
         self._comm = comm
         self._sending: list[tuple[list[MPI.Request], Message, Bytes]] = []
-        self._coming: dict[int, tuple[list[MPI.Request], Message]] = {}
-        self._envelopes: collections.deque[tuple[int, Bytes]] = collections.deque()
-        self._memory: dict[int, Bytes] = {}
+        self._coming: list[tuple[int, list[MPI.Request], Message]] = []
         self._outboxes = {rank: _Outbox() for rank in neighbours}
         self._mapped: dict[int, tuple[str, Bytes]] = {}
 
@@ -66,7 +64,7 @@ class Mailbox:
         return Packer() if outbox is None else Packer(outbox.allocate)
 
     def send(self, rank: int, message: Message) -> None:
-        """Start to send a message, whose payload must stay as it is until the next message from that rank."""
+        """Start to send a message. Its payload must not change until it has left; to a neighbour, until it replies."""
         path = self._outboxes[rank].path_of(message.payload) if rank in self._outboxes else ""
         envelope = message.envelope(path)
         requests = [self._comm.Isend(envelope, rank, _ENVELOPE)]
@@ -81,23 +79,26 @@ class Mailbox:
         return not self._sending
 
     def receive(self) -> list[tuple[int, Message]]:
-        """Return the messages that are complete, each with its sender. Their payloads hold until the sender's next one.
+        """Return the messages that are complete, each with its sender, in the order of each sender.
 
-        Does not wait.
+        Does not wait. The payload of a neighbour's is in its memory.
         """
         status = MPI.Status()
         while self._comm.Iprobe(tag=_ENVELOPE, status=status):
             envelope = np.empty(status.Get_count(MPI.BYTE), np.uint8)
             self._comm.Recv(envelope, status.Get_source(), _ENVELOPE)
-            self._envelopes.append((status.Get_source(), envelope))
-        for _ in range(len(self._envelopes)):
-            rank, envelope = self._envelopes.popleft()
-            if rank in self._coming:  # the memory for this rank's messages is in use
-                self._envelopes.append((rank, envelope))
+            self._begin(status.Get_source(), envelope)
+        done, blocked = [], set()
+        for coming in self._coming:
+            rank, requests, message = coming
+            if rank not in blocked and MPI.Request.Testall(requests):
+                done.append((rank, message))
             else:
-                self._begin(rank, envelope)
-        done = [rank for rank, (requests, _) in self._coming.items() if MPI.Request.Testall(requests)]
-        return [(rank, self._coming.pop(rank)[1]) for rank in done]
+                blocked.add(rank)
+        if done:
+            kept = {id(message) for _, message in done}
+            self._coming = [one for one in self._coming if id(one[2]) not in kept]
+        return done
 
     def _begin(self, rank: int, envelope: Bytes) -> None:
         is_here = False
@@ -105,17 +106,12 @@ class Mailbox:
         def memory_for(n_payload: int, path: str) -> Bytes:
             nonlocal is_here
             is_here = bool(path)
-            return (self._map(rank, path) if path else self._keep(rank, n_payload))[:n_payload]
+            name, _, offset = path.partition("@")
+            return self._map(rank, name)[int(offset) :][:n_payload] if path else np.empty(n_payload, np.uint8)
 
         message = Message.of_envelope(envelope, memory_for)
         pieces = [] if is_here else message.pieces()
-        self._coming[rank] = ([self._comm.Irecv(piece, rank, _PIECE) for piece in pieces], message)
-
-    def _keep(self, rank: int, nbytes: int) -> Bytes:
-        """Return this rank's own memory for payloads of another one."""
-        if nbytes > len(self._memory.get(rank, ())):
-            self._memory[rank] = np.empty(nbytes, np.uint8)
-        return self._memory.get(rank, np.empty(0, np.uint8))
+        self._coming.append((rank, [self._comm.Irecv(piece, rank, _PIECE) for piece in pieces], message))
 
     def _map(self, rank: int, path: str) -> Bytes:
         """Return another rank's memory, mapped at its first use."""
@@ -124,26 +120,30 @@ class Mailbox:
             known = self._mapped[rank] = (path, np.frombuffer(map_memory(path.partition("#")[0]), np.uint8))
         return known[1]
 
-    def exchange(self, requests: Mapping[int, Message], timeout_s: float) -> dict[int, Message] | None:
-        """Send requests and return the answers, by rank; None when some are late.
+    def exchange(self, requests: Sequence[tuple[int, Message]], timeout_s: float) -> Iterator[tuple[int, Message]]:
+        """Send requests, and yield answers as they come, each with the number of its request; fewer when some are late.
 
         Args:
-            requests: by rank.
-            timeout_s: longest wait for all answers.
+            requests: with the rank that each is for, and sequence numbers of their own.
+            timeout_s: longest wait for an answer.
         """
-        for rank, message in requests.items():
+        for rank, message in requests:
             self.send(rank, message)
-        answers: dict[int, Message] = {}
+        awaited = {(rank, message.sequence): number for number, (rank, message) in enumerate(requests)}
+        received: list[tuple[int, Message]] = []
 
-        def is_done() -> bool:
-            for rank, message in self.receive():
-                if rank in requests and message.sequence == requests[rank].sequence:  # else of a request given up
-                    answers[rank] = message
-            return len(answers) == len(requests)
+        def has_some() -> bool:
+            received.extend(self.receive())
+            return bool(received) or (not awaited and self.is_sent)
 
-        if not wait_until(is_done, timeout_s):
-            return None
-        return answers if wait_until(lambda: self.is_sent, timeout_s) else None
+        while awaited or not self.is_sent:
+            if not wait_until(has_some, timeout_s):
+                return
+            for rank, message in received:
+                number = awaited.pop((rank, message.sequence), None)
+                if number is not None:  # else of a request given up
+                    yield number, message
+            received.clear()
 
 
 def find_neighbours(comm: MPI.Comm) -> list[int]:

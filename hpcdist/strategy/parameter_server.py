@@ -27,6 +27,9 @@ from hpcdist.strategy.own_gradients import GradientsAndParameters
 
 #: How much longer a worker waits for an answer than servers let it wait for others: they say whom it waited for.
 _LATE_S = 30.0
+#: Between nodes a push goes to a server in parts of about this many bytes: each is applied, and its new values sent,
+#: while the next ones come. Nothing comes beside the answers to the last part.
+CHUNK_BYTES = 1 << 19
 _Coordinator = TypeVar("_Coordinator")
 #: The worlds whose servers are taken.
 _worlds: "weakref.WeakSet[World]" = weakref.WeakSet()
@@ -165,6 +168,7 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         if world.coordinator is not None:
             self.closures_comm = world.comm.Dup()
         node = find_neighbours(comm)
+        is_one_node = world.all_reduce_int(int(len(node) == world.size - 1), MPI.MIN, world.comm)
         mailbox = Mailbox(comm, node)
         if world.task.type == "ps":
             if "OMP_NUM_THREADS" not in read_environment():
@@ -174,7 +178,9 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
             sys.exit(serve(world, mailbox, server, workers))
         if world.task.is_training:
             number = workers.index(world.rank)
-            self._client = Client(mailbox, servers, number, world.describe(), world.timeout_s + _LATE_S)
+            chunk_bytes = None if is_one_node else CHUNK_BYTES
+            limit_s = world.timeout_s + _LATE_S
+            self._client = Client(mailbox, servers, number, world.describe(), limit_s, chunk_bytes)
             atexit.register(self._client.leave)  # it may outlive this strategy: servers wait for every worker
 
     def the_coordinator(self, make: Callable[..., _Coordinator], kind: type[_Coordinator]) -> _Coordinator:

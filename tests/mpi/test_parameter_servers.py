@@ -8,6 +8,7 @@ from torch import nn
 
 import hpcdist
 from hpcdist.errors import ConfigurationError, GradientError, UsageError
+from hpcdist.strategy import parameter_server
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
@@ -44,6 +45,15 @@ def on_servers(comm):
 
     run.n_servers, run.n_workers = n_servers, comm.size - n_servers
     return run
+
+
+@pytest.fixture(params=["of one node", "of several nodes"])
+def across(request, monkeypatch):
+    """Let ranks share memory, or all messages go by MPI and pushes in parts of a few rows."""
+    if request.param == "of several nodes":
+        monkeypatch.setattr(parameter_server, "find_neighbours", lambda comm: [])
+        monkeypatch.setattr(parameter_server, "CHUNK_BYTES", 64)
+    return request.param
 
 
 def make_model(strategy, make_optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.02), seed=4):
@@ -87,7 +97,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("n_shards", [None, 2])
-def test_synchronous_training_has_the_bits_of_the_all_reduce(comm, on_servers, make_optimizer, n_shards):
+def test_synchronous_training_has_the_bits_of_the_all_reduce(comm, on_servers, across, make_optimizer, n_shards):
     partitioner = None if n_shards is None else hpcdist.FixedShardsPartitioner(n_shards)
 
     def body(strategy):
@@ -104,7 +114,38 @@ def test_synchronous_training_has_the_bits_of_the_all_reduce(comm, on_servers, m
     workers.Free()
 
 
-def test_one_worker_alone_is_plain_training(comm, on_servers):
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adafactor])
+def test_chunks_of_a_shard_have_the_bits_of_the_all_reduce_also_from_a_checkpoint(
+    comm, on_servers, monkeypatch, shared_path, kind
+):
+    """Between nodes 64 rows of 32 bytes are 32 chunks, each answered by itself; Adafactor needs its variables whole."""
+
+    def body(strategy, steps=range(6), is_saved=False, is_restored=False):
+        with strategy.scope():
+            torch.manual_seed(5)
+            model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+            optimizer = kind(model.parameters(), lr=0.02)
+        checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, strategy=strategy)
+        manager = hpcdist.CheckpointManager(checkpoint, shared_path / "run")
+        if is_restored:
+            manager.restore_or_initialize()
+        train(strategy, model, optimizer, steps)
+        if is_saved:
+            manager.save(steps[-1] + 1)
+        return weights(model)
+
+    monkeypatch.setattr(parameter_server, "find_neighbours", lambda comm: [])
+    monkeypatch.setattr(parameter_server, "CHUNK_BYTES", 64)
+    on_servers(lambda strategy: body(strategy, range(3), is_saved=True), synchronous=True)
+    own = on_servers(lambda strategy: body(strategy, range(3, 6), is_restored=True), synchronous=True)
+    workers = comm.Split(0 if own is not None else 1, comm.rank)
+    if own is not None:
+        strategy = hpcdist.MultiWorkerMirroredStrategy(hpcdist.MPIClusterResolver(roles="worker:*", comm=workers))
+        assert torch.equal(body(strategy), own)
+    workers.Free()
+
+
+def test_one_worker_alone_is_plain_training(comm, on_servers, across):
     """Asynchronous, too: each push is a step of the optimizer."""
 
     def body(strategy):
@@ -155,7 +196,7 @@ def test_workers_learn_digits_together(on_servers, options):
         assert right > 0.94
 
 
-def test_embeddings_push_and_pull_the_rows_that_were_used(on_servers):
+def test_embeddings_push_and_pull_the_rows_that_were_used(on_servers, across):
     """Each worker uses rows of its own; both have all of them in the end."""
 
     def body(strategy):
@@ -174,7 +215,7 @@ def test_embeddings_push_and_pull_the_rows_that_were_used(on_servers):
     on_servers(body, variable_partitioner=hpcdist.FixedShardsPartitioner(3))
 
 
-def test_bfloat16_scalars_frozen_and_unused_parameters(on_servers):
+def test_bfloat16_scalars_frozen_and_unused_parameters(on_servers, across):
     def body(strategy):
         with strategy.scope():
             torch.manual_seed(2)
@@ -215,7 +256,7 @@ def test_a_second_model_and_optimizer(on_servers):
 
 
 @pytest.mark.parametrize("synchronous", [False, True])
-def test_a_checkpoint_is_one_state_and_loads_with_other_shards(comm, on_servers, shared_path, synchronous):
+def test_a_checkpoint_is_one_state_and_loads_with_other_shards(comm, on_servers, across, shared_path, synchronous):
     def saved(strategy):
         model, optimizer = make_model(strategy)
         train(strategy, model, optimizer, range(4))
@@ -248,7 +289,7 @@ def test_a_checkpoint_is_one_state_and_loads_with_other_shards(comm, on_servers,
                 assert all(torch.equal(value, other[1][number][name]) for name, value in state.items())
 
 
-def test_training_goes_on_from_a_checkpoint_with_the_bits_of_an_unbroken_run(on_servers, shared_path):
+def test_training_goes_on_from_a_checkpoint_with_the_bits_of_an_unbroken_run(on_servers, across, shared_path):
     def run(strategy, until, first, is_new):
         model, optimizer = make_model(strategy)
         checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, strategy=strategy)
@@ -269,7 +310,7 @@ def test_training_goes_on_from_a_checkpoint_with_the_bits_of_an_unbroken_run(on_
         assert torch.equal(unbroken, resumed)
 
 
-def test_a_checkpoint_that_is_read_in_training_is_what_servers_have(on_servers, shared_path):
+def test_a_checkpoint_that_is_read_in_training_is_what_servers_have(on_servers, across, shared_path):
     def body(strategy):
         model, optimizer = make_model(strategy)
         train(strategy, model, optimizer, range(2))

@@ -4,6 +4,7 @@
 
 The servers are the product's own state machines; network, workers and time are simulated. Worker w adds 1 to element w
 of a variable on each server, densely and as a row, so that the values say how often each worker's pushes were applied.
+A push goes to a server in two parts, which may overtake each other.
 Faults: messages are delayed, overtake each other and come twice; answers are lost, and requests repeated; workers stop
 for a while, or are killed in a push and started anew; nobody knows then whether that push was applied.
 """
@@ -50,8 +51,8 @@ class Worker:
     n_acknowledged: int = 0
     n_unknown: int = 0
     versions: list[list[int]] = field(default_factory=list)
-    request: dict[int, Message] | None = None
-    answers: dict[int, Message] = field(default_factory=dict)
+    request: dict[tuple[int, int], Message] | None = None  # by server and part
+    answers: dict[tuple[int, int], Message] = field(default_factory=dict)
 
 
 class History:
@@ -116,35 +117,36 @@ class History:
         """Let a worker push its next step, if it is still the same process."""
         if incarnation != worker.incarnation or worker.request is not None:
             return
-        worker.sequence += 1
         worker.clock += 1
         worker.highest = max(worker.highest, worker.clock)
         worker.answers = {}
         worker.request = {}
-        for number in range(len(self.servers)):
-            one_hot = torch.zeros(len(self.workers), dtype=torch.float64)
-            one_hot[worker.number] = -1.0
-            row = torch.full((1, 2), -1.0, dtype=torch.float64)
-            known = worker.versions[number]
-            worker.request[number] = Message(
-                Kind.STEP, worker.number, worker.incarnation, worker.sequence, worker.clock,
-                numbers=np.array([0, WHOLE, 0, known[0], ROWS, 1, known[1]], np.int64),
-                payload=Packer().pack([one_hot, torch.tensor([worker.number]), row]),
-            )  # fmt: skip
-        self.send(worker, worker.incarnation, worker.sequence)
+        one_hot = torch.zeros(len(self.workers), dtype=torch.float64)
+        one_hot[worker.number] = -1.0
+        row = torch.full((1, 2), -1.0, dtype=torch.float64)
+        for part, tensors in enumerate(([one_hot], [torch.tensor([worker.number]), row])):
+            worker.sequence += 1
+            for number in range(len(self.servers)):
+                shard = [WHOLE, 0] if part == 0 else [ROWS, 1]
+                worker.request[number, part] = Message(
+                    Kind.STEP, worker.number, worker.incarnation, worker.sequence, worker.clock,
+                    numbers=np.array([0, part, part, *shard, worker.versions[number][part]], np.int64),
+                    payload=Packer().pack(tensors),
+                )  # fmt: skip
+        self.send(worker, worker.incarnation, worker.clock)
         if self.random.random() < self.faults.killed:
             self.after(DELAY_S, self.kill, worker, worker.incarnation)
 
-    def send(self, worker, incarnation, sequence):
-        """Send a worker's request to the servers that have not answered; again, until they have."""
-        if (incarnation, sequence) != (worker.incarnation, worker.sequence) or worker.request is None:
+    def send(self, worker, incarnation, clock):
+        """Send the parts of a worker's push that are not answered; again, until they are."""
+        if (incarnation, clock) != (worker.incarnation, worker.clock) or worker.request is None:
             return
-        for number, message in worker.request.items():
-            if number not in worker.answers:
+        for (number, part), message in worker.request.items():
+            if (number, part) not in worker.answers:
                 for _ in range(1 + (self.random.random() < self.faults.twice)):
                     if self.random.random() >= self.faults.lost:
                         self.after(DELAY_S, self.arrive, number, message)
-        self.after(REPEAT_S, self.send, worker, incarnation, sequence)
+        self.after(REPEAT_S, self.send, worker, incarnation, clock)
 
     def arrive(self, number, message):
         """Let a server handle a request."""
@@ -158,13 +160,14 @@ class History:
     def answered(self, number, answer):
         """Let a worker have an answer, if it still waits for that one."""
         worker = self.workers[answer.worker]
-        is_awaited = worker.request is not None and answer.sequence == worker.sequence
-        if not is_awaited or answer.incarnation != worker.incarnation or number in worker.answers:
+        part = int(answer.numbers[0])
+        is_awaited = worker.request is not None and answer.sequence == worker.request[number, part].sequence
+        if not is_awaited or answer.incarnation != worker.incarnation or (number, part) in worker.answers:
             self.counts["late answers"] += 1
             return
-        worker.answers[number] = answer
+        worker.answers[number, part] = answer
         self.check_answer(worker, number, answer)
-        if len(worker.answers) == len(self.servers):
+        if len(worker.answers) == len(worker.request):
             worker.request = None
             worker.n_acknowledged += 1
             self.n_ok += 1
@@ -190,7 +193,7 @@ class History:
         """Versions never go back, and values contain the worker's own pushes."""
         payload = Unpacker(answer.payload)
         rows = answer.numbers[1:].reshape(-1, 3).tolist()
-        for index, (kind, n_rows, version) in enumerate(rows):
+        for index, (kind, n_rows, version) in enumerate(rows, int(answer.numbers[0])):
             if version < worker.versions[number][index]:
                 self.violations.append(
                     f"worker {worker.number}: version {version} after {worker.versions[number][index]}"

@@ -7,7 +7,7 @@ import pytest
 from ps_history import History
 
 from hpcdist.ps.messages import Kind
-from hpcdist.ps.server import Server
+from hpcdist.ps.server import Rules, Server
 
 
 @pytest.mark.parametrize(("seed", "max_staleness"), [(1, 0), (2, 3), (3, None)])
@@ -21,15 +21,15 @@ class WithoutNumbers(Server):
     """Applies what comes, however often."""
 
     def handle(self, message):
-        self._last.clear()
+        self._received.clear()
         return super().handle(message)
 
 
 class WithoutClocks(Server):
     """Lets every worker begin at once."""
 
-    def _awaited(self, message):
-        return []
+    def __init__(self, packers, rules):
+        super().__init__(packers, Rules())
 
 
 class WithoutOwnWrites(Server):

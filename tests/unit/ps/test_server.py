@@ -43,7 +43,7 @@ class Serving:
     def push(self, worker, dense=None, rows=None, text="", request=Request.NONE):
         """Push a number for each element of the first shard, or rows {index: number} of the second."""
         self.clocks[worker] += 1
-        numbers, parts = [0], []
+        numbers, parts = [0, 0, 1], []
         numbers += [NOTHING if dense is None else WHOLE, 0, self.known[worker][0]]
         parts += [] if dense is None else [torch.full((3, 2), float(dense))]
         numbers += [NOTHING if rows is None else ROWS, len(rows or ()), self.known[worker][1]]
@@ -87,7 +87,7 @@ def test_a_shard_that_has_not_changed_moves_no_bytes():
     (answer,) = serving.push(0)
     assert parts_of(answer) == [(NOTHING, 1, None), (NOTHING, 0, None)]
     assert len(answer.payload) == 0
-    (answer,) = serving.ask(0, Kind.PULL, numbers=np.array([0, 0, 0, 0, 0, 0, 0], np.int64))
+    (answer,) = serving.ask(0, Kind.PULL, numbers=np.array([0, 0, 1, 0, 0, 0, 0, 0, 0], np.int64))
     assert parts_of(answer) == [(WHOLE, 1, -1.0), (NOTHING, 0, None)]
 
 
@@ -111,7 +111,7 @@ def test_a_push_that_comes_twice_is_applied_once_and_answered_twice():
 
 def test_messages_of_a_process_that_was_replaced_are_ignored():
     serving = Serving()
-    newer = Message(Kind.PULL, 0, incarnation=1, sequence=1, numbers=np.zeros(7, np.int64))
+    newer = Message(Kind.PULL, 0, incarnation=1, sequence=1, numbers=np.array([0, 0, 1, 0, 0, 0, 0, 0, 0]))
     assert len(serving.server.handle(newer)) == 1
     assert serving.push(0, dense=1) == []
     assert serving.values()[0] == 0.0
@@ -199,7 +199,9 @@ def test_a_signal_to_the_server_is_told_to_one_worker():
 def test_a_push_of_the_wrong_shape_is_an_error_and_changes_nothing():
     serving = Serving()
     bad = Packer().pack([torch.ones(3, 2)])[:8]
-    (answer,) = serving.ask(0, Kind.STEP, numbers=np.array([0, WHOLE, 0, 0, NOTHING, 0, 0], np.int64), payload=bad)
+    (answer,) = serving.ask(
+        0, Kind.STEP, numbers=np.array([0, 0, 1, WHOLE, 0, 0, NOTHING, 0, 0], np.int64), payload=bad
+    )
     assert answer.kind is Kind.ERROR
     assert serving.values()[0] == 0.0
 

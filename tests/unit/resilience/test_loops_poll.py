@@ -1,7 +1,8 @@
 """Every loop of the jobs polls: one that does not would keep a job from stopping for as long as it runs.
 
-A loop polls if it goes over a distributed dataset, which polls by itself, or calls the handler. A loop around such
-loops need not, nor one that does no work: it calls neither a strategy nor a backward nor a step.
+A loop polls if it goes over a distributed dataset, which polls by itself, or calls the handler or `coordinator.join`. A
+loop around such loops need not, nor one that does no work: it calls neither a strategy nor a backward nor a step; nor
+one in a function that a coordinator schedules: the coordinator polls.
 """
 
 import ast
@@ -39,8 +40,20 @@ def polls(loop, distributed):
     else:
         sources = [loop.iter] if isinstance(loop, ast.For) else [part.iter for part in loop.generators]
     used = {inner.id for source in sources for inner in ast.walk(source) if isinstance(inner, ast.Name)}
-    calls_handler = any(name in POLLING or (who, name) == ("handler", "run") for who, name in calls(loop))
+    polling = {("handler", "run"), ("coordinator", "join")}
+    calls_handler = any(name in POLLING or (who, name) in polling for who, name in calls(loop))
     return bool(used & distributed) or calls_handler
+
+
+def scheduled_functions(tree):
+    """Return the functions that are passed to `schedule`."""
+    schedules = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "schedule"
+    ]
+    names = {node.args[0].id for node in schedules if isinstance(node.args[0], ast.Name)}
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]
 
 
 def loops_that_do_not_poll(text):
@@ -48,7 +61,8 @@ def loops_that_do_not_poll(text):
     tree = ast.parse(text)
     distributed = distributed_names(tree)
     found = []
-    for loop in (node for node in ast.walk(tree) if isinstance(node, LOOPS)):
+    of_workers = {id(node) for function in scheduled_functions(tree) for node in ast.walk(function)}
+    for loop in (node for node in ast.walk(tree) if isinstance(node, LOOPS) and id(node) not in of_workers):
         inner = [node for node in ast.walk(loop) if isinstance(node, LOOPS) and node is not loop]
         is_working = any(name in WORKING for _, name in calls(loop))
         if is_working and not polls(loop, distributed) and not any(polls(one, distributed) for one in inner):
@@ -77,3 +91,6 @@ def test_a_loop_that_does_not_poll_is_found():
     assert loops_that_do_not_poll(PLAIN.replace("loader", "data").replace("strategy.run(step)", "handler.poll()")) == []
     assert loops_that_do_not_poll("for x in loader:\n    handler.run(strategy.run, step)") == []
     assert loops_that_do_not_poll("for x in loader:\n    print(x)") == []
+    scheduling = "def f():\n    for x in rows:\n        optimizer.step()\n"
+    assert loops_that_do_not_poll(scheduling) == [2]
+    assert loops_that_do_not_poll(scheduling + "coordinator.schedule(f)") == []
