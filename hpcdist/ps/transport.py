@@ -12,7 +12,7 @@ from hpcdist.ps.layout import Packer
 from hpcdist.ps.messages import Bytes, Message
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.node_memory import OwnMemory, map_memory
-from hpcdist.runtime.waiting import wait_until
+from hpcdist.runtime.waiting import YIELDS, wait_until
 
 _ENVELOPE, _PIECE = 7501, 7502
 
@@ -136,9 +136,11 @@ class Mailbox:
             received.extend(self.receive())
             return bool(received) or (not awaited and self.is_sent)
 
+        yields = YIELDS
         while awaited or not self.is_sent:
-            if not wait_until(has_some, timeout_s):
+            if not wait_until(has_some, timeout_s, yields):
                 return
+            yields = 0  # parts come one after another: what serves them may need the core
             for rank, message in received:
                 number = awaited.pop((rank, message.sequence), None)
                 if number is not None:  # else of a request given up
