@@ -1,7 +1,7 @@
 """A parameter server as a state machine: a request comes in, answers go out. It moves no messages and reads no clock.
 
 What holds for each push: it is applied exactly once, however often it comes; a worker's answer contains what it pushed;
-versions of a shard only grow. Shards of one server change together, those of different servers do not.
+versions of a shard only grow. What is in one message changes together: all shards of a server, or a part of them.
 """
 
 import collections

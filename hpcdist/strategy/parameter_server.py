@@ -55,9 +55,9 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
     worker's own gradients, before the sum.
 
     What holds: a push is applied exactly once; a worker's values contain its own pushes; versions of a shard only grow.
-    Shards on several servers may be of different versions, except in synchronous training. Buffers, such as
-    BatchNorm's statistics, are each worker's own, and checkpoints have the chief's. A save waits until no push is under
-    way, so that it is one state; it loads on any number of servers, with any partitioner.
+    Shards on several servers, and between nodes also on one, may be of different versions, except in synchronous
+    training. Buffers, such as BatchNorm's statistics, are each worker's own, and checkpoints have the chief's. A save
+    waits until no push is under way, so that it is one state; it loads on any number of servers, with any partitioner.
 
     A job whose rank dies, worker or ps, ends and starts again from its last checkpoint.
 
