@@ -338,10 +338,14 @@ class Client:
         """Return the states of optimizers, as far as they have any, for the shards of a server."""
         states: States = {}
         for number, optimizer in optimizers.items():
+            firsts: set[tuple[int, ...]] = set()
             for index, one in enumerate(self._shards[server]):
+                is_first = one.spec.key not in firsts or type(optimizer) in ELEMENTWISE
+                firsts.add(one.spec.key)
                 for name, value in optimizer.state.get(one.variable, {}).items():
                     is_of_rows = isinstance(value, Tensor) and value.shape == one.variable.shape
-                    states.setdefault((number, index), {})[name] = one.part_of(value) if is_of_rows else value
+                    if is_of_rows or is_first:  # of chunks that servers have as a whole the first one has the rest
+                        states.setdefault((number, index), {})[name] = one.part_of(value) if is_of_rows else value
         return state_to_text(states)
 
     def statistics(self) -> list[dict[str, Any]]:
@@ -378,13 +382,16 @@ class Client:
             self._sequence += 1
             message = Message(kind, self._worker, sequence=self._sequence, clock=self.clock, **fields)
             messages.append((self._servers[server], message))
-        n_answers = 0
+        n_answers, error = 0, None
         for number, answer in self._mailbox.exchange(messages, self._timeout_s):
             n_answers += 1
             server = requests[number][0]
             if answer.kind is Kind.ERROR:
-                raise _error_of(answer.text, server)
-            yield server, answer
+                error = error or _error_of(answer.text, server)
+            elif error is None:
+                yield server, answer
+        if error is not None:  # once nothing is under way any more
+            raise error
         if n_answers < len(messages):
             raise PSUnavailable(
                 f"{call}: expected answers of {len({rank for rank, _ in messages})} parameter servers within "

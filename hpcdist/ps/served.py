@@ -208,10 +208,12 @@ class ServedParameters:
             self.n_skipped += 1
         requester = self._world.step_flags.requester
         request = Request.NONE if requester is None else requester.requested()
-        due = self.client.step(number, settings_of(optimizer), request)
+        try:
+            due = self.client.step(number, settings_of(optimizer), request)
+        finally:
+            self._note_written()
         self._act_on_signal()
         self._world.step_flags.record(encode(due))
-        self._note_written()
         self._hidden = gradients
         for parameter in parameters:
             parameter.grad = None

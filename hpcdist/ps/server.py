@@ -5,6 +5,7 @@ versions of a shard only grow. What is in one message changes together: all shar
 """
 
 import collections
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,6 +108,11 @@ class _Updater:
     parameters: list[tuple[nn.Parameter, list[int]]]
     settings: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
 
+    @functools.cached_property
+    def places(self) -> dict[int, int]:
+        """The place among the parameters of the one that a shard or chunk belongs to."""
+        return {number: place for place, (_, chunks) in enumerate(self.parameters) for number in chunks}
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -174,7 +180,8 @@ class Server:
         self._shards: list[_Served] = []
         self._updaters: dict[int, _Updater] = {}
         self._received: dict[int, _Received] = {}
-        self._parked: dict[int, Message] = {}
+        self._parked: dict[tuple[int, int], Message] = {}  # by worker and first shard
+        self._ages: dict[tuple[int, int], int] = {}  # of pushes of which parts have come, by worker and clock
         self._rounds: dict[
             tuple[int, int], dict[int, Message]
         ] = {}  # by clock and first shard: what came of each worker
@@ -232,8 +239,8 @@ class Server:
 
     def _repeat(self, message: Message) -> list[Message]:
         """Answer a request that came before, without applying it again."""
-        waiting = [self._parked.get(message.worker), *(one.get(message.worker) for one in self._rounds.values())]
-        if any(one is not None and one.sequence == message.sequence for one in waiting):
+        waiting = [*self._parked.values(), *(one for pushes in self._rounds.values() for one in pushes.values())]
+        if any((one.worker, one.sequence) == (message.worker, message.sequence) for one in waiting):
             return []  # the answer is still to come
         if message.kind in (Kind.STEP, Kind.PULL):
             return [self._values(message)]
@@ -314,7 +321,7 @@ class Server:
             for parameter, chunks in updater.parameters:
                 own = [states[number, chunk] for chunk in chunks if (number, chunk) in states]
                 if own:
-                    updater.optimizer.state[parameter] = own[0] if len(own) == 1 else _join(own, parameter)
+                    updater.optimizer.state[parameter] = own[0] if len(own) == 1 else _join(own)
 
     def _assign(self, message: Message) -> None:
         """Replace the values of some shards, and the states of some optimizers."""
@@ -363,31 +370,38 @@ class Server:
             groups = json.loads(message.text)
             self._updaters[part.number].settings[message.worker] = [_with_tuples(one) for one in groups]
         if self._rules.is_synchronous:
-            self._rounds.setdefault((message.clock, part.begin), {})[message.worker] = message
-            return self._released()
+            key = (message.clock, part.begin)
+            self._rounds.setdefault(key, {})[message.worker] = message
+            return self._released([key])
         self._apply([message])
-        if not part.is_last:
-            return [self._values(message)]
-        self._parked[message.worker] = message
+        self._parked[message.worker, part.begin] = message
         return self._released()
 
-    def _released(self) -> list[Message]:
-        """Return the answers that are due now; apply the rounds that are complete."""
+    def _released(self, rounds: Sequence[tuple[int, int]] | None = None) -> list[Message]:
+        """Return the answers that are due now; apply the rounds that are complete.
+
+        Args:
+            rounds: those that may be complete; default: all.
+        """
         due: list[Message] = []
-        for key in sorted(self._rounds):
+        for key in sorted(self._rounds) if rounds is None else rounds:
             pushes = self._rounds[key]
             if all(worker in pushes for worker in self.clocks.live):
                 del self._rounds[key]
                 self._apply([pushes[worker] for worker in sorted(pushes)])
                 due += pushes.values()
-        for worker, message in list(self._parked.items()):
-            if not self.clocks.awaited(message.clock):
-                due.append(self._parked.pop(worker))
+        for place, message in list(self._parked.items()):
+            if not self._awaited(message):
+                due.append(self._parked.pop(place))
         return [self._values(message) for message in due]
+
+    def _awaited(self, message: Message) -> list[int]:
+        """Return the other workers that the answer to an asynchronous push waits for."""
+        return [worker for worker in self.clocks.awaited(message.clock) if worker != message.worker]
 
     def late(self, timeout_s: float) -> list[Message]:
         """Return errors for all that wait, naming whom they wait for: they have waited too long."""
-        waiting = [(message, self.clocks.awaited(message.clock)) for message in self._parked.values()]
+        waiting = [(message, self._awaited(message)) for message in self._parked.values()]
         for pushes in self._rounds.values():
             missing = [worker for worker in self.clocks.live if worker not in pushes]
             waiting += [(message, missing) for message in pushes.values()]
@@ -419,17 +433,18 @@ class Server:
                 f"synchronous step; let all workers make the same steps."
             )
         updater = self._updaters[numbers.pop()]
-        self._staleness.update(self._age_of(part) for part in parts if part.is_last)
+        for part, message in zip(parts, messages, strict=True):
+            self._note_age(part, message)
         gradients = [self._gradients_of(part, message) for part, message in zip(parts, messages, strict=True)]
         changed: dict[int, Tensor | None] = {}
-        for parameter, chunks in updater.parameters:
+        places = sorted({updater.places[number] for own in gradients for number in own if number in updater.places})
+        own_parameters = [updater.parameters[place] for place in places]
+        for parameter, chunks in own_parameters:
             totals = {
                 number: total
                 for number in chunks
                 if (total := _sum_of([own.get(number) for own in gradients], self._shards[number].values)) is not None
             }
-            if not totals:
-                continue
             parameter.grad = totals[chunks[0]] if len(chunks) == 1 else torch.cat([totals[one] for one in chunks])
             is_of_rows = parameter.grad.is_sparse and _changes_rows_alone(updater)
             changed |= {number: total._indices()[0] if is_of_rows else None for number, total in totals.items()}
@@ -437,12 +452,23 @@ class Server:
             updater.optimizer.param_groups, updater.settings.get(messages[0].worker, []), strict=False
         ):
             group.update(settings)
-        with self._writing():
-            updater.optimizer.step()
-        for parameter, _ in updater.parameters:
-            parameter.grad = None
+        try:
+            with self._writing():
+                updater.optimizer.step()
+        finally:
+            for parameter, _ in own_parameters:
+                parameter.grad = None
         for number, rows in changed.items():
             self._shards[number].count_update(rows)
+
+    def _note_age(self, part: _Part, message: Message) -> None:
+        """Count the age of a push with its last part: that of the oldest shard in any of its parts."""
+        key = (message.worker, message.clock)
+        age = max(self._ages.pop(key, 0), self._age_of(part))
+        if part.is_last:
+            self._staleness[age] += 1
+        else:
+            self._ages[key] = age
 
     def _age_of(self, part: _Part) -> int:
         """Return how many updates the values were behind that a push was computed from: of the oldest shard in it."""
@@ -526,14 +552,14 @@ def _sum_of(pushed: list[Tensor | None], like: Tensor) -> Tensor | None:
     return rows[0].to(like.dtype)
 
 
-def _join(states: Sequence[dict[str, Any]], like: Tensor) -> dict[str, Any]:
-    """Return the state of a whole shard, given those of its chunks."""
+def _join(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the state of a whole shard, given those of its chunks: what is not of rows, the first one alone has."""
 
-    def joined(values: list[Any]) -> Any:
-        is_of_rows = isinstance(values[0], Tensor) and values[0].dim() == like.dim() and values[0].dim() > 0
-        return torch.cat(values) if is_of_rows and sum(len(one) for one in values) == len(like) else values[0]
+    def joined(name: str) -> Any:
+        values = [state[name] for state in states if name in state]
+        return torch.cat(values) if len(values) == len(states) else values[0]
 
-    return {name: joined([state[name] for state in states]) for name in states[0]}
+    return {name: joined(name) for name in states[0]}
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -549,6 +549,40 @@ def test_statistics_of_modules_made_before_the_scope_stay_near_those_of_one_proc
     coordinated(body)
 
 
+def test_blocks_that_share_a_module_keep_their_own_statistics(coordinated):
+    """What has neither tensors nor children, as an activation, travels with each block that has it."""
+
+    class Block(nn.Module):
+        def __init__(self, act, scale):
+            super().__init__()
+            self.fc, self.bn, self.act, self.scale = nn.Linear(3, 3), nn.BatchNorm1d(3), act, scale
+
+        def forward(self, x):
+            return self.act(self.bn(x + self.scale))
+
+    def body(coordinator):
+        with coordinator.strategy.scope():
+            act = nn.Dropout(0.5)
+            blocks = [Block(act, 10.0 * number) for number in range(3)]
+
+        def forward(number):
+            for block in blocks:
+                block(rows(number))
+            return [block.act.training for block in blocks]
+
+        for number in range(150):
+            coordinator.schedule(forward, (number,))
+        coordinator.join()
+        for number, block in enumerate(blocks):
+            assert torch.allclose(block.bn.running_mean, torch.full((3,), 10.0 * number), atol=1)
+            assert set(block.fc._buffers) == set()
+        act.eval()
+        assert coordinator.schedule(forward, (0,)).get() == [False] * 3
+        coordinator.join()
+
+    coordinated(body)
+
+
 def test_what_is_assigned_is_the_value_and_what_a_failed_function_changed_is_forgotten(coordinated):
     def body(coordinator):
         with coordinator.strategy.scope():

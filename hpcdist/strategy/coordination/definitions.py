@@ -1,15 +1,12 @@
 """Objects of a coordinator's program that scheduled functions use by name: workers have copies of their own.
 
-Strategy, variables, modules, optimizers, metrics, datasets, resources of the workers, and functions that do not change
-are defined once, in a log that each worker reads; all else goes by value, with each function. Values of variables are
-on servers. What else is shared travels with functions and their results: see `shared.py`.
+Strategy, variables, modules, optimizers, metrics, datasets and resources of the workers are defined once, in a log
+that each worker reads; all else goes by value, with each function. Values of variables are on servers. What else is
+shared travels with functions and their results: see `shared.py`.
 """
 
-import operator
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -27,7 +24,6 @@ from hpcdist.ps.messages import Bytes
 from hpcdist.ps.served import Layout, ServedParameters, settings_of
 from hpcdist.strategy import context
 from hpcdist.strategy.base import Strategy
-from hpcdist.strategy.coordination.functions import is_constant, is_of_program, used_by
 from hpcdist.strategy.coordination.shared import SharedState, is_shared
 from hpcdist.strategy.coordination.values import PerWorkerValues, RemoteValue
 from hpcdist.strategy.own_gradients import offer
@@ -36,27 +32,6 @@ from hpcdist.strategy.own_gradients import offer
 Name = tuple[str, int]
 _STRATEGY: Name = ("strategy", 0)
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes, tuple, list, dict, set, type))
-
-
-_NOTHING: Name = ("nothing", 0)
-
-
-@dataclass
-class _Seen:
-    """A function as it was sent last.
-
-    Attributes:
-        used: the values that it uses. names: of those that have one.
-        name: of the function, where it is defined.
-    """
-
-    used: list[Any]
-    names: list[Name | None]
-    name: Name | None = None
-
-    def is_same(self, used: list[Any], names: list[Name | None]) -> bool:
-        """Return whether it uses the same values."""
-        return len(used) == len(self.used) and all(map(operator.is_, used, self.used)) and names == self.names
 
 
 class Definitions:
@@ -77,8 +52,6 @@ class Definitions:
         self._n_objects = 0
         self._names: dict[int, Name] = {}
         self._unfinished: set[int] = set()
-        self._decided: dict[int, Name | None] = {}
-        self._functions: weakref.WeakKeyDictionary[FunctionType, _Seen] = weakref.WeakKeyDictionary()
         self._optimizers: dict[int, Optimizer] = {}
         self._n_layouts = 0
         self.log: list[Bytes] = []
@@ -93,7 +66,6 @@ class Definitions:
         self._engine.prepare_run(())
         self._define_layouts()
         self._require_served()
-        self._decided.clear()
         try:
             sent = pickles.dumps((function, args, kwargs), self._name_of)
         except HpcdistError:
@@ -121,10 +93,6 @@ class Definitions:
         """Return the name that travels in place of an object; None: it goes by value."""
         if type(obj) in _PLAIN:
             return None
-        if isinstance(obj, FunctionType):  # the pickler asks again for one that it has begun
-            if id(obj) not in self._decided:
-                self._decided[id(obj)] = self._name_of_function(obj)
-            return self._decided[id(obj)]
         if id(obj) in self._names:
             return self._names[id(obj)]
         if obj is self._strategy:
@@ -147,26 +115,6 @@ class Definitions:
                 f"that no server holds: workers would train copies of it; make it in the scope."
             )
         return None if number is None else ("variable", number)
-
-    def _name_of_function(self, function: FunctionType) -> Name | None:
-        """Return the name of a function that uses constants and what has a name, the same as when it was sent last."""
-        is_under_way = id(function) in self._unfinished  # of functions that use each other
-        used = used_by(function) if is_of_program(function) and not is_under_way else None
-        if used is None:
-            return None
-        others = [one for one in used if one is not function]
-        self._unfinished.add(id(function))
-        try:
-            names = [None if is_constant(one) else self._name_of(one) or _NOTHING for one in others]
-        finally:
-            self._unfinished.discard(id(function))
-        seen = self._functions.get(function)
-        if _NOTHING in names or seen is None or not seen.is_same(others, names):
-            self._functions[function] = _Seen(others, names)
-            return None
-        if seen.name is None:
-            seen.name = self._define("function", function, function)
-        return seen.name
 
     def _refuse(self, obj: Any) -> None:
         """Raise UsageError for what cannot go to a worker in a useful way."""
@@ -272,8 +220,6 @@ class Copies:
             self._objects[number] = self._learn_optimizer(*value)
         elif kind == "resource":
             self._makers[number] = value
-        elif kind == "function":
-            self._objects[number] = value
         elif kind == "object":
             if isinstance(value, Dataset) and value.has_drawn_seed:  # nobody asked for one order on all workers
                 value = value.with_drawn_seed((value.order.seed or 0) + self._worker)
@@ -319,8 +265,9 @@ class Copies:
         """Return a function with its arguments; set optimizers and modules as they were when it was scheduled."""
         sent, settings, modes = pickles.loads(payload)
         for number, groups in settings.items():
-            for group, values in zip(self._objects[number].param_groups, groups, strict=True):
-                group.update(values)
+            if number not in self._errors:
+                for group, values in zip(self._objects[number].param_groups, groups, strict=True):
+                    group.update(values)
         self.shared.set_modes(modes)
         loaded: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] = pickles.loads(sent, self._find)
         return loaded

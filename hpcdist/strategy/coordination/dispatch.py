@@ -109,7 +109,7 @@ class Dispatcher:
     def _run(self) -> None:
         while not self.is_over:
             with self.changed:
-                if self.queue.is_idle and not self._is_any_busy:
+                if not self._is_any_busy and (self.queue.is_idle or self._free_worker() is None):
                     self.changed.wait(LOOK_S)
             self._look()
         began_s = self._now
@@ -195,12 +195,14 @@ class Dispatcher:
         with self.changed:
             awaited = self.queue.awaited_number(worker.number)
             assert message.clock == awaited, f"function {awaited} of worker {worker.number}, got {message.clock}"
-            if error is None and self.queue.is_awaited(worker.number):
+            is_awaited = self.queue.is_awaited(worker.number)
+            if error is None and is_awaited:
                 error = self._apply(changes)
             if error is None:
                 self.queue.finish(worker.number, payload)
             else:
                 self.queue.fail(worker.number, error)
+            if error is not None or not is_awaited:
                 worker.sent.clear()  # what it has changed does not count
             self._count_steps(n_steps)
             self._ended_at, self._is_reported = self._now, False

@@ -14,14 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-#: A tensor: the number of the module that has it and its name there, or that of a variable.
-Key = tuple[str, int, str]
+#: A module: the number of the object that it is part of, and its place in that.
+Place = tuple[int, int]
+#: A tensor: the module that has it and its name there; or the number of a variable, and nothing.
+Key = tuple[Place, str]
 #: A change of a tensor: whether it is to be added, and the difference or the value.
 Change = tuple[bool, Tensor]
 #: What a function has changed: tensors, and, by number of object, what the object has seen.
 Changes = tuple[dict[Key, Change], dict[int, Any]]
-#: Whether modules, and parameters, are trained, in the order in which they were added.
-Modes = tuple[list[bool], list[bool]]
+#: Whether modules are trained, and each of their own parameters.
+Modes = dict[Place, tuple[bool, tuple[bool, ...]]]
+#: Module buffers of up to this many bytes are compared by their values: torch does not count writes to `.data`.
+_COMPARED_BYTES = 1 << 20
+#: The place of a variable.
+_ALL = -1
 
 
 def is_shared(obj: Any) -> bool:
@@ -42,10 +48,9 @@ class SharedState:
     def __init__(self, is_served: Callable[[Any], bool]) -> None:
         self._is_served = is_served
         self._lock = threading.RLock()
-        self._modules: list[nn.Module] = []
-        self._parameters: list[nn.Parameter] = []
+        self._modules: dict[Place, nn.Module] = {}
+        self._defined: set[int] = set()
         self._frozen: set[int] = set()
-        self._known: set[int] = set()
         self._variables: dict[int, Any] = {}
         self._seen: dict[int, Any] = {}
         self._kept: dict[Key, tuple[Tensor, int, Tensor | None]] = {}
@@ -53,63 +58,63 @@ class SharedState:
         self.has_tensors = False
 
     def add(self, number: int, obj: Any) -> None:
-        """Add the state of an object, and of the modules in it that are not there yet."""
+        """Add the state of an object, and of the modules in it that were not added by themselves."""
         with self._lock:
             if isinstance(obj, nn.Module):
-                for module in obj.modules():
-                    self._add_module(module)
+                for index, module in enumerate(self._parts_of(obj, set())):
+                    self._modules[number, index] = module
+                    own = (one for one in module._parameters.values() if one is not None)
+                    self._frozen |= {id(one) for one in own if not self._is_served(one)}
+                self._defined.add(id(obj))
             elif is_shared(obj) and obj.adds_up:
                 self._seen[number] = obj
             elif is_shared(obj) and obj.parameter is None:
                 self._variables[number] = obj
             self.has_tensors = next(self._tensors(), None) is not None
 
-    def _add_module(self, module: nn.Module) -> None:
-        if id(module) in self._known:
-            return
-        self._known.add(id(module))
-        self._modules.append(module)
-        for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in self._known:
-                self._known.add(id(parameter))
-                self._parameters.append(parameter)
-                if not self._is_served(parameter):
-                    self._frozen.add(id(parameter))
+    def _parts_of(self, module: nn.Module, found: set[int]) -> Iterator[nn.Module]:
+        """Yield a module, and those in it that travel with it, in an order that is the same on a worker."""
+        found.add(id(module))
+        yield module
+        for child in module._modules.values():
+            if child is not None and id(child) not in self._defined and id(child) not in found:
+                yield from self._parts_of(child, found)
 
     def _tensors(self) -> Iterator[tuple[Key, Tensor, bool]]:
-        """Yield each tensor, with its key, and whether torch may write to it without counting that."""
-        seen: set[int] = set()
-        for number, module in enumerate(self._modules):
+        """Yield each tensor, with its key, and whether it is compared by its values."""
+        for place, module in self._modules.items():
             is_norm = isinstance(module, _NormBase)
-            own = [*module._buffers.items(), *module._parameters.items()]
-            for name, tensor in own:
-                if tensor is None or id(tensor) in seen:
-                    continue
-                seen.add(id(tensor))
-                if name in module._buffers or id(tensor) in self._frozen:
-                    yield ("module", number, name), tensor.detach(), is_norm
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield (place, name), buffer.detach(), is_norm or buffer.nbytes <= _COMPARED_BYTES
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in self._frozen:
+                    yield (place, name), parameter.detach(), False
         for number, one in self._variables.items():
-            yield ("variable", number, ""), one.local_copies[0], False
+            yield ((number, _ALL), ""), one.local_copies[0], False
 
     def _assign(self, key: Key, value: Tensor) -> None:
-        """Set a tensor; a buffer may be new, or of another shape."""
-        kind, number, name = key
-        if kind == "variable":
-            self._variables[number].local_copies[0].copy_(value)
+        """Set a tensor, if its object is here; a buffer may be new, or of another shape."""
+        (number, index), name = key
+        if index == _ALL:
+            if number in self._variables:
+                self._variables[number].local_copies[0].copy_(value)
             return
-        module = self._modules[number]
+        module = self._modules.get((number, index))
+        if module is None:
+            return  # its definition could not be loaded
         held = module._buffers.get(name, module._parameters.get(name))
         if held is not None and held.shape == value.shape:
             held.copy_(value)
         else:
             module._buffers[name] = value if held is None else value.to(held.device)
 
-    def _has_changed(self, key: Key, tensor: Tensor, is_norm: bool) -> bool:
+    def _has_changed(self, key: Key, tensor: Tensor) -> bool:
         """Return whether a tensor has changed since it was noted."""
         held, version, values = self._kept.get(key, (None, 0, None))
         if held is None or held.data_ptr() != tensor.data_ptr() or tensor._version != version:
             return True
-        return is_norm and values is not None and not torch.equal(values, tensor)
+        return values is not None and not torch.equal(values, tensor)
 
     def _note(self, key: Key, tensor: Tensor, must_copy: bool) -> None:
         self._kept[key] = (tensor, tensor._version, tensor.clone() if must_copy else None)
@@ -117,13 +122,18 @@ class SharedState:
     # -- the coordinator --------------------------------------------------------------------------------------------
 
     def modes(self) -> Modes:
-        """Return whether modules and parameters are trained now."""
+        """Return whether modules, and their parameters, are trained now."""
         with self._lock:
-            return [one.training for one in self._modules], [one.requires_grad for one in self._parameters]
+            return {
+                place: (one.training, tuple(own is not None and own.requires_grad for own in one._parameters.values()))
+                for place, one in self._modules.items()
+            }
 
     def private(self) -> nn.Parameter | None:
         """Return a parameter that is trained, or served, and that workers have copies of; None: there is none."""
-        own = [one for one in self._parameters if id(one) in self._frozen]
+        with self._lock:
+            held = [one for module in self._modules.values() for one in module._parameters.values() if one is not None]
+        own = [one for one in held if id(one) in self._frozen]
         return next((one for one in own if one.requires_grad or self._is_served(one)), None)
 
     @torch.no_grad()
@@ -135,9 +145,9 @@ class SharedState:
         """
         found = {}
         with self._lock:
-            for key, tensor, is_norm in self._tensors():
-                if self._has_changed(key, tensor, is_norm):
-                    self._note(key, tensor, must_copy=is_norm)
+            for key, tensor, is_compared in self._tensors():
+                if self._has_changed(key, tensor):
+                    self._note(key, tensor, must_copy=is_compared)
                     self._changes[key] = self._changes.get(key, 0) + 1
                 if sent.get(key) != self._changes[key]:
                     sent[key] = self._changes[key]
@@ -160,10 +170,13 @@ class SharedState:
 
     def set_modes(self, modes: Modes) -> None:
         """Train the modules and parameters that the coordinator trains."""
-        for module, is_training in zip(self._modules, modes[0], strict=False):  # later ones may be there already
-            module.training = is_training
-        for parameter, is_trained in zip(self._parameters, modes[1], strict=False):
-            parameter.requires_grad_(is_trained)
+        for place, (is_training, are_trained) in modes.items():
+            module = self._modules.get(place)
+            if module is not None:
+                module.training = is_training
+                for parameter, is_trained in zip(module._parameters.values(), are_trained, strict=False):
+                    if parameter is not None and parameter.requires_grad != is_trained:
+                        parameter.requires_grad_(is_trained)
 
     @torch.no_grad()
     def begin(self, news: dict[Key, Tensor]) -> None:
@@ -171,8 +184,8 @@ class SharedState:
         for key, value in news.items():
             self._assign(key, value)
         self._kept.clear()
-        for key, tensor, is_norm in self._tensors():
-            self._note(key, tensor, must_copy=is_norm or _is_whole(tensor) or key[0] == "variable")
+        for key, tensor, is_compared in self._tensors():
+            self._note(key, tensor, must_copy=is_compared or _is_whole(tensor) or key[0][1] == _ALL)
         for one in self._variables.values():
             one.take_assigned()
         for one in self._seen.values():
@@ -182,15 +195,16 @@ class SharedState:
     def changes(self) -> Changes:
         """Return what has changed since `begin`."""
         changed = {}
-        for key, tensor, is_norm in self._tensors():
-            if self._has_changed(key, tensor, is_norm):
+        for key, tensor, _ in self._tensors():
+            if self._has_changed(key, tensor):
                 changed[key] = self._change(key, tensor)
         seen = {number: one.take_seen() for number, one in self._seen.items()}
         return changed, {number: one for number, one in seen.items() if one is not None}
 
     def _change(self, key: Key, after: Tensor) -> Change:
         before = self._kept.get(key, (None, 0, None))[2]
-        is_sum = _is_whole(after) if key[0] == "module" else not self._variables[key[1]].take_assigned()
+        number, index = key[0]
+        is_sum = not self._variables[number].take_assigned() if index == _ALL else _is_whole(after)
         if is_sum and before is not None and before.shape == after.shape and before.dtype is not torch.bool:
             return True, (after - before).cpu()
         return False, after.cpu().clone()

@@ -218,3 +218,28 @@ def test_optimizers_that_need_whole_variables_are_refused_for_parts():
         check_optimizer(NeedsAllOfIt, is_split=True)
     with pytest.raises(UsageError, match="without a closure on parameter servers, got LBFGS"):
         check_optimizer(torch.optim.LBFGS, is_split=False)
+
+
+def test_no_part_of_a_push_is_answered_before_the_bound_on_staleness_holds():
+    """Else a worker would begin its step with values that lack what the bound promises."""
+    serving = Serving(max_staleness=0)
+    one = Packer().pack([torch.ones(3, 2)])
+    serving.clocks[0] += 1
+    first = serving.ask(0, Kind.STEP, numbers=np.array([0, 0, 0, WHOLE, 0, 0]), payload=one)
+    last = serving.ask(0, Kind.STEP, numbers=np.array([0, 1, 1, NOTHING, 0, 0]))
+    assert (first, last) == ([], [])
+    released = serving.push(1, dense=1)
+    assert sorted((answer.worker, int(answer.numbers[0])) for answer in released) == [(0, 0), (0, 1), (1, 0)]
+    assert serving.values()[0] == -2
+    assert serving.server.statistics()["staleness"] == {"0": 1, "1": 1}
+
+
+def test_parts_of_workers_that_nobody_waits_for_are_answered_at_once():
+    serving = Serving()
+    serving.clocks[0] += 1
+    one = Packer().pack([torch.ones(3, 2)])
+    (answer,) = serving.ask(0, Kind.STEP, numbers=np.array([0, 0, 0, WHOLE, 0, 0]), payload=one)
+    assert answer.numbers.tolist() == [0, WHOLE, 0, 1]
+    (answer,) = serving.ask(0, Kind.STEP, numbers=np.array([0, 1, 1, NOTHING, 0, 0]))
+    assert answer.numbers.tolist() == [1, NOTHING, 0, 0]
+    assert serving.server.statistics()["pushes"] == 1
