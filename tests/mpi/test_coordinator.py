@@ -1,5 +1,6 @@
 """ClusterCoordinator on real ranks: what functions see and leave behind, results, errors, resources of workers."""
 
+import gc
 import threading
 
 import numpy as np
@@ -9,8 +10,17 @@ from torch import nn
 
 import hpcdist
 from hpcdist.errors import ClosureCancelledError, ClosureInputError, ConfigurationError, GradientError, UsageError
+from hpcdist.strategy import context
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
+
+
+@pytest.fixture(autouse=True)
+def nothing_alive():
+    """Check that strategies end with their tests: losses of other tests look for those that are alive."""
+    yield
+    gc.collect()
+    assert not [one for one in context.alive() if isinstance(one, hpcdist.ParameterServerStrategy)]
 
 
 @pytest.fixture

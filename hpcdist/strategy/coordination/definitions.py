@@ -151,15 +151,20 @@ class Definitions:
         name = self._names[id(obj)] = (kind, self._n_objects)
         self.log.append(pickles.dumps((*name, payload)))
         if kind == "resource":  # it ends with the program's last reference to it
-            weakref.finalize(obj, self._forget, id(obj), self._n_objects).atexit = False
+            weakref.finalize(obj, _forget, weakref.ref(self), id(obj), self._n_objects).atexit = False
             return name
         self._objects.append(obj)  # kept, so that its id stays its own
         if kind == "object":
             self.shared.add(self._n_objects, obj)
         return name
 
-    def _forget(self, key: int, number: int) -> None:
-        """Let workers forget a resource. From any thread."""
+    def forget(self, key: int, number: int) -> None:
+        """Let workers forget a resource. From any thread.
+
+        Args:
+            key: its id.
+            number: of its name.
+        """
         self._names.pop(key, None)
         self.log.append(pickles.dumps(("forget", number, None)))
 
@@ -271,6 +276,12 @@ class Copies:
         self.shared.set_modes(modes)
         loaded: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] = pickles.loads(sent, self._find)
         return loaded
+
+
+def _forget(definitions: "weakref.ref[Definitions]", key: int, number: int) -> None:
+    alive = definitions()
+    if alive is not None:
+        alive.forget(key, number)
 
 
 def _input_error(error: BaseException) -> ClosureInputError:

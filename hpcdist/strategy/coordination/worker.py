@@ -65,6 +65,7 @@ def serve_closures(strategy: ParameterServerStrategy) -> int:
         world.step_flags.attach(heart)
         worker.run_all()
         strategy.served.client.leave(worker.exit_code)
+        world.step_flags.detach(heart)  # which keeps the strategy alive
         return wait_for_end(world, worker.mailbox, worker.exit_code)
 
 
