@@ -61,7 +61,9 @@ def test_a_stop_request_to_any_rank_saves_in_join_and_the_next_job_resumes(start
     assert last_accuracy(outcome) > 0.9
 
 
-@pytest.mark.parametrize("victim", [pytest.param(2, id="a worker"), pytest.param(0, id="the server", marks=SWEEP)])
+@pytest.mark.parametrize(
+    "victim", [pytest.param(2, id="a worker", marks=SWEEP), pytest.param(0, id="the server", marks=SWEEP)]
+)
 def test_a_killed_rank_ends_the_job_and_the_next_one_resumes(start, nothing_left, tmp_path, victim):
     run = tmp_path / "run"
     job = start(4, *command(run, epochs=40))

@@ -87,7 +87,7 @@ def test_the_numpy_job_resumes_with_the_same_bits(clean_environ, tmp_path):
     assert float(re.findall(r"accuracy ([0-9.]+)", whole)[0]) > 0.9
 
 
-@pytest.mark.parametrize("strategy", ["ps", "all-reduce"])
+@pytest.mark.parametrize("strategy", ["ps", pytest.param("all-reduce", marks=pytest.mark.sweep)])
 def test_the_wide_embedding_learns(clean_environ, strategy):
     roles = ("--roles", "ps:1,worker:*") if strategy == "ps" else ("--strategy", "all-reduce")
     out = run(clean_environ, 3, "wide_embedding.py", *roles, "--features", "20000", "--steps", "150")
@@ -95,7 +95,9 @@ def test_the_wide_embedding_learns(clean_environ, strategy):
     assert last < 0.85 * first
 
 
-@pytest.mark.parametrize("options", [("--max-staleness", "4"), ("--synchronous",)])
+@pytest.mark.parametrize(
+    "options", [("--max-staleness", "4"), pytest.param(("--synchronous",), marks=pytest.mark.sweep)]
+)
 def test_stragglers(clean_environ, options):
     options = ("--roles", "ps:1,worker:*", "--compute-s", "0.002", "--steps", "120", *options)
     out = run(clean_environ, 4, "stragglers.py", *options)
@@ -148,8 +150,15 @@ if strategy.is_chief:
 """
 
 
-@pytest.mark.parametrize("mode", ["loop", "coordinator"])
-@pytest.mark.parametrize("guide", ["old", "new"])
+@pytest.mark.parametrize(
+    ("guide", "mode"),
+    [
+        ("old", "loop"),
+        pytest.param("old", "coordinator", marks=pytest.mark.sweep),
+        pytest.param("new", "loop", marks=pytest.mark.sweep),
+        ("new", "coordinator"),
+    ],
+)
 def test_the_guides_tf_config_of_parameter_servers(clean_environ, tmp_path, guide, mode):
     """Every push counts: a whole number for each step. A chief of workers that loop trains like them."""
     program = tmp_path / "program.py"
