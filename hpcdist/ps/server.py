@@ -182,9 +182,8 @@ class Server:
         self._received: dict[int, _Received] = {}
         self._parked: dict[tuple[int, int], Message] = {}  # by worker and first shard
         self._ages: dict[tuple[int, int], int] = {}  # of pushes of which parts have come, by worker and clock
-        self._rounds: dict[
-            tuple[int, int], dict[int, Message]
-        ] = {}  # by clock and first shard: what came of each worker
+        # by clock and first shard: what came of each worker
+        self._rounds: dict[tuple[int, int], dict[int, Message]] = {}
         self._requests = RequestClock()
         self._signal = ""
         self._packers, self._neighbours = packers, neighbours
@@ -507,7 +506,7 @@ class Server:
         return answer(
             message,
             Kind.VALUES,
-            request=int(self._requests.due(message.clock)) if part.is_last else 0,
+            request=int(self._requests.due(message.clock)),
             numbers=np.array(numbers, np.int64),
             text=self._news_for(message.worker, is_here),
             payload=self._packer_of(message.worker, part).pack(parts),

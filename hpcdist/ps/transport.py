@@ -88,16 +88,14 @@ class Mailbox:
             envelope = np.empty(status.Get_count(MPI.BYTE), np.uint8)
             self._comm.Recv(envelope, status.Get_source(), _ENVELOPE)
             self._begin(status.Get_source(), envelope)
-        done, blocked = [], set()
-        for coming in self._coming:
-            rank, requests, message = coming
-            if rank not in blocked and MPI.Request.Testall(requests):
+        coming, self._coming, done = self._coming, [], []
+        late: set[int] = set()  # senders of which an earlier message is not complete
+        for rank, requests, message in coming:
+            if rank not in late and MPI.Request.Testall(requests):
                 done.append((rank, message))
             else:
-                blocked.add(rank)
-        if done:
-            kept = {id(message) for _, message in done}
-            self._coming = [one for one in self._coming if id(one[2]) not in kept]
+                late.add(rank)
+                self._coming.append((rank, requests, message))
         return done
 
     def _begin(self, rank: int, envelope: Bytes) -> None:

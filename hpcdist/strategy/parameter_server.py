@@ -183,10 +183,10 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
             self._client = Client(mailbox, servers, number, world.describe(), limit_s, chunk_bytes)
             atexit.register(self._client.leave)  # it may outlive this strategy: servers wait for every worker
 
-    def the_coordinator(self, make: Callable[..., _Coordinator], kind: type[_Coordinator]) -> _Coordinator:
-        """Return the one coordinator of this strategy, which make(kind) returns at the first call."""
+    def the_coordinator(self, make: Callable[[], _Coordinator]) -> _Coordinator:
+        """Return the one coordinator of this strategy, made at the first call."""
         if self._coordinator is None:
-            self._coordinator = make(kind)
+            self._coordinator = make()
         found: _Coordinator = self._coordinator
         return found
 

@@ -23,16 +23,15 @@ class ClusterCoordinator:
     The program runs on one rank, the chief. Functions are sent with what they use: modules, optimizers, variables and
     metrics of the scope, datasets and resources of workers by name, all else by value, as with cloudpickle. A function
     begins with values that contain what all functions have pushed that had ended when it was scheduled;
-    `optimizer.step()` in it pushes gradients, and gets new values. What it changes
-    in buffers, variables and metrics is changed on the coordinator when it ends. Learning rates, `train()` or `eval()`
-    of modules, and which parameters are frozen, are as at the call of `schedule`. A module is sent once: what it
-    consists of must not change later.
+    `optimizer.step()` in it pushes gradients, and gets new values. What it changes in buffers, variables and metrics is
+    changed on the coordinator when it ends. Learning rates, `train()` or `eval()` of modules, and which parameters are
+    frozen, are as at the call of `schedule`. A module is sent once: what it consists of must not change later.
 
     A function is run at least once. One whose worker falls silent is run by another worker, too; what it has pushed
     stays, and it pushes the rest if its worker goes on. If a function fails, the error is raised by the next
     `schedule`, `join` or `done`, once, and the functions that have not begun are cancelled. None runs any more then,
-    but for those of silent workers. If a parameter server does not answer,
-    that is PSUnavailable, and stays. A rank that dies ends the job, which starts again from its last checkpoint.
+    but for those of silent workers. If a parameter server does not answer, that is PSUnavailable, and stays. A rank
+    that dies ends the job, which starts again from its last checkpoint.
 
     A stop request, to whichever rank, is acted on in `join`, when all functions have ended: a
     `PreemptionCheckpointHandler` saves there. Its steps are those of the optimizers. Schedule no more between two
@@ -62,7 +61,7 @@ class ClusterCoordinator:
             raise UsageError(
                 f"ClusterCoordinator: expected a ParameterServerStrategy, got {type(strategy).__name__}; make one."
             )
-        return strategy.the_coordinator(super().__new__, cls)
+        return strategy.the_coordinator(lambda: object.__new__(cls))
 
     def __init__(self, strategy: ParameterServerStrategy) -> None:
         if hasattr(self, "_dispatcher"):  # it was there

@@ -26,8 +26,8 @@ Changes = tuple[dict[Key, Change], dict[int, Any]]
 Modes = dict[Place, tuple[bool, tuple[bool, ...]]]
 #: Module buffers of up to this many bytes are compared by their values: torch does not count writes to `.data`.
 _COMPARED_BYTES = 1 << 20
-#: The place of a variable.
-_ALL = -1
+#: In place of a place in an object: it is a variable.
+_VARIABLE = -1
 
 
 def is_shared(obj: Any) -> bool:
@@ -91,12 +91,12 @@ class SharedState:
                 if parameter is not None and id(parameter) in self._frozen:
                     yield (place, name), parameter.detach(), False
         for number, one in self._variables.items():
-            yield ((number, _ALL), ""), one.local_copies[0], False
+            yield ((number, _VARIABLE), ""), one.local_copies[0], False
 
     def _assign(self, key: Key, value: Tensor) -> None:
         """Set a tensor, if its object is here; a buffer may be new, or of another shape."""
         (number, index), name = key
-        if index == _ALL:
+        if index == _VARIABLE:
             if number in self._variables:
                 self._variables[number].local_copies[0].copy_(value)
             return
@@ -185,7 +185,7 @@ class SharedState:
             self._assign(key, value)
         self._kept.clear()
         for key, tensor, is_compared in self._tensors():
-            self._note(key, tensor, must_copy=is_compared or _is_whole(tensor) or key[0][1] == _ALL)
+            self._note(key, tensor, must_copy=is_compared or _is_whole(tensor) or key[0][1] == _VARIABLE)
         for one in self._variables.values():
             one.take_assigned()
         for one in self._seen.values():
@@ -204,7 +204,7 @@ class SharedState:
     def _change(self, key: Key, after: Tensor) -> Change:
         before = self._kept.get(key, (None, 0, None))[2]
         number, index = key[0]
-        is_sum = not self._variables[number].take_assigned() if index == _ALL else _is_whole(after)
+        is_sum = not self._variables[number].take_assigned() if index == _VARIABLE else _is_whole(after)
         if is_sum and before is not None and before.shape == after.shape and before.dtype is not torch.bool:
             return True, (after - before).cpu()
         return False, after.cpu().clone()

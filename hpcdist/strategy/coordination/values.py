@@ -1,7 +1,7 @@
 """What a coordinator's program holds of what is on workers: results that come later, and resources of each worker."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,7 +72,19 @@ class PerWorkerValues:
     def __init__(self, make: Callable[[], Any]) -> None:
         self.make = make
 
+
+class PerWorkerIterator(PerWorkerValues):
+    """An iterator on each worker: functions that it is passed to call `next` on their worker's."""
+
+    def __iter__(self) -> "PerWorkerIterator":
+        return self
+
     def __next__(self) -> Any:
+        """Raise: the iterators are on workers.
+
+        Raises:
+            NotImplementedError: always, as in TensorFlow.
+        """
         raise NotImplementedError(
             "next: expected a call in a scheduled function, got one on the coordinator; pass the iterator to schedule."
         )
@@ -94,8 +106,8 @@ class PerWorkerDataset:
         """Return the datasets themselves."""
         return PerWorkerValues(self.make)
 
-    def __iter__(self) -> Iterator[Any]:
-        return PerWorkerValues(_IteratorOf(self.make))  # type: ignore[return-value]
+    def __iter__(self) -> PerWorkerIterator:
+        return PerWorkerIterator(_IteratorOf(self.make))
 
 
 class _IteratorOf:

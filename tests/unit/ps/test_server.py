@@ -234,12 +234,24 @@ def test_no_part_of_a_push_is_answered_before_the_bound_on_staleness_holds():
     assert serving.server.statistics()["staleness"] == {"0": 1, "1": 1}
 
 
-def test_parts_of_workers_that_nobody_waits_for_are_answered_at_once():
+def test_parts_that_nobody_is_waited_for_are_answered_at_once_in_memory_of_their_own():
     serving = Serving()
     serving.clocks[0] += 1
-    one = Packer().pack([torch.ones(3, 2)])
-    (answer,) = serving.ask(0, Kind.STEP, numbers=np.array([0, 0, 0, WHOLE, 0, 0]), payload=one)
-    assert answer.numbers.tolist() == [0, WHOLE, 0, 1]
-    (answer,) = serving.ask(0, Kind.STEP, numbers=np.array([0, 1, 1, NOTHING, 0, 0]))
-    assert answer.numbers.tolist() == [1, NOTHING, 0, 0]
+    one, two = Packer().pack([torch.ones(3, 2)]), Packer().pack([torch.full((4, 2), 2.0)])
+    (first,) = serving.ask(0, Kind.STEP, numbers=np.array([0, 0, 0, WHOLE, 0, 0]), payload=one)
+    kept = first.payload.copy()
+    (last,) = serving.ask(0, Kind.STEP, numbers=np.array([0, 1, 1, WHOLE, 0, -1]), payload=two)
+    assert (first.numbers.tolist(), last.numbers.tolist()) == ([0, WHOLE, 0, 1], [1, WHOLE, 0, 1])
+    assert first.payload.tolist() == kept.tolist()  # it may still be under way
+    assert Unpacker(last.payload).take((4, 2), torch.float32).tolist() == [[-2.0, -2.0]] * 4
     assert serving.server.statistics()["pushes"] == 1
+
+
+def test_a_push_is_as_old_as_the_oldest_shard_in_any_of_its_parts():
+    serving = Serving()
+    for _ in range(3):
+        serving.push(1, dense=1)
+    serving.clocks[0] += 1
+    serving.ask(0, Kind.STEP, numbers=np.array([0, 0, 0, WHOLE, 0, 0]), payload=Packer().pack([torch.ones(3, 2)]))
+    serving.ask(0, Kind.STEP, numbers=np.array([0, 1, 1, NOTHING, 0, 0]))
+    assert serving.server.statistics()["staleness"]["3"] == 1
