@@ -30,8 +30,9 @@ from hpcdist.ps.layout import (
     state_to_text,
 )
 from hpcdist.ps.messages import Kind, Message
-from hpcdist.ps.server import COPY, ELEMENTWISE, check_optimizer
+from hpcdist.ps.server import COPY
 from hpcdist.ps.transport import Mailbox
+from hpcdist.ps.updates import ELEMENTWISE, check_optimizer
 from hpcdist.runtime.node_memory import map_memory
 from hpcdist.runtime.step_flags import Request
 

@@ -5,7 +5,6 @@ versions of a shard only grow. What is in one message changes together: all shar
 """
 
 import collections
-import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from hpcdist.errors import DesyncError, UsageError
-from hpcdist.plan.replicas import plan_row_additions
+from hpcdist.errors import DesyncError
 from hpcdist.ps import pickles
 from hpcdist.ps.clocks import Clocks, RequestClock
 from hpcdist.ps.layout import (
@@ -38,17 +36,12 @@ from hpcdist.ps.layout import (
     state_to_text,
 )
 from hpcdist.ps.messages import Bytes, Kind, Message, Numbers, answer
+from hpcdist.ps.updates import ELEMENTWISE, Parts, Updater, sum_of
 from hpcdist.runtime.node_memory import OwnMemory
 from hpcdist.runtime.step_flags import Request
 
 #: In place of an optimizer's number in a pull: values are to come in the message, also inside a node.
 COPY = -1
-#: Optimizers that change, for a gradient of rows, these rows alone, if they have none of these settings.
-_CHANGES_ROWS_ALONE: dict[type[Optimizer], tuple[str, ...]] = {
-    torch.optim.SparseAdam: (),
-    torch.optim.SGD: ("momentum", "weight_decay"),
-    torch.optim.Adagrad: ("weight_decay", "lr_decay"),
-}
 
 
 @dataclass(frozen=True)
@@ -91,27 +84,6 @@ class _Served:
         self.version += 1
         if self.row_versions is not None:
             self.row_versions[slice(None) if rows is None else rows.numpy()] = self.version
-
-
-@dataclass
-class _Updater:
-    """An optimizer of the job, as far as it is this server's.
-
-    Attributes:
-        optimizer: torch's, of parameters that are each the values of a shard or a chunk; of a whole shard where the
-            optimizer does not work element by element.
-        parameters: each with the numbers of the shards or chunks that it consists of.
-        settings: of its groups, as each worker sent them.
-    """
-
-    optimizer: Optimizer
-    parameters: list[tuple[nn.Parameter, list[int]]]
-    settings: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-
-    @functools.cached_property
-    def places(self) -> dict[int, int]:
-        """The place among the parameters of the one that a shard or chunk belongs to."""
-        return {number: place for place, (_, chunks) in enumerate(self.parameters) for number in chunks}
 
 
 @dataclass(frozen=True)
@@ -178,7 +150,7 @@ class Server:
         self.exit_code = -1
         self._rules = rules
         self._shards: list[_Served] = []
-        self._updaters: dict[int, _Updater] = {}
+        self._updaters: dict[int, Updater] = {}
         self._received: dict[int, _Received] = {}
         self._parked: dict[tuple[int, int], Message] = {}  # by worker and first shard
         self._ages: dict[tuple[int, int], int] = {}  # of pushes of which parts have come, by worker and clock
@@ -288,17 +260,11 @@ class Server:
         payload = Unpacker(message.payload)
         pickle = payload.take((int(message.numbers[1]),), torch.uint8)
         kind, defaults, groups = pickles.loads(pickle.numpy())
-        parameters, chosen = [], []
-        for settings, shards in groups:
-            own = self._parameters_of(kind, shards)
-            parameters += own
-            chosen.append({**settings, "params": [parameter for parameter, _ in own]})
-        optimizer = kind.__new__(kind)
-        optimizer.__setstate__({"defaults": defaults, "state": collections.defaultdict(dict), "param_groups": chosen})
-        self._updaters[number] = _Updater(optimizer, parameters)
+        chosen = [(settings, self._parameters_of(kind, shards)) for settings, shards in groups]
+        self._updaters[number] = Updater.of(kind, defaults, chosen)
         self._set_states(state_of_text(message.text, payload))
 
-    def _parameters_of(self, kind: type[Optimizer], shards: Sequence[int]) -> list[tuple[nn.Parameter, list[int]]]:
+    def _parameters_of(self, kind: type[Optimizer], shards: Sequence[int]) -> list[Parts]:
         """Return the parameters of an optimizer of some shards, each with the numbers of what it consists of."""
         if kind in ELEMENTWISE:
             return [(self._shards[number].values, [number]) for number in shards]
@@ -314,13 +280,9 @@ class Server:
         return nn.Parameter(first.values.detach().as_strided(shape, first.values.stride()))
 
     def _set_states(self, states: States) -> None:
-        """Set the states of optimizers; those of chunks are joined where an optimizer has their shard as a whole."""
         for number in {optimizer for optimizer, _ in states}:
-            updater = self._updaters[number]
-            for parameter, chunks in updater.parameters:
-                own = [states[number, chunk] for chunk in chunks if (number, chunk) in states]
-                if own:
-                    updater.optimizer.state[parameter] = own[0] if len(own) == 1 else _join(own)
+            own = {shard: state for (optimizer, shard), state in states.items() if optimizer == number}
+            self._updaters[number].set_states(own)
 
     def _assign(self, message: Message) -> None:
         """Replace the values of some shards, and the states of some optimizers."""
@@ -338,12 +300,8 @@ class Server:
     def _state(self, message: Message) -> Message:
         number = int(message.numbers[0])
         updater = self._updaters.get(number)
-        parameters = [] if updater is None else updater.parameters
-        states = {
-            (number, chunks[0]): dict(updater.optimizer.state[parameter])
-            for parameter, chunks in parameters
-            if updater is not None
-        }
+        own = {} if updater is None else updater.states()
+        states = {(number, shard): state for shard, state in own.items()}
         text, tensors = state_to_text(states)
         return answer(message, Kind.DONE, text=text, payload=self._packers[message.worker].pack(tensors))
 
@@ -366,8 +324,7 @@ class Server:
             self.clocks.push(message.worker, message.clock)
             self._requests.ask(Request(message.request), message.clock, self.clocks.latest)
         if message.text:
-            groups = json.loads(message.text)
-            self._updaters[part.number].settings[message.worker] = [_with_tuples(one) for one in groups]
+            self._updaters[part.number].note_settings(message.worker, json.loads(message.text))
         if self._rules.is_synchronous:
             key = (message.clock, part.begin)
             self._rounds.setdefault(key, {})[message.worker] = message
@@ -435,45 +392,29 @@ class Server:
         for part, message in zip(parts, messages, strict=True):
             self._note_age(part, message)
         gradients = [self._gradients_of(part, message) for part, message in zip(parts, messages, strict=True)]
-        changed: dict[int, Tensor | None] = {}
-        places = sorted({updater.places[number] for own in gradients for number in own if number in updater.places})
-        own_parameters = [updater.parameters[place] for place in places]
-        for parameter, chunks in own_parameters:
-            totals = {
-                number: total
-                for number in chunks
-                if (total := _sum_of([own.get(number) for own in gradients], self._shards[number].values)) is not None
-            }
-            parameter.grad = totals[chunks[0]] if len(chunks) == 1 else torch.cat([totals[one] for one in chunks])
-            is_of_rows = parameter.grad.is_sparse and _changes_rows_alone(updater)
-            changed |= {number: total._indices()[0] if is_of_rows else None for number, total in totals.items()}
-        for group, settings in zip(
-            updater.optimizer.param_groups, updater.settings.get(messages[0].worker, []), strict=False
-        ):
-            group.update(settings)
-        try:
-            with self._writing():
-                updater.optimizer.step()
-        finally:
-            for parameter, _ in own_parameters:
-                parameter.grad = None
+        totals = {
+            number: sum_of([own.get(number) for own in gradients], self._shards[number].values)
+            for number in sorted({number for own in gradients for number in own})
+        }
+        with self._writing():
+            changed = updater.step(totals, messages[0].worker)
         for number, rows in changed.items():
             self._shards[number].count_update(rows)
 
     def _note_age(self, part: _Part, message: Message) -> None:
-        """Count the age of a push with its last part: that of the oldest shard in any of its parts."""
+        """Count with its last part how many updates the values were behind that a push was computed from.
+
+        That is of the oldest shard in any of its parts.
+        """
+        shards = self._shards[part.begin : part.begin + len(part.rows)]
+        pushed = [(shard, known) for shard, (kind, _, known) in zip(shards, part.rows, strict=True) if kind != NOTHING]
         key = (message.worker, message.clock)
-        age = max(self._ages.pop(key, 0), self._age_of(part))
+        age = max((shard.version - known for shard, known in pushed), default=0)
+        age = max(age, self._ages.pop(key, 0))
         if part.is_last:
             self._staleness[age] += 1
         else:
             self._ages[key] = age
-
-    def _age_of(self, part: _Part) -> int:
-        """Return how many updates the values were behind that a push was computed from: of the oldest shard in it."""
-        shards = self._shards[part.begin : part.begin + len(part.rows)]
-        pushed = [(shard, known) for shard, (kind, _, known) in zip(shards, part.rows, strict=True) if kind != NOTHING]
-        return max((shard.version - known for shard, known in pushed), default=0)
 
     def _gradients_of(self, part: _Part, message: Message) -> dict[int, Tensor]:
         """Return the gradients in a push, by number of shard, in its memory."""
@@ -530,83 +471,3 @@ class Server:
         if is_here:
             self._n_sent[worker] = len(self._memories)
         return json.dumps({"signal": signal, "paths": paths}) if signal or paths else ""
-
-
-def _sum_of(pushed: list[Tensor | None], like: Tensor) -> Tensor | None:
-    """Return the sum of gradients in the order of the workers, in the tree that an all-reduce adds in.
-
-    None where nobody has one. One of a dtype of 16 bits is added in float32.
-    """
-    there = [one for one in pushed if one is not None]
-    if len(there) < 2 or len(pushed) < 2:
-        return there[0].coalesce() if there and there[0].is_sparse else there[0] if there else None
-    if all(one.is_sparse for one in there):
-        indices = torch.cat([one._indices() for one in there], 1)
-        values = torch.cat([one._values() for one in there])
-        return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False).coalesce()
-    wide = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
-    rows = [torch.zeros_like(like, dtype=wide) if one is None else _dense(one).to(wide) for one in pushed]
-    for into, row in plan_row_additions(len(rows)):
-        rows[into] = rows[into] + rows[row]
-    return rows[0].to(like.dtype)
-
-
-def _join(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the state of a whole shard, given those of its chunks: what is not of rows, the first one alone has."""
-
-    def joined(name: str) -> Any:
-        values = [state[name] for state in states if name in state]
-        return torch.cat(values) if len(values) == len(states) else values[0]
-
-    return {name: joined(name) for name in states[0]}
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-def _with_tuples(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings as they were before they became JSON."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
-
-
-def _changes_rows_alone(updater: _Updater) -> bool:
-    settings = _CHANGES_ROWS_ALONE.get(type(updater.optimizer))
-    groups = updater.optimizer.param_groups
-    return settings is not None and not any(group.get(name) for name in settings for group in groups)
-
-
-def check_optimizer(kind: type[Optimizer], is_split: bool) -> None:
-    """Raise UsageError for an optimizer that cannot run on servers, or not on a part of a variable.
-
-    Args:
-        kind: its class.
-        is_split: whether it updates a variable that is in several shards.
-    """
-    if issubclass(kind, torch.optim.LBFGS):
-        raise UsageError("step: expected an optimizer without a closure on parameter servers, got LBFGS; use another.")
-    if is_split and kind not in ELEMENTWISE:
-        names = ", ".join(sorted(one.__name__ for one in ELEMENTWISE))
-        raise UsageError(
-            f"step: expected an optimizer that works element by element for a variable in several shards, one of "
-            f"{names}, got {kind.__name__}, which needs it whole; leave variable_partitioner out."
-        )
-
-
-#: torch's optimizers whose update of an element depends on this element alone.
-ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
-    (
-        torch.optim.ASGD,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-        torch.optim.SparseAdam,
-    )
-)

@@ -10,7 +10,8 @@ from hpcdist.errors import UsageError
 from hpcdist.ps import pickles
 from hpcdist.ps.layout import NOTHING, ROWS, WHOLE, Packer, ShardSpec, Unpacker, specs_to_text
 from hpcdist.ps.messages import Kind, Message
-from hpcdist.ps.server import Rules, Server, check_optimizer
+from hpcdist.ps.server import Rules, Server
+from hpcdist.ps.updates import check_optimizer
 from hpcdist.runtime.step_flags import Request
 
 SPECS = [
