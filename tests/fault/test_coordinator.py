@@ -23,21 +23,6 @@ def command(run, epochs=6):
     return [JOB, "--roles", ROLES, "--run-dir", run, "--epochs", epochs, "--save-every", 10, "--batch", 32]
 
 
-def pid_of(job, rank):
-    for pid in job.ranks():
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if f"PMI_RANK={rank}".encode() in variables:
-            return pid
-    raise AssertionError(f"no rank {rank}")
-
-
-def wait_for(job, text):
-    deadline = time.monotonic() + 60
-    while text not in job.log.read_text():
-        assert time.monotonic() < deadline, job.log.read_text()
-        time.sleep(0.02)
-
-
 def last_accuracy(outcome):
     return float(outcome.output.rpartition("accuracy ")[2].split()[0])
 
@@ -46,8 +31,8 @@ def last_accuracy(outcome):
 def test_a_stop_request_to_any_rank_saves_in_join_and_the_next_job_resumes(start, tmp_path, victim):
     run = tmp_path / "run"
     job = start(4, *command(run, epochs=40))
-    wait_for(job, "epoch 2/")
-    os.kill(pid_of(job, victim), signal.SIGTERM)
+    job.wait_for_line("epoch 2/")
+    os.kill(job.pid_of(victim), signal.SIGTERM)
     outcome = job.wait(60)
     decision = json.loads((run / "decision.json").read_text())
     assert outcome.code == 75, outcome.output
@@ -67,8 +52,8 @@ def test_a_stop_request_to_any_rank_saves_in_join_and_the_next_job_resumes(start
 def test_a_killed_rank_ends_the_job_and_the_next_one_resumes(start, nothing_left, tmp_path, victim):
     run = tmp_path / "run"
     job = start(4, *command(run, epochs=40))
-    wait_for(job, "epoch 2/")
-    os.kill(pid_of(job, victim), signal.SIGKILL)
+    job.wait_for_line("epoch 2/")
+    os.kill(job.pid_of(victim), signal.SIGKILL)
     assert job.wait(30).code not in (0, 75)
     nothing_left(job)
     outcome = start(4, *command(run)).wait(90)
@@ -79,11 +64,11 @@ def test_a_killed_rank_ends_the_job_and_the_next_one_resumes(start, nothing_left
 
 def test_what_a_suspended_worker_ran_goes_to_another_one_until_it_is_back(start, tmp_path):
     job = start(4, *command(tmp_path / "run", epochs=150), environ={"HPCDIST_TIMEOUT_S": "60"})
-    wait_for(job, "epoch 2/")
-    victim = pid_of(job, 3)
+    job.wait_for_line("epoch 2/")
+    victim = job.pid_of(3)
     os.kill(victim, signal.SIGSTOP)
     try:
-        wait_for(job, "worker 1 (rank 3) has been silent for 5 s")
+        job.wait_for_line("worker 1 (rank 3) has been silent for 5 s")
         n_lines = job.log.read_text().count("epoch ")
         deadline = time.monotonic() + 30
         while job.log.read_text().count("epoch ") < n_lines + 3:  # the others go on
@@ -91,7 +76,7 @@ def test_what_a_suspended_worker_ran_goes_to_another_one_until_it_is_back(start,
             time.sleep(0.05)
     finally:
         os.kill(victim, signal.SIGCONT)
-    wait_for(job, "worker 1 (rank 3) is back")
+    job.wait_for_line("worker 1 (rank 3) is back")
     outcome = job.wait(120)
     assert outcome.code == 0, outcome.output
     assert last_accuracy(outcome) > 0.95

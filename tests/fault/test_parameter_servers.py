@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -23,16 +22,8 @@ def command(run, roles, epochs=3, strategy="ps-synchronous"):
     return [TRAIN, *options]
 
 
-def rank_of(pid):
-    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next(int(one.split(b"=")[1]) for one in variables if one.startswith(b"PMI_RANK="))
-
-
 def wait_for_a_checkpoint(job, run):
-    deadline = time.monotonic() + 60
-    while not Store(run / "checkpoints").saved():
-        assert time.monotonic() < deadline, job.log.read_text()
-        time.sleep(0.02)
+    job.wait_until(Store(run / "checkpoints").saved)
 
 
 def same(one, other):
@@ -58,9 +49,8 @@ def test_a_stop_request_to_any_rank_saves_and_another_job_with_more_servers_resu
     run = tmp_path / "run"
     job = start(3, *command(run, "ps:1,worker:*"))
     wait_for_a_checkpoint(job, run)
-    for pid in job.ranks():
-        if victims == "all" or (rank_of(pid) == 0) == (victims == "server"):
-            os.kill(pid, signal.SIGTERM)
+    for rank in {"server": [0], "worker": [1, 2], "all": [0, 1, 2]}[victims]:
+        os.kill(job.pid_of(rank), signal.SIGTERM)
     outcome = job.wait(60)
     decision = json.loads((run / "decision.json").read_text())
     if decision["decision"] != "finished":  # else it came after the last step
@@ -79,8 +69,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_one_has_the_bits_of_an_unbroken
     run = tmp_path / "run"
     job = start(3, *command(run, "ps:1,worker:*"))
     wait_for_a_checkpoint(job, run)
-    (pid,) = [pid for pid in job.ranks() if rank_of(pid) == victim]
-    os.kill(pid, signal.SIGKILL)
+    os.kill(job.pid_of(victim), signal.SIGKILL)
     assert job.wait(30).code != 0
     nothing_left(job)
     outcome = start(3, *command(run, "ps:1,worker:*")).wait(60)
@@ -92,7 +81,7 @@ def test_asynchronous_workers_stop_after_the_same_step(start, tmp_path):
     run = tmp_path / "run"
     job = start(4, *command(run, "ps:1,worker:*", epochs=100, strategy="ps"))
     wait_for_a_checkpoint(job, run)
-    os.kill(max(job.ranks(), key=rank_of), signal.SIGUSR1)
+    os.kill(job.pid_of(3), signal.SIGUSR1)
     outcome = job.wait(60)
     assert outcome.code == 75, outcome.output
     decision = json.loads((run / "decision.json").read_text())
@@ -104,8 +93,7 @@ def test_a_server_that_stops_answering_is_named(start, tmp_path):
     run = tmp_path / "run"
     job = start(3, *command(run, "ps:1,worker:*", epochs=1000), environ={"HPCDIST_TIMEOUT_S": "4"})
     wait_for_a_checkpoint(job, run)
-    (pid,) = [pid for pid in job.ranks() if rank_of(pid) == 2]
-    os.kill(pid, signal.SIGSTOP)
+    os.kill(job.pid_of(2), signal.SIGSTOP)
     outcome = job.wait(60)
     assert outcome.code != 0
     assert "expected worker 1 to push step" in outcome.output or "got no answer" in outcome.output, outcome.output

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from real_jobs import MPIRUN, PYTHON
@@ -32,24 +31,8 @@ def launch(start, root, tmp_path):
     return launch
 
 
-def wait_for(job, is_true, limit_s=60):
-    deadline = time.monotonic() + limit_s
-    while not is_true():
-        assert time.monotonic() < deadline, job.log.read_text()[-3000:]
-        assert job.process.poll() is None, job.log.read_text()[-3000:]
-        time.sleep(0.01)
-
-
 def in_training(job):
-    wait_for(job, lambda: "epoch 2/" in job.log.read_text())
-
-
-def pid_of(job, rank):
-    for pid in job.ranks():
-        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if f"PMI_RANK={rank}".encode() in environ:
-            return pid
-    raise AssertionError(f"no rank {rank}")
+    job.wait_for_line("epoch 2/")
 
 
 def stopped_well(job, run_dir, reason):
@@ -88,7 +71,7 @@ def test_a_signal_to_one_rank(launch, tmp_path, unbroken, number, rank):
     job = launch()
     in_training(job)
     assert job.log.read_text().count("sh started this program, and may keep signals from it") == 1
-    os.kill(pid_of(job, rank), number)
+    os.kill(job.pid_of(rank), number)
     stopped_well(job, tmp_path / "run", f"{number.name} on rank {rank}")
     ends_with_the_same_bits(launch, tmp_path / "run", unbroken)
 
@@ -98,7 +81,7 @@ def test_signals_to_all_ranks_again_and_again(launch, tmp_path, unbroken):
     """As batch systems send them: to all at once, and more while the job saves and leaves."""
     job = launch()
     in_training(job)
-    pids = [pid_of(job, rank) for rank in (0, 1)]
+    pids = [job.pid_of(rank) for rank in (0, 1)]
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM):
         for pid in pids:
             if f"{pid}" in os.listdir("/proc"):

@@ -62,6 +62,25 @@ class Job:
             pid for pid in self.processes() if b"python" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
         ]
 
+    def pid_of(self, rank):
+        """Return the pid of a rank, as MPICH's launcher numbers them."""
+        for pid in self.ranks():
+            if f"PMI_RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return pid
+        raise AssertionError(f"no rank {rank}")
+
+    def wait_until(self, is_true, limit_s=60):
+        """Wait for something while the job runs; it fails the test to end, or not to become true in time."""
+        deadline = time.monotonic() + limit_s
+        while not is_true():
+            assert time.monotonic() < deadline, self.log.read_text()[-3000:]
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            time.sleep(0.01)
+
+    def wait_for_line(self, text):
+        """Wait until the job has printed a text."""
+        self.wait_until(lambda: text in self.log.read_text())
+
     def kill(self, sign=signal.SIGKILL):
         """Send a signal to every process of the job at once, launcher included."""
         for pid in self.processes():
