@@ -195,6 +195,9 @@ class DistributedDataset(DistributedInput):
         delivery: what the strategy connects.
         options: of the input.
 
+    Attributes:
+        dataset: what is read, with the batches that are read ahead.
+
     Raises:
         DataError: when the dataset has no batch size; with FILE and fewer files than replicas; for a marked shard
             without HINT, or HINT without a marked shard.
@@ -361,6 +364,7 @@ class DistributedFromFunction(DistributedInput):
         replicas, n_replicas, delivery, options: as for `DistributedDataset`.
 
     Attributes:
+        datasets: what is read, with the batches that are read ahead.
         ends_with_first: whether a pass ends when one replica is out of data. Must be equal on all ranks.
     """
 

@@ -36,8 +36,9 @@ def make_world(resolver: ClusterResolver | None = None, serves: bool = False) ->
     if _process_world is None and (comm is None or comm.size == MPI.COMM_WORLD.size):
         _process_world = World(resolver, serves=serves)
         return _process_world
-    is_same = resolver is None and not serves and _process_world is not None
-    return _process_world if is_same and _process_world is not None else World(resolver, serves=serves)
+    if _process_world is not None and resolver is None and not serves:
+        return _process_world
+    return World(resolver, serves=serves)
 
 
 def end_job(report: str, code: int) -> NoReturn:
