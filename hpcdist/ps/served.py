@@ -193,6 +193,18 @@ class ServedParameters:
         Raises:
             GradientError: for a gradient that is not finite; on this rank.
         """
+        self._check_step(parameters)
+        gradients = [parameter.grad for parameter in parameters]
+        requester = self._world.step_flags.requester
+        request = Request.NONE if requester is None else requester.requested()
+        due = self._push(optimizer, parameters, request)
+        self._world.step_flags.record(encode(due))
+        self._hidden = gradients
+        for parameter in parameters:
+            parameter.grad = None
+
+    def _check_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raise GradientError unless servers hold the parameters of a step, as they are here."""
         self.require_unwritten()
         foreign = [parameter for parameter in parameters if parameter.requires_grad and not self.holds(parameter)]
         if foreign:
@@ -200,23 +212,20 @@ class ServedParameters:
                 f"step: expected parameters made in strategy.scope() and in use since, got one of shape "
                 f"{tuple(foreign[0].shape)} that no server holds; build it in the scope, and call the model itself."
             )
-        gradients = [parameter.grad for parameter in parameters]
+
+    def _push(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], request: Request) -> Request:
+        """Push gradients with what this rank requests of all; return what is due on all after this step."""
         number = self.number_of(optimizer)
-        if not self._are_finite(gradients):
+        if not self._are_finite([parameter.grad for parameter in parameters]):
             for parameter in parameters:
                 parameter.grad = None
             self.n_skipped += 1
-        requester = self._world.step_flags.requester
-        request = Request.NONE if requester is None else requester.requested()
         try:
             due = self.client.step(number, settings_of(optimizer), request)
         finally:
             self._note_written()
         self._act_on_signal()
-        self._world.step_flags.record(encode(due))
-        self._hidden = gradients
-        for parameter in parameters:
-            parameter.grad = None
+        return due
 
     def end_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Put the gradients back that `begin_step` has hidden."""

@@ -15,6 +15,7 @@ from hpcdist.cluster.resolvers import ClusterResolver
 from hpcdist.errors import ConfigurationError, agreed
 from hpcdist.gradients.storage import Storage
 from hpcdist.ps.client import Client
+from hpcdist.ps.entry import EntryParameters, SilentClient
 from hpcdist.ps.serve import serve
 from hpcdist.ps.served import ServedParameters
 from hpcdist.ps.server import Neighbours, Rules, Server
@@ -45,7 +46,8 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
 
     Asynchronous (default): each push is applied as it comes, so that runs differ in their bits. Losses may be scaled in
     any way: divided by the rows of all workers, the pushes of a round together are one step of SGD; divided by a
-    worker's own rows, each is one. `num_replicas_in_sync` is 1, as in TensorFlow.
+    worker's own rows, each is one. The ranks of a worker entry that has several are its replicas: they sum their
+    gradients before one push, and have the same values; `num_replicas_in_sync` is their number, as in TensorFlow.
 
     With max_staleness=s it is a stale synchronous parallel server: a worker begins step c (from 0) only when every live
     worker has pushed step c - 1 - s; it waits at the end of its step, and no push is refused for its age.
@@ -84,6 +86,8 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         ConfigurationError: on every rank alike, when the cluster or the options do not add up.
         SystemExit: on ps ranks, when the job has ended.
     """
+
+    _entry_comm: MPI.Comm
 
     def __init__(
         self,
@@ -152,11 +156,21 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
             )
 
     @property
+    def _steps_by_entries(self) -> bool:
+        """Whether the ranks of a worker entry make each step together; else each rank is a worker of its own.
+
+        In synchronous training servers sum the gradients of all ranks anyhow, in the order of an all-reduce.
+        """
+        return self.world.coordinator is None and not self._rules.is_synchronous
+
+    @property
     def client_ranks(self) -> list[int]:
         """The ranks that servers know as workers, in the order of their numbers: the chief or coordinator first."""
         tasks = self.world.tasks
         ranks = [rank for rank, task in enumerate(tasks) if task.is_training]
         first = self.world.coordinator
+        if self._steps_by_entries:
+            ranks = [rank for rank in ranks if tasks.index(tasks[rank]) == rank]
         return sorted(ranks, key=lambda rank: (rank != first, tasks[rank].type != "chief", tasks[rank].index, rank))
 
     def _take_part(self) -> None:
@@ -167,6 +181,8 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         comm = world.comm.Dup()
         if world.coordinator is not None:
             self.closures_comm = world.comm.Dup()
+        is_replica = world.task.is_training and self._steps_by_entries
+        self._entry_comm = comm.Split(world.tasks.index(world.task) if is_replica else world.rank, world.rank)
         node = find_neighbours(comm)
         is_one_node = world.all_reduce_int(int(len(node) == world.size - 1), MPI.MIN, world.comm)
         mailbox = Mailbox(comm, node)
@@ -177,10 +193,12 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
             server = Server({n: mailbox.packer(rank) for n, rank in enumerate(workers)}, self._rules, here)
             sys.exit(serve(world, mailbox, server, workers))
         if world.task.is_training:
-            number = workers.index(world.rank)
+            speaker = world.rank if world.rank in workers else world.tasks.index(world.task)
+            make_client = Client if speaker == world.rank else SilentClient
             chunk_bytes = None if is_one_node else CHUNK_BYTES
             limit_s = world.timeout_s + _LATE_S
-            self._client = Client(mailbox, servers, number, world.describe(), limit_s, chunk_bytes)
+            number = workers.index(speaker)
+            self._client = make_client(mailbox, servers, number, world.describe(), limit_s, chunk_bytes)
             atexit.register(self._client.leave)  # it may outlive this strategy: servers wait for every worker
 
     def the_coordinator(self, make: Callable[[], _Coordinator]) -> _Coordinator:
@@ -201,16 +219,18 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
             return None
         needs_sum = self._rules.is_synchronous and self.world.role_comm.size > 1
         is_by_bytes, skips = self._placement == "bytes", self._non_finite == "skip"
+        if self._entry_comm.size > 1:
+            return EntryParameters(self._entry_comm, self.world, self._client, self._partitioner, is_by_bytes, skips)
         return ServedParameters(self.world, self._client, self._partitioner, is_by_bytes, skips, needs_sum)
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Workers whose gradients are summed: all in synchronous training, else 1."""
-        return self.n_replicas if self._rules.is_synchronous else 1
+        """Replicas whose gradients are summed: all in synchronous training, else those of this worker entry."""
+        return self.n_replicas if self._rules.is_synchronous else self._entry_comm.size
 
     @property
     def n_replicas(self) -> int:
-        """All workers."""
+        """All ranks that train."""
         return self._comm.size
 
     def apply_gradients(self, optimizer: Optimizer, grads_and_params: GradientsAndParameters) -> None:
@@ -230,14 +250,18 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
     def statistics(self) -> dict[str, Any]:
         """Return counts of all servers, as of now.
 
-        Not collective. `pushes`: of the first server. `skipped`: this worker's steps that were left out. `versions`:
-        updates of each shard, by server. `staleness`: how many pushes were how many updates old when they were applied.
+        Not collective. Empty where another rank of the worker entry speaks with the servers.
+
+        `pushes`: of the first server. `skipped`: this worker's steps that were left out. `versions`: updates of each
+        shard, by server. `staleness`: how many pushes were how many updates old when they were applied.
 
         Cost: a message to each server, and its answer.
         """
         if self._client is None:
             return {}
         found = self._client.statistics()
+        if not found:
+            return {}
         ages: dict[int, int] = {}
         for one in found:
             for age, n in one["staleness"].items():
@@ -253,5 +277,5 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         """Return what the bits of weights depend on, as each checkpoint records it."""
         rules = self._rules
         kind = "synchronous" if rules.is_synchronous else f"asynchronous, max_staleness {rules.max_staleness}"
-        n_workers = self._comm.size if self.world.coordinator is None else len(self.client_ranks) - 1
+        n_workers = len(self.client_ranks) - int(self.world.coordinator is not None)
         return {"parameter_servers": kind, "workers": n_workers}

@@ -15,16 +15,21 @@ pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
 @pytest.fixture
 def on_servers(comm):
-    """Return run(body, **options): body(strategy) on the workers, while the other ranks serve.
+    """Return run(body, entries, **options): body(strategy) on the workers, while the other ranks serve.
 
-    Of 2 and 3 ranks one serves, of 4 two.
+    Of 2 and 3 ranks one serves, of 4 two. With `entries`, the number of the worker entry of each rank, rank 0 serves.
     """
     if comm.size == 1:
         pytest.skip("servers need a rank of their own")
     n_servers = comm.size // 2 if comm.size > 3 else 1
 
-    def run(body, **options):
+    def run(body, entries=None, **options):
         resolver = hpcdist.MPIClusterResolver(roles=f"ps:{n_servers},worker:*")
+        if entries is not None:
+            workers = [f"host{number}:1" for number in sorted(set(entries[1:]))]
+            spec = hpcdist.ClusterSpec({"ps": ["host0:2"], "worker": workers})
+            task = ("ps", 0) if comm.rank == 0 else ("worker", entries[comm.rank])
+            resolver = hpcdist.SimpleClusterResolver(spec, *task)
         result = error = left_with = None
         try:
             strategy = hpcdist.ParameterServerStrategy(resolver, **options)
@@ -40,7 +45,7 @@ def on_servers(comm):
         if error is not None:
             raise error
         assert not any(others), others
-        assert left_with == (0 if comm.rank < n_servers else None)
+        assert left_with == (0 if comm.rank < (n_servers if entries is None else 1) else None)
         return result
 
     run.n_servers, run.n_workers = n_servers, comm.size - n_servers
@@ -546,3 +551,141 @@ def test_rows_are_divided_as_by_an_all_reduce_strategy(on_servers):
         assert strategy.num_replicas_in_sync == 1
 
     on_servers(body)
+
+
+# -- several ranks of one worker entry --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_entries(comm, on_servers):
+    """Return run(body, **options): of 3 ranks two are worker 0; of 4 ranks one more is worker 1. Rank 0 serves."""
+    if comm.size < 3:
+        pytest.skip("a server and a worker with two ranks")
+
+    def run(body, **options):
+        result = on_servers(body, entries=[0, 0, 0, 1, 1, 1][: comm.size], **options)
+        comm.Barrier()
+        return result
+
+    return run
+
+
+def test_ranks_of_an_entry_are_one_worker(comm, in_entries, across):
+    """Their steps are those of one worker with the rows of both; their values are always the same."""
+
+    def body(strategy):
+        model, optimizer = make_model(strategy)
+        n_replicas = strategy.num_replicas_in_sync
+        assert n_replicas == (2 if comm.rank < 3 else 1)
+        for step in range(5):
+            train(strategy, model, optimizer, [step])
+            others = strategy._entry_comm.allgather(weights(model).numpy().tobytes())
+            assert len(set(others)) == 1
+        strategy.refresh()
+        found = strategy.statistics()
+        assert bool(found) == (comm.rank != 2)
+        assert found.get("pushes", 0) in (0, 5 * (comm.size - 2))
+        return weights(model), strategy.size
+
+    result = in_entries(body)
+    if comm.size > 3 or result is None:
+        return
+    own, size = result
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for step in range(5):
+        optimizer.zero_grad()
+        for rank in range(size):
+            x = batch_of(step, rank, size)
+            ((model(x) - x.sum(1, keepdim=True)).square().sum() / 12).backward()
+        optimizer.step()
+    torch.testing.assert_close(own, weights(model), rtol=0, atol=1e-6)
+
+
+def test_an_entry_joins_rows_and_keeps_what_none_of_its_ranks_used(comm, in_entries, across):
+    def body(strategy):
+        with strategy.scope():
+            torch.manual_seed(2)
+            table, once, never = nn.Embedding(50, 4, sparse=True), nn.Linear(4, 1), nn.Linear(4, 1)
+            rest = [*once.parameters(), *never.parameters()]
+            optimizers = [torch.optim.SparseAdam(table.parameters(), lr=0.1), torch.optim.SGD(rest, lr=0.1)]
+        before = [one.detach().clone() for one in (table.weight, once.weight, never.weight)]
+        rows = table(torch.tensor([strategy.rank, 20 + strategy.rank]))
+        loss = once(rows).sum() if strategy.rank == 0 else rows.sum()
+        with strategy.scope():
+            hpcdist.compute_average_loss(loss[None], global_batch_size=1).backward()
+        own = [None if one.grad is None else one.grad.to_dense().clone() for one in (table.weight, once.weight)]
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(table.weight.grad.to_dense(), own[0]), "a replica's own gradients stay"
+        assert (once.weight.grad is None) == (strategy.rank != 0)
+        strategy.refresh()
+        changed = (table.weight != before[0]).any(1).nonzero()[:, 0].tolist()
+        assert changed == sorted([*range(strategy.size), *range(20, 20 + strategy.size)])
+        assert not torch.equal(once.weight, before[1])
+        assert torch.equal(never.weight, before[2])
+
+    in_entries(body, variable_partitioner=hpcdist.FixedShardsPartitioner(2))
+
+
+def test_one_replicas_error_is_that_of_its_entry(comm, in_entries):
+    def body(strategy):
+        model, optimizer = make_model(strategy)
+        train(strategy, model, optimizer, [0])
+        if comm.rank == 2:
+            with torch.no_grad():
+                model[0].weight += 1
+        if comm.rank < 3:
+            with pytest.raises(GradientError, match="expected '0.weight' as the parameter servers gave it"):
+                train(strategy, model, optimizer, [1])
+
+    def of_nan(strategy):
+        model, optimizer = make_model(strategy)
+        with strategy.scope():
+            loss = model(torch.ones(1, 3))[:, 0] * (float("nan") if comm.rank == 2 else 1.0)
+            hpcdist.compute_average_loss(loss, global_batch_size=1).backward()
+        if comm.rank < 3:
+            with pytest.raises(GradientError, match="expected finite gradients"):
+                optimizer.step()
+
+    in_entries(body)
+    in_entries(of_nan)
+
+
+def test_ranks_of_an_entry_save_and_load_one_state(comm, in_entries, shared_path):
+    def body(strategy):
+        model, optimizer = make_model(strategy)
+        train(strategy, model, optimizer, range(3))
+        checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, strategy=strategy)
+        manager = hpcdist.CheckpointManager(checkpoint, shared_path / "of_entries")
+        manager.save(3)
+        manager.wait()
+        saved = weights(model).clone()
+        train(strategy, model, optimizer, range(3, 5))
+        assert not torch.equal(weights(model), saved)
+        assert manager.restore_or_initialize()
+        assert torch.equal(weights(model), saved)
+        train(strategy, model, optimizer, [3])
+        values = strategy._entry_comm.allgather(weights(model).numpy().tobytes())
+        assert len(set(values)) == 1
+
+    in_entries(body)
+
+
+def test_synchronous_training_takes_each_rank_of_an_entry_as_a_worker(comm, in_entries):
+    """So that its bits are those of an all-reduce, in whichever entries ranks are."""
+
+    def body(strategy):
+        assert strategy.num_replicas_in_sync == strategy.size == comm.size - 1
+        model, optimizer = make_model(strategy)
+        train(strategy, model, optimizer, range(3))
+        return weights(model)
+
+    own = in_entries(body, synchronous=True)
+    workers = comm.Split(0 if own is not None else 1, comm.rank)
+    if own is not None:
+        strategy = hpcdist.MultiWorkerMirroredStrategy(hpcdist.MPIClusterResolver(roles="worker:*", comm=workers))
+        model, optimizer = make_model(strategy)
+        train(strategy, model, optimizer, range(3))
+        assert torch.equal(own, weights(model))

@@ -1,0 +1,139 @@
+"""Several ranks of one worker entry: they sum their gradients before one push, and have one worker's values."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from hpcdist.collectives.calls import all_reduce, grouped_all_reduce
+from hpcdist.collectives.moves import all_gather, broadcast
+from hpcdist.ps.client import Client
+from hpcdist.ps.messages import Kind, Message
+from hpcdist.ps.served import ServedParameters
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.step_flags import Request
+from hpcdist.runtime.world import World
+
+_NONE, _DENSE, _SPARSE = range(3)
+
+
+class SilentClient(Client):
+    """Of a replica that is not the first of its entry: it notes what that one's client does, and asks nobody."""
+
+    def step(self, number: int, settings: list[dict[str, Any]], request: Request) -> Request:
+        """Count a step."""
+        self.clock += 1
+        return Request.NONE
+
+    def _answers(
+        self, call: str, kind: Kind, requests: Sequence[tuple[int, dict[str, Any]]]
+    ) -> Iterator[tuple[int, Message]]:
+        return iter(())
+
+
+class EntryParameters(ServedParameters):
+    """A replica's view of variables on servers, where its worker entry has several replicas, each on a rank.
+
+    A step is one of the entry: its replicas' gradients are summed, the first replica pushes the sum and pulls values,
+    and all of them take these. What `ServedParameters` does alone is collective here: the ranks of the entry.
+
+    Cost of a step, beyond the first replica's: an all-reduce of the gradients, and a broadcast of the variables that
+    have changed, whole.
+
+    Args:
+        comm: the ranks of the entry.
+        world, client, partitioner, is_by_bytes, skips_non_finite: as `ServedParameters`.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        world: World,
+        client: Client,
+        partitioner: Callable[..., Any] | None,
+        is_by_bytes: bool,
+        skips_non_finite: bool,
+    ) -> None:
+        super().__init__(world, client, partitioner, is_by_bytes, skips_non_finite, needs_sum=True)
+        self._comm = comm
+        self._shared: list[int] = []  # version counters of the variables when all replicas last had the same values
+
+    def begin_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        """Make one step of the entry on the servers, and hide the gradients from the optimizer here."""
+        with self._world.agreed(self._comm):
+            self._check_step(parameters)
+        own = [parameter.grad for parameter in parameters]
+        for parameter, total in zip(parameters, self._summed(parameters), strict=True):
+            parameter.grad = total
+        super().begin_step(optimizer, parameters)
+        self._hidden = own
+
+    def _summed(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        """Return the sum of the replicas' gradients of each parameter, in memory of its own; None where all have none.
+
+        Sparse where any is; its rows follow each other in the order of the replicas.
+        """
+        kinds = np.array([_kind_of(one.grad) for one in parameters], np.int64)
+        all_reduce(kinds, "max", comm=self._comm)
+        found: list[Tensor | None] = []
+        for parameter, kind in zip(parameters, kinds.tolist(), strict=True):
+            own = parameter.grad
+            if kind == _NONE:
+                found.append(None)
+            elif kind == _SPARSE:
+                found.append(self._joined(parameter, own))
+            else:
+                found.append(torch.zeros_like(parameter) if own is None else own.detach().clone().contiguous())
+        grouped_all_reduce([one for one in found if one is not None and not one.is_sparse], comm=self._comm)
+        return found
+
+    def _joined(self, parameter: nn.Parameter, own: Tensor | None) -> Tensor:
+        """Return the rows of all replicas' gradients as one sparse gradient."""
+        if own is None:
+            own = torch.zeros_like(parameter).to_sparse(1)
+        own = (own if own.is_sparse else own.to_sparse(1)).coalesce()
+        indices = all_gather(own._indices()[0], comm=self._comm)
+        values = all_gather(own._values(), comm=self._comm)
+        return torch.sparse_coo_tensor(indices[None], values, parameter.shape, check_invariants=False)
+
+    def _push(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], request: Request) -> Request:
+        requests = np.array([request], np.int64)
+        all_reduce(requests, "max", comm=self._comm)
+        due = Request.NONE
+        with self._world.agreed(self._comm):
+            due = super()._push(optimizer, parameters, Request(int(requests[0])))
+        return self._share(due)
+
+    def _pull(self) -> None:
+        with self._world.agreed(self._comm):
+            super()._pull()
+        self._share(Request.NONE)
+
+    @torch.no_grad()
+    def _share(self, due: Request) -> Request:
+        """Take the first replica's values of the variables that it has new ones of; return what is due there."""
+        before = [*self._shared, *([-1] * len(self._variables))]
+        news = np.array(
+            [due, *(one._version != count for one, count in zip(self._variables, before, strict=False))], np.int64
+        )
+        broadcast(news, comm=self._comm)
+        changed = [one for one, is_new in zip(self._variables, news[1:].tolist(), strict=True) if is_new]
+        for dtype in sorted({one.dtype for one in changed}, key=str):
+            own = [one for one in changed if one.dtype is dtype]
+            flat = torch.cat([one.detach().reshape(-1) for one in own])
+            broadcast(flat, comm=self._comm)
+            for one, values in zip(own, torch.split(flat, [one.numel() for one in own]), strict=True):
+                if self._comm.rank > 0:
+                    one.copy_(values.view_as(one))
+        self._note_written()
+        self._shared = list(self._counters)
+        return Request(int(news[0]))
+
+
+def _kind_of(gradient: Tensor | None) -> int:
+    if gradient is None:
+        return _NONE
+    return _SPARSE if gradient.is_sparse else _DENSE
