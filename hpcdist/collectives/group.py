@@ -329,20 +329,20 @@ def group_of(comm: MPI.Comm | None = None, timeout_s: float | None = None, world
     """
     global _group_of_role
     if comm is not None or timeout_s is not None or world is not None:
-        return _find_group(comm, timeout_s, world or make_world())
+        return _find_group(comm, timeout_s, world)
     if _group_of_role is None:
-        _group_of_role = _find_group(None, None, make_world())
+        _group_of_role = _find_group(None, None, None)
     return _group_of_role
 
 
-def _find_group(comm: MPI.Comm | None, timeout_s: float | None, world: World) -> Group:
-    comm = world.role_comm if comm is None else comm
+def _find_group(comm: MPI.Comm | None, timeout_s: float | None, world: World | None) -> Group:
+    comm = (world or make_world()).role_comm if comm is None else comm
     groups: Any = comm.Get_attr(_GROUPS)
     if groups is None:
         groups = {}
         comm.Set_attr(_GROUPS, groups)
     if timeout_s not in groups:
-        groups[timeout_s] = Group(comm, world, timeout_s=timeout_s)
+        groups[timeout_s] = Group(comm, world or make_world(), timeout_s=timeout_s)
     group: Group = groups[timeout_s]
     return group
 

@@ -9,19 +9,27 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from hpcdist.collectives.calls import all_reduce, grouped_all_reduce
+from hpcdist.collectives.group import group_of
 from hpcdist.collectives.moves import all_gather, broadcast
-from hpcdist.ps.client import Client
+from hpcdist.ps.client import Client, Groups
 from hpcdist.ps.messages import Kind, Message
 from hpcdist.ps.served import ServedParameters
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.step_flags import Request
+from hpcdist.runtime.waiting import late, wait_until
 from hpcdist.runtime.world import World
 
 _NONE, _DENSE, _SPARSE = range(3)
+#: How much longer a replica waits for the first one of its entry than that one waits for servers.
+_LATE_S = 60.0
 
 
 class SilentClient(Client):
     """Of a replica that is not the first of its entry: it notes what that one's client does, and asks nobody."""
+
+    def number_of(self, optimizer: Optimizer, groups: Groups) -> int:
+        """Return 0: no server is asked."""
+        return 0
 
     def step(self, number: int, settings: list[dict[str, Any]], request: Request) -> Request:
         """Count a step."""
@@ -59,6 +67,7 @@ class EntryParameters(ServedParameters):
     ) -> None:
         super().__init__(world, client, partitioner, is_by_bytes, skips_non_finite, needs_sum=True)
         self._comm = comm
+        group_of(comm, None, world)  # which the collectives below find by the communicator
         self._shared: list[int] = []  # version counters of the variables when all replicas last had the same values
 
     def begin_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
@@ -66,9 +75,14 @@ class EntryParameters(ServedParameters):
         with self._world.agreed(self._comm):
             self._check_step(parameters)
         own = [parameter.grad for parameter in parameters]
-        for parameter, total in zip(parameters, self._summed(parameters), strict=True):
-            parameter.grad = total
-        super().begin_step(optimizer, parameters)
+        try:
+            for parameter, total in zip(parameters, self._summed(parameters), strict=True):
+                parameter.grad = total
+            super().begin_step(optimizer, parameters)
+        except BaseException:
+            for parameter, gradient in zip(parameters, own, strict=True):
+                parameter.grad = gradient
+            raise
         self._hidden = own
 
     def _summed(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
@@ -86,14 +100,16 @@ class EntryParameters(ServedParameters):
             elif kind == _SPARSE:
                 found.append(self._joined(parameter, own))
             else:
-                found.append(torch.zeros_like(parameter) if own is None else own.detach().clone().contiguous())
+                blank = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+                found.append(blank if own is None else blank.copy_(own))
         grouped_all_reduce([one for one in found if one is not None and not one.is_sparse], comm=self._comm)
         return found
 
     def _joined(self, parameter: nn.Parameter, own: Tensor | None) -> Tensor:
         """Return the rows of all replicas' gradients as one sparse gradient."""
         if own is None:
-            own = torch.zeros_like(parameter).to_sparse(1)
+            none, rows = torch.empty((1, 0), dtype=torch.int64), parameter.new_empty((0, *parameter.shape[1:]))
+            own = torch.sparse_coo_tensor(none.to(rows.device), rows, parameter.shape, check_invariants=False)
         own = (own if own.is_sparse else own.to_sparse(1)).coalesce()
         indices = all_gather(own._indices()[0], comm=self._comm)
         values = all_gather(own._values(), comm=self._comm)
@@ -104,8 +120,17 @@ class EntryParameters(ServedParameters):
         all_reduce(requests, "max", comm=self._comm)
         due = Request.NONE
         with self._world.agreed(self._comm):
-            due = super()._push(optimizer, parameters, Request(int(requests[0])))
+            try:
+                due = super()._push(optimizer, parameters, Request(int(requests[0])))
+            finally:
+                self._await_first()
         return self._share(due)
+
+    def _await_first(self) -> None:
+        """Wait for the first replica's push, longer than that one waits: its error says what is late."""
+        request, limit_s = self._comm.Ibarrier(), self._world.timeout_s + _LATE_S
+        if not wait_until(request.Test, limit_s):
+            raise late("step", limit_s, "the first rank of this worker entry", self._world.describe())
 
     def _pull(self) -> None:
         with self._world.agreed(self._comm):
@@ -121,8 +146,8 @@ class EntryParameters(ServedParameters):
         )
         broadcast(news, comm=self._comm)
         changed = [one for one, is_new in zip(self._variables, news[1:].tolist(), strict=True) if is_new]
-        for dtype in sorted({one.dtype for one in changed}, key=str):
-            own = [one for one in changed if one.dtype is dtype]
+        for kind in sorted({(str(one.dtype), str(one.device)) for one in changed}):
+            own = [one for one in changed if (str(one.dtype), str(one.device)) == kind]
             flat = torch.cat([one.detach().reshape(-1) for one in own])
             broadcast(flat, comm=self._comm)
             for one, values in zip(own, torch.split(flat, [one.numel() for one in own]), strict=True):

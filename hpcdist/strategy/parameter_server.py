@@ -1,6 +1,7 @@
 """ParameterServerStrategy: variables on servers, to which workers push gradients, each at its own pace."""
 
 import atexit
+import collections
 import json
 import sys
 import weakref
@@ -46,8 +47,11 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
 
     Asynchronous (default): each push is applied as it comes, so that runs differ in their bits. Losses may be scaled in
     any way: divided by the rows of all workers, the pushes of a round together are one step of SGD; divided by a
-    worker's own rows, each is one. The ranks of a worker entry that has several are its replicas: they sum their
-    gradients before one push, and have the same values; `num_replicas_in_sync` is their number, as in TensorFlow.
+    worker's own rows, each is one.
+
+    Where worker entries have several ranks, as many in each, asynchronous training takes them for the replicas of a
+    worker: they make each step together, the sum of their gradients is one push, and they have the same values. Scale
+    losses by `compute_average_loss`; `num_replicas_in_sync` is the ranks of an entry, as in TensorFlow.
 
     With max_staleness=s it is a stale synchronous parallel server: a worker begins step c (from 0) only when every live
     worker has pushed step c - 1 - s; it waits at the end of its step, and no push is refused for its age.
@@ -181,6 +185,7 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         comm = world.comm.Dup()
         if world.coordinator is not None:
             self.closures_comm = world.comm.Dup()
+        self._check_entries()
         is_replica = world.task.is_training and self._steps_by_entries
         self._entry_comm = comm.Split(world.tasks.index(world.task) if is_replica else world.rank, world.rank)
         node = find_neighbours(comm)
@@ -200,6 +205,18 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
             number = workers.index(speaker)
             self._client = make_client(mailbox, servers, number, world.describe(), limit_s, chunk_bytes)
             atexit.register(self._client.leave)  # it may outlive this strategy: servers wait for every worker
+
+    def _check_entries(self) -> None:
+        """Raise ConfigurationError on all ranks unless worker entries whose ranks step together have as many each."""
+        sizes = collections.Counter(task for task in self.world.tasks if task.is_training)
+        if self._steps_by_entries and len(set(sizes.values())) > 1:
+            counts = ", ".join(f"{task} {n}" for task, n in sizes.items())
+            raise agreed(
+                ConfigurationError(
+                    f"ParameterServerStrategy: expected as many ranks in each worker entry, got {counts}; start as many "
+                    f"on each host, or name each rank in the cluster."
+                )
+            )
 
     def the_coordinator(self, make: Callable[[], _Coordinator]) -> _Coordinator:
         """Return the one coordinator of this strategy, made at the first call."""
@@ -278,4 +295,4 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         rules = self._rules
         kind = "synchronous" if rules.is_synchronous else f"asynchronous, max_staleness {rules.max_staleness}"
         n_workers = len(self.client_ranks) - int(self.world.coordinator is not None)
-        return {"parameter_servers": kind, "workers": n_workers}
+        return {"parameter_servers": kind, "workers": n_workers, "ranks_per_worker": self._entry_comm.size}

@@ -8,6 +8,7 @@ from torch import nn
 
 import hpcdist
 from hpcdist.errors import ConfigurationError, GradientError, UsageError
+from hpcdist.runtime.step_flags import Request
 from hpcdist.strategy import parameter_server
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
@@ -558,12 +559,13 @@ def test_rows_are_divided_as_by_an_all_reduce_strategy(on_servers):
 
 @pytest.fixture
 def in_entries(comm, on_servers):
-    """Return run(body, **options): of 3 ranks two are worker 0; of 4 ranks one more is worker 1. Rank 0 serves."""
+    """Return run(body, **options): of 3 or 4 ranks all but rank 0 are worker 0; of 5, two each are workers 0 and 1."""
     if comm.size < 3:
         pytest.skip("a server and a worker with two ranks")
 
     def run(body, **options):
-        result = on_servers(body, entries=[0, 0, 0, 1, 1, 1][: comm.size], **options)
+        entries = [0, 0, 0, 1, 1] if comm.size == 5 else [0] * comm.size
+        result = on_servers(body, entries=entries, **options)
         comm.Barrier()
         return result
 
@@ -576,19 +578,19 @@ def test_ranks_of_an_entry_are_one_worker(comm, in_entries, across):
     def body(strategy):
         model, optimizer = make_model(strategy)
         n_replicas = strategy.num_replicas_in_sync
-        assert n_replicas == (2 if comm.rank < 3 else 1)
+        assert n_replicas == (2 if comm.size == 5 else comm.size - 1)
         for step in range(5):
             train(strategy, model, optimizer, [step])
             others = strategy._entry_comm.allgather(weights(model).numpy().tobytes())
             assert len(set(others)) == 1
         strategy.refresh()
         found = strategy.statistics()
-        assert bool(found) == (comm.rank != 2)
-        assert found.get("pushes", 0) in (0, 5 * (comm.size - 2))
+        assert bool(found) == (strategy._entry_comm.rank == 0)
+        assert found.get("pushes", 0) in (0, 10 if comm.size == 5 else 5)
         return weights(model), strategy.size
 
     result = in_entries(body)
-    if comm.size > 3 or result is None:
+    if comm.size == 5 or result is None:
         return
     own, size = result
     torch.manual_seed(4)
@@ -636,7 +638,7 @@ def test_one_replicas_error_is_that_of_its_entry(comm, in_entries):
         if comm.rank == 2:
             with torch.no_grad():
                 model[0].weight += 1
-        if comm.rank < 3:
+        if 2 in strategy._entry_comm.allgather(comm.rank):
             with pytest.raises(GradientError, match="expected '0.weight' as the parameter servers gave it"):
                 train(strategy, model, optimizer, [1])
 
@@ -645,7 +647,7 @@ def test_one_replicas_error_is_that_of_its_entry(comm, in_entries):
         with strategy.scope():
             loss = model(torch.ones(1, 3))[:, 0] * (float("nan") if comm.rank == 2 else 1.0)
             hpcdist.compute_average_loss(loss, global_batch_size=1).backward()
-        if comm.rank < 3:
+        if 2 in strategy._entry_comm.allgather(comm.rank):
             with pytest.raises(GradientError, match="expected finite gradients"):
                 optimizer.step()
 
@@ -671,6 +673,49 @@ def test_ranks_of_an_entry_save_and_load_one_state(comm, in_entries, shared_path
         assert len(set(values)) == 1
 
     in_entries(body)
+
+
+def test_a_stop_request_to_any_rank_of_an_entry_reaches_all(comm, in_entries):
+    class Requester:
+        def requested(self):
+            return Request.STOP if comm.rank == comm.size - 1 else Request.NONE
+
+    def body(strategy):
+        model, optimizer = make_model(strategy)
+        requester, flags = Requester(), strategy.world.step_flags
+        flags.attach(requester)
+        found = []
+        for step in range(4):
+            train(strategy, model, optimizer, [step])
+            found.append(flags.take())
+            strategy.barrier()
+        flags.detach(requester)
+        assert Request.STOP in found[1], found
+
+    in_entries(body)
+
+
+def test_statistics_of_batches_are_a_replicas_own(comm, in_entries):
+    """An entry's ranks step together, and those of other entries do not."""
+
+    def body(strategy):
+        with strategy.scope():
+            layer = hpcdist.SyncBatchNorm(2)
+        x = torch.randn(8, 2, generator=torch.Generator().manual_seed(strategy.rank)) + strategy.rank
+        plain = nn.BatchNorm1d(2)
+        if comm.size == 5:
+            torch.testing.assert_close(layer(x), plain(x))
+
+    in_entries(body)
+
+
+def test_entries_of_other_sizes_are_refused(comm, on_servers):
+    if comm.size != 4:
+        pytest.skip("two entries of two ranks and one")
+    spec = hpcdist.ClusterSpec({"ps": ["host0:2"], "worker": ["host0:1", "host1:1"]})
+    task = [("ps", 0), ("worker", 0), ("worker", 0), ("worker", 1)][comm.rank]
+    with pytest.raises(ConfigurationError, match="expected as many ranks in each worker entry, got worker 0 2, worker"):
+        hpcdist.ParameterServerStrategy(hpcdist.SimpleClusterResolver(spec, *task))
 
 
 def test_synchronous_training_takes_each_rank_of_an_entry_as_a_worker(comm, in_entries):
