@@ -1,8 +1,11 @@
+from hpcdist import callbacks as callbacks
 from hpcdist import cluster_resolver as cluster_resolver
 from hpcdist import compat as compat
 from hpcdist import coordinator as coordinator
 from hpcdist import experimental as experimental
+from hpcdist import losses as losses
 from hpcdist import metrics as metrics
+from hpcdist import regularizers as regularizers
 from hpcdist import testing as testing
 from hpcdist.checkpoint.store import latest_checkpoint as latest_checkpoint
 from hpcdist.cluster.resolvers import ClusterResolver as ClusterResolver
@@ -111,5 +114,7 @@ from hpcdist.tf_compat.tpu import initialize_tpu_system as initialize_tpu_system
 from hpcdist.tf_compat.variables import Variable as Variable
 from hpcdist.tf_compat.variables import VariableAggregation as VariableAggregation
 from hpcdist.tf_compat.variables import VariableSynchronization as VariableSynchronization
+from hpcdist.training.load_model import load_model as load_model
+from hpcdist.training.model import Model as Model
 
 __version__: str

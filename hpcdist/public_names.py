@@ -106,18 +106,23 @@ _DEFINED_IN = {
     "tf_compat.function": ["function"],
     "tf_compat.sync_batch_norm": ["SyncBatchNorm", "convert_sync_batchnorm"],
     "tf_compat.tpu": ["TPUStrategy", "experimental_connect_to_cluster", "initialize_tpu_system"],
+    "training.load_model": ["load_model"],
+    "training.model": ["Model"],
     "tf_compat.variables": ["Variable", "VariableAggregation", "VariableSynchronization"],
 }
 #: Public name -> the module that defines it.
 NAMES = {name: module for module, names in _DEFINED_IN.items() for name in names}
 #: Modules that are public as a whole.
 MODULES = {
+    "callbacks": "callbacks",
     "cluster_resolver": "cluster_resolver",
     "compat": "compat",
     "coordinator": "coordinator",
     "experimental": "experimental",
+    "losses": "losses",
     "metrics": "metrics",
     "partitioners": "plan.partitioners",
+    "regularizers": "regularizers",
     "testing": "testing",
 }
 #: Paths of tf.distribute: each name there -> its name in hpcdist.

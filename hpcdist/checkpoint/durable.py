@@ -181,6 +181,8 @@ def replace_file(
     blocks: Iterable[Block],
     nbytes: int | None = None,
     before_rename: Callable[[], None] = lambda: None,
+    *,
+    is_listed: bool = False,
 ) -> None:
     """Atomically make `path` a file of the given content.
 
@@ -191,12 +193,16 @@ def replace_file(
             the file system supports it: 400 MB are durable in 0.77 of the time, for a fifth of the processor time.
         nbytes: total size, if known: the file's blocks are then allocated at once.
         before_rename: called once the content is durable; if it raises, `path` is unchanged.
+        is_listed: whether programs take every name in the folder for a whole file: what is written lies beside the
+            folder then, where that is the same file system and can be written to.
 
     Raises:
         OSError: if the file system refuses; `path` is then unchanged or, if only its name could not be made durable,
             the new file.
     """
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    if is_listed:
+        temporary = _beside(path.parent) / temporary.name
     try:
         written = _write_file(disk, temporary, blocks, nbytes)
         before_rename()
@@ -210,6 +216,13 @@ def replace_file(
             disk.remove(temporary)
         raise
     disk.sync_folder(path.parent)
+
+
+def _beside(folder: Path) -> Path:
+    """Return the parent of a folder, if files can be renamed from there into it; else the folder itself."""
+    parent = folder.resolve().parent
+    is_same = os.stat(parent).st_dev == os.stat(folder).st_dev
+    return parent if is_same and os.access(parent, os.W_OK | os.X_OK) else folder
 
 
 def in_order(pieces: Iterable[memoryview]) -> Iterator[Block]:

@@ -454,6 +454,15 @@ class Store:
                 if facts is best:
                     self._link("best.h5", saved)
 
+    def remove_all(self) -> None:
+        """Remove all checkpoints, of a run that has ended. A failed removal is only logged."""
+        with self._tolerated("checkpoints of a finished run stay"):
+            self.check_current()
+            links = [name for name in ("latest.h5", "best.h5") if os.path.islink(self.path / name)]
+            for name in [*links, *map(str, self.saved())]:
+                with contextlib.suppress(FileNotFoundError):
+                    self._disk.remove(self.path / name)
+
     def _facts_of(self, saved: Saved) -> SaveFacts | None:
         """Return the facts for retention; None if the file cannot be read: it is then neither counted nor removed."""
         if saved not in self._facts:

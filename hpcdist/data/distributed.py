@@ -160,6 +160,14 @@ class DistributedInput(ABC):
     def _end_pass(self) -> None:
         """Move the cursor to the start of the next pass."""
 
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the cursor. Equal on all ranks."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a cursor; raises DataError when it is of other data."""
+
     def _device(self) -> torch.device | None:
         """Return where parts go; None: they stay on the host."""
         placed, is_fetched = self._delivery.device, self.options.experimental_fetch_to_device

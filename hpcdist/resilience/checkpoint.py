@@ -1,13 +1,17 @@
 """Checkpoint: converts training objects to named arrays and back."""
 
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hpcdist.checkpoint.layout import stored_dtype
+from hpcdist.checkpoint import durable
+from hpcdist.checkpoint.durable import Disk
+from hpcdist.checkpoint.image import FileImage
+from hpcdist.checkpoint.layout import lay_out, stored_dtype
 from hpcdist.checkpoint.read import Index, named_arrays
 from hpcdist.checkpoint.tree import Array, NamedArray, decode, encode, is_list_of_pairs
 from hpcdist.dtypes import dtype_name
@@ -16,6 +20,7 @@ from hpcdist.gradients.central_storage import is_stepped_by_chief
 from hpcdist.gradients.engine import prepare_modules
 from hpcdist.gradients.tensors import from_array, to_array
 from hpcdist.ps import served
+from hpcdist.resilience.circumstances import describe
 from hpcdist.resilience.metrics_file import MetricsFile
 from hpcdist.resilience.restore import Prepared, Restore
 from hpcdist.runtime.process import make_world
@@ -214,6 +219,36 @@ class Checkpoint:
         self.step, self.chosen_path = index.step, str(path)
         return index.step
 
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the state as one checkpoint file at `path`, in place of what is there, for `read` and `restore`.
+
+        A crash leaves the old file or the new one; no other name is ever in its folder, if the folder's parent can be
+        written to. Runs are saved by a CheckpointManager, which keeps several, and writes in the background.
+
+        Collective: chief and workers; the chief writes.
+
+        Raises:
+            CheckpointError: if it cannot be written; on all ranks.
+
+        Cost: one copy of the arrays on the chief, and the time to write them.
+        """
+        path, image = Path(path), FileImage()
+        self.make_equal()
+        gathered = self.gather()
+        with self.world.agreed(self.world.role_comm):
+            if self.world.is_chief:
+                written = describe(self.world, self.describe_sums())
+                facts = {"step": self.step, "time_s": time.time(), "metrics": {}, "written": written}
+                lay_out(image, facts, *self.collect(gathered))
+                try:
+                    durable.make_folders(Disk(), path.parent)
+                    durable.replace_file(Disk(), path, image.blocks(), image.nbytes, is_listed=True)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"write: expected to write {image.nbytes} bytes to {path}, got {error.strerror}; free space, "
+                        f"or choose another path."
+                    ) from None
+
     def claim_files(self) -> None:
         """Give this attempt its own copy of each metrics file, out of reach of the attempts it replaced.
 
@@ -317,6 +352,9 @@ class _Part:
     def load(self, index: Index, prepared: Prepared, is_own_run: bool) -> None:
         self._checkpoint.load(index, prepared, is_own_run)
 
+    def value(self, name: str) -> Any:
+        return self._checkpoint[name]
+
 
 def load_checkpoint(path: str | os.PathLike[str], *, strict: bool = True, **objects: Any) -> int:
     """Load some objects of the checkpoint file at `path`, such as the model alone; return its step.
@@ -339,6 +377,21 @@ def load_checkpoint(path: str | os.PathLike[str], *, strict: bool = True, **obje
     step = Restore(checkpoint.world, _Part(objects, strict)).one(Path(path)).step
     checkpoint.publish()
     return step
+
+
+def read_value(path: str | os.PathLike[str], name: str, example: float | str) -> Any:
+    """Return a number or text of the checkpoint file at `path`.
+
+    Collective: chief and workers; rank 0 reads. Raises and costs as `load_checkpoint`.
+
+    Args:
+        path: of a checkpoint of any run.
+        name: what it has in the Checkpoint.
+        example: a value of its kind.
+    """
+    part = _Part({name: example}, is_strict=True)
+    Restore(make_world(), part).one(Path(path))
+    return part.value(name)
 
 
 def _nbytes(tensor: Any) -> int:

@@ -376,6 +376,14 @@ class CheckpointManager:
             self._is_behind = not can_copy
         return self._world.all_reduce_int(int(can_copy), MPI.MIN, self._comm) == 1
 
+    def remove_all(self) -> None:
+        """Remove all checkpoints, of a run that has ended and is not to be resumed. A failed removal is only logged.
+
+        Not collective: the chief acts. Call `wait` before.
+        """
+        if self._is_writer:
+            self._saver.store.remove_all()
+
     def wait(self) -> None:
         """Wait until the last save is durable and was read back.
 

@@ -213,8 +213,8 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
             counts = ", ".join(f"{task} {n}" for task, n in sizes.items())
             raise agreed(
                 ConfigurationError(
-                    f"ParameterServerStrategy: expected as many ranks in each worker entry, got {counts}; start as many "
-                    f"on each host, or name each rank in the cluster."
+                    f"ParameterServerStrategy: expected as many ranks in each worker entry, got {counts}; start as "
+                    f"many on each host, or name each rank in the cluster."
                 )
             )
 

@@ -1,0 +1,125 @@
+"""BackupAndRestore: a run of fit that is stopped or killed goes on at the exact sample with the exact bits."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hpcdist.errors import UsageError, log
+from hpcdist.resilience.checkpoint import Checkpoint
+from hpcdist.resilience.manager import CheckpointManager
+from hpcdist.resilience.preemption import PreemptionCheckpointHandler
+from hpcdist.resilience.schedule import SaveSchedule
+from hpcdist.runtime.process import call_when_done
+from hpcdist.training.callbacks import Callback
+
+#: Folders in use by fits of this program.
+_used: set[str] = set()
+#: Their managers, whose checkpoints go when the program ends well.
+_to_remove: list[CheckpointManager] = []
+
+
+class BackupAndRestore(Callback):
+    """Saves the state of fit, and resumes it when the same program runs again, in the middle of an epoch or validation.
+
+    The state is that of model, optimizer, data, metrics, History and callbacks. On a stop request (SIGTERM, the end of
+    the batch job, ...: see docs/stopping.md) all ranks save after the same batch, and exit with code 75; after a kill
+    fit resumes at the last save.
+
+    The folder is a run folder: `checkpoints/` and `decision.json`.
+
+    Args:
+        backup_dir: the folder, one for each fit of a program. The chief's counts.
+        save_freq: "epoch", or a number of steps, after which it saves.
+        delete_checkpoint: whether the checkpoints are removed once the program has ended with code 0, so that it trains
+            anew when it is started again. Keras removes them when fit ends; a program that is killed later would then
+            train again.
+        schedule: saves by time, copies in memory and so on, in place of save_freq; see `SaveSchedule`.
+
+    Raises:
+        UsageError: for another save_freq; for a folder that another fit of this program uses.
+    """
+
+    def __init__(
+        self,
+        backup_dir: str | Path,
+        save_freq: str | int = "epoch",
+        delete_checkpoint: bool = True,
+        *,
+        schedule: SaveSchedule | None = None,
+    ) -> None:
+        if save_freq != "epoch" and (not isinstance(save_freq, int) or save_freq < 1):
+            raise UsageError(f"BackupAndRestore: expected save_freq 'epoch' or steps, got {save_freq!r}; correct it.")
+        self._folder, self._save_freq, self._schedule = Path(backup_dir), save_freq, schedule
+        self._deletes = delete_checkpoint
+        self._manager: CheckpointManager | None = None
+        self._handler: PreemptionCheckpointHandler | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: what it saves is the others'."""
+        return {}
+
+    @contextmanager
+    def over(self, objects: dict[str, Any], callbacks: Sequence[Callback]) -> Iterator[None]:
+        """Restore what an earlier run saved, and save in the block and at its end.
+
+        Collective: chief and workers.
+
+        Args:
+            objects: what is saved, by name.
+            callbacks: whose states are saved too.
+        """
+        if str(self._folder) in _used:
+            raise UsageError(
+                f"BackupAndRestore: expected a folder for each fit of a program, got {self._folder} twice; a run that "
+                f"goes on would not know which one it belongs to."
+            )
+        _used.add(str(self._folder))
+        checkpoint = Checkpoint(**objects, callbacks=_States(callbacks))
+        self._manager = CheckpointManager(checkpoint, self._folder / "checkpoints")
+        every_steps = self._save_freq if isinstance(self._save_freq, int) else None
+        schedule = self._schedule or SaveSchedule(every_steps=every_steps)
+        self._handler = PreemptionCheckpointHandler(None, self._manager, schedule=schedule)
+        if self._handler.restored_path is not None and self.model.strategy.is_chief:
+            log(f"fit: resuming at step {self._handler.step} from {self._handler.restored_path}")
+        with self._handler:
+            yield
+        self._manager.wait()
+        if self._deletes:
+            _to_remove.append(self._manager)
+        call_when_done(_remove_all)
+
+    def after_epoch(self) -> None:
+        """Save after an epoch. Collective: chief and workers."""
+        if self._save_freq == "epoch" and self._schedule is None:
+            assert self._manager is not None, "in the block"
+            assert self._handler is not None, "in the block"
+            self._manager.save(self._handler.step, blocking=False)
+
+
+class _States:
+    """The states of the callbacks of a fit, as one object of a checkpoint."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = callbacks
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kinds": self._kinds(), "states": [one.state_dict() for one in self._callbacks]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["kinds"] != self._kinds():
+            raise UsageError(
+                f"fit: expected the callbacks of the run that goes on, {state['kinds']}, got {self._kinds()}; give the "
+                f"same, or a new folder to BackupAndRestore."
+            )
+        for one, own in zip(self._callbacks, state["states"], strict=True):
+            one.load_state_dict(own)
+
+    def _kinds(self) -> list[str]:
+        return [type(one).__name__ for one in self._callbacks]
+
+
+def _remove_all() -> None:
+    """Remove the checkpoints of fits that have ended: the program has."""
+    for manager in _to_remove:
+        manager.remove_all()

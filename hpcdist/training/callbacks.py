@@ -1,0 +1,468 @@
+"""Callbacks of fit, by the names and rules of Keras: each runs on every rank, and decides by what all ranks know.
+
+Source: keras/src/callbacks (Keras 3), whose decisions these are.
+"""
+
+import csv
+import logging
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpcdist.checkpoint import durable
+from hpcdist.checkpoint.durable import Disk
+from hpcdist.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from hpcdist.training.model import Model
+
+logger = logging.getLogger("hpcdist")
+
+Logs = Mapping[str, float]
+
+
+class Callback:
+    """The base of callbacks: a subclass overrides the hooks that it needs.
+
+    Hooks run on every rank, at the same points. Logs of epochs are exact over all replicas, and equal on all ranks;
+    those of batches are what this rank's replicas have seen in the epoch so far. Set `model.stop_training` to end fit
+    after the batch or epoch: one rank suffices.
+
+    With BackupAndRestore `state_dict()` is saved, and given to `load_state_dict` in the run that goes on: by default
+    the attributes that are numbers, texts, or None, without those whose names begin with "_".
+
+    Attributes:
+        model: what is trained.
+        params: of fit: epochs, steps (None where not known), verbose.
+    """
+
+    model: "Model"
+    params: dict[str, Any]
+
+    def set_model(self, model: "Model") -> None:
+        """Take the model; fit calls it first."""
+        self.model = model
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        """Take what fit was given."""
+        self.params = params
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Act before the first epoch of this fit, and before a state is loaded."""
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """Act after the last epoch; not in a run that a stop request ends."""
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Act before an epoch, counted from 0; in the middle of one where a run goes on there."""
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Act after an epoch and its validation. What is written to `logs` goes to the History."""
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Act before a step, counted from 0 in each epoch."""
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        """Act after a step."""
+
+    def on_test_begin(self, logs: Logs | None = None) -> None:
+        """Act before an evaluation, also of fit."""
+
+    def on_test_end(self, logs: Logs) -> None:
+        """Act after an evaluation."""
+
+    def on_test_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Act before a batch of an evaluation."""
+
+    def on_test_batch_end(self, batch: int, logs: Logs) -> None:
+        """Act after a batch of an evaluation."""
+
+    def on_predict_begin(self, logs: Logs | None = None) -> None:
+        """Act before a prediction."""
+
+    def on_predict_end(self, logs: Logs | None = None) -> None:
+        """Act after a prediction."""
+
+    def on_predict_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Act before a batch of a prediction."""
+
+    def on_predict_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Act after a batch of a prediction."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run that goes on needs. Not collective."""
+        plain = (bool, int, float, str, type(None))
+        return {name: value for name, value in vars(self).items() if name[0] != "_" and isinstance(value, plain)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the state of an earlier run."""
+        vars(self).update(state)
+
+    def has_batch_hook(self) -> bool:
+        """Return whether a subclass acts after each step."""
+        return type(self).on_train_batch_end is not Callback.on_train_batch_end
+
+
+class History(Callback):
+    """What fit returns: the logs of its epochs.
+
+    Attributes:
+        history: name -> a value for each epoch.
+        epoch: the numbers of these epochs.
+    """
+
+    def __init__(self) -> None:
+        self.history: dict[str, list[float]] = {}
+        self.epoch: list[int] = []
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Append the logs."""
+        self.epoch.append(epoch)
+        for name, value in logs.items():
+            self.history.setdefault(name, []).append(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all logs so far."""
+        return {"epoch": list(self.epoch), "history": {name: list(values) for name, values in self.history.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the logs of an earlier run."""
+        self.epoch, self.history = list(state["epoch"]), {name: list(own) for name, own in state["history"].items()}
+
+
+class LambdaCallback(Callback):
+    """Functions as hooks, by their names: LambdaCallback(on_epoch_end=lambda epoch, logs: print(logs)).
+
+    Raises:
+        UsageError: for a name that is no hook.
+    """
+
+    def __init__(self, **hooks: Callable[..., Any]) -> None:
+        known = [name for name in vars(Callback) if name.startswith("on_")]
+        wrong = sorted(set(hooks) - set(known))
+        if wrong:
+            raise UsageError(f"LambdaCallback: expected hooks of {known}, got {wrong}; correct the name.")
+        vars(self).update(hooks)
+
+    def has_batch_hook(self) -> bool:
+        """Return whether there is one after each step."""
+        return "on_train_batch_end" in vars(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: functions are the program's."""
+        return {}
+
+
+class TerminateOnNaN(Callback):
+    """Ends fit after a step whose loss is not finite, on all ranks."""
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        """Look at the loss so far."""
+        loss = logs.get("loss")
+        if loss is not None and not math.isfinite(loss):
+            logger.warning("Batch %d: invalid loss %s, terminating training", batch, loss)
+            self.model.stop_training = True
+
+
+class _Monitor(Callback):
+    """The base of what watches one value of the logs.
+
+    Attributes:
+        best: the best value so far; None before.
+    """
+
+    def __init__(self, monitor: str, mode: str, best: float | None, min_delta: float = 0.0) -> None:
+        if mode not in ("auto", "min", "max"):
+            raise UsageError(f"{type(self).__name__}: expected mode auto, min or max, got {mode!r}; correct it.")
+        self.monitor, self.mode, self.best, self.min_delta = monitor, mode, best, abs(min_delta)
+
+    def _is_better(self, value: float, than: float | None) -> bool:
+        if than is None:
+            return True
+        return value + self.min_delta < than if self._is_min() else value - self.min_delta > than
+
+    def _is_min(self) -> bool:
+        if self.mode != "auto":
+            return self.mode == "min"
+        direction = self.model.direction_of(self.monitor.removeprefix("val_"))
+        if direction is None:
+            raise UsageError(
+                f"{type(self).__name__}: expected a metric whose best value is known to be its largest or smallest, "
+                f"got {self.monitor!r}; give mode='min' or mode='max'."
+            )
+        return direction == "min"
+
+    def _value(self, logs: Mapping[str, Any]) -> float | None:
+        value = logs.get(self.monitor)
+        if value is None:
+            known = ", ".join(logs)
+            logger.warning("%s: no %s among the logs: %s", type(self).__name__, self.monitor, known)
+        return value
+
+
+class EarlyStopping(_Monitor):
+    """Ends fit when a value has not improved for some epochs; see `keras.callbacks.EarlyStopping`.
+
+    Args:
+        monitor: its name in the logs.
+        min_delta: a smaller change is no improvement.
+        patience: epochs without improvement after which fit ends.
+        verbose: 1: say so.
+        mode: "min" or "max": which value is best; "auto": by its name.
+        baseline: waits for this value to be beaten, too.
+        restore_best_weights: whether the model has the weights of the best epoch at the end.
+        start_from_epoch: earlier ones are not looked at.
+    """
+
+    def __init__(  # noqa: PLR0913  Keras' names
+        self,
+        monitor: str = "val_loss",
+        min_delta: float = 0,
+        patience: int = 0,
+        verbose: int = 0,
+        mode: str = "auto",
+        baseline: float | None = None,
+        restore_best_weights: bool = False,
+        start_from_epoch: int = 0,
+    ) -> None:
+        super().__init__(monitor, mode, None, min_delta)
+        self.patience, self.verbose, self.baseline = patience, verbose, baseline
+        self.restore_best_weights, self.start_from_epoch = restore_best_weights, start_from_epoch
+        self.wait = self.stopped_epoch = self.best_epoch = 0
+        self._best_weights: dict[str, Any] | None = None
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Forget an earlier fit."""
+        self.wait = self.stopped_epoch = self.best_epoch = 0
+        self.best = self._best_weights = None
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Compare the value with the best one."""
+        value = self._value(logs)
+        if value is None or epoch < self.start_from_epoch:
+            return
+        if self._best_weights is None:
+            self._note_weights(epoch)
+        self.wait += 1
+        if self._is_better(value, self.best):
+            self.best = value
+            self._note_weights(epoch)
+            if self.baseline is None or self._is_better(value, self.baseline):
+                self.wait = 0
+        elif self.wait >= self.patience and epoch > 0:
+            self.stopped_epoch, self.model.stop_training = epoch, True
+
+    def _note_weights(self, epoch: int) -> None:
+        self.best_epoch = epoch
+        if self.restore_best_weights:
+            self._best_weights = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """Restore the best weights."""
+        if self.stopped_epoch and self.verbose:
+            self.model.print_once(f"Epoch {self.stopped_epoch + 1}: early stopping")
+        if self._best_weights is not None:
+            if self.verbose:
+                self.model.print_once(f"Restoring model weights from the end of the best epoch: {self.best_epoch + 1}.")
+            self.model.set_weights(self._best_weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the numbers, and the best weights."""
+        return {**super().state_dict(), "best_weights": self._best_weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the state of an earlier run."""
+        self._best_weights = state["best_weights"]
+        super().load_state_dict({name: value for name, value in state.items() if name != "best_weights"})
+
+
+class ReduceLROnPlateau(_Monitor):
+    """Reduces the learning rate when a value has not improved for some epochs; see Keras' of this name.
+
+    Args:
+        monitor, verbose, mode: as EarlyStopping.
+        factor: the rate is multiplied by it.
+        patience: epochs without improvement after which it is.
+        min_delta: a smaller change is no improvement.
+        cooldown: epochs after a reduction that do not count.
+        min_lr: the rate is not reduced below it.
+
+    Raises:
+        UsageError: for a factor of 1 or more.
+    """
+
+    def __init__(  # noqa: PLR0913  Keras' names
+        self,
+        monitor: str = "val_loss",
+        factor: float = 0.1,
+        patience: int = 10,
+        verbose: int = 0,
+        mode: str = "auto",
+        min_delta: float = 1e-4,
+        cooldown: int = 0,
+        min_lr: float = 0.0,
+    ) -> None:
+        super().__init__(monitor, mode, None, min_delta)
+        if factor >= 1:
+            raise UsageError(f"ReduceLROnPlateau: expected a factor below 1, got {factor}; correct it.")
+        self.factor, self.patience, self.verbose = factor, patience, verbose
+        self.cooldown, self.min_lr = cooldown, min_lr
+        self.wait = self.cooldown_counter = 0
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Forget an earlier fit."""
+        self.best, self.wait, self.cooldown_counter = None, 0, 0
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Compare the value with the best one; the rate goes to the logs."""
+        logs["learning_rate"] = self.model.learning_rate
+        value = self._value(logs)
+        if value is None:
+            return
+        if self.cooldown_counter > 0:
+            self.cooldown_counter -= 1
+            self.wait = 0
+        if self._is_better(value, self.best):
+            self.best, self.wait = value, 0
+        elif self.cooldown_counter == 0:
+            self.wait += 1
+            if self.wait >= self.patience and self._reduce(epoch):
+                self.cooldown_counter, self.wait = self.cooldown, 0
+
+    def _reduce(self, epoch: int) -> bool:
+        before = self.model.learning_rate
+        if before <= self.min_lr:
+            return False
+        self.model.learning_rate = rate = max(before * self.factor, self.min_lr)
+        if self.verbose:
+            self.model.print_once(f"Epoch {epoch + 1}: ReduceLROnPlateau reducing learning rate to {rate}.")
+        return True
+
+
+class LearningRateScheduler(Callback):
+    """Sets the learning rate before each epoch to schedule(epoch, rate), or schedule(epoch).
+
+    Args:
+        schedule: a pure function, as it is called again for an epoch in which a run goes on.
+        verbose: 1: say so.
+    """
+
+    def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
+        self._schedule, self.verbose = schedule, verbose
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Set the rate."""
+        try:
+            rate = self._schedule(epoch, self.model.learning_rate)
+        except TypeError:  # of one argument, as in older versions of Keras
+            rate = self._schedule(epoch)
+        if not isinstance(rate, (int, float)):
+            raise UsageError(
+                f"LearningRateScheduler: expected a number from the schedule, got {type(rate).__name__} for epoch "
+                f"{epoch}; return a float."
+            )
+        self.model.learning_rate = float(rate)
+        if self.verbose:
+            self.model.print_once(f"Epoch {epoch + 1}: LearningRateScheduler setting learning rate to {rate}.")
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Add the rate to the logs."""
+        logs["learning_rate"] = self.model.learning_rate
+
+
+class LearningRateWarmup(Callback):
+    """Raises the learning rate from `rate` to `rate` times the number of replicas over the first epochs.
+
+    Source: Goyal et al., Accurate, large minibatch SGD (2017); Horovod's LearningRateWarmupCallback.
+
+    Args:
+        warmup_epochs: how long that takes.
+        initial_lr: the rate of one replica; default: that of the optimizer when fit begins.
+        verbose: 1: say when it is done.
+    """
+
+    def __init__(self, warmup_epochs: int = 5, initial_lr: float | None = None, verbose: int = 0) -> None:
+        self.warmup_epochs, self.initial_lr, self.verbose = warmup_epochs, initial_lr, verbose
+        self.n_steps, self.epoch = 0, 0
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Note the rate."""
+        if self.initial_lr is None:
+            self.initial_lr = self.model.learning_rate
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Note the epoch."""
+        self.epoch = epoch
+        self._set(float(epoch))
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Set the rate, once the steps of an epoch are known; in the first epoch it stays."""
+        if self.n_steps:
+            self._set(self.epoch + batch / self.n_steps)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Note the steps of an epoch."""
+        self.n_steps = self.model.n_steps_of_epoch
+        if epoch == self.warmup_epochs - 1 and self.verbose:
+            self.model.print_once(f"Epoch {epoch + 1}: warm-up ends at learning rate {self.model.learning_rate:g}.")
+
+    def _set(self, epoch: float) -> None:
+        if epoch > self.warmup_epochs or self.initial_lr is None:
+            return
+        share = epoch / self.warmup_epochs if self.warmup_epochs else 1.0
+        n_replicas = self.model.strategy.num_replicas_in_sync
+        self.model.learning_rate = self.initial_lr * (1 + share * (n_replicas - 1))
+
+
+class CSVLogger(Callback):
+    """Writes a line for each epoch to a CSV file, on the chief alone. A run that goes on writes none twice.
+
+    Args:
+        filename: path of the file.
+        separator: between values.
+        append: whether lines of earlier runs stay.
+
+    Raises:
+        CheckpointError: when it cannot be written; at the end of the epoch.
+    """
+
+    def __init__(self, filename: str, separator: str = ",", append: bool = False) -> None:
+        self._path, self._separator, self.append = Path(filename), separator, append
+        self._rows: list[dict[str, Any]] = []
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Read the lines that stay."""
+        self._rows = []
+        if self.append and self.model.strategy.is_chief and self._path.exists():
+            self._read()
+
+    def _read(self) -> None:
+        with self._path.open(newline="") as file:
+            self._rows = list(csv.DictReader(file, delimiter=self._separator))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep the lines of the run that goes on: later ones come again."""
+        if self.model.strategy.is_chief and self._path.exists():
+            self._read()
+            self._rows = self._rows[: state["n_rows"]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many lines there are."""
+        return {"n_rows": len(self._rows)}
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Write the file with one more line, whole: a crash leaves the old one or the new one."""
+        self._rows.append({"epoch": epoch, **logs})
+        if not self.model.strategy.is_chief:
+            return
+        names = list(dict.fromkeys(name for row in self._rows for name in row))
+        lines = [self._separator.join(names)]
+        lines += [self._separator.join(str(row.get(name, "")) for name in names) for row in self._rows]
+        try:
+            durable.make_folders(Disk(), self._path.parent)
+            durable.replace_text(Disk(), self._path, "\n".join(lines) + "\n")
+        except OSError as error:
+            raise CheckpointError(
+                f"CSVLogger: expected to write {self._path}, got {error.strerror}; choose another file."
+            ) from error

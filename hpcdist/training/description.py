@@ -1,0 +1,149 @@
+"""What a model is made of and how it was compiled, as JSON, where both can be made of that again.
+
+No code is stored, and none is run when a file is loaded: layers are classes of torch.nn, made by the arguments that
+they were made with.
+"""
+
+import inspect
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hpcdist.errors import CheckpointMismatch, UsageError
+from hpcdist.training import losses
+
+if TYPE_CHECKING:
+    from hpcdist.training.model import Model
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def describe(model: "Model") -> str:
+    """Return the layers of a model, and how it was compiled, as JSON."""
+    return json.dumps({"layers": describe_layers(model.net), "compiled": describe_compiled(model)})
+
+
+# -- layers -----------------------------------------------------------------------------------------------------------
+
+
+def describe_layers(module: nn.Module) -> Any:
+    """Return what a layer of torch.nn, or a Sequential of them, is made of, as JSON; None for anything else."""
+    if type(module) is nn.Sequential:
+        parts = [(name, describe_layers(layer)) for name, layer in module.named_children()]
+        return {"Sequential": parts} if all(part is not None for _, part in parts) else None
+    kind = type(module)
+    if getattr(nn, kind.__name__, None) is not kind or list(module.children()):
+        return None
+    arguments = _arguments_of(module)
+    if arguments is None:
+        return None
+    made = _make_layer(kind.__name__, arguments)
+    shapes = [(name, value.shape) for name, value in module.state_dict().items()]
+    is_alike = made is not None and [(name, value.shape) for name, value in made.state_dict().items()] == shapes
+    return {kind.__name__: arguments} if is_alike and repr(made) == repr(module) else None
+
+
+def _arguments_of(layer: nn.Module) -> dict[str, Any] | None:
+    """Return the arguments of a layer's constructor, which torch keeps as attributes; None if one is not found."""
+    found: dict[str, Any] = {}
+    for name, parameter in inspect.signature(type(layer).__init__).parameters.items():
+        if name in ("self", "device", "dtype") or name.startswith("_"):
+            continue
+        value = getattr(layer, name, parameter.default)
+        if isinstance(value, torch.Tensor) or (name == "bias" and value is None):
+            value = value is not None
+        is_list = isinstance(value, (tuple, list)) and all(isinstance(one, _PLAIN) for one in value)
+        if not is_list and not isinstance(value, _PLAIN):
+            return None
+        found[name] = list(value) if is_list else value
+    return found
+
+
+def make_layers(description: Any) -> nn.Module:
+    """Return new layers for what `describe_layers` returned.
+
+    Raises:
+        CheckpointMismatch: for what it does not return.
+    """
+    if not isinstance(description, dict) or len(description) != 1:
+        raise CheckpointMismatch(f"load_model: expected one layer, got {str(description)[:60]}; give a factory.")
+    ((kind, content),) = description.items()
+    if kind == "Sequential":
+        made = nn.Sequential()
+        for name, part in content:
+            made.add_module(name, make_layers(part))
+        return made
+    layer = _make_layer(kind, content)
+    if layer is None:
+        raise CheckpointMismatch(f"load_model: expected a layer of torch.nn, got {kind[:60]!r}; give a factory.")
+    return layer
+
+
+def _make_layer(kind: str, arguments: dict[str, Any]) -> nn.Module | None:
+    make = getattr(nn, kind, None)
+    if not (inspect.isclass(make) and issubclass(make, nn.Module)):
+        return None
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in arguments.items()}
+    try:
+        made: nn.Module = make(**given)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return made
+
+
+# -- how it was compiled ----------------------------------------------------------------------------------------------
+
+
+def describe_compiled(model: "Model") -> Any:
+    """Return how a model was compiled, as JSON: what was not given by name is None, and must be compiled again."""
+    if model.optimizer is None:
+        return None
+    given = model.compiled_with
+    options = {name: value for name, value in model.optimizer.defaults.items() if isinstance(value, (*_PLAIN, tuple))}
+    metrics = given["metrics"]
+    are_named = isinstance(metrics, (list, tuple)) and all(isinstance(one, str) for one in metrics)
+    return {
+        "optimizer": type(model.optimizer).__name__,
+        "options": options,
+        "loss": _describe_loss(given["loss"]),
+        "metrics": list(metrics) if are_named else metrics if isinstance(metrics, str) else None,
+    }
+
+
+def _describe_loss(loss: Any) -> Any:
+    if isinstance(loss, str):
+        return [loss, {}]
+    if isinstance(loss, losses.Loss) and losses.snake_case(type(loss).__name__) in losses.NAMED:
+        accepted = inspect.signature(type(loss).__init__).parameters
+        options = {name: value for name, value in vars(loss).items() if name in accepted and isinstance(value, _PLAIN)}
+        return [type(loss).__name__, options]
+    return None
+
+
+def compile_as(model: "Model", compiled: dict[str, Any]) -> None:
+    """Compile a model as `describe_compiled` says.
+
+    Raises:
+        CheckpointMismatch: for an optimizer that is not one of torch. UsageError: for a loss of the program's own.
+    """
+    kind = getattr(torch.optim, compiled["optimizer"], None)
+    if not (inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)):
+        raise CheckpointMismatch(
+            f"load_model: expected an optimizer of torch.optim, got {compiled['optimizer']!r}; compile in the factory."
+        )
+    accepted = inspect.signature(kind.__init__).parameters
+    options: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in compiled["options"].items()
+        if name in accepted
+    }
+    loss = compiled["loss"]
+    if loss is None:
+        raise UsageError(
+            "load_model: expected a loss by name, or of hpcdist.losses, in the file, got one of the program's own; "
+            "give a factory that compiles the model."
+        )
+    make = losses.named(loss[0], losses.NAMED, "loss")
+    model.compile(lambda parameters: kind(parameters, **options), make(**loss[1]), compiled["metrics"])

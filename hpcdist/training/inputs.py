@@ -1,0 +1,159 @@
+"""What fit, evaluate and predict take: arrays and datasets, as batches of this rank's replicas."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcdist.data.dataset import Dataset
+from hpcdist.data.distributed import DistributedDataset, DistributedInput
+from hpcdist.data.elements import is_torch_data
+from hpcdist.data.options import AutoShardPolicy
+from hpcdist.errors import DataError, UsageError
+from hpcdist.nest import children_of, is_nest, leaves, map_nest, with_children
+from hpcdist.strategy.base import Strategy
+
+#: Rows of a global batch of arrays, unless told otherwise, as in Keras.
+BATCH_SIZE = 32
+
+
+def distribute(
+    strategy: Strategy,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    batch_size: int | None = None,
+    shuffle: bool = False,
+    call: str = "fit",
+) -> DistributedInput:
+    """Return batches of what a user gives. Collective: chief and workers.
+
+    Args:
+        strategy: of the model.
+        x: a nest of arrays with y and sample_weight; an hpcdist.Dataset with `batch`, a DataLoader, or a distributed
+            dataset, whose elements are x, (x, y) or (x, y, sample_weight), without.
+        y: a nest of arrays of as many rows.
+        sample_weight: a weight for each row.
+        batch_size: rows of a global batch, for arrays.
+        shuffle: whether arrays are read in random order, a new one in every epoch.
+        call: for messages.
+
+    Raises:
+        UsageError: for y, batch_size or weights beside a dataset.
+        DataError: for what has no rows, or does not fit together.
+    """
+    if isinstance(x, (DistributedInput, Dataset)) or is_torch_data(x):
+        extra = {"y": y, "sample_weight": sample_weight, "batch_size": batch_size}
+        given = [name for name, value in extra.items() if value is not None]
+        if given:
+            raise UsageError(
+                f"{call}: expected x alone where it is a dataset, got {', '.join(given)} too; a dataset has all of "
+                f"them: from_tensor_slices((x, y)).batch(rows)."
+            )
+        return x if isinstance(x, DistributedInput) else _distributed(strategy, x, call)
+    if x is None or not (is_nest(x) or hasattr(x, "shape")):
+        raise UsageError(
+            f"{call}: expected arrays, an hpcdist.Dataset or a DataLoader, got {type(x).__name__}; use "
+            f"Dataset.from_generator for a generator."
+        )
+    parts = [one for one in (x, y, sample_weight) if one is not None]
+    if y is None and sample_weight is not None:
+        raise UsageError(f"{call}: expected y with sample_weight, got none; give it.")
+    dataset = Dataset.from_tensor_slices(tuple(parts))
+    if not len(dataset):
+        raise DataError(f"{call}: expected rows, got arrays without any; give data.")
+    if shuffle:
+        dataset = dataset.shuffle()
+    return _distributed(strategy, dataset.batch(batch_size or BATCH_SIZE), call)
+
+
+def _distributed(strategy: Strategy, dataset: Any, call: str) -> DistributedInput:
+    made = strategy.experimental_distribute_dataset(dataset)
+    if not isinstance(made, DistributedInput):  # without a strategy it comes back as it is
+        raise DataError(f"{call}: expected a dataset with batch(rows), got one without; add it.")
+    return made
+
+
+def split(arrays: Any, fraction: float) -> tuple[Any, Any]:
+    """Return a nest of arrays without its last rows, and those, as Keras' validation_split does."""
+    n_rows = len(leaves(arrays)[0])
+    first = n_rows - int(n_rows * fraction)
+    if not 0 < first < n_rows:
+        raise UsageError(
+            f"fit: expected validation_split that leaves rows for both, got {fraction} of {n_rows} rows; change it."
+        )
+    return map_nest(lambda one: one[:first], arrays), map_nest(lambda one: one[first:], arrays)
+
+
+def rows_of_batches(batches: DistributedInput) -> Iterator[tuple[Any, int | None]]:
+    """Yield each batch of a pass with the rows of all replicas together, or None where only each replica knows its own.
+
+    Collective where batches are agreed on: chief and workers.
+    """
+    is_global = isinstance(batches, DistributedDataset) and batches.dataset.policy in (
+        AutoShardPolicy.AUTO,
+        AutoShardPolicy.DATA,
+    )
+    if not isinstance(batches, DistributedDataset) or not is_global:
+        for batch in batches:
+            yield batch, None
+        return
+    before = batches.position
+    for batch in batches:
+        yield batch, batches.position - before
+        before = batches.position
+
+
+def unpack(element: Any) -> tuple[Any, Any, Any]:
+    """Return x, y and sample_weight of an element, as `keras.utils.unpack_x_y_sample_weight`; None for what is missing.
+
+    Arrays become tensors, of float64 in torch's default dtype, as Keras' floatx.
+    """
+    parts = children_of(element) if isinstance(element, (tuple, list)) else [element]
+    if len(parts) > 3:
+        raise UsageError(
+            f"batch: expected x, (x, y) or (x, y, sample_weight), got {len(parts)} parts; several inputs are a tuple "
+            f"of their own: ((a, b), y)."
+        )
+    x, y, weight = [*parts, None, None][:3]
+    return map_nest(_tensor_of, x), None if y is None else map_nest(_tensor_of, y), weight
+
+
+def _tensor_of(value: Any) -> Tensor:
+    if isinstance(value, np.ndarray) and value.dtype == np.float64:
+        return torch.from_numpy(value).to(torch.get_default_dtype())
+    return torch.as_tensor(value)
+
+
+def weights_of_classes(y: Any, table: Tensor) -> Tensor:
+    """Return the weight of each row by its class; of one-hot rows, of the column of their 1."""
+    labels = torch.as_tensor(y)
+    if labels.dim() > 1:
+        labels = labels[:, 0] if labels.shape[1] == 1 else labels.argmax(1)
+    return table[labels.long()]
+
+
+def table_of_classes(class_weight: dict[int, float]) -> Tensor:
+    """Return the weights of classes as a tensor; 1 for those that are not named."""
+    if not class_weight or any(int(one) != one or one < 0 for one in class_weight):
+        raise UsageError(f"fit: expected class_weight of classes from 0, got {class_weight!r}; give {{class: weight}}.")
+    table = torch.ones(int(max(class_weight)) + 1)
+    for one, weight in class_weight.items():
+        table[int(one)] = weight
+    return table
+
+
+def with_class_weights(element: Any, table: Tensor | None) -> Any:
+    """Return an element with its rows' weights multiplied by those of their classes."""
+    if table is None:
+        return element
+    parts = children_of(element) if isinstance(element, (tuple, list)) else [element]
+    if len(parts) < 2:
+        raise UsageError("fit: expected y with class_weight, got batches of x alone; give labels.")
+    weight = weights_of_classes(parts[1], table)
+    if len(parts) > 2:
+        weight = weight * torch.as_tensor(parts[2]).reshape(-1)
+    return with_children(element if len(parts) > 2 else (*parts, None), [*parts[:2], weight])

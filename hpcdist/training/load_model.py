@@ -1,0 +1,47 @@
+"""load_model: a model from the one file that `Model.save` and ModelCheckpoint write."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from hpcdist.errors import CheckpointMismatch, UsageError
+from hpcdist.resilience.checkpoint import load_checkpoint, read_value
+from hpcdist.training.description import compile_as, make_layers
+from hpcdist.training.model import Model
+
+
+def load_model(filepath: Any, factory: Callable[[], Any] | None = None) -> Model:
+    """Return a model that `Model.save` or ModelCheckpoint has written, with its optimizer, in the current strategy.
+
+    Collective: chief and workers; the chief reads.
+
+    Args:
+        filepath: path of the file.
+        factory: makes the model, or its module, as it was; needed where it is not a Sequential of layers of torch.nn.
+            What it returns is compiled as the saved one was, unless it is compiled already.
+
+    Raises:
+        UsageError: when a factory is needed, and there is none.
+        CheckpointMismatch: when the file is of another model, or of no model.
+    """
+    description = json.loads(read_value(filepath, "description", ""))
+    layers, compiled = description["layers"], description["compiled"]
+    if factory is None and layers is None:
+        raise UsageError(
+            f"load_model: expected a factory for {filepath}, whose model is not a Sequential of layers of torch.nn, "
+            f"got none; give a function that makes it: load_model(path, lambda: MyModel())."
+        )
+    made = make_layers(layers) if factory is None else factory()
+    model = made if isinstance(made, Model) else Model(made)
+    if model.optimizer is None and compiled is not None:
+        compile_as(model, compiled)
+    objects: dict[str, Any] = {"model": model.net}
+    if model.optimizer is not None and compiled is not None:
+        if type(model.optimizer).__name__ != compiled["optimizer"]:
+            raise CheckpointMismatch(
+                f"load_model: expected the optimizer {compiled['optimizer']} of {filepath}, got "
+                f"{type(model.optimizer).__name__}; compile with that one."
+            )
+        objects["optimizer"] = model.optimizer
+    load_checkpoint(filepath, **objects)
+    return model

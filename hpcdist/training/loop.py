@@ -1,0 +1,326 @@
+"""The loops of fit, evaluate and predict, and where in them a run is: what a checkpoint needs to go on from there."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcdist.data.distributed import DistributedDataset, DistributedInput
+from hpcdist.errors import DataError, UsageError
+from hpcdist.nest import leaves, map_nest, with_leaves
+from hpcdist.runtime.mpi import MPI
+from hpcdist.strategy.base import Strategy
+from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
+from hpcdist.strategy.parameter_server import ParameterServerStrategy
+from hpcdist.training.backup import BackupAndRestore
+from hpcdist.training.callbacks import Callback
+from hpcdist.training.inputs import rows_of_batches
+from hpcdist.training.progress import Progress
+
+if TYPE_CHECKING:
+    from hpcdist.training.model import Model
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How fit goes; see `Model.fit`. `is_validated` says whether an epoch ends with a validation."""
+
+    epochs: int
+    initial_epoch: int
+    steps_per_epoch: int | None
+    validation_steps: int | None
+    is_validated: Callable[[int], bool]
+    verbose: int | str
+
+
+class Position:
+    """Where fit is, as a checkpoint holds it: consistent whenever a batch is asked for, where stop requests act.
+
+    Attributes:
+        epoch: the one in progress, or the next.
+        has_begun: whether it has begun.
+        step: steps of it.
+        is_validating: whether its steps are done.
+        logs: of its steps, once these are done.
+        test_step: batches of its validation.
+        is_over: whether fit has ended, by itself or by `stop_training`.
+    """
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.step = self.test_step = 0
+        self.has_begun = self.is_validating = self.is_over = False
+        self.logs: dict[str, Any] = {}
+
+    def next_epoch(self) -> None:
+        """Move to the start of the next epoch."""
+        epoch, is_over = self.epoch + 1, self.is_over
+        self.__init__(epoch)  # type: ignore[misc]
+        self.is_over = is_over
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of it. Equal on all ranks."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position."""
+        vars(self).update(state)
+
+
+class LocalLogs(Mapping[str, float]):
+    """The metrics of this rank's replicas so far, each read when it is asked for. Not collective."""
+
+    def __init__(self, model: "Model") -> None:
+        self._model, self._names = model, list(model.named_metrics())
+
+    def __getitem__(self, name: str) -> float:
+        value = self._model.local_result(name) if name in self._names else None
+        if value is None:
+            raise KeyError(name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class Fit:
+    """One call of fit.
+
+    Args:
+        model: what is trained.
+        train, validation: batches.
+        options: see `FitOptions`.
+        callbacks: the user's, and the History last.
+    """
+
+    def __init__(
+        self,
+        model: "Model",
+        train: DistributedInput,
+        validation: DistributedInput | None,
+        options: FitOptions,
+        callbacks: Sequence[Callback],
+    ) -> None:
+        self._model, self._train, self._validation, self._options = model, train, validation, options
+        self.position = Position(options.initial_epoch)
+        backups = [one for one in callbacks if isinstance(one, BackupAndRestore)]
+        if len(backups) > 1:
+            raise UsageError("fit: expected at most one BackupAndRestore, got several; leave one.")
+        self._backup = backups[0] if backups else None
+        shown = Progress(options.verbose)
+        self._callbacks = [*callbacks, shown]
+        self._endless: Iterator[tuple[Any, int | None]] | None = None
+        self._start_of_validation: dict[str, Any] | None = None
+        self._has_batch_hooks = any(one.has_batch_hook() for one in callbacks)
+        n_batches = n_batches_of(train)
+        n_steps = options.steps_per_epoch or n_batches
+        if n_batches is not None and n_steps is not None and n_steps > n_batches:
+            raise UsageError(
+                f"fit: expected steps_per_epoch of at most {n_batches}, the batches of the dataset, got {n_steps}; "
+                f"leave it out, or call repeat() on the dataset."
+            )
+        for one in self._callbacks:
+            one.set_model(model)
+            one.set_params(
+                {
+                    "epochs": options.epochs,
+                    "initial_epoch": options.initial_epoch,
+                    "steps": n_steps,
+                    "verbose": options.verbose,
+                }
+            )
+
+    def run(self) -> None:
+        """Run it; with a BackupAndRestore from where an earlier run was. Collective: chief and workers."""
+        self._model.train()
+        self._call("on_train_begin")
+        self._model.reset_metrics()
+        with self._backup.over(self._objects(), self._callbacks) if self._backup else contextlib.nullcontext():
+            position = self.position
+            while position.epoch < self._options.epochs and not position.is_over:
+                self._epoch(position.epoch)
+                if self._backup:
+                    self._backup.after_epoch()
+        self._call("on_train_end", self._model.history.history and self._last_logs())
+
+    def _objects(self) -> dict[str, Any]:
+        """Return what a checkpoint holds, by name."""
+        strategy = self._model.strategy
+        found: dict[str, Any] = {"model": self._model.net, "optimizer": self._model.optimizer, "data": self._train}
+        if self._validation is not None:
+            found["validation_data"] = self._validation
+        if type(strategy) is not Strategy:
+            found["strategy"] = strategy
+        for name, metric in self._model.named_metrics().items():
+            found[f"metric {name}"] = metric
+        return {**found, "fit": self.position}
+
+    def _last_logs(self) -> dict[str, float]:
+        return {name: values[-1] for name, values in self._model.history.history.items()}
+
+    # -- an epoch ---------------------------------------------------------------------------------------------------
+
+    def _epoch(self, epoch: int) -> None:
+        position = self.position
+        if not position.has_begun:
+            self._call("on_epoch_begin", epoch)
+            position.has_begun = True
+        if not position.is_validating:
+            last = self._steps(epoch)
+            self._model.n_steps_of_epoch = position.step
+            logs = {**self._model.results(), **self._model.mean_of_step(last)}
+            self._model.reset_metrics()
+            position.logs, position.is_validating = logs, True
+        logs = dict(position.logs)
+        if self._validation is not None and self._options.is_validated(epoch):
+            found = self._validate(self._validation)
+            logs.update({f"val_{name}": value for name, value in found.items()})
+        for one in self._callbacks:
+            one.on_epoch_end(epoch, logs)
+        self._model.reset_metrics()
+        position.is_over = self._any_rank_stops()
+        position.next_epoch()
+
+    def _steps(self, epoch: int) -> Any:
+        """Make the steps of an epoch that are left; return what the last one returned."""
+        position, model, last = self.position, self._model, None
+        left = None if self._options.steps_per_epoch is None else self._options.steps_per_epoch - position.step
+        is_first = True
+        for batch, n_rows in self._batches(left):
+            if position.step % model.steps_per_execution == 0:
+                self._call("on_train_batch_begin", position.step)
+            last = model.run_step(model.train_step, batch, n_rows, must_check=is_first)
+            is_first = False
+            position.step += 1
+            if position.step % model.steps_per_execution == 0:
+                self._call("on_train_batch_end", position.step - 1, LocalLogs(model))
+                if self._is_stopped_between_batches():
+                    break
+        if position.step == 0:
+            raise DataError(f"fit: expected batches in epoch {epoch + 1}, got none; give data with rows.")
+        return last
+
+    def _batches(self, left: int | None) -> Iterator[tuple[Any, int | None]]:
+        """Yield the batches of a pass; or so many, and go on there in the next epoch."""
+        if left is None:
+            yield from rows_of_batches(self._train)
+            return
+        if self._endless is None:
+            self._endless = _endless(self._train)
+        yield from itertools.islice(self._endless, left)
+
+    def _validate(self, batches: DistributedInput) -> dict[str, float]:
+        steps = self._options.validation_steps
+        start = batches.state_dict() if self._start_of_validation is None else self._start_of_validation
+        self._start_of_validation = start
+        logs = _evaluate(self._model, batches, steps, self._callbacks, self.position)
+        if steps is not None:  # the next one begins there too, as in Keras
+            batches.load_state_dict(start)
+        return logs
+
+    def _is_stopped_between_batches(self) -> bool:
+        """Return whether the epoch ends here. Collective where callbacks act after batches: chief and workers.
+
+        Workers of asynchronous parameter servers, which are at batches of their own, do not wait for each other.
+        """
+        if not self._has_batch_hooks:
+            return False
+        strategy = self._model.strategy
+        is_apart = isinstance(strategy, ParameterServerStrategy) and strategy.num_replicas_in_sync < strategy.n_replicas
+        return self._model.stop_training if is_apart else self._any_rank_stops()
+
+    def _any_rank_stops(self) -> bool:
+        """Return whether a callback of any rank asks for the end. Collective: chief and workers."""
+        strategy = self._model.strategy
+        world = strategy.world if isinstance(strategy, MultiWorkerMirroredStrategy) else None
+        if world is None or world.role_comm.size == 1:
+            return self._model.stop_training
+        return bool(world.all_reduce_int(int(self._model.stop_training), MPI.MAX, world.role_comm))
+
+    def _call(self, hook: str, *args: Any) -> None:
+        for one in self._callbacks:
+            getattr(one, hook)(*args)
+
+
+def _endless(batches: DistributedInput) -> Iterator[tuple[Any, int | None]]:
+    """Yield batches of one pass after another."""
+    has_rows = True
+    while has_rows:
+        has_rows = False
+        for one in rows_of_batches(batches):
+            has_rows = True
+            yield one
+    raise DataError("fit: expected batches for steps_per_epoch, got a dataset without rows; give data.")
+
+
+def n_batches_of(batches: DistributedInput) -> int | None:
+    """Return the batches of a pass; None where they are not known, or have no end."""
+    if not isinstance(batches, DistributedDataset):
+        return None
+    n_batches = batches.dataset.cardinality()
+    return n_batches if n_batches >= 0 else None
+
+
+def _evaluate(
+    model: "Model", batches: DistributedInput, steps: int | None, callbacks: Sequence[Callback], position: Position
+) -> dict[str, float]:
+    """Evaluate the batches that are left of a validation; return its logs. Collective: chief and workers."""
+    for one in callbacks:
+        one.on_test_begin()
+    last = None
+    with model.evaluating():
+        left = None if steps is None else steps - position.test_step
+        for batch, n_rows in itertools.islice(rows_of_batches(batches), left):
+            for one in callbacks:
+                one.on_test_batch_begin(position.test_step)
+            last = model.run_step(model.test_step, batch, n_rows, must_check=position.test_step == 0)
+            position.test_step += 1
+            for one in callbacks:
+                one.on_test_batch_end(position.test_step - 1, LocalLogs(model))
+        if not position.test_step:
+            raise DataError("evaluate: expected batches, got none; give data with rows.")
+        logs = {**model.results(), **model.mean_of_step(last)}
+    for one in callbacks:
+        one.on_test_end(logs)
+    return logs
+
+
+def evaluation(
+    model: "Model", batches: DistributedInput, steps: int | None, callbacks: Sequence[Callback], verbose: int | str
+) -> dict[str, float]:
+    """Evaluate, for `Model.evaluate`. Collective: chief and workers."""
+    shown = Progress(verbose)
+    all_callbacks = [*callbacks, shown]
+    for one in all_callbacks:
+        one.set_model(model)
+        one.set_params({"epochs": 1, "steps": steps or n_batches_of(batches), "verbose": verbose})
+    model.reset_metrics()
+    return _evaluate(model, batches, steps, all_callbacks, Position(0))
+
+
+def prediction(model: "Model", batches: DistributedInput, steps: int | None, callbacks: Sequence[Callback]) -> Any:
+    """Return the outputs of all rows, for `Model.predict`. Collective: chief and workers."""
+    strategy, parts = model.strategy, []
+    for one in callbacks:
+        one.set_model(model)
+        one.on_predict_begin()
+    with model.evaluating():
+        for number, (batch, n_rows) in enumerate(itertools.islice(rows_of_batches(batches), steps)):
+            for one in callbacks:
+                one.on_predict_batch_begin(number)
+            outputs = model.run_step(model.predict_step, batch, n_rows)
+            parts.append(map_nest(lambda value: np.asarray(strategy.gather(value, 0)), outputs))
+            for one in callbacks:
+                one.on_predict_batch_end(number)
+    for one in callbacks:
+        one.on_predict_end()
+    if not parts:
+        raise DataError("predict: expected batches, got none; give data with rows.")
+    columns = zip(*map(leaves, parts), strict=True)
+    return with_leaves(parts[0], [np.concatenate(column) for column in columns])

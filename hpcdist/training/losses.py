@@ -1,0 +1,434 @@
+"""Losses by the names of Keras: of each row, on tensors, with what a name means checked against what a model returns.
+
+Source: keras/src/losses (Keras 3), whose values these are.
+"""
+
+import difflib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpcdist.errors import UsageError
+from hpcdist.strategy.base import get_replica_context, get_strategy
+
+#: Probabilities are kept this far from 0 and 1, as in Keras.
+_EPSILON = 1e-7
+_REDUCTIONS = ("sum_over_batch_size", "sum", "none")
+#: How far the probabilities of a row may be from a sum of 1.
+_SUM_TOLERANCE = 1e-2
+
+
+class Reduction:
+    """How a loss makes one number of those of rows, as `tf.keras.losses.Reduction`."""
+
+    NONE = "none"
+    SUM = "sum"
+    SUM_OVER_BATCH_SIZE = "sum_over_batch_size"
+    AUTO = "sum_over_batch_size"
+
+
+class Loss:
+    """The base of losses: a subclass defines `call(y_true, y_pred)`, which returns one value for each row, or more.
+
+    In a custom loop with several replicas use reduction NONE and `compute_average_loss`: a replica does not know the
+    rows of the others. `Model.fit` needs no reduction.
+
+    Args:
+        reduction: "sum_over_batch_size", the mean; "sum"; or "none". In any case, or of `Reduction`.
+        name: for logs; default: that of the class, in lower case.
+
+    Attributes:
+        from_logits: whether predictions are logits; None where that makes no difference.
+
+    Raises:
+        UsageError: for another reduction.
+    """
+
+    from_logits: bool | None = None
+
+    def __init__(self, reduction: str = "sum_over_batch_size", name: str | None = None) -> None:
+        self.reduction = str(reduction).lower().replace("auto", "sum_over_batch_size")
+        self.name = name or snake_case(type(self).__name__)
+        if self.reduction not in _REDUCTIONS:
+            raise UsageError(f"{self.name}: expected reduction of {_REDUCTIONS}, got {reduction!r}; correct it.")
+
+    def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
+        """Return (rows, ...) values: the loss of each row, or of each element of it."""
+        raise NotImplementedError(f"{self.name}: expected a loss that defines call(y_true, y_pred), got none.")
+
+    def of_rows(self, y_true: Any, y_pred: Tensor, sample_weight: Any = None) -> Tensor:
+        """Return (rows,) losses, each multiplied by its weight; elements of a row are averaged.
+
+        Args:
+            y_true: (rows, ...) tensor or array; given one dimension of 1 more or less, it is made to fit.
+            y_pred: (rows, ...) predictions.
+            sample_weight: one weight for each row, or for each element of it.
+
+        Raises:
+            UsageError: when the shapes do not fit, or labels are not classes of the predictions.
+        """
+        truth = torch.as_tensor(y_true, device=y_pred.device)
+        try:
+            values = self.call(truth, y_pred)
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise UsageError(
+                f"{self.name}: expected y_true that fits predictions of shape {tuple(y_pred.shape)}, got "
+                f"{tuple(truth.shape)} of {truth.dtype}: {str(error).splitlines()[0]}; reshape one of them."
+            ) from error
+        weights = None if sample_weight is None else torch.as_tensor(sample_weight, device=values.device)
+        if weights is not None and weights.dim() == values.dim() > 1:
+            values, weights = values * weights, None
+        rows = values.flatten(1).mean(1) if values.dim() > 1 else values
+        if weights is None:
+            return rows
+        if weights.numel() != rows.numel():
+            raise UsageError(
+                f"{self.name}: expected a weight for each of {rows.numel()} rows, got {tuple(weights.shape)}; give one "
+                f"for each row."
+            )
+        return rows * weights.reshape(-1).to(rows.dtype)
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Tensor:
+        """Return the loss, reduced.
+
+        Raises:
+            UsageError: for a mean inside `run` of a strategy with several replicas, whose rows are not here.
+        """
+        rows = self.of_rows(y_true, torch.as_tensor(y_pred), sample_weight)
+        if self.reduction == "none":
+            return rows
+        if self.reduction == "sum":
+            return rows.sum()
+        if get_replica_context() is not None and get_strategy().num_replicas_in_sync > 1:
+            raise UsageError(
+                f"{self.name}: expected reduction NONE or SUM inside strategy.run, got the mean over the rows of one "
+                f"replica; use reduction=Reduction.NONE, and compute_average_loss."
+            )
+        return rows.mean()
+
+    def check(self, y_pred: Tensor) -> None:
+        """Raise UsageError if predictions are surely not what `from_logits` says. Cost: they are read once."""
+
+
+class MeanSquaredError(Loss):
+    """The mean of squared errors of each row."""
+
+    def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
+        """Return (rows, ...) values."""
+        return _mean_of_last((y_pred - _like(y_true, y_pred)).square())
+
+
+class MeanAbsoluteError(Loss):
+    """The mean of absolute errors of each row."""
+
+    def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
+        """Return (rows, ...) values."""
+        return _mean_of_last((y_pred - _like(y_true, y_pred)).abs())
+
+
+class MeanAbsolutePercentageError(Loss):
+    """The mean of absolute errors of each row, in percent of the truth."""
+
+    def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
+        """Return (rows, ...) values."""
+        truth = _like(y_true, y_pred)
+        return 100 * _mean_of_last(((truth - y_pred) / truth.abs().clamp_min(_EPSILON)).abs())
+
+
+class Huber(Loss):
+    """Squared errors up to `delta`, absolute ones beyond it.
+
+    Args:
+        delta: where it changes.
+        reduction, name: as `Loss`.
+    """
+
+    def __init__(self, delta: float = 1.0, reduction: str = "sum_over_batch_size", name: str | None = None) -> None:
+        super().__init__(reduction, name)
+        self.delta = delta
+
+    def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
+        """Return (rows, ...) values."""
+        return _mean_of_last(functional.huber_loss(y_pred, _like(y_true, y_pred), reduction="none", delta=self.delta))
+
+
+class Hinge(Loss):
+    """max(1 - y_true * y_pred, 0), of truths of -1 and 1, or of 0 and 1."""
+
+    def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
+        """Return (rows, ...) values."""
+        truth = _like(y_true, y_pred)
+        is_binary = bool(((truth == 0) | (truth == 1)).all())
+        return _mean_of_last((1 - (2 * truth - 1 if is_binary else truth) * y_pred).clamp_min(0))
+
+
+class KLDivergence(Loss):
+    """The Kullback-Leibler divergence of (rows, classes) probabilities."""
+
+    def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
+        """Return (rows, ...) values."""
+        truth, found = _like(y_true, y_pred).clamp(_EPSILON, 1), y_pred.clamp(_EPSILON, 1)
+        return (truth * (truth / found).log()).sum(-1)
+
+
+class _OfProbabilities(Loss):
+    """A loss of probabilities, or of logits.
+
+    Args:
+        from_logits: whether predictions are logits, as of a last layer without softmax or sigmoid.
+        reduction, name: as `Loss`.
+    """
+
+    _activation = "Softmax"
+
+    def __init__(
+        self, from_logits: bool = False, reduction: str = "sum_over_batch_size", name: str | None = None
+    ) -> None:
+        super().__init__(reduction, name)
+        self.from_logits: bool = from_logits
+
+    def _sums(self, y_pred: Tensor) -> Tensor:
+        """Return what is 1 for probabilities."""
+        return y_pred.sum(-1)
+
+    def check(self, y_pred: Tensor) -> None:
+        """Raise UsageError if predictions are surely not what `from_logits` says. Cost: they are read once."""
+        found = y_pred.detach()
+        if not found.numel() or not bool(torch.isfinite(found).all()):
+            return
+        is_inside = bool((found >= 0).all()) and bool((found <= 1).all())
+        are_probabilities = is_inside and bool(((self._sums(found) - 1).abs() < _SUM_TOLERANCE).all())
+        low, high = float(found.min()), float(found.max())
+        if not self.from_logits and not are_probabilities:
+            raise UsageError(
+                f"{self.name}: expected probabilities, as it was made with from_logits=False, got outputs from "
+                f"{low:.3g} to {high:.3g}{'' if not is_inside else ' that do not add up to 1'}; use "
+                f"{_class_name(self)}(from_logits=True), or end the model with {self._activation}."
+            )
+        if self.from_logits and are_probabilities and self._can_tell(found):
+            raise UsageError(
+                f"{self.name}: expected logits, as it was made with from_logits=True, got outputs from {low:.3g} to "
+                f"{high:.3g} that add up to 1 in each row; leave out the last {self._activation}, or use "
+                f"{_class_name(self)}()."
+            )
+
+    def _can_tell(self, found: Tensor) -> bool:
+        """Return whether what looks like probabilities can hardly be logits."""
+        return found.shape[-1] > 1
+
+
+class BinaryCrossentropy(_OfProbabilities):
+    """The cross-entropy of predictions with truths of 0 and 1; of rows with several, their mean.
+
+    Args:
+        from_logits: whether predictions are logits, as of a last layer without sigmoid.
+        label_smoothing: how far truths are moved to 1/2, from 0 to 1.
+        reduction, name: as `Loss`.
+    """
+
+    _activation = "Sigmoid"
+
+    def __init__(
+        self,
+        from_logits: bool = False,
+        label_smoothing: float = 0.0,
+        reduction: str = "sum_over_batch_size",
+        name: str | None = None,
+    ) -> None:
+        super().__init__(from_logits, reduction, name)
+        self.label_smoothing = label_smoothing
+
+    def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
+        """Return (rows, ...) values."""
+        truth = _like(y_true, y_pred)
+        truth = truth * (1 - self.label_smoothing) + 0.5 * self.label_smoothing
+        if self.from_logits:
+            return _mean_of_last(functional.binary_cross_entropy_with_logits(y_pred, truth, reduction="none"))
+        found = y_pred.clamp(_EPSILON, 1 - _EPSILON)
+        return _mean_of_last(-truth * found.log() - (1 - truth) * (1 - found).log())
+
+    def _sums(self, y_pred: Tensor) -> Tensor:
+        return torch.ones_like(y_pred)  # any number from 0 to 1 is a probability
+
+    def _can_tell(self, found: Tensor) -> bool:
+        return False
+
+
+class CategoricalCrossentropy(_OfProbabilities):
+    """The cross-entropy of (rows, classes) predictions with one-hot truths.
+
+    Args:
+        from_logits: whether predictions are logits; else probabilities, which are divided by their sum.
+        label_smoothing: how far truths are moved to 1/classes, from 0 to 1.
+        reduction, name: as `Loss`.
+    """
+
+    def __init__(
+        self,
+        from_logits: bool = False,
+        label_smoothing: float = 0.0,
+        reduction: str = "sum_over_batch_size",
+        name: str | None = None,
+    ) -> None:
+        super().__init__(from_logits, reduction, name)
+        self.label_smoothing = label_smoothing
+
+    def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
+        """Return (rows, ...) values."""
+        truth = _like(y_true, y_pred)
+        truth = truth * (1 - self.label_smoothing) + self.label_smoothing / truth.shape[-1]
+        return -(truth * _log_probabilities(y_pred, self.from_logits)).sum(-1)
+
+
+class SparseCategoricalCrossentropy(_OfProbabilities):
+    """The cross-entropy of (rows, ..., classes) predictions with the given classes, (rows, ...) or (rows, ..., 1).
+
+    Args:
+        from_logits: whether predictions are logits; else probabilities, which are divided by their sum.
+        ignore_class: rows of this class count 0.
+        reduction, name: as `Loss`.
+    """
+
+    def __init__(
+        self,
+        from_logits: bool = False,
+        ignore_class: int | None = None,
+        reduction: str = "sum_over_batch_size",
+        name: str | None = None,
+    ) -> None:
+        super().__init__(from_logits, reduction, name)
+        self.ignore_class = ignore_class
+
+    def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
+        """Return (rows, ...) values."""
+        classes = self._classes(y_true, y_pred)
+        logs = y_pred if self.from_logits else _log_probabilities(y_pred, False)
+        flat = logs.reshape(-1, logs.shape[-1])
+        ignored = -100 if self.ignore_class is None else self.ignore_class
+        use = functional.cross_entropy if self.from_logits else functional.nll_loss
+        return use(flat, classes.reshape(-1), reduction="none", ignore_index=ignored).reshape(classes.shape)
+
+    def _classes(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
+        if y_true.dim() == y_pred.dim() and y_true.shape[-1] == 1:
+            y_true = y_true[..., 0]
+        if y_true.shape != y_pred.shape[:-1]:
+            raise ValueError("one class for each row of predictions is needed")
+        if y_true.is_floating_point() and not bool((y_true == y_true.floor()).all()):
+            raise ValueError("labels are no whole numbers")
+        return y_true.long()
+
+
+class _OfTorch(Loss):
+    """A loss of torch, such as torch.nn.CrossEntropyLoss, whose arguments are the other way round."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__("sum_over_batch_size", snake_case(type(module).__name__))
+        self._module = module
+
+    def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
+        """Return (rows, ...) values."""
+        before = self._module.reduction
+        self._module.reduction = "none"  # type: ignore[assignment]
+        try:
+            return self._module(y_pred, y_true)  # type: ignore[no-any-return]
+        finally:
+            self._module.reduction = before
+
+
+class _OfFunction(Loss):
+    """A function of (y_true, y_pred) that returns a loss for each row, or elements of them."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(name=getattr(function, "__name__", snake_case(type(function).__name__)))
+        self._function = function
+
+    def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
+        """Return (rows, ...) values."""
+        found: Tensor = torch.as_tensor(self._function(y_true, y_pred))
+        if not found.dim():
+            raise ValueError(f"{self.name} returned a single number, where one for each row is needed")
+        return found
+
+
+#: Name -> loss.
+NAMED: dict[str, Callable[[], Loss]] = {
+    "mean_squared_error": MeanSquaredError,
+    "mse": MeanSquaredError,
+    "mean_absolute_error": MeanAbsoluteError,
+    "mae": MeanAbsoluteError,
+    "mean_absolute_percentage_error": MeanAbsolutePercentageError,
+    "mape": MeanAbsolutePercentageError,
+    "huber": Huber,
+    "hinge": Hinge,
+    "kl_divergence": KLDivergence,
+    "binary_crossentropy": BinaryCrossentropy,
+    "categorical_crossentropy": CategoricalCrossentropy,
+    "sparse_categorical_crossentropy": SparseCategoricalCrossentropy,
+}
+
+
+def get(given: Any) -> Loss:
+    """Return the loss that is given by name, as a `Loss`, a loss module of torch, or a function (y_true, y_pred).
+
+    Raises:
+        UsageError: for an unknown name, which lists close ones; for anything else.
+    """
+    if isinstance(given, Loss):
+        return given
+    if isinstance(given, str):
+        made: Loss = named(given, NAMED, "loss")()
+        return made
+    if isinstance(given, nn.Module) and hasattr(given, "reduction"):
+        return _OfTorch(given)
+    if callable(given):
+        return _OfFunction(given)
+    raise UsageError(f"compile: expected a loss by name, or a function, got {type(given).__name__}; give one of these.")
+
+
+def named(name: str, known: dict[str, Any], kind: str) -> Any:
+    """Return what has a name, in the spelling of Keras: its class too, such as "MeanSquaredError".
+
+    Raises:
+        UsageError: for an unknown name; lists close ones.
+    """
+    for key in (name, snake_case(name), name.lower()):
+        if key in known:
+            return known[key]
+    close = difflib.get_close_matches(name.lower(), known, 4, 0.4) or sorted(known)
+    raise UsageError(f"compile: expected a known {kind}, got {name!r}; close ones are {', '.join(close)}.")
+
+
+def snake_case(name: str) -> str:
+    """Return the name of a class as Keras names its objects: "MeanSquaredError" -> "mean_squared_error"."""
+    name = re.sub(r"(.)([A-Z][a-z0-9]+)", r"\1_\2", name)
+    return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
+
+
+def _class_name(loss: Loss) -> str:
+    return type(loss).__name__
+
+
+def _like(y_true: Tensor, y_pred: Tensor) -> Tensor:
+    """Return the truth in the dtype and dimensions of predictions; a last dimension of 1 is added or dropped."""
+    if y_true.dim() == y_pred.dim() - 1 and y_pred.shape[-1] == 1:
+        y_true = y_true[..., None]
+    elif y_true.dim() == y_pred.dim() + 1 and y_true.shape[-1] == 1:
+        y_true = y_true[..., 0]
+    if y_true.shape != y_pred.shape:
+        raise ValueError("the same shape is needed")
+    return y_true.to(y_pred.dtype)
+
+
+def _mean_of_last(values: Tensor) -> Tensor:
+    """Return the mean over the last dimension; (rows,) unchanged."""
+    return values.mean(-1) if values.dim() > 1 else values
+
+
+def _log_probabilities(y_pred: Tensor, are_logits: bool) -> Tensor:
+    if are_logits:
+        return functional.log_softmax(y_pred, -1)
+    return (y_pred / y_pred.sum(-1, keepdim=True)).clamp(_EPSILON, 1 - _EPSILON).log()

@@ -1,0 +1,708 @@
+"""Model: a torch module with compile, fit, evaluate and predict, as keras.Model."""
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hpcdist.collectives.ops import ReduceOp
+from hpcdist.errors import UsageError
+from hpcdist.nest import is_nest, leaves, map_nest
+from hpcdist.ps.served import ServedParameters
+from hpcdist.resilience.checkpoint import Checkpoint, load_checkpoint
+from hpcdist.strategy.base import Strategy, get_strategy
+from hpcdist.strategy.losses import compute_average_loss, scale_regularization_loss
+from hpcdist.strategy.parameter_server import ParameterServerStrategy
+from hpcdist.tf_compat.metrics import Mean
+from hpcdist.tf_compat.torch_metric import TorchMetric
+from hpcdist.training import inputs, named_metrics, optimizers
+from hpcdist.training.callbacks import Callback, History
+from hpcdist.training.description import describe
+from hpcdist.training.loop import Fit, FitOptions, evaluation, prediction
+from hpcdist.training.losses import Loss, snake_case
+from hpcdist.training.losses import get as loss_of
+from hpcdist.training.misfit import explaining_layers
+
+logger = logging.getLogger("hpcdist")
+
+
+class Model(nn.Module):
+    """A module that trains, evaluates and predicts on all replicas of a strategy.
+
+    It belongs to the strategy in whose scope it is made, and enters that by itself. Pass a module, or write a subclass
+    with `forward`; `train_step`, `test_step` and `predict_step` may be overridden, and run on each replica.
+
+    >>> with strategy.scope():
+    ...     model = hpcdist.Model(torch.nn.Sequential(torch.nn.Linear(64, 10), torch.nn.Softmax(-1)))
+    ...     model.compile(optimizer="adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+    >>> model.fit(x, y, batch_size=64, epochs=3)
+
+    fit, evaluate and predict are collective: chief and workers, with the same arguments.
+
+    Args:
+        module: what it computes; None in a subclass.
+        name: for messages and `summary`; default: that of the class.
+
+    Attributes:
+        strategy: where it was made.
+        optimizer: after `compile`.
+        stop_training: fit ends after this batch or epoch where any rank has set it.
+        history: of the last fit, or of the one in progress.
+        n_steps_of_epoch: steps of the last epoch that was completed.
+    """
+
+    def __init__(self, module: nn.Module | None = None, name: str | None = None) -> None:
+        super().__init__()
+        if module is not None:
+            self.module = module
+        self.name = name or type(module or self).__name__
+        self.strategy: Strategy = get_strategy()
+        self.optimizer: Any = None
+        self.stop_training = False
+        self.history = History()
+        self.n_steps_of_epoch = 0
+        self.compiled_with: dict[str, Any] = {}
+        self._loss: Any = None
+        self._loss_weights: Any = None
+        self._metrics: list[tuple[str, Any, bool, int | None]] = []
+        self._loss_metric: Any = None
+        self._regularizers: list[tuple[Callable[[Tensor], Tensor], Tensor]] = []
+        self._added_losses: list[Any] = []
+        self._class_weights: Tensor | None = None
+        self._global_rows: int | None = None
+        self._compiled_modules: list[Any] = []  # in a list, as it is no part of the state
+        self._must_check_outputs = False
+        self.steps_per_execution = 1
+        self._global_clipnorm: float | None = None
+
+    @property
+    def net(self) -> nn.Module:
+        """The module that was given; the model itself where it is a subclass without one."""
+        return self._modules.get("module") or self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns."""
+        if "module" not in self._modules:
+            raise NotImplementedError(
+                f"{self.name}: expected a module, or a subclass that defines forward, got neither; write Model(module)."
+            )
+        return (self._compiled_modules or [self.module])[0](*args, **kwargs)
+
+    # -- what it trains with ----------------------------------------------------------------------------------------
+
+    def compile(  # noqa: PLR0913  Keras' names
+        self,
+        optimizer: Any = "rmsprop",
+        loss: Any = None,
+        metrics: Any = None,
+        loss_weights: Any = None,
+        weighted_metrics: Any = None,
+        *,
+        jit_compile: bool = False,
+        steps_per_execution: int = 1,
+        global_clipnorm: float | None = None,
+        run_eagerly: bool | None = None,
+    ) -> None:
+        """Say how to train; inside or outside of the strategy's scope.
+
+        Args:
+            optimizer: of torch; a function of the parameters that makes one, such as a class of torch.optim; or a name,
+                with the defaults of Keras.
+            loss: a name; a Loss of `hpcdist.losses`; a loss module of torch; or a function (y_true, y_pred) that
+                returns a loss for each row. By name it takes probabilities, as in Keras: for logits give
+                `SparseCategoricalCrossentropy(from_logits=True)`. A list or dict of them where the model returns one.
+            metrics: names, Metrics, metrics of torchmetrics, or functions (y_true, y_pred); a list, or a list or dict
+                of lists where the model returns several outputs.
+            loss_weights: of several losses, a list or dict of them.
+            weighted_metrics: metrics that take sample weights into account.
+            jit_compile: whether torch.compile compiles the module.
+            steps_per_execution: callbacks act after this many steps.
+            global_clipnorm: summed gradients are scaled so that the norm of all of them is at most this.
+            run_eagerly: accepted and ignored.
+
+        Raises:
+            UsageError: for an unknown name, which lists close ones; for something else than these.
+        """
+        self.compiled_with = {"optimizer": optimizer, "loss": loss, "metrics": metrics}
+        with self.strategy.scope():
+            self.optimizer = optimizers.get(optimizer, self.parameters())
+            self._loss = map_nest(loss_of, loss) if loss is not None else None
+            self._loss_weights = loss_weights
+            self._loss_metric = Mean("loss")
+            self._metrics = [*self._named(metrics, False), *self._named(weighted_metrics, True)]
+        if global_clipnorm is not None and self.strategy._has_fixed_replicas:
+            raise UsageError(
+                "compile: expected no global_clipnorm with num_replicas, whose replicas have gradients of their own "
+                "before the step, got both; leave one out."
+            )
+        if steps_per_execution < 1:
+            raise UsageError(f"compile: expected steps_per_execution of at least 1, got {steps_per_execution}.")
+        self.steps_per_execution, self._global_clipnorm = steps_per_execution, global_clipnorm
+        self._compiled_modules = [torch.compile(self.module)] if jit_compile else []
+
+    def _named(self, given: Any, is_weighted: bool) -> list[tuple[str, Any, bool, int | None]]:
+        """Return name, metric, whether it takes weights, and the number of the output, of what `compile` was given."""
+        given = [] if given is None else given
+        if isinstance(given, dict):
+            outputs = [(key, one) for key, one in sorted(given.items())]
+        elif isinstance(given, (list, tuple)) and any(isinstance(one, (list, tuple)) for one in given):
+            outputs = [(str(number), one) for number, one in enumerate(given)]
+        else:
+            outputs = [("", given)]
+        found = []
+        all_losses = [] if self._loss is None else leaves(self._loss)
+        for number, (prefix, several) in enumerate(outputs):
+            own = several if isinstance(several, (list, tuple)) else [several]
+            loss = all_losses[number] if number < len(all_losses) else None
+            for one in own:
+                name, metric = named_metrics.get(one, loss)
+                full = f"{prefix}_{name}" if prefix else name
+                found.append((full, metric, is_weighted, number if len(outputs) > 1 else None))
+        return found
+
+    @property
+    def metrics(self) -> list[Any]:
+        """The metrics that fit and evaluate reset, read and save: of `compile`; a subclass may return its own."""
+        return [] if self._loss_metric is None else [self._loss_metric, *(one for _, one, _, _ in self._metrics)]
+
+    @property
+    def metrics_names(self) -> list[str]:
+        """The names of the metrics in logs."""
+        return list(self.named_metrics())
+
+    def named_metrics(self) -> dict[str, Any]:
+        """Return the metrics by their names in logs."""
+        own = {id(one): name for name, one, _, _ in self._metrics}
+        found: dict[str, Any] = {}
+        for one in self.metrics:
+            name = own.get(id(one)) or str(one.name)
+            name = snake_case(name) if name == type(one).__name__ else name
+            n_alike = sum(other.partition("#")[0] == name for other in found)
+            found[f"{name}_{n_alike}" if name in found else name] = one
+        return found
+
+    def direction_of(self, name: str) -> str | None:
+        """Return "max" or "min", whichever is the best value of a log; None where that is not known."""
+        return "min" if name == "loss" else named_metrics.direction_of(self.named_metrics().get(name))
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the optimizer's first group; setting it scales the others in proportion."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        before = self.learning_rate
+        for group in self.optimizer.param_groups:
+            own = rate if group["lr"] == before or not before else group["lr"] * rate / before
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(own)
+            else:
+                group["lr"] = own
+
+    @property
+    def trainable_variables(self) -> list[nn.Parameter]:
+        """The parameters that are trained."""
+        return [one for one in self.parameters() if one.requires_grad]
+
+    def require_compiled(self, call: str) -> None:
+        """Raise UsageError before `compile`."""
+        if self._loss_metric is None:
+            raise UsageError(f"{call}: expected model.compile(optimizer, loss, metrics) first, got none; call it.")
+
+    # -- losses -----------------------------------------------------------------------------------------------------
+
+    def add_regularizer(self, regularizer: Callable[[Tensor], Tensor], parameter: Tensor) -> None:
+        """Add regularizer(parameter) to the loss of each step, once for all replicas.
+
+        Args:
+            regularizer: such as `hpcdist.regularizers.L2(1e-4)`.
+            parameter: such as `module.weight`.
+        """
+        self._regularizers.append((regularizer, parameter))
+
+    def add_loss(self, loss: Any) -> None:
+        """Add a loss to those of this step, from `forward`; or, given a function without arguments, to every step's.
+
+        It counts as a regularization: its mean over the replicas.
+        """
+        self._added_losses.append(loss)
+
+    @property
+    def losses(self) -> list[Tensor]:
+        """The losses of regularizers and `add_loss`, as they are now; for custom loops: `sum(model.losses)`."""
+        added = [one() if callable(one) else one for one in self._added_losses]
+        return [*(make(parameter) for make, parameter in self._regularizers), *added]
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Tensor:
+        """Return this replica's part of the loss of a step: the parts of all replicas add up to the mean over all rows.
+
+        It is added to the metric "loss", the mean over the rows of an epoch.
+
+        Raises:
+            UsageError: when outputs, labels and losses do not fit together.
+        """
+        pairs = self._pairs(y, y_pred)
+        rows = torch.stack([weight * loss.of_rows(*own, sample_weight) for loss, weight, own in pairs]).sum(0)
+        if self._must_check_outputs:
+            for loss, _, (_, found) in pairs:
+                loss.check(found)
+        own_losses = self.losses
+        extra = torch.stack([torch.as_tensor(one).sum() for one in own_losses]).sum() if own_losses else None
+        seen = rows.detach() if extra is None else rows.detach() + extra.detach()
+        self._loss_metric.update_state(seen)
+        if self.strategy.is_averaging:
+            return (rows.mean() if len(rows) else rows.sum()) + (0 if extra is None else extra)
+        total: Tensor = compute_average_loss(rows, global_batch_size=self._global_rows)
+        return total if extra is None else total + scale_regularization_loss(extra)
+
+    def _pairs(self, y: Any, y_pred: Any) -> list[tuple[Loss, float, tuple[Any, Tensor]]]:
+        """Return each loss with its weight, and what it compares."""
+        if self._loss is None:
+            raise UsageError(
+                f"{self.name}: expected a loss in compile, or a train_step of a subclass that needs none, got neither."
+            )
+        if y is None:
+            raise UsageError(f"{self.name}: expected batches of (x, y), got x alone; give labels, or a train_step.")
+        if not is_nest(self._loss) and not is_nest(y_pred):
+            return [(self._loss, 1.0, (y, y_pred))]
+        found = y_pred if is_nest(y_pred) else [y_pred]
+        keys: Sequence[Any] = sorted(found) if isinstance(found, dict) else range(len(found))
+        try:
+            weights = [1.0 if self._loss_weights is None else float(self._loss_weights[key]) for key in keys]
+            all_losses = [self._loss[key] if is_nest(self._loss) else self._loss for key in keys]
+            return [(loss, weight, (y[key], found[key])) for loss, weight, key in zip(all_losses, weights, keys)]  # noqa: B905
+        except (KeyError, IndexError, TypeError):
+            raise UsageError(
+                f"{self.name}: expected a loss, a weight and labels for each output ({list(keys)}), got losses "
+                f"{_keys_of(self._loss)}, weights {_keys_of(self._loss_weights)} and labels {_keys_of(y)}; give one of "
+                f"each under the same name or at the same place."
+            ) from None
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Mapping[str, Any]:
+        """Update the metrics by the rows of this replica; return them, to be read when somebody asks."""
+        outputs = leaves(y_pred) if is_nest(y_pred) else [y_pred]
+        truths = leaves(y) if is_nest(y) else [y]
+        for _, metric, is_weighted, output in self._metrics:
+            truth, found = truths[output or 0], outputs[output or 0].detach()
+            if isinstance(metric, TorchMetric):
+                metric.update_state(found, truth)
+            elif is_weighted and sample_weight is not None:
+                metric.update_state(truth, found, sample_weight)
+            else:
+                metric.update_state(truth, found)
+        return Results(self.named_metrics())
+
+    # -- steps of a replica -----------------------------------------------------------------------------------------
+
+    def train_step(self, data: Any) -> Mapping[str, Any]:
+        """Train on this replica's part of a batch; a subclass may override it.
+
+        Args:
+            data: x, (x, y) or (x, y, sample_weight).
+
+        Returns:
+            Metrics by name, or values of this step that are no metrics: their mean over replicas at the last step of an
+            epoch goes to the logs.
+        """
+        x, y, weight = inputs.unpack(data)
+        self.optimizer.zero_grad()
+        y_pred = self.call_with(x)
+        torch.autograd.backward(self.compute_loss(x, y, y_pred, weight))
+        if self._global_clipnorm is not None:
+            nn.utils.clip_grad_norm_(self.trainable_variables, self._global_clipnorm)
+        self.optimizer.step()
+        return self.compute_metrics(x, y, y_pred, weight)
+
+    def test_step(self, data: Any) -> Mapping[str, Any]:
+        """Evaluate this replica's part of a batch; a subclass may override it. Gradients are off."""
+        x, y, weight = inputs.unpack(data)
+        y_pred = self.call_with(x)
+        if self._loss is not None:
+            self.compute_loss(x, y, y_pred, weight)
+        return self.compute_metrics(x, y, y_pred, weight)
+
+    def predict_step(self, data: Any) -> Any:
+        """Return the outputs for this replica's part of a batch; a subclass may override it. Gradients are off."""
+        return self.call_with(inputs.unpack(data)[0])
+
+    def call_with(self, x: Any) -> Any:
+        """Return the outputs for x: a tuple is several inputs, a dict inputs by name."""
+        self._added_losses = [one for one in self._added_losses if callable(one)]
+        with explaining_layers(self, x):
+            if isinstance(x, (tuple, list)):
+                return self(*x)
+            return self(**x) if isinstance(x, dict) else self(x)
+
+    def run_step(
+        self, step: Callable[[Any], Any], batch: Any, global_rows: int | None, must_check: bool = False
+    ) -> Any:
+        """Run one of the steps above on every replica of this rank; return what it returns.
+
+        Args:
+            step: of one replica.
+            batch: of this rank.
+            global_rows: of all replicas together; None where each knows its own only.
+            must_check: whether outputs are looked at, for probabilities where logits are expected and so on.
+        """
+        self._global_rows, self._must_check_outputs = global_rows, must_check
+        return self.strategy.run(functools.partial(self._with_class_weights, step), args=(batch,))
+
+    def _with_class_weights(self, step: Callable[[Any], Any], data: Any) -> Any:
+        return step(inputs.with_class_weights(data, self._class_weights))
+
+    # -- fit, evaluate, predict ---------------------------------------------------------------------------------------
+
+    def fit(  # noqa: PLR0913  Keras' names
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: int | str = "auto",
+        callbacks: Sequence[Callback] | Callback | None = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: dict[int, float] | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int | Sequence[int] = 1,
+    ) -> History:
+        """Train, and return the logs of the epochs.
+
+        Args:
+            x: arrays, or a dataset; see `training.inputs.distribute`.
+            y: labels for arrays.
+            batch_size: rows of a batch of all replicas together, for arrays; default 32.
+            epochs: number of the last epoch + 1.
+            verbose: 0: nothing; 1: a bar; 2: a line for each epoch; "auto": a bar on a terminal, else lines.
+            callbacks: see `hpcdist.callbacks`.
+            validation_split: of arrays, the last rows are for validation.
+            validation_data: (x, y), (x, y, sample_weight) or a dataset.
+            shuffle: whether arrays are read in a new random order in every epoch.
+            class_weight: class -> weight of its rows.
+            sample_weight: a weight for each row of arrays.
+            initial_epoch: where to begin.
+            steps_per_epoch: steps of an epoch; default: all of the data. The next epoch goes on where it ended.
+            validation_steps: batches of a validation; default: all of the data.
+            validation_batch_size: for arrays; default: batch_size.
+            validation_freq: validate every N epochs, or after these epochs, counted from 1.
+
+        Raises:
+            UsageError: before `compile`; for arguments that do not fit together. DataError: for data without rows.
+
+        Cost: a step is that of a loop by hand; nothing is sent for metrics before an epoch ends.
+        """
+        self.require_compiled("fit")
+        if epochs < initial_epoch or epochs < 0:
+            raise UsageError(f"fit: expected epochs of at least initial_epoch, got {epochs} and {initial_epoch}.")
+        self._class_weights = None if class_weight is None else inputs.table_of_classes(class_weight)
+        if validation_split:
+            if validation_data is not None or not (is_nest(x) or hasattr(x, "shape")):
+                raise UsageError("fit: expected validation_split with arrays alone, got a dataset or validation_data.")
+            (x, y, sample_weight), validation_data = _split(x, y, sample_weight, validation_split)
+        with self.strategy.scope():
+            train = inputs.distribute(
+                self.strategy, x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, call="fit"
+            )
+            validation = self._validation(validation_data, validation_batch_size or batch_size)
+            options = FitOptions(
+                epochs, initial_epoch, steps_per_epoch, validation_steps, _validated(validation_freq), verbose
+            )
+            given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
+            self.history, self.stop_training = History(), False
+            try:
+                Fit(self, train, validation, options, [*given, self.history]).run()
+            finally:
+                self._class_weights = None
+        return self.history
+
+    def _validation(self, given: Any, batch_size: int | None) -> Any:
+        if given is None:
+            return None
+        parts = given if isinstance(given, (tuple, list)) else (given,)
+        if len(parts) > 3:
+            raise UsageError(
+                f"fit: expected validation_data of (x, y) or (x, y, sample_weight), got {len(parts)} parts."
+            )
+        is_dataset = len(parts) == 1
+        return inputs.distribute(
+            self.strategy, *parts, batch_size=None if is_dataset else batch_size, call="validation_data"
+        )
+
+    def evaluate(  # noqa: PLR0913  Keras' names
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: int | str = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Sequence[Callback] | None = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Return the loss, or a list of the loss and the metrics, over each row once; with return_dict by name.
+
+        Args:
+            x: as `fit`.
+            y: as `fit`.
+            batch_size: as `fit`.
+            verbose: as `fit`.
+            sample_weight: as `fit`.
+            callbacks: as `fit`.
+            steps: batches; default: all of the data.
+            return_dict: see above.
+        """
+        self.require_compiled("evaluate")
+        with self.strategy.scope():
+            batches = inputs.distribute(self.strategy, x, y, sample_weight, batch_size=batch_size, call="evaluate")
+            logs = evaluation(self, batches, steps, list(callbacks or []), verbose)
+        values = list(logs.values())
+        return logs if return_dict else values[0] if len(values) == 1 else values
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: int | str = "auto",
+        steps: int | None = None,
+        callbacks: Sequence[Callback] | None = None,
+    ) -> Any:
+        """Return the outputs for each row once, in the order of the rows, as numpy arrays, on every rank.
+
+        Args:
+            x: as `fit`; y of a dataset is left out.
+            batch_size: as `fit`.
+            verbose: as `fit`.
+            callbacks: as `fit`.
+            steps: batches; default: all of the data.
+
+        Cost: every rank receives the outputs of all.
+        """
+        with self.strategy.scope():
+            batches = inputs.distribute(self.strategy, x, batch_size=batch_size, call="predict")
+            return prediction(self, batches, steps, list(callbacks or []))
+
+    def train_on_batch(
+        self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: dict[int, float] | None = None
+    ) -> dict[str, float]:
+        """Train on one global batch; return the logs of that batch alone.
+
+        Collective: chief and workers, with the same rows.
+        """
+        self.require_compiled("train_on_batch")
+        self.train()
+        return self._on_batch(self.train_step, x, y, sample_weight, class_weight)
+
+    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None) -> dict[str, float]:
+        """Evaluate one global batch; return its logs. Collective: chief and workers, with the same rows."""
+        self.require_compiled("test_on_batch")
+        with self.evaluating():
+            return self._on_batch(self.test_step, x, y, sample_weight, None)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """Return the outputs for one global batch, as numpy arrays. Collective: chief and workers."""
+        return self.predict(x, batch_size=len(leaves(x)[0]), verbose=0)
+
+    def _on_batch(
+        self, step: Any, x: Any, y: Any, weight: Any, class_weight: dict[int, float] | None
+    ) -> dict[str, float]:
+        self._class_weights = None if class_weight is None else inputs.table_of_classes(class_weight)
+        with self.strategy.scope():
+            rows = len(leaves(x)[0])
+            batches = inputs.distribute(self.strategy, x, y, weight, batch_size=rows, call="train_on_batch")
+            self.reset_metrics()
+            for batch, global_rows in inputs.rows_of_batches(batches):
+                self.run_step(step, batch, global_rows, must_check=True)
+            self._class_weights = None
+            return self.results()
+
+    # -- for loops and callbacks --------------------------------------------------------------------------------------
+
+    def reset_metrics(self) -> None:
+        """Forget what metrics have seen. Collective: chief and workers."""
+        for metric in self.metrics:
+            metric.reset_state()
+
+    def results(self) -> dict[str, float]:
+        """Return the metrics over all replicas, by name, as numbers. Collective: chief and workers."""
+        return {name: _number(metric.result()) for name, metric in self.named_metrics().items()}
+
+    def local_result(self, name: str) -> float | None:
+        """Return what this rank's replicas have seen of a metric; None where that cannot be told. Not collective."""
+        metric = self.named_metrics().get(name)
+        if metric is None or isinstance(metric, TorchMetric):
+            return None
+        return _number(self.strategy.experimental_local_results(self.strategy.run(metric.result))[0])
+
+    def evaluating(self) -> "_Evaluating":
+        """Turn gradients and training behaviour off in a block; on parameter servers all workers get equal values."""
+        return _Evaluating(self)
+
+    def mean_of_step(self, values: Any) -> dict[str, float]:
+        """Return the mean over replicas of what a step returned that is no metric. Collective: chief and workers."""
+        if not isinstance(values, Mapping) or isinstance(values, Results):
+            return {}
+        known = self.named_metrics()
+        own = {name: value for name, value in sorted(values.items()) if name not in known}
+        if not own:
+            return {}
+        means = self.strategy.reduce_all(ReduceOp.MEAN, [_as_floats(value) for value in own.values()])
+        return {name: _number(mean) for name, mean in zip(own, means, strict=True)}
+
+    def print_once(self, text: str) -> None:
+        """Print a line, on the chief alone."""
+        if self.strategy.is_chief:
+            print(text, flush=True)
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def get_weights(self) -> list[Any]:
+        """Return all weights as numpy arrays, buffers included."""
+        return [value.detach().cpu().numpy().copy() for value in self.net.state_dict().values()]
+
+    def set_weights(self, weights: Any) -> None:
+        """Set all weights: a list as `get_weights` returns it, or a state_dict. All ranks give the same.
+
+        On parameter servers collective: the workers.
+        """
+        if not isinstance(weights, Mapping):
+            own = self.net.state_dict()
+            if len(weights) != len(own):
+                raise UsageError(f"set_weights: expected {len(own)} arrays, got {len(weights)}; see get_weights.")
+            weights = {name: torch.as_tensor(np.asarray(one)) for name, one in zip(own, weights, strict=True)}
+            self.net.load_state_dict(weights)
+        else:
+            self.load_state_dict(weights)
+        Checkpoint(model=self.net).publish()
+
+    def save_weights(self, filepath: Any, overwrite: bool = True) -> None:
+        """Write the weights to one file, for `load_weights` and `load_checkpoint(path, model=module)`.
+
+        Collective: chief and workers; the chief writes.
+
+        Raises:
+            CheckpointError: when it cannot be written; on all ranks.
+        """
+        Checkpoint(model=self.net, **self._with_strategy()).write(filepath)
+
+    def load_weights(self, filepath: Any) -> None:
+        """Load weights that `save_weights` or `save` has written, or those of any checkpoint with a "model".
+
+        Collective: chief and workers; the chief reads.
+
+        Raises:
+            CheckpointMismatch: for those of another model. CheckpointError: when they cannot be read.
+        """
+        load_checkpoint(filepath, model=self.net)
+
+    def save(self, filepath: Any, overwrite: bool = True) -> None:
+        """Write weights, optimizer, how it was compiled and, where it is one of torch.nn, the module to one file.
+
+        `hpcdist.load_model` reads it. Collective: chief and workers; the chief writes.
+
+        Raises:
+            CheckpointError: when it cannot be written; on all ranks.
+        """
+        optimizer = {} if self.optimizer is None else {"optimizer": self.optimizer}
+        checkpoint = Checkpoint(model=self.net, description=describe(self), **optimizer, **self._with_strategy())
+        checkpoint.write(filepath)
+
+    def _with_strategy(self) -> dict[str, Any]:
+        """Return the strategy by its name in checkpoints, where ranks are its."""
+        return {"strategy": self.strategy} if type(self.strategy) is not Strategy else {}
+
+    def summary(self, print_fn: Callable[[str], Any] | None = None) -> None:
+        """Print layers, shapes and numbers of parameters, on the chief alone."""
+        rows = [
+            (name or self.name, type(layer).__name__, [list(one.shape) for one in layer.parameters(recurse=False)])
+            for name, layer in self.net.named_modules()
+            if not list(layer.children())
+        ]
+        counts = [sum(int(np.prod(shape)) for shape in shapes) for _, _, shapes in rows]
+        table = [("layer", "kind", "parameters", "shapes")]
+        table += [(*row[:2], f"{n:,}", str(row[2])[1:-1]) for row, n in zip(rows, counts, strict=True)]
+        widths = [max(len(row[column]) for row in table) for column in range(3)]
+        lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in table]
+        n_all = sum(one.numel() for one in self.parameters())
+        n_trained = sum(one.numel() for one in self.trainable_variables)
+        lines.append(f"{n_all:,} parameters, {n_trained:,} of them trained")
+        for line in lines:
+            (print_fn or self.print_once)(line)
+
+
+class Results(Mapping[str, Any]):
+    """Metrics by name, each read when it is asked for: inside `run` of this replica, outside collective."""
+
+    def __init__(self, metrics: dict[str, Any]) -> None:
+        self._metrics = metrics
+
+    def __getitem__(self, name: str) -> Any:
+        return self._metrics[name].result()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._metrics)
+
+    def __len__(self) -> int:
+        return len(self._metrics)
+
+
+class _Evaluating:
+    """A block in which a model is evaluated."""
+
+    def __init__(self, model: Model) -> None:
+        self._model, self._no_grad = model, torch.no_grad()
+        self._was_training = False
+
+    def __enter__(self) -> None:
+        strategy = self._model.strategy
+        if isinstance(strategy, ParameterServerStrategy) and isinstance(strategy._storage, ServedParameters):
+            strategy.refresh()
+        self._was_training = self._model.training
+        self._model.eval()
+        self._no_grad.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._no_grad.__exit__(None, None, None)
+        self._model.train(self._was_training)
+
+
+def _split(x: Any, y: Any, weight: Any, fraction: float) -> tuple[tuple[Any, Any, Any], tuple[Any, ...]]:
+    parts = {"x": x, "y": y, "weight": weight}
+    both = {name: inputs.split(one, fraction) for name, one in parts.items() if one is not None}
+    first = tuple(both[name][0] if name in both else None for name in parts)
+    return (first[0], first[1], first[2]), tuple(pair[1] for pair in both.values())
+
+
+def _validated(freq: int | Sequence[int]) -> Callable[[int], bool]:
+    """Return whether an epoch, counted from 0, ends with a validation."""
+    if isinstance(freq, int):
+        return lambda epoch: (epoch + 1) % freq == 0
+    return lambda epoch: epoch + 1 in freq
+
+
+def _number(value: Any) -> float:
+    """Return a metric's value as a number; of several their mean."""
+    return float(torch.as_tensor(value).double().mean())
+
+
+def _as_floats(value: Any) -> Any:
+    """Return numbers of a step as float64 tensors, of each replica."""
+    values = getattr(value, "values", None)
+    if isinstance(values, tuple):
+        return type(value)([torch.as_tensor(one).detach().double() for one in values])
+    return torch.as_tensor(value).detach().double()
+
+
+def _keys_of(nest: Any) -> Any:
+    if isinstance(nest, dict):
+        return sorted(nest)
+    return list(range(len(nest))) if isinstance(nest, (tuple, list)) else "one"

@@ -1,0 +1,104 @@
+"""ModelCheckpoint: the model in a file after each epoch, or the best of them, by the rules of Keras."""
+
+import os
+from typing import Any
+
+from hpcdist.errors import UsageError
+from hpcdist.training.callbacks import Logs, _Monitor
+
+
+class ModelCheckpoint(_Monitor):
+    """Writes the model to a file, on the chief alone; see `keras.callbacks.ModelCheckpoint`.
+
+    A file is there whole, or not at all: `load_model(path)`, `load_weights(path)` and `load_checkpoint` read it. To
+    resume a run at the exact sample use BackupAndRestore.
+
+    Args:
+        filepath: its path, in which {epoch}, counted from 1, {batch} and names of logs are replaced.
+        monitor, verbose, mode: as EarlyStopping.
+        save_best_only: whether to write only when the value is better than before.
+        save_weights_only: whether to leave the optimizer out.
+        save_freq: "epoch", or a number of steps, counted over epochs.
+        initial_value_threshold: a best value to begin with.
+
+    Raises:
+        UsageError: for another save_freq, or a name in filepath that is not among the logs.
+        CheckpointError: when a file cannot be written; on all ranks.
+    """
+
+    def __init__(  # noqa: PLR0913  Keras' names
+        self,
+        filepath: Any,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_best_only: bool = False,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+        initial_value_threshold: float | None = None,
+    ) -> None:
+        super().__init__(monitor, mode, initial_value_threshold)
+        if save_freq != "epoch" and (not isinstance(save_freq, int) or save_freq < 1):
+            raise UsageError(f"ModelCheckpoint: expected save_freq 'epoch' or steps, got {save_freq!r}; correct it.")
+        self._filepath: str = os.fspath(filepath)
+        self.verbose, self.save_best_only, self.save_weights_only = verbose, save_best_only, save_weights_only
+        self._save_freq = save_freq
+        self.epoch = self.n_steps = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Note the epoch."""
+        self.epoch = epoch
+
+    def has_batch_hook(self) -> bool:
+        """Return False: it never ends fit."""
+        return False
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        """Write after every save_freq steps; values are those of all replicas."""
+        if self._save_freq == "epoch":
+            return
+        self.n_steps += self.model.steps_per_execution
+        if self.n_steps >= int(self._save_freq):
+            self.n_steps = 0
+            self._save(batch, self.model.results())
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Write after an epoch."""
+        if self._save_freq == "epoch":
+            self._save(None, logs)
+
+    def _save(self, batch: int | None, logs: dict[str, Any]) -> None:
+        """Write, if the value is good enough. Collective: chief and workers, where something is written."""
+        path = self._path_of(batch, logs)
+        if not self._is_wanted(path, logs):
+            return
+        if self.save_weights_only:
+            self.model.save_weights(path)
+        else:
+            self.model.save(path)
+        if self.verbose:
+            self.model.print_once(f"Epoch {self.epoch + 1}: saved the model to {path}")
+
+    def _is_wanted(self, path: str, logs: dict[str, Any]) -> bool:
+        if not self.save_best_only:
+            return True
+        value = self._value(logs)
+        if value is None:
+            return True
+        if not self._is_better(value, self.best):
+            if self.verbose:
+                self.model.print_once(f"Epoch {self.epoch + 1}: {self.monitor} did not improve from {self.best:.5f}")
+            return False
+        self.best = value
+        return True
+
+    def _path_of(self, batch: int | None, logs: dict[str, Any]) -> str:
+        numbers = {} if batch is None else {"batch": batch + 1}
+        try:
+            return self._filepath.format(epoch=self.epoch + 1, **{**numbers, **logs})
+        except (KeyError, IndexError) as error:
+            known = ", ".join(["epoch", *numbers, *logs])
+            raise UsageError(
+                f"ModelCheckpoint: expected names of {known} in filepath, got {error} in {self._filepath!r}; correct "
+                f"the name."
+            ) from None

@@ -1,0 +1,81 @@
+"""Optimizers by the names and defaults of Keras, on torch's classes; and regularizers.
+
+Source: keras/src/optimizers and keras/src/regularizers (Keras 3).
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from hpcdist.errors import UsageError
+from hpcdist.training.losses import named
+
+#: Name -> a torch optimizer with the defaults that Keras has.
+NAMED: dict[str, Callable[..., Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.01),
+    "adam": partial(torch.optim.Adam, lr=0.001, eps=1e-7),
+    "adamw": partial(torch.optim.AdamW, lr=0.001, eps=1e-7, weight_decay=0.004),
+    "adamax": partial(torch.optim.Adamax, lr=0.001, eps=1e-7),
+    "nadam": partial(torch.optim.NAdam, lr=0.001, eps=1e-7),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.001, alpha=0.9, eps=1e-7),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.001, initial_accumulator_value=0.1, eps=1e-7),
+    "adadelta": partial(torch.optim.Adadelta, lr=0.001, rho=0.95, eps=1e-7),
+}
+
+
+def get(given: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Return an optimizer: as it is, by name, or made by a function of the parameters, such as a torch class.
+
+    Raises:
+        UsageError: for an unknown name, which lists close ones; for what makes no optimizer.
+    """
+    if isinstance(given, Optimizer):
+        return given
+    make = named(given, NAMED, "optimizer") if isinstance(given, str) else given
+    if not callable(make):
+        raise UsageError(
+            f"compile: expected an optimizer, its name, or a function that makes it of the parameters, got "
+            f"{type(given).__name__}; write optimizer='adam', or optimizer=lambda parameters: torch.optim.Adam("
+            f"parameters, lr=0.01)."
+        )
+    made = make([one for one in parameters if one.requires_grad])
+    if not isinstance(made, Optimizer):
+        raise UsageError(f"compile: expected a function that makes an optimizer, got {type(made).__name__} from it.")
+    return made
+
+
+class L1:
+    """A regularizer: the sum of absolute values times `l1`."""
+
+    def __init__(self, l1: float = 0.01) -> None:
+        self._l1 = l1
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Return the loss of a tensor, without dimensions."""
+        return self._l1 * tensor.abs().sum()
+
+
+class L2:
+    """A regularizer: the sum of squares times `l2`."""
+
+    def __init__(self, l2: float = 0.01) -> None:
+        self._l2 = l2
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Return the loss of a tensor, without dimensions."""
+        return self._l2 * tensor.square().sum()
+
+
+class L1L2:
+    """A regularizer: both."""
+
+    def __init__(self, l1: float = 0.0, l2: float = 0.0) -> None:
+        self._parts = (L1(l1), L2(l2))
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Return the loss of a tensor, without dimensions."""
+        return self._parts[0](tensor) + self._parts[1](tensor)

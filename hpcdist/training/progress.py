@@ -1,0 +1,102 @@
+"""What fit prints: a bar on a terminal, a line for each epoch in a batch log, on the chief alone."""
+
+import sys
+import time
+from typing import Any
+
+from tqdm import tqdm
+
+from hpcdist.errors import UsageError
+from hpcdist.training.callbacks import Callback, Logs
+
+#: In a batch log an epoch that takes long is reported this often.
+_REPORT_S = 30.0
+
+
+class Progress(Callback):
+    """Prints how fit goes. Values within an epoch are those of the chief's replicas; at its end they are of all.
+
+    Args:
+        verbose: 0: nothing; 1: a bar; 2: lines; "auto": a bar on a terminal, else lines.
+
+    Raises:
+        UsageError: for something else.
+    """
+
+    def __init__(self, verbose: int | str) -> None:
+        if verbose not in (0, 1, 2, "auto"):
+            raise UsageError(f"fit: expected verbose 0, 1, 2 or 'auto', got {verbose!r}; correct it.")
+        self._verbose = (1 if sys.stdout.isatty() else 2) if verbose == "auto" else int(verbose)
+        self._bar: Any = None
+        self._is_in_fit = False
+        self._began_at = self._reported_at = self._stepped_at = 0.0
+        self._n_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: a run that goes on prints its own time."""
+        return {}
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Note that evaluations are fit's own. Where a run goes on in the middle of an epoch, its line begins here."""
+        self._is_in_fit = True
+        self.on_epoch_begin(0)
+        if not self.model.strategy.is_chief:
+            self._verbose = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Begin a line."""
+        self._began_at = self._reported_at = self._stepped_at = time.monotonic()
+        self._n_steps = 0
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        """Move the bar; report an epoch that takes long."""
+        self._n_steps += 1
+        self._stepped_at = now = time.monotonic()
+        if self._verbose == 1:
+            if self._bar is None:
+                epoch = f"epoch {self._epoch + 1}/{self.params['epochs']}"
+                self._bar = tqdm(total=self.params["steps"], desc=epoch, file=sys.stdout, leave=False, initial=batch)
+            self._bar.update()
+            if now - self._reported_at > 0.5:
+                self._bar.set_postfix_str(_text_of(logs), refresh=False)
+                self._reported_at = now
+        elif self._verbose == 2 and now - self._reported_at > _REPORT_S:
+            rate = self._n_steps / (now - self._began_at)
+            total = self.params["steps"]
+            left = f", {(total - batch - 1) / rate:.0f} s left in the epoch" if total else ""
+            of = f"/{total}" if total else ""
+            self.model.print_once(
+                f"epoch {self._epoch + 1}  step {batch + 1}{of}  {rate:.3g} steps/s{left}  {_text_of(logs)} (this rank)"
+            )
+            self._reported_at = now
+
+    @property
+    def _epoch(self) -> int:
+        done = self.model.history.epoch
+        return done[-1] + 1 if done else int(self.params["initial_epoch"])
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Print the line of the epoch."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        if not self._verbose:
+            return
+        now = time.monotonic()
+        step_s = max(0.0, self._stepped_at - self._began_at) / max(1, self._n_steps)
+        pace = f"{self._n_steps} steps  {now - self._began_at:.1f} s  {step_s * 1e3:.3g} ms/step"
+        self.model.print_once(f"epoch {epoch + 1}/{self.params['epochs']}  {pace}  {_text_of(logs)}")
+
+    def on_test_end(self, logs: Logs) -> None:
+        """Print the line of an evaluation that is not fit's."""
+        if not self._is_in_fit and self._verbose:
+            self.model.print_once(f"evaluation  {_text_of(logs)}")
+
+
+def _text_of(logs: Logs) -> str:
+    texts = []
+    for name in logs:
+        value = logs.get(name)
+        if value is not None:
+            texts.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+    return "  ".join(texts)

@@ -1,0 +1,93 @@
+"""TensorBoard: event files of the logs, by torch.utils.tensorboard, which takes the package tensorboard."""
+
+from pathlib import Path
+from typing import Any
+
+from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.training.callbacks import Callback, Logs
+
+
+class TensorBoard(Callback):
+    """Writes logs for TensorBoard, on the chief alone: `train/` and `validation/` by epoch, `batches/` by step.
+
+    A run that goes on purges the steps that it makes again, so that a reader sees each once. Values by step are those
+    of the chief's replicas.
+
+    Args:
+        log_dir: the folder. Paths of other ranks do not count.
+        update_freq: "epoch"; or "batch", or a number of steps, after which values are written too.
+
+    Raises:
+        UsageError: for another update_freq. ConfigurationError: without the package tensorboard, or when the folder
+            cannot be written; on the chief.
+    """
+
+    def __init__(self, log_dir: Any = "logs", update_freq: str | int = "epoch") -> None:
+        steps = {"epoch": 0, "batch": 1}.get(update_freq, update_freq) if isinstance(update_freq, str) else update_freq
+        if not isinstance(steps, int) or steps < 0:
+            raise UsageError(
+                f"TensorBoard: expected update_freq 'epoch', 'batch' or steps, got {update_freq!r}; correct it."
+            )
+        self._folder, self._every = Path(log_dir), steps
+        self._writers: dict[str, Any] = {}
+        self._purged: dict[str, int] = {}
+        self.n_steps = self.n_epochs = 0
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Begin anew."""
+        self.n_steps = self.n_epochs = 0
+        self._purged = {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Note what an earlier run has written: what it wrote after this is purged."""
+        super().load_state_dict(state)
+        self._purged = {"train": self.n_epochs, "validation": self.n_epochs, "batches": self.n_steps}
+
+    def has_batch_hook(self) -> bool:
+        """Return False: it never ends fit."""
+        return False
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        """Write the values of this rank, if due."""
+        self.n_steps += self.model.steps_per_execution
+        if self._every and self.n_steps % self._every == 0 and self.model.strategy.is_chief:
+            for name in logs:
+                value = logs.get(name)
+                if value is not None:
+                    self._writer("batches").add_scalar(f"batch_{name}", value, self.n_steps - 1)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        """Write the values of an epoch."""
+        self.n_epochs = epoch + 1
+        if not self.model.strategy.is_chief:
+            return
+        for name, value in {**logs, "learning_rate": self.model.learning_rate}.items():
+            kind = "validation" if name.startswith("val_") else "train"
+            if isinstance(value, (int, float)):
+                self._writer(kind).add_scalar(f"epoch_{name.removeprefix('val_')}", value, epoch)
+        for writer in self._writers.values():
+            writer.flush()
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """Close the files."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers = {}
+
+    def _writer(self, kind: str) -> Any:
+        if kind not in self._writers:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ConfigurationError(
+                    "TensorBoard: expected the package tensorboard, got none; pip install tensorboard."
+                ) from error
+            try:
+                writer = SummaryWriter(str(self._folder / kind), purge_step=self._purged.get(kind))
+            except OSError as error:
+                raise ConfigurationError(
+                    f"TensorBoard: expected to write in {self._folder / kind}, got {error.strerror}; choose another "
+                    f"folder."
+                ) from error
+            self._writers[kind] = writer
+        return self._writers[kind]

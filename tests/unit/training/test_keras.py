@@ -1,0 +1,128 @@
+"""Callbacks and losses do what Keras 3 does, as recorded by tests/support/oracle/record_callbacks.py."""
+
+import gzip
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import hpcdist
+
+RECORDED = Path(__file__).parents[2] / "support" / "oracle" / "callbacks.json.gz"
+CASES = json.loads(gzip.decompress(RECORDED.read_bytes()))
+
+
+@pytest.fixture
+def model():
+    made = hpcdist.Model(torch.nn.Linear(1, 1))
+    made.compile(lambda parameters: torch.optim.SGD(parameters, lr=0.1), "mse")
+    return made
+
+
+def replay(case, model):
+    """Return what our callback does with a case, in the form in which Keras' is recorded."""
+    files = []
+    model.save = files.append
+    callback = getattr(hpcdist.callbacks, case["kind"])(**case["arguments"])
+    callback.set_model(model)
+    callback.on_train_begin()
+    rates, stopped = [], None
+    for epoch, logs in enumerate(case["logs"]):
+        callback.on_epoch_begin(epoch)
+        for batch in range(case["steps"]):
+            model.results = lambda logs=logs: dict(logs)
+            callback.on_train_batch_end(batch, logs)
+        callback.on_epoch_end(epoch, dict(logs))
+        rates.append(model.learning_rate)
+        if model.stop_training:
+            stopped = epoch
+            break
+    return {"files": files, "rates": rates, "stopped": stopped}
+
+
+@pytest.mark.parametrize("kind", ["EarlyStopping", "ReduceLROnPlateau", "ModelCheckpoint"])
+def test_callbacks_decide_as_those_of_keras(kind):
+    cases = [case for case in CASES["callbacks"] if case["kind"] == kind]
+    assert len(cases) == 150
+    for case in cases:
+        made = hpcdist.Model(torch.nn.Linear(1, 1))
+        made.compile(lambda parameters: torch.optim.SGD(parameters, lr=0.1), "mse")
+        found = replay(case, made)
+        assert found["files"] == case["files"], case["arguments"]
+        assert found["stopped"] == case["stopped"], case["arguments"]
+        assert found["rates"] == pytest.approx(case["rates"], rel=1e-5), case["arguments"]
+
+
+def test_the_recorded_cases_are_not_all_alike():
+    found = CASES["callbacks"]
+    assert len({case["stopped"] for case in found if case["kind"] == "EarlyStopping"}) > 8
+    assert sum(case["rates"][0] != case["rates"][-1] for case in found if case["kind"] == "ReduceLROnPlateau") > 50
+    assert sum(0 < len(case["files"]) < 12 for case in found if case["kind"] == "ModelCheckpoint") > 40
+
+
+@pytest.mark.parametrize("case", CASES["losses"], ids=lambda case: case["name"])
+def test_losses_have_the_values_of_keras(case):
+    loss = getattr(hpcdist.losses, case["name"].split()[0])(**case["arguments"], reduction="none")
+    predicted = torch.tensor(case["predicted"], dtype=torch.float32)
+    truth = torch.tensor(case["truth"])
+    torch.testing.assert_close(loss(truth, predicted), torch.tensor(case["values"]), rtol=1e-5, atol=1e-6)
+    weighted = loss(truth, predicted, torch.tensor(case["weight"]))
+    torch.testing.assert_close(weighted, torch.tensor(case["weighted"]), rtol=1e-5, atol=1e-6)
+    mean = getattr(hpcdist.losses, case["name"].split()[0])(**case["arguments"])(truth, predicted)
+    assert float(mean) == pytest.approx(sum(case["values"]) / 6, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "text"),
+    [
+        ("EarlyStopping", {"mode": "largest"}, "expected mode auto, min or max, got 'largest'"),
+        ("ReduceLROnPlateau", {"factor": 1.5}, "expected a factor below 1, got 1.5"),
+        ("ModelCheckpoint", {"filepath": "a", "save_freq": "week"}, "expected save_freq 'epoch' or steps"),
+        ("BackupAndRestore", {"backup_dir": "a", "save_freq": 0}, "expected save_freq 'epoch' or steps, got 0"),
+        ("TensorBoard", {"log_dir": "a", "update_freq": "week"}, "expected update_freq 'epoch', 'batch' or steps"),
+        ("LambdaCallback", {"on_epoch": print}, r"expected hooks of .*'on_epoch_end'.*, got \['on_epoch'\]"),
+    ],
+)
+def test_callbacks_with_wrong_arguments(kind, arguments, text):
+    with pytest.raises(hpcdist.errors.UsageError, match=text):
+        getattr(hpcdist.callbacks, kind)(**arguments)
+
+
+def test_a_monitored_value_whose_best_is_not_known(model):
+    stopping = hpcdist.callbacks.EarlyStopping("val_something")
+    stopping.set_model(model)
+    stopping.on_epoch_end(0, {"val_something": 1.0})
+    with pytest.raises(hpcdist.errors.UsageError, match="got 'val_something'; give mode='min' or mode='max'"):
+        stopping.on_epoch_end(1, {"val_something": 2.0})
+
+
+def test_names_in_a_file_name_that_are_no_logs(model):
+    checkpoint = hpcdist.callbacks.ModelCheckpoint("{epoch}-{val_los}.h5")
+    checkpoint.set_model(model)
+    with pytest.raises(hpcdist.errors.UsageError, match="expected names of epoch, loss in filepath, got 'val_los'"):
+        checkpoint.on_epoch_end(0, {"loss": 1.0})
+
+
+def test_a_schedule_of_one_or_two_arguments(model):
+    for schedule in (lambda epoch: 0.1 / (epoch + 1), lambda epoch, rate: 0.1 / (epoch + 1)):
+        scheduler = hpcdist.callbacks.LearningRateScheduler(schedule)
+        scheduler.set_model(model)
+        rates = []
+        for epoch in range(3):
+            logs = {}
+            scheduler.on_epoch_begin(epoch)
+            scheduler.on_epoch_end(epoch, logs)
+            rates.append(logs["learning_rate"])
+        assert rates == [0.1, 0.05, pytest.approx(0.1 / 3)]
+
+
+def test_nan_is_no_improvement():
+    assert math.isnan(float("nan"))
+    stopping = hpcdist.callbacks.EarlyStopping("loss", patience=1)
+    model = hpcdist.Model(torch.nn.Linear(1, 1))
+    stopping.set_model(model)
+    for epoch, loss in enumerate((1.0, float("nan"))):
+        stopping.on_epoch_end(epoch, {"loss": loss})
+    assert model.stop_training
