@@ -49,7 +49,8 @@ def _arguments_of(layer: nn.Module) -> dict[str, Any] | None:
     """Return the arguments of a layer's constructor, which torch keeps as attributes; None if one is not found."""
     found: dict[str, Any] = {}
     for name, parameter in inspect.signature(type(layer).__init__).parameters.items():
-        if name in ("self", "device", "dtype") or name.startswith("_"):
+        is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if name in ("self", "device", "dtype") or name.startswith("_") or is_variable:
             continue
         value = getattr(layer, name, parameter.default)
         if isinstance(value, torch.Tensor) or (name == "bias" and value is None):

@@ -38,7 +38,7 @@ def distribute(
         y: a nest of arrays of as many rows.
         sample_weight: a weight for each row.
         batch_size: rows of a global batch, for arrays.
-        shuffle: whether arrays are read in random order, a new one in every epoch.
+        shuffle: whether arrays are read in random order, a new one in every epoch; by torch.manual_seed.
         call: for messages.
 
     Raises:
@@ -66,7 +66,7 @@ def distribute(
     if not len(dataset):
         raise DataError(f"{call}: expected rows, got arrays without any; give data.")
     if shuffle:
-        dataset = dataset.shuffle()
+        dataset = dataset.shuffle().with_drawn_seed(int(torch.randint(1 << 62, ())))  # the chief's counts
     return _distributed(strategy, dataset.batch(batch_size or BATCH_SIZE), call)
 
 
@@ -133,7 +133,8 @@ def weights_of_classes(y: Any, table: Tensor) -> Tensor:
     labels = torch.as_tensor(y)
     if labels.dim() > 1:
         labels = labels[:, 0] if labels.shape[1] == 1 else labels.argmax(1)
-    return table[labels.long()]
+    labels = labels.long()
+    return torch.where(labels < len(table), table[labels.clamp(max=len(table) - 1)], torch.ones(()))
 
 
 def table_of_classes(class_weight: dict[int, float]) -> Tensor:

@@ -318,6 +318,11 @@ class Model(nn.Module):
         self.optimizer.step()
         return self.compute_metrics(x, y, y_pred, weight)
 
+    @staticmethod
+    def unpack(data: Any) -> tuple[Any, Any, Any]:
+        """Return x, y and sample_weight of what a step gets, as tensors; None for what is missing."""
+        return inputs.unpack(data)
+
     def test_step(self, data: Any) -> Mapping[str, Any]:
         """Evaluate this replica's part of a batch; a subclass may override it. Gradients are off."""
         x, y, weight = inputs.unpack(data)

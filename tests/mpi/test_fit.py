@@ -1,0 +1,438 @@
+"""fit, evaluate and predict on real ranks: the History of any number of ranks, each row once, what callbacks see."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from sklearn import datasets as sklearn_datasets
+from torch import nn
+
+import hpcdist
+from hpcdist.callbacks import Callback, EarlyStopping, LambdaCallback, LearningRateWarmup, ModelCheckpoint
+from hpcdist.errors import DataError, UsageError
+from hpcdist.losses import BinaryCrossentropy, Reduction, SparseCategoricalCrossentropy
+
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
+N_ROWS = 75  # of batches of 16: four whole ones, and one of 11
+
+
+@pytest.fixture
+def rows():
+    draws = np.random.default_rng(3)
+    x = draws.normal(size=(N_ROWS, 5)).astype(np.float32)
+    return x, (x.sum(1) > 0).astype(np.int64) + (x[:, 0] > 1)
+
+
+def make_model(strategy, n_outputs=3, seed=1, **options):
+    with strategy.scope():
+        torch.manual_seed(seed)
+        model = hpcdist.Model(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, n_outputs)))
+        given = {"optimizer": "adam", "loss": SparseCategoricalCrossentropy(from_logits=True), "metrics": ["accuracy"]}
+        model.compile(**{**given, **options})
+    return model
+
+
+@pytest.fixture(params=["one replica a rank", "four replicas"])
+def strategy(request, comm):
+    if request.param == "one replica a rank":
+        return hpcdist.MultiWorkerMirroredStrategy()
+    return hpcdist.MultiWorkerMirroredStrategy(num_replicas=4)
+
+
+def by_hand(rows, epochs, lr=0.001):
+    """Return the History of one process, by a loop that uses nothing of fit."""
+    x, y = map(torch.from_numpy, rows)
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.Adam(net.parameters(), lr=lr, eps=1e-7)
+    found = {"loss": [], "accuracy": []}
+    for _ in range(epochs):
+        total, right = 0.0, 0
+        for begin in range(0, N_ROWS, 16):
+            outputs, truth = net(x[begin : begin + 16]), y[begin : begin + 16]
+            losses = nn.functional.cross_entropy(outputs, truth, reduction="none")
+            optimizer.zero_grad()
+            losses.mean().backward()
+            optimizer.step()
+            total, right = total + losses.sum().item(), right + int((outputs.argmax(1) == truth).sum())
+        found["loss"].append(total / N_ROWS)
+        found["accuracy"].append(right / N_ROWS)
+    return found, net
+
+
+def test_the_history_is_that_of_a_loop_by_hand(strategy, rows):
+    model = make_model(strategy)
+    history = model.fit(*rows, batch_size=16, epochs=3, shuffle=False, verbose=0)
+    expected, net = by_hand(rows, 3)
+    assert history.epoch == [0, 1, 2]
+    assert history.history["accuracy"] == expected["accuracy"]
+    assert history.history["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert model.history is history
+    for own, other in zip(model.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6)
+
+
+def test_four_replicas_have_one_history_on_any_number_of_ranks(comm, rows):
+    """Compared with four replicas in this process alone, to the last digit."""
+
+    def run(strategy):
+        model = make_model(strategy)
+        fitted = model.fit(*rows, batch_size=16, epochs=2, validation_data=rows, verbose=0, shuffle=False)
+        return json.dumps(fitted.history), [one.detach().clone() for one in model.parameters()]
+
+    own = run(hpcdist.MultiWorkerMirroredStrategy(num_replicas=4))
+    alone = comm.Split(comm.rank, 0)
+    other = run(
+        hpcdist.MultiWorkerMirroredStrategy(hpcdist.MPIClusterResolver(roles="worker:*", comm=alone), num_replicas=4)
+    )
+    assert own[0] == other[0]
+    assert all(map(torch.equal, own[1], other[1]))
+
+
+def test_each_row_is_evaluated_once_and_predictions_are_in_order(strategy, rows):
+    x, y = rows
+    model = make_model(strategy)
+    found = model.evaluate(x, y, batch_size=16, verbose=0, return_dict=True)
+    with torch.no_grad():
+        outputs = model.net(torch.from_numpy(x))
+    losses = nn.functional.cross_entropy(outputs, torch.from_numpy(y), reduction="none")
+    assert found["accuracy"] == float((outputs.argmax(1).numpy() == y).sum()) / N_ROWS
+    assert found["loss"] == pytest.approx(losses.double().mean().item(), rel=1e-6)
+    assert model.evaluate(x, y, batch_size=16, verbose=0) == list(found.values())
+    predicted = model.predict(x, batch_size=16, verbose=0)
+    np.testing.assert_allclose(predicted, outputs.numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(model.predict_on_batch(x[:7]), outputs[:7].numpy(), rtol=1e-5, atol=1e-6)
+    assert model.training, "evaluate and predict leave the mode as it was"
+
+
+def test_weights_of_rows_and_classes(strategy, rows):
+    x, y = rows
+    weights = np.linspace(0.5, 2, N_ROWS)
+
+    def loss_of(**options):
+        model = make_model(strategy, weighted_metrics=["accuracy"])
+        return model.fit(x, y, batch_size=N_ROWS, verbose=0, shuffle=False, **options).history["loss"][0]
+
+    with torch.no_grad():
+        outputs = make_model(strategy).net(torch.from_numpy(x))
+    losses = nn.functional.cross_entropy(outputs, torch.from_numpy(y), reduction="none").double().numpy()
+    of_classes = np.array([1.0, 3.0, 1.0])
+    assert loss_of(sample_weight=weights) == pytest.approx((losses * weights).sum() / N_ROWS, rel=1e-5)
+    assert loss_of(class_weight={1: 3.0}) == pytest.approx((losses * of_classes[y]).sum() / N_ROWS, rel=1e-5)
+    both = loss_of(class_weight={1: 3.0}, sample_weight=weights)
+    assert both == pytest.approx((losses * of_classes[y] * weights).sum() / N_ROWS, rel=1e-5)
+
+
+def test_datasets_and_loaders_are_taken_as_they_are(strategy, rows):
+    expected = make_model(strategy).fit(*rows, batch_size=16, shuffle=False, verbose=0).history
+    dataset = hpcdist.Dataset.from_tensor_slices(rows).batch(16)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(*map(torch.from_numpy, rows)), batch_size=16, shuffle=False
+    )
+    for given in (dataset, loader, strategy.experimental_distribute_dataset(dataset)):
+        assert make_model(strategy).fit(given, verbose=0).history == expected
+    with pytest.raises(UsageError, match="expected x alone where it is a dataset, got y, batch_size too"):
+        make_model(strategy).fit(dataset, rows[1], batch_size=3, verbose=0)
+
+
+def test_steps_of_an_epoch_go_on_where_the_last_one_ended(strategy, rows):
+    numbers = np.arange(N_ROWS, dtype=np.float32).reshape(-1, 1).repeat(5, 1)
+    seen = []
+
+    class Noting(hpcdist.Model):
+        def train_step(self, data):
+            seen.extend(data[0][:, 0].tolist())
+            return super().train_step(data)
+
+    def make():
+        with strategy.scope():
+            model = Noting(nn.Linear(5, 3))
+            model.compile("sgd", SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    data = hpcdist.Dataset.from_tensor_slices((numbers, rows[1])).batch(16)
+    model = make()
+    model.fit(data, epochs=3, steps_per_epoch=2, verbose=0)
+    assert model.n_steps_of_epoch == 2
+    everywhere = sorted(hpcdist.all_gather(np.array(seen)).tolist())
+    assert everywhere == sorted([*range(75), *range(16)]), "five steps are a pass, and the sixth begins the next one"
+    with pytest.raises(UsageError, match="expected steps_per_epoch of at most 5, the batches of the dataset, got 6"):
+        make().fit(data, steps_per_epoch=6, verbose=0)
+    assert len(make().fit(data.repeat(), epochs=2, steps_per_epoch=6, verbose=0).epoch) == 2
+
+
+def test_a_validation_of_some_steps_sees_the_same_rows_each_time(strategy, rows):
+    model = make_model(strategy, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    history = model.fit(
+        *rows, epochs=4, validation_data=rows, validation_steps=2, validation_freq=2, batch_size=16, verbose=0
+    ).history
+    first = model.evaluate(rows[0][:32], rows[1][:32], batch_size=16, verbose=0)
+    assert history["val_loss"] == pytest.approx([first[0]] * 2, rel=1e-6)
+    assert len(history["loss"]) == 4
+    split = make_model(strategy).fit(*rows, validation_split=0.2, batch_size=16, verbose=0).history
+    assert set(split) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+
+
+def test_one_rank_that_stops_stops_all(comm, strategy, rows):
+    class Stopping(Callback):
+        def on_train_batch_end(self, batch, logs):
+            assert math.isfinite(logs["loss"])
+            assert set(logs) == {"loss", "accuracy"}
+            if comm.rank == comm.size - 1 and batch == 2:
+                self.model.stop_training = True
+
+    model = make_model(strategy)
+    history = model.fit(*rows, batch_size=16, epochs=5, callbacks=[Stopping()], verbose=0)
+    assert (history.epoch, model.n_steps_of_epoch) == ([0], 3)
+
+    def stop(epoch, logs):
+        model.stop_training = comm.rank == 0 and epoch == 1
+
+    ended = model.fit(*rows, batch_size=16, epochs=5, callbacks=LambdaCallback(on_epoch_end=stop), verbose=0)
+    assert ended.epoch == [0, 1]
+
+
+def test_callbacks_are_called_in_the_order_of_keras(strategy, rows):
+    calls = []
+    hooks = {name: (lambda *args, name=name: calls.append(name)) for name in dir(Callback) if name.startswith("on_")}
+    model = make_model(strategy)
+    model.fit(*rows, batch_size=N_ROWS, validation_data=rows, callbacks=LambdaCallback(**hooks), verbose=0)
+    of_test = ["on_test_begin", "on_test_batch_begin", "on_test_batch_end"]
+    n_test = -(-N_ROWS // N_ROWS)
+    assert calls == [
+        "on_train_begin",
+        "on_epoch_begin",
+        "on_train_batch_begin",
+        "on_train_batch_end",
+        of_test[0],
+        *of_test[1:] * n_test,
+        "on_test_end",
+        "on_epoch_end",
+        "on_train_end",
+    ]
+
+
+def test_the_best_weights_come_back(strategy, rows):
+    seen = {}
+    stopping = EarlyStopping("loss", mode="max", patience=1, restore_best_weights=True)
+    model = make_model(strategy, optimizer="sgd")
+    note = LambdaCallback(on_epoch_end=lambda epoch, logs: seen.setdefault(epoch, model.get_weights()))
+    history = model.fit(*rows, batch_size=16, epochs=6, callbacks=[stopping, note], verbose=0)
+    assert history.epoch == [0, 1], "the loss falls, so that the first epoch is the best one"
+    assert all(map(np.array_equal, model.get_weights(), seen[0]))
+    assert not all(map(np.array_equal, seen[1], seen[0]))
+
+
+def test_the_learning_rate_warms_up_to_that_of_all_replicas(strategy, rows):
+    rates = []
+    model = make_model(strategy, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    note = LambdaCallback(on_epoch_end=lambda epoch, logs: rates.append(model.learning_rate))
+    warmup = LearningRateWarmup(warmup_epochs=2)
+    model.fit(*rows, batch_size=16, epochs=4, callbacks=[warmup, note], verbose=0)
+    n = strategy.num_replicas_in_sync
+    assert rates[0] == pytest.approx(0.01)
+    assert rates[1] == pytest.approx(0.01 * (1 + (1 + 4 / 5) / 2 * (n - 1)))
+    assert rates[2:] == pytest.approx([0.01 * n] * 2)
+
+
+def test_a_model_is_saved_and_loaded_with_its_optimizer(strategy, rows, shared_path):
+    folder = shared_path / "models"
+    model = make_model(strategy)
+    model.fit(
+        *rows, batch_size=16, epochs=2, callbacks=ModelCheckpoint(folder / "m-{epoch}.h5"), verbose=0, shuffle=False
+    )
+    assert sorted(one.name for one in folder.iterdir()) == ["m-1.h5", "m-2.h5"]
+    expected = model.fit(*rows, batch_size=16, verbose=0, shuffle=False).history
+    with strategy.scope():
+        loaded = hpcdist.load_model(folder / "m-2.h5")
+    assert loaded.fit(*rows, batch_size=16, verbose=0, shuffle=False).history == expected
+    model.save_weights(folder / "w.h5")
+    other = make_model(strategy, seed=9)
+    other.load_weights(folder / "w.h5")
+    assert all(map(np.array_equal, other.get_weights(), model.get_weights()))
+
+
+def test_a_model_that_needs_a_factory(strategy, rows, shared_path):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    with strategy.scope():
+        model = hpcdist.Model(Own())
+        model.compile("adam", SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(*rows, verbose=0)
+    path = shared_path / "own.h5"
+    model.save(path)
+    with strategy.scope():
+        with pytest.raises(UsageError, match="load_model: expected a factory for"):
+            hpcdist.load_model(path)
+        loaded = hpcdist.load_model(path, Own)
+    assert loaded.evaluate(*rows, verbose=0) == model.evaluate(*rows, verbose=0)
+
+
+def test_a_subclass_with_steps_of_its_own(strategy, rows):
+    """As in the guides: a loss tracker that the model makes, and values that are no metrics."""
+
+    class Own(hpcdist.Model):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(5, 1)
+            self.tracker = hpcdist.metrics.Mean("my_loss")
+
+        def forward(self, x):
+            return self.layer(x)
+
+        @property
+        def metrics(self):
+            return [self.tracker]
+
+        def train_step(self, data):
+            x, y, _ = hpcdist.Model.unpack(data)
+            self.optimizer.zero_grad()
+            losses = (self(x)[:, 0] - y).square()
+            hpcdist.compute_average_loss(losses, global_batch_size=25).backward()
+            self.optimizer.step()
+            self.tracker.update_state(losses.detach())
+            return {"my_loss": self.tracker.result(), "rows": float(len(x))}
+
+    with strategy.scope():
+        model = Own()
+        model.compile("sgd")
+    logs = model.fit(*rows, batch_size=25, verbose=0, epochs=2).history
+    assert set(logs) == {"my_loss", "rows"}
+    assert logs["my_loss"][1] < logs["my_loss"][0]
+    assert logs["rows"] == [25 / strategy.n_replicas] * 2
+
+
+def test_several_outputs_have_losses_and_metrics_of_their_own(strategy, rows):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(5, 3), nn.Linear(5, 1)
+
+        def forward(self, x):
+            return {"kind": self.one(x), "sum": self.two(x)}
+
+    x, y = rows
+    truth = {"kind": y, "sum": x.sum(1)}
+    with strategy.scope():
+        torch.manual_seed(1)
+        model = hpcdist.Model(Two())
+        model.compile(
+            "sgd",
+            loss={"kind": SparseCategoricalCrossentropy(from_logits=True), "sum": "mse"},
+            loss_weights={"kind": 1.0, "sum": 0.5},
+            metrics={"kind": ["accuracy"], "sum": ["mae"]},
+        )
+    with torch.no_grad():
+        found = model.net(torch.from_numpy(x))
+    expected = nn.functional.cross_entropy(found["kind"], torch.from_numpy(y)) + 0.5 * nn.functional.mse_loss(
+        found["sum"][:, 0], torch.from_numpy(x.sum(1))
+    )
+    logs = model.evaluate(x, truth, verbose=0, return_dict=True)
+    assert set(logs) == {"loss", "kind_accuracy", "sum_mae"}
+    assert logs["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert set(model.predict(x, verbose=0)) == {"kind", "sum"}
+
+
+def test_the_guides_custom_loop_prints_the_guides_losses(strategy):
+    """They follow by hand: kernel -0.382, bias 0, cross-entropy from logits, L2(1e-4), SGD(0.01), rows of ones."""
+    with strategy.scope():
+        model = hpcdist.Model(nn.Sequential(nn.Linear(1, 1)))
+        model.add_regularizer(hpcdist.regularizers.L2(1e-4), model.net[0].weight)
+        with torch.no_grad():
+            model.net[0].weight.fill_(-0.382)
+            model.net[0].bias.zero_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rows = torch.ones(16, 1)
+    data = strategy.experimental_distribute_dataset(
+        hpcdist.Dataset.from_tensor_slices((rows, rows)).batch(16).repeat(210)
+    )
+    loss_object = BinaryCrossentropy(from_logits=True, reduction=Reduction.NONE)
+
+    def train_step(x, y):
+        optimizer.zero_grad()
+        loss = hpcdist.compute_average_loss(loss_object(y, model(x)), global_batch_size=16)
+        loss = loss + hpcdist.scale_regularization_loss(sum(model.losses))
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    printed = [float(strategy.reduce("SUM", strategy.run(train_step, args=batch), axis=None)) for batch in data]
+    kernel, bias, expected = -0.382, 0.0, []
+    for _ in range(210):
+        z = kernel + bias
+        expected.append(math.log1p(math.exp(-z)) + 1e-4 * kernel**2)
+        slope = -1 / (1 + math.exp(z))
+        kernel, bias = kernel - 0.01 * (slope + 2e-4 * kernel), bias - 0.01 * slope
+    assert printed == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"optimizer": "adm"}, "expected a known optimizer, got 'adm'; close ones are .*adam"),
+        ({"loss": "sparse_crossentropy"}, "expected a known loss, got 'sparse_crossentropy'; close ones are .*sparse"),
+        ({"metrics": ["acuracy"]}, "expected a known metric, got 'acuracy'; close ones are .*accuracy"),
+        ({"optimizer": 3}, "expected an optimizer, its name, or a function"),
+        ({"loss": 3}, "expected a loss by name, or a function, got int"),
+    ],
+)
+def test_unknown_names_list_close_ones(strategy, options, text):
+    with pytest.raises(UsageError, match=text):
+        make_model(strategy, **options)
+
+
+def test_outputs_that_are_not_what_a_loss_takes(strategy, rows):
+    """On all ranks, as each has rows."""
+    if strategy._has_fixed_replicas:
+        pytest.skip("one kind of replicas is enough")
+    with pytest.raises(
+        UsageError, match=r"expected probabilities.*use SparseCategoricalCrossentropy\(from_logits=True\)"
+    ):
+        make_model(strategy, loss="sparse_categorical_crossentropy").fit(*rows, batch_size=16, verbose=0)
+    with strategy.scope():
+        model = hpcdist.Model(nn.Sequential(nn.Linear(5, 3), nn.Softmax(-1)))
+        model.compile("sgd", SparseCategoricalCrossentropy(from_logits=True))
+    with pytest.raises(UsageError, match="expected logits.*leave out the last Softmax"):
+        model.fit(*rows, batch_size=16, verbose=0)
+    model.compile("sgd", "sparse_categorical_crossentropy", ["accuracy"])
+    model.fit(*rows, batch_size=16, verbose=0)
+
+
+def test_data_that_does_not_fit(strategy, rows):
+    if strategy._has_fixed_replicas:
+        pytest.skip("one kind of replicas is enough")
+    x, y = rows
+    with pytest.raises(UsageError, match=r"0: expected inputs that fit Linear\(in_features=5.*got \(\d+, 4\)"):
+        make_model(strategy).fit(x[:, :4], y, batch_size=16, verbose=0)
+    with pytest.raises(UsageError, match="sparse_categorical_crossentropy: expected y_true that fits predictions"):
+        make_model(strategy).fit(x, y + 7, batch_size=16, verbose=0)
+    with pytest.raises(DataError, match="expected rows, got arrays without any"):
+        make_model(strategy).fit(x[:0], y[:0], verbose=0)
+    with pytest.raises(DataError, match="same number of rows"):
+        make_model(strategy).fit(x, y[:-1], verbose=0)
+    with strategy.scope(), pytest.raises(UsageError, match="expected model.compile"):
+        hpcdist.Model(nn.Linear(5, 3)).fit(x, y)
+
+
+def test_the_digits_are_learned(strategy):
+    digits = sklearn_datasets.load_digits()
+    x, y = (digits.data / 16).astype(np.float32), digits.target
+    order = np.random.default_rng(1).permutation(len(x))
+    train, test = order[:1500], order[1500:]
+    with strategy.scope():
+        torch.manual_seed(1)
+        model = hpcdist.Model(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10), nn.Softmax(-1)))
+        model.compile(
+            lambda parameters: torch.optim.Adam(parameters, 0.003), "sparse_categorical_crossentropy", ["accuracy"]
+        )
+    data = hpcdist.Dataset.from_tensor_slices((x[train], y[train])).shuffle(seed=1).batch(32)
+    history = model.fit(data, epochs=12, validation_data=(x[test], y[test]), verbose=0).history
+    assert history["val_accuracy"][-1] >= 0.97
