@@ -127,7 +127,7 @@ class PreemptionCheckpointHandler:
         self._step_at_poll = self.step
         self._saves.begin(self.step, is_restored=self.restored_path is not None)
         self._world.step_flags.attach(self)
-        call_when_done(self._record_end)
+        call_when_done(self.record_end)
         if self.deadline is not None:
             self._log(self.deadline.describe())
         if self._config.save_fn is None:
@@ -366,8 +366,11 @@ class PreemptionCheckpointHandler:
                     f"the next attempt stops at once."
                 ) from None
 
-    def _record_end(self) -> None:
-        """Record that the program is finished: without `with`, once all ranks have exited with code 0."""
+    def record_end(self) -> None:
+        """Record that the program is finished; without `with` it is called once all ranks have exited with code 0.
+
+        Not collective: the chief writes.
+        """
         if self._is_done:  # finished or stopped, and recorded
             return
         try:

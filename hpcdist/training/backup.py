@@ -1,5 +1,6 @@
 """BackupAndRestore: a run of fit that is stopped or killed goes on at the exact sample with the exact bits."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,16 +16,17 @@ from hpcdist.training.callbacks import Callback
 
 #: Folders in use by fits of this program.
 _used: set[str] = set()
-#: Their managers, whose checkpoints go when the program ends well.
-_to_remove: list[CheckpointManager] = []
+#: Of fits that have ended: what records the end of the program, and what removes the checkpoints then.
+_ended: list[tuple[PreemptionCheckpointHandler, CheckpointManager | None]] = []
 
 
 class BackupAndRestore(Callback):
     """Saves the state of fit, and resumes it when the same program runs again, in the middle of an epoch or validation.
 
     The state is that of model, optimizer, data, metrics, History and callbacks. On a stop request (SIGTERM, the end of
-    the batch job, ...: see docs/stopping.md) all ranks save after the same batch, and exit with code 75; after a kill
-    fit resumes at the last save.
+    the batch job, ...: see docs/stopping.md) all ranks save after the same batch, and exit with code 75; so do later
+    calls of evaluate. After a kill fit resumes at the last save. The run is finished when the program has ended with
+    code 0.
 
     The folder is a run folder: `checkpoints/` and `decision.json`.
 
@@ -82,12 +84,13 @@ class BackupAndRestore(Callback):
         self._handler = PreemptionCheckpointHandler(None, self._manager, schedule=schedule)
         if self._handler.restored_path is not None and self.model.strategy.is_chief:
             log(f"fit: resuming at step {self._handler.step} from {self._handler.restored_path}")
-        with self._handler:
+        with contextlib.ExitStack() as stack:
+            stack.push(self._handler)  # records how it ends, if that is not well
             yield
-        self._manager.wait()
-        if self._deletes:
-            _to_remove.append(self._manager)
-        call_when_done(_remove_all)
+            stack.pop_all()
+        self._manager.save(self._handler.step, if_changed=True)
+        _ended.append((self._handler, self._manager if self._deletes else None))
+        call_when_done(_end_all)  # the program may have more to do: it is not finished, and stop requests count
 
     def after_epoch(self) -> None:
         """Save after an epoch. Collective: chief and workers."""
@@ -119,7 +122,9 @@ class _States:
         return [type(one).__name__ for one in self._callbacks]
 
 
-def _remove_all() -> None:
-    """Remove the checkpoints of fits that have ended: the program has."""
-    for manager in _to_remove:
-        manager.remove_all()
+def _end_all() -> None:
+    """Record that runs are finished, and remove their checkpoints: the program has ended well."""
+    for handler, manager in _ended:
+        handler.record_end()
+        if manager is not None:
+            manager.remove_all()
