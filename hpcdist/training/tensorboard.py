@@ -10,8 +10,8 @@ from hpcdist.training.callbacks import Callback, Logs
 class TensorBoard(Callback):
     """Writes logs for TensorBoard, on the chief alone: `train/` and `validation/` by epoch, `batches/` by step.
 
-    A run that goes on purges the steps that it makes again, so that a reader sees each once. Values by step are those
-    of the chief's replicas.
+    What is there of the steps that it writes is purged, so that a reader sees each step once, also in a run that goes
+    on. Values by step are those of the chief's replicas.
 
     Args:
         log_dir: the folder. Paths of other ranks do not count.
@@ -30,18 +30,11 @@ class TensorBoard(Callback):
             )
         self._folder, self._every = Path(log_dir), steps
         self._writers: dict[str, Any] = {}
-        self._purged: dict[str, int] = {}
-        self.n_steps = self.n_epochs = 0
+        self.n_steps = 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Begin anew."""
-        self.n_steps = self.n_epochs = 0
-        self._purged = {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Note what an earlier run has written: what it wrote after this is purged."""
-        super().load_state_dict(state)
-        self._purged = {"train": self.n_epochs, "validation": self.n_epochs, "batches": self.n_steps}
+        self.n_steps = 0
 
     def has_batch_hook(self) -> bool:
         """Return False: it never ends fit."""
@@ -54,17 +47,16 @@ class TensorBoard(Callback):
             for name in logs:
                 value = logs.get(name)
                 if value is not None:
-                    self._writer("batches").add_scalar(f"batch_{name}", value, self.n_steps - 1)
+                    self._writer("batches", self.n_steps - 1).add_scalar(f"batch_{name}", value, self.n_steps - 1)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         """Write the values of an epoch."""
-        self.n_epochs = epoch + 1
         if not self.model.strategy.is_chief:
             return
         for name, value in {**logs, "learning_rate": self.model.learning_rate}.items():
             kind = "validation" if name.startswith("val_") else "train"
             if isinstance(value, (int, float)):
-                self._writer(kind).add_scalar(f"epoch_{name.removeprefix('val_')}", value, epoch)
+                self._writer(kind, epoch).add_scalar(f"epoch_{name.removeprefix('val_')}", value, epoch)
         for writer in self._writers.values():
             writer.flush()
 
@@ -74,7 +66,8 @@ class TensorBoard(Callback):
             writer.close()
         self._writers = {}
 
-    def _writer(self, kind: str) -> Any:
+    def _writer(self, kind: str, step: int) -> Any:
+        """Return what writes events of a kind; those of this step and later ones that are there are purged."""
         if kind not in self._writers:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -83,7 +76,7 @@ class TensorBoard(Callback):
                     "TensorBoard: expected the package tensorboard, got none; pip install tensorboard."
                 ) from error
             try:
-                writer = SummaryWriter(str(self._folder / kind), purge_step=self._purged.get(kind))
+                writer = SummaryWriter(str(self._folder / kind), purge_step=step)
             except OSError as error:
                 raise ConfigurationError(
                     f"TensorBoard: expected to write in {self._folder / kind}, got {error.strerror}; choose another "

@@ -22,6 +22,7 @@ COMMANDS = {
     "mpirun -n 2 python mine.py": "test_programs",
     "python jobs/train.py --run-dir runs/one": "test_the_three_ways",
     "mpirun -n 4 python jobs/train.py --run-dir runs/four": "test_the_three_ways",
+    "mpirun -n 4 python jobs/fit.py --run-dir runs/fit": "test_fit_as_in_the_readme",
     "mpirun -n 5 python jobs/train.py --strategy ps --roles 'ps:2,worker:*'": "test_parameter_servers_as_in_the_readme",
     "mpirun -n 4 python jobs/coordinated.py --roles 'ps:1,chief:1,worker:*'": "test_parameter_servers_as_in_the_readme",
     "sbatch --nodes 2 slurm/train-ps.sbatch": "test_the_batch_script_is_shipped, and tests/slurm",
@@ -159,6 +160,12 @@ def test_parameter_servers_as_in_the_readme(clone, clean_environ):
         output, seconds = run(command, clone, clean_environ, 110)
         assert re.search(rf"accuracy 0\.9\d+  checkpoint runs/{folder}/\S+$", output, re.MULTILINE), output[-2000:]
         print(f"{seconds:.0f} s: {output.splitlines()[-1]}")
+
+
+def test_fit_as_in_the_readme(clone, clean_environ):
+    output, seconds = run("mpirun -n 4 python jobs/fit.py --run-dir runs/fit", clone, clean_environ, 110)
+    assert float(re.search(r"test accuracy (0\.\d+)$", output, re.MULTILINE)[1]) > 0.95, output[-2000:]
+    print(f"{seconds:.0f} s: {output.splitlines()[-1]}")
 
 
 @pytest.mark.quick

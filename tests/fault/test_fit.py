@@ -69,7 +69,7 @@ def run_with_harm(start, run, draws):
                 os.kill(job.pid_of(victim), sign)
                 n_harms += 1
         outcome = job.wait(90)
-        if outcome.code == 0:
+        if json.loads((run / "decision.json").read_text())["decision"] == "finished":
             return n_harms
         assert sign == signal.SIGKILL or outcome.code == 75, outcome.output
         assert outcome.code != 0

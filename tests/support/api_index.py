@@ -8,6 +8,7 @@ from hpcdist import public_names
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = {
     "strategy": "Strategies",
+    "training": "compile and fit",
     "tf_compat": "Variables, metrics and layers",
     "plan": "Parameter servers",
     "data": "Data",
