@@ -116,5 +116,6 @@ from hpcdist.tf_compat.variables import VariableAggregation as VariableAggregati
 from hpcdist.tf_compat.variables import VariableSynchronization as VariableSynchronization
 from hpcdist.training.load_model import load_model as load_model
 from hpcdist.training.model import Model as Model
+from hpcdist.training.sidecar import SidecarEvaluator as SidecarEvaluator
 
 __version__: str

@@ -108,6 +108,7 @@ _DEFINED_IN = {
     "tf_compat.tpu": ["TPUStrategy", "experimental_connect_to_cluster", "initialize_tpu_system"],
     "training.load_model": ["load_model"],
     "training.model": ["Model"],
+    "training.sidecar": ["SidecarEvaluator"],
     "tf_compat.variables": ["Variable", "VariableAggregation", "VariableSynchronization"],
 }
 #: Public name -> the module that defines it.

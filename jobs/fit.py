@@ -3,11 +3,12 @@
 python jobs/fit.py
 mpirun -n 4 python jobs/fit.py --run-dir runs/fit
 mpirun -n 5 python jobs/fit.py --strategy ps --roles 'ps:1,worker:*'           (parameter servers)
+mpirun -n 3 python jobs/fit.py --roles 'worker:2,evaluator:1'                (an evaluator beside the job)
 srun --mpi=pmi2 python jobs/fit.py --model cnn --data /datasets/mnist        (in an sbatch script)
 
 Default data: the 1,797 handwritten digits that come with scikit-learn. After 12 epochs about 0.97 of the test rows are
 right. The run folder holds log.csv, history.json, event files for TensorBoard in tensorboard/ (where that is
-installed), the best model in best.h5, and while it runs what it resumes from.
+installed), the best model in best.h5, and while it runs what it resumes from; an evaluator writes into evaluation/.
 """
 
 import argparse
@@ -72,6 +73,9 @@ def main():
             loss=SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
+    if strategy.cluster_resolver.task_type == "evaluator":
+        folder = args.run_dir / "evaluation"
+        hpcdist.SidecarEvaluator(model, test, args.run_dir / "checkpoints", log_dir=folder, poll_s=0.2).start()
     callbacks = [
         BackupAndRestore(args.run_dir, save_freq=args.save_every or "epoch"),
         ReduceLROnPlateau(patience=2, factor=0.5),

@@ -225,18 +225,18 @@ class Checkpoint:
         A crash leaves the old file or the new one; no other name is ever in its folder, if the folder's parent can be
         written to. Runs are saved by a CheckpointManager, which keeps several, and writes in the background.
 
-        Collective: chief and workers; the chief writes.
+        Collective: chief and workers, of whom the chief writes; on an evaluator by itself.
 
         Raises:
             CheckpointError: if it cannot be written; on all ranks.
 
-        Cost: one copy of the arrays on the chief, and the time to write them.
+        Cost: one copy of the arrays on the rank that writes, and the time to write them.
         """
         path, image = Path(path), FileImage()
         self.make_equal()
         gathered = self.gather()
         with self.world.agreed(self.world.role_comm):
-            if self.world.is_chief:
+            if self.world.is_chief or self.world.task.type == "evaluator":
                 written = describe(self.world, self.describe_sums())
                 facts = {"step": self.step, "time_s": time.time(), "metrics": {}, "written": written}
                 lay_out(image, facts, *self.collect(gathered))

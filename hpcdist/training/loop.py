@@ -190,6 +190,7 @@ class Fit:
     def _steps(self, epoch: int) -> Any:
         """Make the steps of an epoch that are left; return what the last one returned."""
         position, model, last = self.position, self._model, None
+        logs = LocalLogs(model)
         left = None if self._options.steps_per_epoch is None else self._options.steps_per_epoch - position.step
         is_first = True
         for batch, n_rows in self._batches(left):
@@ -199,7 +200,7 @@ class Fit:
             is_first = False
             position.step += 1
             if position.step % model.steps_per_execution == 0:
-                self._call("on_train_batch_end", position.step - 1, LocalLogs(model))
+                self._call("on_train_batch_end", position.step - 1, logs)
                 if self._is_stopped_between_batches():
                     break
         if position.step == 0:
@@ -273,7 +274,7 @@ def _evaluate(
     """Evaluate the batches that are left of a validation; return its logs. Collective: chief and workers."""
     for one in callbacks:
         one.on_test_begin()
-    last = None
+    last, local = None, LocalLogs(model)
     with model.evaluating():
         left = None if steps is None else steps - position.test_step
         for batch, n_rows in itertools.islice(rows_of_batches(batches), left):
@@ -282,7 +283,7 @@ def _evaluate(
             last = model.run_step(model.test_step, batch, n_rows, must_check=position.test_step == 0)
             position.test_step += 1
             for one in callbacks:
-                one.on_test_batch_end(position.test_step - 1, LocalLogs(model))
+                one.on_test_batch_end(position.test_step - 1, local)
         if not position.test_step:
             raise DataError("evaluate: expected batches, got none; give data with rows.")
         logs = {**model.results(), **model.mean_of_step(last)}

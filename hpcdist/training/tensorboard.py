@@ -69,18 +69,32 @@ class TensorBoard(Callback):
     def _writer(self, kind: str, step: int) -> Any:
         """Return what writes events of a kind; those of this step and later ones that are there are purged."""
         if kind not in self._writers:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ConfigurationError(
-                    "TensorBoard: expected the package tensorboard, got none; pip install tensorboard."
-                ) from error
-            try:
-                writer = SummaryWriter(str(self._folder / kind), purge_step=step)
-            except OSError as error:
-                raise ConfigurationError(
-                    f"TensorBoard: expected to write in {self._folder / kind}, got {error.strerror}; choose another "
-                    f"folder."
-                ) from error
-            self._writers[kind] = writer
+            self._writers[kind] = open_writer(self._folder / kind, step)
         return self._writers[kind]
+
+
+def open_writer(folder: Path, step: int, is_needed: bool = True) -> Any:
+    """Return what writes events into a folder, from a step on.
+
+    Args:
+        folder: where.
+        step: events of it, and later ones, that are there are purged.
+        is_needed: whether a missing package is an error; else None is returned.
+
+    Raises:
+        ConfigurationError: when there is no such package, or the folder cannot be written.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        if not is_needed:
+            return None
+        raise ConfigurationError(
+            "TensorBoard: expected the package tensorboard, got none; pip install tensorboard."
+        ) from error
+    try:
+        return SummaryWriter(str(folder), purge_step=step)
+    except OSError as error:
+        raise ConfigurationError(
+            f"TensorBoard: expected to write in {folder}, got {error.strerror}; choose another folder."
+        ) from error

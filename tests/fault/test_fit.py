@@ -54,7 +54,7 @@ def unbroken(tmp_path_factory):
 
 
 def run_with_harm(start, run, draws):
-    """Run it, harmed at three random moments, until it ends; return how many of them were in time."""
+    """Run it, harmed at three random moments, until it ends; return how many were in time, and how it ended."""
     n_harms = 0
     for number in range(4):
         job = start(2, *command(run))
@@ -70,10 +70,44 @@ def run_with_harm(start, run, draws):
                 n_harms += 1
         outcome = job.wait(90)
         if json.loads((run / "decision.json").read_text())["decision"] == "finished":
-            return n_harms
+            return n_harms, outcome.code
         assert sign == signal.SIGKILL or outcome.code == 75, outcome.output
         assert outcome.code != 0
     raise AssertionError(f"the run did not end: {outcome.output}")
+
+
+def test_an_evaluator_sees_the_last_checkpoint_and_ends_with_the_job(start, tmp_path, unbroken):
+    run = tmp_path / "run"
+    outcome = start(3, *command(run, "--roles", "worker:2,evaluator:1")).wait(90)
+    assert outcome.code == 0, outcome.output
+    lines = [json.loads(line) for line in (run / "evaluation" / "evaluations.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 138
+    assert lines[-1]["loss"] == pytest.approx(unbroken[0]["val_loss"][-1], rel=1e-6)
+    assert (run / "evaluation" / "best.h5").exists()
+    assert [step for tag, step, _ in events_of(run / "evaluation") if tag == "evaluation_loss"] == steps
+
+
+def test_an_evaluator_in_a_job_of_its_own_ends_when_the_run_is_finished(start, tmp_path, root):
+    """Its folder is that of a ModelCheckpoint; without a new file it stops at a signal."""
+    run = tmp_path / "run"
+    assert start(1, *command(run, "--epochs", 2)).wait(90).code == 0
+    program = f"""
+import sys; sys.path.insert(0, {str(root / "jobs")!r})
+import hpcdist, images
+model = hpcdist.load_model({str(run / "best.h5")!r})
+test = images.load_digits()[1]
+evaluator = hpcdist.SidecarEvaluator(model, test, {str(run)!r}, max_evaluations=int(sys.argv[1]))
+evaluator.start()
+print(len(evaluator.evaluations), "evaluations")
+"""
+    outcome = start(1, "-c", program, 1).wait(60)
+    assert (outcome.code, outcome.output.splitlines()[-1]) == (0, "1 evaluations"), outcome.output
+    waiting = start(1, "-c", program, 5)
+    waiting.wait_for_line("evaluation  step 1")
+    os.kill(waiting.pid_of(0), signal.SIGTERM)
+    assert waiting.wait(30).code == 75
 
 
 SEEDS = [1, 2, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(3, 26))]
@@ -82,7 +116,9 @@ SEEDS = [1, 2, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(3
 @pytest.mark.parametrize("seed", SEEDS)
 def test_harm_at_random_moments_changes_nothing(start, tmp_path, unbroken, seed):
     run = tmp_path / "run"
-    assert run_with_harm(start, run, random.Random(seed))
+    n_harms, code = run_with_harm(start, run, random.Random(seed))
+    assert n_harms > 0
     assert end_of(run) == unbroken
-    assert not list((run / "checkpoints").glob("*.h5")), "the program has ended: a new one trains anew"
+    if code == 0:  # else it was harmed after it had said that it is finished
+        assert not list((run / "checkpoints").glob("*.h5")), "the program has ended: a new one trains anew"
     assert json.loads((run / "decision.json").read_text())["decision"] == "finished"

@@ -41,12 +41,12 @@ def strategy(request, comm):
     return hpcdist.MultiWorkerMirroredStrategy(num_replicas=4)
 
 
-def by_hand(rows, epochs, lr=0.001):
-    """Return the History of one process, by a loop that uses nothing of fit."""
+def by_hand(rows, epochs, make_optimizer=lambda parameters: torch.optim.Adam(parameters, eps=1e-7)):
+    """Return the History of one process, by a loop that uses nothing of fit, and the module."""
     x, y = map(torch.from_numpy, rows)
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
-    optimizer = torch.optim.Adam(net.parameters(), lr=lr, eps=1e-7)
+    optimizer = make_optimizer(net.parameters())
     found = {"loss": [], "accuracy": []}
     for _ in range(epochs):
         total, right = 0.0, 0
@@ -436,3 +436,45 @@ def test_the_digits_are_learned(strategy):
     data = hpcdist.Dataset.from_tensor_slices((x[train], y[train])).shuffle(seed=1).batch(32)
     history = model.fit(data, epochs=12, validation_data=(x[test], y[test]), verbose=0).history
     assert history["val_accuracy"][-1] >= 0.97
+
+
+# -- parameter servers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_fit_on_parameter_servers(comm, rows, synchronous):
+    """All workers end an epoch together, and see one state when they evaluate."""
+    if comm.size < 2:
+        pytest.skip("servers need a rank of their own")
+    left_with = found = error = None
+    try:
+        strategy = hpcdist.ParameterServerStrategy(
+            hpcdist.MPIClusterResolver(roles="ps:1,worker:*"), synchronous=synchronous
+        )
+    except SystemExit as left:
+        left_with = left.code
+    else:
+        try:
+            model = make_model(strategy, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.2))
+            note = EarlyStopping("val_loss", patience=2, restore_best_weights=True)
+            history = model.fit(
+                *rows, batch_size=16, epochs=6, validation_data=rows, callbacks=note, verbose=0, shuffle=False
+            ).history
+            found = (
+                json.dumps(history),
+                str(model.evaluate(*rows, verbose=0)),
+                model.predict(rows[0], verbose=0).tobytes(),
+            )
+            assert history["val_loss"][-1] < history["val_loss"][0]
+        except Exception as caught:  # the server goes on with the test, and would wait for this rank
+            error = caught
+        strategy._client.leave(0)
+    everywhere = comm.allgather((left_with, found, repr(error)))
+    if error is not None:
+        raise error
+    assert everywhere[0][0] == 0
+    assert len({found for _, found, _ in everywhere[1:]}) == 1, everywhere
+    if synchronous:
+        losses = json.loads(everywhere[1][1][0])["loss"]
+        expected, _ = by_hand(rows, len(losses), lambda parameters: torch.optim.SGD(parameters, lr=0.2))
+        assert losses == pytest.approx(expected["loss"], rel=1e-5)

@@ -1,0 +1,96 @@
+"""Time what fit costs: an epoch of `Model.fit` beside the loop by hand that computes the same loss and metrics.
+
+mpirun -n 2 python benchmarks/fit.py
+
+Both train the guides' MLP on the same arrays, by the same optimizer, with a mean loss and an accuracy of
+hpcdist.metrics. Epochs of both are timed in turn; beside the ratio of the medians stands that of the loop and itself.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+from models import MODELS, adam, batches, build
+from torch.nn.functional import cross_entropy
+
+import hpcdist
+
+BATCH = 64
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="mlp")
+    parser.add_argument("--rounds", type=int, default=20, help="pairs of epochs")
+    return parser.parse_args()
+
+
+class ByHand:
+    """The loop that a user would write."""
+
+    def __init__(self, strategy, dataset, model):
+        with strategy.scope():
+            self._model = build(model)
+            self._optimizer = adam(self._model)
+            self._loss, self._accuracy = hpcdist.metrics.Mean(), hpcdist.metrics.SparseCategoricalAccuracy()
+        self._strategy, self._batches = strategy, strategy.experimental_distribute_dataset(dataset)
+
+    def _step(self, images, labels):
+        self._optimizer.zero_grad()
+        outputs = self._model(images)
+        losses = cross_entropy(outputs, labels, reduction="none")
+        hpcdist.compute_average_loss(losses, global_batch_size=BATCH).backward()
+        self._optimizer.step()
+        self._loss.update_state(losses.detach())
+        self._accuracy.update_state(labels, outputs.detach())
+
+    def epoch(self):
+        """Train for an epoch; return loss and accuracy."""
+        for batch in self._batches:
+            self._strategy.run(self._step, args=batch)
+        found = float(self._loss.result()), float(self._accuracy.result())
+        self._loss.reset_state()
+        self._accuracy.reset_state()
+        return found
+
+
+class ByFit:
+    """compile and fit."""
+
+    def __init__(self, strategy, dataset, model):
+        loss = hpcdist.losses.SparseCategoricalCrossentropy(from_logits=True)
+        with strategy.scope():
+            self._model = hpcdist.Model(build(model))
+            self._model.compile(adam(self._model), loss, metrics=["accuracy"])
+        self._batches = strategy.experimental_distribute_dataset(dataset)
+
+    def epoch(self):
+        """Train for an epoch; return loss and accuracy."""
+        history = self._model.fit(self._batches, verbose=0).history
+        return history["loss"][0], history["accuracy"][0]
+
+
+def main():
+    args = parse_args()
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    rows = [torch.cat(parts) for parts in zip(*batches(BATCH, 0, 1), strict=True)]
+    dataset = hpcdist.Dataset.from_tensor_slices(tuple(rows)).batch(BATCH)
+    contenders = {"by hand": ByHand(strategy, dataset, args.model), "fit": ByFit(strategy, dataset, args.model)}
+    times = {name: [] for name in (*contenders, "by hand again")}
+    for number in range(args.rounds + 1):
+        found = {}
+        for name in ("by hand", "fit", "by hand again"):
+            strategy.barrier()
+            started = time.perf_counter()
+            found[name] = contenders[name.removesuffix(" again")].epoch()
+            if number:  # the first one makes everything
+                times[name].append((time.perf_counter() - started) / (len(rows[0]) // BATCH))
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    if strategy.is_chief:
+        for name, median in medians.items():
+            print(f"{name:14} {median * 1e3:.3f} ms a step, {median / medians['by hand']:.3f} of the loop by hand")
+
+
+if __name__ == "__main__":
+    main()
