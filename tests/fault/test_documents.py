@@ -23,7 +23,7 @@ COMMANDS = {
     "python jobs/train.py --run-dir runs/one": "test_the_three_ways",
     "mpirun -n 4 python jobs/train.py --run-dir runs/four": "test_the_three_ways",
     "mpirun -n 4 python jobs/fit.py --run-dir runs/fit": "test_fit_as_in_the_readme",
-    "mpirun -n 3 python jobs/fit.py --roles 'worker:2,evaluator:1'": "test_fit.py: an evaluator sees the last checkpoint",
+    "mpirun -n 3 python jobs/fit.py --roles 'worker:2,evaluator:1'": "tests/fault/test_fit.py",
     "mpirun -n 5 python jobs/train.py --strategy ps --roles 'ps:2,worker:*'": "test_parameter_servers_as_in_the_readme",
     "mpirun -n 4 python jobs/coordinated.py --roles 'ps:1,chief:1,worker:*'": "test_parameter_servers_as_in_the_readme",
     "sbatch --nodes 2 slurm/train-ps.sbatch": "test_the_batch_script_is_shipped, and tests/slurm",

@@ -167,3 +167,20 @@ def test_the_guides_tf_config_of_parameter_servers(clean_environ, tmp_path, guid
     n_steps = 30 if mode == "coordinator" or guide == "old" else 40
     n_workers = 1 if mode == "coordinator" else 3 if guide == "old" else 4
     assert f"weights [[{n_steps}.0, {n_steps}.0]] workers {n_workers}" in out
+
+
+@pytest.mark.parametrize("n_ranks", [2, pytest.param(1, marks=pytest.mark.sweep)])
+def test_the_guide_by_compile_and_fit_goes_on_from_its_own_files(clean_environ, tmp_path, n_ranks):
+    """The second call of its training function lists the folder, and restores the newest file, as in the guide."""
+    lines = run(clean_environ, n_ranks, "keras_guide.py", "--folder", tmp_path, "--epochs", "3").splitlines()
+    assert [line for line in lines if not line.startswith("epoch")] == [
+        "Creating a new model",
+        f"Restoring from {tmp_path}/ckpt/ckpt-3.keras",
+        lines[-1],
+    ]
+    assert [line.split()[1] for line in lines if line.startswith("epoch")] == [
+        *("1/3", "2/3", "3/3"),
+        *("4/6", "5/6", "6/6"),
+    ]
+    assert float(lines[-1].removeprefix("test accuracy ")) > 0.93
+    assert sorted(one.name for one in (tmp_path / "ckpt").iterdir()) == [f"ckpt-{n}.keras" for n in range(1, 7)]

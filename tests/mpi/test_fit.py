@@ -478,3 +478,35 @@ def test_fit_on_parameter_servers(comm, rows, synchronous):
         losses = json.loads(everywhere[1][1][0])["loss"]
         expected, _ = by_hand(rows, len(losses), lambda parameters: torch.optim.SGD(parameters, lr=0.2))
         assert losses == pytest.approx(expected["loss"], rel=1e-5)
+
+
+# -- callbacks that fail ----------------------------------------------------------------------------------------------
+
+
+def test_training_ends_at_a_loss_that_is_no_number(strategy, rows):
+    x, y = rows
+    x = x.copy()
+    x[40] = float("nan")  # on one rank, in the third batch
+    model = make_model(strategy, optimizer="sgd")
+    history = model.fit(
+        x, y, batch_size=16, epochs=5, callbacks=hpcdist.callbacks.TerminateOnNaN(), shuffle=False, verbose=0
+    )
+    assert history.epoch == [0]
+    assert model.n_steps_of_epoch in (3, 4), "the other ranks' losses are no numbers one step later"
+    assert math.isnan(history.history["loss"][0])
+
+
+def test_a_folder_that_cannot_be_written(strategy, rows, shared_path):
+    (shared_path / "file").write_text("not a folder")
+    model = make_model(strategy)
+    with pytest.raises(
+        hpcdist.errors.CheckpointError, match=r"write: expected to write \d+ bytes to .*Not a directory"
+    ):
+        model.fit(*rows, callbacks=ModelCheckpoint(shared_path / "file" / "m.h5"), verbose=0)
+
+
+def test_a_second_fit_in_a_folder_of_another(strategy, rows, shared_path):
+    model = make_model(strategy)
+    backup = hpcdist.callbacks.BackupAndRestore(shared_path / "run")
+    with pytest.raises(UsageError, match="expected at most one BackupAndRestore, got several"):
+        model.fit(*rows, callbacks=[backup, backup], verbose=0)
