@@ -119,10 +119,16 @@ def unpack(element: Any) -> tuple[Any, Any, Any]:
             f"of their own: ((a, b), y)."
         )
     x, y, weight = [*parts, None, None][:3]
-    return map_nest(_tensor_of, x), None if y is None else map_nest(_tensor_of, y), weight
+    return _tensors_of(x), None if y is None else _tensors_of(y), weight
+
+
+def _tensors_of(nest: Any) -> Any:
+    return map_nest(_tensor_of, nest) if is_nest(nest) else _tensor_of(nest)
 
 
 def _tensor_of(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
     if isinstance(value, np.ndarray) and value.dtype == np.float64:
         return torch.from_numpy(value).to(torch.get_default_dtype())
     return torch.as_tensor(value)

@@ -247,7 +247,8 @@ class Model(nn.Module):
             UsageError: when outputs, labels and losses do not fit together.
         """
         pairs = self._pairs(y, y_pred)
-        rows = torch.stack([weight * loss.of_rows(*own, sample_weight) for loss, weight, own in pairs]).sum(0)
+        parts = [(weight, loss.of_rows(*own, sample_weight)) for loss, weight, own in pairs]
+        rows = functools.reduce(torch.add, [rows if weight == 1 else weight * rows for weight, rows in parts])
         if self._must_check_outputs:
             for loss, _, (_, found) in pairs:
                 loss.check(found)
@@ -295,7 +296,7 @@ class Model(nn.Module):
                 metric.update_state(truth, found, sample_weight)
             else:
                 metric.update_state(truth, found)
-        return Results(self.named_metrics())
+        return Results(self.named_metrics)
 
     # -- steps of a replica -----------------------------------------------------------------------------------------
 
@@ -647,17 +648,17 @@ class Model(nn.Module):
 class Results(Mapping[str, Any]):
     """Metrics by name, each read when it is asked for: inside `run` of this replica, outside collective."""
 
-    def __init__(self, metrics: dict[str, Any]) -> None:
-        self._metrics = metrics
+    def __init__(self, find: Callable[[], dict[str, Any]]) -> None:
+        self._find = find
 
     def __getitem__(self, name: str) -> Any:
-        return self._metrics[name].result()
+        return self._find()[name].result()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._metrics)
+        return iter(self._find())
 
     def __len__(self) -> int:
-        return len(self._metrics)
+        return len(self._find())
 
 
 class _Evaluating:
