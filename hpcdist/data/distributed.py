@@ -138,6 +138,10 @@ class DistributedInput(ABC):
         if self._delivery.on_batch is not None:
             self._delivery.on_batch(None)
 
+    def leave_pass(self) -> None:
+        """Let the next iterator begin a pass, also where it would go on in the one whose cursor was loaded."""
+        self._is_resumed = False
+
     def _resume(self) -> None:
         """Let the next iterator continue at the cursor that was loaded; one that is in use raises from now on."""
         self._is_resumed = True
@@ -205,6 +209,7 @@ class DistributedDataset(DistributedInput):
 
     Attributes:
         dataset: what is read, with the batches that are read ahead.
+        global_rows: of the last batch, of all replicas together; with policies AUTO and DATA.
 
     Raises:
         DataError: when the dataset has no batch size; with FILE and fewer files than replicas; for a marked shard
@@ -226,7 +231,7 @@ class DistributedDataset(DistributedInput):
             dataset = replace(dataset, order=_in_parts(dataset.order, n_replicas))
         self.dataset = self._prefetched(dataset)
         self._replicas, self._n_replicas = replicas, n_replicas
-        self._cursor = Cursor()
+        self._cursor, self.global_rows = Cursor(), 0
 
     @property
     def position(self) -> int:
@@ -261,6 +266,8 @@ class DistributedDataset(DistributedInput):
         cursor, parts = next(readers[0], (self._cursor, None))
         if self._delivery.agree_rows is not None and self.dataset.is_stream:
             self._delivery.agree_rows(cursor.position - self._cursor.position)
+        rows = cursor.position - self._cursor.position  # and what a dropped remainder has, between two epochs of a pass
+        self.global_rows = min(rows, self._batch_rows or rows)
         self._cursor = cursor
         return parts
 

@@ -101,10 +101,8 @@ def rows_of_batches(batches: DistributedInput) -> Iterator[tuple[Any, int | None
         for batch in batches:
             yield batch, None
         return
-    before = batches.position
     for batch in batches:
-        yield batch, batches.position - before
-        before = batches.position
+        yield batch, batches.global_rows
 
 
 def unpack(element: Any) -> tuple[Any, Any, Any]:

@@ -116,7 +116,6 @@ class Fit:
         shown = Progress(options.verbose)
         self._callbacks = [*callbacks, shown]
         self._endless: Iterator[tuple[Any, int | None]] | None = None
-        self._start_of_validation: dict[str, Any] | None = None
         self._has_batch_hooks = any(one.has_batch_hook() for one in callbacks)
         n_batches = n_batches_of(train)
         n_steps = options.steps_per_epoch or n_batches
@@ -217,13 +216,9 @@ class Fit:
         yield from itertools.islice(self._endless, left)
 
     def _validate(self, batches: DistributedInput) -> dict[str, float]:
-        steps = self._options.validation_steps
-        start = batches.state_dict() if self._start_of_validation is None else self._start_of_validation
-        self._start_of_validation = start
-        logs = _evaluate(self._model, batches, steps, self._callbacks, self.position)
-        if steps is not None:  # the next one begins there too, as in Keras
-            batches.load_state_dict(start)
-        return logs
+        if not self.position.test_step:  # else a run goes on in the middle of a validation
+            batches.leave_pass()
+        return _evaluate(self._model, batches, self._options.validation_steps, self._callbacks, self.position)
 
     def _is_stopped_between_batches(self) -> bool:
         """Return whether the epoch ends here. Collective where callbacks act after batches: chief and workers.

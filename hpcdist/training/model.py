@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hpcdist.cluster.environment import launcher_of, read_environment
 from hpcdist.collectives.ops import ReduceOp
 from hpcdist.errors import UsageError
 from hpcdist.nest import is_nest, leaves, map_nest
@@ -78,6 +79,11 @@ class Model(nn.Module):
         self._must_check_outputs = False
         self.steps_per_execution = 1
         self._global_clipnorm: float | None = None
+
+    @property
+    def batch_rows(self) -> int | None:
+        """In a step: the rows of the batch on all replicas, to divide losses by; None where nobody knows them."""
+        return self._global_rows
 
     @property
     def net(self) -> nn.Module:
@@ -408,6 +414,19 @@ class Model(nn.Module):
         Cost: a step is that of a loop by hand; nothing is sent for metrics before an epoch ends.
         """
         self.require_compiled("fit")
+        if isinstance(self.strategy, ParameterServerStrategy) and self.strategy.world.coordinator is not None:
+            raise UsageError(
+                "fit: expected every worker to run the program, got workers that serve; schedule steps by a "
+                "ClusterCoordinator, or let workers call fit in place of Server.join()."
+            )
+        launcher = launcher_of(read_environment()) if type(self.strategy) is Strategy else None
+        if launcher is not None and launcher.size > 1:
+            logger.warning(
+                "fit: %s was made outside of every strategy.scope(): each of %d ranks trains a model of its own; make "
+                "it in the scope of a strategy.",
+                self.name,
+                launcher.size,
+            )
         if epochs < initial_epoch or epochs < 0:
             raise UsageError(f"fit: expected epochs of at least initial_epoch, got {epochs} and {initial_epoch}.")
         self._class_weights = None if class_weight is None else inputs.table_of_classes(class_weight)

@@ -510,3 +510,29 @@ def test_a_second_fit_in_a_folder_of_another(strategy, rows, shared_path):
     backup = hpcdist.callbacks.BackupAndRestore(shared_path / "run")
     with pytest.raises(UsageError, match="expected at most one BackupAndRestore, got several"):
         model.fit(*rows, callbacks=[backup, backup], verbose=0)
+
+
+# -- rows of all replicas ---------------------------------------------------------------------------------------------
+
+
+def test_a_batch_counts_with_its_rows_wherever_a_pass_begins_or_ends(strategy, rows):
+    """After a pass that was left in the middle, and between epochs of which a remainder is dropped."""
+    seen = []
+
+    class Noting(hpcdist.Model):
+        def train_step(self, data):
+            seen.append(self.batch_rows)
+            return super().train_step(data)
+
+    with strategy.scope():
+        model = Noting(nn.Linear(5, 3))
+        model.compile("sgd", SparseCategoricalCrossentropy(from_logits=True))
+    dataset = hpcdist.Dataset.from_tensor_slices(rows)
+    batches = strategy.experimental_distribute_dataset(dataset.batch(16))
+    model.fit(batches, steps_per_epoch=2, verbose=0)
+    model.fit(batches, verbose=0)
+    n_local = len(strategy.own_replicas)
+    assert seen == [rows for rows in (16, 16, 16, 16, 16, 16, 11) for _ in range(n_local)]
+    seen.clear()
+    model.fit(dataset.batch(16, drop_remainder=True).repeat(2), verbose=0)
+    assert seen == [16] * 8 * n_local

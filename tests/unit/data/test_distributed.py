@@ -94,6 +94,27 @@ def test_restart_in_mid_epoch_on_other_ranks_with_another_batch(first):
         assert seen + rows_in(steps_of(after)) == rows_in(steps_of(on_ranks(made.batch(batch), 1, 1))), number
 
 
+@pytest.mark.parametrize("is_shuffled", [False, True])
+def test_a_pass_that_was_loaded_in_the_middle_can_be_left(is_shuffled):
+    """The next iterator then begins the pass that a run without a restart would begin."""
+    dataset = Dataset.from_tensor_slices(np.arange(10))
+    dataset = (dataset.shuffle(seed=3) if is_shuffled else dataset).batch(4)
+    unbroken, resumed = (DistributedDataset(dataset, range(1), 1) for _ in range(2))
+    next(iter(unbroken))
+    resumed.load_state_dict(unbroken.state_dict())
+    resumed.leave_pass()
+    assert [one.tolist() for one in resumed] == [one.tolist() for one in unbroken]
+
+
+@pytest.mark.parametrize(("drop", "expected"), [(False, [4, 4, 2, 4, 4, 2]), (True, [4, 4, 4, 4])])
+def test_the_rows_of_a_global_batch_are_known(drop, expected):
+    distributed = DistributedDataset(Dataset.range(10).batch(4, drop_remainder=drop).repeat(2), range(1, 2), 3)
+    assert [distributed.global_rows for _ in distributed] == expected
+    next(iter(distributed))
+    iterator = iter(distributed)  # of the next pass, while that one was left in the middle
+    assert [distributed.global_rows for _ in iterator] == expected
+
+
 def test_an_empty_part_looks_like_the_others():
     dataset = Dataset.from_tensor_slices({"x": np.zeros((1, 3), np.float32)}).map(lambda row: (row["x"][:2], 5))
     part = next(iter(DistributedDataset(dataset.batch(4), range(2, 3), 3)))
