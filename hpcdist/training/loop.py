@@ -46,7 +46,7 @@ class Position:
         is_validating: whether its steps are done.
         logs: of its steps, once these are done.
         test_step: batches of its validation.
-        is_over: whether fit has ended, by itself or by `stop_training`.
+        is_over: whether `stop_training` has ended fit.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -57,9 +57,10 @@ class Position:
 
     def next_epoch(self) -> None:
         """Move to the start of the next epoch."""
-        epoch, is_over = self.epoch + 1, self.is_over
-        self.__init__(epoch)  # type: ignore[misc]
-        self.is_over = is_over
+        self.epoch += 1
+        self.step = self.test_step = 0
+        self.has_begun = self.is_validating = False
+        self.logs = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return all of it. Equal on all ranks."""
