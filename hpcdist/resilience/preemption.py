@@ -119,7 +119,7 @@ class PreemptionCheckpointHandler:
         self._attempt.renew()
         self._first_step = self._manager.checkpoint.step
         self._steps = StepCount(self._world.step_flags, self._first_step)
-        self._is_busy = self._is_done = self._is_polled = self._is_long_since = False
+        self._is_busy = self._is_done = self._is_polled = self._is_long_since = self._saves_no_more = False
         self._countdown: Deadline | None = None
         self._is_counting_down = self._knows_of_end = False
         self._agreement = Agreement(self._world, self.requested)
@@ -223,6 +223,14 @@ class PreemptionCheckpointHandler:
         finally:
             self._is_busy = was_busy
 
+    def busy(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager in whose block requests wait. Not collective; the same on all ranks."""
+        return self._busy()
+
+    def end_saving(self) -> None:
+        """From now on save nothing: a stop request ends the program, and the last save counts. Not collective."""
+        self._saves_no_more = True
+
     # -- between steps --------------------------------------------------------------------------------------------
 
     def requested(self) -> Request:
@@ -230,7 +238,9 @@ class PreemptionCheckpointHandler:
         if self._is_done:
             return Request.NONE
         must_stop = self._is_end_near if self._is_counting_down else self._is_end_near or self._flag.reason is not None
-        is_late = self._world.is_chief and (self._saves.is_late(self.step) or self._needs_measure)
+        is_late = (
+            self._world.is_chief and not self._saves_no_more and (self._saves.is_late(self.step) or self._needs_measure)
+        )
         return (Request.STOP if must_stop else Request.NONE) | (Request.SAVE if is_late else Request.NONE)
 
     @property
@@ -278,7 +288,7 @@ class PreemptionCheckpointHandler:
         with self._recording_desync(), self._busy():
             if Request.STOP in agreed:
                 self._obey(args, kwargs)
-            elif has_stepped:
+            elif has_stepped and not self._saves_no_more:
                 self._saves.note_saved()
                 in_memory = self._saves.check(self.step)
                 if Request.SAVE in agreed or self._saves.is_due(self.step):
@@ -332,7 +342,7 @@ class PreemptionCheckpointHandler:
             return
         self._is_done = True
         is_too_late = self._agreement.any_rank(self._is_too_late)  # the chief knows what a save costs
-        if not is_too_late:
+        if not is_too_late and not self._saves_no_more:
             self._saves.save(self.step, True, *args, **kwargs)
         self._remove_stop_file()
         is_excused = (

@@ -12,6 +12,7 @@ from hpcdist.resilience.manager import CheckpointManager
 from hpcdist.resilience.preemption import PreemptionCheckpointHandler
 from hpcdist.resilience.schedule import SaveSchedule
 from hpcdist.runtime.process import call_when_done
+from hpcdist.strategy.base import Strategy
 from hpcdist.training.callbacks import Callback
 
 #: Folders in use by fits of this program.
@@ -76,6 +77,11 @@ class BackupAndRestore(Callback):
                 f"BackupAndRestore: expected a folder for each fit of a program, got {self._folder} twice; a run that "
                 f"goes on would not know which one it belongs to."
             )
+        if type(self.model.strategy) is Strategy:
+            raise UsageError(
+                "BackupAndRestore: expected a model made in strategy.scope(), whose random numbers and steps are "
+                "known, got one without a strategy; OneDeviceStrategy() will do."
+            )
         _used.add(str(self._folder))
         checkpoint = Checkpoint(**objects, callbacks=_States(callbacks))
         self._manager = CheckpointManager(checkpoint, self._folder / "checkpoints")
@@ -89,8 +95,13 @@ class BackupAndRestore(Callback):
             yield
             stack.pop_all()
         self._manager.save(self._handler.step, if_changed=True)
+        self._handler.end_saving()  # what the program trains from here on is not this fit
         _ended.append((self._handler, self._manager if self._deletes else None))
         call_when_done(_end_all)  # the program may have more to do: it is not finished, and stop requests count
+
+    def busy(self) -> contextlib.AbstractContextManager[None]:
+        """Let stop requests wait for the end of a block."""
+        return contextlib.nullcontext() if self._handler is None else self._handler.busy()
 
     def after_epoch(self) -> None:
         """Save after an epoch. Collective: chief and workers."""

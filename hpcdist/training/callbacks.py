@@ -26,17 +26,19 @@ class Callback:
     """The base of callbacks: a subclass overrides the hooks that it needs.
 
     Hooks run on every rank, at the same points. Logs of epochs are exact over all replicas, and equal on all ranks;
-    those of batches are what this rank's replicas have seen in the epoch so far. Set `model.stop_training` to end fit
-    after the batch or epoch: one rank suffices.
+    those of batches are what this rank's first replica has seen in the epoch so far. Set `model.stop_training` to end
+    fit after the batch or epoch: one rank suffices.
 
-    With BackupAndRestore `state_dict()` is saved, and given to `load_state_dict` in the run that goes on: by default
-    the attributes that are numbers, texts, or None, without those whose names begin with "_".
+    With BackupAndRestore the attributes named in `saved` are saved, as the chief has them, and set on all ranks in the
+    run that goes on. Override `state_dict` and `load_state_dict` for more than numbers and texts.
 
     Attributes:
+        saved: names of attributes.
         model: what is trained.
         params: of fit: epochs, steps (None where not known), verbose.
     """
 
+    saved: tuple[str, ...] = ()
     model: "Model"
     params: dict[str, Any]
 
@@ -55,7 +57,7 @@ class Callback:
         """Act after the last epoch; not in a run that a stop request ends."""
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Act before an epoch, counted from 0; in the middle of one where a run goes on there."""
+        """Act before an epoch, counted from 0; not again in an epoch in which a run goes on."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         """Act after an epoch and its validation. What is written to `logs` goes to the History."""
@@ -92,8 +94,7 @@ class Callback:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a run that goes on needs. Not collective."""
-        plain = (bool, int, float, str, type(None))
-        return {name: value for name, value in vars(self).items() if name[0] != "_" and isinstance(value, plain)}
+        return {name: getattr(self, name) for name in self.saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the state of an earlier run."""
@@ -149,10 +150,6 @@ class LambdaCallback(Callback):
         """Return whether there is one after each step."""
         return "on_train_batch_end" in vars(self)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: functions are the program's."""
-        return {}
-
 
 class TerminateOnNaN(Callback):
     """Ends fit after a step whose loss is not finite, on all ranks."""
@@ -172,15 +169,18 @@ class _Monitor(Callback):
         best: the best value so far; None before.
     """
 
+    saved: tuple[str, ...] = ("best",)
+
     def __init__(self, monitor: str, mode: str, best: float | None, min_delta: float = 0.0) -> None:
         if mode not in ("auto", "min", "max"):
             raise UsageError(f"{type(self).__name__}: expected mode auto, min or max, got {mode!r}; correct it.")
         self.monitor, self.mode, self.best, self.min_delta = monitor, mode, best, abs(min_delta)
 
     def _is_better(self, value: float, than: float | None) -> bool:
+        is_min = self._is_min()
         if than is None:
             return True
-        return value + self.min_delta < than if self._is_min() else value - self.min_delta > than
+        return value + self.min_delta < than if is_min else value - self.min_delta > than
 
     def _is_min(self) -> bool:
         if self.mode != "auto":
@@ -215,6 +215,8 @@ class EarlyStopping(_Monitor):
         start_from_epoch: earlier ones are not looked at.
     """
 
+    saved = ("best", "wait", "stopped_epoch", "best_epoch")
+
     def __init__(  # noqa: PLR0913  Keras' names
         self,
         monitor: str = "val_loss",
@@ -242,7 +244,7 @@ class EarlyStopping(_Monitor):
         value = self._value(logs)
         if value is None or epoch < self.start_from_epoch:
             return
-        if self._best_weights is None:
+        if self.restore_best_weights and self._best_weights is None:
             self._note_weights(epoch)
         self.wait += 1
         if self._is_better(value, self.best):
@@ -291,6 +293,8 @@ class ReduceLROnPlateau(_Monitor):
     Raises:
         UsageError: for a factor of 1 or more.
     """
+
+    saved = ("best", "wait", "cooldown_counter")
 
     def __init__(  # noqa: PLR0913  Keras' names
         self,
@@ -344,7 +348,7 @@ class LearningRateScheduler(Callback):
     """Sets the learning rate before each epoch to schedule(epoch, rate), or schedule(epoch).
 
     Args:
-        schedule: a pure function, as it is called again for an epoch in which a run goes on.
+        schedule: a function of the epoch, counted from 0, and the rate.
         verbose: 1: say so.
     """
 
@@ -381,6 +385,8 @@ class LearningRateWarmup(Callback):
         initial_lr: the rate of one replica; default: that of the optimizer when fit begins.
         verbose: 1: say when it is done.
     """
+
+    saved = ("initial_lr", "n_steps", "epoch")
 
     def __init__(self, warmup_epochs: int = 5, initial_lr: float | None = None, verbose: int = 0) -> None:
         self.warmup_epochs, self.initial_lr, self.verbose = warmup_epochs, initial_lr, verbose

@@ -20,9 +20,16 @@ if TYPE_CHECKING:
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def describe(model: "Model") -> str:
-    """Return the layers of a model, and how it was compiled, as JSON."""
-    return json.dumps({"layers": describe_layers(model.net), "compiled": describe_compiled(model)})
+def describe(model: "Model", layers: Any, extra: list[str]) -> str:
+    """Return what a model is made of, and how it was compiled, as JSON.
+
+    Args:
+        model: see above.
+        layers: what `describe_layers` returned for it.
+        extra: what else it trains with, which cannot be made again.
+    """
+    frozen = [name for name, one in model.net.named_parameters() if not one.requires_grad]
+    return json.dumps({"layers": layers, "frozen": frozen, "compiled": describe_compiled(model, extra)})
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------
@@ -39,7 +46,8 @@ def describe_layers(module: nn.Module) -> Any:
     arguments = _arguments_of(module)
     if arguments is None:
         return None
-    made = _make_layer(kind.__name__, arguments)
+    with torch.device("meta"):  # which draws no random numbers
+        made = _make_layer(kind.__name__, arguments)
     shapes = [(name, value.shape) for name, value in module.state_dict().items()]
     is_alike = made is not None and [(name, value.shape) for name, value in made.state_dict().items()] == shapes
     return {kind.__name__: arguments} if is_alike and repr(made) == repr(module) else None
@@ -97,18 +105,23 @@ def _make_layer(kind: str, arguments: dict[str, Any]) -> nn.Module | None:
 # -- how it was compiled ----------------------------------------------------------------------------------------------
 
 
-def describe_compiled(model: "Model") -> Any:
-    """Return how a model was compiled, as JSON: what was not given by name is None, and must be compiled again."""
+def describe_compiled(model: "Model", extra: list[str]) -> Any:
+    """Return how a model was compiled, as JSON, with the names of what cannot be made again as "lost"."""
     if model.optimizer is None:
         return None
     given = model.compiled_with
     options = {name: value for name, value in model.optimizer.defaults.items() if isinstance(value, (*_PLAIN, tuple))}
     metrics = given["metrics"]
     are_named = isinstance(metrics, (list, tuple)) and all(isinstance(one, str) for one in metrics)
+    loss = _describe_loss(given["loss"])
+    lost = [name for name, value in given.items() if value is not None and name not in ("loss", "metrics")] + extra
+    has_own_metrics = bool(metrics) and not are_named and not isinstance(metrics, str)
+    lost += ["loss"] * (loss is None) + ["metrics"] * has_own_metrics
     return {
+        "lost": lost,
         "optimizer": type(model.optimizer).__name__,
         "options": options,
-        "loss": _describe_loss(given["loss"]),
+        "loss": loss,
         "metrics": list(metrics) if are_named else metrics if isinstance(metrics, str) else None,
     }
 
@@ -141,10 +154,10 @@ def compile_as(model: "Model", compiled: dict[str, Any]) -> None:
         if name in accepted
     }
     loss = compiled["loss"]
-    if loss is None:
+    if compiled["lost"]:
         raise UsageError(
-            "load_model: expected a loss by name, or of hpcdist.losses, in the file, got one of the program's own; "
-            "give a factory that compiles the model."
+            f"load_model: expected a model that was compiled by names, and of hpcdist.losses, got {compiled['lost']} "
+            f"of the program's own; give a factory that makes the model and compiles it."
         )
     make = losses.named(loss[0], losses.NAMED, "loss")
     model.compile(lambda parameters: kind(parameters, **options), make(**loss[1]), compiled["metrics"])

@@ -67,7 +67,7 @@ def distribute(
         raise DataError(f"{call}: expected rows, got arrays without any; give data.")
     if shuffle:
         dataset = dataset.shuffle().with_drawn_seed(int(torch.randint(1 << 62, ())))  # the chief's counts
-    return _distributed(strategy, dataset.batch(batch_size or BATCH_SIZE), call)
+    return _distributed(strategy, dataset.batch(BATCH_SIZE if batch_size is None else batch_size), call)
 
 
 def _distributed(strategy: Strategy, dataset: Any, call: str) -> DistributedInput:
@@ -80,7 +80,7 @@ def _distributed(strategy: Strategy, dataset: Any, call: str) -> DistributedInpu
 def split(arrays: Any, fraction: float) -> tuple[Any, Any]:
     """Return a nest of arrays without its last rows, and those, as Keras' validation_split does."""
     n_rows = len(leaves(arrays)[0])
-    first = n_rows - int(n_rows * fraction)
+    first = int(n_rows * (1 - fraction))
     if not 0 < first < n_rows:
         raise UsageError(
             f"fit: expected validation_split that leaves rows for both, got {fraction} of {n_rows} rows; change it."

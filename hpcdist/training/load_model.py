@@ -33,6 +33,9 @@ def load_model(filepath: Any, factory: Callable[[], Any] | None = None) -> Model
         )
     made = make_layers(layers) if factory is None else factory()
     model = made if isinstance(made, Model) else Model(made)
+    for name, parameter in model.net.named_parameters():
+        if name in description["frozen"]:
+            parameter.requires_grad_(False)
     if model.optimizer is None and compiled is not None:
         compile_as(model, compiled)
     objects: dict[str, Any] = {"model": model.net}

@@ -23,6 +23,9 @@ from hpcdist.training.progress import Progress
 if TYPE_CHECKING:
     from hpcdist.training.model import Model
 
+#: Cardinality of a dataset without end.
+_INFINITE = -1
+
 
 @dataclass(frozen=True)
 class FitOptions:
@@ -116,8 +119,12 @@ class Fit:
         self._backup = backups[0] if backups else None
         shown = Progress(options.verbose)
         self._callbacks = [*callbacks, shown]
+        self._is_checked = False
         self._endless: Iterator[tuple[Any, int | None]] | None = None
         self._has_batch_hooks = any(one.has_batch_hook() for one in callbacks)
+        require_end(train, options.steps_per_epoch, "fit", "steps_per_epoch")
+        if validation is not None:
+            require_end(validation, options.validation_steps, "fit", "validation_steps")
         n_batches = n_batches_of(train)
         n_steps = options.steps_per_epoch or n_batches
         if n_batches is not None and n_steps is not None and n_steps > n_batches:
@@ -173,18 +180,18 @@ class Fit:
             position.has_begun = True
         if not position.is_validating:
             last = self._steps(epoch)
-            self._model.n_steps_of_epoch = position.step
+            position.is_over = self._any_rank_stops()
             logs = {**self._model.results(), **self._model.mean_of_step(last)}
             self._model.reset_metrics()
             position.logs, position.is_validating = logs, True
+        self._model.n_steps_of_epoch = position.step
         logs = dict(position.logs)
         if self._validation is not None and self._options.is_validated(epoch):
             found = self._validate(self._validation)
             logs.update({f"val_{name}": value for name, value in found.items()})
-        for one in self._callbacks:
-            one.on_epoch_end(epoch, logs)
+        self._call("on_epoch_end", epoch, logs)
         self._model.reset_metrics()
-        position.is_over = self._any_rank_stops()
+        position.is_over = position.is_over or self._any_rank_stops()
         position.next_epoch()
 
     def _steps(self, epoch: int) -> Any:
@@ -192,17 +199,18 @@ class Fit:
         position, model, last = self.position, self._model, None
         logs = LocalLogs(model)
         left = None if self._options.steps_per_epoch is None else self._options.steps_per_epoch - position.step
-        is_first = True
         for batch, n_rows in self._batches(left):
             if position.step % model.steps_per_execution == 0:
                 self._call("on_train_batch_begin", position.step)
-            last = model.run_step(model.train_step, batch, n_rows, must_check=is_first)
-            is_first = False
+            last = model.run_step(model.train_step, batch, n_rows, must_check=not self._is_checked)
+            self._is_checked = True
             position.step += 1
             if position.step % model.steps_per_execution == 0:
                 self._call("on_train_batch_end", position.step - 1, logs)
                 if self._is_stopped_between_batches():
                     break
+        if position.step % model.steps_per_execution:
+            self._call("on_train_batch_end", position.step - 1, logs)
         if position.step == 0:
             raise DataError(f"fit: expected batches in epoch {epoch + 1}, got none; give data with rows.")
         return last
@@ -224,13 +232,13 @@ class Fit:
     def _is_stopped_between_batches(self) -> bool:
         """Return whether the epoch ends here. Collective where callbacks act after batches: chief and workers.
 
-        Workers of asynchronous parameter servers, which are at batches of their own, do not wait for each other.
+        Workers of asynchronous parameter servers, which are at batches of their own, end at an epoch's end only.
         """
         if not self._has_batch_hooks:
             return False
         strategy = self._model.strategy
         is_apart = isinstance(strategy, ParameterServerStrategy) and strategy.num_replicas_in_sync < strategy.n_replicas
-        return self._model.stop_training if is_apart else self._any_rank_stops()
+        return not is_apart and self._any_rank_stops()
 
     def _any_rank_stops(self) -> bool:
         """Return whether a callback of any rank asks for the end. Collective: chief and workers."""
@@ -241,19 +249,28 @@ class Fit:
         return bool(world.all_reduce_int(int(self._model.stop_training), MPI.MAX, world.role_comm))
 
     def _call(self, hook: str, *args: Any) -> None:
-        for one in self._callbacks:
-            getattr(one, hook)(*args)
+        """Call a hook of all callbacks. A stop request waits: between two of them the state is of no use."""
+        with self._backup.busy() if self._backup else contextlib.nullcontext():
+            for one in self._callbacks:
+                getattr(one, hook)(*args)
 
 
 def _endless(batches: DistributedInput) -> Iterator[tuple[Any, int | None]]:
     """Yield batches of one pass after another."""
-    has_rows = True
-    while has_rows:
-        has_rows = False
+    n_empty = 0  # a run that goes on at the end of a pass finds one that has no rows left
+    while n_empty < 2:
+        n_empty += 1
         for one in rows_of_batches(batches):
-            has_rows = True
+            n_empty = 0
             yield one
     raise DataError("fit: expected batches for steps_per_epoch, got a dataset without rows; give data.")
+
+
+def require_end(batches: DistributedInput, steps: int | None, call: str, name: str) -> None:
+    """Raise UsageError for a dataset without end where nothing says how many batches are wanted."""
+    is_endless = isinstance(batches, DistributedDataset) and batches.dataset.cardinality() == _INFINITE
+    if is_endless and steps is None:
+        raise UsageError(f"{call}: expected {name} for a dataset without end, got none; give the number of batches.")
 
 
 def n_batches_of(batches: DistributedInput) -> int | None:
@@ -297,6 +314,7 @@ def evaluation(
     for one in all_callbacks:
         one.set_model(model)
         one.set_params({"epochs": 1, "steps": steps or n_batches_of(batches), "verbose": verbose})
+    require_end(batches, steps, "evaluate", "steps")
     model.reset_metrics()
     return _evaluate(model, batches, steps, all_callbacks, Position(0))
 
@@ -304,6 +322,7 @@ def evaluation(
 def prediction(model: "Model", batches: DistributedInput, steps: int | None, callbacks: Sequence[Callback]) -> Any:
     """Return the outputs of all rows, for `Model.predict`. Collective: chief and workers."""
     strategy, parts = model.strategy, []
+    require_end(batches, steps, "predict", "steps")
     for one in callbacks:
         one.set_model(model)
         one.on_predict_begin()

@@ -328,6 +328,7 @@ class _OfTorch(Loss):
     def __init__(self, module: nn.Module) -> None:
         super().__init__("sum_over_batch_size", snake_case(type(module).__name__))
         self._module = module
+        self.from_logits = isinstance(module, (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss)) or None
 
     def call(self, y_true: Tensor, y_pred: Tensor) -> Tensor:
         """Return (rows, ...) values."""
@@ -377,6 +378,11 @@ def get(given: Any) -> Loss:
     Raises:
         UsageError: for an unknown name, which lists close ones; for anything else.
     """
+    if getattr(given, "reduction", None) == "sum":
+        raise UsageError(
+            f"compile: expected a loss that is averaged over the rows of a batch, got reduction 'sum' of "
+            f"{type(given).__name__}; leave it out, and scale the learning rate."
+        )
     if isinstance(given, Loss):
         return given
     if isinstance(given, str):

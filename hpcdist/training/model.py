@@ -16,13 +16,13 @@ from hpcdist.nest import is_nest, leaves, map_nest
 from hpcdist.ps.served import ServedParameters
 from hpcdist.resilience.checkpoint import Checkpoint, load_checkpoint
 from hpcdist.strategy.base import Strategy, get_strategy
-from hpcdist.strategy.losses import compute_average_loss, scale_regularization_loss
+from hpcdist.strategy.losses import compute_average_loss
 from hpcdist.strategy.parameter_server import ParameterServerStrategy
 from hpcdist.tf_compat.metrics import Mean
 from hpcdist.tf_compat.torch_metric import TorchMetric
 from hpcdist.training import inputs, named_metrics, optimizers
 from hpcdist.training.callbacks import Callback, History
-from hpcdist.training.description import describe
+from hpcdist.training.description import describe, describe_layers
 from hpcdist.training.loop import Fit, FitOptions, evaluation, prediction
 from hpcdist.training.losses import Loss, snake_case
 from hpcdist.training.losses import get as loss_of
@@ -79,6 +79,7 @@ class Model(nn.Module):
         self._must_check_outputs = False
         self.steps_per_execution = 1
         self._global_clipnorm: float | None = None
+        self._layers: Any = None
 
     @property
     def batch_rows(self) -> int | None:
@@ -88,7 +89,8 @@ class Model(nn.Module):
     @property
     def net(self) -> nn.Module:
         """The module that was given; the model itself where it is a subclass without one."""
-        return self._modules.get("module") or self
+        is_wrapper = list(self._modules) == ["module"] and not self._parameters and not self._buffers
+        return self.module if is_wrapper else self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns."""
@@ -133,22 +135,36 @@ class Model(nn.Module):
         Raises:
             UsageError: for an unknown name, which lists close ones; for something else than these.
         """
-        self.compiled_with = {"optimizer": optimizer, "loss": loss, "metrics": metrics}
+        self.compiled_with = {
+            "loss": loss,
+            "metrics": metrics,
+            "loss_weights": loss_weights,
+            "weighted_metrics": weighted_metrics,
+            "steps_per_execution": None if steps_per_execution == 1 else steps_per_execution,
+            "global_clipnorm": global_clipnorm,
+            "jit_compile": jit_compile or None,
+        }
+        self._layers = describe_layers(self.net)
         with self.strategy.scope():
             self.optimizer = optimizers.get(optimizer, self.parameters())
             self._loss = map_nest(loss_of, loss) if loss is not None else None
             self._loss_weights = loss_weights
             self._loss_metric = Mean("loss")
             self._metrics = [*self._named(metrics, False), *self._named(weighted_metrics, True)]
-        if global_clipnorm is not None and self.strategy._has_fixed_replicas:
+        has_own_gradients = self.strategy._has_fixed_replicas or isinstance(self.strategy, ParameterServerStrategy)
+        if global_clipnorm is not None and has_own_gradients:
             raise UsageError(
-                "compile: expected no global_clipnorm with num_replicas, whose replicas have gradients of their own "
-                "before the step, got both; leave one out."
+                "compile: expected no global_clipnorm with num_replicas or parameter servers, where replicas have "
+                "gradients of their own before the step, got it; leave it out."
             )
         if steps_per_execution < 1:
             raise UsageError(f"compile: expected steps_per_execution of at least 1, got {steps_per_execution}.")
         self.steps_per_execution, self._global_clipnorm = steps_per_execution, global_clipnorm
-        self._compiled_modules = [torch.compile(self.module)] if jit_compile else []
+        if jit_compile and self.net is self:
+            raise UsageError(
+                "compile: expected no jit_compile for a subclass without a module, got it; compile its parts."
+            )
+        self._compiled_modules = [torch.compile(self.net)] if jit_compile else []
 
     def _named(self, given: Any, is_weighted: bool) -> list[tuple[str, Any, bool, int | None]]:
         """Return name, metric, whether it takes weights, and the number of the output, of what `compile` was given."""
@@ -187,8 +203,8 @@ class Model(nn.Module):
         for one in self.metrics:
             name = own.get(id(one)) or str(one.name)
             name = snake_case(name) if name == type(one).__name__ else name
-            n_alike = sum(other.partition("#")[0] == name for other in found)
-            found[f"{name}_{n_alike}" if name in found else name] = one
+            alike = [name, *(f"{name}_{number}" for number in range(1, len(found) + 1))]
+            found[next(other for other in alike if other not in found)] = one
         return found
 
     def direction_of(self, name: str) -> str | None:
@@ -264,8 +280,10 @@ class Model(nn.Module):
         self._loss_metric.update_state(seen)
         if self.strategy.is_averaging:
             return (rows.mean() if len(rows) else rows.sum()) + (0 if extra is None else extra)
-        total: Tensor = compute_average_loss(rows, global_batch_size=self._global_rows)
-        return total if extra is None else total + scale_regularization_loss(extra)
+        n_replicas = self.strategy.n_replicas  # asynchronous workers, too, push their part of a round
+        n_rows = len(rows) * n_replicas if self._global_rows is None else self._global_rows
+        total: Tensor = compute_average_loss(rows, global_batch_size=n_rows)
+        return total if extra is None else total + extra / n_replicas
 
     def _pairs(self, y: Any, y_pred: Any) -> list[tuple[Loss, float, tuple[Any, Tensor]]]:
         """Return each loss with its weight, and what it compares."""
@@ -362,7 +380,9 @@ class Model(nn.Module):
             must_check: whether outputs are looked at, for probabilities where logits are expected and so on.
         """
         self._global_rows, self._must_check_outputs = global_rows, must_check
-        return self.strategy.run(functools.partial(self._with_class_weights, step), args=(batch,))
+        if self._class_weights is not None and step == self.train_step:
+            step = functools.partial(self._with_class_weights, step)
+        return self.strategy.run(step, args=(batch,))
 
     def _with_class_weights(self, step: Callable[[Any], Any], data: Any) -> Any:
         return step(inputs.with_class_weights(data, self._class_weights))
@@ -506,9 +526,12 @@ class Model(nn.Module):
         Args:
             x: as `fit`; y of a dataset is left out.
             batch_size: as `fit`.
-            verbose: as `fit`.
+            verbose: accepted and ignored.
             callbacks: as `fit`.
             steps: batches; default: all of the data.
+
+        With AutoShardPolicy FILE or OFF the order is that of the replicas' parts, and with OFF each row comes once for
+        each replica.
 
         Cost: every rank receives the outputs of all.
         """
@@ -609,7 +632,7 @@ class Model(nn.Module):
             self.load_state_dict(weights)
         Checkpoint(model=self.net).publish()
 
-    def save_weights(self, filepath: Any, overwrite: bool = True) -> None:
+    def save_weights(self, filepath: Any) -> None:
         """Write the weights to one file, for `load_weights` and `load_checkpoint(path, model=module)`.
 
         Collective: chief and workers; the chief writes.
@@ -629,7 +652,7 @@ class Model(nn.Module):
         """
         load_checkpoint(filepath, model=self.net)
 
-    def save(self, filepath: Any, overwrite: bool = True) -> None:
+    def save(self, filepath: Any) -> None:
         """Write weights, optimizer, how it was compiled and, where it is one of torch.nn, the module to one file.
 
         `hpcdist.load_model` reads it. Collective: chief and workers; the chief writes.
@@ -638,7 +661,10 @@ class Model(nn.Module):
             CheckpointError: when it cannot be written; on all ranks.
         """
         optimizer = {} if self.optimizer is None else {"optimizer": self.optimizer}
-        checkpoint = Checkpoint(model=self.net, description=describe(self), **optimizer, **self._with_strategy())
+        layers = self._layers if self.optimizer is not None else describe_layers(self.net)
+        extra = ["regularizers"] * bool(self._regularizers) + ["add_loss"] * any(map(callable, self._added_losses))
+        description = describe(self, layers, extra)
+        checkpoint = Checkpoint(model=self.net, description=description, **optimizer, **self._with_strategy())
         checkpoint.write(filepath)
 
     def _with_strategy(self) -> dict[str, Any]:
@@ -685,19 +711,20 @@ class _Evaluating:
 
     def __init__(self, model: Model) -> None:
         self._model, self._no_grad = model, torch.no_grad()
-        self._was_training = False
+        self._modes: dict[nn.Module, bool] = {}
 
     def __enter__(self) -> None:
         strategy = self._model.strategy
         if isinstance(strategy, ParameterServerStrategy) and isinstance(strategy._storage, ServedParameters):
             strategy.refresh()
-        self._was_training = self._model.training
+        self._modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
         self._no_grad.__enter__()
 
     def __exit__(self, *_: object) -> None:
         self._no_grad.__exit__(None, None, None)
-        self._model.train(self._was_training)
+        for module, is_training in self._modes.items():
+            module.training = is_training
 
 
 def _split(x: Any, y: Any, weight: Any, fraction: float) -> tuple[tuple[Any, Any, Any], tuple[Any, ...]]:
@@ -709,6 +736,8 @@ def _split(x: Any, y: Any, weight: Any, fraction: float) -> tuple[tuple[Any, Any
 
 def _validated(freq: int | Sequence[int]) -> Callable[[int], bool]:
     """Return whether an epoch, counted from 0, ends with a validation."""
+    if isinstance(freq, int) and freq < 1:
+        raise UsageError(f"fit: expected validation_freq of at least 1, got {freq}; leave it out.")
     if isinstance(freq, int):
         return lambda epoch: (epoch + 1) % freq == 0
     return lambda epoch: epoch + 1 in freq

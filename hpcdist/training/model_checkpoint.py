@@ -26,6 +26,8 @@ class ModelCheckpoint(_Monitor):
         CheckpointError: when a file cannot be written; on all ranks.
     """
 
+    saved = ("best", "epoch", "n_steps")
+
     def __init__(  # noqa: PLR0913  Keras' names
         self,
         filepath: Any,

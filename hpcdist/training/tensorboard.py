@@ -22,6 +22,8 @@ class TensorBoard(Callback):
             cannot be written; on the chief.
     """
 
+    saved = ("n_steps",)
+
     def __init__(self, log_dir: Any = "logs", update_freq: str | int = "epoch") -> None:
         steps = {"epoch": 0, "batch": 1}.get(update_freq, update_freq) if isinstance(update_freq, str) else update_freq
         if not isinstance(steps, int) or steps < 0:
@@ -35,6 +37,12 @@ class TensorBoard(Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Begin anew."""
         self.n_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps: their events are in the files then."""
+        for writer in self._writers.values():
+            writer.flush()
+        return super().state_dict()
 
     def has_batch_hook(self) -> bool:
         """Return False: it never ends fit."""

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(200)
 
 
 def command(run, *options):
-    return [FIT, "--run-dir", run, "--epochs", 6, "--save-every", 7, *options]
+    return [FIT, "--run-dir", run, "--epochs", 6, *options]
 
 
 def events_of(folder):
@@ -53,11 +53,11 @@ def unbroken(tmp_path_factory):
     return found
 
 
-def run_with_harm(start, run, draws):
+def run_with_harm(start, run, draws, options):
     """Run it, harmed at three random moments, until it ends; return how many were in time, and how it ended."""
     n_harms = 0
     for number in range(4):
-        job = start(2, *command(run))
+        job = start(2, *command(run, *options))
         sign = draws.choice([signal.SIGKILL, signal.SIGTERM])
         if number < 3:
             job.wait_until(
@@ -76,9 +76,81 @@ def run_with_harm(start, run, draws):
     raise AssertionError(f"the run did not end: {outcome.output}")
 
 
+PROGRAM = """
+import os, signal, sys
+import torch
+import hpcdist
+from hpcdist.callbacks import BackupAndRestore, Callback, ModelCheckpoint
+
+run, stop_at, options = sys.argv[1], sys.argv[2], eval(sys.argv[3])
+hpcdist.set_random_seed(1)
+strategy = hpcdist.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    layers = torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)
+    model = hpcdist.Model(torch.nn.Sequential(*layers))
+    model.compile("adam", "mse")
+
+class Stopping(Callback):
+    saved = ("n_calls",)
+
+    def __init__(self):
+        self.n_calls = 0
+
+    def stop_at(self, what):
+        if stop_at == what and strategy.rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_batch_end(self, batch, logs):
+        self.n_calls += 1
+        self.stop_at(f"step {self.n_calls}")
+
+    def on_test_batch_end(self, batch, logs):
+        self.stop_at(f"test {self.n_calls} {batch}")
+
+    def on_epoch_end(self, epoch, logs):
+        model.evaluate(x[:6], y[:6], verbose=0)
+        self.stop_at(f"end {epoch}")
+        if "stops" in options and epoch == 1:
+            model.stop_training = True
+
+x = torch.randn(20, 4, generator=torch.Generator().manual_seed(1))
+y = x.sum(1)
+more = {name: value for name, value in options.items() if name != "stops"}
+callbacks = [BackupAndRestore(run), Stopping(), ModelCheckpoint(run + "/m-{epoch}.h5")]
+history = model.fit(
+    x, y, batch_size=4, epochs=3, validation_data=(x, y), callbacks=callbacks, verbose=0, **more
+)
+if strategy.is_chief:
+    print("end", history.history, callbacks[1].n_calls, [float(one.astype(float).sum()) for one in model.get_weights()])
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "moments"),
+    [
+        ({}, ["step 5", "test 5 1", "end 0"]),
+        ({"steps_per_epoch": 5, "validation_steps": 2}, ["step 5", "test 5 0"]),
+        pytest.param({"steps_per_epoch": 3}, ["step 3", "step 5", "test 6 4"], marks=pytest.mark.sweep),
+        ({"stops": True}, ["test 10 2"]),
+    ],
+    ids=str,
+)
+def test_a_stop_at_any_point_of_an_epoch(start, tmp_path, options, moments):
+    def end_of(job):
+        outcome = job.wait(60)
+        return outcome.code, [line for line in outcome.output.splitlines() if line.startswith("end")]
+
+    code, unbroken = end_of(start(2, "-c", PROGRAM, tmp_path / "unbroken", "", options))
+    assert (code, len(unbroken)) == (0, 1)
+    for number, moment in enumerate(moments):
+        run = tmp_path / str(number)
+        assert end_of(start(2, "-c", PROGRAM, run, moment, options))[0] == 75, moment
+        assert end_of(start(2, "-c", PROGRAM, run, "", options)) == (0, unbroken), moment
+
+
 def test_an_evaluator_sees_the_last_checkpoint_and_ends_with_the_job(start, tmp_path, unbroken):
     run = tmp_path / "run"
-    outcome = start(3, *command(run, "--roles", "worker:2,evaluator:1")).wait(90)
+    outcome = start(3, *command(run, "--save-every", 7, "--roles", "worker:2,evaluator:1")).wait(90)
     assert outcome.code == 0, outcome.output
     lines = [json.loads(line) for line in (run / "evaluation" / "evaluations.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines]
@@ -116,7 +188,8 @@ SEEDS = [1, 2, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(3
 @pytest.mark.parametrize("seed", SEEDS)
 def test_harm_at_random_moments_changes_nothing(start, tmp_path, unbroken, seed):
     run = tmp_path / "run"
-    n_harms, code = run_with_harm(start, run, random.Random(seed))
+    options = ("--save-every", 7) if seed % 2 else ()  # else after each epoch
+    n_harms, code = run_with_harm(start, run, random.Random(seed), options)
     assert n_harms > 0
     assert end_of(run) == unbroken
     if code == 0:  # else it was harmed after it had said that it is finished

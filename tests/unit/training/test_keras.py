@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -93,9 +92,8 @@ def test_callbacks_with_wrong_arguments(kind, arguments, text):
 def test_a_monitored_value_whose_best_is_not_known(model):
     stopping = hpcdist.callbacks.EarlyStopping("val_something")
     stopping.set_model(model)
-    stopping.on_epoch_end(0, {"val_something": 1.0})
     with pytest.raises(hpcdist.errors.UsageError, match="got 'val_something'; give mode='min' or mode='max'"):
-        stopping.on_epoch_end(1, {"val_something": 2.0})
+        stopping.on_epoch_end(0, {"val_something": 1.0})
 
 
 def test_names_in_a_file_name_that_are_no_logs(model):
@@ -119,7 +117,6 @@ def test_a_schedule_of_one_or_two_arguments(model):
 
 
 def test_nan_is_no_improvement():
-    assert math.isnan(float("nan"))
     stopping = hpcdist.callbacks.EarlyStopping("loss", patience=1)
     model = hpcdist.Model(torch.nn.Linear(1, 1))
     stopping.set_model(model)
