@@ -128,10 +128,12 @@ if strategy.is_chief:
 @pytest.mark.parametrize(
     ("options", "moments"),
     [
-        ({}, ["step 5", "test 5 1", "end 0"]),
-        ({"steps_per_epoch": 5, "validation_steps": 2}, ["step 5", "test 5 0"]),
+        ({}, ["step 5", "end 0"]),
+        ({"steps_per_epoch": 5, "validation_steps": 2}, ["test 5 0"]),
+        pytest.param({}, ["test 5 1", "step 3"], marks=pytest.mark.sweep),
+        pytest.param({"steps_per_epoch": 5, "validation_steps": 2}, ["step 5"], marks=pytest.mark.sweep),
         pytest.param({"steps_per_epoch": 3}, ["step 3", "step 5", "test 6 4"], marks=pytest.mark.sweep),
-        ({"stops": True}, ["test 10 2"]),
+        pytest.param({"stops": True}, ["test 10 2"], marks=pytest.mark.sweep),
     ],
     ids=str,
 )
@@ -182,7 +184,7 @@ print(len(evaluator.evaluations), "evaluations")
     assert waiting.wait(30).code == 75
 
 
-SEEDS = [1, 2, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(3, 26))]
+SEEDS = [2, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in (1, *range(3, 26)))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
