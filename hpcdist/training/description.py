@@ -38,7 +38,11 @@ def describe(model: "Model", layers: Any, extra: list[str]) -> str:
 def describe_layers(module: nn.Module) -> Any:
     """Return what a layer of torch.nn, or a Sequential of them, is made of, as JSON; None for anything else."""
     if type(module) is nn.Sequential:
-        parts = [(name, describe_layers(layer)) for name, layer in module.named_children()]
+        layers = list(module._modules.items())  # one that comes twice is there twice
+        shared = [one for _, one in layers if sum(one is other for _, other in layers) > 1]
+        if any(one is None or list(one.parameters()) or list(one.buffers()) for one in shared):
+            return None
+        parts = [(name, describe_layers(layer)) for name, layer in layers if layer is not None]
         return {"Sequential": parts} if all(part is not None for _, part in parts) else None
     kind = type(module)
     if getattr(nn, kind.__name__, None) is not kind or list(module.children()):

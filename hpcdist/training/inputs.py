@@ -137,8 +137,8 @@ def weights_of_classes(y: Any, table: Tensor) -> Tensor:
     labels = torch.as_tensor(y)
     if labels.dim() > 1:
         labels = labels[:, 0] if labels.shape[1] == 1 else labels.argmax(1)
-    labels = labels.long()
-    return torch.where(labels < len(table), table[labels.clamp(max=len(table) - 1)], torch.ones(()))
+    labels, table = labels.long(), table.to(labels.device)
+    return torch.where(labels < len(table), table[labels.clamp(max=len(table) - 1)], table.new_ones(()))
 
 
 def table_of_classes(class_weight: dict[int, float]) -> Tensor:

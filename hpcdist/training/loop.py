@@ -144,22 +144,43 @@ class Fit:
             )
 
     def run(self) -> None:
-        """Run it; with a BackupAndRestore from where an earlier run was. Collective: chief and workers."""
+        """Run it; with a BackupAndRestore from where an earlier run was. Collective: chief and workers.
+
+        Raises:
+            UsageError: when ranks have other callbacks: some act on all ranks together; on every rank.
+        """
+        self._require_same_callbacks()
         self._model.train()
         self._call("on_train_begin")
         self._model.reset_metrics()
         with self._backup.over(self._objects(), self._callbacks) if self._backup else contextlib.nullcontext():
             position = self.position
-            while position.epoch < self._options.epochs and not position.is_over:
+            while position.epoch < self._options.epochs and (position.has_begun or not position.is_over):
                 self._epoch(position.epoch)
                 if self._backup:
                     self._backup.after_epoch()
         self._call("on_train_end", self._model.history.history and self._last_logs())
 
+    def _require_same_callbacks(self) -> None:
+        strategy = self._model.strategy
+        if isinstance(strategy, MultiWorkerMirroredStrategy):
+            kinds = ", ".join(type(one).__name__ for one in self._callbacks)
+            strategy.world.require_same(
+                kinds,
+                strategy.world.role_comm,
+                lambda chiefs: UsageError(
+                    f"fit: expected the callbacks of the chief, {chiefs}, got {kinds}; give all ranks the same: those "
+                    f"that write do so on the chief alone."
+                ),
+            )
+
     def _objects(self) -> dict[str, Any]:
         """Return what a checkpoint holds, by name."""
         strategy = self._model.strategy
         found: dict[str, Any] = {"model": self._model.net, "optimizer": self._model.optimizer, "data": self._train}
+        for name, value in sorted(vars(self._model).items()):  # a subclass may have several optimizers
+            if hasattr(value, "param_groups") and value is not self._model.optimizer:
+                found[name] = value
         if self._validation is not None:
             found["validation_data"] = self._validation
         if type(strategy) is not Strategy:

@@ -69,7 +69,7 @@ class Model(nn.Module):
         self.compiled_with: dict[str, Any] = {}
         self._loss: Any = None
         self._loss_weights: Any = None
-        self._metrics: list[tuple[str, Any, bool, int | None]] = []
+        self._metrics: list[tuple[str, Any, bool, Any]] = []
         self._loss_metric: Any = None
         self._regularizers: list[tuple[Callable[[Tensor], Tensor], Tensor]] = []
         self._added_losses: list[Any] = []
@@ -166,24 +166,24 @@ class Model(nn.Module):
             )
         self._compiled_modules = [torch.compile(self.net)] if jit_compile else []
 
-    def _named(self, given: Any, is_weighted: bool) -> list[tuple[str, Any, bool, int | None]]:
-        """Return name, metric, whether it takes weights, and the number of the output, of what `compile` was given."""
+    def _named(self, given: Any, is_weighted: bool) -> list[tuple[str, Any, bool, Any]]:
+        """Return name, metric, whether it takes weights, and the key of the output, of what `compile` was given."""
         given = [] if given is None else given
         if isinstance(given, dict):
-            outputs = [(key, one) for key, one in sorted(given.items())]
+            outputs = sorted(given.items())
         elif isinstance(given, (list, tuple)) and any(isinstance(one, (list, tuple)) for one in given):
-            outputs = [(str(number), one) for number, one in enumerate(given)]
+            outputs = list(enumerate(given))
         else:
-            outputs = [("", given)]
+            outputs = [(None, given)]
         found = []
-        all_losses = [] if self._loss is None else leaves(self._loss)
-        for number, (prefix, several) in enumerate(outputs):
+        for key, several in outputs:
             own = several if isinstance(several, (list, tuple)) else [several]
-            loss = all_losses[number] if number < len(all_losses) else None
+            loss = self._loss
+            if is_nest(loss):
+                loss = None if key is None or key not in _keys_of(loss) else loss[key]
             for one in own:
                 name, metric = named_metrics.get(one, loss)
-                full = f"{prefix}_{name}" if prefix else name
-                found.append((full, metric, is_weighted, number if len(outputs) > 1 else None))
+                found.append((name if key is None else f"{key}_{name}", metric, is_weighted, key))
         return found
 
     @property
@@ -294,7 +294,8 @@ class Model(nn.Module):
         if y is None:
             raise UsageError(f"{self.name}: expected batches of (x, y), got x alone; give labels, or a train_step.")
         if not is_nest(self._loss) and not is_nest(y_pred):
-            return [(self._loss, 1.0, (y, y_pred))]
+            weight = 1.0 if self._loss_weights is None else float(leaves(self._loss_weights)[0])
+            return [(self._loss, weight, (y, y_pred))]
         found = y_pred if is_nest(y_pred) else [y_pred]
         keys: Sequence[Any] = sorted(found) if isinstance(found, dict) else range(len(found))
         try:
@@ -310,10 +311,14 @@ class Model(nn.Module):
 
     def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Mapping[str, Any]:
         """Update the metrics by the rows of this replica; return them, to be read when somebody asks."""
-        outputs = leaves(y_pred) if is_nest(y_pred) else [y_pred]
-        truths = leaves(y) if is_nest(y) else [y]
-        for _, metric, is_weighted, output in self._metrics:
-            truth, found = truths[output or 0], outputs[output or 0].detach()
+        for name, metric, is_weighted, key in self._metrics:
+            if is_nest(y_pred) and (key is None or key not in _keys_of(y_pred)):
+                raise UsageError(
+                    f"{self.name}: expected metrics under the names or places of outputs, {_keys_of(y_pred)}, got "
+                    f"{name!r}; give a dict or a list of lists."
+                )
+            truth, found = (y[key], y_pred[key]) if is_nest(y_pred) else (y, y_pred)
+            found = found.detach()
             if isinstance(metric, TorchMetric):
                 metric.update_state(found, truth)
             elif is_weighted and sample_weight is not None:

@@ -29,7 +29,7 @@ class SidecarEvaluator:
     """Evaluates the newest checkpoint, again and again, on an evaluator rank or in a job of its own.
 
     It takes the newest checkpoint only, and ends after the last one: on an evaluator rank once the chief has left, with
-    its code; in a job of its own once `decision.json` beside the checkpoints says that the run is finished, or at a
+    its code; in a job of its own once `decision.json`, in its folder or above, says that the run is finished, or at a
     signal, with code 75. A checkpoint that is damaged, or gone, is left out.
 
     >>> if strategy.cluster_resolver.task_type == "evaluator":
@@ -70,7 +70,7 @@ class SidecarEvaluator:
         with model.strategy.scope():
             self._batches = inputs.distribute(model.strategy, *parts, call="SidecarEvaluator")
         self.evaluations: list[dict[str, Any]] = []
-        self._seen: Path | None = None
+        self._seen: tuple[Path, int] | None = None  # and its time: a file may be replaced
         self._writer: Any = None
 
     def start(self) -> None:
@@ -87,7 +87,8 @@ class SidecarEvaluator:
                 code, is_finished = end_of_training(), self._is_finished()  # before the look: none comes after it then
                 found = self._newest()
                 if found is not None and found != self._seen:
-                    self._evaluate(found)
+                    self._seen = found
+                    self._evaluate(found[0])
                 elif code is not None:
                     sys.exit(code)
                 elif is_finished and not is_beside:
@@ -98,22 +99,23 @@ class SidecarEvaluator:
                     time.sleep(self._poll_s)
 
     def _is_finished(self) -> bool:
-        try:
-            decision = json.loads((self._folder.parent / "decision.json").read_text())
-        except (OSError, ValueError):  # not there yet, or being replaced
-            return False
-        return isinstance(decision, dict) and decision.get("decision") == "finished"
+        for folder in (self._folder, self._folder.parent):
+            try:
+                decision = json.loads((folder / "decision.json").read_text())
+            except (OSError, ValueError):  # not there, or being replaced
+                continue
+            return isinstance(decision, dict) and decision.get("decision") == "finished"
+        return False
 
-    def _newest(self) -> Path | None:
-        """Return the newest checkpoint by its name or time, unverified; None without one."""
+    def _newest(self) -> tuple[Path, int] | None:
+        """Return the newest checkpoint by its name or time, unverified, with its time; None without one."""
         saved = Store(self._folder).saved()
         if saved:
-            return self._folder / str(saved[-1])
+            return self._folder / str(saved[-1]), 0
         files = [one for one in self._folder.glob("*") if one.suffix in (".h5", ".keras")]
-        return max(files, key=lambda one: (one.stat().st_mtime_ns, one.name), default=None)
+        return max(((one, one.stat().st_mtime_ns) for one in files), key=lambda pair: pair[1], default=None)
 
     def _evaluate(self, path: Path) -> None:
-        self._seen = path
         try:
             step = load_checkpoint(path, model=self._model.net)
         except CheckpointDamaged as error:

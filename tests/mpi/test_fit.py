@@ -604,3 +604,31 @@ def test_a_regularizer_counts_once_for_all_replicas(strategy):
     history = model.fit(np.zeros((16, 1)), np.zeros((16, 1)), batch_size=16, verbose=0).history
     assert history["loss"][0] == pytest.approx(0.2)
     assert model.net[0].weight.item() == pytest.approx(1.8)
+
+
+def test_a_metric_of_one_output_reads_that_one(strategy, rows):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 1), nn.Linear(5, 1)
+
+        def forward(self, x):
+            return {"a": self.a(x), "b": self.b(x)}
+
+    x, _ = rows
+    with strategy.scope():
+        model = hpcdist.Model(Two())
+        model.compile("sgd", {"a": "mse", "b": "mse"}, metrics={"b": ["mae"]})
+    truth = {"a": x.sum(1), "b": np.full(N_ROWS, 100.0, np.float32)}
+    assert model.evaluate(x, truth, verbose=0, return_dict=True)["b_mae"] > 90
+
+
+def test_callbacks_that_differ_between_ranks(comm, rows):
+    if comm.size == 1:
+        pytest.skip("two ranks")
+    model = make_model(hpcdist.MultiWorkerMirroredStrategy())
+    own = [hpcdist.callbacks.TerminateOnNaN()] if comm.rank == 0 else []
+    with pytest.raises(
+        UsageError, match="fit: expected the callbacks of the chief, TerminateOnNaN, History, Progress, got"
+    ):
+        model.fit(*rows, callbacks=own, verbose=0)

@@ -50,3 +50,11 @@ def test_what_cannot_be_made_again(module):
 def test_descriptions_that_are_none(description):
     with pytest.raises(CheckpointMismatch, match="load_model: expected"):
         make_layers(description)
+
+
+def test_an_activation_that_comes_twice_is_there_twice():
+    act = nn.ReLU()
+    made = make_layers(describe_layers(nn.Sequential(nn.Linear(2, 2), act, nn.Linear(2, 2), act)))
+    assert [type(one).__name__ for one in made] == ["Linear", "ReLU", "Linear", "ReLU"]
+    shared = nn.Linear(2, 2)
+    assert describe_layers(nn.Sequential(shared, shared)) is None
