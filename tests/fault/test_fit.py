@@ -164,7 +164,7 @@ def test_an_evaluator_sees_the_last_checkpoint_and_ends_with_the_job(start, tmp_
 
 
 def test_an_evaluator_in_a_job_of_its_own_ends_when_the_run_is_finished(start, tmp_path, root):
-    """Its folder is that of a ModelCheckpoint; without a new file it stops at a signal."""
+    """Its folder is that of a ModelCheckpoint; while the run is not finished it stops at a signal."""
     run = tmp_path / "run"
     assert start(1, *command(run, "--epochs", 2)).wait(90).code == 0
     program = f"""
@@ -176,8 +176,9 @@ evaluator = hpcdist.SidecarEvaluator(model, test, {str(run)!r}, max_evaluations=
 evaluator.start()
 print(len(evaluator.evaluations), "evaluations")
 """
-    outcome = start(1, "-c", program, 1).wait(60)
+    outcome = start(1, "-c", program, 5).wait(60)
     assert (outcome.code, outcome.output.splitlines()[-1]) == (0, "1 evaluations"), outcome.output
+    (run / "decision.json").unlink()
     waiting = start(1, "-c", program, 5)
     waiting.wait_for_line("evaluation  step 1")
     os.kill(waiting.pid_of(0), signal.SIGTERM)
