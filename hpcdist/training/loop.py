@@ -1,4 +1,4 @@
-"""The loops of fit, evaluate and predict, and where in them a run is: what a checkpoint needs to go on from there."""
+"""The loops of fit, evaluate and predict, and the position in them that a checkpoint stores."""
 
 import contextlib
 import itertools
@@ -237,7 +237,7 @@ class Fit:
         return last
 
     def _batches(self, left: int | None) -> Iterator[tuple[Any, int | None]]:
-        """Yield the batches of a pass; or so many, and go on there in the next epoch."""
+        """Yield the batches of one pass; with `left`, that many, and continue from there in the next epoch."""
         if left is None:
             yield from rows_of_batches(self._train)
             return
