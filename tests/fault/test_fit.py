@@ -77,7 +77,7 @@ def run_with_harm(start, run, draws, options):
 
 
 PROGRAM = """
-import os, signal, sys
+import os, signal, sys, time
 import torch
 import hpcdist
 from hpcdist.callbacks import BackupAndRestore, Callback, ModelCheckpoint
@@ -102,15 +102,18 @@ class Stopping(Callback):
 
     def on_train_batch_end(self, batch, logs):
         self.n_calls += 1
+        if options.get("stops") == "step 7" and self.n_calls == 7:
+            model.stop_training = True
         self.stop_at(f"step {self.n_calls}")
 
     def on_test_batch_end(self, batch, logs):
         self.stop_at(f"test {self.n_calls} {batch}")
+        time.sleep(0.3 * stop_at.startswith("test"))  # ranks agree on requests every so many milliseconds
 
     def on_epoch_end(self, epoch, logs):
         model.evaluate(x[:6], y[:6], verbose=0)
         self.stop_at(f"end {epoch}")
-        if "stops" in options and epoch == 1:
+        if options.get("stops") == "epoch 1" and epoch == 1:
             model.stop_training = True
 
 x = torch.randn(20, 4, generator=torch.Generator().manual_seed(1))
@@ -133,7 +136,8 @@ if strategy.is_chief:
         pytest.param({}, ["test 5 1", "step 3"], marks=pytest.mark.sweep),
         pytest.param({"steps_per_epoch": 5, "validation_steps": 2}, ["step 5"], marks=pytest.mark.sweep),
         pytest.param({"steps_per_epoch": 3}, ["step 3", "step 5", "test 6 4"], marks=pytest.mark.sweep),
-        pytest.param({"stops": True}, ["test 10 2"], marks=pytest.mark.sweep),
+        ({"stops": "step 7"}, ["test 7 1"]),
+        pytest.param({"stops": "epoch 1"}, ["test 10 2"], marks=pytest.mark.sweep),
     ],
     ids=str,
 )
