@@ -9,6 +9,9 @@ import numpy as np
 from hpcdist.errors import CollectiveError, UsageError
 from hpcdist.runtime.mpi import MPI
 
+#: Decorates what adds in numpy: infinity and NaN are results, as in MPI, of which numpy would warn.
+SILENT = np.errstate(over="ignore", invalid="ignore")
+
 
 @dataclass(frozen=True)
 class Op:

@@ -114,17 +114,18 @@ def describe_compiled(model: "Model", extra: list[str]) -> Any:
     if model.optimizer is None:
         return None
     given = model.compiled_with
-    options = {name: value for name, value in model.optimizer.defaults.items() if isinstance(value, (*_PLAIN, tuple))}
+    defaults = {name: value for name, value in model.optimizer.defaults.items() if isinstance(value, (*_PLAIN, tuple))}
     metrics = given["metrics"]
     are_named = isinstance(metrics, (list, tuple)) and all(isinstance(one, str) for one in metrics)
     loss = _describe_loss(given["loss"])
-    lost = [name for name, value in given.items() if value is not None and name not in ("loss", "metrics")] + extra
+    lost = [name for name in ("loss_weights", "weighted_metrics") if given[name] is not None] + extra
     has_own_metrics = bool(metrics) and not are_named and not isinstance(metrics, str)
     lost += ["loss"] * (loss is None) + ["metrics"] * has_own_metrics
     return {
         "lost": lost,
         "optimizer": type(model.optimizer).__name__,
-        "options": options,
+        "defaults": defaults,
+        "options": given["options"],
         "loss": loss,
         "metrics": list(metrics) if are_named else metrics if isinstance(metrics, str) else None,
     }
@@ -152,9 +153,9 @@ def compile_as(model: "Model", compiled: dict[str, Any]) -> None:
             f"load_model: expected an optimizer of torch.optim, got {compiled['optimizer']!r}; compile in the factory."
         )
     accepted = inspect.signature(kind.__init__).parameters
-    options: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
-        for name, value in compiled["options"].items()
+        for name, value in compiled["defaults"].items()
         if name in accepted
     }
     loss = compiled["loss"]
@@ -164,4 +165,6 @@ def compile_as(model: "Model", compiled: dict[str, Any]) -> None:
             f"of the program's own; give a factory that makes the model and compiles it."
         )
     make = losses.named(loss[0], losses.NAMED, "loss")
-    model.compile(lambda parameters: kind(parameters, **options), make(**loss[1]), compiled["metrics"])
+    model.compile(
+        lambda parameters: kind(parameters, **defaults), make(**loss[1]), compiled["metrics"], **compiled["options"]
+    )

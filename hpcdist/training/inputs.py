@@ -12,7 +12,7 @@ from hpcdist.data.distributed import DistributedDataset, DistributedInput
 from hpcdist.data.elements import is_torch_data
 from hpcdist.data.options import AutoShardPolicy
 from hpcdist.errors import DataError, UsageError
-from hpcdist.nest import children_of, is_nest, leaves, map_nest, with_children
+from hpcdist.nest import children_of, is_nest, leaves, map_nest, with_children, with_leaves
 from hpcdist.strategy.base import Strategy
 
 #: Rows of a global batch of arrays, unless told otherwise, as in Keras.
@@ -130,6 +130,22 @@ def _tensor_of(value: Any) -> Tensor:
     if isinstance(value, np.ndarray) and value.dtype == np.float64:
         return torch.from_numpy(value).to(torch.get_default_dtype())
     return torch.as_tensor(value)
+
+
+def pieces(parts: tuple[Any, Any, Any], n_pieces: int) -> list[tuple[Any, Any, Any]]:
+    """Return x, y and sample_weight in at most so many pieces of rows, none of them empty; as it is, if it is empty."""
+    n_pieces = max(1, min(n_pieces, len(leaves(parts[0])[0])))
+    if n_pieces == 1:
+        return [parts]
+    columns = [_split_rows(one, n_pieces) for one in parts]
+    return list(zip(*columns, strict=True))
+
+
+def _split_rows(nest: Any, n_pieces: int) -> list[Any]:
+    if nest is None:
+        return [None] * n_pieces
+    rows = [torch.tensor_split(torch.as_tensor(one), n_pieces) for one in leaves(nest)]
+    return [with_leaves(nest, list(piece)) for piece in zip(*rows, strict=True)]
 
 
 def weights_of_classes(y: Any, table: Tensor) -> Tensor:

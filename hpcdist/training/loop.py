@@ -187,6 +187,8 @@ class Fit:
             found["strategy"] = strategy
         for name, metric in self._model.named_metrics().items():
             found[f"metric {name}"] = metric
+        if self._model.loss_scale is not None:
+            found["loss_scale"] = self._model.loss_scale
         return {**found, "fit": self.position}
 
     def _last_logs(self) -> dict[str, float]:

@@ -1,10 +1,9 @@
 """Says which layer of a model does not fit its input, where torch gives sizes of matrices alone."""
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import torch
 from torch import nn
 
 from hpcdist.errors import UsageError
@@ -12,15 +11,12 @@ from hpcdist.nest import leaves
 
 
 @contextmanager
-def explaining_layers(model: nn.Module, x: Any) -> Iterator[None]:
-    """Turn a torch error of the block about shapes or dtypes into a UsageError that names the layer.
-
-    The layer is found by a second call, of which every layer is watched.
-    """
+def explaining_layers(model: nn.Module) -> Iterator[None]:
+    """Turn a torch error of the block about shapes or dtypes into a UsageError that names the layer."""
     try:
         yield
     except (RuntimeError, IndexError, ValueError) as error:
-        found = _failing_layer(model, x, str(error))
+        found = _failing_layer(model, error)
         if found is None:
             raise
         name, layer, shapes = found
@@ -30,36 +26,22 @@ def explaining_layers(model: nn.Module, x: Any) -> Iterator[None]:
         ) from error
 
 
-def _failing_layer(model: nn.Module, x: Any, text: str) -> tuple[str, str, str] | None:
-    """Return name, description and input shapes of the innermost layer that raises the same error again."""
-    entered: list[tuple[str, nn.Module, str]] = []
+def _failing_layer(model: nn.Module, error: BaseException) -> tuple[str, str, str] | None:
+    """Return name, description and input shapes of the innermost layer of torch.nn that was called.
+
+    None where the error is not raised in one: in the program's own code it says enough.
+    """
     names = {id(layer): name for name, layer in model.named_modules()}
-
-    def enter(layer: nn.Module, args: Any) -> None:
-        shapes = ", ".join(f"{tuple(one.shape)} {one.dtype}" for one in leaves(tuple(args)) if hasattr(one, "shape"))
-        entered.append((names.get(id(layer), ""), layer, shapes))
-
-    def leave(layer: nn.Module, args: Any, output: Any) -> None:
-        entered.pop()
-
-    hooks = [
-        hook
-        for layer in model.modules()
-        for hook in (layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave))
+    calls = [
+        frame.f_locals
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code is nn.Module._call_impl.__code__ and id(frame.f_locals["self"]) in names
     ]
-    try:
-        with torch.no_grad():
-            if isinstance(x, (tuple, list)):
-                model(*x)
-            elif isinstance(x, dict):
-                model(**x)
-            else:
-                model(x)
-    except (RuntimeError, IndexError, ValueError) as error:
-        if str(error) == text and entered and entered[-1][0]:
-            name, layer, shapes = entered[-1]
-            return name.removeprefix("module."), str(layer).splitlines()[0], shapes
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return None
+    if not calls:
+        return None
+    layer, args = calls[-1]["self"], calls[-1]["args"]
+    name = names[id(layer)].removeprefix("module.")
+    if not name or not type(layer).__module__.startswith("torch."):
+        return None
+    shapes = ", ".join(f"{tuple(one.shape)} {one.dtype}" for one in leaves(tuple(args)) if hasattr(one, "shape"))
+    return name, str(layer).splitlines()[0], shapes

@@ -1,9 +1,11 @@
 """Model: a torch module with compile, fit, evaluate and predict, as keras.Model."""
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,17 +20,33 @@ from hpcdist.resilience.checkpoint import Checkpoint, load_checkpoint
 from hpcdist.strategy.base import Strategy, get_strategy
 from hpcdist.strategy.losses import compute_average_loss
 from hpcdist.strategy.parameter_server import ParameterServerStrategy
-from hpcdist.tf_compat.metrics import Mean
 from hpcdist.tf_compat.torch_metric import TorchMetric
 from hpcdist.training import inputs, named_metrics, optimizers
 from hpcdist.training.callbacks import Callback, History
 from hpcdist.training.description import describe, describe_layers
 from hpcdist.training.loop import Fit, FitOptions, evaluation, prediction
-from hpcdist.training.losses import Loss, snake_case
-from hpcdist.training.losses import get as loss_of
 from hpcdist.training.misfit import explaining_layers
+from hpcdist.training.objective import Objective
+from hpcdist.training.precision import LossScale, as_float32, dtype_of
 
 logger = logging.getLogger("hpcdist")
+
+
+class Piece(NamedTuple):
+    """What is computed at once of a replica's part of a batch.
+
+    Attributes:
+        share: of the losses that count once in a step.
+        n_rows: rows of the whole part; None: those at hand.
+    """
+
+    share: float = 1.0
+    n_rows: int | None = None
+
+
+_WHOLE = Piece()
+#: The piece that this replica computes; replicas of a rank take turns, each with a context of its own.
+_piece: ContextVar[Piece] = ContextVar("piece", default=_WHOLE)
 
 
 class Model(nn.Module):
@@ -54,6 +72,7 @@ class Model(nn.Module):
         stop_training: fit ends after this batch or epoch where any rank has set it.
         history: of the last fit, or of the one in progress.
         n_steps_of_epoch: steps of the last epoch that was completed.
+        loss_scale: of float16; None without.
     """
 
     def __init__(self, module: nn.Module | None = None, name: str | None = None) -> None:
@@ -67,18 +86,17 @@ class Model(nn.Module):
         self.history = History()
         self.n_steps_of_epoch = 0
         self.compiled_with: dict[str, Any] = {}
-        self._loss: Any = None
-        self._loss_weights: Any = None
-        self._metrics: list[tuple[str, Any, bool, Any]] = []
-        self._loss_metric: Any = None
+        self._objective: Objective | None = None
         self._regularizers: list[tuple[Callable[[Tensor], Tensor], Tensor]] = []
         self._added_losses: list[Any] = []
         self._class_weights: Tensor | None = None
         self._global_rows: int | None = None
         self._compiled_modules: list[Any] = []  # in a list, as it is no part of the state
         self._must_check_outputs = False
+        self._n_pieces = 1
+        self._half: torch.dtype | None = None
         self.steps_per_execution = 1
-        self._global_clipnorm: float | None = None
+        self.loss_scale: LossScale | None = None
         self._layers: Any = None
 
     @property
@@ -113,6 +131,8 @@ class Model(nn.Module):
         jit_compile: bool = False,
         steps_per_execution: int = 1,
         global_clipnorm: float | None = None,
+        gradient_accumulation_steps: int = 1,
+        dtype_policy: str = "float32",
         run_eagerly: bool | None = None,
     ) -> None:
         """Say how to train; inside or outside of the strategy's scope.
@@ -130,6 +150,11 @@ class Model(nn.Module):
             jit_compile: whether torch.compile compiles the module.
             steps_per_execution: callbacks act after this many steps.
             global_clipnorm: summed gradients are scaled so that the norm of all of them is at most this.
+            gradient_accumulation_steps: each replica computes its part of a batch in this many pieces, one after
+                another, for batches that do not fit into memory. The gradients are those of the whole batch, and are
+                summed over replicas once.
+            dtype_policy: "mixed_bfloat16" or "mixed_float16": layers compute in half precision, by torch.autocast;
+                parameters, outputs and losses are float32. For float16 losses are scaled; see `LossScale`.
             run_eagerly: accepted and ignored.
 
         Raises:
@@ -140,76 +165,73 @@ class Model(nn.Module):
             "metrics": metrics,
             "loss_weights": loss_weights,
             "weighted_metrics": weighted_metrics,
-            "steps_per_execution": None if steps_per_execution == 1 else steps_per_execution,
-            "global_clipnorm": global_clipnorm,
-            "jit_compile": jit_compile or None,
+            "options": {
+                "jit_compile": jit_compile,
+                "steps_per_execution": steps_per_execution,
+                "global_clipnorm": global_clipnorm,
+                "gradient_accumulation_steps": gradient_accumulation_steps,
+                "dtype_policy": dtype_policy,
+            },
         }
-        self._layers = describe_layers(self.net)
-        with self.strategy.scope():
-            self.optimizer = optimizers.get(optimizer, self.parameters())
-            self._loss = map_nest(loss_of, loss) if loss is not None else None
-            self._loss_weights = loss_weights
-            self._loss_metric = Mean("loss")
-            self._metrics = [*self._named(metrics, False), *self._named(weighted_metrics, True)]
-        has_own_gradients = self.strategy._has_fixed_replicas or isinstance(self.strategy, ParameterServerStrategy)
-        if global_clipnorm is not None and has_own_gradients:
-            raise UsageError(
-                "compile: expected no global_clipnorm with num_replicas or parameter servers, where replicas have "
-                "gradients of their own before the step, got it; leave it out."
-            )
-        if steps_per_execution < 1:
-            raise UsageError(f"compile: expected steps_per_execution of at least 1, got {steps_per_execution}.")
-        self.steps_per_execution, self._global_clipnorm = steps_per_execution, global_clipnorm
+        for name, value in {
+            "steps_per_execution": steps_per_execution,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+        }.items():
+            if value < 1:
+                raise UsageError(f"compile: expected {name} of at least 1, got {value}.")
+        self._half = dtype_of(dtype_policy)
+        self.loss_scale = LossScale() if self._half == torch.float16 else None
+        self._require_summed_gradients(global_clipnorm)
         if jit_compile and self.net is self:
             raise UsageError(
                 "compile: expected no jit_compile for a subclass without a module, got it; compile its parts."
             )
+        self._layers = describe_layers(self.net)
+        with self.strategy.scope():
+            self.optimizer = optimizers.get(optimizer, self.parameters())
+            self._objective = Objective(self.name, loss, loss_weights, metrics, weighted_metrics)
+        self.steps_per_execution, self._global_clipnorm = steps_per_execution, global_clipnorm
+        self._n_pieces = gradient_accumulation_steps
         self._compiled_modules = [torch.compile(self.net)] if jit_compile else []
 
-    def _named(self, given: Any, is_weighted: bool) -> list[tuple[str, Any, bool, Any]]:
-        """Return name, metric, whether it takes weights, and the key of the output, of what `compile` was given."""
-        given = [] if given is None else given
-        if isinstance(given, dict):
-            outputs = sorted(given.items())
-        elif isinstance(given, (list, tuple)) and any(isinstance(one, (list, tuple)) for one in given):
-            outputs = list(enumerate(given))
-        else:
-            outputs = [(None, given)]
-        found = []
-        for key, several in outputs:
-            own = several if isinstance(several, (list, tuple)) else [several]
-            loss = self._loss
-            if is_nest(loss):
-                loss = None if key is None or key not in _keys_of(loss) else loss[key]
-            for one in own:
-                name, metric = named_metrics.get(one, loss)
-                found.append((name if key is None else f"{key}_{name}", metric, is_weighted, key))
-        return found
+    def _require_summed_gradients(self, global_clipnorm: float | None) -> None:
+        """Raise UsageError for what changes gradients before the step, where workers do not know their sums."""
+        given = [
+            text
+            for text, is_given in (
+                ("global_clipnorm", global_clipnorm is not None),
+                ("mixed_float16", self.loss_scale is not None),
+            )
+            if is_given
+        ]
+        if given and isinstance(self.strategy, ParameterServerStrategy):
+            raise UsageError(
+                f"compile: expected no {given[0]} with parameter servers, where no worker knows the sums of gradients, "
+                f"got it; leave it out{', or take mixed_bfloat16' if self.loss_scale is not None else ''}."
+            )
 
     @property
     def metrics(self) -> list[Any]:
         """The metrics that fit and evaluate reset, read and save: of `compile`; a subclass may return its own."""
-        return [] if self._loss_metric is None else [self._loss_metric, *(one for _, one, _, _ in self._metrics)]
+        compiled = self._objective
+        return [] if compiled is None else [compiled.total, *(one.metric for one in compiled.metrics)]
 
     @property
     def metrics_names(self) -> list[str]:
         """The names of the metrics in logs."""
         return list(self.named_metrics())
 
-    def named_metrics(self) -> dict[str, Any]:
+    def named_metrics(self) -> Mapping[str, Any]:
         """Return the metrics by their names in logs."""
-        own = {id(one): name for name, one, _, _ in self._metrics}
-        found: dict[str, Any] = {}
-        for one in self.metrics:
-            name = own.get(id(one)) or str(one.name)
-            name = snake_case(name) if name == type(one).__name__ else name
-            alike = [name, *(f"{name}_{number}" for number in range(1, len(found) + 1))]
-            found[next(other for other in alike if other not in found)] = one
-        return found
+        return {} if self._objective is None else self._objective.by_name(self.metrics)
 
     def direction_of(self, name: str) -> str | None:
         """Return "max" or "min", whichever is the best value of a log; None where that is not known."""
-        return "min" if name == "loss" else named_metrics.direction_of(self.named_metrics().get(name))
+        return (
+            "min"
+            if name == "loss" or name.endswith("_loss")
+            else named_metrics.direction_of(self.named_metrics().get(name))
+        )
 
     @property
     def learning_rate(self) -> float:
@@ -231,10 +253,11 @@ class Model(nn.Module):
         """The parameters that are trained."""
         return [one for one in self.parameters() if one.requires_grad]
 
-    def require_compiled(self, call: str) -> None:
-        """Raise UsageError before `compile`."""
-        if self._loss_metric is None:
+    def require_compiled(self, call: str) -> Objective:
+        """Return what the model was compiled with; raise UsageError before `compile`."""
+        if self._objective is None:
             raise UsageError(f"{call}: expected model.compile(optimizer, loss, metrics) first, got none; call it.")
+        return self._objective
 
     # -- losses -----------------------------------------------------------------------------------------------------
 
@@ -268,63 +291,26 @@ class Model(nn.Module):
         Raises:
             UsageError: when outputs, labels and losses do not fit together.
         """
-        pairs = self._pairs(y, y_pred)
-        parts = [(weight, loss.of_rows(*own, sample_weight)) for loss, weight, own in pairs]
-        rows = functools.reduce(torch.add, [rows if weight == 1 else weight * rows for weight, rows in parts])
-        if self._must_check_outputs:
-            for loss, _, (_, found) in pairs:
-                loss.check(found)
+        objective, piece = self.require_compiled("compute_loss"), _piece.get()
+        rows = objective.loss_of_rows(y, y_pred, sample_weight, self._must_check_outputs)
         own_losses = self.losses
         extra = torch.stack([torch.as_tensor(one).sum() for one in own_losses]).sum() if own_losses else None
-        seen = rows.detach() if extra is None else rows.detach() + extra.detach()
-        self._loss_metric.update_state(seen)
+        objective.total.update_state(rows.detach() if extra is None else rows.detach() + extra.detach())
         if self.strategy.is_averaging:
+            if piece.share < 1:
+                raise UsageError(
+                    "compute_loss: expected a strategy that sums gradients with gradient_accumulation_steps, got one "
+                    "with gradient_op MEAN; leave that out."
+                )
             return (rows.mean() if len(rows) else rows.sum()) + (0 if extra is None else extra)
         n_replicas = self.strategy.n_replicas  # asynchronous workers, too, push their part of a round
-        n_rows = len(rows) * n_replicas if self._global_rows is None else self._global_rows
+        n_rows = (piece.n_rows or len(rows)) * n_replicas if self._global_rows is None else self._global_rows
         total: Tensor = compute_average_loss(rows, global_batch_size=n_rows)
-        return total if extra is None else total + extra / n_replicas
-
-    def _pairs(self, y: Any, y_pred: Any) -> list[tuple[Loss, float, tuple[Any, Tensor]]]:
-        """Return each loss with its weight, and what it compares."""
-        if self._loss is None:
-            raise UsageError(
-                f"{self.name}: expected a loss in compile, or a train_step of a subclass that needs none, got neither."
-            )
-        if y is None:
-            raise UsageError(f"{self.name}: expected batches of (x, y), got x alone; give labels, or a train_step.")
-        if not is_nest(self._loss) and not is_nest(y_pred):
-            weight = 1.0 if self._loss_weights is None else float(leaves(self._loss_weights)[0])
-            return [(self._loss, weight, (y, y_pred))]
-        found = y_pred if is_nest(y_pred) else [y_pred]
-        keys: Sequence[Any] = sorted(found) if isinstance(found, dict) else range(len(found))
-        try:
-            weights = [1.0 if self._loss_weights is None else float(self._loss_weights[key]) for key in keys]
-            all_losses = [self._loss[key] if is_nest(self._loss) else self._loss for key in keys]
-            return [(loss, weight, (y[key], found[key])) for loss, weight, key in zip(all_losses, weights, keys)]  # noqa: B905
-        except (KeyError, IndexError, TypeError):
-            raise UsageError(
-                f"{self.name}: expected a loss, a weight and labels for each output ({list(keys)}), got losses "
-                f"{_keys_of(self._loss)}, weights {_keys_of(self._loss_weights)} and labels {_keys_of(y)}; give one of "
-                f"each under the same name or at the same place."
-            ) from None
+        return total if extra is None else total + extra * piece.share / n_replicas
 
     def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Mapping[str, Any]:
         """Update the metrics by the rows of this replica; return them, to be read when somebody asks."""
-        for name, metric, is_weighted, key in self._metrics:
-            if is_nest(y_pred) and (key is None or key not in _keys_of(y_pred)):
-                raise UsageError(
-                    f"{self.name}: expected metrics under the names or places of outputs, {_keys_of(y_pred)}, got "
-                    f"{name!r}; give a dict or a list of lists."
-                )
-            truth, found = (y[key], y_pred[key]) if is_nest(y_pred) else (y, y_pred)
-            found = found.detach()
-            if isinstance(metric, TorchMetric):
-                metric.update_state(found, truth)
-            elif is_weighted and sample_weight is not None:
-                metric.update_state(truth, found, sample_weight)
-            else:
-                metric.update_state(truth, found)
+        self.require_compiled("compute_metrics").update_metrics(y, y_pred, sample_weight)
         return Results(self.named_metrics)
 
     # -- steps of a replica -----------------------------------------------------------------------------------------
@@ -339,14 +325,37 @@ class Model(nn.Module):
             Metrics by name, or values of this step that are no metrics: their mean over replicas at the last step of an
             epoch goes to the logs.
         """
-        x, y, weight = inputs.unpack(data)
         self.optimizer.zero_grad()
+        x, y, weight = inputs.unpack(data)
+        *first, last = inputs.pieces((x, y, weight), self._n_pieces)
+        token = _piece.set(Piece(1 / (len(first) + 1), len(leaves(x)[0])))
+        try:
+            for piece in first:
+                with self.strategy.no_sync():
+                    self._train_on_piece(*piece)
+            logs = self._train_on_piece(*last)
+        finally:
+            _piece.reset(token)
+        self.step()
+        return logs
+
+    def _train_on_piece(self, x: Any, y: Any, weight: Any) -> Mapping[str, Any]:
         y_pred = self.call_with(x)
-        torch.autograd.backward(self.compute_loss(x, y, y_pred, weight))
-        if self._global_clipnorm is not None:
-            nn.utils.clip_grad_norm_(self.trainable_variables, self._global_clipnorm)
-        self.optimizer.step()
+        self.backward(self.compute_loss(x, y, y_pred, weight))
         return self.compute_metrics(x, y, y_pred, weight)
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute gradients of a loss, in a train_step of your own: scaled, where float16 needs it."""
+        torch.autograd.backward(loss if self.loss_scale is None else loss * self.loss_scale.scale)
+
+    def step(self) -> None:
+        """Let the optimizer step, in a train_step of your own, after `backward`: on clipped gradients, if asked for."""
+        parameters = self.trainable_variables if self.loss_scale or self._global_clipnorm is not None else []
+        if self.loss_scale is not None and not self.loss_scale.remove_from(parameters):
+            return  # an overflow, which all ranks see
+        if self._global_clipnorm is not None:
+            nn.utils.clip_grad_norm_(parameters, self._global_clipnorm)
+        self.optimizer.step()
 
     @staticmethod
     def unpack(data: Any) -> tuple[Any, Any, Any]:
@@ -357,7 +366,7 @@ class Model(nn.Module):
         """Evaluate this replica's part of a batch; a subclass may override it. Gradients are off."""
         x, y, weight = inputs.unpack(data)
         y_pred = self.call_with(x)
-        if self._loss is not None:
+        if self.require_compiled("test_step").has_loss:
             self.compute_loss(x, y, y_pred, weight)
         return self.compute_metrics(x, y, y_pred, weight)
 
@@ -368,10 +377,12 @@ class Model(nn.Module):
     def call_with(self, x: Any) -> Any:
         """Return the outputs for x: a tuple is several inputs, a dict inputs by name."""
         self._added_losses = [one for one in self._added_losses if callable(one)]
-        with explaining_layers(self, x):
-            if isinstance(x, (tuple, list)):
-                return self(*x)
-            return self(**x) if isinstance(x, dict) else self(x)
+        device = next((one.device for one in self.parameters()), self.strategy.device)
+        x = map_nest(lambda one: one.to(device) if isinstance(one, Tensor) else one, x)
+        half = self._half
+        with explaining_layers(self), torch.autocast(device.type, half) if half else contextlib.nullcontext():
+            found = self(*x) if isinstance(x, (tuple, list)) else self(**x) if isinstance(x, dict) else self(x)
+        return map_nest(as_float32, found) if half else found
 
     def run_step(
         self, step: Callable[[Any], Any], batch: Any, global_rows: int | None, must_check: bool = False
@@ -385,9 +396,13 @@ class Model(nn.Module):
             must_check: whether outputs are looked at, for probabilities where logits are expected and so on.
         """
         self._global_rows, self._must_check_outputs = global_rows, must_check
-        if self._class_weights is not None and step == self.train_step:
+        is_training = step == self.train_step
+        if self._class_weights is not None and is_training:
             step = functools.partial(self._with_class_weights, step)
-        return self.strategy.run(step, args=(batch,))
+        found = self.strategy.run(step, args=(batch,))
+        if self.loss_scale is not None and is_training:
+            self.loss_scale.update()
+        return found
 
     def _with_class_weights(self, step: Callable[[Any], Any], data: Any) -> Any:
         return step(inputs.with_class_weights(data, self._class_weights))
@@ -698,7 +713,7 @@ class Model(nn.Module):
 class Results(Mapping[str, Any]):
     """Metrics by name, each read when it is asked for: inside `run` of this replica, outside collective."""
 
-    def __init__(self, find: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, find: Callable[[], Mapping[str, Any]]) -> None:
         self._find = find
 
     def __getitem__(self, name: str) -> Any:
@@ -759,9 +774,3 @@ def _as_floats(value: Any) -> Any:
     if isinstance(values, tuple):
         return type(value)([torch.as_tensor(one).detach().double() for one in values])
     return torch.as_tensor(value).detach().double()
-
-
-def _keys_of(nest: Any) -> Any:
-    if isinstance(nest, dict):
-        return sorted(nest)
-    return list(range(len(nest))) if isinstance(nest, (tuple, list)) else "one"

@@ -335,8 +335,9 @@ def test_several_outputs_have_losses_and_metrics_of_their_own(strategy, rows):
         found["sum"][:, 0], torch.from_numpy(x.sum(1))
     )
     logs = model.evaluate(x, truth, verbose=0, return_dict=True)
-    assert set(logs) == {"loss", "kind_accuracy", "sum_mae"}
+    assert set(logs) == {"loss", "kind_accuracy", "sum_mae", "kind_loss", "sum_loss"}
     assert logs["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert logs["kind_loss"] + 0.5 * logs["sum_loss"] == pytest.approx(logs["loss"], rel=1e-6)
     assert set(model.predict(x, verbose=0)) == {"kind", "sum"}
 
 

@@ -1,0 +1,162 @@
+"""What a model is compiled with to judge its outputs: losses and metrics, of one output or several."""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpcdist.errors import UsageError
+from hpcdist.nest import is_nest, leaves, map_nest
+from hpcdist.tf_compat.metrics import Mean
+from hpcdist.tf_compat.torch_metric import TorchMetric
+from hpcdist.training import losses, named_metrics
+
+
+class NamedMetric(NamedTuple):
+    """A metric of `compile`: its name in logs, whether it takes sample weights, and the key of its output."""
+
+    name: str
+    metric: Any
+    is_weighted: bool
+    key: Any
+
+
+class Objective:
+    """Losses and metrics of a model. Make it in the strategy's scope, which the metrics belong to.
+
+    Args:
+        owner: name of the model, for messages.
+        loss, loss_weights, metrics, weighted_metrics: see `Model.compile`.
+
+    Attributes:
+        total: the mean loss over the rows of an epoch.
+        metrics: those of `compile`; after them, where several losses were given, the mean of each of these.
+    """
+
+    def __init__(self, owner: str, loss: Any, loss_weights: Any, metrics: Any, weighted_metrics: Any) -> None:
+        self._owner = owner
+        self._loss: Any = None if loss is None else map_nest(losses.get, loss)
+        self._loss_weights = loss_weights
+        self.total = Mean("loss")
+        self._of_loss = {key: Mean(f"{key}_loss") for key in _keys_of(self._loss)} if is_nest(self._loss) else {}
+        self._judging = [*self._named(metrics, False), *self._named(weighted_metrics, True)]
+        self.metrics = [*self._judging, *(NamedMetric(one.name, one, False, key) for key, one in self._of_loss.items())]
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether `compile` was given a loss."""
+        return self._loss is not None
+
+    def _named(self, given: Any, is_weighted: bool) -> Iterable[NamedMetric]:
+        """Return the metrics that `compile` was given."""
+        given = [] if given is None else given
+        if isinstance(given, dict):
+            outputs: list[tuple[Any, Any]] = sorted(given.items())
+        elif isinstance(given, (list, tuple)) and any(isinstance(one, (list, tuple)) for one in given):
+            outputs = list(enumerate(given))
+        else:
+            outputs = [(None, given)]
+        for key, several in outputs:
+            loss = self._loss
+            if is_nest(loss):
+                loss = None if key is None or key not in _keys_of(loss) else loss[key]
+            for one in several if isinstance(several, (list, tuple)) else [several]:
+                name, metric = named_metrics.get(one, loss)
+                if is_weighted and isinstance(metric, TorchMetric):
+                    raise UsageError(
+                        f"compile: expected weighted_metrics that take weights, got {name!r} of torchmetrics, which "
+                        f"takes none; give it as one of the metrics."
+                    )
+                yield NamedMetric(name if key is None else f"{key}_{name}", metric, is_weighted, key)
+
+    def loss_of_rows(self, y: Any, y_pred: Any, sample_weight: Any, must_check: bool) -> Tensor:
+        """Return (rows,) losses: of several outputs their weighted sum.
+
+        Args:
+            y: labels.
+            y_pred: outputs.
+            sample_weight: of the rows; None: 1.
+            must_check: whether outputs are looked at, for probabilities where logits are expected and so on.
+
+        Raises:
+            UsageError: when outputs, labels and losses do not fit together.
+        """
+        parts = []
+        for key, loss, weight, truth, found in self._pairs(y, y_pred):
+            rows = loss.of_rows(truth, found, sample_weight)
+            if must_check:
+                loss.check(found)
+            if key in self._of_loss:
+                self._of_loss[key].update_state(rows.detach())
+            parts.append(rows if weight == 1 else weight * rows)
+        return functools.reduce(torch.add, parts)
+
+    def _pairs(self, y: Any, y_pred: Any) -> list[tuple[Any, losses.Loss, float, Any, Tensor]]:
+        """Return of each output its key, loss and weight, and the labels and outputs that it compares."""
+        if self._loss is None:
+            raise UsageError(
+                f"{self._owner}: expected a loss in compile, or a train_step of a subclass that needs none, got "
+                f"neither."
+            )
+        if y is None:
+            raise UsageError(f"{self._owner}: expected batches of (x, y), got x alone; give labels, or a train_step.")
+        given = self._loss_weights
+        if not is_nest(self._loss) and not is_nest(y_pred):
+            return [(None, self._loss, 1.0 if given is None else float(leaves(given)[0]), y, y_pred)]
+        found = y_pred if is_nest(y_pred) else [y_pred]
+        try:
+            return [
+                (
+                    key,
+                    self._loss[key] if is_nest(self._loss) else self._loss,
+                    1.0 if given is None else float(given[key]),
+                    y[key],
+                    found[key],
+                )
+                for key in _keys_of(found)
+            ]
+        except (KeyError, IndexError, TypeError):
+            raise UsageError(
+                f"{self._owner}: expected a loss, a weight and labels for each output ({_keys_of(found)}), got losses "
+                f"{_keys_of(self._loss)}, weights {_keys_of(given)} and labels {_keys_of(y)}; give one of each under "
+                f"the same name or at the same place."
+            ) from None
+
+    def update_metrics(self, y: Any, y_pred: Any, sample_weight: Any) -> None:
+        """Update the metrics of `compile` by rows of this replica.
+
+        Raises:
+            UsageError: for metrics of an output that the model does not have.
+        """
+        for name, metric, is_weighted, key in self._judging:
+            if is_nest(y_pred) and (key is None or key not in _keys_of(y_pred)):
+                raise UsageError(
+                    f"{self._owner}: expected metrics under the names or places of outputs, {_keys_of(y_pred)}, got "
+                    f"{name!r}; give a dict or a list of lists."
+                )
+            truth, found = (y[key], y_pred[key].detach()) if is_nest(y_pred) else (y, y_pred.detach())
+            if isinstance(metric, TorchMetric):
+                metric.update_state(found, truth)
+            elif is_weighted and sample_weight is not None:
+                metric.update_state(truth, found, sample_weight)
+            else:
+                metric.update_state(truth, found)
+
+    def by_name(self, metrics: Sequence[Any]) -> Mapping[str, Any]:
+        """Return metrics by their names in logs; of those with the same name the later ones get a number."""
+        own = {id(one.metric): one.name for one in self.metrics}
+        found: dict[str, Any] = {}
+        for metric in metrics:
+            name = own.get(id(metric)) or str(metric.name)
+            name = losses.snake_case(name) if name == type(metric).__name__ else name
+            alike = [name, *(f"{name}_{number}" for number in range(1, len(found) + 1))]
+            found[next(other for other in alike if other not in found)] = metric
+        return found
+
+
+def _keys_of(nest: Any) -> Any:
+    if isinstance(nest, dict):
+        return sorted(nest)
+    return list(range(len(nest))) if isinstance(nest, (tuple, list)) else "one"

@@ -1,0 +1,87 @@
+"""Mixed precision by the names of Keras: forward passes in half precision, and a loss scale for float16."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpcdist.errors import GradientError, UsageError
+
+#: Policy -> the dtype in which layers that gain by it compute; None: that of their parameters.
+POLICIES = {"float32": None, "mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
+#: The first scale, and the steps without overflow after which it doubles, as keras.optimizers.LossScaleOptimizer.
+_FIRST_SCALE = 2.0**15
+_GROWTH_STEPS = 2000
+
+
+def dtype_of(policy: str) -> torch.dtype | None:
+    """Return the dtype of a policy by name.
+
+    Raises:
+        UsageError: for an unknown name.
+    """
+    if policy not in POLICIES:
+        raise UsageError(f"compile: expected dtype_policy of {', '.join(POLICIES)}, got {policy!r}; correct it.")
+    return POLICIES[policy]
+
+
+class LossScale:
+    """Multiplies losses, so that small gradients do not vanish in float16; half as large after each overflow.
+
+    All ranks agree on it without a message: they look at the sums of gradients over all replicas, which have the same
+    bits everywhere.
+
+    Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.2.
+
+    Attributes:
+        scale: the factor.
+    """
+
+    def __init__(self) -> None:
+        self.scale = _FIRST_SCALE
+        self._n_good = 0
+        self._has_overflow = False
+
+    def remove_from(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Divide summed gradients by the scale; return whether they are finite, so that the optimizer may step.
+
+        Called by each replica of a rank, whose gradients are equal.
+        """
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        sums = torch.stack([one.abs().sum(dtype=torch.float64) for one in gradients]) if gradients else torch.zeros(1)
+        self._has_overflow = not bool(torch.isfinite(sums).all())
+        for one in gradients:
+            one.mul_(1 / self.scale)
+        return not self._has_overflow
+
+    def update(self) -> None:
+        """Choose the scale of the next step, once for all replicas of the rank.
+
+        Raises:
+            GradientError: when gradients are not finite without any scale; on all ranks.
+        """
+        if self._has_overflow and self.scale <= 1:
+            raise GradientError(
+                "fit: expected finite gradients, got infinite or NaN ones with a loss scale of 1: it is no overflow of "
+                "float16; look at the data, or take a smaller learning rate."
+            )
+        self._n_good = 0 if self._has_overflow else self._n_good + 1
+        if self._has_overflow:
+            self.scale /= 2
+        elif self._n_good == _GROWTH_STEPS:
+            self.scale, self._n_good = self.scale * 2, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return scale and steps since the last change. Equal on all ranks."""
+        return {"scale": self.scale, "n_good": self._n_good}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take those of an earlier run."""
+        self.scale, self._n_good = state["scale"], state["n_good"]
+
+
+def as_float32(value: Any) -> Any:
+    """Return an output in float32 where it is in half precision, for losses and metrics."""
+    is_half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_half else value

@@ -1,0 +1,196 @@
+"""What compile says of gradients: accumulated in pieces, clipped, in half precision with a loss scale."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hpcdist
+from hpcdist.errors import GradientError, UsageError
+
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
+N_ROWS = 37  # of batches of 16: the last one has 5 rows, fewer than pieces times replicas
+
+
+@pytest.fixture
+def rows():
+    draws = np.random.default_rng(3)
+    x = draws.normal(size=(N_ROWS, 5)).astype(np.float32)
+    return x, x.sum(1, keepdims=True)
+
+
+@pytest.fixture(params=["one replica a rank", "four replicas"])
+def strategy(request, comm):
+    return hpcdist.MultiWorkerMirroredStrategy(num_replicas=None if request.param.startswith("one") else 4)
+
+
+class Net(nn.Module):
+    """A net that notes the dtype in which its layer computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 1)
+        self.dtypes = []
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.dtypes.append(y.dtype)
+        return y
+
+
+def fitted(strategy, rows, n_epochs=2, **options):
+    """Return a model after fit, and its History."""
+    with strategy.scope():
+        torch.manual_seed(1)
+        model = hpcdist.Model(Net())
+        model.compile(**{"optimizer": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "loss": "mse", **options})
+    model.add_regularizer(hpcdist.regularizers.L2(0.01), model.net.layer.weight)
+    return model, model.fit(*rows, batch_size=16, epochs=n_epochs, shuffle=False, verbose=0).history
+
+
+def by_hand(rows, n_epochs=2, clip=None):
+    """Return weights and losses of a loop in one process that uses nothing of fit."""
+    x, y = map(torch.from_numpy, rows)
+    torch.manual_seed(1)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(n_epochs):
+        for begin in range(0, N_ROWS, 16):
+            optimizer.zero_grad()
+            losses = (net(x[begin : begin + 16]) - y[begin : begin + 16]).square()
+            (losses.mean() + 0.01 * net.layer.weight.square().sum()).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(net.parameters(), clip)
+            optimizer.step()
+    return [one.detach() for one in net.parameters()]
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 3}, {"global_clipnorm": 0.5}], ids=str)
+def test_gradients_are_those_of_one_process(strategy, rows, options):
+    model, _ = fitted(strategy, rows, **options)
+    for own, other in zip(model.parameters(), by_hand(rows, clip=options.get("global_clipnorm")), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6)
+
+
+def test_pieces_are_summed_over_replicas_once(strategy, rows):
+    whole, first = fitted(strategy, rows)
+    model, history = fitted(strategy, rows, gradient_accumulation_steps=3)
+    assert history["loss"] == pytest.approx(first["loss"], rel=1e-5)
+    assert len(model.net.dtypes) > len(whole.net.dtypes), "more, and smaller, forward passes"
+
+
+def on_workers(comm, work):
+    """Call work(strategy) on the workers of a job with a server; raise on all ranks what it raises on one."""
+    if comm.size < 2:
+        pytest.skip("a server needs a rank of its own")
+    error = code = None
+    try:
+        strategy = hpcdist.ParameterServerStrategy(hpcdist.MPIClusterResolver(roles="ps:1,worker:*"), synchronous=True)
+    except SystemExit as left:  # the server, at the end
+        code = left.code
+    else:
+        try:
+            work(strategy)
+        except (Exception, pytest.fail.Exception) as caught:  # the server waits for this rank
+            error = caught
+        strategy._client.leave(0)
+    errors = [one for one in comm.allgather(error and repr(error)) if one]
+    assert not errors, errors
+    assert not code
+
+
+def test_pieces_with_servers(comm, rows):
+    def train(strategy):
+        model, _ = fitted(strategy, rows, gradient_accumulation_steps=3)
+        for own, other in zip(model.get_weights(), by_hand(rows), strict=True):
+            torch.testing.assert_close(torch.from_numpy(own), other, rtol=1e-4, atol=1e-6)
+
+    on_workers(comm, train)
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype"), [("mixed_bfloat16", torch.bfloat16), ("mixed_float16", torch.float16)], ids=str
+)
+def test_layers_compute_in_half_precision(strategy, rows, policy, dtype):
+    model, history = fitted(strategy, rows, n_epochs=8, dtype_policy=policy)
+    assert set(model.net.dtypes) == {dtype}
+    assert {one.dtype for one in model.parameters()} == {torch.float32}
+    assert model.predict(rows[0], verbose=0).dtype == np.float32
+    assert history["loss"][-1] < 0.3 * history["loss"][0]
+    if policy == "mixed_bfloat16":  # with float16 the first steps overflow, and are left out
+        for own, other in zip(model.parameters(), by_hand(rows, n_epochs=8), strict=True):
+            torch.testing.assert_close(own, other, rtol=0.05, atol=0.02)
+
+
+def test_an_overflow_on_one_replica_is_skipped_on_all(comm, strategy, rows):
+    """Its gradient is infinite in float16 with the scale of that step; half of it is not."""
+    x, y = rows[0][:16].copy(), rows[1][:16].copy()
+    y[1] = 300.0  # of one replica: 2 * 300 / 16 * 32768 is more than float16 holds
+    with strategy.scope():
+        torch.manual_seed(1)
+        model = hpcdist.Model(nn.Linear(5, 1))
+        model.compile(lambda p: torch.optim.SGD(p, lr=0.001), "mse", dtype_policy="mixed_float16")
+    before = [one.detach().clone() for one in model.parameters()]
+    scales = []
+    for _ in range(14):
+        model.train_on_batch(x, y)
+        scales.append(model.loss_scale.scale)
+        if scales[-1] < (scales[-2] if len(scales) > 1 else 2.0**15):
+            assert all(map(torch.equal, before, model.parameters())), "no step"
+    assert scales[0] == 2.0**14, "an overflow at the first step"
+    assert scales[-1] == scales[-2], "then none"
+    assert not all(map(torch.equal, before, model.parameters()))
+    mine = [scales, [one.tolist() for one in model.parameters()]]
+    assert comm.bcast(mine) == mine, "the same on all ranks"
+
+
+def test_gradients_that_are_no_numbers_are_no_overflow(strategy, rows):
+    x = rows[0][:16].copy()
+    x[3] = np.nan
+    with strategy.scope():
+        model = hpcdist.Model(nn.Linear(5, 1))
+        model.compile("sgd", "mse", dtype_policy="mixed_float16")
+
+    def train():
+        for _ in range(20):
+            model.train_on_batch(x, rows[1][:16])
+
+    with pytest.raises(GradientError, match="with a loss scale of 1: it is no overflow"):
+        train()
+
+
+def test_what_servers_cannot_do(comm):
+    def compile_all(strategy):
+        with strategy.scope():
+            model = hpcdist.Model(nn.Linear(5, 1))
+        for options, text in (
+            ({"global_clipnorm": 1.0}, "no global_clipnorm with parameter servers"),
+            ({"dtype_policy": "mixed_float16"}, "or take mixed_bfloat16"),
+        ):
+            with pytest.raises(UsageError, match=text):
+                model.compile("sgd", "mse", **options)
+
+    on_workers(comm, compile_all)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"dtype_policy": "float8"}, "mixed_bfloat16, mixed_float16, got 'float8'"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps of at least 1, got 0"),
+    ],
+    ids=str,
+)
+def test_bad_values(options, text):
+    with pytest.raises(UsageError, match=text):
+        hpcdist.Model(nn.Linear(5, 1)).compile("sgd", "mse", **options)
+
+
+def test_a_file_holds_how_a_model_was_compiled(strategy, rows, shared_path):
+    with strategy.scope():
+        model = hpcdist.Model(nn.Sequential(nn.Linear(5, 1)))
+        model.compile("sgd", "mse", dtype_policy="mixed_bfloat16", gradient_accumulation_steps=2, global_clipnorm=1.0)
+    model.save(shared_path / "model.h5")
+    with strategy.scope():
+        loaded = hpcdist.load_model(shared_path / "model.h5")
+    assert loaded.compiled_with["options"] == model.compiled_with["options"]
