@@ -124,6 +124,7 @@ class DistributedInput(ABC):
         poll()
         self._n_begun = number = self._n_begun + 1
         with contextlib.ExitStack() as stack:
+            stack.callback(self._note_end, number)  # also where the loop over it breaks, or raises
             readers = [stack.enter_context(contextlib.closing(reader)) for reader in self._begin_pass()]
             while (parts := self._next_parts(readers)) is not None:
                 yield self._delivery.element_of(parts)
@@ -135,7 +136,9 @@ class DistributedInput(ABC):
                     )
                 poll()
         self._end_pass()
-        if self._delivery.on_batch is not None:
+
+    def _note_end(self, number: int) -> None:
+        if self._delivery.on_batch is not None and number == self._n_begun:
             self._delivery.on_batch(None)
 
     def leave_pass(self) -> None:

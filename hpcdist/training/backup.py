@@ -103,6 +103,14 @@ class BackupAndRestore(Callback):
         """Let stop requests wait for the end of a block."""
         return contextlib.nullcontext() if self._handler is None else self._handler.busy()
 
+    def next_save(self) -> str:
+        """Return when it saves next, as a text; "" where a schedule decides."""
+        if self._schedule is not None or self._handler is None:
+            return ""
+        if isinstance(self._save_freq, int):
+            return f"save in {self._save_freq - self._handler.step % self._save_freq} steps"
+        return "save after the epoch"
+
     def after_epoch(self) -> None:
         """Save after an epoch. Collective: chief and workers."""
         if self._save_freq == "epoch" and self._schedule is None:

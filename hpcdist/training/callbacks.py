@@ -64,9 +64,17 @@ class Callback:
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Act before a step, counted from 0 in each epoch."""
+        self.on_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Act after a step."""
+        self.on_batch_end(batch, logs)
+
+    def on_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Act before a step: the older name."""
+
+    def on_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Act after a step: the older name."""
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         """Act before an evaluation, also of fit."""
@@ -102,7 +110,8 @@ class Callback:
 
     def has_batch_hook(self) -> bool:
         """Return whether a subclass acts after each step."""
-        return type(self).on_train_batch_end is not Callback.on_train_batch_end
+        own = type(self)
+        return (own.on_train_batch_end, own.on_batch_end) != (Callback.on_train_batch_end, Callback.on_batch_end)
 
 
 class History(Callback):
@@ -148,7 +157,7 @@ class LambdaCallback(Callback):
 
     def has_batch_hook(self) -> bool:
         """Return whether there is one after each step."""
-        return "on_train_batch_end" in vars(self)
+        return not vars(self).keys().isdisjoint(("on_train_batch_end", "on_batch_end"))
 
 
 class TerminateOnNaN(Callback):

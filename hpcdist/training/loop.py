@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,15 +48,38 @@ class Position:
         step: steps of it.
         is_validating: whether its steps are done.
         logs: of its steps, once these are done.
+        step_logs: means of what the last step has returned that is no metric, where it was made in an earlier run.
         test_step: batches of its validation.
         is_over: whether `stop_training` has ended fit.
+
+    Args:
+        model: which knows these means.
+        epoch: where to begin.
     """
 
-    def __init__(self, epoch: int) -> None:
+    #: All ranks must call `state_dict` together.
+    is_state_collective = True
+
+    def __init__(self, model: "Model", epoch: int) -> None:
+        self._model, self._last = model, None
         self.epoch = epoch
+        self.step_logs: dict[str, float] = {}
         self.step = self.test_step = 0
         self.has_begun = self.is_validating = self.is_over = False
         self.logs: dict[str, Any] = {}
+
+    def count_step(self, returned: Any) -> None:
+        """Count a step, and keep what it has returned."""
+        self.step += 1
+        self._last = returned
+
+    def end_steps(self) -> None:
+        """Move to the validation. Collective: chief and workers."""
+        self.logs = {**self._model.results(), **self._means()}
+        self._last, self.step_logs, self.is_validating = None, {}, True
+
+    def _means(self) -> dict[str, float]:
+        return self.step_logs if self._last is None else self._model.mean_of_step(self._last)
 
     def next_epoch(self) -> None:
         """Move to the start of the next epoch."""
@@ -66,12 +89,14 @@ class Position:
         self.logs = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it. Equal on all ranks."""
-        return dict(vars(self))
+        """Return all of it. Equal on all ranks. Collective: chief and workers."""
+        public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return {**public, "step_logs": self._means()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position."""
         vars(self).update(state)
+        self._last = None
 
 
 class LocalLogs(Mapping[str, float]):
@@ -112,12 +137,12 @@ class Fit:
         callbacks: Sequence[Callback],
     ) -> None:
         self._model, self._train, self._validation, self._options = model, train, validation, options
-        self.position = Position(options.initial_epoch)
+        self.position = Position(model, options.initial_epoch)
         backups = [one for one in callbacks if isinstance(one, BackupAndRestore)]
         if len(backups) > 1:
             raise UsageError("fit: expected at most one BackupAndRestore, got several; leave one.")
         self._backup = backups[0] if backups else None
-        shown = Progress(options.verbose)
+        shown = Progress(options.verbose, self._backup.next_save if self._backup else lambda: "")
         self._callbacks = [*callbacks, shown]
         self._is_checked = False
         self._endless: Iterator[tuple[Any, int | None]] | None = None
@@ -202,11 +227,10 @@ class Fit:
             self._call("on_epoch_begin", epoch)
             position.has_begun = True
         if not position.is_validating:
-            last = self._steps(epoch)
+            self._steps(epoch)
             position.is_over = self._any_rank_stops()
-            logs = {**self._model.results(), **self._model.mean_of_step(last)}
+            position.end_steps()
             self._model.reset_metrics()
-            position.logs, position.is_validating = logs, True
         self._model.n_steps_of_epoch = position.step
         logs = dict(position.logs)
         if self._validation is not None and self._options.is_validated(epoch):
@@ -217,17 +241,16 @@ class Fit:
         position.is_over = position.is_over or self._any_rank_stops()
         position.next_epoch()
 
-    def _steps(self, epoch: int) -> Any:
-        """Make the steps of an epoch that are left; return what the last one returned."""
-        position, model, last = self.position, self._model, None
+    def _steps(self, epoch: int) -> None:
+        """Make the steps of an epoch that are left."""
+        position, model = self.position, self._model
         logs = LocalLogs(model)
         left = None if self._options.steps_per_epoch is None else self._options.steps_per_epoch - position.step
         for batch, n_rows in self._batches(left):
             if position.step % model.steps_per_execution == 0:
                 self._call("on_train_batch_begin", position.step)
-            last = model.run_step(model.train_step, batch, n_rows, must_check=not self._is_checked)
+            position.count_step(model.run_step(model.train_step, batch, n_rows, must_check=not self._is_checked))
             self._is_checked = True
-            position.step += 1
             if position.step % model.steps_per_execution == 0:
                 self._call("on_train_batch_end", position.step - 1, logs)
                 if self._is_stopped_between_batches():
@@ -236,7 +259,6 @@ class Fit:
             self._call("on_train_batch_end", position.step - 1, logs)
         if position.step == 0:
             raise DataError(f"fit: expected batches in epoch {epoch + 1}, got none; give data with rows.")
-        return last
 
     def _batches(self, left: int | None) -> Iterator[tuple[Any, int | None]]:
         """Yield the batches of one pass; with `left`, that many, and continue from there in the next epoch."""
@@ -250,7 +272,7 @@ class Fit:
     def _validate(self, batches: DistributedInput) -> dict[str, float]:
         if not self.position.test_step:  # else a run goes on in the middle of a validation
             batches.leave_pass()
-        return _evaluate(self._model, batches, self._options.validation_steps, self._callbacks, self.position)
+        return _evaluate(self._model, batches, self._options.validation_steps, self._call, self.position)
 
     def _is_stopped_between_batches(self) -> bool:
         """Return whether the epoch ends here. Collective where callbacks act after batches: chief and workers.
@@ -305,26 +327,30 @@ def n_batches_of(batches: DistributedInput) -> int | None:
 
 
 def _evaluate(
-    model: "Model", batches: DistributedInput, steps: int | None, callbacks: Sequence[Callback], position: Position
+    model: "Model", batches: DistributedInput, steps: int | None, call: Callable[..., None], position: Position
 ) -> dict[str, float]:
-    """Evaluate the batches that are left of a validation; return its logs. Collective: chief and workers."""
-    for one in callbacks:
-        one.on_test_begin()
+    """Evaluate the batches that are left of a validation; return its logs. Collective: chief and workers.
+
+    Args:
+        model: what is evaluated.
+        batches: of this rank.
+        steps: batches; None: all.
+        call: calls a hook of all callbacks.
+        position: counts the batches.
+    """
+    call("on_test_begin")
     last, local = None, LocalLogs(model)
     with model.evaluating():
         left = None if steps is None else steps - position.test_step
         for batch, n_rows in itertools.islice(rows_of_batches(batches), left):
-            for one in callbacks:
-                one.on_test_batch_begin(position.test_step)
+            call("on_test_batch_begin", position.test_step)
             last = model.run_step(model.test_step, batch, n_rows, must_check=position.test_step == 0)
             position.test_step += 1
-            for one in callbacks:
-                one.on_test_batch_end(position.test_step - 1, local)
+            call("on_test_batch_end", position.test_step - 1, local)
         if not position.test_step:
             raise DataError("evaluate: expected batches, got none; give data with rows.")
         logs = {**model.results(), **model.mean_of_step(last)}
-    for one in callbacks:
-        one.on_test_end(logs)
+    call("on_test_end", logs)
     return logs
 
 
@@ -332,34 +358,47 @@ def evaluation(
     model: "Model", batches: DistributedInput, steps: int | None, callbacks: Sequence[Callback], verbose: int | str
 ) -> dict[str, float]:
     """Evaluate, for `Model.evaluate`. Collective: chief and workers."""
-    shown = Progress(verbose)
-    all_callbacks = [*callbacks, shown]
-    for one in all_callbacks:
-        one.set_model(model)
-        one.set_params({"epochs": 1, "steps": steps or n_batches_of(batches), "verbose": verbose})
+    call = _caller([*callbacks, Progress(verbose)], model, steps or n_batches_of(batches), verbose)
     require_end(batches, steps, "evaluate", "steps")
     model.reset_metrics()
-    return _evaluate(model, batches, steps, all_callbacks, Position(0))
+    return _evaluate(model, batches, steps, call, Position(model, 0))
 
 
-def prediction(model: "Model", batches: DistributedInput, steps: int | None, callbacks: Sequence[Callback]) -> Any:
-    """Return the outputs of all rows, for `Model.predict`. Collective: chief and workers."""
-    strategy, parts = model.strategy, []
-    require_end(batches, steps, "predict", "steps")
+def _caller(
+    callbacks: Sequence[Callback], model: "Model", steps: int | None, verbose: int | str
+) -> Callable[..., None]:
+    """Return what calls a hook of all callbacks, outside of fit."""
     for one in callbacks:
         one.set_model(model)
-        one.on_predict_begin()
+        one.set_params({"epochs": 1, "steps": steps, "verbose": verbose})
+
+    def call(hook: str, *args: Any) -> None:
+        for one in callbacks:
+            getattr(one, hook)(*args)
+
+    return call
+
+
+def prediction(
+    model: "Model", batches: DistributedInput, steps: int | None, callbacks: Sequence[Callback]
+) -> Generator[Any, None, None]:
+    """Yield the outputs of all rows of each batch, for `Model.predict`; close it. Collective: chief and workers."""
+    call = _caller(callbacks, model, steps or n_batches_of(batches), 0)
+    require_end(batches, steps, "predict", "steps")
+    call("on_predict_begin")
+    number = -1
     with model.evaluating():
         for number, (batch, n_rows) in enumerate(itertools.islice(rows_of_batches(batches), steps)):
-            for one in callbacks:
-                one.on_predict_batch_begin(number)
+            call("on_predict_batch_begin", number)
             outputs = model.run_step(model.predict_step, batch, n_rows)
-            parts.append(map_nest(lambda value: np.asarray(strategy.gather(value, 0)), outputs))
-            for one in callbacks:
-                one.on_predict_batch_end(number)
-    for one in callbacks:
-        one.on_predict_end()
-    if not parts:
+            yield map_nest(lambda value: np.asarray(model.strategy.gather(value, 0)), outputs)
+            call("on_predict_batch_end", number)
+    call("on_predict_end")
+    if number < 0:
         raise DataError("predict: expected batches, got none; give data with rows.")
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Return outputs of batches as those of all rows."""
     columns = zip(*map(leaves, parts), strict=True)
     return with_leaves(parts[0], [np.concatenate(column) for column in columns])

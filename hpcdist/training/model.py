@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -13,18 +13,20 @@ from torch import Tensor, nn
 
 from hpcdist.cluster.environment import launcher_of, read_environment
 from hpcdist.collectives.ops import ReduceOp
+from hpcdist.data.row_writer import RowFile
 from hpcdist.errors import UsageError
 from hpcdist.nest import is_nest, leaves, map_nest
 from hpcdist.ps.served import ServedParameters
 from hpcdist.resilience.checkpoint import Checkpoint, load_checkpoint
 from hpcdist.strategy.base import Strategy, get_strategy
 from hpcdist.strategy.losses import compute_average_loss
+from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 from hpcdist.strategy.parameter_server import ParameterServerStrategy
 from hpcdist.tf_compat.torch_metric import TorchMetric
 from hpcdist.training import inputs, named_metrics, optimizers
 from hpcdist.training.callbacks import Callback, History
 from hpcdist.training.description import describe, describe_layers
-from hpcdist.training.loop import Fit, FitOptions, evaluation, prediction
+from hpcdist.training.loop import Fit, FitOptions, evaluation, joined, prediction
 from hpcdist.training.misfit import explaining_layers
 from hpcdist.training.objective import Objective
 from hpcdist.training.precision import LossScale, as_float32, dtype_of
@@ -84,6 +86,7 @@ class Model(nn.Module):
         self.optimizer: Any = None
         self.stop_training = False
         self.history = History()
+        self._is_fitting = False
         self.n_steps_of_epoch = 0
         self.compiled_with: dict[str, Any] = {}
         self._objective: Objective | None = None
@@ -483,11 +486,11 @@ class Model(nn.Module):
                 epochs, initial_epoch, steps_per_epoch, validation_steps, _validated(validation_freq), verbose
             )
             given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
-            self.history, self.stop_training = History(), False
+            self.history, self.stop_training, self._is_fitting = History(), False, True
             try:
                 Fit(self, train, validation, options, [*given, self.history]).run()
             finally:
-                self._class_weights = None
+                self._class_weights, self._is_fitting = None, False
         return self.history
 
     def _validation(self, given: Any, batch_size: int | None) -> Any:
@@ -529,7 +532,12 @@ class Model(nn.Module):
         self.require_compiled("evaluate")
         with self.strategy.scope():
             batches = inputs.distribute(self.strategy, x, y, sample_weight, batch_size=batch_size, call="evaluate")
+            # an evaluation in a hook of fit leaves what metrics have seen in the epoch as it is
+            seen = [one.state_dict() for one in self.metrics] if self._is_fitting else []
             logs = evaluation(self, batches, steps, list(callbacks or []), verbose)
+            for one, state in zip(self.metrics, seen, strict=self._is_fitting):
+                one.reset_state()
+                one.load_state_dict(state)
         values = list(logs.values())
         return logs if return_dict else values[0] if len(values) == 1 else values
 
@@ -540,6 +548,8 @@ class Model(nn.Module):
         verbose: int | str = "auto",
         steps: int | None = None,
         callbacks: Sequence[Callback] | None = None,
+        *,
+        output_file: Any = None,
     ) -> Any:
         """Return the outputs for each row once, in the order of the rows, as numpy arrays, on every rank.
 
@@ -549,6 +559,12 @@ class Model(nn.Module):
             verbose: accepted and ignored.
             callbacks: as `fit`.
             steps: batches; default: all of the data.
+            output_file: path of an HDF5 file that the chief writes in place of returning arrays, batch by batch, so
+                that no rank holds all of them: the dataset "predictions", or one under the name of each output. It is
+                there once it is whole.
+
+        Raises:
+            DataError: for data without rows; when the file cannot be written; on all ranks.
 
         With AutoShardPolicy FILE or OFF the order is that of the replicas' parts, and with OFF each row comes once for
         each replica.
@@ -557,7 +573,22 @@ class Model(nn.Module):
         """
         with self.strategy.scope():
             batches = inputs.distribute(self.strategy, x, batch_size=batch_size, call="predict")
-            return prediction(self, batches, steps, list(callbacks or []))
+            parts = prediction(self, batches, steps, list(callbacks or []))
+            return joined(list(parts)) if output_file is None else self._write_rows(output_file, parts)
+
+    def _write_rows(self, path: Any, parts: Generator[Any, None, None]) -> None:
+        """Write outputs as they come, on the chief."""
+        world = self.strategy.world if isinstance(self.strategy, MultiWorkerMirroredStrategy) else None
+        file = RowFile(path) if self.strategy.is_chief else None
+        with contextlib.closing(parts), file or contextlib.nullcontext():
+            for part in parts:
+                named = part if isinstance(part, dict) else {"predictions": part}
+                with world.agreed(world.role_comm) if world else contextlib.nullcontext():
+                    if file is not None:
+                        file.append(named)
+            with world.agreed(world.role_comm) if world else contextlib.nullcontext():
+                if file is not None:
+                    file.publish()
 
     def train_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: dict[int, float] | None = None
@@ -609,7 +640,8 @@ class Model(nn.Module):
         metric = self.named_metrics().get(name)
         if metric is None or isinstance(metric, TorchMetric):
             return None
-        return _number(self.strategy.experimental_local_results(self.strategy.run(metric.result))[0])
+        own = self.strategy.experimental_local_results(self.strategy.run(metric.result))
+        return sum(map(_number, own)) / len(own)
 
     def evaluating(self) -> "_Evaluating":
         """Turn gradients and training behaviour off in a block; on parameter servers all workers get equal values."""

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm
@@ -18,15 +19,17 @@ class Progress(Callback):
 
     Args:
         verbose: 0: nothing; 1: a bar; 2: lines; "auto": a bar on a terminal, else lines.
+        next_save: returns when fit saves next, as a text; "" where it does not.
 
     Raises:
         UsageError: for something else.
     """
 
-    def __init__(self, verbose: int | str) -> None:
+    def __init__(self, verbose: int | str, next_save: Callable[[], str] = lambda: "") -> None:
         if verbose not in (0, 1, 2, "auto"):
             raise UsageError(f"fit: expected verbose 0, 1, 2 or 'auto', got {verbose!r}; correct it.")
         self._verbose = (1 if sys.stdout.isatty() else 2) if verbose == "auto" else int(verbose)
+        self._next_save = next_save
         self._bar: Any = None
         self._is_in_fit = False
         self._began_at = self._reported_at = self._stepped_at = 0.0
@@ -50,24 +53,23 @@ class Progress(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Move the bar; report an epoch that takes long."""
-        self._n_steps += 1
+        self._n_steps += self.model.steps_per_execution
         self._stepped_at = now = time.monotonic()
         if self._verbose == 1:
             if self._bar is None:
                 epoch = f"epoch {self._epoch + 1}/{self.params['epochs']}"
-                self._bar = tqdm(total=self.params["steps"], desc=epoch, file=sys.stdout, leave=False, initial=batch)
-            self._bar.update()
+                self._bar = tqdm(total=self.params["steps"], desc=epoch, file=sys.stdout, leave=False)
+            self._bar.update(batch + 1 - self._bar.n)
             if now - self._reported_at > 0.5:
-                self._bar.set_postfix_str(_text_of(logs), refresh=False)
+                self._bar.set_postfix_str("  ".join(filter(None, (_text_of(logs), self._next_save()))), refresh=False)
                 self._reported_at = now
         elif self._verbose == 2 and now - self._reported_at > _REPORT_S:
             rate = self._n_steps / (now - self._began_at)
             total = self.params["steps"]
             left = f", {(total - batch - 1) / rate:.0f} s left in the epoch" if total else ""
             of = f"/{total}" if total else ""
-            self.model.print_once(
-                f"epoch {self._epoch + 1}  step {batch + 1}{of}  {rate:.3g} steps/s{left}  {_text_of(logs)} (this rank)"
-            )
+            texts = [f"epoch {self._epoch + 1}", f"step {batch + 1}{of}", f"{rate:.3g} steps/s{left}"]
+            self.model.print_once("  ".join([*texts, f"{_text_of(logs)} (this rank)", self._next_save()]).rstrip())
             self._reported_at = now
 
     @property

@@ -1,5 +1,6 @@
 """SidecarEvaluator: evaluates each new checkpoint beside a job that trains, which never waits for it."""
 
+import contextlib
 import json
 import logging
 import sys
@@ -48,7 +49,8 @@ class SidecarEvaluator:
         poll_s: seconds between two looks for a new checkpoint.
 
     Attributes:
-        evaluations: the logs of each, with "step" and "path".
+        evaluations: the logs of each, with "step", "path" and "saved_ns", the time of the file; first those of earlier
+            jobs with the same log_dir.
     """
 
     def __init__(  # noqa: PLR0913  Keras' names, and two
@@ -69,8 +71,9 @@ class SidecarEvaluator:
         model.require_compiled("SidecarEvaluator")
         with model.strategy.scope():
             self._batches = inputs.distribute(model.strategy, *parts, call="SidecarEvaluator")
-        self.evaluations: list[dict[str, Any]] = []
-        self._seen: tuple[Path, int] | None = None  # and its time: a file may be replaced
+        self.evaluations: list[dict[str, Any]] = self._earlier()
+        self._n_earlier = len(self.evaluations)
+        self._seen = {(Path(one["path"]), int(one["saved_ns"])) for one in self.evaluations}  # a file may be replaced
         self._writer: Any = None
 
     def start(self) -> None:
@@ -83,12 +86,12 @@ class SidecarEvaluator:
         strategy = self._model.strategy
         is_beside = isinstance(strategy, MultiWorkerMirroredStrategy) and strategy.world.size > 1
         with StopSignals() as signals:
-            while self._most is None or len(self.evaluations) < self._most:
+            while self._most is None or len(self.evaluations) - self._n_earlier < self._most:
                 code, is_finished = end_of_training(), self._is_finished()  # before the look: none comes after it then
                 found = self._newest()
-                if found is not None and found != self._seen:
-                    self._seen = found
-                    self._evaluate(found[0])
+                if found is not None and found not in self._seen:
+                    self._seen.add(found)
+                    self._evaluate(*found)
                 elif code is not None:
                     sys.exit(code)
                 elif is_finished and not is_beside:
@@ -97,6 +100,22 @@ class SidecarEvaluator:
                     sys.exit(int(ExitCode.RUN_AGAIN))
                 else:
                     time.sleep(self._poll_s)
+
+    def _earlier(self) -> list[dict[str, Any]]:
+        """Return the evaluations of earlier jobs with the same log_dir."""
+        if self._log_dir is None:
+            return []
+        try:
+            lines = (self._log_dir / "evaluations.jsonl").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise self._refusal(self._log_dir, error) from error
+        found = []
+        for line in lines:
+            with contextlib.suppress(ValueError):  # cut off by a kill
+                found.append(json.loads(line))
+        return found
 
     def _is_finished(self) -> bool:
         for folder in (self._folder, self._folder.parent):
@@ -110,12 +129,15 @@ class SidecarEvaluator:
     def _newest(self) -> tuple[Path, int] | None:
         """Return the newest checkpoint by its name or time, unverified, with its time; None without one."""
         saved = Store(self._folder).saved()
-        if saved:
-            return self._folder / str(saved[-1]), 0
-        files = [one for one in self._folder.glob("*") if one.suffix in (".h5", ".keras")]
-        return max(((one, one.stat().st_mtime_ns) for one in files), key=lambda pair: pair[1], default=None)
+        names = [str(saved[-1])] if saved else [one.name for one in self._folder.glob("*")]
+        files = [self._folder / name for name in names if name.endswith((".h5", ".keras"))]
+        found = []
+        for one in files:
+            with contextlib.suppress(FileNotFoundError):  # gone since
+                found.append((one, one.stat().st_mtime_ns))
+        return max(found, key=lambda pair: pair[1], default=None)
 
-    def _evaluate(self, path: Path) -> None:
+    def _evaluate(self, path: Path, saved_ns: int) -> None:
         try:
             step = load_checkpoint(path, model=self._model.net)
         except CheckpointDamaged as error:
@@ -125,7 +147,7 @@ class SidecarEvaluator:
             logs = evaluation(self._model, self._batches, self._steps, self._callbacks, 0)
         step = step or len(self.evaluations) + 1  # files of a ModelCheckpoint have none
         is_best = all(logs["loss"] < one["loss"] for one in self.evaluations) if "loss" in logs else False
-        self.evaluations.append({"step": step, "path": str(path), **logs})
+        self.evaluations.append({"step": step, "path": str(path), "saved_ns": saved_ns, **logs})
         text = "  ".join(f"{name} {value:.4g}" for name, value in logs.items())
         self._model.print_once(f"evaluation  step {step}  {text}")
         if self._log_dir is not None:
@@ -140,14 +162,17 @@ class SidecarEvaluator:
                 disk.make_new(path)
             durable.append_line(disk, path, json.dumps(last))
         except OSError as error:
-            raise CheckpointError(
-                f"SidecarEvaluator: expected to write in {folder}, got {error.strerror}; choose another log_dir."
-            ) from error
+            raise self._refusal(folder, error) from error
         if is_best:
             self._model.save_weights(folder / "best.h5")
         self._writer = self._writer or open_writer(folder, last["step"], is_needed=False)
         if self._writer is not None:
             for name, value in last.items():
-                if isinstance(value, (int, float)) and name != "step":
+                if isinstance(value, (int, float)) and name not in ("step", "saved_ns"):
                     self._writer.add_scalar(f"evaluation_{name}", value, last["step"])
             self._writer.flush()
+
+    def _refusal(self, folder: Path, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"SidecarEvaluator: expected to write in {folder}, got {error.strerror}; choose another log_dir."
+        )

@@ -3,6 +3,7 @@
 import json
 import math
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,7 @@ import hpcdist
 from hpcdist.callbacks import Callback, EarlyStopping, LambdaCallback, LearningRateWarmup, ModelCheckpoint
 from hpcdist.errors import DataError, UsageError
 from hpcdist.losses import BinaryCrossentropy, Reduction, SparseCategoricalCrossentropy
+from hpcdist.training.loop import Position
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 N_ROWS = 75  # of batches of 16: four whole ones, and one of 11
@@ -633,3 +635,103 @@ def test_callbacks_that_differ_between_ranks(comm, rows):
         UsageError, match="fit: expected the callbacks of the chief, TerminateOnNaN, History, Progress, got"
     ):
         model.fit(*rows, callbacks=own, verbose=0)
+
+
+def test_predictions_go_to_a_file_row_by_row(comm, strategy, rows, shared_path):
+    x, _ = rows
+    model, path = make_model(strategy), shared_path / "new" / "out.h5"
+    assert model.predict(x, batch_size=16, output_file=path) is None
+    np.testing.assert_array_equal(h5py.File(path)["predictions"][:], model.predict(x, batch_size=16))
+    assert [one.name for one in path.parent.iterdir()] == ["out.h5"]
+    back = hpcdist.Dataset.from_hdf5(path, "predictions").batch(16)
+    assert sum(len(batch) for batch in back) == N_ROWS
+    comm.barrier()
+    with strategy.scope():
+        named = hpcdist.Model(Named())
+    named.predict(x, batch_size=16, output_file=path)
+    assert sorted(h5py.File(path)) == ["one", "two"]
+    assert h5py.File(path)["two"].shape == (N_ROWS, 1)
+    comm.barrier()
+    if strategy.is_chief:
+        (shared_path / "file").write_text("")
+    comm.barrier()
+    with pytest.raises(DataError, match="expected to write rows to .*file/out.h5, got"):
+        model.predict(x, batch_size=16, output_file=shared_path / "file" / "out.h5")
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(5, 3), nn.Linear(5, 1)
+
+    def forward(self, x):
+        return {"one": self.one(x), "two": self.two(x)}
+
+
+def test_an_evaluation_in_a_hook_leaves_the_metrics_of_the_epoch(strategy, rows):
+    class Evaluate(Callback):
+        def on_train_batch_end(self, batch, logs):
+            if batch == 2:
+                self.model.evaluate(rows[0][:20], rows[1][:20], batch_size=16, verbose=0)
+
+    histories = [
+        make_model(strategy).fit(*rows, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=callbacks).history
+        for callbacks in ([], [Evaluate()])
+    ]
+    assert histories[1]["accuracy"] == histories[0]["accuracy"]
+    assert histories[1]["loss"] == pytest.approx(histories[0]["loss"], rel=1e-12)
+
+
+def test_the_older_names_of_batch_hooks(strategy, rows):
+    seen = []
+
+    class Old(Callback):
+        def on_batch_begin(self, batch, logs=None):
+            seen.append(("begin", batch))
+
+        def on_batch_end(self, batch, logs=None):
+            seen.append(("end", batch))
+            self.model.stop_training = batch == 1
+
+    make_model(strategy).fit(*rows, batch_size=16, epochs=2, verbose=0, callbacks=[Old()])
+    assert seen == [("begin", 0), ("end", 0), ("begin", 1), ("end", 1)]
+
+
+def test_what_a_step_returned_last_is_in_the_checkpoint(strategy):
+    """A stop after the last batch of an epoch, before its logs are made."""
+    model = make_model(strategy)
+    position = Position(model, 0)
+    position.count_step({"rows": 3.0, "loss": 1.0})
+    resumed = Position(model, 0)
+    resumed.load_state_dict(position.state_dict())
+    resumed.end_steps()
+    assert resumed.logs["rows"] == 3.0
+    assert resumed.step == 1
+
+
+def test_after_a_fit_that_raised_another_model_trains(strategy, rows):
+    class Fail(Callback):
+        def on_train_batch_end(self, batch, logs):
+            raise ValueError("of the program")
+
+    with pytest.raises(ValueError, match="of the program"):
+        make_model(strategy).fit(*rows, batch_size=16, verbose=0, callbacks=[Fail()])
+    other = hpcdist.Model(nn.Linear(5, 3))  # of no strategy
+    other.compile("sgd", SparseCategoricalCrossentropy(from_logits=True))
+    other.fit(*rows, batch_size=16, verbose=0)
+
+
+def test_a_layer_that_does_not_fit_is_named_without_another_call(strategy, rows):
+    calls = []
+
+    class Count(nn.Module):
+        def forward(self, x):
+            calls.append(None)
+            return x
+
+    with strategy.scope():
+        model = hpcdist.Model(nn.Sequential(Count(), nn.Linear(4, 3)))
+        model.compile("sgd", SparseCategoricalCrossentropy(from_logits=True))
+    with pytest.raises(UsageError, match=r"1: expected inputs that fit Linear.*got \(\d+, 5\) torch.float32"):
+        model.fit(*rows, batch_size=16, verbose=0)
+    assert len(calls) <= 4, "one for each replica of this rank"

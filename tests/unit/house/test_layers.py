@@ -43,7 +43,7 @@ LAYERS = {
 #: Dependency -> the only modules and folders that may import it.
 DOORS = {
     "mpi4py": {"runtime.mpi"},
-    "h5py": {"checkpoint.layout", "checkpoint.safe_open"},
+    "h5py": {"checkpoint.layout", "checkpoint.safe_open", "data.row_writer"},
     "torch": {"data", "gradients", "ps", "strategy", "tf_compat", "training"},
     "cupy": {"collectives.gpu.cupy_door"},
     "cupyx": {"collectives.gpu.cupy_door"},
