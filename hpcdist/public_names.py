@@ -123,7 +123,9 @@ MODULES = {
     "losses": "losses",
     "metrics": "metrics",
     "partitioners": "plan.partitioners",
+    "datasets": "datasets",
     "regularizers": "regularizers",
+    "summary": "summary",
     "testing": "testing",
 }
 #: Paths of tf.distribute: each name there -> its name in hpcdist.

@@ -132,6 +132,11 @@ def _tensor_of(value: Any) -> Tensor:
     return torch.as_tensor(value)
 
 
+def is_empty(x: Any) -> bool:
+    """Return whether a nest of tensors has no rows."""
+    return all(isinstance(one, Tensor) and one.dim() > 0 and not len(one) for one in leaves(x))
+
+
 def pieces(parts: tuple[Any, Any, Any], n_pieces: int) -> list[tuple[Any, Any, Any]]:
     """Return x, y and sample_weight in at most so many pieces of rows, none of them empty; as it is, if it is empty."""
     n_pieces = max(1, min(n_pieces, len(leaves(parts[0])[0])))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn import datasets as sklearn_datasets
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 import hpcdist
@@ -735,3 +736,32 @@ def test_a_layer_that_does_not_fit_is_named_without_another_call(strategy, rows)
     with pytest.raises(UsageError, match=r"1: expected inputs that fit Linear.*got \(\d+, 5\) torch.float32"):
         model.fit(*rows, batch_size=16, verbose=0)
     assert len(calls) <= 4, "one for each replica of this rank"
+
+
+def test_a_custom_loop_writes_numbers_on_the_chief_alone(comm, shared_path):
+    with hpcdist.summary.create_file_writer(shared_path).as_default():
+        for step in range(3):
+            assert hpcdist.summary.scalar("loss", step / 2, step=step)
+    comm.barrier()
+    files = list(shared_path.iterdir())
+    assert len(files) == 1
+    events = EventAccumulator(str(files[0])).Reload()
+    assert [(one.step, one.value) for one in events.Scalars("loss")] == [(0, 0.0), (1, 0.5), (2, 1.0)]
+
+
+def test_a_module_that_takes_no_empty_batch_is_evaluated(strategy, rows):
+    """Of one row, all replicas but one get nothing."""
+
+    class Reshape(nn.Module):
+        def forward(self, x):
+            return x.view(len(x), 5, -1).mean(-1)
+
+    x, y = rows[0][:1], rows[1][:1]
+    with strategy.scope():
+        model = hpcdist.Model(nn.Sequential(Reshape(), nn.Linear(5, 3)))
+        model.compile("sgd", SparseCategoricalCrossentropy(from_logits=True), ["accuracy"])
+    with torch.no_grad():
+        expected = model.net(torch.from_numpy(x))
+    np.testing.assert_allclose(model.predict(x, verbose=0), expected.numpy(), rtol=1e-6)
+    loss, _ = model.evaluate(x, y, verbose=0)
+    assert loss == pytest.approx(float(nn.functional.cross_entropy(expected, torch.from_numpy(y))), rel=1e-6)

@@ -34,10 +34,12 @@ LAYERS = {
     "cluster_resolver": 9,
     "compat": 9,
     "coordinator": 9,
+    "datasets": 9,
     "experimental": 9,
     "losses": 9,
     "metrics": 9,
     "regularizers": 9,
+    "summary": 9,
     "testing": 9,
 }
 #: Dependency -> the only modules and folders that may import it.

@@ -1,0 +1,104 @@
+"""The path hpcdist.datasets, as `keras.datasets`: MNIST and Fashion-MNIST from files that are there already.
+
+>>> (x_train, y_train), (x_test, y_test) = hpcdist.datasets.mnist.load_data("/datasets/mnist")
+
+Nothing is fetched: the nodes of a cluster often cannot, and a thousand ranks should not.
+"""
+
+import gzip
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hpcdist.errors import DataError
+
+Array = npt.NDArray[np.uint8]
+_FILES = {
+    "x_train": "train-images-idx3-ubyte",
+    "y_train": "train-labels-idx1-ubyte",
+    "x_test": "t10k-images-idx3-ubyte",
+    "y_test": "t10k-labels-idx1-ubyte",
+}
+
+
+class ImageDataset:
+    """Images and labels to train on and to test on.
+
+    Args:
+        name: of the dataset.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def load_data(self, path: str | os.PathLike[str] | None = None) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        """Return (x_train, y_train), (x_test, y_test): (rows, 28, 28) uint8 images and (rows,) uint8 labels.
+
+        Args:
+            path: a folder with the four IDX files, gzipped or not; or an .npz file as Keras has it. Default:
+                `NAME.npz` or the folder `NAME` here or in ~/.keras/datasets.
+
+        Raises:
+            DataError: when there is none, or a file is not whole.
+        """
+        found = self._find(path)
+        parts = _read_npz(found) if found.is_file() else {key: _read_idx(found, name) for key, name in _FILES.items()}
+        for images, labels in (("x_train", "y_train"), ("x_test", "y_test")):
+            if len(parts[images]) != len(parts[labels]):
+                raise DataError(
+                    f"load_data: expected a label for each image, got {len(parts[images])} images and "
+                    f"{len(parts[labels])} labels in {found}; fetch it again."
+                )
+        return (parts["x_train"], parts["y_train"]), (parts["x_test"], parts["y_test"])
+
+    def _find(self, path: str | os.PathLike[str] | None) -> Path:
+        folders = (Path(), Path.home() / ".keras" / "datasets")
+        standard = [folder / name for folder in folders for name in (f"{self._name}.npz", self._name)]
+        places = standard if path is None else [Path(path)]
+        for place in places:
+            if place.exists():
+                return place
+        raise DataError(
+            f"load_data: expected {self._name} in {' or '.join(map(str, places))}, got neither; put {self._name}.npz, "
+            f"or a folder with {_FILES['x_train']}.gz and the other three files, there, or give its path."
+        )
+
+
+def _read_npz(path: Path) -> dict[str, Array]:
+    try:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            return {key: file[key] for key in _FILES}
+    except (KeyError, ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+        raise DataError(
+            f"load_data: expected an .npz file with {', '.join(_FILES)}, got {path}: {str(error).splitlines()[0]}; "
+            f"fetch it again."
+        ) from error
+
+
+def _read_idx(folder: Path, name: str) -> Array:
+    """Return the array in an IDX file: two zero bytes, type 8, dimensions, their sizes, then bytes."""
+    path = next((path for path in (folder / name, folder / f"{name}.gz") if path.exists()), None)
+    if path is None:
+        raise DataError(f"load_data: expected {name} or {name}.gz in {folder}, got neither; put it there.")
+    try:
+        open_file: Any = gzip.open if path.suffix == ".gz" else open
+        with open_file(path, "rb") as file:
+            data = file.read()
+    except (OSError, EOFError) as error:
+        raise DataError(f"load_data: expected to read {path}, got {error}; fetch it again.") from error
+    n_dims = data[3] if data[:3] == b"\0\0\x08" and len(data) >= 4 + 4 * data[3] else 0
+    shape = np.frombuffer(data[4 : 4 + 4 * n_dims], ">u4")
+    if not n_dims or len(data) != 4 + 4 * n_dims + shape.prod(dtype=np.int64):
+        raise DataError(
+            f"load_data: expected a whole IDX file of bytes, got {len(data)} bytes in {path}; fetch it again."
+        )
+    found: Array = np.frombuffer(data, np.uint8, offset=4 + 4 * n_dims).reshape(shape).copy()
+    return found
+
+
+mnist = ImageDataset("mnist")
+fashion_mnist = ImageDataset("fashion_mnist")
