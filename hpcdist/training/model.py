@@ -636,6 +636,12 @@ class Model(nn.Module):
         for metric in self.metrics:
             metric.reset_state()
 
+    def reset_local_metrics(self) -> None:
+        """Forget what metrics have seen of this replica, inside `run`. Not collective."""
+        for metric in self.metrics:
+            if not isinstance(metric, TorchMetric):
+                metric.reset_state()
+
     def results(self) -> dict[str, float]:
         """Return the metrics over all replicas, by name, as numbers. Collective: chief and workers."""
         return {name: _number(metric.result()) for name, metric in self.named_metrics().items()}

@@ -48,6 +48,16 @@ def get(given: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:
     return made
 
 
+def with_rate(name: str, rate: float) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    """Return what makes the optimizer of a name, with a learning rate. "Ftrl" as in McMahan (2013), without penalties.
+
+    Raises:
+        UsageError: as `get`.
+    """
+    known = {**NAMED, "ftrl": partial(torch.optim.Adagrad, initial_accumulator_value=0.1, eps=1e-10)}
+    return partial(named(name, known, "optimizer"), lr=rate)
+
+
 class L1:
     """A regularizer: the sum of absolute values times `l1`."""
 

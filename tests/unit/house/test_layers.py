@@ -35,6 +35,7 @@ LAYERS = {
     "compat": 9,
     "coordinator": 9,
     "datasets": 9,
+    "estimator": 9,
     "experimental": 9,
     "losses": 9,
     "metrics": 9,

@@ -1,0 +1,397 @@
+"""Estimators: train, evaluate and predict by input functions, in a folder, from TF_CONFIG alone.
+
+A thin front of `Model`, a checkpoint folder and the handler of stop requests, for programs of tf.estimator.
+"""
+
+import copy
+import inspect
+import itertools
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from hpcdist.cluster.resolvers import MPIClusterResolver
+from hpcdist.data.distributed import DistributedInput
+from hpcdist.errors import UsageError, log
+from hpcdist.nest import leaves, with_leaves
+from hpcdist.resilience.checkpoint import Checkpoint
+from hpcdist.resilience.manager import CheckpointManager
+from hpcdist.resilience.preemption import PreemptionCheckpointHandler
+from hpcdist.resilience.schedule import SaveSchedule
+from hpcdist.strategy.base import Strategy
+from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
+from hpcdist.strategy.parameter_server import ParameterServerStrategy
+from hpcdist.training.inputs import rows_of_batches
+from hpcdist.training.loop import evaluation
+from hpcdist.training.model import Model
+from hpcdist.training.sidecar import SidecarEvaluator
+from hpcdist.training.tensorboard import open_writer
+
+InputFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How an Estimator runs, as `tf.estimator.RunConfig`.
+
+    Attributes:
+        model_dir: the folder of the run; default: a new temporary one.
+        tf_random_seed: torch's seed when the model is made.
+        save_summary_steps: steps between two values for TensorBoard.
+        save_checkpoints_steps: steps between two saves; default: by time.
+        save_checkpoints_secs: seconds between two saves, where save_checkpoints_steps is not given.
+        keep_checkpoint_max: checkpoints that are kept.
+        log_step_count_steps: steps between two lines; 0: none.
+        train_distribute: the strategy; default: ParameterServerStrategy where the cluster has ps tasks, else
+            MultiWorkerMirroredStrategy.
+        eval_distribute: accepted: evaluation uses the strategy that the variables belong to.
+    """
+
+    model_dir: Any = None
+    tf_random_seed: int | None = None
+    save_summary_steps: int = 100
+    save_checkpoints_steps: int | None = None
+    save_checkpoints_secs: float = 600.0
+    keep_checkpoint_max: int = 5
+    log_step_count_steps: int = 100
+    train_distribute: Strategy | None = None
+    eval_distribute: Strategy | None = None
+
+    def strategy(self) -> Strategy:
+        """Return the strategy. Collective where it is made: all ranks; ps ranks serve in it, and end there."""
+        given = self.train_distribute or self.eval_distribute
+        if given is not None:
+            return given
+        has_servers = "ps" in MPIClusterResolver().cluster_spec().jobs
+        return ParameterServerStrategy() if has_servers else MultiWorkerMirroredStrategy()
+
+
+class _TrainCall:
+    """The call of `train` that is in progress, as a checkpoint holds it.
+
+    Attributes:
+        is_running: whether it has not ended.
+        end: the step at which it ends; None: with the data.
+    """
+
+    def __init__(self) -> None:
+        self.is_running = False
+        self.end: int | None = None
+        self._batches: DistributedInput | None = None
+        self._cursor: dict[str, Any] | None = None
+
+    def begin(self, batches: DistributedInput, end: int | None) -> None:
+        """Begin a call; or go on with the one that was loaded, at its next batch."""
+        self._batches = batches
+        if self.is_running and self._cursor is not None:
+            batches.load_state_dict(self._cursor)
+        elif not self.is_running:
+            self.is_running, self.end = True, end
+
+    def finish(self) -> None:
+        """End the call."""
+        self.is_running, self._batches, self._cursor = False, None, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of it. Equal on all ranks."""
+        cursor = self._cursor if self._batches is None else self._batches.state_dict()
+        return {"is_running": self.is_running, "end": self.end, "cursor": cursor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the call of an earlier run."""
+        self.is_running, self.end, self._cursor = state["is_running"], state["end"], state["cursor"]
+
+
+class Estimator:
+    """Trains, evaluates and predicts by input functions; see `tf.estimator.Estimator`.
+
+    Every rank runs the same calls. What is trained is saved in `model_dir`, and the next Estimator with that folder
+    goes on from there. A call of `train` that was stopped or killed goes on at its next batch when the program runs
+    again.
+
+    An input function returns an `hpcdist.Dataset` of (features, labels) with `batch`. It is called on every worker, and
+    its rows are neither split nor sharded: a batch is that of one replica. It may take `input_context`, and `params`
+    and `config` as model_fn.
+
+    Args:
+        model_fn: returns a compiled `Model`; called once, in the strategy's scope. It may take `params` and `config`.
+            TensorFlow's builds a graph for each mode; a torch module is made once, and knows its mode.
+        model_dir: the folder; default: that of `config`.
+        config: see `RunConfig`.
+        params: for model_fn and input functions.
+
+    Attributes:
+        model_dir: the folder of the run: `checkpoints/`, event files, `decision.json`.
+        config: as given.
+
+    Raises:
+        UsageError: when model_fn returns something else; at the first call.
+    """
+
+    def __init__(
+        self, model_fn: Callable[..., Model], model_dir: Any = None, config: RunConfig | None = None, params: Any = None
+    ) -> None:
+        self.config, self.params, self._model_fn = config or RunConfig(), params, model_fn
+        given = model_dir or self.config.model_dir
+        self.model_dir = Path(given or tempfile.mkdtemp(prefix="hpcdist-estimator-"))
+        self.strategy = self.config.strategy()
+        if given is None and self.strategy.is_chief:
+            log(f"Estimator: model_dir is {self.model_dir}")
+        self._call = _TrainCall()
+        self._made: tuple[Model, CheckpointManager, PreemptionCheckpointHandler] | None = None
+        self._writers: dict[str, Any] = {}
+
+    @property
+    def model(self) -> Model:
+        """The model, made and restored at the first use. Collective then: chief and workers."""
+        return self._make()[0]
+
+    @property
+    def global_step(self) -> int:
+        """Steps so far: of all workers together where each makes its own. Collective at the first use."""
+        return self._make()[2].step * self._n_apart
+
+    @property
+    def _n_apart(self) -> int:
+        """Workers that make steps of their own; 1 where all make each step together."""
+        return self.strategy.n_replicas // self.strategy.num_replicas_in_sync
+
+    def _make(self) -> tuple[Model, CheckpointManager, PreemptionCheckpointHandler]:
+        if self._made is None:
+            model = self.new_model()
+            parts = {"model": model.net, "optimizer": model.optimizer, "strategy": self.strategy, "call": self._call}
+            if model.loss_scale is not None:
+                parts["loss_scale"] = model.loss_scale
+            checkpoint = Checkpoint(**parts)
+            manager = CheckpointManager(checkpoint, self.model_dir / "checkpoints", self.config.keep_checkpoint_max)
+            steps = self.config.save_checkpoints_steps
+            schedule = SaveSchedule(
+                every_steps=None if steps is None else max(1, steps // self._n_apart),
+                every_s=self.config.save_checkpoints_secs if steps is None else None,
+            )
+            self._made = model, manager, PreemptionCheckpointHandler(None, manager, schedule=schedule)
+        return self._made
+
+    def new_model(self) -> Model:
+        """Return a new compiled model."""
+        if self.config.tf_random_seed is not None:
+            torch.manual_seed(self.config.tf_random_seed)
+        with self.strategy.scope():
+            model = _call_with(self._model_fn, params=self.params, config=self.config)
+        if not isinstance(model, Model):
+            raise UsageError(
+                f"Estimator: expected a model_fn that returns a compiled hpcdist.Model, got {type(model).__name__}; it "
+                f"is called once, without features and labels."
+            )
+        model.require_compiled("Estimator")
+        return model
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def train(self, input_fn: InputFunction, steps: int | None = None, max_steps: int | None = None) -> "Estimator":
+        """Train, and save at the end; return self. Collective: chief and workers.
+
+        Args:
+            input_fn: see above.
+            steps: that many more; default: until the data ends.
+            max_steps: until `global_step`, which counts earlier calls and runs too; the one to use in jobs that are
+                stopped and started again.
+
+        Raises:
+            UsageError: for both, or less than 1 step. SystemExit: on a stop request, with code 75.
+        """
+        for name, value in (("steps", steps), ("max_steps", max_steps)):
+            if value is not None and (value < 1 or (steps is not None and max_steps is not None)):
+                raise UsageError(f"train: expected {name} of at least 1, and one of steps and max_steps, got {value}.")
+        model, manager, handler = self._make()
+        if max_steps is not None and self.global_step >= max_steps:
+            return self  # before input_fn is called, as in TensorFlow
+        if max_steps is not None:
+            end: int | None = math.ceil(max_steps / self._n_apart)
+        else:
+            end = None if steps is None else handler.step + math.ceil(steps / self._n_apart)
+        batches = self._batches(input_fn)
+        self._call.begin(batches, end)
+        end = self._call.end
+        model.train()
+        with self.strategy.scope():
+            model.reset_metrics()
+            left = None if end is None else max(0, end - handler.step)
+            self._steps(model, handler, itertools.islice(rows_of_batches(batches), left))
+        self._call.finish()
+        manager.save(handler.step, if_changed=True)
+        return self
+
+    def _steps(self, model: Model, handler: PreemptionCheckpointHandler, batches: Iterator[Any]) -> None:
+        began_at, first = time.monotonic(), handler.step
+        for number, (batch, n_rows) in enumerate(batches):
+            model.run_step(model.train_step, batch, n_rows, must_check=not number)
+            step, config = handler.step, self.config
+            is_printed = config.log_step_count_steps and step % config.log_step_count_steps == 0
+            if not is_printed and step % config.save_summary_steps:
+                continue
+            loss = model.local_result("loss")  # of this rank: reading it sends nothing
+            self.strategy.run(model.reset_local_metrics)
+            if step % config.save_summary_steps == 0 and loss is not None:
+                self._write("", {"loss": loss}, step * self._n_apart)
+            if is_printed:
+                pace = (step - first) * self._n_apart / max(1e-9, time.monotonic() - began_at)
+                model.print_once(f"step {step * self._n_apart}  {pace:.3g} steps/s  loss {loss:.4g} (this rank)")
+
+    def _batches(self, input_fn: InputFunction) -> DistributedInput:
+        """Return the batches of an input function, called on this worker. Collective: chief and workers."""
+
+        def make(context: Any) -> Any:
+            return _call_with(input_fn, input_context=context, params=self.params, config=self.config)
+
+        with self.strategy.scope():
+            return self.strategy.distribute_datasets_from_function(make)
+
+    def _write(self, kind: str, values: dict[str, Any], step: int) -> None:
+        """Write values for TensorBoard, where that is installed, on the chief alone."""
+        if self.strategy.is_chief:
+            if kind not in self._writers:
+                self._writers[kind] = open_writer(self.model_dir / kind, step, is_needed=False)
+            writer = self._writers[kind]
+            if writer is not None:
+                for name, value in values.items():
+                    writer.add_scalar(name, value, step)
+                writer.flush()
+
+    # -- evaluation and prediction ------------------------------------------------------------------------------------
+
+    def evaluate(self, input_fn: InputFunction, steps: int | None = None, name: str | None = None) -> dict[str, Any]:
+        """Return loss and metrics by name, with "average_loss" and "global_step". Collective: chief and workers.
+
+        Args:
+            input_fn: see above: rows that several workers give count several times.
+            steps: batches; default: until the data ends.
+            name: of the folder of its event files: `eval_NAME`; default: `eval`.
+        """
+        model = self.model
+        batches = self._batches(input_fn)
+        with self.strategy.scope():
+            logs: dict[str, Any] = evaluation(model, batches, steps, [], 0)
+        self._write("eval" if name is None else f"eval_{name}", logs, self.global_step)
+        return {"average_loss": logs.get("loss"), **logs, "global_step": self.global_step}
+
+    def predict(self, input_fn: InputFunction) -> Iterator[dict[str, Any]]:
+        """Yield the outputs for each row of this worker's input, by name; of a single output as "predictions".
+
+        Collective: chief and workers go through as many batches.
+        """
+        model = self.model
+        batches = self._batches(input_fn)
+        for batch, n_rows in rows_of_batches(batches):
+            with self.strategy.scope(), model.evaluating():
+                found = model.run_step(model.predict_step, batch, n_rows)
+            columns = [
+                np.concatenate([np.asarray(one) for one in self.strategy.experimental_local_results(column)])
+                for column in leaves(found)
+            ]
+            for row in zip(*columns, strict=True):
+                outputs = with_leaves(found, list(row))
+                yield outputs if isinstance(outputs, dict) else {"predictions": outputs}
+
+
+def _call_with(function: Callable[..., Any], **known: Any) -> Any:
+    """Call a function with those of the known arguments that it names."""
+    taken = inspect.signature(function).parameters
+    return function(**{name: value for name, value in known.items() if name in taken})
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """What `train_and_evaluate` trains on: an input function, and the global step at which training ends."""
+
+    input_fn: InputFunction
+    max_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class EvalSpec:
+    """What `train_and_evaluate` evaluates on.
+
+    Attributes:
+        input_fn: see `Estimator`.
+        steps: batches; None: until the data ends.
+        name: of the folder of event files.
+        start_delay_secs: accepted: an evaluator begins with the first checkpoint.
+        throttle_secs: accepted: it takes the newest checkpoint as soon as it is free.
+    """
+
+    input_fn: InputFunction
+    steps: int | None = 100
+    name: str | None = None
+    start_delay_secs: float = 0.0
+    throttle_secs: float = 0.0
+
+
+def train_and_evaluate(
+    estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
+) -> tuple[dict[str, Any], list[Any]] | None:
+    """Train, and evaluate: beside training on the evaluator of the cluster, else when training has ended.
+
+    Collective: all ranks, each in its role.
+
+    Returns:
+        what `Estimator.evaluate` returns, and an empty list, for the exports of TensorFlow; None where an evaluator of
+        the cluster evaluates, whose results are in `eval/`.
+
+    Raises:
+        SystemExit: on an evaluator, when the job ends; on a stop request, with code 75.
+    """
+    resolver = estimator.strategy.cluster_resolver
+    if resolver.task_type == "evaluator":
+        _evaluate_beside(estimator, eval_spec)
+    estimator.train(train_spec.input_fn, max_steps=train_spec.max_steps)
+    if "evaluator" in resolver.cluster_spec().jobs:
+        return None
+    return estimator.evaluate(eval_spec.input_fn, eval_spec.steps, eval_spec.name), []
+
+
+def _evaluate_beside(estimator: Estimator, spec: EvalSpec) -> NoReturn:
+    """Evaluate each new checkpoint until the job ends."""
+    model = estimator.new_model()
+    batches = estimator._batches(spec.input_fn)
+    folder = estimator.model_dir / ("eval" if spec.name is None else f"eval_{spec.name}")
+    SidecarEvaluator(model, batches, estimator.model_dir / "checkpoints", spec.steps, log_dir=folder).start()
+    raise SystemExit(0)  # a job of its own, whose run is finished
+
+
+def model_to_estimator(
+    keras_model: Model | None = None, model_dir: Any = None, config: RunConfig | None = None
+) -> Estimator:
+    """Return an Estimator for a compiled model of a module. What that trains is a copy, made in its strategy's scope.
+
+    Args:
+        keras_model: which begins with the weights that it has now.
+        model_dir: see `Estimator`.
+        config: see `Estimator`.
+
+    Raises:
+        UsageError: for a subclass without a module: its own code makes it, `Estimator(lambda: MyModel())`.
+    """
+    if not isinstance(keras_model, Model) or keras_model.net is keras_model:
+        raise UsageError(
+            f"model_to_estimator: expected a compiled hpcdist.Model of a module, got {type(keras_model).__name__}; "
+            f"write Estimator(function) with a function that makes the model and compiles it."
+        )
+    given = keras_model
+    given.require_compiled("model_to_estimator")
+
+    def copy_model() -> Model:
+        model = Model(copy.deepcopy(given.net), given.name)
+        compiled, kind, defaults = dict(given.compiled_with), type(given.optimizer), given.optimizer.defaults
+        options = compiled.pop("options")
+        model.compile(lambda parameters: kind(parameters, **defaults), **compiled, **options)
+        return model
+
+    return Estimator(copy_model, model_dir, config)

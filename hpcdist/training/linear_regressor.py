@@ -1,0 +1,115 @@
+"""LinearRegressor: the estimator of the guides, and the columns that it reads."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpcdist.errors import UsageError
+from hpcdist.training import optimizers
+from hpcdist.training.estimator import Estimator, RunConfig
+from hpcdist.training.model import Model
+
+
+@dataclass(frozen=True)
+class NumericColumn:
+    """Numbers under a key of the features; `numeric_column` makes it."""
+
+    key: str
+    shape: tuple[int, ...]
+    normalizer_fn: Callable[[Tensor], Tensor] | None
+
+
+def numeric_column(
+    key: str, shape: int | Sequence[int] = (1,), normalizer_fn: Callable[[Tensor], Tensor] | None = None
+) -> NumericColumn:
+    """Return a column of numbers, as `tf.feature_column.numeric_column`.
+
+    Args:
+        key: in the features.
+        shape: of the numbers of one row.
+        normalizer_fn: is applied to the (rows, ...) tensor.
+    """
+    return NumericColumn(key, (shape,) if isinstance(shape, int) else tuple(shape), normalizer_fn)
+
+
+class LinearRegressor(Estimator):
+    """Learns a weighted sum of columns and a bias, by squared errors; see `tf.estimator.LinearRegressor`.
+
+    Features are a dict of arrays by the keys of the columns. Weights and bias begin at 0.
+
+    Args:
+        feature_columns: made by `numeric_column`.
+        model_dir: see `Estimator`.
+        label_dimension: numbers of a label.
+        optimizer: a name, with a learning rate of 0.2, or 1 / sqrt(columns) where that is less; or as `Model.compile`
+            takes it. "Ftrl" without regularization is Adagrad.
+        config: see `Estimator`.
+
+    Raises:
+        UsageError: for columns that are none.
+    """
+
+    def __init__(
+        self,
+        feature_columns: Sequence[NumericColumn],
+        model_dir: Any = None,
+        label_dimension: int = 1,
+        optimizer: Any = "Ftrl",
+        config: RunConfig | None = None,
+    ) -> None:
+        columns = list(feature_columns)
+        if not columns or not all(isinstance(one, NumericColumn) for one in columns):
+            raise UsageError(
+                f"LinearRegressor: expected columns made by numeric_column, got {feature_columns!r}; write "
+                f"[numeric_column('x')]."
+            )
+        rate = min(0.2, 1 / math.sqrt(len(columns)))
+
+        def make() -> Model:
+            model = Model(_Linear(columns, label_dimension))
+            named = optimizers.with_rate(optimizer, rate) if isinstance(optimizer, str) else optimizer
+            model.compile(named, "mse", metrics=[_named("label/mean", 0), _named("prediction/mean", 1)])
+            return model
+
+        super().__init__(make, model_dir, config)
+
+
+class _Linear(nn.Module):
+    """A linear layer on columns side by side."""
+
+    def __init__(self, columns: Sequence[NumericColumn], n_outputs: int) -> None:
+        super().__init__()
+        self._columns = columns
+        self.linear = nn.Linear(sum(math.prod(one.shape) for one in columns), n_outputs)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, **features: Tensor) -> Tensor:
+        missing = [one.key for one in self._columns if one.key not in features]
+        if missing:
+            raise UsageError(
+                f"LinearRegressor: expected features {missing}, got {sorted(features)}; return ({{key: array}}, "
+                f"labels) from input_fn."
+            )
+        parts = []
+        for column in self._columns:
+            values = features[column.key]
+            if column.normalizer_fn is not None:
+                values = column.normalizer_fn(values)
+            parts.append(values.reshape(len(values), math.prod(column.shape)))
+        found: Tensor = self.linear(torch.cat(parts, 1).to(self.linear.weight.dtype))
+        return found
+
+
+def _named(name: str, place: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a metric of this name in logs: the mean of labels (0), or of predictions (1)."""
+
+    def value(y_true: Tensor, y_pred: Tensor) -> Tensor:
+        return (y_true, y_pred)[place]
+
+    value.__name__ = name
+    return value

@@ -1,0 +1,237 @@
+"""Estimators on real ranks: train, evaluate, predict in a folder, under each strategy, and what is refused."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+import hpcdist
+from hpcdist import estimator
+from hpcdist.errors import UsageError
+from hpcdist.estimator import Estimator, LinearRegressor, RunConfig, numeric_column
+
+pytestmark = [pytest.mark.mpi, pytest.mark.core]
+
+
+def draws(n_rows=24):
+    x = np.random.default_rng(5).normal(size=(n_rows, 3)).astype(np.float32)
+    return x, (x @ np.array([1.0, -2.0, 0.5], np.float32))[:, None]
+
+
+def endless(batch=4):
+    return hpcdist.Dataset.from_tensor_slices(draws()).repeat().batch(batch)
+
+
+def once(batch=4):
+    return hpcdist.Dataset.from_tensor_slices(draws()).batch(batch)
+
+
+def linear(params=None):
+    torch.manual_seed(3)
+    model = hpcdist.Model(nn.Linear(3, 1))
+    model.compile(lambda p: torch.optim.SGD(p, lr=(params or {}).get("lr", 0.1)), "mse", ["mae"])
+    return model
+
+
+def batches_of(step, n_local, is_endless=True):
+    """Return the rows of each replica of a rank at a step: its input's batches go to one replica after the other."""
+    x, y = map(torch.from_numpy, draws())
+    first = [4 * (step * n_local + replica) for replica in range(n_local)]
+    places = [[row % 24 if is_endless else row for row in range(begin, begin + 4)] for begin in first]
+    kept = [[row for row in own if row < 24] for own in places]
+    return [(x[own], y[own]) for own in kept]
+
+
+def by_hand(n_steps, ranks=(1,), lr=0.1, weights=None, is_endless=True):
+    """Return the weights of one process that gets all replicas' batches of so many steps.
+
+    Args:
+        n_steps: see above.
+        ranks: replicas of each rank.
+        lr: of SGD.
+        weights: to begin with; default: those of `linear`.
+        is_endless: whether the input is repeated.
+    """
+    torch.manual_seed(3)
+    net = nn.Linear(3, 1)
+    if weights is not None:
+        net.load_state_dict(dict(zip(("weight", "bias"), weights, strict=True)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    for step in range(n_steps):
+        optimizer.zero_grad()
+        for n_local in ranks:
+            for x, y in batches_of(step, n_local, is_endless):
+                if len(x):
+                    ((net(x) - y).square().mean() / sum(ranks)).backward()
+        optimizer.step()
+    return net.weight.detach(), net.bias.detach()
+
+
+@pytest.fixture(params=["one replica a rank", "four replicas"])
+def config(request, shared_path):
+    strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=None if request.param.startswith("one") else 4)
+    return RunConfig(shared_path, train_distribute=strategy, save_checkpoints_steps=4, log_step_count_steps=0)
+
+
+@pytest.fixture
+def ranks(comm, config):
+    """Return the number of replicas of each rank."""
+    return comm.allgather(len(config.train_distribute.own_replicas))
+
+
+def close(made, expected):
+    for own, other in zip(made.model.get_weights(), expected, strict=True):
+        torch.testing.assert_close(torch.from_numpy(own), other, rtol=1e-4, atol=1e-6)
+
+
+def test_the_guides_regressor(config):
+    """As in the guide, but for its features' key: rows of ones, SGD with rate 0.2, weights from 0."""
+    regressor = LinearRegressor([numeric_column("feats")], optimizer="SGD", config=config)
+
+    def input_fn():
+        features = {"feats": np.ones((10, 1), np.float32)}
+        return hpcdist.Dataset.from_tensor_slices((features, np.ones(10, np.float32))).repeat(1000).batch(10)
+
+    assert regressor.train(input_fn=input_fn, steps=3) is regressor
+    weight, bias = 0.0, 0.0
+    for _ in range(3):
+        error = weight + bias - 1
+        weight, bias = weight - 0.2 * 2 * error, bias - 0.2 * 2 * error
+    found = regressor.evaluate(input_fn=input_fn, steps=10)
+    assert found["loss"] == found["average_loss"] == pytest.approx((weight + bias - 1) ** 2, rel=1e-4)
+    assert found["label/mean"] == 1.0
+    assert found["prediction/mean"] == pytest.approx(weight + bias, rel=1e-5)
+    assert found["global_step"] == regressor.global_step == 3
+    for row in itertools.islice(regressor.predict(input_fn), 3):
+        assert row["predictions"] == pytest.approx(weight + bias, rel=1e-5)
+
+
+def test_every_worker_sees_its_own_input_whole(config, ranks):
+    seen = []
+
+    def input_fn(input_context, params, config):
+        seen.append((input_context.num_replicas_in_sync, params["lr"], config.keep_checkpoint_max))
+        return endless()
+
+    made = Estimator(linear, config=config, params={"lr": 0.1}).train(input_fn, steps=5)
+    close(made, by_hand(5, ranks))
+    assert set(seen) == {(config.train_distribute.num_replicas_in_sync, 0.1, 5)}
+
+
+def test_the_next_estimator_goes_on_from_the_folder(config, shared_path, ranks):
+    Estimator(linear, config=config).train(endless, steps=5)
+    again = Estimator(linear, config=config)
+    assert again.global_step == 5
+    again.train(endless, max_steps=8)
+    assert again.global_step == 8
+    close(again, by_hand(3, ranks, weights=by_hand(5, ranks)))  # a new call begins its input anew
+    again.train(lambda: pytest.fail("not called: the steps are made"), max_steps=8)
+    kept = sorted(one.name[:13] for one in (shared_path / "checkpoints").glob("step-*.h5"))
+    assert kept == ["step-00000004", "step-00000005", "step-00000008"]
+
+
+def test_training_ends_with_the_data(config, ranks):
+    """Where ranks have as many replicas; else it ends with the last of them, and the others get nothing meanwhile."""
+    made = Estimator(linear, config=config).train(once)
+    assert made.global_step == -(-6 // min(ranks))
+    close(made, by_hand(made.global_step, ranks, is_endless=False))
+
+
+def test_evaluation_and_predictions(config, shared_path, ranks):
+    made = Estimator(linear, config=config)
+    x, y = map(torch.from_numpy, draws())
+    weight, bias = by_hand(0)
+    outputs = x @ weight.T + bias
+    found = made.evaluate(once, name="test")
+    assert found["loss"] == pytest.approx((outputs - y).square().mean().item(), rel=1e-5)
+    assert found["mae"] == pytest.approx((outputs - y).abs().mean().item(), rel=1e-5)
+    assert found["global_step"] == 0
+    first = [(x @ weight.T + bias - y).square() for n_local in ranks for x, y in batches_of(0, n_local)]
+    assert made.evaluate(once, steps=1)["loss"] == pytest.approx(torch.cat(first).mean().item(), rel=1e-5)
+    predicted = [row["predictions"] for row in made.predict(once)]
+    np.testing.assert_allclose(predicted, outputs.numpy(), rtol=1e-5, atol=1e-6)
+    if config.train_distribute.is_chief:
+        events = EventAccumulator(str(shared_path / "eval_test")).Reload()
+        assert events.Scalars("loss")[0].value == pytest.approx(found["loss"], rel=1e-5)
+
+
+def test_losses_of_training_are_written(config, shared_path, comm):
+    some = RunConfig(shared_path, train_distribute=config.train_distribute, save_summary_steps=2)
+    Estimator(linear, config=some).train(endless, steps=6)
+    comm.barrier()
+    events = EventAccumulator(str(shared_path)).Reload()
+    assert [one.step for one in events.Scalars("loss")] == [2, 4, 6]
+
+
+def test_a_model_becomes_an_estimator(config):
+    given = linear()
+    given.set_weights([np.zeros((1, 3), np.float32), np.ones(1, np.float32)])
+    made = estimator.model_to_estimator(keras_model=given, config=config)
+    close(made, (torch.zeros(1, 3), torch.ones(1)))
+    made.train(endless, steps=2)
+    assert given.get_weights()[1] == 1.0, "a copy is trained"
+    with pytest.raises(UsageError, match="expected a compiled hpcdist.Model of a module, got Linear"):
+        estimator.model_to_estimator(nn.Linear(3, 1))
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_parameter_servers(comm, shared_path, synchronous):
+    """Asynchronous workers make half of the steps each, and all of them are counted."""
+    if comm.size < 2:
+        pytest.skip("a server needs a rank of its own")
+    found = error = left_with = None
+    try:
+        resolver = hpcdist.MPIClusterResolver(roles="ps:1,worker:*")
+        strategy = hpcdist.ParameterServerStrategy(resolver, synchronous=synchronous)
+    except SystemExit as left:
+        left_with = left.code
+    else:
+        try:
+            config = RunConfig(shared_path, train_distribute=strategy, save_checkpoints_steps=8, log_step_count_steps=0)
+            made = Estimator(lambda: linear({"lr": 0.05}), config=config)
+            first = made.evaluate(once)
+            made.train(endless, max_steps=24 * (1 if synchronous else comm.size - 1))
+            found = made.evaluate(once)
+            assert made.global_step == found["global_step"] == 24 * (1 if synchronous else comm.size - 1)
+            assert found["loss"] < 0.2 * first["loss"]
+            if synchronous:
+                close(made, by_hand(24, [1] * (comm.size - 1), lr=0.05))
+            assert len(list(made.predict(once))) == 24
+        except Exception as caught:  # the server goes on with the test, and would wait for this rank
+            error = caught
+        strategy._client.leave(0)
+    everywhere = comm.allgather((left_with, found and str(found), error and repr(error)))
+    assert not [one for _, _, one in everywhere if one], everywhere
+    assert everywhere[0][0] == 0
+    assert len({one for _, one, _ in everywhere[1:]}) == 1
+
+
+def test_what_is_refused(config):
+    with pytest.raises(UsageError, match=r"expected columns made by numeric_column, got \['x'\]"):
+        LinearRegressor(["x"])
+    with pytest.raises(UsageError, match="expected a known optimizer, got 'Sdg'; close ones are sgd"):
+        LinearRegressor([numeric_column("x")], optimizer="Sdg", config=config).train(endless, steps=1)
+    with pytest.raises(UsageError, match="expected a model_fn that returns a compiled hpcdist.Model, got Linear"):
+        Estimator(lambda: nn.Linear(3, 1), config=config).train(endless, steps=1)
+    made = Estimator(linear, config=config)
+    for options in ({"steps": 0}, {"steps": 1, "max_steps": 2}, {"max_steps": -1}):
+        with pytest.raises(UsageError, match="expected (max_)?steps of at least 1, and one of steps and max_steps"):
+            made.train(endless, **options)
+    regressor = LinearRegressor([numeric_column("z")], config=config)
+    features = {"x": np.ones((4, 1), np.float32)}
+    rows = hpcdist.Dataset.from_tensor_slices((features, np.ones(4, np.float32))).batch(2)
+    with pytest.raises(UsageError, match=r"expected features \['z'\], got \['x'\]"):
+        regressor.evaluate(lambda: rows)
+
+
+def test_a_column_of_several_numbers_is_normalized(config):
+    columns = [numeric_column("a", (2, 2), normalizer_fn=lambda x: x / 10), numeric_column("b")]
+    regressor = LinearRegressor(columns, config=config, label_dimension=2)
+    features = {"a": np.full((4, 2, 2), 10.0, np.float32), "b": np.ones(4, np.float32)}
+    rows = hpcdist.Dataset.from_tensor_slices((features, np.ones((4, 2), np.float32)))
+    regressor.train(lambda: rows.repeat().batch(4), steps=30)
+    assert regressor.model.net.linear.weight.shape == (2, 5)
+    assert regressor.evaluate(lambda: rows.batch(4))["loss"] < 0.01
