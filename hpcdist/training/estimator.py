@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from hpcdist.cluster.resolvers import MPIClusterResolver
+from hpcdist.cluster.tf_config import TFConfigClusterResolver
 from hpcdist.data.distributed import DistributedInput
 from hpcdist.errors import UsageError, log
 from hpcdist.nest import leaves, with_leaves
@@ -69,7 +70,8 @@ class RunConfig:
         given = self.train_distribute or self.eval_distribute
         if given is not None:
             return given
-        has_servers = "ps" in MPIClusterResolver().cluster_spec().jobs
+        spec = TFConfigClusterResolver().cluster_spec() or MPIClusterResolver().cluster_spec()
+        has_servers = spec.has_tasks("ps")
         return ParameterServerStrategy() if has_servers else MultiWorkerMirroredStrategy()
 
 

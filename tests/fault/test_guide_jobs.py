@@ -184,3 +184,12 @@ def test_the_guide_by_compile_and_fit_goes_on_from_its_own_files(clean_environ, 
     ]
     assert float(lines[-1].removeprefix("test accuracy ")) > 0.93
     assert sorted(one.name for one in (tmp_path / "ckpt").iterdir()) == [f"ckpt-{n}.keras" for n in range(1, 7)]
+
+
+def test_the_gpt_learns_in_pieces_and_in_half_precision(clean_environ, tmp_path):
+    """Uniform guesses would have a loss of 4.85."""
+    options = ("--kib", "256", "--steps", "80", "--epochs", "1", "--pieces", "2", "--precision", "mixed_bfloat16")
+    out = run(clean_environ, 2, "gpt.py", *options, "--run-dir", tmp_path, "--prompt", "def f(x")
+    first, *written = out.splitlines()
+    assert float(first.split("val_loss ")[1]) < 3.2
+    assert written[0].startswith("def f(x")

@@ -1,0 +1,83 @@
+"""Estimators as jobs: roles from TF_CONFIG alone; killed and stopped at random moments, the bits of an unbroken run."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcdist.checkpoint.store import Store
+
+pytestmark = pytest.mark.timeout(200)
+ROOT = Path(__file__).resolve().parents[2]
+JOB = ROOT / "jobs" / "estimator.py"
+OPTIONS = ("--max-steps", 3000, "--save-every", 150)
+
+
+def arrays_of(folder):
+    """Return step and arrays of the newest checkpoint."""
+    found = Store(folder / "checkpoints").read_latest()
+    return found.index.step, {array.name: array.values.tobytes() for array in found.arrays}
+
+
+def has_begun(folder, attempt):
+    return (folder / "checkpoints" / "attempts" / f"{attempt:04d}.jsonl").exists()
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(2, 8))])
+def test_a_run_that_is_harmed_ends_as_an_unbroken_one(start, tmp_path, seed):
+    whole = start(2, JOB, "--model-dir", tmp_path / "whole", *OPTIONS).wait(90)
+    assert whole.code == 0, whole.output
+    run, draws, n_harms = tmp_path / "run", random.Random(seed), 0
+    for attempt in range(1, 5):
+        job = start(2, JOB, "--model-dir", run, *OPTIONS)
+        sign = draws.choice([signal.SIGKILL, signal.SIGTERM])
+        if attempt < 4:
+            job.wait_until(lambda attempt=attempt: has_begun(run, attempt))
+            time.sleep(draws.uniform(0.2, 1.2))
+            if job.process.poll() is None:
+                os.kill(job.pid_of(draws.choice([0, 1])), sign)
+                n_harms += 1
+        outcome = job.wait(90)
+        if json.loads((run / "decision.json").read_text())["decision"] == "finished":
+            break
+        assert outcome.code != 0
+        assert sign == signal.SIGKILL or outcome.code == 75, outcome.output
+    assert n_harms > 0
+    assert outcome.code == 0, outcome.output
+    assert outcome.output.splitlines()[-1] == whole.output.splitlines()[-1]
+    assert arrays_of(run) == arrays_of(tmp_path / "whole")
+    assert arrays_of(run)[0] == 3000
+
+
+WITH_TF_CONFIG = """
+import json, os, runpy, sys
+cluster = json.loads(sys.argv[1])
+tasks = [(kind, index) for kind, hosts in cluster.items() for index, _ in enumerate(hosts)]
+kind, index = tasks[int(os.environ["PMI_RANK"])]
+os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
+sys.argv[1:] = sys.argv[2:]
+sys.path.insert(0, os.path.dirname(os.environ["JOB"]))
+runpy.run_path(os.environ["JOB"], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("kind", ["all-reduce", "parameter servers"])
+def test_roles_come_from_tf_config_alone(start, tmp_path, kind):
+    """Chief, worker and evaluator, with and without a server: the program is the same."""
+    hosts = {"chief": ["a:1"], "worker": ["b:1"], "evaluator": ["c:1"]}
+    if kind == "parameter servers":
+        hosts["ps"] = ["d:1"]
+    program = tmp_path / "program.py"
+    program.write_text(WITH_TF_CONFIG)
+    options = ("--model-dir", tmp_path / "run", "--max-steps", 800)
+    outcome = start(len(hosts), program, json.dumps(hosts), *options, environ={"JOB": str(JOB)}).wait(90)
+    assert outcome.code == 0, outcome.output
+    assert "global step" not in outcome.output, "the evaluator evaluates"
+    lines = [json.loads(line) for line in (tmp_path / "run" / "eval" / "evaluations.jsonl").read_text().splitlines()]
+    n_apart = 2 if kind == "parameter servers" else 1  # each worker makes half of the steps
+    assert lines[-1]["step"] == 800 // n_apart, "the last checkpoint, once training has ended"
+    assert lines[-1]["accuracy"] > 0.93
