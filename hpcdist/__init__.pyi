@@ -2,10 +2,13 @@ from hpcdist import callbacks as callbacks
 from hpcdist import cluster_resolver as cluster_resolver
 from hpcdist import compat as compat
 from hpcdist import coordinator as coordinator
+from hpcdist import datasets as datasets
+from hpcdist import estimator as estimator
 from hpcdist import experimental as experimental
 from hpcdist import losses as losses
 from hpcdist import metrics as metrics
 from hpcdist import regularizers as regularizers
+from hpcdist import summary as summary
 from hpcdist import testing as testing
 from hpcdist.checkpoint.store import latest_checkpoint as latest_checkpoint
 from hpcdist.cluster.resolvers import ClusterResolver as ClusterResolver

@@ -37,7 +37,7 @@ class RowFile:
             if self._file is not None:
                 self._close()
         with contextlib.suppress(OSError):  # it has its name now, or was never made
-            self._temporary.unlink()
+            Disk().remove(self._temporary)
 
     def append(self, rows: dict[str, Any]) -> None:
         """Append (rows, ...) arrays to the datasets of their names.

@@ -24,6 +24,8 @@ COMMANDS = {
     "mpirun -n 4 python jobs/train.py --run-dir runs/four": "test_the_three_ways",
     "mpirun -n 4 python jobs/fit.py --run-dir runs/fit": "test_fit_as_in_the_readme",
     "mpirun -n 3 python jobs/fit.py --roles 'worker:2,evaluator:1'": "tests/fault/test_fit.py",
+    "mpirun -n 2 python jobs/gpt.py": "test_guide_jobs.py: with a smaller text",
+    "mpirun -n 4 python jobs/estimator.py --model-dir runs/estimator": "test_estimators_as_on_the_page",
     "mpirun -n 5 python jobs/train.py --strategy ps --roles 'ps:2,worker:*'": "test_parameter_servers_as_in_the_readme",
     "mpirun -n 4 python jobs/coordinated.py --roles 'ps:1,chief:1,worker:*'": "test_parameter_servers_as_in_the_readme",
     "sbatch --nodes 2 slurm/train-ps.sbatch": "test_the_batch_script_is_shipped, and tests/slurm",
@@ -167,6 +169,15 @@ def test_fit_as_in_the_readme(clone, clean_environ):
     output, seconds = run("mpirun -n 4 python jobs/fit.py --run-dir runs/fit", clone, clean_environ, 110)
     assert float(re.search(r"test accuracy (0\.\d+)$", output, re.MULTILINE)[1]) > 0.95, output[-2000:]
     print(f"{seconds:.0f} s: {output.splitlines()[-1]}")
+
+
+@pytest.mark.timeout(120)
+def test_estimators_as_on_the_page(clone, clean_environ):
+    """The run folder is on disk: the second call finds its steps made, and evaluates."""
+    command = "mpirun -n 4 python jobs/estimator.py --model-dir runs/estimator"
+    for _ in range(2):
+        output, _ = run(command, clone, clean_environ, 60)
+        assert float(re.search(r"^global step 600  accuracy (0\.\d+)$", output, re.MULTILINE)[1]) > 0.95, output
 
 
 @pytest.mark.quick

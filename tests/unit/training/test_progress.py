@@ -1,0 +1,95 @@
+"""What fit prints: a bar on a terminal, lines in a batch log."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+import torch
+from torch import nn
+
+import hpcdist
+from hpcdist.training import progress
+
+PROGRAM = """
+import sys, time
+import torch
+import hpcdist
+from hpcdist.callbacks import BackupAndRestore, LambdaCallback
+
+with hpcdist.MultiWorkerMirroredStrategy().scope():
+    model = hpcdist.Model(torch.nn.Linear(4, 1))
+    model.compile("sgd", "mse", steps_per_execution=2)
+callbacks = [
+    BackupAndRestore(sys.argv[1], save_freq=25),
+    LambdaCallback(on_train_batch_begin=lambda batch, logs=None: time.sleep(0.15)),
+]
+model.fit(torch.ones(40, 4), torch.ones(40), batch_size=4, epochs=2, callbacks=callbacks)
+"""
+
+
+def test_a_bar_on_a_terminal(tmp_path):
+    """It counts steps, also where callbacks act after two of them, and says when fit saves; a line stays."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))  # else it has no columns
+    command = [sys.executable, tmp_path / "program.py", tmp_path / "run"]
+    with subprocess.Popen(command, stdout=slave, stderr=slave, stdin=slave) as job:
+        os.close(slave)
+        text = read_all(master)
+        assert job.wait(60) == 0, text
+    bars = re.findall(r"epoch 1/2: +\d+%\|[^|]*\| (\d+)/10 \[[^\]]*\]", text)
+    assert bars[-1] == "10", text
+    assert {int(one) % 2 for one in bars} == {0}
+    assert re.search(r"\d+/10 \[.*loss 0?\.?\d.*save in \d+ steps\]", text), text
+    lines = [part.split("\r")[-1] for part in text.replace("\r\n", "\n").split("\n")]
+    assert [line[:19] for line in lines if line.startswith("epoch")] == ["epoch 1/2  10 steps", "epoch 2/2  10 steps"]
+
+
+def read_all(descriptor):
+    """Return all that is written to a terminal, until nobody has it open."""
+    parts = []
+    while True:
+        try:
+            parts.append(os.read(descriptor, 4096))
+        except OSError:  # as Linux says it
+            os.close(descriptor)
+            return b"".join(parts).decode()
+
+
+@pytest.fixture
+def model():
+    made = hpcdist.Model(nn.Linear(4, 1))
+    made.compile("sgd", "mse")
+    return made
+
+
+def fit(model, **options):
+    return model.fit(torch.ones(12, 4), torch.ones(12), batch_size=4, epochs=2, verbose=2, **options)
+
+
+def test_a_batch_log_has_a_line_for_each_epoch(model, capsys):
+    fit(model)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert re.fullmatch(r"epoch 1/2  3 steps  [\d.]+ s  [\d.e+-]+ ms/step  loss [\d.e-]+", lines[0])
+
+
+def test_an_epoch_that_takes_long_is_reported_meanwhile(model, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_REPORT_S", 0.0)
+    fit(model)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8
+    assert re.fullmatch(
+        r"epoch 2  step 2/3  [\d.e+-]+ steps/s, \d+ s left in the epoch  loss [\d.e-]+ \(this rank\)", lines[5]
+    )
+
+
+def test_verbose_0_prints_nothing(model, capsys):
+    model.fit(torch.ones(12, 4), torch.ones(12), verbose=0)
+    assert capsys.readouterr().out == ""
