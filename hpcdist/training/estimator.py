@@ -21,6 +21,7 @@ from hpcdist.cluster.resolvers import MPIClusterResolver
 from hpcdist.cluster.tf_config import TFConfigClusterResolver
 from hpcdist.data.distributed import DistributedInput
 from hpcdist.errors import UsageError, log
+from hpcdist.gradients.engine import prepare_modules
 from hpcdist.nest import leaves, with_leaves
 from hpcdist.resilience.checkpoint import Checkpoint
 from hpcdist.resilience.manager import CheckpointManager
@@ -168,6 +169,7 @@ class Estimator:
     def _make(self) -> tuple[Model, CheckpointManager, PreemptionCheckpointHandler]:
         if self._made is None:
             model = self.new_model()
+            prepare_modules([model.net])  # before the first batch, which may be the same on all workers
             parts = {"model": model.net, "optimizer": model.optimizer, "strategy": self.strategy, "call": self._call}
             if model.loss_scale is not None:
                 parts["loss_scale"] = model.loss_scale

@@ -235,3 +235,9 @@ def test_a_column_of_several_numbers_is_normalized(config):
     regressor.train(lambda: rows.repeat().batch(4), steps=30)
     assert regressor.model.net.linear.weight.shape == (2, 5)
     assert regressor.evaluate(lambda: rows.batch(4))["loss"] < 0.01
+
+
+def test_workers_with_the_same_rows_are_no_warning(config, caplog):
+    """Input of estimators is not sharded; in a loop of one's own the same first batch on all ranks is a warning."""
+    Estimator(linear, config=config).train(endless, steps=1)
+    assert not [one.message for one in caplog.records if "the same first batch" in one.message]
