@@ -202,3 +202,20 @@ def test_harm_at_random_moments_changes_nothing(start, tmp_path, unbroken, seed)
     if code == 0:  # else it was harmed after it had said that it is finished
         assert not list((run / "checkpoints").glob("*.h5")), "the program has ended: a new one trains anew"
     assert json.loads((run / "decision.json").read_text())["decision"] == "finished"
+
+
+def test_fit_on_parameter_servers_goes_on(start, tmp_path):
+    """A worker is killed, then the job is stopped: each epoch has its line once, of all its steps."""
+    run = tmp_path / "run"
+    for number, (sign, code) in enumerate([(signal.SIGKILL, None), (signal.SIGTERM, 75), (None, 0)]):
+        job = start(3, *command(run, "--strategy", "ps", "--roles", "ps:1,worker:*", "--save-every", 10))
+        if sign is not None:
+            job.wait_until(lambda number=number: list(run.glob(f"checkpoints/step-*-{number + 1:04d}.h5")))
+            os.kill(job.pid_of(2), sign)
+        outcome = job.wait(90)
+        assert outcome.code == code or (code is None and outcome.code != 0), outcome.output
+    history = json.loads((run / "history.json").read_text())
+    assert len(history["val_accuracy"]) == 6
+    assert history["val_accuracy"][-1] > 0.9
+    assert [line.split(",")[0] for line in (run / "log.csv").read_text().splitlines()] == ["epoch", *map(str, range(6))]
+    assert "fit: resuming at step" in outcome.output
