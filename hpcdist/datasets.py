@@ -8,6 +8,7 @@ Nothing is fetched: the nodes of a cluster often cannot, and a thousand ranks sh
 import gzip
 import os
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class ImageDataset:
 
         Args:
             path: a folder with the four IDX files, gzipped or not; or an .npz file as Keras has it. Default:
-                `NAME.npz` or the folder `NAME` here or in ~/.keras/datasets.
+                `NAME.npz` or a folder `NAME` with such files, here or in ~/.keras/datasets.
 
         Raises:
             DataError: when there is none, or a file is not whole.
@@ -57,14 +58,19 @@ class ImageDataset:
 
     def _find(self, path: str | os.PathLike[str] | None) -> Path:
         folders = (Path(), Path.home() / ".keras" / "datasets")
-        standard = [folder / name for folder in folders for name in (f"{self._name}.npz", self._name)]
-        places = standard if path is None else [Path(path)]
-        for place in places:
-            if place.exists():
+        names = (f"{self._name}.npz", self._name, self._name.replace("_", "-"))  # the last one is Keras' folder
+        if path is not None and Path(path).exists():
+            return Path(path)
+        standard = list(dict.fromkeys(folder / name for folder in folders for name in names))
+        for place in standard if path is None else []:
+            if place.is_file() or any(
+                (place / f"{name}{end}").exists() for name in _FILES.values() for end in ("", ".gz")
+            ):
                 return place
+        places = ", ".join(map(str, standard)) if path is None else path
         raise DataError(
-            f"load_data: expected {self._name} in {' or '.join(map(str, places))}, got neither; put {self._name}.npz, "
-            f"or a folder with {_FILES['x_train']}.gz and the other three files, there, or give its path."
+            f"load_data: expected {self._name} at {places}, got none; put {self._name}.npz, or a folder with "
+            f"{_FILES['x_train']}.gz and the other three files, there, or give its path."
         )
 
 
@@ -72,10 +78,9 @@ def _read_npz(path: Path) -> dict[str, Array]:
     try:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             return {key: file[key] for key in _FILES}
-    except (KeyError, ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+    except (KeyError, ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(
-            f"load_data: expected an .npz file with {', '.join(_FILES)}, got {path}: {str(error).splitlines()[0]}; "
-            f"fetch it again."
+            f"load_data: expected an .npz file with {', '.join(_FILES)}, got {path}: {error}; fetch it again."
         ) from error
 
 
@@ -88,7 +93,7 @@ def _read_idx(folder: Path, name: str) -> Array:
         open_file: Any = gzip.open if path.suffix == ".gz" else open
         with open_file(path, "rb") as file:
             data = file.read()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"load_data: expected to read {path}, got {error}; fetch it again.") from error
     n_dims = data[3] if data[:3] == b"\0\0\x08" and len(data) >= 4 + 4 * data[3] else 0
     shape = np.frombuffer(data[4 : 4 + 4 * n_dims], ">u4")

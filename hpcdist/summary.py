@@ -13,6 +13,7 @@ from typing import Any
 
 from hpcdist.errors import UsageError
 from hpcdist.runtime.process import make_world
+from hpcdist.strategy.base import get_replica_context
 from hpcdist.strategy.values import DistributedValues
 from hpcdist.tf_compat.variables import as_tensor
 from hpcdist.training.tensorboard import open_writer
@@ -29,9 +30,7 @@ class FileWriter:
     """
 
     def __init__(self, logdir: Any) -> None:
-        world = make_world()
         self._folder = Path(logdir)
-        self._writes = world.is_chief or world.task.type == "evaluator"
         self._writer: Any = None
 
     @contextmanager
@@ -48,7 +47,8 @@ class FileWriter:
         tensor = as_tensor(value)
         if tensor.numel() != 1:
             raise UsageError(f"scalar: expected one number for {name!r}, got shape {tuple(tensor.shape)}; reduce it.")
-        if self._writes:
+        world = make_world()  # not before: a strategy that is made meanwhile may bring roles
+        if world.is_chief or world.task.type == "evaluator":
             self._writer = self._writer or open_writer(self._folder, step)
             self._writer.add_scalar(name, float(tensor), step)
             self._writer.flush()  # else a restart, which purges later steps, would find earlier ones missing
@@ -57,7 +57,7 @@ class FileWriter:
         """Do nothing: each number is in the file when `scalar` returns."""
 
     def close(self) -> None:
-        """Close the file; numbers that come later begin a new one."""
+        """Close the file; later numbers start a new one."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -66,7 +66,7 @@ class FileWriter:
 def create_file_writer(logdir: Any) -> FileWriter:
     """Return a writer of event files. Every rank makes one: the chief writes, and an evaluator.
 
-    The first number that it writes purges those of its and later steps that are there: where a run goes on from a
+    The first number that it writes purges those of its and later steps that are there: where a run resumes from a
     checkpoint, a reader sees each step once.
 
     Args:
@@ -77,6 +77,8 @@ def create_file_writer(logdir: Any) -> FileWriter:
 
 def scalar(name: str, data: Any, step: int | None = None) -> bool:
     """Write a number for TensorBoard; return whether there is a writer. Not collective: call it on all ranks.
+
+    Inside `strategy.run` that of the first replica is written.
 
     Args:
         name: of the curve.
@@ -97,5 +99,7 @@ def scalar(name: str, data: Any, step: int | None = None) -> bool:
         raise UsageError(f"scalar: expected a step for {name!r}, got none; write scalar(name, value, step=step).")
     if isinstance(data, DistributedValues):
         raise UsageError(f"scalar: expected one number for {name!r}, got one for each replica; use strategy.reduce.")
-    writer.write(name, data, int(step))
+    replica = get_replica_context()
+    if replica is None or replica.replica_id_in_sync_group == 0:
+        writer.write(name, data, int(step))
     return True

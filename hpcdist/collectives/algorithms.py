@@ -13,7 +13,7 @@ from hpcdist.collectives import halving, hierarchical, library, ring, shared_mem
 from hpcdist.collectives.gpu import hierarchical as gpu_hierarchical
 from hpcdist.collectives.gpu import nccl
 from hpcdist.collectives.group import Group
-from hpcdist.collectives.ops import SILENT, SUM, Op
+from hpcdist.collectives.ops import SUM, Op, silently
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.collectives.route import SMALLEST_BYTES, Route
 from hpcdist.collectives.wire import PLAIN, Wire
@@ -43,7 +43,7 @@ ROTATED_BYTES = 64 << 20
 _ROUNDS, _LARGE_ROUNDS, _LARGE_BYTES = 20, 5, 1 << 20
 
 
-@SILENT
+@silently
 def run(route: Route, buffer: Any, group: Group, op: Op = SUM, wire: Wire = PLAIN, bucket: int = 0) -> None:
     """Replace `buffer` by its reduction over all ranks, by the algorithm of a route.
 

@@ -1,16 +1,28 @@
 """The reductions: what each is called, in MPI, in numpy and in tf.distribute."""
 
 import enum
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from hpcdist.errors import CollectiveError, UsageError
 from hpcdist.runtime.mpi import MPI
 
-#: Decorates what adds in numpy: infinity and NaN are results, as in MPI, of which numpy would warn.
-SILENT = np.errstate(over="ignore", invalid="ignore")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def silently(function: _Function) -> _Function:
+    """Decorate what adds in numpy: infinity and NaN are results, as in MPI, of which numpy would warn."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return function(*args, **kwargs)
+
+    return cast(_Function, call)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcdist.collectives.group import Group
-from hpcdist.collectives.ops import SILENT
+from hpcdist.collectives.ops import silently
 from hpcdist.plan.blocks import block_bounds
 from hpcdist.runtime.node_memory import NodeWindow
 
@@ -144,7 +144,7 @@ def copy(target: Array, source: Array) -> None:
     np.bitwise_or(source, source, target)
 
 
-@SILENT
+@silently
 def add_rows(rows: list[Array], additions: "tuple[tuple[int, int], ...] | list[tuple[int, int]]", ufunc: Any) -> None:
     """Combine rows in place: rows[into] = ufunc(rows[into], rows[row]) for each pair, block by block in the cache."""
     n_elements = rows[0].size

@@ -124,7 +124,6 @@ class DistributedInput(ABC):
         poll()
         self._n_begun = number = self._n_begun + 1
         with contextlib.ExitStack() as stack:
-            stack.callback(self._note_end, number)  # also where the loop over it breaks, or raises
             readers = [stack.enter_context(contextlib.closing(reader)) for reader in self._begin_pass()]
             while (parts := self._next_parts(readers)) is not None:
                 yield self._delivery.element_of(parts)
@@ -136,9 +135,11 @@ class DistributedInput(ABC):
                     )
                 poll()
         self._end_pass()
+        self.drop_batch()
 
-    def _note_end(self, number: int) -> None:
-        if self._delivery.on_batch is not None and number == self._n_begun:
+    def drop_batch(self) -> None:
+        """Let nobody wait for a step that is made of the last batch. Not collective."""
+        if self._delivery.on_batch is not None:
             self._delivery.on_batch(None)
 
     def leave_pass(self) -> None:

@@ -51,8 +51,13 @@ class RowFile:
                 self._file = h5py.File(self._temporary, "w")
             for name, array in rows.items():
                 self._append_one(name, np.asarray(array))
-        except (OSError, RuntimeError, ValueError, TypeError) as error:
+        except (OSError, RuntimeError) as error:
             raise self._refusal(error) from error
+        except (ValueError, TypeError) as error:
+            raise DataError(
+                f"predict: expected rows of numbers that fit to the earlier ones in {self._path}, got {error}; return "
+                f"outputs of one shape and dtype."
+            ) from error
 
     def _append_one(self, name: str, array: Any) -> None:
         if name not in self._file:
@@ -88,7 +93,7 @@ class RowFile:
         file.close()
 
     def _refusal(self, error: Exception) -> DataError:
-        reason = (isinstance(error, OSError) and error.strerror) or str(error).splitlines()[0]
+        reason = (isinstance(error, OSError) and error.strerror) or error
         return DataError(
             f"predict: expected to write rows to {self._path}, got {reason}; free space, or choose another path."
         )

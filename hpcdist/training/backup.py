@@ -95,9 +95,7 @@ class BackupAndRestore(Callback):
             yield
             stack.pop_all()
         self._manager.save(self._handler.step, if_changed=True)
-        self._handler.end_saving()  # what the program trains from here on is not this fit
-        _ended.append((self._handler, self._manager if self._deletes else None))
-        call_when_done(_end_all)  # the program may have more to do: it is not finished, and stop requests count
+        end_when_done(self._handler, self._manager if self._deletes else None)
 
     def busy(self) -> contextlib.AbstractContextManager[None]:
         """Let stop requests wait for the end of a block."""
@@ -139,6 +137,18 @@ class _States:
 
     def _kinds(self) -> list[str]:
         return [type(one).__name__ for one in self._callbacks]
+
+
+def end_when_done(handler: PreemptionCheckpointHandler, removed: CheckpointManager | None = None) -> None:
+    """Let a run save no more, and be finished once the program has ended with code 0: it may have more to do.
+
+    Args:
+        handler: of the run; stop requests still end the program.
+        removed: whose checkpoints are removed then.
+    """
+    handler.end_saving()  # what the program trains from here on is not this run
+    _ended.append((handler, removed))
+    call_when_done(_end_all)
 
 
 def _end_all() -> None:

@@ -159,6 +159,10 @@ def compile_as(model: "Model", compiled: dict[str, Any]) -> None:
         if name in accepted
     }
     loss = compiled["loss"]
+    known = inspect.signature(model.compile).parameters
+    unknown = sorted(set(compiled["options"]) - set(known))
+    if unknown:
+        raise CheckpointMismatch(f"load_model: expected options of compile, got {unknown}; give a factory.")
     if compiled["lost"]:
         raise UsageError(
             f"load_model: expected a model that was compiled by names, and of hpcdist.losses, got {compiled['lost']} "

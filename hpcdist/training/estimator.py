@@ -3,6 +3,7 @@
 A thin front of `Model`, a checkpoint folder and the handler of stop requests, for programs of tf.estimator.
 """
 
+import contextlib
 import copy
 import inspect
 import itertools
@@ -19,8 +20,9 @@ import torch
 
 from hpcdist.cluster.resolvers import MPIClusterResolver
 from hpcdist.cluster.tf_config import TFConfigClusterResolver
+from hpcdist.collectives.objects import broadcast_object
 from hpcdist.data.distributed import DistributedInput
-from hpcdist.errors import UsageError, log
+from hpcdist.errors import DataError, UsageError, log
 from hpcdist.gradients.engine import prepare_modules
 from hpcdist.nest import leaves, with_leaves
 from hpcdist.resilience.checkpoint import Checkpoint
@@ -30,6 +32,7 @@ from hpcdist.resilience.schedule import SaveSchedule
 from hpcdist.strategy.base import Strategy
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 from hpcdist.strategy.parameter_server import ParameterServerStrategy
+from hpcdist.training.backup import end_when_done
 from hpcdist.training.inputs import rows_of_batches
 from hpcdist.training.loop import evaluation
 from hpcdist.training.model import Model
@@ -46,7 +49,7 @@ class RunConfig:
     Attributes:
         model_dir: the folder of the run; default: a new temporary one.
         tf_random_seed: torch's seed when the model is made.
-        save_summary_steps: steps between two values for TensorBoard.
+        save_summary_steps: steps between two values for TensorBoard; 0: none.
         save_checkpoints_steps: steps between two saves; default: by time.
         save_checkpoints_secs: seconds between two saves, where save_checkpoints_steps is not given.
         keep_checkpoint_max: checkpoints that are kept.
@@ -77,26 +80,28 @@ class RunConfig:
 
 
 class _TrainCall:
-    """The call of `train` that is in progress, as a checkpoint holds it.
+    """The call of `train` that is in progress, and the steps so far, as a checkpoint holds them.
 
     Attributes:
-        is_running: whether it has not ended.
-        end: the step at which it ends; None: with the data.
+        global_step: steps so far, of all workers.
+        is_running: whether the call has not ended.
+        number: of the call in its program, from 1.
+        end: the global step at which it ends; None: with the data.
     """
 
     def __init__(self) -> None:
-        self.is_running = False
+        self.global_step, self.is_running, self.number = 0, False, 0
         self.end: int | None = None
         self._batches: DistributedInput | None = None
         self._cursor: dict[str, Any] | None = None
 
-    def begin(self, batches: DistributedInput, end: int | None) -> None:
-        """Begin a call; or go on with the one that was loaded, at its next batch."""
+    def begin(self, number: int, batches: DistributedInput, end: int | None) -> None:
+        """Begin a call; or resume the one that was loaded, at its next batch."""
         self._batches = batches
         if self.is_running and self._cursor is not None:
             batches.load_state_dict(self._cursor)
-        elif not self.is_running:
-            self.is_running, self.end = True, end
+        else:
+            self.is_running, self.number, self.end = True, number, end
 
     def finish(self) -> None:
         """End the call."""
@@ -104,20 +109,21 @@ class _TrainCall:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all of it. Equal on all ranks."""
-        cursor = self._cursor if self._batches is None else self._batches.state_dict()
-        return {"is_running": self.is_running, "end": self.end, "cursor": cursor}
+        public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return {**public, "cursor": self._cursor if self._batches is None else self._batches.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the call of an earlier run."""
-        self.is_running, self.end, self._cursor = state["is_running"], state["end"], state["cursor"]
+        self._cursor = state["cursor"]
+        vars(self).update({name: value for name, value in state.items() if name != "cursor"})
 
 
 class Estimator:
     """Trains, evaluates and predicts by input functions; see `tf.estimator.Estimator`.
 
-    Every rank runs the same calls. What is trained is saved in `model_dir`, and the next Estimator with that folder
-    goes on from there. A call of `train` that was stopped or killed goes on at its next batch when the program runs
-    again.
+    Chief and workers run the same calls. What is trained is saved in `model_dir`; a call begins with the newest
+    checkpoint there. A call of `train` that was stopped or killed resumes at its next batch when the program runs
+    again, and the calls before it are left out. Where a job may be stopped between calls of `train`, give `max_steps`.
 
     An input function returns an `hpcdist.Dataset` of (features, labels) with `batch`. It is called on every worker, and
     its rows are neither split nor sharded: a batch is that of one replica. It may take `input_context`, and `params`
@@ -142,14 +148,23 @@ class Estimator:
         self, model_fn: Callable[..., Model], model_dir: Any = None, config: RunConfig | None = None, params: Any = None
     ) -> None:
         self.config, self.params, self._model_fn = config or RunConfig(), params, model_fn
-        given = model_dir or self.config.model_dir
-        self.model_dir = Path(given or tempfile.mkdtemp(prefix="hpcdist-estimator-"))
         self.strategy = self.config.strategy()
-        if given is None and self.strategy.is_chief:
-            log(f"Estimator: model_dir is {self.model_dir}")
+        self.model_dir = Path(model_dir or self.config.model_dir or self._temporary_folder())
         self._call = _TrainCall()
-        self._made: tuple[Model, CheckpointManager, PreemptionCheckpointHandler] | None = None
+        self._n_calls = 0
+        self._made: tuple[Model, CheckpointManager] | None = None
         self._writers: dict[str, Any] = {}
+
+    def _temporary_folder(self) -> str:
+        """Return a new folder of the chief. Collective: chief and workers."""
+        if self.strategy.cluster_resolver.cluster_spec().has_tasks("evaluator"):
+            raise UsageError("Estimator: expected model_dir, as an evaluator looks there, got none; give a folder.")
+        folder = tempfile.mkdtemp(prefix="hpcdist-estimator-") if self.strategy.is_chief else ""
+        if self.strategy.is_chief:
+            log(f"Estimator: model_dir is {folder}")
+        if isinstance(self.strategy, MultiWorkerMirroredStrategy):
+            return str(broadcast_object(folder, comm=self.strategy.world.role_comm))
+        return folder
 
     @property
     def model(self) -> Model:
@@ -159,40 +174,42 @@ class Estimator:
     @property
     def global_step(self) -> int:
         """Steps so far: of all workers together where each makes its own. Collective at the first use."""
-        return self._make()[2].step * self._n_apart
+        self._make()
+        return self._call.global_step
 
     @property
     def _n_apart(self) -> int:
         """Workers that make steps of their own; 1 where all make each step together."""
         return self.strategy.n_replicas // self.strategy.num_replicas_in_sync
 
-    def _make(self) -> tuple[Model, CheckpointManager, PreemptionCheckpointHandler]:
+    def _make(self) -> tuple[Model, CheckpointManager]:
         if self._made is None:
             model = self.new_model()
             prepare_modules([model.net])  # before the first batch, which may be the same on all workers
             parts = {"model": model.net, "optimizer": model.optimizer, "strategy": self.strategy, "call": self._call}
             if model.loss_scale is not None:
                 parts["loss_scale"] = model.loss_scale
-            checkpoint = Checkpoint(**parts)
-            manager = CheckpointManager(checkpoint, self.model_dir / "checkpoints", self.config.keep_checkpoint_max)
-            steps = self.config.save_checkpoints_steps
-            schedule = SaveSchedule(
-                every_steps=None if steps is None else max(1, steps // self._n_apart),
-                every_s=self.config.save_checkpoints_secs if steps is None else None,
-            )
-            self._made = model, manager, PreemptionCheckpointHandler(None, manager, schedule=schedule)
+            folder = self.model_dir / "checkpoints"
+            manager = CheckpointManager(Checkpoint(**parts), folder, self.config.keep_checkpoint_max)
+            manager.restore_or_initialize()
+            self._made = model, manager
         return self._made
 
     def new_model(self) -> Model:
         """Return a new compiled model."""
+        if "features" in inspect.signature(self._model_fn).parameters:
+            raise UsageError(
+                "Estimator: expected a model_fn that makes a compiled hpcdist.Model once, got one of features and "
+                "labels; let it return the model, which is called with them at each step."
+            )
         if self.config.tf_random_seed is not None:
             torch.manual_seed(self.config.tf_random_seed)
         with self.strategy.scope():
             model = _call_with(self._model_fn, params=self.params, config=self.config)
         if not isinstance(model, Model):
             raise UsageError(
-                f"Estimator: expected a model_fn that returns a compiled hpcdist.Model, got {type(model).__name__}; it "
-                f"is called once, without features and labels."
+                f"Estimator: expected a model_fn that returns a compiled hpcdist.Model, got {type(model).__name__}; "
+                f"return that."
             )
         model.require_compiled("Estimator")
         return model
@@ -209,45 +226,71 @@ class Estimator:
                 stopped and started again.
 
         Raises:
-            UsageError: for both, or less than 1 step. SystemExit: on a stop request, with code 75.
+            UsageError: for both, or less than 1 step; on an evaluator. DataError: when there are no batches.
+            SystemExit: on a stop request, with code 75.
         """
         for name, value in (("steps", steps), ("max_steps", max_steps)):
             if value is not None and (value < 1 or (steps is not None and max_steps is not None)):
                 raise UsageError(f"train: expected {name} of at least 1, and one of steps and max_steps, got {value}.")
-        model, manager, handler = self._make()
-        if max_steps is not None and self.global_step >= max_steps:
+        if self.strategy.cluster_resolver.task_type == "evaluator":
+            raise UsageError("train: expected chief or worker, got evaluator; call train_and_evaluate on all ranks.")
+        model, manager = self._make()
+        self._n_calls += 1
+        is_earlier = self._call.is_running and self._n_calls < self._call.number  # than the one that was stopped
+        if is_earlier or (max_steps is not None and self.global_step >= max_steps):
             return self  # before input_fn is called, as in TensorFlow
-        if max_steps is not None:
-            end: int | None = math.ceil(max_steps / self._n_apart)
-        else:
-            end = None if steps is None else handler.step + math.ceil(steps / self._n_apart)
-        batches = self._batches(input_fn)
-        self._call.begin(batches, end)
-        end = self._call.end
+        with self._handling(manager) as handler:  # from here on stop requests count
+            batches = self._batches(input_fn)
+            self._call.begin(self._n_calls, batches, max_steps if steps is None else self.global_step + steps)
+            try:
+                self._steps(model, batches)
+            except Exception:
+                self._call.finish()
+                batches.drop_batch()
+                raise
+            self._call.finish()
+            manager.save(handler.step, if_changed=True)
+        return self
+
+    @contextlib.contextmanager
+    def _handling(self, manager: CheckpointManager) -> Iterator[PreemptionCheckpointHandler]:
+        """Obey stop requests and save periodically in the block. It begins at the newest checkpoint."""
+        every, config = self.config.save_checkpoints_steps, self.config
+        schedule = SaveSchedule(
+            every_steps=None if every is None else max(1, every // self._n_apart),
+            every_s=config.save_checkpoints_secs if every is None else None,
+        )
+        with contextlib.ExitStack() as stack:
+            handler = PreemptionCheckpointHandler(None, manager, schedule=schedule)
+            stack.push(handler)  # records how the run ends, if that is not well
+            yield handler
+            stack.pop_all()
+        end_when_done(handler)
+
+    def _steps(self, model: Model, batches: DistributedInput) -> None:
+        """Make the steps of the call that are left."""
+        call, config, n_apart, first = self._call, self.config, self._n_apart, self._call.global_step
+        left = None if call.end is None else max(0, math.ceil((call.end - first) / n_apart))
+        began_at = time.monotonic()
         model.train()
         with self.strategy.scope():
             model.reset_metrics()
-            left = None if end is None else max(0, end - handler.step)
-            self._steps(model, handler, itertools.islice(rows_of_batches(batches), left))
-        self._call.finish()
-        manager.save(handler.step, if_changed=True)
-        return self
-
-    def _steps(self, model: Model, handler: PreemptionCheckpointHandler, batches: Iterator[Any]) -> None:
-        began_at, first = time.monotonic(), handler.step
-        for number, (batch, n_rows) in enumerate(batches):
-            model.run_step(model.train_step, batch, n_rows, must_check=not number)
-            step, config = handler.step, self.config
-            is_printed = config.log_step_count_steps and step % config.log_step_count_steps == 0
-            if not is_printed and step % config.save_summary_steps:
-                continue
-            loss = model.local_result("loss")  # of this rank: reading it sends nothing
-            self.strategy.run(model.reset_local_metrics)
-            if step % config.save_summary_steps == 0 and loss is not None:
-                self._write("", {"loss": loss}, step * self._n_apart)
-            if is_printed:
-                pace = (step - first) * self._n_apart / max(1e-9, time.monotonic() - began_at)
-                model.print_once(f"step {step * self._n_apart}  {pace:.3g} steps/s  loss {loss:.4g} (this rank)")
+            for number, (batch, n_rows) in enumerate(itertools.islice(rows_of_batches(batches), left)):
+                model.run_step(model.train_step, batch, n_rows, must_check=not number)
+                call.global_step += n_apart
+                is_printed = _is_due(config.log_step_count_steps, call.global_step, n_apart)
+                is_written = _is_due(config.save_summary_steps, call.global_step, n_apart)
+                if is_printed or is_written:
+                    loss = model.local_result("loss")  # of this rank: reading it sends nothing
+                    self.strategy.run(model.reset_local_metrics)
+                if is_written and loss is not None:
+                    self._write("", {"loss": loss}, call.global_step)
+                if is_printed:
+                    pace = (call.global_step - first) / max(1e-9, time.monotonic() - began_at)
+                    text = "" if loss is None else f"  loss {loss:.4g} (this rank)"
+                    model.print_once(f"step {call.global_step}  {pace:.3g} steps/s{text}")
+        if call.global_step == first and left != 0:
+            raise DataError("train: expected batches, got none; return a dataset with rows from input_fn.")
 
     def _batches(self, input_fn: InputFunction) -> DistributedInput:
         """Return the batches of an input function, called on this worker. Collective: chief and workers."""
@@ -303,6 +346,11 @@ class Estimator:
             for row in zip(*columns, strict=True):
                 outputs = with_leaves(found, list(row))
                 yield outputs if isinstance(outputs, dict) else {"predictions": outputs}
+
+
+def _is_due(every: int, step: int, n_new: int) -> bool:
+    """Return whether a multiple of `every` is among the last n_new steps; never for 0."""
+    return every > 0 and step // every > (step - n_new) // every
 
 
 def _call_with(function: Callable[..., Any], **known: Any) -> Any:
@@ -390,12 +438,23 @@ def model_to_estimator(
         )
     given = keras_model
     given.require_compiled("model_to_estimator")
+    names = {id(parameter): name for name, parameter in given.net.named_parameters()}
+    regularizers = [(make, names.get(id(parameter))) for make, parameter in given.regularizers]
+    groups = given.optimizer.param_groups
+    if len(groups) > 1 or given.has_added_losses or any(name is None for _, name in regularizers):
+        raise UsageError(
+            "model_to_estimator: expected one group of parameters, and regularizers of parameters of the module, got "
+            "more groups, add_loss or others; write Estimator(function) with a function that makes the model."
+        )
+    options = {name: groups[0][name] for name in given.optimizer.defaults}
 
     def copy_model() -> Model:
         model = Model(copy.deepcopy(given.net), given.name)
-        compiled, kind, defaults = dict(given.compiled_with), type(given.optimizer), given.optimizer.defaults
-        options = compiled.pop("options")
-        model.compile(lambda parameters: kind(parameters, **defaults), **compiled, **options)
+        compiled = dict(given.compiled_with)
+        more = compiled.pop("options")
+        model.compile(lambda parameters: type(given.optimizer)(parameters, **options), **compiled, **more)
+        for make, name in regularizers:
+            model.add_regularizer(make, model.net.get_parameter(str(name)))
         return model
 
     return Estimator(copy_model, model_dir, config)

@@ -132,13 +132,28 @@ def _tensor_of(value: Any) -> Tensor:
     return torch.as_tensor(value)
 
 
+def by_name(outputs: Any) -> dict[str, Any]:
+    """Return outputs by the names of datasets: keys, joined by "/", and positions in lists after a "_"."""
+    if not is_nest(outputs):
+        return {"predictions": outputs}
+    found = {}
+    pairs = (
+        outputs.items() if isinstance(outputs, dict) else ((f"predictions_{n}", one) for n, one in enumerate(outputs))
+    )
+    for key, one in pairs:
+        for name, value in by_name(one).items():
+            suffix = name.removeprefix("predictions")
+            found[f"{key}{suffix}" if suffix.startswith("_") or not suffix else f"{key}/{suffix}"] = value
+    return found
+
+
 def is_empty(x: Any) -> bool:
     """Return whether a nest of tensors has no rows."""
     return all(isinstance(one, Tensor) and one.dim() > 0 and not len(one) for one in leaves(x))
 
 
 def pieces(parts: tuple[Any, Any, Any], n_pieces: int) -> list[tuple[Any, Any, Any]]:
-    """Return x, y and sample_weight in at most so many pieces of rows, none of them empty; as it is, if it is empty."""
+    """Return x, y and sample_weight in at most n_pieces pieces, none of them empty; in one where there are no rows."""
     n_pieces = max(1, min(n_pieces, len(leaves(parts[0])[0])))
     if n_pieces == 1:
         return [parts]

@@ -50,7 +50,7 @@ class LinearRegressor(Estimator):
         config: see `Estimator`.
 
     Raises:
-        UsageError: for columns that are none.
+        UsageError: for anything else than columns.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class LinearRegressor(Estimator):
         def make() -> Model:
             model = Model(_Linear(columns, label_dimension))
             named = optimizers.with_rate(optimizer, rate) if isinstance(optimizer, str) else optimizer
-            model.compile(named, "mse", metrics=[_named("label/mean", 0), _named("prediction/mean", 1)])
+            model.compile(named, "mse", metrics=[_mean_of("label/mean", 0), _mean_of("prediction/mean", 1)])
             return model
 
         super().__init__(make, model_dir, config)
@@ -88,12 +88,12 @@ class _Linear(nn.Module):
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
-    def forward(self, **features: Tensor) -> Tensor:
+    def forward(self, *unnamed: Tensor, **features: Tensor) -> Tensor:
         missing = [one.key for one in self._columns if one.key not in features]
-        if missing:
+        if missing or unnamed:
             raise UsageError(
-                f"LinearRegressor: expected features {missing}, got {sorted(features)}; return ({{key: array}}, "
-                f"labels) from input_fn."
+                f"LinearRegressor: expected features {missing}, got {sorted(features) or 'arrays without keys'}; "
+                f"return ({{key: array}}, labels) from input_fn."
             )
         parts = []
         for column in self._columns:
@@ -105,11 +105,11 @@ class _Linear(nn.Module):
         return found
 
 
-def _named(name: str, place: int) -> Callable[[Tensor, Tensor], Tensor]:
+def _mean_of(name: str, index: int) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a metric of this name in logs: the mean of labels (0), or of predictions (1)."""
 
     def value(y_true: Tensor, y_pred: Tensor) -> Tensor:
-        return (y_true, y_pred)[place]
+        return (y_true, y_pred)[index]
 
     value.__name__ = name
     return value

@@ -48,7 +48,8 @@ class Position:
         step: steps of it.
         is_validating: whether its steps are done.
         logs: of its steps, once these are done.
-        step_logs: means of what the last step has returned that is no metric, where it was made in an earlier run.
+        step_logs: means of what the last step, or test step, has returned that is no metric, where an earlier run made
+            it.
         test_step: batches of its validation.
         is_over: whether `stop_training` has ended fit.
 
@@ -73,10 +74,19 @@ class Position:
         self.step += 1
         self._last = returned
 
+    def count_test_step(self, returned: Any) -> None:
+        """Count a batch of the validation, and keep what its step has returned."""
+        self.test_step += 1
+        self._last = returned
+
     def end_steps(self) -> None:
         """Move to the validation. Collective: chief and workers."""
-        self.logs = {**self._model.results(), **self._means()}
+        self.logs = self.results()
         self._last, self.step_logs, self.is_validating = None, {}, True
+
+    def results(self) -> dict[str, float]:
+        """Return the metrics, and the other values of the last step. Collective: chief and workers."""
+        return {**self._model.results(), **self._means()}
 
     def _means(self) -> dict[str, float]:
         return self.step_logs if self._last is None else self._model.mean_of_step(self._last)
@@ -86,7 +96,7 @@ class Position:
         self.epoch += 1
         self.step = self.test_step = 0
         self.has_begun = self.is_validating = False
-        self.logs = {}
+        self.logs, self._last, self.step_logs = {}, None, {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return all of it. Equal on all ranks. Collective: chief and workers."""
@@ -179,11 +189,11 @@ class Fit:
         self._call("on_train_begin")
         self._model.reset_metrics()
         with self._backup.over(self._objects(), self._callbacks) if self._backup else contextlib.nullcontext():
-            position = self.position
-            while position.epoch < self._options.epochs and (position.has_begun or not position.is_over):
-                self._epoch(position.epoch)
-                if self._backup:
-                    self._backup.after_epoch()
+            try:
+                self._epochs()
+            except Exception:
+                self._train.drop_batch()  # the program may train another model
+                raise
         self._call("on_train_end", self._model.history.history and self._last_logs())
 
     def _require_same_callbacks(self) -> None:
@@ -218,6 +228,13 @@ class Fit:
 
     def _last_logs(self) -> dict[str, float]:
         return {name: values[-1] for name, values in self._model.history.history.items()}
+
+    def _epochs(self) -> None:
+        position = self.position
+        while position.epoch < self._options.epochs and (position.has_begun or not position.is_over):
+            self._epoch(position.epoch)
+            if self._backup:
+                self._backup.after_epoch()
 
     # -- an epoch ---------------------------------------------------------------------------------------------------
 
@@ -339,17 +356,17 @@ def _evaluate(
         position: counts the batches.
     """
     call("on_test_begin")
-    last, local = None, LocalLogs(model)
+    local = LocalLogs(model)
     with model.evaluating():
         left = None if steps is None else steps - position.test_step
         for batch, n_rows in itertools.islice(rows_of_batches(batches), left):
             call("on_test_batch_begin", position.test_step)
-            last = model.run_step(model.test_step, batch, n_rows, must_check=position.test_step == 0)
-            position.test_step += 1
+            is_first = position.test_step == 0
+            position.count_test_step(model.run_step(model.test_step, batch, n_rows, must_check=is_first))
             call("on_test_batch_end", position.test_step - 1, local)
         if not position.test_step:
             raise DataError("evaluate: expected batches, got none; give data with rows.")
-        logs = {**model.results(), **model.mean_of_step(last)}
+        logs = position.results()
     call("on_test_end", logs)
     return logs
 

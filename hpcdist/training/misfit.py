@@ -4,6 +4,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from hpcdist.errors import UsageError
@@ -16,14 +17,19 @@ def explaining_layers(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, IndexError, ValueError) as error:
-        found = _failing_layer(model, error)
+        found = None if _is_of_memory(error) else _failing_layer(model, error)
         if found is None:
             raise
         name, layer, shapes = found
+        text = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(
-            f"{name}: expected inputs that fit {layer}, got {shapes}: {str(error).splitlines()[0]}; check the shapes "
-            f"of the data and of the layers before it."
+            f"{name}: expected inputs that fit {layer}, got {shapes}: {text}; check the shapes of the data and of "
+            f"the layers before it."
         ) from error
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 def _failing_layer(model: nn.Module, error: BaseException) -> tuple[str, str, str] | None:

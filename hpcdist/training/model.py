@@ -97,6 +97,7 @@ class Model(nn.Module):
         self._compiled_modules: list[Any] = []  # in a list, as it is no part of the state
         self._must_check_outputs = False
         self._n_pieces = 1
+        self._has_stepped = False
         self._half: torch.dtype | None = None
         self.steps_per_execution = 1
         self.loss_scale: LossScale | None = None
@@ -154,8 +155,8 @@ class Model(nn.Module):
             steps_per_execution: callbacks act after this many steps.
             global_clipnorm: summed gradients are scaled so that the norm of all of them is at most this.
             gradient_accumulation_steps: each replica computes its part of a batch in this many pieces, one after
-                another, for batches that do not fit into memory. The gradients are those of the whole batch, and are
-                summed over replicas once.
+                another, for batches that do not fit into memory. Gradients are those of the whole batch, but for layers
+                that look at the batch, such as BatchNorm, which see a piece; they are summed over replicas once.
             dtype_policy: "mixed_bfloat16" or "mixed_float16": layers compute in half precision, by torch.autocast;
                 parameters, outputs and losses are float32. For float16 losses are scaled; see `LossScale`.
             run_eagerly: accepted and ignored.
@@ -180,11 +181,13 @@ class Model(nn.Module):
             "steps_per_execution": steps_per_execution,
             "gradient_accumulation_steps": gradient_accumulation_steps,
         }.items():
-            if value < 1:
-                raise UsageError(f"compile: expected {name} of at least 1, got {value}.")
+            if not isinstance(value, int) or value < 1:
+                raise UsageError(f"compile: expected {name} of at least 1, got {value!r}; leave it out for 1.")
+        if global_clipnorm is not None and not global_clipnorm > 0:
+            raise UsageError(f"compile: expected global_clipnorm above 0, got {global_clipnorm!r}; leave it out.")
         self._half = dtype_of(dtype_policy)
         self.loss_scale = LossScale() if self._half == torch.float16 else None
-        self._require_summed_gradients(global_clipnorm)
+        self._require_applicable(global_clipnorm, gradient_accumulation_steps)
         if jit_compile and self.net is self:
             raise UsageError(
                 "compile: expected no jit_compile for a subclass without a module, got it; compile its parts."
@@ -197,20 +200,29 @@ class Model(nn.Module):
         self._n_pieces = gradient_accumulation_steps
         self._compiled_modules = [torch.compile(self.net)] if jit_compile else []
 
-    def _require_summed_gradients(self, global_clipnorm: float | None) -> None:
-        """Raise UsageError for what changes gradients before the step, where workers do not know their sums."""
-        given = [
-            text
-            for text, is_given in (
-                ("global_clipnorm", global_clipnorm is not None),
-                ("mixed_float16", self.loss_scale is not None),
-            )
-            if is_given
-        ]
-        if given and isinstance(self.strategy, ParameterServerStrategy):
+    def _require_applicable(self, global_clipnorm: float | None, n_pieces: int) -> None:
+        """Raise UsageError for options that this strategy, this model or a train_step of its own does not have."""
+        is_half = self.loss_scale is not None
+        if isinstance(self.strategy, ParameterServerStrategy) and (is_half or global_clipnorm is not None):
+            given, cure = ("mixed_float16", "take mixed_bfloat16") if is_half else ("global_clipnorm", "leave it out")
             raise UsageError(
-                f"compile: expected no {given[0]} with parameter servers, where no worker knows the sums of gradients, "
-                f"got it; leave it out{', or take mixed_bfloat16' if self.loss_scale is not None else ''}."
+                f"compile: expected no {given} with parameter servers, where no worker knows the sums of gradients, "
+                f"got it; {cure}."
+            )
+        if n_pieces > 1 and self.strategy.is_averaging:
+            raise UsageError(
+                "compile: expected a strategy that sums gradients with gradient_accumulation_steps, got one with "
+                "gradient_op MEAN; leave that out."
+            )
+        if n_pieces > 1 and type(self).train_step is not Model.train_step:
+            raise UsageError(
+                "compile: expected no gradient_accumulation_steps for a model with a train_step of its own, got it; "
+                "accumulate there, with self.strategy.no_sync()."
+            )
+        if global_clipnorm is not None and any(getattr(layer, "sparse", False) for layer in self.modules()):
+            raise UsageError(
+                "compile: expected dense gradients with global_clipnorm, got a layer made with sparse=True; leave one "
+                "of them out."
             )
 
     @property
@@ -281,6 +293,16 @@ class Model(nn.Module):
         self._added_losses.append(loss)
 
     @property
+    def regularizers(self) -> list[tuple[Callable[[Tensor], Tensor], Tensor]]:
+        """What `add_regularizer` was given."""
+        return list(self._regularizers)
+
+    @property
+    def has_added_losses(self) -> bool:
+        """Whether `add_loss` was given a function, for every step."""
+        return any(map(callable, self._added_losses))
+
+    @property
     def losses(self) -> list[Tensor]:
         """The losses of regularizers and `add_loss`, as they are now; for custom loops: `sum(model.losses)`."""
         added = [one() if callable(one) else one for one in self._added_losses]
@@ -300,11 +322,6 @@ class Model(nn.Module):
         extra = torch.stack([torch.as_tensor(one).sum() for one in own_losses]).sum() if own_losses else None
         objective.total.update_state(rows.detach() if extra is None else rows.detach() + extra.detach())
         if self.strategy.is_averaging:
-            if piece.share < 1:
-                raise UsageError(
-                    "compute_loss: expected a strategy that sums gradients with gradient_accumulation_steps, got one "
-                    "with gradient_op MEAN; leave that out."
-                )
             return (rows.mean() if len(rows) else rows.sum()) + (0 if extra is None else extra)
         n_replicas = self.strategy.n_replicas  # asynchronous workers, too, push their part of a round
         n_rows = (piece.n_rows or len(rows)) * n_replicas if self._global_rows is None else self._global_rows
@@ -353,6 +370,7 @@ class Model(nn.Module):
 
     def step(self) -> None:
         """Let the optimizer step, in a train_step of your own, after `backward`: on clipped gradients, if asked for."""
+        self._has_stepped = True
         parameters = self.trainable_variables if self.loss_scale or self._global_clipnorm is not None else []
         if self.loss_scale is not None and not self.loss_scale.remove_from(parameters):
             return  # an overflow, which all ranks see
@@ -408,6 +426,11 @@ class Model(nn.Module):
         if self._class_weights is not None and is_training:
             step = functools.partial(self._with_class_weights, step)
         found = self.strategy.run(step, args=(batch,))
+        if is_training and not self._has_stepped and (self.loss_scale or self._global_clipnorm is not None):
+            raise UsageError(
+                f"{self.name}: expected a train_step that calls self.backward(loss) and self.step(), as it is compiled "
+                f"with global_clipnorm or mixed_float16, got one that does not; call them."
+            )
         if self.loss_scale is not None and is_training:
             self.loss_scale.update()
         return found
@@ -565,8 +588,8 @@ class Model(nn.Module):
             callbacks: as `fit`.
             steps: batches; default: all of the data.
             output_file: path of an HDF5 file that the chief writes in place of returning arrays, batch by batch, so
-                that no rank holds all of them: the dataset "predictions", or one under the name of each output. It is
-                there once it is whole.
+                that no rank holds all of them: the dataset "predictions", or one under the key of each output,
+                "predictions_0" and so on for those of a list. It is there once it is whole.
 
         Raises:
             DataError: for data without rows; when the file cannot be written; on all ranks.
@@ -587,7 +610,7 @@ class Model(nn.Module):
         file = RowFile(path) if self.strategy.is_chief else None
         with contextlib.closing(parts), file or contextlib.nullcontext():
             for part in parts:
-                named = part if isinstance(part, dict) else {"predictions": part}
+                named = inputs.by_name(part)
                 with world.agreed(world.role_comm) if world else contextlib.nullcontext():
                     if file is not None:
                         file.append(named)
@@ -632,12 +655,12 @@ class Model(nn.Module):
     # -- for loops and callbacks --------------------------------------------------------------------------------------
 
     def reset_metrics(self) -> None:
-        """Forget what metrics have seen. Collective: chief and workers."""
+        """Reset the metrics. Collective: chief and workers."""
         for metric in self.metrics:
             metric.reset_state()
 
     def reset_local_metrics(self) -> None:
-        """Forget what metrics have seen of this replica, inside `run`. Not collective."""
+        """Reset this replica's part of the metrics, inside `run`. Not collective."""
         for metric in self.metrics:
             if not isinstance(metric, TorchMetric):
                 metric.reset_state()
@@ -725,7 +748,7 @@ class Model(nn.Module):
         """
         optimizer = {} if self.optimizer is None else {"optimizer": self.optimizer}
         layers = self._layers if self.optimizer is not None else describe_layers(self.net)
-        extra = ["regularizers"] * bool(self._regularizers) + ["add_loss"] * any(map(callable, self._added_losses))
+        extra = ["regularizers"] * bool(self._regularizers) + ["add_loss"] * self.has_added_losses
         description = describe(self, layers, extra)
         checkpoint = Checkpoint(model=self.net, description=description, **optimizer, **self._with_strategy())
         checkpoint.write(filepath)

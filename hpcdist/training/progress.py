@@ -58,7 +58,9 @@ class Progress(Callback):
         if self._verbose == 1:
             if self._bar is None:
                 epoch = f"epoch {self._epoch + 1}/{self.params['epochs']}"
-                self._bar = tqdm(total=self.params["steps"], desc=epoch, file=sys.stdout, leave=False)
+                begun_at = batch + 1 - self.model.steps_per_execution  # not 0 where a run resumes
+                total = self.params["steps"]
+                self._bar = tqdm(total=total, desc=epoch, file=sys.stdout, leave=False, initial=begun_at)
             self._bar.update(batch + 1 - self._bar.n)
             if now - self._reported_at > 0.5:
                 self._bar.set_postfix_str("  ".join(filter(None, (_text_of(logs), self._next_save()))), refresh=False)

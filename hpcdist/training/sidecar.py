@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -114,7 +115,9 @@ class SidecarEvaluator:
         found = []
         for line in lines:
             with contextlib.suppress(ValueError):  # cut off by a kill
-                found.append(json.loads(line))
+                record = json.loads(line)
+                if isinstance(record, dict) and {"path", "saved_ns"} <= record.keys():
+                    found.append(record)
         return found
 
     def _is_finished(self) -> bool:
@@ -146,7 +149,8 @@ class SidecarEvaluator:
         with self._model.strategy.scope():
             logs = evaluation(self._model, self._batches, self._steps, self._callbacks, 0)
         step = step or len(self.evaluations) + 1  # files of a ModelCheckpoint have none
-        is_best = all(logs["loss"] < one["loss"] for one in self.evaluations) if "loss" in logs else False
+        losses = [one["loss"] for one in self.evaluations if math.isfinite(one.get("loss", math.nan))]
+        is_best = math.isfinite(logs.get("loss", math.nan)) and all(logs["loss"] < one for one in losses)
         self.evaluations.append({"step": step, "path": str(path), "saved_ns": saved_ns, **logs})
         text = "  ".join(f"{name} {value:.4g}" for name, value in logs.items())
         self._model.print_once(f"evaluation  step {step}  {text}")
@@ -154,13 +158,10 @@ class SidecarEvaluator:
             self._write(self._log_dir, is_best)
 
     def _write(self, folder: Path, is_best: bool) -> None:
-        """Write the last evaluation."""
+        """Write the last evaluation; its line, with which it counts as made, after the rest."""
         last, path, disk = self.evaluations[-1], folder / "evaluations.jsonl", Disk()
         try:
             durable.make_folders(disk, folder)
-            if not path.exists():
-                disk.make_new(path)
-            durable.append_line(disk, path, json.dumps(last))
         except OSError as error:
             raise self._refusal(folder, error) from error
         if is_best:
@@ -171,6 +172,12 @@ class SidecarEvaluator:
                 if isinstance(value, (int, float)) and name not in ("step", "saved_ns"):
                     self._writer.add_scalar(f"evaluation_{name}", value, last["step"])
             self._writer.flush()
+        try:
+            if not path.exists():
+                disk.make_new(path)
+            durable.append_line(disk, path, json.dumps(last))
+        except OSError as error:
+            raise self._refusal(folder, error) from error
 
     def _refusal(self, folder: Path, error: OSError) -> CheckpointError:
         return CheckpointError(

@@ -53,6 +53,57 @@ def test_a_run_that_is_harmed_ends_as_an_unbroken_one(start, tmp_path, seed):
     assert arrays_of(run)[0] == 3000
 
 
+TWO_CALLS = """
+import os, signal, sys
+import numpy as np
+import torch
+import hpcdist
+from hpcdist.estimator import Estimator, RunConfig
+
+strategy = hpcdist.MultiWorkerMirroredStrategy()
+n_steps = 0
+
+def model_fn():
+    torch.manual_seed(1)
+    model = hpcdist.Model(torch.nn.Linear(1, 1))
+    model.compile(lambda p: torch.optim.SGD(p, lr=0.01), "mse")
+    return model
+
+def rows(first):
+    x = np.arange(first, first + 40, dtype=np.float32)[:, None] / 100
+    def input_fn():
+        data = hpcdist.Dataset.from_tensor_slices((x, 2 * x))
+        return data.map(noting).repeat().batch(2)
+    return input_fn
+
+def noting(x, y):
+    global n_steps
+    n_steps += 1
+    if sys.argv[2] == "stop" and n_steps == 2 * 31 and strategy.rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return x, y
+
+made = Estimator(model_fn, config=RunConfig(sys.argv[1], train_distribute=strategy, log_step_count_steps=0))
+made.train(rows(0), steps=20)
+made.train(rows(100), steps=25)
+if strategy.is_chief:
+    print("end", made.global_step, made.model.get_weights(), flush=True)
+"""
+
+
+def test_a_stop_in_the_second_call_of_train(start, tmp_path):
+    """The first call is left out then, and the second one resumes on its own rows."""
+    program = tmp_path / "program.py"
+    program.write_text(TWO_CALLS)
+    whole = start(2, program, tmp_path / "whole", "never").wait(60)
+    stopped = start(2, program, tmp_path / "run", "stop").wait(60)
+    assert (whole.code, stopped.code) == (0, 75), stopped.output
+    resumed = start(2, program, tmp_path / "run", "never").wait(60)
+    assert resumed.code == 0, resumed.output
+    assert resumed.output.splitlines()[-1] == whole.output.splitlines()[-1]
+    assert "end 45 " in whole.output
+
+
 WITH_TF_CONFIG = """
 import json, os, runpy, sys
 cluster = json.loads(sys.argv[1])

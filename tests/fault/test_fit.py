@@ -204,7 +204,7 @@ def test_harm_at_random_moments_changes_nothing(start, tmp_path, unbroken, seed)
     assert json.loads((run / "decision.json").read_text())["decision"] == "finished"
 
 
-def test_fit_on_parameter_servers_goes_on(start, tmp_path):
+def test_fit_on_parameter_servers_resumes(start, tmp_path):
     """A worker is killed, then the job is stopped: each epoch has its line once, of all its steps."""
     run = tmp_path / "run"
     for number, (sign, code) in enumerate([(signal.SIGKILL, None), (signal.SIGTERM, 75), (None, 0)]):

@@ -10,7 +10,7 @@ from torch import nn
 
 import hpcdist
 from hpcdist import estimator
-from hpcdist.errors import UsageError
+from hpcdist.errors import DataError, UsageError
 from hpcdist.estimator import Estimator, LinearRegressor, RunConfig, numeric_column
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
@@ -121,7 +121,7 @@ def test_every_worker_sees_its_own_input_whole(config, ranks):
     assert set(seen) == {(config.train_distribute.num_replicas_in_sync, 0.1, 5)}
 
 
-def test_the_next_estimator_goes_on_from_the_folder(config, shared_path, ranks):
+def test_the_next_estimator_resumes_from_the_folder(config, shared_path, ranks):
     Estimator(linear, config=config).train(endless, steps=5)
     again = Estimator(linear, config=config)
     assert again.global_step == 5
@@ -166,13 +166,23 @@ def test_losses_of_training_are_written(config, shared_path, comm):
     assert [one.step for one in events.Scalars("loss")] == [2, 4, 6]
 
 
-def test_a_model_becomes_an_estimator(config):
+def test_a_model_becomes_an_estimator(config, shared_path):
     given = linear()
     given.set_weights([np.zeros((1, 3), np.float32), np.ones(1, np.float32)])
     made = estimator.model_to_estimator(keras_model=given, config=config)
     close(made, (torch.zeros(1, 3), torch.ones(1)))
     made.train(endless, steps=2)
     assert given.get_weights()[1] == 1.0, "a copy is trained"
+    given.add_regularizer(hpcdist.regularizers.L2(0.5), given.net.weight)
+    given.learning_rate = 0.03
+    other = RunConfig(shared_path / "regularized", train_distribute=config.train_distribute)
+    copied = estimator.model_to_estimator(keras_model=given, config=other).model
+    assert [one.shape for _, one in copied.regularizers] == [(1, 3)]
+    assert copied.regularizers[0][1] is copied.net.weight
+    assert copied.learning_rate == 0.03
+    given.add_loss(lambda: torch.zeros(()))
+    with pytest.raises(UsageError, match="got more groups, add_loss or others"):
+        estimator.model_to_estimator(given)
     with pytest.raises(UsageError, match="expected a compiled hpcdist.Model of a module, got Linear"):
         estimator.model_to_estimator(nn.Linear(3, 1))
 
@@ -242,3 +252,53 @@ def test_workers_with_the_same_rows_are_no_warning(config, caplog):
     rows = tuple(map(torch.from_numpy, draws()))
     Estimator(linear, config=config).evaluate(lambda: hpcdist.Dataset.from_tensor_slices(rows).batch(4))
     assert not [one for one in caplog.records if "the same first batch" in one.getMessage()]
+
+
+def test_two_estimators_in_one_program(config, shared_path):
+    other = RunConfig(shared_path / "other", train_distribute=config.train_distribute, log_step_count_steps=0)
+    first, second = Estimator(linear, config=config), Estimator(linear, config=other)
+    first.train(endless, steps=3)
+    second.train(endless, steps=4)
+    first.train(endless, steps=3)
+    assert (first.global_step, second.global_step) == (6, 4)
+    for made, folder, step in ((first, shared_path, 6), (second, shared_path / "other", 4)):
+        made.train(endless, max_steps=step)  # nothing to do
+        newest = sorted((folder / "checkpoints").glob("step-*.h5"))[-1]
+        assert newest.name.startswith(f"step-{step:08d}")
+
+
+def test_a_call_that_raised_is_not_resumed(config):
+    made = Estimator(linear, config=config)
+    wrong = hpcdist.Dataset.from_tensor_slices(np.ones((8, 2), np.float32)).batch(4)
+    with pytest.raises(UsageError, match=r"expected batches of \(x, y\)|expected inputs that fit"):
+        made.train(lambda: wrong, steps=2)
+    made.train(endless, steps=5)
+    assert made.global_step == 5
+
+
+def test_plain_settings(config, shared_path):
+    some = RunConfig(shared_path, train_distribute=config.train_distribute, save_summary_steps=0)
+    Estimator(linear, config=some).train(endless, steps=1)
+    empty = hpcdist.Dataset.from_tensor_slices(draws()).take(0).batch(4)
+    with pytest.raises(DataError, match="train: expected batches, got none"):
+        Estimator(linear, config=some).train(lambda: empty)
+    with pytest.raises(UsageError, match="expected a model_fn that makes a compiled hpcdist.Model once"):
+        Estimator(lambda features, labels, mode: None, config=some).train(endless, steps=1)
+    regressor = LinearRegressor([numeric_column("x")], shared_path / "linear", config=some)
+    with pytest.raises(UsageError, match="got arrays without keys; return"):
+        regressor.evaluate(once)
+
+
+def test_an_evaluator_does_not_train(comm, shared_path):
+    if comm.size < 2:
+        pytest.skip("an evaluator needs a rank of its own")
+    strategy = hpcdist.MultiWorkerMirroredStrategy(hpcdist.MPIClusterResolver(roles="evaluator:1,worker:*"))
+    config = RunConfig(shared_path, train_distribute=strategy, log_step_count_steps=0)
+    made = Estimator(linear, config=config)
+    if strategy.cluster_resolver.task_type == "evaluator":
+        with pytest.raises(UsageError, match="expected chief or worker, got evaluator; call train_and_evaluate"):
+            made.train(endless, steps=2)
+    else:
+        assert made.train(endless, steps=2).global_step == 2
+    with pytest.raises(UsageError, match="expected model_dir, as an evaluator looks there, got none"):
+        Estimator(linear, config=RunConfig(train_distribute=strategy))

@@ -654,11 +654,28 @@ def test_predictions_go_to_a_file_row_by_row(comm, strategy, rows, shared_path):
     assert sorted(h5py.File(path)) == ["one", "two"]
     assert h5py.File(path)["two"].shape == (N_ROWS, 1)
     comm.barrier()
+    with strategy.scope():
+        several = hpcdist.Model(Several())
+    several.predict(x, batch_size=16, output_file=path)
+    with h5py.File(path) as file:
+        assert sorted(file) == ["predictions_0", "predictions_1"]
+        assert file["predictions_0"].shape == (N_ROWS, 3)
+        assert sorted(file["predictions_1"]) == ["one", "two"]
+    comm.barrier()
     if strategy.is_chief:
         (shared_path / "file").write_text("")
     comm.barrier()
     with pytest.raises(DataError, match="expected to write rows to .*file/out.h5, got"):
         model.predict(x, batch_size=16, output_file=shared_path / "file" / "out.h5")
+
+
+class Several(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.own, self.named = nn.Linear(5, 3), Named()
+
+    def forward(self, x):
+        return [self.own(x), self.named(x)]
 
 
 class Named(nn.Module):
@@ -709,6 +726,11 @@ def test_what_a_step_returned_last_is_in_the_checkpoint(strategy):
     resumed.end_steps()
     assert resumed.logs["rows"] == 3.0
     assert resumed.step == 1
+    resumed.count_test_step({"rows": 5.0})
+    again = Position(model, 0)
+    again.load_state_dict(resumed.state_dict())
+    assert again.results()["rows"] == 5.0
+    assert (again.test_step, again.logs["rows"]) == (1, 3.0)
 
 
 def test_after_a_fit_that_raised_another_model_trains(strategy, rows):
@@ -772,3 +794,15 @@ def test_a_module_that_takes_no_empty_batch_is_evaluated(strategy, rows):
     np.testing.assert_allclose(model.predict(x, verbose=0), expected.numpy(), rtol=1e-6)
     loss, _ = model.evaluate(x, y, verbose=0)
     assert loss == pytest.approx(float(nn.functional.cross_entropy(expected, torch.from_numpy(y))), rel=1e-6)
+
+
+def test_a_pass_that_is_left_does_not_drop_the_rows_of_its_last_batch(comm):
+    """A mean over rows weighs each rank by its rows, also where the loop over batches has ended by break."""
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+        nn.init.zeros_(model.weight)
+    rows = torch.arange(1.0, comm.size + 2)[:, None]
+    batch = next(iter(strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(rows).batch(64))))
+    strategy.run(lambda x: model(x).mean().backward(), args=(batch,))
+    assert model.weight.grad.item() == pytest.approx(rows.mean().item())

@@ -7,6 +7,7 @@ from torch import nn
 
 import hpcdist
 from hpcdist.errors import GradientError, UsageError
+from hpcdist.training import precision
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 N_ROWS = 37  # of batches of 16: the last one has 5 rows, fewer than pieces times replicas
@@ -72,11 +73,19 @@ def test_gradients_are_those_of_one_process(strategy, rows, options):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6)
 
 
-def test_pieces_are_summed_over_replicas_once(strategy, rows):
-    whole, first = fitted(strategy, rows)
-    model, history = fitted(strategy, rows, gradient_accumulation_steps=3)
-    assert history["loss"] == pytest.approx(first["loss"], rel=1e-5)
-    assert len(model.net.dtypes) > len(whole.net.dtypes), "more, and smaller, forward passes"
+def test_pieces_are_summed_over_replicas_once(comm, strategy, rows):
+    """As many collectives as without pieces."""
+    journal = strategy.engine._reducer.group.journal
+
+    def run(**options):
+        first = journal.n_entered
+        model, history = fitted(strategy, rows, n_epochs=1, **options)
+        return len(model.net.dtypes), history["loss"], journal.n_entered - first
+
+    whole, pieces = run(), run(gradient_accumulation_steps=3)
+    assert pieces[0] > whole[0], "more, and smaller, forward passes"
+    assert pieces[1] == pytest.approx(whole[1], rel=1e-5)
+    assert pieces[2] == whole[2]
 
 
 def on_workers(comm, work):
@@ -111,15 +120,15 @@ def test_pieces_with_servers(comm, rows):
 @pytest.mark.parametrize(
     ("policy", "dtype"), [("mixed_bfloat16", torch.bfloat16), ("mixed_float16", torch.float16)], ids=str
 )
-def test_layers_compute_in_half_precision(strategy, rows, policy, dtype):
+def test_layers_compute_in_half_precision(strategy, rows, policy, dtype, monkeypatch):
+    monkeypatch.setattr(precision, "_FIRST_SCALE", 64.0)  # which does not overflow
     model, history = fitted(strategy, rows, n_epochs=8, dtype_policy=policy)
     assert set(model.net.dtypes) == {dtype}
     assert {one.dtype for one in model.parameters()} == {torch.float32}
     assert model.predict(rows[0], verbose=0).dtype == np.float32
     assert history["loss"][-1] < 0.3 * history["loss"][0]
-    if policy == "mixed_bfloat16":  # with float16 the first steps overflow, and are left out
-        for own, other in zip(model.parameters(), by_hand(rows, n_epochs=8), strict=True):
-            torch.testing.assert_close(own, other, rtol=0.05, atol=0.02)
+    for own, other in zip(model.parameters(), by_hand(rows, n_epochs=8), strict=True):
+        torch.testing.assert_close(own, other, rtol=0.05, atol=0.02)
 
 
 def test_an_overflow_on_one_replica_is_skipped_on_all(comm, strategy, rows):
@@ -165,7 +174,7 @@ def test_what_servers_cannot_do(comm):
             model = hpcdist.Model(nn.Linear(5, 1))
         for options, text in (
             ({"global_clipnorm": 1.0}, "no global_clipnorm with parameter servers"),
-            ({"dtype_policy": "mixed_float16"}, "or take mixed_bfloat16"),
+            ({"dtype_policy": "mixed_float16"}, "take mixed_bfloat16"),
         ):
             with pytest.raises(UsageError, match=text):
                 model.compile("sgd", "mse", **options)
@@ -178,6 +187,8 @@ def test_what_servers_cannot_do(comm):
     [
         ({"dtype_policy": "float8"}, "mixed_bfloat16, mixed_float16, got 'float8'"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps of at least 1, got 0"),
+        ({"steps_per_execution": None}, "steps_per_execution of at least 1, got None"),
+        ({"global_clipnorm": -1.0}, "global_clipnorm above 0, got -1.0"),
     ],
     ids=str,
 )
@@ -194,3 +205,51 @@ def test_a_file_holds_how_a_model_was_compiled(strategy, rows, shared_path):
     with strategy.scope():
         loaded = hpcdist.load_model(shared_path / "model.h5")
     assert loaded.compiled_with["options"] == model.compiled_with["options"]
+
+
+class OwnStep(hpcdist.Model):
+    """A model whose step is that of a loop by hand, or calls what compile has options for."""
+
+    def __init__(self, is_plain):
+        super().__init__(nn.Linear(5, 1))
+        self.is_plain = is_plain
+
+    def train_step(self, data):
+        x, y, _ = self.unpack(data)
+        self.optimizer.zero_grad()
+        loss = self.compute_loss(x, y, self(x))
+        if self.is_plain:
+            loss.backward()
+            self.optimizer.step()
+        else:
+            self.backward(loss)
+            self.step()
+        return {}
+
+
+def test_a_step_of_its_own_does_not_ignore_options(strategy, rows):
+    def train(is_plain, **options):
+        with strategy.scope():
+            torch.manual_seed(1)
+            model = OwnStep(is_plain)
+            model.compile(lambda p: torch.optim.SGD(p, lr=0.1), "mse", **options)
+        model.fit(*rows, batch_size=16, shuffle=False, verbose=0)
+        return torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+
+    assert not torch.equal(train(False, global_clipnorm=0.1), train(False))
+    assert torch.equal(train(True), train(False))
+    for options in ({"global_clipnorm": 0.1}, {"dtype_policy": "mixed_float16"}):
+        with pytest.raises(UsageError, match=r"a train_step that calls self.backward\(loss\) and self.step\(\)"):
+            train(True, **options)
+    with pytest.raises(UsageError, match="no gradient_accumulation_steps for a model with a train_step of its own"):
+        train(False, gradient_accumulation_steps=2)
+
+
+def test_options_that_do_not_go_together(comm):
+    mean = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+    with mean.scope():
+        model = hpcdist.Model(nn.Linear(5, 1))
+    with pytest.raises(UsageError, match="got one with gradient_op MEAN"):
+        model.compile("sgd", "mse", gradient_accumulation_steps=2)
+    with pytest.raises(UsageError, match="got a layer made with sparse=True"):
+        hpcdist.Model(nn.Embedding(3, 2, sparse=True)).compile("sgd", "mse", global_clipnorm=1.0)

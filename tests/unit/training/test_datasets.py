@@ -52,13 +52,16 @@ def test_all_forms_give_the_same_arrays(tmp_path, arrays, form):
 def test_standard_places(tmp_path, arrays, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    with pytest.raises(DataError, match=r"expected fashion_mnist in fashion_mnist.npz or .*got neither; put "):
+    with pytest.raises(DataError, match=r"expected fashion_mnist at fashion_mnist.npz, .*got none; put "):
         hpcdist.datasets.fashion_mnist.load_data()
     (tmp_path / "home" / ".keras" / "datasets").mkdir(parents=True)
     np.savez(tmp_path / "home" / ".keras" / "datasets" / "fashion_mnist.npz", **arrays)
     assert len(hpcdist.datasets.fashion_mnist.load_data()[0][0]) == 6
     write_idx(tmp_path / "fashion_mnist", {**arrays, "x_test": arrays["x_test"][:0], "y_test": arrays["y_test"][:0]})
     assert len(hpcdist.datasets.fashion_mnist.load_data()[1][0]) == 0, "the folder here comes first"
+    (tmp_path / "elsewhere" / "fashion_mnist").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert len(hpcdist.datasets.fashion_mnist.load_data()[1][0]) == 3, "a folder of something else does not count"
 
 
 def test_files_that_are_not_whole(tmp_path, arrays):
@@ -75,6 +78,10 @@ def test_files_that_are_not_whole(tmp_path, arrays):
         hpcdist.datasets.mnist.load_data(folder)
     (folder / f"{NAMES['y_test']}.gz").write_bytes(b"no archive")
     labels.unlink()
+    with pytest.raises(DataError, match="expected to read .*fetch it again"):
+        hpcdist.datasets.mnist.load_data(folder)
+    whole = gzip.compress(bytes(1000))
+    (folder / f"{NAMES['y_test']}.gz").write_bytes(whole[:14] + b"\xff\xff\xff" + whole[17:])
     with pytest.raises(DataError, match="expected to read .*fetch it again"):
         hpcdist.datasets.mnist.load_data(folder)
 

@@ -28,8 +28,8 @@ def read(folder, name):
     return [(one.step, round(one.value, 5)) for one in events.Scalars(name)]
 
 
-def test_a_loop_that_goes_on_from_a_checkpoint_has_each_step_once(tmp_path):
-    """Killed after step 9, gone on from 5; killed after 6, gone on from 6: nothing is lost, nothing comes twice."""
+def test_a_loop_that_resumes_from_a_checkpoint_has_each_step_once(tmp_path):
+    """Killed after step 9, resumed at 5; killed after 6, resumed at 6: nothing is lost, nothing comes twice."""
     for first, last in ((0, 10), (5, 7), (6, 13)):
         ended = subprocess.run([sys.executable, "-c", LOOP, tmp_path, str(first), str(last)], timeout=120, check=False)
         assert ended.returncode == 9
@@ -53,6 +53,18 @@ def test_what_may_be_written(tmp_path):
     writer.close()
     found = {name: read(tmp_path, name) for name in ("number", "tensor", "variable")}
     assert found == {"number": [(3, 1.0)], "tensor": [(4, 1.0)], "variable": [(3, 2.0)]}
+
+
+def test_inside_run_the_first_replica_writes(tmp_path):
+    strategy = hpcdist.MirroredStrategy(["/cpu:0", "/cpu:1"])
+
+    def step():
+        replica = hpcdist.get_replica_context().replica_id_in_sync_group
+        assert hpcdist.summary.scalar("a", 10.0 + replica, step=5)
+
+    with hpcdist.summary.create_file_writer(tmp_path).as_default():
+        strategy.run(step)
+    assert read(tmp_path, "a") == [(5, 10.0)]
 
 
 def test_writers_in_writers(tmp_path):
