@@ -23,6 +23,7 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="mlp")
     parser.add_argument("--rounds", type=int, default=20, help="pairs of epochs")
+    parser.add_argument("--repeat", type=int, default=1, help="an epoch has this many times 32 steps")
     return parser.parse_args()
 
 
@@ -75,6 +76,7 @@ def main():
     args = parse_args()
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     rows = [torch.cat(parts) for parts in zip(*batches(BATCH, 0, 1), strict=True)]
+    rows = [torch.cat([one] * args.repeat) for one in rows]
     dataset = hpcdist.Dataset.from_tensor_slices(tuple(rows)).batch(BATCH)
     contenders = {"by hand": ByHand(strategy, dataset, args.model), "fit": ByFit(strategy, dataset, args.model)}
     times = {name: [] for name in (*contenders, "by hand again")}

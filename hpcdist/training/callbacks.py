@@ -108,10 +108,13 @@ class Callback:
         """Take the state of an earlier run."""
         vars(self).update(state)
 
+    def has_hook(self, *names: str) -> bool:
+        """Return whether one of these hooks does something."""
+        return any(name in vars(self) or getattr(type(self), name) is not getattr(Callback, name) for name in names)
+
     def has_batch_hook(self) -> bool:
-        """Return whether a subclass acts after each step."""
-        own = type(self)
-        return (own.on_train_batch_end, own.on_batch_end) != (Callback.on_train_batch_end, Callback.on_batch_end)
+        """Return whether it acts after each step, and may end fit there."""
+        return self.has_hook("on_train_batch_end", "on_batch_end")
 
 
 class History(Callback):
@@ -154,10 +157,6 @@ class LambdaCallback(Callback):
         if wrong:
             raise UsageError(f"LambdaCallback: expected hooks of {known}, got {wrong}; correct the name.")
         vars(self).update(hooks)
-
-    def has_batch_hook(self) -> bool:
-        """Return whether there is one after each step."""
-        return not vars(self).keys().isdisjoint(("on_train_batch_end", "on_batch_end"))
 
 
 class TerminateOnNaN(Callback):

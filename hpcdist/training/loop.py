@@ -152,8 +152,9 @@ class Fit:
         if len(backups) > 1:
             raise UsageError("fit: expected at most one BackupAndRestore, got several; leave one.")
         self._backup = backups[0] if backups else None
-        shown = Progress(options.verbose, self._backup.next_save if self._backup else lambda: "")
-        self._callbacks = [*callbacks, shown]
+        shown = [Progress(options.verbose, self._backup.next_save if self._backup else lambda: "")]
+        self._given, self._callbacks = callbacks, [*callbacks, *(shown if options.verbose else [])]
+        self._has_begin_hooks = any(one.has_hook("on_train_batch_begin", "on_batch_begin") for one in callbacks)
         self._is_checked = False
         self._endless: Iterator[tuple[Any, int | None]] | None = None
         self._has_batch_hooks = any(one.has_batch_hook() for one in callbacks)
@@ -188,7 +189,7 @@ class Fit:
         self._model.train()
         self._call("on_train_begin")
         self._model.reset_metrics()
-        with self._backup.over(self._objects(), self._callbacks) if self._backup else contextlib.nullcontext():
+        with self._backup.over(self._objects(), self._given) if self._backup else contextlib.nullcontext():
             try:
                 self._epochs()
             except Exception:
@@ -199,7 +200,7 @@ class Fit:
     def _require_same_callbacks(self) -> None:
         strategy = self._model.strategy
         if isinstance(strategy, MultiWorkerMirroredStrategy):
-            kinds = ", ".join(type(one).__name__ for one in self._callbacks)
+            kinds = ", ".join(type(one).__name__ for one in self._given)
             strategy.world.require_same(
                 kinds,
                 strategy.world.role_comm,
@@ -264,7 +265,7 @@ class Fit:
         logs = LocalLogs(model)
         left = None if self._options.steps_per_epoch is None else self._options.steps_per_epoch - position.step
         for batch, n_rows in self._batches(left):
-            if position.step % model.steps_per_execution == 0:
+            if self._has_begin_hooks and position.step % model.steps_per_execution == 0:
                 self._call("on_train_batch_begin", position.step)
             position.count_step(model.run_step(model.train_step, batch, n_rows, must_check=not self._is_checked))
             self._is_checked = True

@@ -5,6 +5,7 @@ import functools
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +45,14 @@ class Piece(NamedTuple):
 
     share: float = 1.0
     n_rows: int | None = None
+
+
+@dataclass
+class _Batch:
+    """The batch that is computed now: rows of all replicas, and whether outputs are checked. No state of the module."""
+
+    global_rows: int | None = None
+    must_check: bool = False
 
 
 _WHOLE = Piece()
@@ -93,9 +102,8 @@ class Model(nn.Module):
         self._regularizers: list[tuple[Callable[[Tensor], Tensor], Tensor]] = []
         self._added_losses: list[Any] = []
         self._class_weights: Tensor | None = None
-        self._global_rows: int | None = None
+        self._batch = _Batch()
         self._compiled_modules: list[Any] = []  # in a list, as it is no part of the state
-        self._must_check_outputs = False
         self._n_pieces = 1
         self._has_stepped = False
         self._half: torch.dtype | None = None
@@ -106,7 +114,7 @@ class Model(nn.Module):
     @property
     def batch_rows(self) -> int | None:
         """In a step: the rows of the batch on all replicas, to divide losses by; None where nobody knows them."""
-        return self._global_rows
+        return self._batch.global_rows
 
     @property
     def net(self) -> nn.Module:
@@ -317,14 +325,15 @@ class Model(nn.Module):
             UsageError: when outputs, labels and losses do not fit together.
         """
         objective, piece = self.require_compiled("compute_loss"), _piece.get()
-        rows = objective.loss_of_rows(y, y_pred, sample_weight, self._must_check_outputs)
+        rows = objective.loss_of_rows(y, y_pred, sample_weight, self._batch.must_check)
         own_losses = self.losses
         extra = torch.stack([torch.as_tensor(one).sum() for one in own_losses]).sum() if own_losses else None
         objective.total.update_state(rows.detach() if extra is None else rows.detach() + extra.detach())
         if self.strategy.is_averaging:
             return (rows.mean() if len(rows) else rows.sum()) + (0 if extra is None else extra)
         n_replicas = self.strategy.n_replicas  # asynchronous workers, too, push their part of a round
-        n_rows = (piece.n_rows or len(rows)) * n_replicas if self._global_rows is None else self._global_rows
+        global_rows = self._batch.global_rows
+        n_rows = (piece.n_rows or len(rows)) * n_replicas if global_rows is None else global_rows
         total: Tensor = compute_average_loss(rows, global_batch_size=n_rows)
         return total if extra is None else total + extra * piece.share / n_replicas
 
@@ -347,17 +356,20 @@ class Model(nn.Module):
         """
         self.optimizer.zero_grad()
         x, y, weight = inputs.unpack(data)
+        logs = self._train_on_piece(x, y, weight) if self._n_pieces == 1 else self._train_in_pieces(x, y, weight)
+        self.step()
+        return logs
+
+    def _train_in_pieces(self, x: Any, y: Any, weight: Any) -> Mapping[str, Any]:
         *first, last = inputs.pieces((x, y, weight), self._n_pieces)
         token = _piece.set(Piece(1 / (len(first) + 1), len(leaves(x)[0])))
         try:
             for piece in first:
                 with self.strategy.no_sync():
                     self._train_on_piece(*piece)
-            logs = self._train_on_piece(*last)
+            return self._train_on_piece(*last)
         finally:
             _piece.reset(token)
-        self.step()
-        return logs
 
     def _train_on_piece(self, x: Any, y: Any, weight: Any) -> Mapping[str, Any]:
         y_pred = self.call_with(x)
@@ -370,7 +382,8 @@ class Model(nn.Module):
 
     def step(self) -> None:
         """Let the optimizer step, in a train_step of your own, after `backward`: on clipped gradients, if asked for."""
-        self._has_stepped = True
+        if not self._has_stepped:
+            self._has_stepped = True
         parameters = self.trainable_variables if self.loss_scale or self._global_clipnorm is not None else []
         if self.loss_scale is not None and not self.loss_scale.remove_from(parameters):
             return  # an overflow, which all ranks see
@@ -397,9 +410,9 @@ class Model(nn.Module):
 
     def call_with(self, x: Any) -> Any:
         """Return the outputs for x: a tuple is several inputs, a dict inputs by name."""
-        self._added_losses = [one for one in self._added_losses if callable(one)]
-        device = next((one.device for one in self.parameters()), self.strategy.device)
-        x = map_nest(lambda one: one.to(device) if isinstance(one, Tensor) else one, x)
+        self._added_losses[:] = [one for one in self._added_losses if callable(one)]
+        device = self._device
+        x = x.to(device) if isinstance(x, Tensor) else map_nest(lambda one: one.to(device), x)
         is_empty = not self.training and inputs.is_empty(x)
         if is_empty:  # a last batch may leave nothing for this replica, and few modules take no rows
             x = map_nest(lambda one: one.new_zeros((1, *one.shape[1:])), x)
@@ -409,6 +422,12 @@ class Model(nn.Module):
         if is_empty:
             found = map_nest(lambda one: one[:0], found)
         return map_nest(as_float32, found) if half else found
+
+    @property
+    def _device(self) -> torch.device:
+        for parameter in self.parameters():
+            return parameter.device
+        return self.strategy.device
 
     def run_step(
         self, step: Callable[[Any], Any], batch: Any, global_rows: int | None, must_check: bool = False
@@ -421,7 +440,7 @@ class Model(nn.Module):
             global_rows: of all replicas together; None where each knows its own only.
             must_check: whether outputs are looked at, for probabilities where logits are expected and so on.
         """
-        self._global_rows, self._must_check_outputs = global_rows, must_check
+        self._batch.global_rows, self._batch.must_check = global_rows, must_check
         is_training = step == self.train_step
         if self._class_weights is not None and is_training:
             step = functools.partial(self._with_class_weights, step)
