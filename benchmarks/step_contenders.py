@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from models import adam, build
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import hpcdist
+import hpcdist.torch_backend
 from hpcdist.runtime.mpi import MPI
 
 HPCDIST = "hpcdist"
@@ -54,6 +56,13 @@ def ddp_mpi(name: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
     return model, adam(model)
 
 
+def ddp_backend(name: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+    """Return torch's own over our collectives, as a backend of torch.distributed."""
+    group = dist.new_group(backend="hpcdist")
+    model = DistributedDataParallel(build(name), process_group=group, gradient_as_bucket_view=True)
+    return model, adam(model)
+
+
 def _sum_by_mpi(comm: MPI.Comm, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
     flat = bucket.buffer().div_(comm.size)
     comm.Allreduce(MPI.IN_PLACE, flat.numpy())
@@ -67,6 +76,7 @@ CONTENDERS: dict[str, Callable[[str, MPI.Comm], tuple[nn.Module, Optimizer]]] = 
     DDP: ddp,
     "DDP gloo, static graph, bucket views": ddp_static,
     "DDP, hook: MPI_Allreduce in place": ddp_mpi,
+    "DDP, backend hpcdist": ddp_backend,
     HPCDIST: replicated,
     CEILING: alone,
 }

@@ -10,6 +10,7 @@ from hpcdist import metrics as metrics
 from hpcdist import regularizers as regularizers
 from hpcdist import summary as summary
 from hpcdist import testing as testing
+from hpcdist import torch_backend as torch_backend
 from hpcdist.checkpoint.store import latest_checkpoint as latest_checkpoint
 from hpcdist.cluster.resolvers import ClusterResolver as ClusterResolver
 from hpcdist.cluster.resolvers import MPIClusterResolver as MPIClusterResolver

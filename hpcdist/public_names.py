@@ -128,6 +128,7 @@ MODULES = {
     "regularizers": "regularizers",
     "summary": "summary",
     "testing": "testing",
+    "torch_backend": "torch_backend",
 }
 #: Paths of tf.distribute: each name there -> its name in hpcdist.
 ALIASES = {

@@ -633,9 +633,7 @@ def test_callbacks_that_differ_between_ranks(comm, rows):
         pytest.skip("two ranks")
     model = make_model(hpcdist.MultiWorkerMirroredStrategy())
     own = [hpcdist.callbacks.TerminateOnNaN()] if comm.rank == 0 else []
-    with pytest.raises(
-        UsageError, match="fit: expected the callbacks of the chief, TerminateOnNaN, History, Progress, got"
-    ):
+    with pytest.raises(UsageError, match="fit: expected the callbacks of the chief, TerminateOnNaN, History, got"):
         model.fit(*rows, callbacks=own, verbose=0)
 
 

@@ -26,6 +26,7 @@ LAYERS = {
     "gradients": 5,
     "data": 5,
     "ps": 5,
+    "torch_backend": 5,
     "strategy": 6,
     "resilience": 6,
     "tf_compat": 7,
@@ -47,7 +48,7 @@ LAYERS = {
 DOORS = {
     "mpi4py": {"runtime.mpi"},
     "h5py": {"checkpoint.layout", "checkpoint.safe_open", "data.row_writer"},
-    "torch": {"data", "gradients", "ps", "strategy", "tf_compat", "training"},
+    "torch": {"data", "gradients", "ps", "strategy", "tf_compat", "torch_backend", "training"},
     "cupy": {"collectives.gpu.cupy_door"},
     "cupyx": {"collectives.gpu.cupy_door"},
     "torch_xla": {"tf_compat.tpu"},

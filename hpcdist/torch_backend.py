@@ -1,0 +1,425 @@
+"""A backend of torch.distributed over hpcdist's collectives, for DistributedDataParallel scripts as they are.
+
+>>> import hpcdist.torch_backend
+>>> torch.distributed.init_process_group("hpcdist", init_method="hpcdist://")
+
+The ranks are those that mpirun or srun started. Tensors on the host only: others are refused.
+
+Source: torch/distributed/distributed_c10d.py (torch 2.13), where a ProcessGroup written in Python replaces the whole
+group; torch.testing._internal.distributed.multi_threaded_pg is another one.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Work, _create_work_from_future
+from torch.futures import Future
+
+from hpcdist.collectives import library
+from hpcdist.collectives.calls import reduce_buffer
+from hpcdist.collectives.group import Group
+from hpcdist.collectives.ops import MEAN, OPS, SUM, Op
+from hpcdist.collectives.options import CommunicationOptions
+from hpcdist.errors import CollectiveError, ConfigurationError
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.process import make_world
+from hpcdist.runtime.waiting import late, wait_until
+
+Array = npt.NDArray[Any]
+_AUTO = CommunicationOptions()
+_RedOp = dist.ReduceOp.RedOpType
+_OPS = {
+    _RedOp.SUM: SUM,
+    _RedOp.AVG: MEAN,
+    _RedOp.PRODUCT: OPS["product"],
+    _RedOp.MIN: OPS["min"],
+    _RedOp.MAX: OPS["max"],
+    _RedOp.BAND: Op("bitwise and", 10, MPI.BAND, np.bitwise_and),
+    _RedOp.BOR: Op("bitwise or", 11, MPI.BOR, np.bitwise_or),
+    _RedOp.BXOR: Op("bitwise xor", 12, MPI.BXOR, np.bitwise_xor),
+}
+_BITWISE = (_RedOp.BAND, _RedOp.BOR, _RedOp.BXOR)
+#: What a reduction of bools is, as True + True is True.
+_OF_BOOLS = {_RedOp.SUM: _RedOp.MAX, _RedOp.PRODUCT: _RedOp.MIN}
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class HpcdistProcessGroup(dist.ProcessGroup):
+    """The collectives of one group of ranks.
+
+    Each call has the tensors where torch expects them when it returns: on the host nothing is gained by more threads.
+    Messages from rank to rank are sent and received in the background.
+
+    Args:
+        comm: the ranks of the group, in its order; all of them make it.
+        timeout: after which a call that some rank has not joined ends the job.
+    """
+
+    def __init__(self, comm: MPI.Comm, timeout: timedelta) -> None:
+        super().__init__(comm.rank, comm.size)
+        self._group = Group(comm, make_world(), timeout_s=timeout.total_seconds())
+
+    def name(self) -> str:
+        """Return "hpcdist"."""
+        return "hpcdist"
+
+    getBackendName = name  # noqa: N815  torch's name
+
+    def shutdown(self) -> None:
+        """Free the communicators. Collective: all ranks of the group."""
+        self._group.free()
+
+    # -- reductions ---------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        """Replace the tensor by its reduction over all ranks."""
+        (tensor,) = tensors
+        self._reduce(tensor, opts)
+        return _done(tensors)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        """Replace each tensor by its reduction over all ranks."""
+        for tensor in tensors:
+            self._reduce(tensor, opts)
+        return _done(tensors)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
+        """Replace root's tensor by the reduction over all ranks."""
+        (tensor,) = tensors
+        if self.rank() == opts.rootRank:
+            self._reduce(tensor, opts)
+        else:
+            self._reduce(tensor.clone(), opts)
+        return _done(tensors)
+
+    def _reduce(self, tensor: Tensor, opts: Any) -> None:
+        kind, factor = _reduction(opts, tensor)
+        if factor is not None:
+            tensor.mul_(factor)
+        with _contiguous(tensor) as whole:
+            if whole.dtype == torch.bool:
+                whole = whole.view(torch.uint8)
+            if kind in _BITWISE:
+                with self._group.recorded(_OPS[kind].title, whole):
+                    library.all_reduce(whole.numpy(), self._group, _OPS[kind])
+            else:
+                reduce_buffer(whole, _OPS[kind], _AUTO, self._group)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
+        """Put the reduction of this rank's tensor of each rank's list into the output."""
+        (output,), (parts,) = outputs, inputs
+        self._require("reduce_scatter", parts, output)
+        joined = torch.cat([one.reshape(-1) for one in parts])
+        return self._reduce_rows(output, joined, [one.numel() for one in parts], opts, outputs)
+
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any) -> Work:
+        """Put this rank's part of the reduction of a tensor that is as large as all outputs into the output."""
+        if given.numel() != output.numel() * self.size():
+            raise _mismatch("reduce_scatter_tensor", f"input of {output.numel() * self.size()} elements", given.shape)
+        return self._reduce_rows(output, given.reshape(-1), [output.numel()] * self.size(), opts, [output])
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
+        """Do reduce_scatter_single of each output and input."""
+        for output, given in zip(outputs, inputs, strict=True):
+            self.reduce_scatter_single(output, given, opts)
+        return _done(outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_rows(self, output: Tensor, joined: Tensor, counts: list[int], opts: Any, result: list[Tensor]) -> Work:
+        kind, factor = _reduction(opts, joined)
+        given = joined.detach().clone(memory_format=torch.contiguous_format) if factor is None else joined * factor
+        given = given.float() if given.dtype in _HALF else given
+        array = (given.view(torch.uint8) if given.dtype == torch.bool else given).contiguous().numpy()
+        own = np.empty(counts[self.rank()], array.dtype)
+        with self._group.recorded("reduce_scatter", array):
+            self._group.comm.Reduce_scatter(array, own, counts, _OPS[kind].mpi_op)
+        found = torch.from_numpy(own)
+        if kind == _RedOp.AVG:
+            found /= self.size()
+        output.copy_(found.reshape(output.shape))
+        return _done(result)
+
+    # -- moves --------------------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
+        """Replace the tensor by root's."""
+        (tensor,) = tensors
+        with _contiguous(tensor) as whole, self._group.recorded("broadcast", whole):
+            library.broadcast(_bytes_of(whole), self._group.comm, opts.rootRank)
+        return _done(tensors)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+        """Put each rank's tensor into its place of the list."""
+        (parts,), (own,) = outputs, inputs
+        self._require("all_gather", parts, own)
+        joined = self._gather_bytes(own, [one.numel() * one.element_size() for one in parts])
+        _deal(joined, parts)
+        return _done(outputs)
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+        """Do allgather of each input; outputs are a list for each of them."""
+        for parts, own in zip(outputs, inputs, strict=True):
+            self.allgather([parts], [own])
+        return _done(outputs)
+
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Work:
+        """Put all ranks' tensors into one, one after the other."""
+        if output.numel() != given.numel() * self.size() or output.dtype != given.dtype:
+            expected = f"output of {given.numel() * self.size()} {given.dtype}"
+            raise _mismatch("all_gather_into_tensor", expected, output.shape, output.dtype)
+        n_bytes = given.numel() * given.element_size()
+        _deal(self._gather_bytes(given, [n_bytes] * self.size()), [output])
+        return _done([output])
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        """Do all_gather_single of each output and input."""
+        for output, given in zip(outputs, inputs, strict=True):
+            self.all_gather_single(output, given)
+        return _done(outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def _gather_bytes(self, own: Tensor, counts: list[int]) -> Array:
+        joined = np.empty(sum(counts), np.uint8)
+        with self._group.recorded("all_gather", own):
+            library.all_gather(_bytes_of(own.contiguous()), counts, joined, self._group)
+        return joined
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+        """Put each rank's tensor into its place of root's list."""
+        (own,), is_root = inputs, self.rank() == opts.rootRank
+        parts = outputs[0] if is_root else []
+        if is_root:
+            self._require("gather", parts, own)
+        counts = [one.numel() * one.element_size() for one in parts]
+        joined = np.empty(sum(counts), np.uint8)
+        with self._group.recorded("gather", own):
+            self._group.comm.Gatherv(_bytes_of(own.contiguous()), [joined, counts] if is_root else None, opts.rootRank)
+        _deal(joined, parts)
+        return _done(outputs)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
+        """Put this rank's tensor of root's list into the output."""
+        (output,), is_root = outputs, self.rank() == opts.rootRank
+        parts = inputs[0] if is_root else []
+        if is_root:
+            self._require("scatter", parts, output)
+        joined = np.concatenate([_bytes_of(one.contiguous()) for one in parts]) if is_root else None
+        counts = [one.numel() * one.element_size() for one in parts]
+        with _contiguous(output) as whole, self._group.recorded("scatter", output):
+            self._group.comm.Scatterv([joined, counts] if is_root else None, _bytes_of(whole), opts.rootRank)
+        return _done(outputs)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        """Put each rank's tensor for this one into its place of the list."""
+        self._require("all_to_all", inputs)
+        self._require("all_to_all", outputs)
+        sent, counts = [_bytes_of(one.contiguous()) for one in inputs], [one.nbytes for one in outputs]
+        received = np.empty(sum(counts), np.uint8)
+        with self._group.recorded("all_to_all", received):
+            self._group.comm.Alltoallv([np.concatenate(sent), [one.size for one in sent]], [received, counts])
+        _deal(received, outputs)
+        return _done(outputs)
+
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
+    ) -> Work:
+        """Send rows to each rank, by default as many to each, and receive its rows."""
+        for tensor, splits, name in ((given, input_splits, "input"), (output, output_splits, "output")):
+            if (splits and sum(splits) != len(tensor)) or (not splits and len(tensor) % self.size()):
+                raise _mismatch(
+                    "all_to_all_single", f"rows of the {name} that the splits divide", tensor.shape, list(splits)
+                )
+        rows_out = list(output_splits) or [len(output) // self.size()] * self.size()
+        rows_in = list(input_splits) or [len(given) // self.size()] * self.size()
+        with _contiguous(output) as whole:
+            self.alltoall(list(whole.split(rows_out)), list(given.split(rows_in)))
+        return _done([output])
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Return when all ranks of the group are here."""
+        with self._group.recorded("barrier", None):
+            self._group.wait([self._group.comm.Ibarrier()])
+        return _done([])
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
+        """Start to send a tensor."""
+        (tensor,) = tensors
+        data = _bytes_of(tensor.detach().clone(memory_format=torch.contiguous_format))
+        return _Message(self._group, self._group.comm.Isend(data, rank, tag), lambda: None)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
+        """Start to receive a tensor."""
+        (tensor,) = tensors
+        data = np.empty(tensor.numel() * tensor.element_size(), np.uint8)
+        request = self._group.comm.Irecv(data, rank, tag)
+        return _Message(self._group, request, lambda: _deal(data, [tensor]))
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
+        """Start to receive a tensor from any rank."""
+        return self.recv(tensors, MPI.ANY_SOURCE, tag)
+
+    def _require(self, call: str, parts: Sequence[Tensor], own: Tensor | None = None) -> None:
+        """Raise CollectiveError unless there is a tensor for each rank; on this rank, before anything is sent."""
+        if len(parts) != self.size():
+            raise _mismatch(call, f"{self.size()} tensors, one for each rank", len(parts))
+        for one in [*parts, *([] if own is None else [own])]:
+            if one.dtype != parts[0].dtype or one.device.type != "cpu":
+                raise _mismatch(call, f"tensors of {parts[0].dtype} on the host", one.dtype, one.device)
+
+
+class _Message(Work):
+    """A message that travels."""
+
+    def __init__(self, group: Group, request: MPI.Request, finish: Callable[[], None]) -> None:
+        super().__init__()
+        self._group, self._request, self._finish = group, request, finish
+        self._status = MPI.Status()
+        self._is_done = False
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` returns at once."""
+        if not self._is_done and self._request.Test(self._status):
+            self._end()
+        return self._is_done
+
+    def is_success(self) -> bool:
+        """Return whether it has arrived."""
+        return self.is_completed()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Return True when it has arrived. A rank that does not send in time ends the job."""
+        if not self._is_done:
+            limit_s = self._group.timeout_s
+            if not wait_until(lambda: self._request.Test(self._status), limit_s, yields=0):
+                raise late("message", limit_s, "a message", self._group.world)
+            self._end()
+        return True
+
+    def _end(self) -> None:
+        self._is_done = True
+        self._finish()
+
+    def _source_rank(self) -> int:
+        return self._status.Get_source()
+
+    def get_future(self) -> Future[None]:
+        """Return a future that is done: it waits first."""
+        self.wait()
+        found: Future[None] = Future()
+        found.set_result(None)
+        return found
+
+
+def _done(result: Any) -> Work:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return _create_work_from_future(future)
+
+
+def _reduction(opts: Any, tensor: Tensor) -> tuple[Any, Any]:
+    """Return the kind of a reduction, and what values are multiplied by before; None: nothing.
+
+    Raises:
+        CollectiveError: for a reduction that values of this dtype do not have; on this rank, before anything is sent.
+    """
+    op = dist.ReduceOp(dist.ReduceOp.SUM) if opts is None else opts.reduceOp
+    kind = next((one for one in (*_OPS, _RedOp.PREMUL_SUM) if op == one), None)
+    if kind is None or tensor.device.type != "cpu":
+        raise _mismatch("reduce", "a reduction of tensors on the host", op, tensor.device)
+    if kind == _RedOp.PREMUL_SUM:
+        return _RedOp.SUM, op.__getstate__()[1]
+    is_exact = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+    if kind in _BITWISE and not is_exact:
+        raise _mismatch("reduce", "integers or bools for a bitwise reduction", tensor.dtype)
+    if kind in (_RedOp.MIN, _RedOp.MAX) and tensor.dtype.is_complex:
+        raise _mismatch("reduce", "numbers that have an order", tensor.dtype)
+    if kind == _RedOp.AVG and is_exact:
+        raise _mismatch("reduce", "floats for an average", tensor.dtype)
+    return (_OF_BOOLS.get(kind, kind) if tensor.dtype == torch.bool else kind), None
+
+
+def _mismatch(call: str, expected: str, *got: Any) -> CollectiveError:
+    return CollectiveError(f"{call}: expected {expected}, got {', '.join(map(str, got))}; correct the call.")
+
+
+@contextlib.contextmanager
+def _contiguous(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor without gaps, whose values the given one has after the block. Its gradient is left alone."""
+    own = tensor.detach()
+    if own.is_contiguous():
+        yield own
+        return
+    whole = own.contiguous()
+    yield whole
+    own.copy_(whole)
+
+
+def _bytes_of(tensor: Tensor) -> Array:
+    """Return the memory of a contiguous tensor."""
+    if not tensor.numel():  # which torch cannot view as bytes
+        return np.empty(0, np.uint8)
+    found: Array = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return found
+
+
+def _deal(joined: Array, tensors: Sequence[Tensor]) -> None:
+    """Copy bytes into tensors, one after the other."""
+    start = 0
+    for tensor in tensors:
+        n_bytes = tensor.numel() * tensor.element_size()
+        if n_bytes:
+            part = torch.from_numpy(joined[start : start + n_bytes]).view(tensor.dtype)
+            tensor.detach().copy_(part.reshape(tensor.shape))
+        start += n_bytes
+
+
+# -- what torch calls ---------------------------------------------------------------------------------------------
+
+
+def _make_group(options: Any, group_options: Any) -> HpcdistProcessGroup:
+    """Return a group of ranks, for init_process_group and new_group. Collective: these ranks."""
+    world = make_world()
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    if world.size < len(ranks) or ranks[options.group_rank] != world.rank:
+        raise ConfigurationError(
+            f"torch_backend: expected the ranks of MPI, of which this is {world.rank} of {world.size}, got rank "
+            f"{ranks[options.group_rank]} of {len(ranks)} from torch; start the program by mpirun or srun, and use "
+            f'init_process_group("hpcdist", init_method="hpcdist://").'
+        )
+    members = world.comm.Get_group().Incl(ranks)
+    comm = world.comm.Create_group(members, tag=min(ranks))
+    return HpcdistProcessGroup(comm, options.timeout)
+
+
+def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tuple[Any, int, int]]:
+    """Yield store, rank and number of ranks: those of MPI. Collective: all ranks."""
+    world = make_world()
+    store = None
+    if world.rank == 0:
+        store = dist.TCPStore("0.0.0.0", 0, world.size, True, timeout, wait_for_workers=False)
+    address = world.comm.bcast((MPI.Get_processor_name(), store.port) if store is not None else None)
+    if store is None:
+        host = "127.0.0.1" if world.n_hosts == 1 else address[0]
+        store = dist.TCPStore(host, address[1], world.size, False, timeout)
+    yield store, world.rank, world.size
+
+
+dist.Backend.register_backend("hpcdist", _make_group, extended_api=True, devices="cpu")
+dist.register_rendezvous_handler("hpcdist", _rendezvous)

@@ -1,0 +1,314 @@
+"""torch.distributed over hpcdist's collectives: each operation as gloo makes it, and scripts as they are."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from hpcdist import torch_backend
+from hpcdist.errors import CollectiveError
+
+pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")]
+N_CASES = 250  # of each operation
+OP = dist.ReduceOp
+#: Those that gloo has.
+FLOATS = (torch.float64, torch.float32, torch.float16)
+INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def gloo():
+    """Return a group of gloo beside the one of hpcdist, which is torch's default."""
+    assert "HPCDIST" in dir(dist.Backend), torch_backend.__doc__
+    dist.init_process_group("hpcdist", init_method="hpcdist://")
+    yield dist.new_group(backend="gloo")
+    dist.destroy_process_group()
+
+
+def values(draws, dtype, shape, rank):
+    """Return a tensor of small whole numbers, whose sums are exact: of this rank; in one case of three with gaps."""
+    generator = torch.Generator().manual_seed(draws.randrange(1 << 30) * 64 + rank)
+    has_gaps = len(shape) > 1 and draws.random() < 1 / 3
+    whole = torch.randint(0 if dtype in (torch.uint8, torch.bool) else -3, 4, shape, generator=generator)
+    if dtype.is_complex:
+        whole = whole + 1j * torch.randint(-3, 4, shape, generator=generator)
+    made = whole.to(dtype)
+    return made.mT.contiguous().mT if has_gaps else made
+
+
+def shape_of(draws):
+    return draws.choice([(), (1,), (7,), (3, 5), (2, 3, 4), (0,), (1000,)])
+
+
+def same(own, other):
+    if isinstance(own, torch.Tensor):
+        return own.dtype == other.dtype and torch.equal(own, other)
+    return len(own) == len(other) and all(map(same, own, other))
+
+
+def reduce_case(draws, rank, size):
+    kind = draws.choice([OP.SUM, OP.PRODUCT, OP.MIN, OP.MAX, OP.BAND, OP.BOR, OP.BXOR])
+    dtype = draws.choice(INTEGERS if kind in (OP.BAND, OP.BOR, OP.BXOR) else (*FLOATS, *INTEGERS))
+    return kind, values(draws, dtype, shape_of(draws), rank)
+
+
+def any_values(draws, rank, shape=None):
+    dtype = draws.choice((*FLOATS, *INTEGERS))
+    return values(draws, dtype, shape_of(draws) if shape is None else shape, rank)
+
+
+def all_reduce(draws, rank, size):
+    kind, tensor = reduce_case(draws, rank, size)
+
+    def run(group):
+        own = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(own, kind, group=group)
+        return own
+
+    return run
+
+
+def reduce(draws, rank, size):
+    kind, tensor = reduce_case(draws, rank, size)
+    root = draws.randrange(size)
+
+    def run(group):
+        own = tensor.clone(memory_format=torch.contiguous_format)
+        dist.reduce(own, root, kind, group=group)
+        return own if rank == root else tensor.new_empty(0)  # elsewhere it is of no use
+
+    return run
+
+
+def reduce_scatter(draws, rank, size):
+    dtype, shape = draws.choice((*FLOATS, *INTEGERS)), shape_of(draws)
+    parts = [values(draws, dtype, shape, rank).contiguous() for _ in range(size)]
+
+    def run(group):
+        own = torch.empty(shape, dtype=dtype)
+        dist.reduce_scatter(own, parts, group=group)
+        return own
+
+    return run
+
+
+def reduce_scatter_tensor(draws, rank, size):
+    dtype = draws.choice((*FLOATS, *INTEGERS))
+    n_rows = draws.choice([1, 3, 40])
+    tensor = values(draws, dtype, (n_rows * size, 2), rank).contiguous()
+
+    def run(group):
+        own = torch.empty((n_rows, 2), dtype=dtype)
+        dist.reduce_scatter_single(own, tensor, group=group)
+        return own
+
+    return run
+
+
+def broadcast(draws, rank, size):
+    tensor, root = any_values(draws, rank), draws.randrange(size)
+
+    def run(group):
+        own = tensor.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(own, root, group=group)
+        return own
+
+    return run
+
+
+def all_gather(draws, rank, size):
+    tensor = any_values(draws, rank).contiguous()
+
+    def run(group):
+        outputs = [torch.empty_like(tensor) for _ in range(size)]
+        dist.all_gather(outputs, tensor, group=group)
+        return outputs
+
+    return run
+
+
+def all_gather_into_tensor(draws, rank, size):
+    tensor = any_values(draws, rank, (draws.choice([1, 3, 40]), 2)).contiguous()
+
+    def run(group):
+        output = torch.empty((len(tensor) * size, 2), dtype=tensor.dtype)
+        dist.all_gather_single(output, tensor, group=group)
+        return output
+
+    return run
+
+
+def gather(draws, rank, size):
+    tensor, root = any_values(draws, rank).contiguous(), draws.randrange(size)
+
+    def run(group):
+        outputs = [torch.empty_like(tensor) for _ in range(size)] if rank == root else None
+        dist.gather(tensor, outputs, root, group=group)
+        return outputs or []
+
+    return run
+
+
+def scatter(draws, rank, size):
+    shape, root = shape_of(draws), draws.randrange(size)
+    dtype = draws.choice((*FLOATS, *INTEGERS))
+    parts = [values(draws, dtype, shape, rank).contiguous() for _ in range(size)]
+
+    def run(group):
+        output = torch.empty(shape, dtype=dtype)
+        dist.scatter(output, parts if rank == root else None, root, group=group)
+        return output
+
+    return run
+
+
+def all_to_all_single(draws, rank, size):
+    """With rows that differ for each pair of ranks, or as many for each."""
+    table = [[draws.randrange(4) for _ in range(size)] for _ in range(size)]
+    dtype, is_even = draws.choice((*FLOATS, *INTEGERS)), draws.random() < 0.3
+    sent = [2] * size if is_even else table[rank]
+    received = [2] * size if is_even else [row[rank] for row in table]
+    tensor = values(draws, dtype, (sum(sent), 3), rank).contiguous()
+
+    def run(group):
+        output = torch.empty((sum(received), 3), dtype=dtype)
+        splits = () if is_even else (received, sent)
+        dist.all_to_all_single(output, tensor, *splits, group=group)
+        return output
+
+    return run
+
+
+CASES = [
+    *(all_reduce, reduce, reduce_scatter, reduce_scatter_tensor, broadcast),
+    *(all_gather, all_gather_into_tensor, gather, scatter, all_to_all_single),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_it_is_what_gloo_makes(comm, gloo, case):
+    draws = random.Random(case.__name__)
+    for number in range(N_CASES):
+        run = case(draws, comm.rank, comm.size)
+        own, other = run(None), run(gloo)
+        assert same(own, other), (case.__name__, number, own, other)
+
+
+def test_what_gloo_does_not_do(comm, gloo):
+    average = torch.full((3,), float(comm.rank))
+    dist.all_reduce(average, OP.AVG)
+    assert average.tolist() == [(comm.size - 1) / 2] * 3
+    number = torch.full((2,), 1 + 2j, dtype=torch.complex128)
+    dist.all_reduce(number)
+    assert number.tolist() == [comm.size * (1 + 2j)] * 2
+    yes = torch.tensor([True, comm.rank == 0, False])
+    dist.all_reduce(yes)
+    assert yes.tolist() == [True, True, False]
+    for dtype in (torch.bfloat16, torch.int16):
+        value = torch.full((3,), comm.rank, dtype=dtype)
+        dist.all_reduce(value, OP.MAX)
+        assert value.tolist() == [comm.size - 1] * 3
+    for dtype in (torch.bfloat16, torch.int16, torch.bool, torch.complex64):
+        own = torch.tensor([comm.rank, 1, 0]).to(dtype)
+        outputs = [torch.empty_like(own) for _ in range(comm.size)]
+        dist.all_gather(outputs, own)
+        assert same(outputs, [torch.tensor([rank, 1, 0]).to(dtype) for rank in range(comm.size)])
+    gaps = torch.ones(4, 6)[:, ::2]
+    dist.all_reduce(gaps)
+    assert gaps.tolist() == [[comm.size] * 3] * 4
+    parts = [torch.full((1 + rank,), float(rank)) for rank in range(comm.size)]
+    outputs = [torch.empty(1 + rank) for rank in range(comm.size)]
+    dist.all_gather(outputs, parts[comm.rank])
+    assert same(outputs, parts), "of another size on each rank"
+
+
+def test_messages(comm, gloo):
+    """Around a ring, in both orders, with tags; then from anybody."""
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sent = torch.arange(1000.0) + comm.rank
+    received = [torch.empty(1000), torch.empty(1000)]
+    works = [dist.irecv(received[tag], before, tag=tag) for tag in (1, 0)]
+    works += [dist.isend(sent * (1 + tag), after, tag=tag) for tag in (0, 1)]
+    for work in works:
+        work.wait()
+    for tag in (0, 1):
+        assert torch.equal(received[tag], (torch.arange(1000.0) + before) * (1 + tag))
+    if comm.rank:
+        dist.send(torch.full((2,), comm.rank), 0)
+    else:
+        found = torch.empty(2, dtype=torch.int64)
+        sources = [dist.recv(found) for _ in range(comm.size - 1)]
+        assert sorted(sources) == list(range(1, comm.size))
+    comm.barrier()
+
+
+def test_works_that_are_waited_for_later(comm, gloo):
+    tensors = [torch.full((5,), float(comm.rank + one)) for one in range(4)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for one, work in enumerate(works):
+        work.wait()
+        assert work.is_completed()
+        assert tensors[one].tolist() == [comm.size * (comm.size - 1) / 2 + one * comm.size] * 5
+    assert works[0].get_future().value()[0].tolist() == tensors[0].tolist()
+
+
+def test_groups_of_some_ranks(comm, gloo):
+    every = dist.new_group()
+    own = dist.new_group(list(range(0, comm.size, 2)))
+    last = dist.new_group([comm.size - 1])
+    value = torch.ones(1)
+    if comm.rank % 2 == 0:
+        dist.all_reduce(value, group=own)
+        assert value.item() == (comm.size + 1) // 2
+    if comm.rank == comm.size - 1:
+        dist.broadcast(value, comm.size - 1, group=last)
+    dist.barrier(group=every)
+    objects = [None] * comm.size
+    dist.all_gather_object(objects, {"rank": comm.rank})
+    assert objects == [{"rank": rank} for rank in range(comm.size)]
+
+
+def test_ddp_trains_as_one_process(comm, gloo):
+    """A script as it is; the gradients are means over the ranks, as DDP has them."""
+    x = torch.randn(8 * comm.size, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def train(model, rows):
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(rows).square().mean().backward()
+            optimizer.step()
+        return [one.detach() for one in model.parameters()]
+
+    def net(seed):
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+
+    own = train(DistributedDataParallel(net(comm.rank)), x[comm.rank :: comm.size])  # rank 0's weights count
+    for parameter, other in zip(own, train(net(0), x), strict=True):
+        torch.testing.assert_close(parameter, other)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda size: dist.all_reduce(torch.ones(1), OP.BAND), "integers or bools for a bitwise reduction, got torch"),
+        (
+            lambda size: dist.all_reduce(torch.ones(1, dtype=torch.int32), OP.AVG),
+            "floats for an average, got torch.int",
+        ),
+        (lambda size: dist.all_reduce(torch.ones(1, device="meta")), "tensors on the host, got .*meta"),
+        (
+            lambda size: dist.all_to_all_single(torch.ones(size), torch.ones(size), [0] * size, [1] * size),
+            "rows of the",
+        ),
+    ],
+    ids=["bitwise", "average", "device", "splits"],
+)
+def test_what_is_refused(comm, gloo, call, text):
+    """On this rank, before anything is sent: the next call goes well."""
+    with pytest.raises(CollectiveError, match=f"expected .*{text}"):
+        call(comm.size)
+    dist.barrier()
