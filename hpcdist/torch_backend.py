@@ -65,6 +65,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     def __init__(self, comm: MPI.Comm, timeout: timedelta) -> None:
         super().__init__(comm.rank, comm.size)
         self._group = Group(comm, make_world(), timeout_s=timeout.total_seconds())
+        self._messages: list[_Message] = []  # MPI uses their memory until they are done, whoever forgets them
 
     def name(self) -> str:
         """Return "hpcdist"."""
@@ -262,14 +263,19 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         """Start to send a tensor."""
         (tensor,) = tensors
         data = _bytes_of(tensor.detach().clone(memory_format=torch.contiguous_format))
-        return _Message(self._group, self._group.comm.Isend(data, rank, tag), lambda: None)
+        return self._started(self._group.comm.Isend(data, rank, tag), lambda: None)
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
         """Start to receive a tensor."""
         (tensor,) = tensors
         data = np.empty(tensor.numel() * tensor.element_size(), np.uint8)
         request = self._group.comm.Irecv(data, rank, tag)
-        return _Message(self._group, request, lambda: _deal(data, [tensor]))
+        return self._started(request, lambda: _deal(data, [tensor]))
+
+    def _started(self, request: MPI.Request, finish: Callable[[], None]) -> "_Message":
+        message = _Message(self._group, request, finish)
+        self._messages = [one for one in self._messages if not one.is_completed()] + [message]
+        return message
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
         """Start to receive a tensor from any rank."""

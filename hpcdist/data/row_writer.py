@@ -1,4 +1,8 @@
-"""Rows that are written to an HDF5 file as they come, for `Dataset.from_hdf5` and any other reader."""
+"""Rows that are written to an HDF5 file as they come, for `Dataset.from_hdf5` and any other reader.
+
+Disk space is allocated before HDF5 writes: on a full disk HDF5 1.14 leaves a file that it can neither write nor close,
+and the process crashes when it frees it.
+"""
 
 import contextlib
 import os
@@ -11,6 +15,10 @@ import numpy as np
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.errors import DataError
+
+#: HDF5's own structures take less than this in each append.
+_MARGIN_BYTES = 1 << 18
+_CHUNK_BYTES = 1 << 20
 
 
 class RowFile:
@@ -28,6 +36,7 @@ class RowFile:
         self._path = Path(path)
         self._temporary = self._path.with_name(f"{self._path.name}.tmp-{os.getpid()}")
         self._file: Any = None
+        self._disk, self._descriptor = Disk(), -1
 
     def __enter__(self) -> "RowFile":
         return self
@@ -35,9 +44,10 @@ class RowFile:
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError, RuntimeError):  # an error that came before publish is raised
             if self._file is not None:
-                self._close()
+                self._file.close()
         with contextlib.suppress(OSError):  # it has its name now, or was never made
-            Disk().remove(self._temporary)
+            self._disk.close(self._descriptor)
+            self._disk.remove(self._temporary)
 
     def append(self, rows: dict[str, Any]) -> None:
         """Append (rows, ...) arrays to the datasets of their names.
@@ -47,8 +57,10 @@ class RowFile:
         """
         try:
             if self._file is None:
-                durable.make_folders(Disk(), self._path.parent)
-                self._file = h5py.File(self._temporary, "w")
+                durable.make_folders(self._disk, self._path.parent)
+                self._descriptor = self._disk.create(self._temporary)
+                self._file = h5py.File(self._temporary, "w", locking=False)
+                self._disk.allocate(self._descriptor, _MARGIN_BYTES)
             for name, array in rows.items():
                 self._append_one(name, np.asarray(array))
         except (OSError, RuntimeError) as error:
@@ -61,10 +73,15 @@ class RowFile:
 
     def _append_one(self, name: str, array: Any) -> None:
         if name not in self._file:
-            self._file.create_dataset(name, (0, *array.shape[1:]), array.dtype, maxshape=(None, *array.shape[1:]))
+            shape, row_bytes = array.shape[1:], max(1, array.nbytes // max(1, len(array)))
+            chunk = (max(1, _CHUNK_BYTES // row_bytes), *(max(1, size) for size in shape))
+            self._file.create_dataset(name, (0, *shape), array.dtype, maxshape=(None, *shape), chunks=chunk)
         stored = self._file[name]
         if stored.shape[1:] != array.shape[1:]:
             raise ValueError(f"rows of shape {array.shape[1:]} after those of {stored.shape[1:]}")
+        chunk_bytes = int(np.prod(stored.chunks)) * array.itemsize
+        more = array.nbytes + chunk_bytes + _MARGIN_BYTES
+        self._disk.allocate(self._descriptor, self._file.id.get_filesize() + more)
         n_before = len(stored)
         stored.resize(n_before + len(array), 0)
         stored[n_before:] = array
@@ -75,22 +92,17 @@ class RowFile:
         Raises:
             DataError: when it cannot be written.
         """
-        disk = Disk()
         try:
-            self._close()
-            descriptor = os.open(self._temporary, os.O_RDONLY)
-            try:
-                disk.sync(descriptor)
-            finally:
-                os.close(descriptor)
-            disk.rename(self._temporary, self._path)
-            disk.sync_folder(self._path.parent)
+            self._file.flush()
+            n_bytes = self._file.id.get_filesize()
+            self._file.close()
+            self._file = None
+            self._disk.truncate(self._descriptor, n_bytes)  # without what was allocated and not used
+            self._disk.sync(self._descriptor)
+            self._disk.rename(self._temporary, self._path)
+            self._disk.sync_folder(self._path.parent)
         except (OSError, RuntimeError) as error:  # HDF5 raises both
             raise self._refusal(error) from error
-
-    def _close(self) -> None:
-        file, self._file = self._file, None
-        file.close()
 
     def _refusal(self, error: Exception) -> DataError:
         reason = (isinstance(error, OSError) and error.strerror) or error

@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import time
 from pathlib import Path
 
@@ -62,3 +63,17 @@ def left_in_memory(before):
         except OSError:  # it ended while we looked
             continue
     return new - used
+
+
+def mount(folder, *options):
+    folder.mkdir(exist_ok=True)
+    return subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", folder], capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "disk"
+    if not mount(folder, "-o", "size=3500k"):
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("mounting a small disk takes root")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)

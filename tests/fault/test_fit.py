@@ -8,11 +8,13 @@ import subprocess
 import time
 from pathlib import Path
 
+import h5py
 import pytest
 from real_jobs import MPIRUN, PYTHON
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpcdist.checkpoint.read import open_checkpoint
+from hpcdist.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]
 FIT = ROOT / "jobs" / "fit.py"
@@ -219,3 +221,30 @@ def test_fit_on_parameter_servers_resumes(start, tmp_path):
     assert history["val_accuracy"][-1] > 0.9
     assert [line.split(",")[0] for line in (run / "log.csv").read_text().splitlines()] == ["epoch", *map(str, range(6))]
     assert "fit: resuming at step" in outcome.output
+
+
+PREDICT = """
+import sys
+import numpy as np
+import torch
+import hpcdist
+
+with hpcdist.MultiWorkerMirroredStrategy().scope():
+    model = hpcdist.Model(torch.nn.Linear(4, 64))
+model.predict(np.ones((20000, 4), np.float32), batch_size=512, output_file=sys.argv[1])
+"""
+
+
+def test_predictions_that_do_not_fit_on_the_disk(start, tmp_path, small_disk):
+    """5 MB on a disk of 3.5: one line, and nothing is left. HDF5 itself would crash the process."""
+    program = tmp_path / "program.py"
+    program.write_text(PREDICT)
+    outcome = start(2, program, small_disk / "out.h5").wait(60)
+    assert outcome.code == DataError.exit_code, outcome.output
+    assert "predict: expected to write rows to" in outcome.output
+    assert "got No space left on device; free space, or choose another path." in outcome.output
+    assert list(small_disk.iterdir()) == []
+    assert start(2, program, tmp_path / "out.h5").wait(60).code == 0
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert file["predictions"].shape == (20000, 64)
+    assert (tmp_path / "out.h5").stat().st_size < 1.1 * 20000 * 64 * 4

@@ -1,6 +1,5 @@
 """The main job is killed with SIGKILL and started again by the same command: it ends with the same bits."""
 
-import os
 import random
 import subprocess
 import time
@@ -132,20 +131,6 @@ def test_a_finished_job_only_reports(start, root, tmp_path):
     assert first.splitlines()[-1] == again.splitlines()[-1]
     assert "epoch 2/2" not in again
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-def mount(folder, *options):
-    folder.mkdir(exist_ok=True)
-    return subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", folder], capture_output=True).returncode == 0
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "disk"
-    if not mount(folder, "-o", "size=3500k"):
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("mounting a small disk takes root")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
 
 
 def ended_with_74(outcome, text):
