@@ -17,8 +17,8 @@ from hpcdist.training.callbacks import Callback
 
 #: Folders in use by fits of this program.
 _used: set[str] = set()
-#: Of fits that have ended: what records the end of the program, and what removes the checkpoints then.
-_ended: list[tuple[PreemptionCheckpointHandler, CheckpointManager | None]] = []
+#: Of the runs that have ended, by their managers: what records the end of the program, and whether checkpoints go then.
+_ended: dict[CheckpointManager, tuple[PreemptionCheckpointHandler, bool]] = {}
 
 
 class BackupAndRestore(Callback):
@@ -95,7 +95,7 @@ class BackupAndRestore(Callback):
             yield
             stack.pop_all()
         self._manager.save(self._handler.step, if_changed=True)
-        end_when_done(self._handler, self._manager if self._deletes else None)
+        end_when_done(self._handler, self._manager, self._deletes)
 
     def busy(self) -> contextlib.AbstractContextManager[None]:
         """Let stop requests wait for the end of a block."""
@@ -139,21 +139,22 @@ class _States:
         return [type(one).__name__ for one in self._callbacks]
 
 
-def end_when_done(handler: PreemptionCheckpointHandler, removed: CheckpointManager | None = None) -> None:
+def end_when_done(handler: PreemptionCheckpointHandler, manager: CheckpointManager, is_removed: bool = False) -> None:
     """Let a run save no more, and be finished once the program has ended with code 0: it may have more to do.
 
     Args:
         handler: of the run; stop requests still end the program.
-        removed: whose checkpoints are removed then.
+        manager: of its checkpoints.
+        is_removed: whether these are removed then.
     """
     handler.end_saving()  # what the program trains from here on is not this run
-    _ended.append((handler, removed))
+    _ended[manager] = handler, is_removed
     call_when_done(_end_all)
 
 
 def _end_all() -> None:
     """Record that runs are finished, and remove their checkpoints: the program has ended well."""
-    for handler, manager in _ended:
+    for manager, (handler, is_removed) in _ended.items():
         handler.record_end()
-        if manager is not None:
+        if is_removed:
             manager.remove_all()

@@ -246,8 +246,9 @@ class Estimator:
                 self._steps(model, batches)
             except Exception:
                 self._call.finish()
-                batches.drop_batch()
                 raise
+            finally:
+                batches.drop_batch()  # the program may train another model
             self._call.finish()
             manager.save(handler.step, if_changed=True)
         return self
@@ -265,7 +266,7 @@ class Estimator:
             stack.push(handler)  # records how the run ends, if that is not well
             yield handler
             stack.pop_all()
-        end_when_done(handler)
+        end_when_done(handler, manager)
 
     def _steps(self, model: Model, batches: DistributedInput) -> None:
         """Make the steps of the call that are left."""
@@ -336,16 +337,19 @@ class Estimator:
         """
         model = self.model
         batches = self._batches(input_fn)
-        for batch, n_rows in rows_of_batches(batches):
-            with self.strategy.scope(), model.evaluating():
-                found = model.run_step(model.predict_step, batch, n_rows)
-            columns = [
-                np.concatenate([np.asarray(one) for one in self.strategy.experimental_local_results(column)])
-                for column in leaves(found)
-            ]
-            for row in zip(*columns, strict=True):
-                outputs = with_leaves(found, list(row))
-                yield outputs if isinstance(outputs, dict) else {"predictions": outputs}
+        try:
+            for batch, n_rows in rows_of_batches(batches):
+                with self.strategy.scope(), model.evaluating():
+                    found = model.run_step(model.predict_step, batch, n_rows)
+                columns = [
+                    np.concatenate([np.asarray(one) for one in self.strategy.experimental_local_results(column)])
+                    for column in leaves(found)
+                ]
+                for row in zip(*columns, strict=True):
+                    outputs = with_leaves(found, list(row))
+                    yield outputs if isinstance(outputs, dict) else {"predictions": outputs}
+        finally:
+            batches.drop_batch()
 
 
 def _is_due(every: int, step: int, n_new: int) -> bool:

@@ -190,11 +190,8 @@ class Fit:
         self._call("on_train_begin")
         self._model.reset_metrics()
         with self._backup.over(self._objects(), self._given) if self._backup else contextlib.nullcontext():
-            try:
+            with _dropping_last(self._train):
                 self._epochs()
-            except Exception:
-                self._train.drop_batch()  # the program may train another model
-                raise
         self._call("on_train_end", self._model.history.history and self._last_logs())
 
     def _require_same_callbacks(self) -> None:
@@ -358,8 +355,8 @@ def _evaluate(
     """
     call("on_test_begin")
     local = LocalLogs(model)
-    with model.evaluating():
-        left = None if steps is None else steps - position.test_step
+    left = None if steps is None else steps - position.test_step
+    with model.evaluating(), _dropping_last(batches):
         for batch, n_rows in itertools.islice(rows_of_batches(batches), left):
             call("on_test_batch_begin", position.test_step)
             is_first = position.test_step == 0
@@ -370,6 +367,15 @@ def _evaluate(
         logs = position.results()
     call("on_test_end", logs)
     return logs
+
+
+@contextlib.contextmanager
+def _dropping_last(batches: DistributedInput) -> Iterator[None]:
+    """Let nobody wait for a step on the last batch of a block, however it ends: the program may train another model."""
+    try:
+        yield
+    finally:
+        batches.drop_batch()
 
 
 def evaluation(
@@ -405,7 +411,7 @@ def prediction(
     require_end(batches, steps, "predict", "steps")
     call("on_predict_begin")
     number = -1
-    with model.evaluating():
+    with model.evaluating(), _dropping_last(batches):
         for number, (batch, n_rows) in enumerate(itertools.islice(rows_of_batches(batches), steps)):
             call("on_predict_batch_begin", number)
             outputs = model.run_step(model.predict_step, batch, n_rows)

@@ -1,5 +1,6 @@
 """Estimators on real ranks: train, evaluate, predict in a folder, under each strategy, and what is refused."""
 
+import gc
 import itertools
 
 import numpy as np
@@ -12,8 +13,19 @@ import hpcdist
 from hpcdist import estimator
 from hpcdist.errors import DataError, UsageError
 from hpcdist.estimator import Estimator, LinearRegressor, RunConfig, numeric_column
+from hpcdist.training import backup
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """Let no handler of a test act on requests in later ones, nor keep its strategy alive."""
+    yield
+    for handler, _ in backup._ended.values():
+        handler.close()
+    backup._ended.clear()
+    gc.collect()
 
 
 def draws(n_rows=24):
