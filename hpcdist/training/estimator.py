@@ -95,13 +95,14 @@ class _TrainCall:
         self._batches: DistributedInput | None = None
         self._cursor: dict[str, Any] | None = None
 
-    def begin(self, number: int, batches: DistributedInput, end: int | None) -> None:
-        """Begin a call; or resume the one that was loaded, at its next batch."""
+    def begin(self, number: int, batches: DistributedInput, end: int | None) -> bool:
+        """Begin a call; or resume the one that was loaded, at its next batch. Return whether it is new."""
         self._batches = batches
         if self.is_running and self._cursor is not None:
             batches.load_state_dict(self._cursor)
-        else:
-            self.is_running, self.number, self.end = True, number, end
+            return False
+        self.is_running, self.number, self.end = True, number, end
+        return True
 
     def finish(self) -> None:
         """End the call."""
@@ -241,9 +242,12 @@ class Estimator:
             return self  # before input_fn is called, as in TensorFlow
         with self._handling(manager) as handler:  # from here on stop requests count
             batches = self._batches(input_fn)
-            self._call.begin(self._n_calls, batches, max_steps if steps is None else self.global_step + steps)
+            end = max_steps if steps is None else self.global_step + steps
+            is_new, first = self._call.begin(self._n_calls, batches, end), self.global_step
             try:
                 self._steps(model, batches)
+                if is_new and self.global_step == first:
+                    raise DataError("train: expected batches, got none; return a dataset with rows from input_fn.")
             except Exception:
                 self._call.finish()
                 raise
@@ -290,8 +294,6 @@ class Estimator:
                     pace = (call.global_step - first) / max(1e-9, time.monotonic() - began_at)
                     text = "" if loss is None else f"  loss {loss:.4g} (this rank)"
                     model.print_once(f"step {call.global_step}  {pace:.3g} steps/s{text}")
-        if call.global_step == first and left != 0:
-            raise DataError("train: expected batches, got none; return a dataset with rows from input_fn.")
 
     def _batches(self, input_fn: InputFunction) -> DistributedInput:
         """Return the batches of an input function, called on this worker. Collective: chief and workers."""

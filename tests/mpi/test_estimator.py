@@ -13,9 +13,10 @@ import hpcdist
 from hpcdist import estimator
 from hpcdist.errors import DataError, UsageError
 from hpcdist.estimator import Estimator, LinearRegressor, RunConfig, numeric_column
+from hpcdist.resilience.manager import CheckpointManager
 from hpcdist.training import backup
 
-pytestmark = [pytest.mark.mpi, pytest.mark.core]
+pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +122,7 @@ def test_the_guides_regressor(config):
         assert row["predictions"] == pytest.approx(weight + bias, rel=1e-5)
 
 
+@pytest.mark.core
 def test_every_worker_sees_its_own_input_whole(config, ranks):
     seen = []
 
@@ -152,6 +154,7 @@ def test_training_ends_with_the_data(config, ranks):
     close(made, by_hand(made.global_step, ranks, is_endless=False))
 
 
+@pytest.mark.core
 def test_evaluation_and_predictions(config, shared_path, ranks):
     made = Estimator(linear, config=config)
     x, y = map(torch.from_numpy, draws())
@@ -199,6 +202,7 @@ def test_a_model_becomes_an_estimator(config, shared_path):
         estimator.model_to_estimator(nn.Linear(3, 1))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("synchronous", [False, True])
 def test_parameter_servers(comm, shared_path, synchronous):
     """Asynchronous workers make half of the steps each, and all of them are counted."""
@@ -264,6 +268,21 @@ def test_workers_with_the_same_rows_are_no_warning(config, caplog):
     rows = tuple(map(torch.from_numpy, draws()))
     Estimator(linear, config=config).evaluate(lambda: hpcdist.Dataset.from_tensor_slices(rows).batch(4))
     assert not [one for one in caplog.records if "the same first batch" in one.getMessage()]
+
+
+def test_a_run_that_was_killed_at_the_end_of_its_data(config, shared_path, monkeypatch):
+    """Its last checkpoint is of the last step, in the call: nothing is left, and that is no error."""
+    every = RunConfig(shared_path, train_distribute=config.train_distribute, save_checkpoints_steps=1)
+    save = CheckpointManager.save
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointManager, "save", lambda *args, if_changed=False, **kw: if_changed or save(*args, **kw))
+        first = Estimator(linear, config=every).train(once)
+    again = Estimator(linear, config=every)
+    assert again.global_step == first.global_step
+    assert again._call.is_running
+    again.train(once)
+    assert again.global_step == first.global_step
+    assert not again._call.is_running
 
 
 def test_two_estimators_in_one_program(config, shared_path):

@@ -9,7 +9,7 @@ import hpcdist
 from hpcdist.errors import GradientError, UsageError
 from hpcdist.training import precision
 
-pytestmark = [pytest.mark.mpi, pytest.mark.core]
+pytestmark = pytest.mark.mpi
 N_ROWS = 37  # of batches of 16: the last one has 5 rows, fewer than pieces times replicas
 
 
@@ -66,6 +66,7 @@ def by_hand(rows, n_epochs=2, clip=None):
     return [one.detach() for one in net.parameters()]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 3}, {"global_clipnorm": 0.5}], ids=str)
 def test_gradients_are_those_of_one_process(strategy, rows, options):
     model, _ = fitted(strategy, rows, **options)
@@ -73,6 +74,7 @@ def test_gradients_are_those_of_one_process(strategy, rows, options):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.core
 def test_pieces_are_summed_over_replicas_once(comm, strategy, rows):
     """As many collectives as without pieces."""
     journal = strategy.engine._reducer.group.journal
@@ -108,6 +110,7 @@ def on_workers(comm, work):
     assert not code
 
 
+@pytest.mark.core
 def test_pieces_with_servers(comm, rows):
     def train(strategy):
         model, _ = fitted(strategy, rows, gradient_accumulation_steps=3)
@@ -131,6 +134,7 @@ def test_layers_compute_in_half_precision(strategy, rows, policy, dtype, monkeyp
         torch.testing.assert_close(own, other, rtol=0.05, atol=0.02)
 
 
+@pytest.mark.core
 def test_an_overflow_on_one_replica_is_skipped_on_all(comm, strategy, rows):
     """Its gradient is infinite in float16 with the scale of that step; half of it is not."""
     x, y = rows[0][:16].copy(), rows[1][:16].copy()
