@@ -19,5 +19,8 @@ def load_digits():
 
 def load_mnist(folder):
     """Return the same as load_digits, from MNIST's files."""
-    parts = hpcdist.datasets.mnist.load_data(folder)
+    try:
+        parts = hpcdist.datasets.mnist.load_data(folder)
+    except hpcdist.errors.DataError as error:
+        raise SystemExit(str(error)) from None
     return [(torch.from_numpy(images).unsqueeze(1) / 255, torch.from_numpy(labels).long()) for images, labels in parts]
