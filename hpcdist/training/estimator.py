@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from hpcdist.checkpoint.store import latest_checkpoint
 from hpcdist.cluster.resolvers import MPIClusterResolver
 from hpcdist.cluster.tf_config import TFConfigClusterResolver
 from hpcdist.collectives.objects import broadcast_object
@@ -96,9 +97,9 @@ class _TrainCall:
         self._cursor: dict[str, Any] | None = None
 
     def begin(self, number: int, batches: DistributedInput, end: int | None) -> bool:
-        """Begin a call; or resume the one that was loaded, at its next batch. Return whether it is new."""
+        """Begin a call, or resume at its next batch the one that was loaded; return whether it is new."""
         self._batches = batches
-        if self.is_running and self._cursor is not None:
+        if self.is_running and self.number == number and self._cursor is not None:
             batches.load_state_dict(self._cursor)
             return False
         self.is_running, self.number, self.end = True, number, end
@@ -153,7 +154,8 @@ class Estimator:
         self.model_dir = Path(model_dir or self.config.model_dir or self._temporary_folder())
         self._call = _TrainCall()
         self._n_calls = 0
-        self._made: tuple[Model, CheckpointManager] | None = None
+        self._made: tuple[Model, Checkpoint] | None = None
+        self._manager: CheckpointManager | None = None
         self._writers: dict[str, Any] = {}
 
     def _temporary_folder(self) -> str:
@@ -169,7 +171,7 @@ class Estimator:
 
     @property
     def model(self) -> Model:
-        """The model, made and restored at the first use. Collective then: chief and workers."""
+        """The model, made at the first use, with the newest checkpoint. Collective then: chief and workers."""
         return self._make()[0]
 
     @property
@@ -183,17 +185,23 @@ class Estimator:
         """Workers that make steps of their own; 1 where all make each step together."""
         return self.strategy.n_replicas // self.strategy.num_replicas_in_sync
 
-    def _make(self) -> tuple[Model, CheckpointManager]:
+    def _make(self) -> tuple[Model, Checkpoint]:
+        """Return the model and what is saved of it. It writes nothing: an evaluation is no attempt to train."""
         if self._made is None:
             model = self.new_model()
             prepare_modules([model.net])  # before the first batch, which may be the same on all workers
             parts = {"model": model.net, "optimizer": model.optimizer, "strategy": self.strategy, "call": self._call}
             if model.loss_scale is not None:
                 parts["loss_scale"] = model.loss_scale
-            folder = self.model_dir / "checkpoints"
-            manager = CheckpointManager(Checkpoint(**parts), folder, self.config.keep_checkpoint_max)
-            manager.restore_or_initialize()
-            self._made = model, manager
+            checkpoint = Checkpoint(**parts)
+            world, newest = checkpoint.world, ""
+            with world.agreed(world.role_comm):
+                if world.role_comm.rank == 0:
+                    newest = latest_checkpoint(self.model_dir / "checkpoints") or ""
+            newest = world.broadcast_text(newest, 0, world.role_comm)
+            if newest:
+                checkpoint.read(newest)
+            self._made = model, checkpoint
         return self._made
 
     def new_model(self) -> Model:
@@ -235,17 +243,19 @@ class Estimator:
                 raise UsageError(f"train: expected {name} of at least 1, and one of steps and max_steps, got {value}.")
         if self.strategy.cluster_resolver.task_type == "evaluator":
             raise UsageError("train: expected chief or worker, got evaluator; call train_and_evaluate on all ranks.")
-        model, manager = self._make()
+        model, checkpoint = self._make()
         self._n_calls += 1
-        is_earlier = self._call.is_running and self._n_calls < self._call.number  # than the one that was stopped
-        if is_earlier or (max_steps is not None and self.global_step >= max_steps):
-            return self  # before input_fn is called, as in TensorFlow
-        with self._handling(manager) as handler:  # from here on stop requests count
+        if self._call.is_running and self._n_calls < self._call.number:  # before the call that was stopped
+            return self
+        with self._handling(checkpoint) as (manager, handler):  # from here on stop requests count
+            if max_steps is not None and self.global_step >= max_steps:
+                return self  # before input_fn is called, as in TensorFlow; the run is finished
             batches = self._batches(input_fn)
             end = max_steps if steps is None else self.global_step + steps
             is_new, first = self._call.begin(self._n_calls, batches, end), self.global_step
             try:
                 self._steps(model, batches)
+                self._agree_on_step()
                 if is_new and self.global_step == first:
                     raise DataError("train: expected batches, got none; return a dataset with rows from input_fn.")
             except Exception:
@@ -258,8 +268,13 @@ class Estimator:
         return self
 
     @contextlib.contextmanager
-    def _handling(self, manager: CheckpointManager) -> Iterator[PreemptionCheckpointHandler]:
+    def _handling(self, checkpoint: Checkpoint) -> Iterator[tuple[CheckpointManager, PreemptionCheckpointHandler]]:
         """Obey stop requests and save periodically in the block. It begins at the newest checkpoint."""
+        if self._manager is None:
+            folder = self.model_dir / "checkpoints"
+            self._manager = CheckpointManager(checkpoint, folder, self.config.keep_checkpoint_max)
+        manager = self._manager
+        manager.wait()  # for a save of a call that has raised
         every, config = self.config.save_checkpoints_steps, self.config
         schedule = SaveSchedule(
             every_steps=None if every is None else max(1, every // self._n_apart),
@@ -268,9 +283,14 @@ class Estimator:
         with contextlib.ExitStack() as stack:
             handler = PreemptionCheckpointHandler(None, manager, schedule=schedule)
             stack.push(handler)  # records how the run ends, if that is not well
-            yield handler
+            yield manager, handler
             stack.pop_all()
         end_when_done(handler, manager)
+
+    def _agree_on_step(self) -> None:
+        """Take the chief's global step: workers that step apart may have seen other numbers of batches. Collective."""
+        world = self._make()[1].world
+        self._call.global_step = int(world.broadcast_text(str(self._call.global_step), 0, world.role_comm))
 
     def _steps(self, model: Model, batches: DistributedInput) -> None:
         """Make the steps of the call that are left."""

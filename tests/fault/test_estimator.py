@@ -104,6 +104,37 @@ def test_a_stop_in_the_second_call_of_train(start, tmp_path):
     assert "end 45 " in whole.output
 
 
+DIES_IN_EVALUATE = """
+import os, sys
+import numpy as np
+import hpcdist
+from hpcdist.estimator import LinearRegressor, RunConfig, numeric_column
+
+def input_fn():
+    x = np.ones(8, np.float32)
+    if sys.argv[2] == "die" and os.path.exists(os.path.join(sys.argv[1], "checkpoints", "latest.h5")):
+        os._exit(9)  # in evaluate
+    return hpcdist.Dataset.from_tensor_slices(({"x": x}, x)).repeat().batch(4)
+
+config = RunConfig(sys.argv[1], log_step_count_steps=0)
+regressor = LinearRegressor([numeric_column("x")], optimizer="SGD", config=config)
+regressor.train(input_fn, max_steps=15)
+print("end", regressor.evaluate(input_fn, steps=2)["global_step"])
+"""
+
+
+def test_a_run_that_has_its_evaluation_left_only_is_finished_by_it(start, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(DIES_IN_EVALUATE)
+    died = start(1, program, tmp_path / "run", "die").wait(60)
+    assert died.code != 0
+    decision = tmp_path / "run" / "decision.json"
+    assert json.loads(decision.read_text())["decision"] == "requeue"
+    outcome = start(1, program, tmp_path / "run", "live").wait(60)
+    assert (outcome.code, outcome.output.splitlines()[-1]) == (0, "end 15"), outcome.output
+    assert json.loads(decision.read_text())["decision"] == "finished"
+
+
 WITH_TF_CONFIG = """
 import json, os, runpy, sys
 cluster = json.loads(sys.argv[1])

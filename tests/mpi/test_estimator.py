@@ -59,10 +59,10 @@ def batches_of(step, n_local, is_endless=True):
 
 
 def by_hand(n_steps, ranks=(1,), lr=0.1, weights=None, is_endless=True):
-    """Return the weights of one process that gets all replicas' batches of so many steps.
+    """Return the weights of one process after n_steps steps, each on the batches of all replicas.
 
     Args:
-        n_steps: see above.
+        n_steps: of SGD.
         ranks: replicas of each rank.
         lr: of SGD.
         weights: to begin with; default: those of `linear`.
@@ -283,6 +283,45 @@ def test_a_run_that_was_killed_at_the_end_of_its_data(config, shared_path, monke
     again.train(once)
     assert again.global_step == first.global_step
     assert not again._call.is_running
+
+
+def test_evaluations_are_no_attempts_to_train(config, shared_path):
+    """Nor does one that trains no more leave its run unfinished."""
+    Estimator(linear, config=config).train(endless, steps=5)
+    attempts = shared_path / "checkpoints" / "attempts"
+    names = sorted(one.name for one in attempts.iterdir())
+    for _ in range(4):
+        made = Estimator(linear, config=config)
+        assert made.evaluate(once)["global_step"] == 5
+        assert next(made.predict(once))["predictions"].shape == (1,)
+    assert sorted(one.name for one in attempts.iterdir()) == names
+    assert Estimator(linear, config=config).train(endless, max_steps=7).global_step == 7
+
+
+def test_after_a_call_that_raised_the_next_one_is_its_own(config, shared_path):
+    """Also where the failed one had saved: it begins at that save, on its own rows, with its own steps."""
+    every = RunConfig(
+        shared_path, train_distribute=config.train_distribute, save_checkpoints_steps=5, log_step_count_steps=0
+    )
+    made = Estimator(linear, config=every)
+    n_rows = 0
+
+    def failing():
+        def note(x, y):
+            nonlocal n_rows
+            n_rows += 1
+            if n_rows == 12 * 4 * len(config.train_distribute.own_replicas):
+                raise ValueError("of the program")
+            return x, y
+
+        return hpcdist.Dataset.from_tensor_slices(draws()).map(note).repeat().batch(4)
+
+    with pytest.raises(ValueError, match="of the program"):
+        made.train(failing, steps=50)
+    made.train(endless, steps=7)
+    assert made.global_step == 17
+    again = Estimator(linear, config=every)
+    assert again.global_step == 17
 
 
 def test_two_estimators_in_one_program(config, shared_path):
