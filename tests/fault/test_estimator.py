@@ -110,10 +110,14 @@ import numpy as np
 import hpcdist
 from hpcdist.estimator import LinearRegressor, RunConfig, numeric_column
 
+n_calls = 0
+
 def input_fn():
-    x = np.ones(8, np.float32)
-    if sys.argv[2] == "die" and os.path.exists(os.path.join(sys.argv[1], "checkpoints", "latest.h5")):
+    global n_calls
+    n_calls += 1
+    if sys.argv[2] == "die" and n_calls == 2:
         os._exit(9)  # in evaluate
+    x = np.ones(8, np.float32)
     return hpcdist.Dataset.from_tensor_slices(({"x": x}, x)).repeat().batch(4)
 
 config = RunConfig(sys.argv[1], log_step_count_steps=0)
