@@ -10,7 +10,7 @@ group; torch.testing._internal.distributed.multi_threaded_pg is another one.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +27,7 @@ from hpcdist.collectives.calls import reduce_buffer
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import MEAN, OPS, SUM, Op
 from hpcdist.collectives.options import CommunicationOptions
-from hpcdist.errors import CollectiveError, ConfigurationError
+from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError, DesyncError
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.process import make_world
 from hpcdist.runtime.waiting import late, wait_until
@@ -49,6 +49,10 @@ _BITWISE = (_RedOp.BAND, _RedOp.BOR, _RedOp.BXOR)
 #: What a reduction of bools is, as True + True is True.
 _OF_BOOLS = {_RedOp.SUM: _RedOp.MAX, _RedOp.PRODUCT: _RedOp.MIN}
 _HALF = (torch.float16, torch.bfloat16)
+_REDUCED = {
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+}
 
 
 class HpcdistProcessGroup(dist.ProcessGroup):
@@ -59,23 +63,62 @@ class HpcdistProcessGroup(dist.ProcessGroup):
 
     Args:
         comm: the ranks of the group, in its order; all of them make it.
-        timeout: after which a call that some rank has not joined ends the job.
+        timeout_s: after which a call that some rank has not joined ends the job.
     """
 
-    def __init__(self, comm: MPI.Comm, timeout: timedelta) -> None:
+    def __init__(self, comm: MPI.Comm, timeout_s: float) -> None:
         super().__init__(comm.rank, comm.size)
-        self._group = Group(comm, make_world(), timeout_s=timeout.total_seconds())
+        self._group = Group(comm, make_world(), timeout_s=timeout_s)
         self._messages: list[_Message] = []  # MPI uses their memory until they are done, whoever forgets them
+        self._names = {"name": "", "description": ""}
 
     def name(self) -> str:
         """Return "hpcdist"."""
         return "hpcdist"
 
-    getBackendName = name  # noqa: N815  torch's name
+    getBackendName = name  # noqa: N815  torch calls it so from C++
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Take the name under which torch finds the group again."""
+        self._names["name"] = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Return that name."""
+        return self._names["name"]
+
+    _set_group_name = setGroupName
+    group_name = property(getGroupName)
 
     def shutdown(self) -> None:
-        """Free the communicators. Collective: all ranks of the group."""
+        """Free the communicators, once messages have arrived. Collective: all ranks of the group.
+
+        Raises:
+            CollectiveTimeoutError: when nobody receives a message that was sent.
+        """
+        for message in self._messages:
+            message.finish()
+        self._messages = []
         self._group.free()
+
+    @contextlib.contextmanager
+    def _call(self, name: str, recorded: Any, *tensors: Tensor) -> Iterator[None]:
+        """Let the block communicate: it is recorded, and what MPI refuses is explained.
+
+        Args:
+            name: of the call.
+            recorded: a buffer that is as large on every rank; None where sizes may differ.
+            tensors: which the call reads and writes.
+
+        Raises:
+            CollectiveError: for tensors off the host, before anything is sent. DesyncError: when MPI finds that ranks
+                differ; on this rank.
+        """
+        _require_host(name, *tensors)
+        try:
+            with self._group.recorded(name, recorded):
+                yield
+        except (MPI.Exception, OverflowError) as error:
+            raise _desync(name, error) from error
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
@@ -103,12 +146,12 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     def _reduce(self, tensor: Tensor, opts: Any) -> None:
         kind, factor = _reduction(opts, tensor)
         if factor is not None:
-            tensor.mul_(factor)
+            tensor.detach().mul_(factor)
         with _contiguous(tensor) as whole:
             if whole.dtype == torch.bool:
                 whole = whole.view(torch.uint8)
             if kind in _BITWISE:
-                with self._group.recorded(_OPS[kind].title, whole):
+                with self._call(_OPS[kind].title, whole):
                     library.all_reduce(whole.numpy(), self._group, _OPS[kind])
             else:
                 reduce_buffer(whole, _OPS[kind], _AUTO, self._group)
@@ -117,6 +160,10 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         """Put the reduction of this rank's tensor of each rank's list into the output."""
         (output,), (parts,) = outputs, inputs
         self._require("reduce_scatter", parts, output)
+        if parts[self.rank()].numel() != output.numel():
+            raise _mismatch(
+                "reduce_scatter", f"{output.numel()} elements for rank {self.rank()}", parts[self.rank()].shape
+            )
         joined = torch.cat([one.reshape(-1) for one in parts])
         return self._reduce_rows(output, joined, [one.numel() for one in parts], opts, outputs)
 
@@ -138,16 +185,17 @@ class HpcdistProcessGroup(dist.ProcessGroup):
 
     def _reduce_rows(self, output: Tensor, joined: Tensor, counts: list[int], opts: Any, result: list[Tensor]) -> Work:
         kind, factor = _reduction(opts, joined)
-        given = joined.detach().clone(memory_format=torch.contiguous_format) if factor is None else joined * factor
+        own = joined.detach()
+        given = own.clone(memory_format=torch.contiguous_format) if factor is None else own * factor
         given = given.float() if given.dtype in _HALF else given
         array = (given.view(torch.uint8) if given.dtype == torch.bool else given).contiguous().numpy()
-        own = np.empty(counts[self.rank()], array.dtype)
-        with self._group.recorded("reduce_scatter", array):
-            self._group.comm.Reduce_scatter(array, own, counts, _OPS[kind].mpi_op)
-        found = torch.from_numpy(own)
+        received = np.empty(counts[self.rank()], array.dtype)
+        with self._call("reduce_scatter", array, output):
+            self._group.comm.Reduce_scatter(array, received, counts, _OPS[kind].mpi_op)
+        found = torch.from_numpy(received)
         if kind == _RedOp.AVG:
             found /= self.size()
-        output.copy_(found.reshape(output.shape))
+        output.detach().copy_(found.reshape(output.shape))
         return _done(result)
 
     # -- moves --------------------------------------------------------------------------------------------------------
@@ -155,7 +203,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
         """Replace the tensor by root's."""
         (tensor,) = tensors
-        with _contiguous(tensor) as whole, self._group.recorded("broadcast", whole):
+        with self._call("broadcast", tensor, tensor), _contiguous(tensor) as whole:
             library.broadcast(_bytes_of(whole), self._group.comm, opts.rootRank)
         return _done(tensors)
 
@@ -163,6 +211,8 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         """Put each rank's tensor into its place of the list."""
         (parts,), (own,) = outputs, inputs
         self._require("all_gather", parts, own)
+        if own.numel() != parts[self.rank()].numel():
+            raise _mismatch("all_gather", f"{parts[self.rank()].numel()} elements of rank {self.rank()}", own.shape)
         joined = self._gather_bytes(own, [one.numel() * one.element_size() for one in parts])
         _deal(joined, parts)
         return _done(outputs)
@@ -194,7 +244,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
 
     def _gather_bytes(self, own: Tensor, counts: list[int]) -> Array:
         joined = np.empty(sum(counts), np.uint8)
-        with self._group.recorded("all_gather", own):
+        with self._call("all_gather", joined, own):
             library.all_gather(_bytes_of(own.contiguous()), counts, joined, self._group)
         return joined
 
@@ -206,7 +256,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
             self._require("gather", parts, own)
         counts = [one.numel() * one.element_size() for one in parts]
         joined = np.empty(sum(counts), np.uint8)
-        with self._group.recorded("gather", own):
+        with self._call("gather", None, own):
             self._group.comm.Gatherv(_bytes_of(own.contiguous()), [joined, counts] if is_root else None, opts.rootRank)
         _deal(joined, parts)
         return _done(outputs)
@@ -215,11 +265,12 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         """Put this rank's tensor of root's list into the output."""
         (output,), is_root = outputs, self.rank() == opts.rootRank
         parts = inputs[0] if is_root else []
+        _require_host("scatter", output)
         if is_root:
             self._require("scatter", parts, output)
         joined = np.concatenate([_bytes_of(one.contiguous()) for one in parts]) if is_root else None
         counts = [one.numel() * one.element_size() for one in parts]
-        with _contiguous(output) as whole, self._group.recorded("scatter", output):
+        with _contiguous(output) as whole, self._call("scatter", None, output):
             self._group.comm.Scatterv([joined, counts] if is_root else None, _bytes_of(whole), opts.rootRank)
         return _done(outputs)
 
@@ -229,7 +280,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         self._require("all_to_all", outputs)
         sent, counts = [_bytes_of(one.contiguous()) for one in inputs], [one.nbytes for one in outputs]
         received = np.empty(sum(counts), np.uint8)
-        with self._group.recorded("all_to_all", received):
+        with self._call("all_to_all", None):
             self._group.comm.Alltoallv([np.concatenate(sent), [one.size for one in sent]], [received, counts])
         _deal(received, outputs)
         return _done(outputs)
@@ -253,7 +304,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Work:
         """Return when all ranks of the group are here."""
-        with self._group.recorded("barrier", None):
+        with self._call("barrier", None):
             self._group.wait([self._group.comm.Ibarrier()])
         return _done([])
 
@@ -262,65 +313,101 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
         """Start to send a tensor."""
         (tensor,) = tensors
+        _require_host("send", tensor)
         data = _bytes_of(tensor.detach().clone(memory_format=torch.contiguous_format))
-        return self._started(self._group.comm.Isend(data, rank, tag), lambda: None)
+        return self._started(_Message(self._group, self._group.comm.Isend(data, rank, tag), None, data))
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
         """Start to receive a tensor."""
         (tensor,) = tensors
+        _require_host("recv", tensor)
         data = np.empty(tensor.numel() * tensor.element_size(), np.uint8)
-        request = self._group.comm.Irecv(data, rank, tag)
-        return self._started(request, lambda: _deal(data, [tensor]))
-
-    def _started(self, request: MPI.Request, finish: Callable[[], None]) -> "_Message":
-        message = _Message(self._group, request, finish)
-        self._messages = [one for one in self._messages if not one.is_completed()] + [message]
-        return message
+        return self._started(_Message(self._group, self._group.comm.Irecv(data, rank, tag), tensor, data))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
         """Start to receive a tensor from any rank."""
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
+
+    def _started(self, message: "_Message") -> "_Message":
+        self._messages = [*(one for one in self._messages if one.is_active()), message]
+        return message
 
     def _require(self, call: str, parts: Sequence[Tensor], own: Tensor | None = None) -> None:
         """Raise CollectiveError unless there is a tensor for each rank; on this rank, before anything is sent."""
         if len(parts) != self.size():
             raise _mismatch(call, f"{self.size()} tensors, one for each rank", len(parts))
         for one in [*parts, *([] if own is None else [own])]:
-            if one.dtype != parts[0].dtype or one.device.type != "cpu":
-                raise _mismatch(call, f"tensors of {parts[0].dtype} on the host", one.dtype, one.device)
+            _require_host(call, one)
+            if one.dtype != parts[0].dtype:
+                raise _mismatch(call, f"tensors of {parts[0].dtype}", one.dtype)
 
 
 class _Message(Work):
-    """A message that travels."""
+    """A message that travels.
 
-    def __init__(self, group: Group, request: MPI.Request, finish: Callable[[], None]) -> None:
+    Args:
+        group: its ranks.
+        request: MPI's.
+        tensor: what receives it; None where it is sent.
+        data: its bytes, which MPI reads or writes.
+    """
+
+    def __init__(self, group: Group, request: MPI.Request, tensor: Tensor | None, data: Array) -> None:
         super().__init__()
-        self._group, self._request, self._finish = group, request, finish
+        self._group, self._request, self._tensor, self._data = group, request, tensor, data
         self._status = MPI.Status()
+        self._error: CollectiveError | None = None
         self._is_done = False
+
+    def is_active(self) -> bool:
+        """Return whether MPI still uses its memory."""
+        if not self._is_done:
+            self._test()
+        return not self._is_done
 
     def is_completed(self) -> bool:
         """Return whether `wait` returns at once."""
-        if not self._is_done and self._request.Test(self._status):
-            self._end()
-        return self._is_done
+        return not self.is_active()
 
     def is_success(self) -> bool:
         """Return whether it has arrived."""
-        return self.is_completed()
+        return self.is_completed() and self._error is None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return True when it has arrived. A rank that does not send in time ends the job."""
-        if not self._is_done:
-            limit_s = self._group.timeout_s
-            if not wait_until(lambda: self._request.Test(self._status), limit_s, yields=0):
-                raise late("message", limit_s, "a message", self._group.world)
-            self._end()
+        """Return True when it has arrived.
+
+        Raises:
+            CollectiveTimeoutError: when nobody sends, or receives, it in time. CollectiveError: when a message of
+                another size has come.
+        """
+        if not wait_until(self.is_completed, self._group.timeout_s, yields=0):
+            raise late("message", self._group.timeout_s, "a message", self._group.world)
+        if self._error is not None:
+            raise self._error
         return True
 
-    def _end(self) -> None:
-        self._is_done = True
-        self._finish()
+    def finish(self) -> None:
+        """Wait until it is sent; give up what nobody has sent. MPI does not use its memory then."""
+        if self._tensor is not None and self.is_active():
+            self._request.Cancel()
+        if not wait_until(self.is_completed, self._group.timeout_s, yields=0):
+            raise late("message", self._group.timeout_s, "a message", self._group.world)
+
+    def _test(self) -> None:
+        n_expected = self._data.size
+        try:
+            self._is_done = self._request.Test(self._status)
+        except MPI.Exception as error:  # a longer message
+            self._is_done = True
+            self._error = _mismatch("recv", f"a message of {n_expected} bytes", _first_line(error))
+            return
+        if not self._is_done or self._tensor is None or self._status.Is_cancelled():
+            return
+        n_bytes = self._status.Get_count(MPI.BYTE)
+        if n_bytes == n_expected:
+            _deal(self._data, [self._tensor])
+        else:
+            self._error = _mismatch("recv", f"a message of {n_expected} bytes", f"one of {n_bytes}")
 
     def _source_rank(self) -> int:
         return self._status.Get_source()
@@ -347,8 +434,9 @@ def _reduction(opts: Any, tensor: Tensor) -> tuple[Any, Any]:
     """
     op = dist.ReduceOp(dist.ReduceOp.SUM) if opts is None else opts.reduceOp
     kind = next((one for one in (*_OPS, _RedOp.PREMUL_SUM) if op == one), None)
-    if kind is None or tensor.device.type != "cpu":
-        raise _mismatch("reduce", "a reduction of tensors on the host", op, tensor.device)
+    _require_host("reduce", tensor)
+    if kind is None or tensor.dtype not in _REDUCED:
+        raise _mismatch("reduce", "a reduction of numbers that numpy has", op, tensor.dtype)
     if kind == _RedOp.PREMUL_SUM:
         return _RedOp.SUM, op.__getstate__()[1]
     is_exact = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
@@ -359,6 +447,23 @@ def _reduction(opts: Any, tensor: Tensor) -> tuple[Any, Any]:
     if kind == _RedOp.AVG and is_exact:
         raise _mismatch("reduce", "floats for an average", tensor.dtype)
     return (_OF_BOOLS.get(kind, kind) if tensor.dtype == torch.bool else kind), None
+
+
+def _require_host(call: str, *tensors: Tensor) -> None:
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            raise _mismatch(call, "tensors on the host", f"one on {tensor.device}")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _desync(call: str, error: BaseException) -> DesyncError:
+    return DesyncError(
+        f"{call}: expected the same call and sizes on every rank, of less than 2 GiB, got {_first_line(error)!r} from "
+        f"the MPI library; let all ranks make the same calls in the same order."
+    )
 
 
 def _mismatch(call: str, expected: str, *got: Any) -> CollectiveError:
@@ -409,21 +514,47 @@ def _make_group(options: Any, group_options: Any) -> HpcdistProcessGroup:
             f"{ranks[options.group_rank]} of {len(ranks)} from torch; start the program by mpirun or srun, and use "
             f'init_process_group("hpcdist", init_method="hpcdist://").'
         )
+    limit_s = min(options.timeout.total_seconds(), world.timeout_s)
+    _wait_for_members(options, limit_s)
     members = world.comm.Get_group().Incl(ranks)
     comm = world.comm.Create_group(members, tag=min(ranks))
-    return HpcdistProcessGroup(comm, options.timeout)
+    try:
+        return HpcdistProcessGroup(comm, limit_s)
+    finally:
+        comm.Free()  # the group has a copy of its own
+        members.Free()
+
+
+def _wait_for_members(options: Any, limit_s: float) -> None:
+    """Return when all ranks of a group are making it: MPI would wait without a limit."""
+    store, ranks = options.store, range(options.group_size)
+    store.set(f"here/{options.group_rank}", "1")
+    try:
+        store.wait([f"here/{rank}" for rank in ranks], timedelta(seconds=limit_s))
+    except RuntimeError as error:
+        absent = [rank for rank in ranks if not store.check([f"here/{rank}"])]
+        raise CollectiveTimeoutError(
+            f"new_group: expected all of {options.group_size} ranks within {limit_s:g} s, got none of "
+            f"{absent} of the group; let all of them make it, in the same order."
+        ) from error
 
 
 def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tuple[Any, int, int]]:
     """Yield store, rank and number of ranks: those of MPI. Collective: all ranks."""
     world = make_world()
-    store = None
-    if world.rank == 0:
-        store = dist.TCPStore("0.0.0.0", 0, world.size, True, timeout, wait_for_workers=False)
-    address = world.comm.bcast((MPI.Get_processor_name(), store.port) if store is not None else None)
+    store, port = None, ""
+    with world.agreed(world.comm):
+        if world.rank == 0:
+            try:
+                store = dist.TCPStore("0.0.0.0", 0, world.size, True, timeout, wait_for_workers=False)
+            except RuntimeError as error:
+                raise ConfigurationError(
+                    f"torch_backend: expected a free port for torch's store, got {_first_line(error)!r}; free one."
+                ) from error
+            port = str(store.port)
+    host, port = world.broadcast_text(f"{MPI.Get_processor_name()} {port}", 0, world.comm).split()
     if store is None:
-        host = "127.0.0.1" if world.n_hosts == 1 else address[0]
-        store = dist.TCPStore(host, address[1], world.size, False, timeout)
+        store = dist.TCPStore("127.0.0.1" if world.n_hosts == 1 else host, int(port), world.size, False, timeout)
     yield store, world.rank, world.size
 
 

@@ -5,6 +5,9 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist import torch_backend
@@ -312,3 +315,85 @@ def test_what_is_refused(comm, gloo, call, text):
     with pytest.raises(CollectiveError, match=f"expected .*{text}"):
         call(comm.size)
     dist.barrier()
+
+
+def test_a_message_of_another_size_is_an_error(comm, gloo):
+    if comm.size < 2:
+        pytest.skip("messages need two ranks")
+    if comm.rank == 0:
+        for n_elements in (2, 8):
+            dist.send(torch.ones(n_elements), 1)
+    elif comm.rank == 1:
+        kept = torch.full((4,), 7.0)
+        for _ in range(2):
+            with pytest.raises(CollectiveError, match="recv: expected a message of 16 bytes, got"):
+                dist.recv(kept, 0)
+        assert kept.tolist() == [7.0] * 4
+    dist.barrier()
+    test_messages(comm, gloo)  # the next ones arrive
+
+
+def test_tensors_that_require_grad(comm, gloo):
+    scaled = dist._make_nccl_premul_sum(0.5)
+    value = torch.ones(2, requires_grad=True)
+    dist.all_reduce(value, scaled)
+    assert value.tolist() == [comm.size / 2] * 2
+    output = torch.empty(1, requires_grad=True)
+    dist.reduce_scatter_single(output, torch.ones(comm.size, requires_grad=True), scaled)
+    assert output.tolist() == [comm.size / 2]
+    assert value.grad_fn is None
+    assert output.grad_fn is None
+
+
+def test_meshes_and_functional_collectives(comm, gloo):
+    """What finds its group by a name: the device mesh, and FSDP on it, against one process."""
+    mesh = init_device_mesh("cpu", (comm.size,))
+    total = _functional_collectives.all_reduce(torch.ones(3), "sum", mesh)
+    assert total.tolist() == [comm.size] * 3
+    x = torch.randn(4 * comm.size, 4, generator=torch.Generator().manual_seed(1))
+
+    def net():
+        torch.manual_seed(1)
+        return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+    sharded, whole = net(), net()
+    fully_shard(sharded, mesh=mesh)
+    for model, rows in ((sharded, x[comm.rank :: comm.size]), (whole, x)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(rows).square().mean().backward()
+            optimizer.step()
+    for own, other in zip(sharded.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(own.full_tensor(), other)
+
+
+def test_a_group_ends_while_the_others_go_on(comm, gloo):
+    """Also one with a message that nobody has waited for."""
+    group = dist.new_group()
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    received = torch.empty(1 << 20)
+    waiting = dist.irecv(received, before, group=group)
+    dist.isend(torch.full((1 << 20,), float(comm.rank)), after, group=group)
+    waiting.wait()
+    assert received.unique().tolist() == [before]
+    dist.irecv(torch.empty(3), before, group=group)  # which nobody sends
+    dist.destroy_process_group(group)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("call", ["broadcast", "send", "all_gather_single", "float8"])
+def test_tensors_of_another_kind(comm, gloo, call):
+    meta = torch.ones(2, device="meta")
+    calls = {
+        "broadcast": lambda: dist.broadcast(meta, 0),
+        "send": lambda: dist.send(meta, 0),
+        "all_gather_single": lambda: dist.all_gather_single(torch.ones(2 * comm.size, device="meta"), meta),
+        "float8": lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn)),
+    }
+    if call == "send" and comm.rank == 0:
+        return  # torch refuses a message to oneself
+    with pytest.raises(
+        CollectiveError, match="expected (tensors on the host|a reduction of numbers that numpy has), got"
+    ):
+        calls[call]()
