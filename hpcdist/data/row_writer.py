@@ -5,6 +5,7 @@ and the process crashes when it frees it.
 """
 
 import contextlib
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -73,13 +74,13 @@ class RowFile:
 
     def _append_one(self, name: str, array: Any) -> None:
         if name not in self._file:
-            shape, row_bytes = array.shape[1:], max(1, array.nbytes // max(1, len(array)))
+            shape, row_bytes = array.shape[1:], max(1, math.prod(array.shape[1:]) * array.itemsize)
             chunk = (max(1, _CHUNK_BYTES // row_bytes), *(max(1, size) for size in shape))
             self._file.create_dataset(name, (0, *shape), array.dtype, maxshape=(None, *shape), chunks=chunk)
         stored = self._file[name]
         if stored.shape[1:] != array.shape[1:]:
             raise ValueError(f"rows of shape {array.shape[1:]} after those of {stored.shape[1:]}")
-        chunk_bytes = int(np.prod(stored.chunks)) * array.itemsize
+        chunk_bytes = math.prod(stored.chunks) * array.itemsize
         more = array.nbytes + chunk_bytes + _MARGIN_BYTES
         self._disk.allocate(self._descriptor, self._file.id.get_filesize() + more)
         n_before = len(stored)

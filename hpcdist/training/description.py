@@ -1,4 +1,4 @@
-"""What a model is made of and how it was compiled, as JSON, where both can be made of that again.
+"""What a model is made of and how it was compiled: as JSON, where both can be made of that again, and as a table.
 
 No code is stored, and none is run when a file is loaded: layers are classes of torch.nn, made by the arguments that
 they were made with.
@@ -6,6 +6,7 @@ they were made with.
 
 import inspect
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -172,3 +173,28 @@ def compile_as(model: "Model", compiled: dict[str, Any]) -> None:
     model.compile(
         lambda parameters: kind(parameters, **defaults), make(**loss[1]), compiled["metrics"], **compiled["options"]
     )
+
+
+# -- for people -------------------------------------------------------------------------------------------------------
+
+
+def table_of_layers(net: nn.Module, name: str) -> list[str]:
+    """Return lines with the layers, their shapes and numbers of parameters.
+
+    Args:
+        net: what the layers are part of.
+        name: of itself, where it has no parts.
+    """
+    rows = [
+        (layer_name or name, type(layer).__name__, [list(one.shape) for one in layer.parameters(recurse=False)])
+        for layer_name, layer in net.named_modules()
+        if not list(layer.children())
+    ]
+    counts = [sum(math.prod(shape) for shape in shapes) for _, _, shapes in rows]
+    table = [("layer", "kind", "parameters", "shapes")]
+    table += [(*row[:2], f"{n:,}", str(row[2])[1:-1]) for row, n in zip(rows, counts, strict=True)]
+    widths = [max(len(row[column]) for row in table) for column in range(3)]
+    lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in table]
+    n_all = sum(one.numel() for one in net.parameters())
+    n_trained = sum(one.numel() for one in net.parameters() if one.requires_grad)
+    return [*lines, f"{n_all:,} parameters, {n_trained:,} of them trained"]

@@ -88,6 +88,14 @@ def split(arrays: Any, fraction: float) -> tuple[Any, Any]:
     return map_nest(lambda one: one[:first], arrays), map_nest(lambda one: one[first:], arrays)
 
 
+def split_all(x: Any, y: Any, weight: Any, fraction: float) -> tuple[tuple[Any, Any, Any], tuple[Any, ...]]:
+    """Return (x, y, sample_weight) of all rows but the last `fraction`, and what there is of the last, as a tuple."""
+    parts = {"x": x, "y": y, "weight": weight}
+    both = {name: split(one, fraction) for name, one in parts.items() if one is not None}
+    first = tuple(both[name][0] if name in both else None for name in parts)
+    return (first[0], first[1], first[2]), tuple(pair[1] for pair in both.values())
+
+
 def rows_of_batches(batches: DistributedInput) -> Iterator[tuple[Any, int | None]]:
     """Yield each batch of a pass with the rows of all replicas together, or None where only each replica knows its own.
 
@@ -143,7 +151,12 @@ def by_name(outputs: Any) -> dict[str, Any]:
     for key, one in pairs:
         for name, value in by_name(one).items():
             suffix = name.removeprefix("predictions")
-            found[f"{key}{suffix}" if suffix.startswith("_") or not suffix else f"{key}/{suffix}"] = value
+            full_name = f"{key}{suffix}" if suffix.startswith("_") or not suffix else f"{key}/{suffix}"
+            if full_name in found:
+                raise UsageError(
+                    f"predict: expected outputs with different names, got two of {full_name!r}; rename one."
+                )
+            found[full_name] = value
     return found
 
 

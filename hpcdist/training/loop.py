@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcdist.data.distributed import DistributedDataset, DistributedInput
+from hpcdist.data.row_writer import RowFile
 from hpcdist.errors import DataError, UsageError
 from hpcdist.nest import leaves, map_nest, with_leaves
 from hpcdist.runtime.mpi import MPI
@@ -17,7 +18,7 @@ from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 from hpcdist.strategy.parameter_server import ParameterServerStrategy
 from hpcdist.training.backup import BackupAndRestore
 from hpcdist.training.callbacks import Callback
-from hpcdist.training.inputs import rows_of_batches
+from hpcdist.training.inputs import by_name, rows_of_batches
 from hpcdist.training.progress import Progress
 
 if TYPE_CHECKING:
@@ -197,7 +198,8 @@ class Fit:
     def _require_same_callbacks(self) -> None:
         strategy = self._model.strategy
         if isinstance(strategy, MultiWorkerMirroredStrategy):
-            kinds = ", ".join(type(one).__name__ for one in self._given)
+            # a hook after batches makes fit ask all ranks whether to stop
+            kinds = ", ".join(f"{type(one).__name__}{' (after batches)' * one.has_batch_hook()}" for one in self._given)
             strategy.world.require_same(
                 kinds,
                 strategy.world.role_comm,
@@ -315,6 +317,15 @@ class Fit:
                 getattr(one, hook)(*args)
 
 
+def validated_epochs(freq: int | Sequence[int]) -> Callable[[int], bool]:
+    """Return what says whether an epoch, counted from 0, ends with a validation; see `Model.fit`."""
+    if isinstance(freq, int) and freq < 1:
+        raise UsageError(f"fit: expected validation_freq of at least 1, got {freq}; leave it out.")
+    if isinstance(freq, int):
+        return lambda epoch: (epoch + 1) % freq == 0
+    return lambda epoch: epoch + 1 in freq
+
+
 def _endless(batches: DistributedInput) -> Iterator[tuple[Any, int | None]]:
     """Yield batches of one pass after another."""
     n_empty = 0  # a run that goes on at the end of a pass finds one that has no rows left
@@ -426,3 +437,27 @@ def joined(parts: Sequence[Any]) -> Any:
     """Return outputs of batches as those of all rows."""
     columns = zip(*map(leaves, parts), strict=True)
     return with_leaves(parts[0], [np.concatenate(column) for column in columns])
+
+
+def write_rows(strategy: Strategy, path: Any, parts: Generator[Any, None, None]) -> None:
+    """Write outputs of batches to an HDF5 file as they come, on the chief. Collective: chief and workers.
+
+    Args:
+        strategy: of the model.
+        path: of the file.
+        parts: what `prediction` returned; it is closed.
+
+    Raises:
+        DataError: when it cannot be written; on all ranks.
+    """
+    world = strategy.world if isinstance(strategy, MultiWorkerMirroredStrategy) else None
+    file = RowFile(path) if strategy.is_chief else None
+    with contextlib.closing(parts), file or contextlib.nullcontext():
+        for part in parts:
+            named = by_name(part)
+            with world.agreed(world.role_comm) if world else contextlib.nullcontext():
+                if file is not None:
+                    file.append(named)
+        with world.agreed(world.role_comm) if world else contextlib.nullcontext():
+            if file is not None:
+                file.publish()

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,20 +14,18 @@ from torch import Tensor, nn
 
 from hpcdist.cluster.environment import launcher_of, read_environment
 from hpcdist.collectives.ops import ReduceOp
-from hpcdist.data.row_writer import RowFile
 from hpcdist.errors import UsageError
 from hpcdist.nest import is_nest, leaves, map_nest
 from hpcdist.ps.served import ServedParameters
 from hpcdist.resilience.checkpoint import Checkpoint, load_checkpoint
 from hpcdist.strategy.base import Strategy, get_strategy
 from hpcdist.strategy.losses import compute_average_loss
-from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 from hpcdist.strategy.parameter_server import ParameterServerStrategy
 from hpcdist.tf_compat.torch_metric import TorchMetric
 from hpcdist.training import inputs, named_metrics, optimizers
 from hpcdist.training.callbacks import Callback, History
-from hpcdist.training.description import describe, describe_layers
-from hpcdist.training.loop import Fit, FitOptions, evaluation, joined, prediction
+from hpcdist.training.description import describe, describe_layers, table_of_layers
+from hpcdist.training.loop import Fit, FitOptions, evaluation, joined, prediction, validated_epochs, write_rows
 from hpcdist.training.misfit import explaining_layers
 from hpcdist.training.objective import Objective
 from hpcdist.training.precision import LossScale, as_float32, dtype_of
@@ -58,6 +56,8 @@ class _Batch:
 _WHOLE = Piece()
 #: The piece that this replica computes; replicas of a rank take turns, each with a context of its own.
 _piece: ContextVar[Piece] = ContextVar("piece", default=_WHOLE)
+#: Whether `Model.step` lets the optimizer of this replica step.
+_is_stepping: ContextVar[bool] = ContextVar("is_stepping", default=False)
 
 
 class Model(nn.Module):
@@ -105,7 +105,7 @@ class Model(nn.Module):
         self._batch = _Batch()
         self._compiled_modules: list[Any] = []  # in a list, as it is no part of the state
         self._n_pieces = 1
-        self._has_stepped = False
+        self._own_step_check: Any = None
         self._half: torch.dtype | None = None
         self.steps_per_execution = 1
         self.loss_scale: LossScale | None = None
@@ -206,6 +206,11 @@ class Model(nn.Module):
             self._objective = Objective(self.name, loss, loss_weights, metrics, weighted_metrics)
         self.steps_per_execution, self._global_clipnorm = steps_per_execution, global_clipnorm
         self._n_pieces = gradient_accumulation_steps
+        if self._own_step_check is not None:
+            self._own_step_check.remove()
+            self._own_step_check = None
+        if self._changes_gradients:
+            self._own_step_check = self.optimizer.register_step_pre_hook(self._require_own_step)
         self._compiled_modules = [torch.compile(self.net)] if jit_compile else []
 
     def _require_applicable(self, global_clipnorm: float | None, n_pieces: int) -> None:
@@ -382,14 +387,29 @@ class Model(nn.Module):
 
     def step(self) -> None:
         """Let the optimizer step, in a train_step of your own, after `backward`: on clipped gradients, if asked for."""
-        if not self._has_stepped:
-            self._has_stepped = True
-        parameters = self.trainable_variables if self.loss_scale or self._global_clipnorm is not None else []
+        parameters = self.trainable_variables if self._changes_gradients else []
         if self.loss_scale is not None and not self.loss_scale.remove_from(parameters):
             return  # an overflow, which all ranks see
         if self._global_clipnorm is not None:
             nn.utils.clip_grad_norm_(parameters, self._global_clipnorm)
-        self.optimizer.step()
+        token = _is_stepping.set(True)
+        try:
+            self.optimizer.step()
+        finally:
+            _is_stepping.reset(token)
+
+    @property
+    def _changes_gradients(self) -> bool:
+        """Whether `step` does more than to call the optimizer."""
+        return self.loss_scale is not None or self._global_clipnorm is not None
+
+    def _require_own_step(self, *_: Any) -> None:
+        """Raise UsageError when the optimizer steps by itself, on gradients that are scaled, or not clipped."""
+        if not _is_stepping.get():
+            raise UsageError(
+                f"{self.name}: expected a train_step that calls self.backward(loss) and self.step(), as it is compiled "
+                f"with global_clipnorm or mixed_float16, got optimizer.step(); call them."
+            )
 
     @staticmethod
     def unpack(data: Any) -> tuple[Any, Any, Any]:
@@ -445,11 +465,6 @@ class Model(nn.Module):
         if self._class_weights is not None and is_training:
             step = functools.partial(self._with_class_weights, step)
         found = self.strategy.run(step, args=(batch,))
-        if is_training and not self._has_stepped and (self.loss_scale or self._global_clipnorm is not None):
-            raise UsageError(
-                f"{self.name}: expected a train_step that calls self.backward(loss) and self.step(), as it is compiled "
-                f"with global_clipnorm or mixed_float16, got one that does not; call them."
-            )
         if self.loss_scale is not None and is_training:
             self.loss_scale.update()
         return found
@@ -523,14 +538,14 @@ class Model(nn.Module):
         if validation_split:
             if validation_data is not None or not (is_nest(x) or hasattr(x, "shape")):
                 raise UsageError("fit: expected validation_split with arrays alone, got a dataset or validation_data.")
-            (x, y, sample_weight), validation_data = _split(x, y, sample_weight, validation_split)
+            (x, y, sample_weight), validation_data = inputs.split_all(x, y, sample_weight, validation_split)
         with self.strategy.scope():
             train = inputs.distribute(
                 self.strategy, x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, call="fit"
             )
             validation = self._validation(validation_data, validation_batch_size or batch_size)
             options = FitOptions(
-                epochs, initial_epoch, steps_per_epoch, validation_steps, _validated(validation_freq), verbose
+                epochs, initial_epoch, steps_per_epoch, validation_steps, validated_epochs(validation_freq), verbose
             )
             given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
             self.history, self.stop_training, self._is_fitting = History(), False, True
@@ -621,21 +636,7 @@ class Model(nn.Module):
         with self.strategy.scope():
             batches = inputs.distribute(self.strategy, x, batch_size=batch_size, call="predict")
             parts = prediction(self, batches, steps, list(callbacks or []))
-            return joined(list(parts)) if output_file is None else self._write_rows(output_file, parts)
-
-    def _write_rows(self, path: Any, parts: Generator[Any, None, None]) -> None:
-        """Write outputs as they come, on the chief."""
-        world = self.strategy.world if isinstance(self.strategy, MultiWorkerMirroredStrategy) else None
-        file = RowFile(path) if self.strategy.is_chief else None
-        with contextlib.closing(parts), file or contextlib.nullcontext():
-            for part in parts:
-                named = inputs.by_name(part)
-                with world.agreed(world.role_comm) if world else contextlib.nullcontext():
-                    if file is not None:
-                        file.append(named)
-            with world.agreed(world.role_comm) if world else contextlib.nullcontext():
-                if file is not None:
-                    file.publish()
+            return joined(list(parts)) if output_file is None else write_rows(self.strategy, output_file, parts)
 
     def train_on_batch(
         self, x: Any, y: Any = None, sample_weight: Any = None, class_weight: dict[int, float] | None = None
@@ -778,20 +779,7 @@ class Model(nn.Module):
 
     def summary(self, print_fn: Callable[[str], Any] | None = None) -> None:
         """Print layers, shapes and numbers of parameters, on the chief alone."""
-        rows = [
-            (name or self.name, type(layer).__name__, [list(one.shape) for one in layer.parameters(recurse=False)])
-            for name, layer in self.net.named_modules()
-            if not list(layer.children())
-        ]
-        counts = [sum(int(np.prod(shape)) for shape in shapes) for _, _, shapes in rows]
-        table = [("layer", "kind", "parameters", "shapes")]
-        table += [(*row[:2], f"{n:,}", str(row[2])[1:-1]) for row, n in zip(rows, counts, strict=True)]
-        widths = [max(len(row[column]) for row in table) for column in range(3)]
-        lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d}".rstrip() for a, b, c, d in table]
-        n_all = sum(one.numel() for one in self.parameters())
-        n_trained = sum(one.numel() for one in self.trainable_variables)
-        lines.append(f"{n_all:,} parameters, {n_trained:,} of them trained")
-        for line in lines:
+        for line in table_of_layers(self.net, self.name):
             (print_fn or self.print_once)(line)
 
 
@@ -830,22 +818,6 @@ class _Evaluating:
         self._no_grad.__exit__(None, None, None)
         for module, is_training in self._modes.items():
             module.training = is_training
-
-
-def _split(x: Any, y: Any, weight: Any, fraction: float) -> tuple[tuple[Any, Any, Any], tuple[Any, ...]]:
-    parts = {"x": x, "y": y, "weight": weight}
-    both = {name: inputs.split(one, fraction) for name, one in parts.items() if one is not None}
-    first = tuple(both[name][0] if name in both else None for name in parts)
-    return (first[0], first[1], first[2]), tuple(pair[1] for pair in both.values())
-
-
-def _validated(freq: int | Sequence[int]) -> Callable[[int], bool]:
-    """Return whether an epoch, counted from 0, ends with a validation."""
-    if isinstance(freq, int) and freq < 1:
-        raise UsageError(f"fit: expected validation_freq of at least 1, got {freq}; leave it out.")
-    if isinstance(freq, int):
-        return lambda epoch: (epoch + 1) % freq == 0
-    return lambda epoch: epoch + 1 in freq
 
 
 def _number(value: Any) -> float:

@@ -58,7 +58,7 @@ class Progress(Callback):
         if self._verbose == 1:
             if self._bar is None:
                 epoch = f"epoch {self._epoch + 1}/{self.params['epochs']}"
-                begun_at = batch + 1 - self.model.steps_per_execution  # not 0 where a run resumes
+                begun_at = max(0, batch + 1 - self.model.steps_per_execution)  # not 0 where a run resumes
                 total = self.params["steps"]
                 self._bar = tqdm(total=total, desc=epoch, file=sys.stdout, leave=False, initial=begun_at)
             self._bar.update(batch + 1 - self._bar.n)

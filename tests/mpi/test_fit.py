@@ -633,8 +633,11 @@ def test_callbacks_that_differ_between_ranks(comm, rows):
         pytest.skip("two ranks")
     model = make_model(hpcdist.MultiWorkerMirroredStrategy())
     own = [hpcdist.callbacks.TerminateOnNaN()] if comm.rank == 0 else []
-    with pytest.raises(UsageError, match="fit: expected the callbacks of the chief, TerminateOnNaN, History, got"):
+    with pytest.raises(UsageError, match=r"of the chief, TerminateOnNaN \(after batches\), History, got"):
         model.fit(*rows, callbacks=own, verbose=0)
+    hooks = {"on_train_batch_end": lambda batch, logs: None} if comm.rank == 0 else {}
+    with pytest.raises(UsageError, match=r"expected the callbacks of the chief, LambdaCallback \(after batches\), "):
+        model.fit(*rows, callbacks=[hpcdist.callbacks.LambdaCallback(**hooks)], verbose=0)
 
 
 def test_predictions_go_to_a_file_row_by_row(comm, strategy, rows, shared_path):

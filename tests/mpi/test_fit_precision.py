@@ -1,5 +1,7 @@
 """What compile says of gradients: accumulated in pieces, clipped, in half precision with a loss scale."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -247,6 +249,38 @@ def test_a_step_of_its_own_does_not_ignore_options(strategy, rows):
             train(True, **options)
     with pytest.raises(UsageError, match="no gradient_accumulation_steps for a model with a train_step of its own"):
         train(False, gradient_accumulation_steps=2)
+
+
+class OwnAccumulation(hpcdist.Model):
+    """A model that steps on the gradients of two batches."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(5, 1))
+        self.n_calls = 0
+
+    def train_step(self, data):
+        x, y, _ = self.unpack(data)
+        self.n_calls += 1
+        with self.strategy.no_sync() if self.n_calls % 2 else contextlib.nullcontext():
+            self.backward(self.compute_loss(x, y, self(x)) / 2)
+        if not self.n_calls % 2:
+            self.step()
+            self.optimizer.zero_grad()
+        return {}
+
+
+def test_a_step_of_its_own_may_accumulate_and_clip(comm, rows):
+    x, y = rows[0][:32], rows[1][:32]
+    clip = 0.01
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        torch.manual_seed(1)
+        model = OwnAccumulation()
+        model.compile(lambda p: torch.optim.SGD(p, lr=1.0), "mse", global_clipnorm=clip)
+    before = torch.cat([one.detach().reshape(-1).clone() for one in model.parameters()])
+    model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+    after = torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+    assert (after - before).norm() == pytest.approx(clip, rel=1e-4)
 
 
 def test_options_that_do_not_go_together(comm):
