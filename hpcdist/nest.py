@@ -33,6 +33,8 @@ def map_nest(function: Callable[..., Any], nest: Nest, *others: Nest) -> Nest:
 
 def is_nest(value: Any) -> bool:
     """Return whether a value has children, as a tuple, list or dict; else it is a leaf."""
+    if type(value) in (tuple, list, dict):
+        return True
     if not isinstance(value, (tuple, list, dict)) or isinstance(value, Counter):
         return False
     return f"{type(value).__module__}.{type(value).__name__}" != "torch.Size"  # torch is not imported here

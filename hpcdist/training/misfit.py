@@ -1,8 +1,6 @@
 """Says which layer of a model does not fit its input, where torch gives sizes of matrices alone."""
 
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -11,21 +9,17 @@ from hpcdist.errors import UsageError
 from hpcdist.nest import leaves
 
 
-@contextmanager
-def explaining_layers(model: nn.Module) -> Iterator[None]:
-    """Turn a torch error of the block about shapes or dtypes into a UsageError that names the layer."""
-    try:
-        yield
-    except (RuntimeError, IndexError, ValueError) as error:
-        found = None if _is_of_memory(error) else _failing_layer(model, error)
-        if found is None:
-            raise
-        name, layer, shapes = found
-        text = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UsageError(
-            f"{name}: expected inputs that fit {layer}, got {shapes}: {text}; check the shapes of the data and of "
-            f"the layers before it."
-        ) from error
+def explained(model: nn.Module, error: Exception) -> UsageError | None:
+    """Return a UsageError that names the layer for a torch error about shapes or dtypes; None for others."""
+    found = None if _is_of_memory(error) else _failing_layer(model, error)
+    if found is None:
+        return None
+    name, layer, shapes = found
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    return UsageError(
+        f"{name}: expected inputs that fit {layer}, got {shapes}: {text}; check the shapes of the data and of "
+        f"the layers before it."
+    )
 
 
 def _is_of_memory(error: BaseException) -> bool:

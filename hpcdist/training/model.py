@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -26,7 +27,7 @@ from hpcdist.training import inputs, named_metrics, optimizers
 from hpcdist.training.callbacks import Callback, History
 from hpcdist.training.description import describe, describe_layers, table_of_layers
 from hpcdist.training.loop import Fit, FitOptions, evaluation, joined, prediction, validated_epochs, write_rows
-from hpcdist.training.misfit import explaining_layers
+from hpcdist.training.misfit import explained
 from hpcdist.training.objective import Objective
 from hpcdist.training.precision import LossScale, as_float32, dtype_of
 
@@ -106,6 +107,7 @@ class Model(nn.Module):
         self._compiled_modules: list[Any] = []  # in a list, as it is no part of the state
         self._n_pieces = 1
         self._own_step_check: Any = None
+        self._one_parameter: list[nn.Parameter] = []  # in a list, as it is no second name of it
         self._half: torch.dtype | None = None
         self.steps_per_execution = 1
         self.loss_scale: LossScale | None = None
@@ -437,17 +439,23 @@ class Model(nn.Module):
         if is_empty:  # a last batch may leave nothing for this replica, and few modules take no rows
             x = map_nest(lambda one: one.new_zeros((1, *one.shape[1:])), x)
         half = self._half
-        with explaining_layers(self), torch.autocast(device.type, half) if half else contextlib.nullcontext():
-            found = self(*x) if isinstance(x, (tuple, list)) else self(**x) if isinstance(x, dict) else self(x)
+        try:
+            with torch.autocast(device.type, half) if half else contextlib.nullcontext():
+                found = self(*x) if isinstance(x, (tuple, list)) else self(**x) if isinstance(x, dict) else self(x)
+        except (RuntimeError, IndexError, ValueError) as error:
+            explanation = explained(self, error)
+            if explanation is None:
+                raise
+            raise explanation from error
         if is_empty:
             found = map_nest(lambda one: one[:0], found)
         return map_nest(as_float32, found) if half else found
 
     @property
     def _device(self) -> torch.device:
-        for parameter in self.parameters():
-            return parameter.device
-        return self.strategy.device
+        if not self._one_parameter:
+            self._one_parameter[:] = itertools.islice(self.parameters(), 1)
+        return self._one_parameter[0].device if self._one_parameter else self.strategy.device
 
     def run_step(
         self, step: Callable[[Any], Any], batch: Any, global_rows: int | None, must_check: bool = False
