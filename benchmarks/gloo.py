@@ -28,8 +28,8 @@ def start_gloo(comm: MPI.Comm) -> Iterator[None]:
     report = sys.excepthook
     dist.init_process_group("gloo", init_method=meeting, rank=comm.rank, world_size=comm.size, timeout=_TIMEOUT)
     sys.excepthook = report  # torch's holds back what is printed until the hook returns; a hook that aborts never does
+    yield
+    dist.destroy_process_group()  # not after an error: other ranks would not be there
     comm.Barrier()
     if comm.rank == 0:
         shutil.rmtree(folder)
-    yield
-    dist.destroy_process_group()  # not after an error: other ranks would not be there

@@ -16,6 +16,8 @@ import hpcdist.torch_backend
 from hpcdist.runtime.mpi import MPI
 
 HPCDIST = "hpcdist"
+#: With the optimizer's work divided over the ranks.
+SHARDED = "hpcdist, ZeroRedundancyOptimizer"
 #: No synchronization at all: what no contender can be faster than.
 CEILING = "no synchronization (the ceiling)"
 #: The same where there is one rank.
@@ -29,6 +31,15 @@ def replicated(name: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
     with strategy.scope():
         model = build(name)
         return model, adam(model)
+
+
+def sharded(name: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+    """Return the same with an optimizer that steps this rank's share."""
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op=hpcdist.ReduceOp.MEAN)
+    with strategy.scope():
+        model = build(name)
+        optimizer = hpcdist.optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3, fused=True)
+        return model, optimizer
 
 
 def alone(name: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
@@ -78,6 +89,7 @@ CONTENDERS: dict[str, Callable[[str, MPI.Comm], tuple[nn.Module, Optimizer]]] = 
     "DDP, hook: MPI_Allreduce in place": ddp_mpi,
     "DDP, backend hpcdist": ddp_backend,
     HPCDIST: replicated,
+    SHARDED: sharded,
     CEILING: alone,
 }
 #: What is compared on one rank.

@@ -124,6 +124,7 @@ MODULES = {
     "experimental": "experimental",
     "losses": "losses",
     "metrics": "metrics",
+    "optim": "optim",
     "partitioners": "plan.partitioners",
     "regularizers": "regularizers",
     "summary": "summary",

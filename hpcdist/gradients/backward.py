@@ -25,6 +25,8 @@ from hpcdist.gradients.local_rounds import LocalRounds
 from hpcdist.gradients.record import ParameterRecord
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.replicas.local_sums import sum_rows
+from hpcdist.gradients.sharded_buckets import ShardedBuckets
+from hpcdist.gradients.sharded_gradient import ShardedRecord
 from hpcdist.gradients.sparse import SparseRecord, sum_sparse
 from hpcdist.runtime.step_flags import N_NUMBERS, StepFlags
 
@@ -138,14 +140,24 @@ class GradientSums:
         """Return whether it is settled how the gradients of a backward combine."""
         return self.is_mean is not None and (not self._is_settled_by_loss or backward in self._scaled)
 
-    def plan(self, records: Sequence[tuple[ParameterRecord, nn.Parameter]], buffers: list[BufferRecord]) -> None:
-        """Sum these from now on. Collective on several hosts: all replicas."""
+    def plan(
+        self,
+        records: Sequence[tuple[ParameterRecord, nn.Parameter]],
+        buffers: list[BufferRecord],
+        is_sharded: bool = False,
+    ) -> None:
+        """Sum these from now on; sharded: by shares. Collective on several hosts, and for shares: all replicas."""
         self.records = [record for record, _ in records]
         self.sparse_records = [record for record in self.records if isinstance(record, SparseRecord)]
         self.buffers = buffers
         n_counts = len(records) + len(buffers) + len(self.sparse_records) + _N_FACTS + N_NUMBERS
         in_buckets = [pair for pair in records if not isinstance(pair[0], SparseRecord)]
-        self.buckets = BucketSet(in_buckets, n_counts, self.reducer, self._comm_hook)
+        self.buckets: BucketSet | ShardedBuckets
+        if is_sharded:
+            shared = [(record, owner) for record, owner in in_buckets if isinstance(record, ShardedRecord)]
+            self.buckets = ShardedBuckets(shared, n_counts, self.reducer)
+        else:
+            self.buckets = BucketSet(in_buckets, n_counts, self.reducer, self._comm_hook)
 
     def weight_of(self, local_index: int) -> float:
         """Return the weight of a local replica's gradients, in rows."""
@@ -423,7 +435,7 @@ class BackwardSum:
         sums.n_sums += 1
         contribution = sums.contribution(weight, local_index=0)
         counts = sums.counts(contribution, weight)
-        if sums.buckets.has_hook:
+        if isinstance(sums.buckets, BucketSet) and sums.buckets.has_hook:
             totals = sums.buckets.sum_counts(counts)
             touched = {record for record, n in zip(sums.records, totals, strict=False) if n}
             sums.buckets.sum_by_hook(touched, sums.divisor_of(totals) or 1.0)

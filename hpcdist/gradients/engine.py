@@ -37,10 +37,12 @@ from hpcdist.gradients.replicas.shared_writes import SharedWrites
 from hpcdist.gradients.replicas.state import ReplicaState
 from hpcdist.gradients.replicas.steps import ReplicaSteps
 from hpcdist.gradients.settings import describe_settings, explain_settings
+from hpcdist.gradients.sharded_gradient import ShardedRecord
 from hpcdist.gradients.sparse import SparseRecord
 from hpcdist.gradients.storage import Storage
 from hpcdist.gradients.tensors import from_array, layout, to_array
 from hpcdist.gradients.torch_hooks import Closure
+from hpcdist.gradients.zero_redundancy import ShardedParameters, ZeroRedundancyOptimizer, why_not
 from hpcdist.runtime.world import World
 
 logger = logging.getLogger("hpcdist")
@@ -195,6 +197,7 @@ class GradientEngine:
         self._forward_handle = None
         self._engines.clear()
         plan = self._agreed_plan()
+        sharded = self._sharded_optimizers(plan)
         self._broadcast(plan)
         if self._storage is not None:
             self._storage.adopt(plan.parameters, plan.sparse)
@@ -202,6 +205,8 @@ class GradientEngine:
         self._trained = IdentitySet(parameter for _, parameter in plan.trained)
         if self._is_summed:
             self._plan_buckets(plan)
+        for optimizer in sharded:
+            optimizer.shard([one for one in self.sums.records if isinstance(one, ShardedRecord)], self._reducer.group)
         if self._n_replicas > 1:
             self._warn_of_equal_batches(batch)
 
@@ -214,6 +219,25 @@ class GradientEngine:
         settings = f"comm hook {self._hook_name}\n{describe_settings(self._optimizers)}"
         self._world.require_same(settings, self._comm, lambda chiefs: explain_settings(settings, chiefs))
         return plan
+
+    def _sharded_optimizers(self, plan: ModelPlan) -> list[ZeroRedundancyOptimizer]:
+        """Return the optimizers that step shares; then the ranks of a host hold parameters once.
+
+        Raises:
+            UsageError: when the strategy cannot sum by shares; on every rank alike.
+        """
+        found = [one for one in self._optimizers if isinstance(one, ZeroRedundancyOptimizer)]
+        if not found or self._n_replicas == 1:
+            return []
+        is_plain = self._storage is None or isinstance(self._storage, ShardedParameters)
+        other = "" if is_plain else "parameters that the strategy itself holds elsewhere"
+        other = other or ("local_steps" if self.sums.rounds is not None else "")
+        error = why_not(self._optimizers, plan, self._reducer, self._hook_name is not None, other)
+        if error is not None:
+            raise agreed(error)
+        if self._storage is None:
+            self._storage = ShardedParameters(self._reducer.group)
+        return found
 
     def _require_same_tensors(self, own: str) -> None:
         """Raise DesyncError on all ranks unless all describe their tensors alike, one a line."""
@@ -235,12 +259,17 @@ class GradientEngine:
         self.generators.start(int(seed))
 
     def _plan_buckets(self, plan: ModelPlan) -> None:
+        is_sharded = isinstance(self._storage, ShardedParameters)
         for name, parameter in plan.trained:
             if self._record_of(parameter) is None:
                 # not where a dead parameter with the same id was: the order of records must not differ between ranks
                 self._records.pop(id(parameter), None)
-                kind = SparseRecord if parameter in plan.sparse else ParameterRecord
-                record = self._records[id(parameter)] = kind(name, parameter)
+                record: ParameterRecord
+                if is_sharded:
+                    record = ShardedRecord(name, parameter, self._reducer.group)
+                else:
+                    record = (SparseRecord if parameter in plan.sparse else ParameterRecord)(name, parameter)
+                self._records[id(parameter)] = record
                 self.backward.hook(record, parameter)
         records = [(record, record.parameter) for record in self._records.values()]
         alive = [(record, owner) for record, owner in records if owner is not None]
@@ -248,7 +277,7 @@ class GradientEngine:
         self._records = {id(owner): record for record, owner in alive}
         if self._replica_backward is not None:
             self._replica_backward.require_host(alive)
-        self.sums.plan(alive, [BufferRecord(buffer, tensor) for buffer, tensor in plan.averaged])
+        self.sums.plan(alive, [BufferRecord(buffer, tensor) for buffer, tensor in plan.averaged], is_sharded)
         self._shapes = frozenset(owner.shape for _, owner in alive)
         self._state.watch([record for record, _ in alive], plan.buffers)
         if self._writes is not None:

@@ -123,7 +123,8 @@ def on_optimizer_built(see: Callable[[Optimizer], None]) -> Iterator[None]:
 
     def wrapped(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
         add_group(optimizer, param_group)
-        see(optimizer)
+        if optimizer not in _parts:
+            see(optimizer)
 
     Optimizer.add_param_group = wrapped  # type: ignore[method-assign, assignment]
     try:
@@ -270,6 +271,18 @@ class _StepHandle:
         self._table.pop(self._number, None)
 
 
+#: Optimizers that are a part of another one: nobody sees how they are built, and their steps.
+_parts: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+
+
+def make_part(kind: type[Optimizer], parameters: Any, **options: Any) -> Optimizer:
+    """Return an optimizer that nobody sees."""
+    made = kind.__new__(kind)
+    _parts.add(made)
+    kind.__init__(made, parameters, **options)
+    return made
+
+
 def before_any_step(see: Callable[[Optimizer, Closure | None], Closure | None]) -> Handle:
     """Call see(optimizer, closure), a method, before the step of every optimizer of the process.
 
@@ -290,6 +303,8 @@ def _register(table: dict[int, Any], see: Callable[..., Any]) -> _StepHandle:
 
 
 def _show_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    if optimizer in _parts:
+        return None
     given = closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     for see in list(_before_steps.values()):
         other = see(optimizer, closure)
@@ -298,7 +313,7 @@ def _show_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _show_after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for see in list(_after_steps.values()):
+    for see in () if optimizer in _parts else list(_after_steps.values()):
         see(optimizer)
 
 

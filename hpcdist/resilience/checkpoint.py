@@ -485,7 +485,8 @@ def _kind(item: Any) -> str:
         return "strategy"
     if _is_tensor(item):
         return "tensor"
-    return "module" if hasattr(item, "named_parameters") else type(item).__name__
+    own = getattr(item, "checkpoint_kind", type(item).__name__)
+    return "module" if hasattr(item, "named_parameters") else own
 
 
 def _damaged(expected: str, found: Any, source: str) -> CheckpointDamaged:

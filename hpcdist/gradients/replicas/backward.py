@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hpcdist.errors import GradientError
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.backward import Contribution, GradientSums, graph_refusal, refuse_unsupported
+from hpcdist.gradients.bucket_set import BucketSet
 from hpcdist.gradients.record import ParameterRecord, Pending
 from hpcdist.gradients.replicas.local_sums import LocalSums
 from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
@@ -184,6 +185,7 @@ class ReplicaBackwardSum:
             sums.n_sums += 1  # with the first contribution, by which `stop` knows that it was counted
         self._contributions.append(contribution)
         if self._local_sums is None:
+            assert isinstance(sums.buckets, BucketSet), "shares are summed where each rank has one replica"
             self._local_sums = LocalSums(sums.buckets, sums.reducer)
         self._local_sums.add(self._replica, sums.counts(contribution, weight))
         if not is_last:  # its gradients are in the local sums; the last replica publishes

@@ -40,6 +40,7 @@ LAYERS = {
     "experimental": 9,
     "losses": 9,
     "metrics": 9,
+    "optim": 9,
     "regularizers": 9,
     "summary": 9,
     "testing": 9,

@@ -1,0 +1,116 @@
+"""Sums of which each rank of a host gets its own share only: half of an all-reduce.
+
+Across hosts a share is summed in its lane, by the ranks that own it on each host, as in `hierarchical.py`: the bits are
+those of an all-reduce by shared memory on one host, and of a hierarchical one on several.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hpcdist.collectives.group import Group
+from hpcdist.collectives.hierarchical import CHUNK_BYTES as LANE_BYTES
+from hpcdist.collectives.hierarchical import LaneExchange
+from hpcdist.collectives.ops import SUM, silently
+from hpcdist.collectives.shared_memory import CHUNK_BYTES
+from hpcdist.collectives.staging import BLOCK_BYTES, bits_of, copy
+from hpcdist.collectives.wire import PLAIN
+from hpcdist.runtime.node_memory import NodeWindow
+
+Array = npt.NDArray[Any]
+#: (start, stop) of each owner's share of a flat array, by local rank.
+Bounds = Sequence[tuple[int, int]]
+
+
+class SliceSums:
+    """Sums over the ranks of a group, share by share; the first `n_owners` local ranks of each host own one.
+
+    Collective: `group.comm`; so are all calls but `sum_rows`, in one order.
+
+    Args:
+        group: the ranks.
+
+    Attributes:
+        n_owners: ranks of each host that own a share: those that have a lane.
+        local_rank: this rank's number on its host.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.n_owners = group.placement.n_lanes
+        self.local_rank = group.node_comm.rank
+        self._plan = group.lane_plan(group.placement.is_aligned)
+        self._additions = self._plan.local_additions
+        self._window: NodeWindow | None = None
+        self._number = 0
+
+    def sum_rows(self, rows: list[Array]) -> None:
+        """Leave the sum of rows, one of each local rank, in this rank's row. Not collective; rows are overwritten."""
+        if len(rows) > 1 and rows[0].size:
+            _sum_rows(rows, self.local_rank, self._additions)
+
+    def reduce(self, array: Array, bounds: Bounds) -> None:
+        """Leave the sum over the host of this rank's share there; other elements stay. Collective: the node.
+
+        Args:
+            array: flat, private to the rank.
+            bounds: of each owner.
+
+        Cost: each rank writes its elements that others own to memory smaller than the cache, and reads those of others
+            that it owns; a barrier for 1.5 MiB.
+        """
+        if self._group.node_comm.size == 1:
+            return
+        n_piece = CHUNK_BYTES // array.itemsize // self.n_owners
+        own = (*bounds, (0, 0))[min(self.local_rank, self.n_owners)]
+        for first in range(0, max(stop - start for start, stop in bounds), n_piece):
+            slots = self._next_slots(array.dtype)
+            for owner, (start, stop) in enumerate(bounds):
+                piece = array[start + first : min(stop, start + first + n_piece)]
+                if owner != self.local_rank and piece.size:
+                    copy(bits_of(slots[self.local_rank][owner * n_piece :][: piece.size]), bits_of(piece))
+            self._group.barrier.wait()
+            mine = array[own[0] + first : min(own[1], own[0] + first + n_piece)]
+            rows = [slot[self.local_rank * n_piece :][: mine.size] for slot in slots]
+            rows[self.local_rank] = mine
+            self.sum_rows(rows)
+
+    def _next_slots(self, dtype: np.dtype[Any]) -> list[Array]:
+        """Return every local rank's slot. Two are used in turn: before one is written again lies a barrier."""
+        if self._window is None:
+            self._window = NodeWindow(self._group.node_comm, 2 * CHUNK_BYTES, self._group.world)
+        first = self._number % 2 * CHUNK_BYTES
+        self._number += 1
+        return [np.frombuffer(piece[first : first + CHUNK_BYTES], dtype) for piece in self._window.pieces]
+
+    def sum_over_hosts(self, own: Array) -> None:
+        """Replace this rank's share, summed over its host, by the sum over all hosts. Collective: its lane.
+
+        Cost: as the part of a hierarchical all-reduce between hosts.
+        """
+        if self._group.lane_comm is None or self._group.lane_comm.size == 1:
+            return
+        n_chunk = LANE_BYTES // own.itemsize
+        parts = [(start, own[start : start + n_chunk]) for start in range(0, own.size, n_chunk)]
+        chunks = [LaneExchange(self._group, self._plan, SUM, PLAIN, [part], (0, start)) for start, part in parts]
+        for step in range(len(chunks) + 2):
+            if step < len(chunks):
+                chunks[step].begin()
+            if 0 <= step - 1 < len(chunks):
+                chunks[step - 1].combine()
+            if step - 2 >= 0:
+                chunks[step - 2].finish()
+
+
+@silently
+def _sum_rows(rows: list[Array], own: int, additions: Sequence[tuple[int, int]]) -> None:
+    """Add rows in the order of the tree, block by block in the cache; the last addition goes to this rank's row."""
+    n_block = max(4096, BLOCK_BYTES // len(rows) // rows[0].itemsize)
+    for start in range(0, rows[0].size, n_block):
+        block = [row[start : start + n_block] for row in rows]
+        for into, row in additions[:-1]:
+            np.add(block[into], block[row], out=block[into])
+        into, row = additions[-1]
+        np.add(block[into], block[row], out=block[own])

@@ -1,0 +1,443 @@
+"""ZeroRedundancyOptimizer: each rank of a host sums and steps its share of the parameters, which the host holds once.
+
+Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC20, arXiv
+1910.02054), stage 1, and torch.distributed.optim.ZeroRedundancyOptimizer for the name. There each rank sends the
+parameters that it has stepped to all others; here it writes them where all ranks of its host read them.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+from hpcdist.collectives import library
+from hpcdist.collectives.group import Group
+from hpcdist.collectives.options import CommunicationImplementation
+from hpcdist.errors import UsageError
+from hpcdist.gradients import torch_hooks
+from hpcdist.gradients.model_plan import ModelPlan
+from hpcdist.gradients.node_parameters import NodeParameters, is_on_host
+from hpcdist.gradients.reducer import Reducer
+from hpcdist.gradients.sharded_gradient import ShardedGradient, ShardedRecord
+from hpcdist.gradients.sharded_state import SharedState, probe_state
+from hpcdist.plan.shards import BLOCK_ELEMENTS
+from hpcdist.runtime.process import make_world
+
+#: They treat each element by itself, so that a share is stepped as it would be in the whole parameter.
+_ELEMENTWISE = (Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
+
+
+class ShardedParameters:
+    """The parameters of a strategy that holds them once on each host; a `Storage`.
+
+    A step is made between two barriers: before the first one other ranks may still read, after the second one all have
+    written.
+
+    Args:
+        group: the ranks.
+    """
+
+    is_summed = needs_sum = True
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._memory = NodeParameters(group)
+
+    def adopt(self, named: Sequence[tuple[str, nn.Parameter]], sparse: Iterable[nn.Parameter] = ()) -> None:
+        """Move parameters to the shared memory; see `NodeParameters.adopt`."""
+        self._memory.adopt(named)
+
+    def begin_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        """Wait until nobody reads the parameters. Collective: the ranks of the host.
+
+        Raises:
+            GradientError: when a parameter was moved; on this rank only.
+        """
+        self._memory.require_unmoved()
+        self._memory.wait()
+
+    def end_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Return when all ranks have written. Collective: the ranks of the host.
+
+        What the others write no version counter of torch counts: it is counted here.
+        """
+        self._memory.wait()
+        torch.autograd.graph.increment_version(parameters)
+
+
+class ZeroRedundancyOptimizer(Optimizer):
+    """An optimizer whose work and state are divided over the ranks of each host.
+
+    >>> with strategy.scope():
+    ...     model = torch.nn.Linear(64, 10)
+    ...     optimizer = hpcdist.optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3)
+
+    At the first use of the model its parameters move to memory that the ranks of a host share. A backward leaves each
+    rank its share of the summed gradients, and `step` updates that share where all ranks read it. Weights have the bits
+    that `optimizer_class` gives them under the same strategy; state_dict and checkpoints are those of that class, on
+    any number of ranks.
+
+    Between backward and step nobody can read gradients: `parameter.grad` raises. To clip them, call `clip_grad_norm_`
+    or `clip_grad_value_` here; torch.amp.GradScaler works. A graph that was kept cannot be used again after a step.
+    `step`, `clip_grad_norm_`, `load_state_dict` and the first use are collective: chief and workers.
+
+    For MultiWorkerMirroredStrategy and MirroredStrategy with one replica on each rank, on the CPU; all optimizers of
+    the scope are ZeroRedundancyOptimizers. With one rank it is `optimizer_class`.
+
+    Args:
+        params: parameters made in the scope, or groups of them.
+        optimizer_class: one of torch.optim that treats each element by itself, or a class derived from it.
+        defaults: its options.
+
+    Raises:
+        UsageError: for another class of optimizer.
+
+    Cost: memory of a host: parameters and state once; on each rank its gradients, those below 1 MiB twice. The sum is
+        half of an all-reduce: each rank writes its gradients and reads 1/n of those of n ranks. A step waits at two
+        barriers.
+    """
+
+    def __init__(self, params: Any, optimizer_class: type[Optimizer] = Adam, **defaults: Any) -> None:
+        _require_elementwise(optimizer_class)
+        self.optimizer_class = optimizer_class
+        self._shares: _Shares | None = None
+        self._loaded: dict[str, Any] | None = None
+        super().__init__(params, torch_hooks.make_part(optimizer_class, [torch.zeros(1)], **defaults).defaults)
+
+    @property
+    def checkpoint_kind(self) -> str:
+        """What checkpoints call it: as the plain optimizer, whose state it has."""
+        return self.optimizer_class.__name__
+
+    def shard(self, records: Sequence[ShardedRecord], group: Group) -> None:
+        """Divide the parameters of these records; the strategy calls it when it plans. Collective: the group."""
+        loaded = self._loaded if self._shares is None else _copied(self.state_dict())
+        by_parameter = {id(record.reference()): record for record in records}
+        parameters = _parameters_of(self)
+        self._shares = _Shares(self, [by_parameter.get(id(one)) for one in parameters], group)
+        if loaded is not None:
+            self.load_state_dict(loaded)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, before the first use.
+
+        Raises:
+            UsageError: after it.
+        """
+        if getattr(self, "_shares", None) is not None:
+            raise UsageError(
+                "add_param_group: expected all groups before the first use of the model, got one after it; give them "
+                "when the ZeroRedundancyOptimizer is made."
+            )
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step this rank's share. Collective: chief and workers.
+
+        Args:
+            closure: computes a loss and its gradients, and returns the loss; or None.
+
+        Raises:
+            UsageError: when the parameters were not made, or the optimizer was made, outside of a strategy's scope.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._made_shares().step()
+        return loss
+
+    def _made_shares(self) -> "_Shares":
+        if self._shares is None:
+            n_ranks = make_world().role_comm.size
+            if n_ranks > 1:
+                raise UsageError(
+                    f"ZeroRedundancyOptimizer: expected parameters and optimizer made in the scope of a strategy, and "
+                    f"the optimizer before the first use of the model, got others on {n_ranks} ranks; make both in "
+                    f"strategy.scope()."
+                )
+            self._shares = _Shares(self, [], None)
+            if self._loaded is not None:
+                self.load_state_dict(self._loaded)
+        return self._shares
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale the gradients so that the norm of all of them is at most `max_norm`; return the norm before, float64.
+
+        Same norm, and same bits, on any number of ranks. Collective: chief and workers.
+
+        Args:
+            max_norm: see above.
+            norm_type: of a p-norm; may be infinite.
+            error_if_nonfinite: whether to raise RuntimeError, on all ranks, for a norm of infinity or NaN.
+
+        Cost: a sum over ranks of 8 bytes for each 1,024 elements.
+        """
+        norm = self._made_shares().norm(float(norm_type))
+        if error_if_nonfinite and not np.isfinite(norm):
+            raise RuntimeError(
+                f"clip_grad_norm_: expected a finite norm of order {norm_type} of the gradients, got {norm}; look at "
+                f"the loss, or pass error_if_nonfinite=False."
+            )
+        scale = torch.clamp(torch.tensor(max_norm / (norm + 1e-6), dtype=torch.float32), max=1.0)
+        for gradient in self._made_shares().gradients():
+            gradient.mul_(scale)
+        return torch.tensor(norm, dtype=torch.float64)
+
+    @torch.no_grad()
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Bound each element of the gradients by -clip_value and clip_value. Not collective."""
+        for gradient in self._made_shares().gradients():
+            gradient.clamp_(-clip_value, clip_value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as that of `optimizer_class`, whole on every rank; tensors are not copied.
+
+        Not collective; another rank's next step changes it.
+        """
+        numbers = iter(range(sum(len(group["params"]) for group in self.param_groups)))
+        groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
+        loaded = {} if self._loaded is None else self._loaded["state"]
+        return {"state": loaded if self._shares is None else self._shares.read(), "param_groups": groups}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a state of `optimizer_class` or of this class, from any number of ranks. Collective: chief and workers.
+
+        Raises:
+            ValueError: for other groups, or a state of other shapes.
+        """
+        groups, saved = self.param_groups, state_dict["param_groups"]
+        sizes, own = [len(one["params"]) for one in saved], [len(one["params"]) for one in groups]
+        if sizes != own:
+            raise ValueError(f"load_state_dict: expected groups of {own} parameters, got {sizes}; make the same groups")
+        parameters = _parameters_of(self)
+        names = [name for one in saved for name in one["params"]]
+        states = {number: state_dict["state"][n] for number, n in enumerate(names) if n in state_dict["state"]}
+        for number, state in states.items():
+            shapes = {tuple(value.shape) for value in state.values() if isinstance(value, Tensor) and value.dim()}
+            if shapes - {tuple(parameters[number].shape)}:
+                raise ValueError(
+                    f"load_state_dict: expected the state of parameter {number} in shape "
+                    f"{tuple(parameters[number].shape)}, got {sorted(shapes)}; load that of the same model"
+                )
+        for group, options in zip(groups, saved, strict=True):
+            group.update({key: value for key, value in options.items() if key != "params"})
+        if self._shares is None:
+            self._loaded = {"state": states, "param_groups": saved}
+        else:
+            self._shares.write(states)
+
+
+class _Shares:
+    """This rank's share of an optimizer's parameters, and the optimizer that steps it.
+
+    Args:
+        outer: whose groups.
+        records: of its parameters; None for one that is not trained.
+        group: the ranks; None: this one alone, whose share is everything.
+    """
+
+    def __init__(
+        self, outer: ZeroRedundancyOptimizer, records: Sequence[ShardedRecord | None], group: Group | None
+    ) -> None:
+        self._outer, self._group = outer, group
+        self._parameters = _parameters_of(outer)
+        self._own = [(0, 0) if record is None else record.own for record in records]
+        if group is None:
+            self._own = [(0, one.numel()) for one in self._parameters]
+        self._mine: list[Tensor | None] = [
+            None if start == stop else parameter if group is None else _share_of(parameter, start, stop)
+            for parameter, (start, stop) in zip(self._parameters, self._own, strict=True)
+        ]
+        options = [{key: value for key, value in given.items() if key != "params"} for given in outer.param_groups]
+        numbers = iter(self._mine)
+        shares = [[next(numbers) for _ in given["params"]] for given in outer.param_groups]
+        groups = [
+            {**own, "params": [one for one in part if one is not None]}
+            for own, part in zip(options, shares, strict=True)
+        ]
+        self._inner: Optimizer | None = None
+        if any(one["params"] for one in groups):
+            self._inner = torch_hooks.make_part(outer.optimizer_class, groups)
+        self._state = None if group is None else self._make_state(options, group)
+        self._n_states = 0
+
+    def _make_state(self, options: list[dict[str, Any]], group: Group) -> SharedState:
+        keys = [
+            probe_state(self._outer.optimizer_class, own, parameter.dtype)
+            for own, given in zip(options, self._outer.param_groups, strict=True)
+            for parameter in given["params"]
+        ]
+        return SharedState(group, self._parameters, keys, self._own)
+
+    def step(self) -> None:
+        """Step this rank's share."""
+        if self._inner is None:
+            return
+        for given, own in zip(self._outer.param_groups, self._inner.param_groups, strict=True):
+            own.update({key: value for key, value in given.items() if key != "params"})
+        if self._group is None:
+            self._inner.step()
+            return
+        for parameter, mine in zip(self._parameters, self._mine, strict=True):
+            if mine is not None:
+                mine.grad = parameter.grad.share if isinstance(parameter.grad, ShardedGradient) else None
+        self._inner.step()
+        for mine in self._mine:
+            if mine is not None:
+                mine.grad = None  # so that zero_grad frees it
+        if len(self._inner.state) != self._n_states:
+            self._share_state(self._inner)
+
+    def _share_state(self, inner: Optimizer) -> None:
+        assert self._state is not None, "only shares of several ranks are shared"
+        for number, mine in enumerate(self._mine):
+            if mine is not None and inner.state.get(mine) and not self._state.has(number):
+                self._state.take(number, inner.state[mine])
+        self._n_states = len(inner.state)
+
+    def gradients(self) -> list[Tensor]:
+        """Return this rank's share of each gradient that there is."""
+        return [self._gradient_of(one) for one in self._parameters if one.grad is not None]
+
+    def _gradient_of(self, parameter: nn.Parameter) -> Tensor:
+        gradient = parameter.grad
+        assert gradient is not None, "asked for where there is one"
+        return gradient.share if isinstance(gradient, ShardedGradient) else gradient
+
+    def norm(self, order: float) -> float:
+        """Return the norm of all gradients. Collective: the group.
+
+        Of blocks that begin at the same places on any number of ranks, each summed by one rank; then of all in order.
+        """
+        sizes = [-(-one.numel() // BLOCK_ELEMENTS) for one in self._parameters]
+        blocks = np.zeros(sum(sizes))
+        first = 0
+        for parameter, (start, stop), size in zip(self._parameters, self._own, sizes, strict=True):
+            if parameter.grad is not None and start < stop:
+                values = _norms_of_blocks(self._gradient_of(parameter), order)
+                at = first + start // BLOCK_ELEMENTS
+                blocks[at : at + len(values)] = values
+            first += size
+        if self._group is not None:
+            blocks = self._on_all_ranks(blocks)
+        if order == np.inf:
+            return float(blocks.max(initial=0.0))
+        return float(blocks.sum() ** (1 / order))
+
+    def _on_all_ranks(self, blocks: Any) -> Any:
+        """Return the blocks of all owners: one host has all of them. Collective: the group."""
+        assert self._group is not None, "there are other ranks"
+        own = blocks if self._group.host == 0 else np.zeros_like(blocks)
+        with self._group.recorded("norms of gradients", own):
+            library.all_reduce(own, self._group)
+        return own
+
+    def read(self) -> dict[int, dict[str, Any]]:
+        """Return the whole state by the numbers of the parameters."""
+        if self._state is None:
+            states = [] if self._inner is None else [self._inner.state.get(one) for one in self._parameters]
+        else:
+            states = [self._state.read(number) for number in range(len(self._parameters))]
+        return {number: dict(state) for number, state in enumerate(states) if state}
+
+    def write(self, states: dict[int, dict[str, Any]]) -> None:
+        """Take the whole state by the numbers of the parameters. Collective: the ranks of the host."""
+        if self._state is None:
+            if self._inner is not None:
+                self._inner.load_state_dict({**self._inner.state_dict(), "state": states})
+            return
+        for number, mine in enumerate(self._mine):
+            own = self._state.write(number, states.get(number))
+            if self._inner is not None and mine is not None:
+                self._inner.state.pop(mine, None)
+                if own:
+                    self._inner.state[mine] = own
+        self._n_states = 0 if self._inner is None else len(self._inner.state)
+        assert self._group is not None, "its ranks share the state"
+        with self._group.recorded("state of an optimizer", None):
+            self._group.barrier.wait()  # so that every rank may read all of it
+
+
+def why_not(
+    optimizers: Iterable[Optimizer], plan: ModelPlan, reducer: Reducer, has_hook: bool, other: str
+) -> UsageError | None:
+    """Return why the gradients of a strategy's models cannot be summed by shares; equal on all ranks.
+
+    Args:
+        optimizers: of its scope.
+        plan: of its models.
+        reducer: sums gradients.
+        has_hook: whether a comm hook does.
+        other: what else the strategy does with parameters or gradients, such as local steps.
+    """
+    given = [one for one in optimizers if isinstance(one, ZeroRedundancyOptimizer)]
+    held = [id(one) for optimizer in given for group in optimizer.param_groups for one in group["params"]]
+    planned = {id(one) for _, one in plan.parameters}
+    plain = [one for one in optimizers if one not in given and not planned.isdisjoint(map(id, _parameters_of(one)))]
+    group, route = reducer.group, reducer.route
+    algorithms = (CommunicationImplementation.SHARED_MEMORY, CommunicationImplementation.HIERARCHICAL)
+    found = (
+        (len(held) != len(set(held)) and "a parameter in two of them; give it to one")
+        or (
+            plain and f"{type(plain[0]).__name__} for others of the scope; give all of them to ZeroRedundancyOptimizers"
+        )
+        or (other and f"{other}; leave that out")
+        or (has_hook and "a comm hook; leave it out")
+        or (reducer.replicas.n_replicas != group.size and "num_replicas; leave it out")
+        or (route.wire_dtype is not None and f"wire_dtype {route.wire_dtype}; leave it out")
+        or (route.algorithm not in algorithms and f"gradients summed by {route.name}; ask for AUTO")
+        or (not group.facts.can_share_memory and "ranks that share no memory; use a plain optimizer")
+        or (route.is_ordered and not group.placement.is_aligned and "is_ordered on these hosts; leave it out")
+        or next((f"sparse gradients of {n!r}; make them dense" for n, p in plan.trained if p in plan.sparse), "")
+        or next((f"{n!r} on {p.device}; keep it on the CPU" for n, p in plan.parameters if not is_on_host(p)), "")
+    )
+    if not found:
+        return None
+    return UsageError(
+        f"ZeroRedundancyOptimizer: expected a strategy with one replica on each rank, whose optimizers all are "
+        f"ZeroRedundancyOptimizers, got {found}."
+    )
+
+
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def _require_elementwise(optimizer_class: Any) -> None:
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, _ELEMENTWISE)):
+        name = getattr(optimizer_class, "__name__", repr(optimizer_class))
+        known = ", ".join(sorted(one.__name__ for one in _ELEMENTWISE))
+        raise UsageError(
+            f"ZeroRedundancyOptimizer: expected an optimizer that treats each element by itself ({known}), got {name}, "
+            f"whose steps of a share could differ from those of the whole; use {name} without ZeroRedundancyOptimizer."
+        )
+
+
+def _share_of(parameter: nn.Parameter, start: int, stop: int) -> Tensor:
+    """Return elements of a parameter's memory as a tensor of its own."""
+    flat = parameter.data.as_strided((parameter.numel(),), (1,), parameter.data.storage_offset())
+    return flat[start:stop]
+
+
+def _norms_of_blocks(gradient: Tensor, order: float) -> Any:
+    """Return of each block of a flat gradient its largest magnitude, or the sum of its magnitudes' powers, float64."""
+    values = np.abs(gradient.detach().reshape(-1).double().numpy())
+    n_blocks = -(-len(values) // BLOCK_ELEMENTS)
+    padded = np.zeros((n_blocks, BLOCK_ELEMENTS))
+    padded.reshape(-1)[: len(values)] = values
+    return padded.max(1) if order == np.inf else (padded**order).sum(1)
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    copies = {
+        number: {key: value.clone() if isinstance(value, Tensor) else value for key, value in own.items()}
+        for number, own in state["state"].items()
+    }
+    return {**state, "state": copies}
