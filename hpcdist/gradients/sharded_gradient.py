@@ -131,6 +131,18 @@ class ShardedRecord(ParameterRecord):
             self.pending.earlier = stashed
         return None
 
+    def accumulate_locally(self, parameter: nn.Parameter, weight: float) -> None:
+        """Add what a backward under no_sync has written to what `stash` found; see `ParameterRecord`."""
+        stashed = self.pending.stashed
+        if isinstance(stashed, ShardedGradient):
+            if not stashed.is_zero:
+                raise GradientError(
+                    f"no_sync: expected zeroed or local gradients, got one summed over the replicas in {self.name!r}; "
+                    f"call zero_grad() before accumulating."
+                )
+            self.pending.stashed = None
+        super().accumulate_locally(parameter, weight)
+
     def publish(self, n_touched: float) -> None:
         """Make `parameter.grad` this rank's share of the sum, plus what earlier backwards left of it."""
         parameter, earlier = self.reference(), self.pending.earlier

@@ -4,7 +4,7 @@ So it exists once on each host, and any rank can read all of it: what a checkpoi
 Each rank writes its share, in the optimizer's step; others read it between steps only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,31 +13,37 @@ from torch.optim.optimizer import Optimizer
 
 from hpcdist.collectives.group import Group
 from hpcdist.errors import UsageError
-from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.node_parameters import allocate, cut_memory, shaped_as
 
 _ALIGNMENT = 64
 _PROBE_ELEMENTS = 64
 
 
-def probe_state(make: type[Optimizer], options: dict[str, Any], dtype: torch.dtype) -> dict[str, tuple[bool, Any]]:
+def probe_state(
+    make: Callable[[Any], Optimizer], options: dict[str, Any], dtype: torch.dtype
+) -> dict[str, tuple[bool, Any]]:
     """Return what an optimizer keeps of a parameter: key -> whether for each element, and the dtype.
 
     Found by a step on zeros.
+
+    Args:
+        make: returns the optimizer of some groups.
+        options: of the parameter's group.
+        dtype: of the parameter.
 
     Raises:
         UsageError: when it keeps something else than tensors of the parameter's shape and numbers in tensors.
     """
     probe = torch.zeros(_PROBE_ELEMENTS, dtype=dtype)
     probe.grad = torch.zeros_like(probe)
-    optimizer = torch_hooks.make_part(make, [{**options, "params": [probe]}])
+    optimizer = make([{**options, "params": [probe]}])
     optimizer.step()
     found = {}
     for key, value in optimizer.state[probe].items():
         if not isinstance(value, Tensor) or value.shape not in ((_PROBE_ELEMENTS,), ()):
             raise UsageError(
                 f"ZeroRedundancyOptimizer: expected an optimizer whose state is of a parameter's shape, got {key!r} of "
-                f"{make.__name__}; use a plain optimizer."
+                f"{type(optimizer).__name__}; use a plain optimizer."
             )
         found[key] = (value.dim() == 1, value.dtype)
     return found

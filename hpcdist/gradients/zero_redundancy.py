@@ -6,6 +6,7 @@ parameters that it has stepped to all others; here it writes them where all rank
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -105,12 +106,17 @@ class ZeroRedundancyOptimizer(Optimizer):
         self.optimizer_class = optimizer_class
         self._shares: _Shares | None = None
         self._loaded: dict[str, Any] | None = None
-        super().__init__(params, torch_hooks.make_part(optimizer_class, [torch.zeros(1)], **defaults).defaults)
+        self._given = defaults
+        super().__init__(params, self.make_part([torch.zeros(1)]).defaults)
 
     @property
     def checkpoint_kind(self) -> str:
         """What checkpoints call it: as the plain optimizer, whose state it has."""
         return self.optimizer_class.__name__
+
+    def make_part(self, groups: Any) -> Optimizer:
+        """Return a plain optimizer with the options that this one was given, which nobody sees."""
+        return torch_hooks.make_part(self.optimizer_class, groups, **self._given)
 
     def shard(self, records: Sequence[ShardedRecord], group: Group) -> None:
         """Divide the parameters of these records; the strategy calls it when it plans. Collective: the group."""
@@ -220,11 +226,12 @@ class ZeroRedundancyOptimizer(Optimizer):
         names = [name for one in saved for name in one["params"]]
         states = {number: state_dict["state"][n] for number, n in enumerate(names) if n in state_dict["state"]}
         for number, state in states.items():
-            shapes = {tuple(value.shape) for value in state.values() if isinstance(value, Tensor) and value.dim()}
-            if shapes - {tuple(parameters[number].shape)}:
+            own_shape = tuple(parameters[number].shape)
+            shapes = {tuple(value.shape) for value in state.values() if isinstance(value, Tensor)} - {own_shape, ()}
+            if shapes:
                 raise ValueError(
-                    f"load_state_dict: expected the state of parameter {number} in shape "
-                    f"{tuple(parameters[number].shape)}, got {sorted(shapes)}; load that of the same model"
+                    f"load_state_dict: expected the state of parameter {number} in shape {own_shape}, got "
+                    f"{sorted(shapes)}; load that of the same model"
                 )
         for group, options in zip(groups, saved, strict=True):
             group.update({key: value for key, value in options.items() if key != "params"})
@@ -239,7 +246,7 @@ class _Shares:
 
     Args:
         outer: whose groups.
-        records: of its parameters; None for one that is not trained.
+        records: of its parameters; None for one that is not trained; nothing without a group.
         group: the ranks; None: this one alone, whose share is everything.
     """
 
@@ -248,9 +255,9 @@ class _Shares:
     ) -> None:
         self._outer, self._group = outer, group
         self._parameters = _parameters_of(outer)
-        self._own = [(0, 0) if record is None else record.own for record in records]
-        if group is None:
-            self._own = [(0, one.numel()) for one in self._parameters]
+        is_first = group is None or group.node_comm.rank == 0
+        whole = [(0, one.numel() * is_first) for one in self._parameters]  # of what is not trained, too
+        self._own = [own if record is None else record.own for own, record in zip_longest(whole, records)]
         self._mine: list[Tensor | None] = [
             None if start == stop else parameter if group is None else _share_of(parameter, start, stop)
             for parameter, (start, stop) in zip(self._parameters, self._own, strict=True)
@@ -264,13 +271,15 @@ class _Shares:
         ]
         self._inner: Optimizer | None = None
         if any(one["params"] for one in groups):
-            self._inner = torch_hooks.make_part(outer.optimizer_class, groups)
+            self._inner = outer.make_part(groups)
         self._state = None if group is None else self._make_state(options, group)
         self._n_states = 0
+        if self._inner is not None and self._inner.state and group is not None:  # as that of Adagrad
+            self._share_state(self._inner)
 
     def _make_state(self, options: list[dict[str, Any]], group: Group) -> SharedState:
         keys = [
-            probe_state(self._outer.optimizer_class, own, parameter.dtype)
+            probe_state(self._outer.make_part, own, parameter.dtype)
             for own, given in zip(options, self._outer.param_groups, strict=True)
             for parameter in given["params"]
         ]
@@ -383,26 +392,22 @@ def why_not(
     plain = [one for one in optimizers if one not in given and not planned.isdisjoint(map(id, _parameters_of(one)))]
     group, route = reducer.group, reducer.route
     algorithms = (CommunicationImplementation.SHARED_MEMORY, CommunicationImplementation.HIERARCHICAL)
-    found = (
-        (len(held) != len(set(held)) and "a parameter in two of them; give it to one")
-        or (
-            plain and f"{type(plain[0]).__name__} for others of the scope; give all of them to ZeroRedundancyOptimizers"
-        )
-        or (other and f"{other}; leave that out")
-        or (has_hook and "a comm hook; leave it out")
-        or (reducer.replicas.n_replicas != group.size and "num_replicas; leave it out")
-        or (route.wire_dtype is not None and f"wire_dtype {route.wire_dtype}; leave it out")
-        or (route.algorithm not in algorithms and f"gradients summed by {route.name}; ask for AUTO")
-        or (not group.facts.can_share_memory and "ranks that share no memory; use a plain optimizer")
-        or (route.is_ordered and not group.placement.is_aligned and "is_ordered on these hosts; leave it out")
-        or next((f"sparse gradients of {n!r}; make them dense" for n, p in plan.trained if p in plan.sparse), "")
-        or next((f"{n!r} on {p.device}; keep it on the CPU" for n, p in plan.parameters if not is_on_host(p)), "")
-    )
+    found = [f"{type(one).__name__} for parameters of the scope; leave it out" for one in plain]
+    found += ["a parameter in two of them; give it to one"] * (len(held) != len(set(held)))
+    found += [f"{other}; leave that out"] * bool(other)
+    found += ["a comm hook; leave it out"] * has_hook
+    found += ["num_replicas; leave it out"] * (reducer.replicas.n_replicas != group.size)
+    found += [f"wire_dtype {route.wire_dtype}; leave it out"] * (route.wire_dtype is not None)
+    found += [f"gradients summed by {route.name}; ask for AUTO"] * (route.algorithm not in algorithms)
+    found += ["ranks that share no memory; use a plain optimizer"] * (not group.facts.can_share_memory)
+    found += ["is_ordered on these hosts; leave it out"] * (route.is_ordered and not group.placement.is_aligned)
+    found += [f"sparse gradients of {name!r}; make them dense" for name, one in plan.trained if one in plan.sparse]
+    found += [f"{name!r} on {one.device}; keep it on the CPU" for name, one in plan.parameters if not is_on_host(one)]
     if not found:
         return None
     return UsageError(
         f"ZeroRedundancyOptimizer: expected a strategy with one replica on each rank, whose optimizers all are "
-        f"ZeroRedundancyOptimizers, got {found}."
+        f"ZeroRedundancyOptimizers, got {found[0]}."
     )
 
 

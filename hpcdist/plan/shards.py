@@ -21,6 +21,8 @@ def plan_shards(sizes: Sequence[int], n_owners: int) -> list[dict[int, tuple[int
     >>> plan_shards([5000], 2)
     [{0: (0, 2048)}, {0: (2048, 5000)}]
     """
+    if not sizes:
+        return [{} for _ in range(n_owners)]
     starts = [0, *accumulate(sizes)]
     cuts = [_cut(starts, number * starts[-1] / n_owners) for number in range(n_owners)]
     shares: list[dict[int, tuple[int, int]]] = []

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hpcdist.cluster.environment import launcher_of, read_environment
 from hpcdist.collectives.ops import ReduceOp
 from hpcdist.errors import UsageError
+from hpcdist.gradients.zero_redundancy import ZeroRedundancyOptimizer
 from hpcdist.nest import is_nest, leaves, map_nest
 from hpcdist.ps.served import ServedParameters
 from hpcdist.resilience.checkpoint import Checkpoint, load_checkpoint
@@ -393,7 +394,10 @@ class Model(nn.Module):
         if self.loss_scale is not None and not self.loss_scale.remove_from(parameters):
             return  # an overflow, which all ranks see
         if self._global_clipnorm is not None:
-            nn.utils.clip_grad_norm_(parameters, self._global_clipnorm)
+            if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+                self.optimizer.clip_grad_norm_(self._global_clipnorm)
+            else:
+                nn.utils.clip_grad_norm_(parameters, self._global_clipnorm)
         token = _is_stepping.set(True)
         try:
             self.optimizer.step()

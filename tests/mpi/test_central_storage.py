@@ -5,7 +5,7 @@ import torch
 
 import hpcdist
 from hpcdist.errors import ConfigurationError, GradientError, UsageError
-from hpcdist.gradients import central_storage
+from hpcdist.gradients import central_storage, node_parameters
 
 pytestmark = pytest.mark.mpi
 
@@ -93,7 +93,8 @@ def test_models_of_later_scopes_and_strides_are_shared_too(comm):
 
 
 def test_parameters_on_devices_are_taken_anew_after_each_step(comm, monkeypatch):
-    monkeypatch.setattr(central_storage, "_is_on_host", lambda parameter: False)
+    for module in (central_storage, node_parameters):
+        monkeypatch.setattr(module, "is_on_host", lambda parameter: False)
     copied, _ = train(hpcdist.CentralStorageStrategy())
     monkeypatch.undo()
     central, _ = train(hpcdist.CentralStorageStrategy())

@@ -1,0 +1,556 @@
+"""ZeroRedundancyOptimizer: weights and states of the plain optimizer bit for bit, gradients that nobody can misread."""
+
+import copy
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hpcdist
+from hpcdist.errors import CheckpointMismatch, GradientError, UsageError
+from hpcdist.optim import ZeroRedundancyOptimizer
+
+pytestmark = pytest.mark.mpi
+N_ROWS = 24  # of a global batch
+CLASSES = {
+    "SGD": (torch.optim.SGD, {"lr": 0.05}),
+    "SGD with momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    "Adam, fused": (torch.optim.Adam, {"lr": 0.01, "fused": True}),
+    "Adam, a loop": (torch.optim.Adam, {"lr": 0.01, "foreach": False}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.01}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.5}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.01, "initial_accumulator_value": 0.1}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.05}),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.01}),
+}
+
+
+class Net(nn.Module):
+    """Small and large layers, BatchNorm, tied and frozen weights, and a layer that is not always used."""
+
+    def __init__(self, width=40):
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(7, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.middle, self.tied = nn.Linear(width, width), nn.Linear(width, width)
+        self.tied.weight = self.middle.weight
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.rare = nn.Linear(width, width)
+        self.last = nn.Linear(width, 3)
+
+    def forward(self, x, is_rare=False):
+        x = torch.tanh(self.norm(self.first(x)))
+        x = torch.tanh(self.tied(self.frozen(torch.relu(self.middle(x)))))
+        return self.last(self.rare(x) if is_rare else x)
+
+
+def make(kind, options, *, is_sharded, width=40, strategy=None):
+    strategy = strategy or hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    with strategy.scope():
+        model = Net(width)
+        named = dict(model.named_parameters())
+        decayed = [one for name, one in named.items() if name.endswith("weight")]
+        other = [one for name, one in named.items() if not name.endswith("weight")]
+        decay = {} if kind is torch.optim.Rprop else {"weight_decay": 0.01}
+        groups = [{"params": decayed, **decay}, {"params": other, "lr": options["lr"] / 2}]
+        optimizer = ZeroRedundancyOptimizer(groups, kind, **options) if is_sharded else kind(groups, **options)
+    return strategy, model, optimizer
+
+
+def loss_of(strategy, model, step, is_rare=False):
+    """Return this rank's part of the loss of a step, on rows that are the same on any number of ranks."""
+    draws = torch.Generator().manual_seed(step)
+    x, y = torch.randn(N_ROWS, 7, generator=draws), torch.randn(N_ROWS, 3, generator=draws)
+    rows = np.array_split(np.arange(N_ROWS), strategy.num_replicas_in_sync)[strategy.world.role_comm.rank]
+    return hpcdist.compute_average_loss(((model(x[rows], is_rare) - y[rows]) ** 2).sum(1), global_batch_size=N_ROWS)
+
+
+def train(strategy, model, optimizer, n_steps=5, first=0):
+    for step in range(first, first + n_steps):
+        optimizer.zero_grad()
+        loss_of(strategy, model, step, is_rare=step % 3 == 1).backward()
+        optimizer.step()
+
+
+def require_equal(found, expected):
+    """Raise AssertionError unless two state_dicts, or values in them, have the same bits."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            require_equal(found[key], value)
+    elif isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    else:
+        assert found == expected
+
+
+def both(kind="Adam", **options):
+    """Return (strategy, model, optimizer) with shares, and with a plain optimizer."""
+    return [make(*CLASSES[kind], is_sharded=is_sharded, **options) for is_sharded in (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "width"), [*((kind, 40) for kind in CLASSES), *((kind, 600) for kind in ("SGD", "Adam", "Adam, fused"))]
+)
+def test_weights_and_state_have_the_bits_of_the_plain_optimizer(kind, width):
+    (strategy, model, optimizer), (_, plain_model, plain) = both(kind, width=width)
+    train(strategy, model, optimizer)
+    train(_, plain_model, plain)
+    require_equal(model.state_dict(), plain_model.state_dict())
+    require_equal(optimizer.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("hosts", ["1 each", "2 each", "1 and rest", "alternating"])
+@pytest.mark.parametrize("width", [40, 600], ids=["small", "large"])
+def test_over_hosts_too(comm, over_hosts, hosts, width):
+    over_hosts(hosts)
+    (strategy, model, optimizer), (_, plain_model, plain) = both(width=width)
+    train(strategy, model, optimizer)
+    assert optimizer.clip_grad_norm_(1e9) > 0
+    train(_, plain_model, plain)
+    require_equal(model.state_dict(), plain_model.state_dict())
+    require_equal(optimizer.state_dict(), plain.state_dict())
+
+
+def test_means_half_precision_and_schedules(comm):
+    found = []
+    for is_sharded in (True, False):
+        strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+        with strategy.scope():
+            torch.manual_seed(1)
+            model = nn.Sequential(nn.Linear(6, 50), nn.Linear(50, 2)).bfloat16()
+            kind = ZeroRedundancyOptimizer if is_sharded else torch.optim.AdamW
+            optimizer = kind(
+                model.parameters(), **({"optimizer_class": torch.optim.AdamW} if is_sharded else {}), lr=0.1
+            )
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
+        for step in range(8):
+            optimizer.zero_grad()
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step * 10 + comm.rank)).bfloat16()
+            model(x).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+        found.append({**model.state_dict(), "rate": optimizer.param_groups[0]["lr"]})
+    require_equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("way", ["backwards", "no_sync", "zeros", "no_sync then zeros"])
+@pytest.mark.parametrize("width", [40, 600], ids=["small", "large"])
+def test_gradients_accumulate(way, width):
+    trained = both(width=width)
+    for strategy, model, optimizer in trained:
+        for step in range(4):
+            optimizer.zero_grad(set_to_none="zeros" not in way)
+            for micro in range(4):
+                is_local = "no_sync" in way and micro < 3
+                with strategy.no_sync() if is_local else torch.enable_grad():
+                    # the rare layer has a gradient in the first and the last micro-batch only
+                    loss_of(strategy, model, 10 * step + micro, is_rare=step != 2 and micro % 3 == 0).backward()
+            optimizer.step()
+    require_equal(trained[0][1].state_dict(), trained[1][1].state_dict())
+    require_equal(trained[0][2].state_dict(), trained[1][2].state_dict())
+
+
+# -- gradients in between ---------------------------------------------------------------------------------------------
+
+READS = {
+    "norm": lambda model: model.first.weight.grad.norm(),
+    "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "clip_grad_value_": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    "get_total_norm": lambda model: nn.utils.get_total_norm(
+        [one.grad for one in model.parameters() if one.grad is not None]
+    ),
+    "detach": lambda model: model.first.weight.grad.detach(),
+    "data": lambda model: model.first.weight.grad.data,
+    "item": lambda model: model.last.bias.grad[0].item(),
+    "clone": lambda model: model.first.weight.grad.clone(),
+    "written": lambda model: model.first.weight.grad.mul_(2),
+    "sum of two": lambda model: torch.ones(40, 7) + model.first.weight.grad,
+    "out": lambda model: torch.add(torch.ones(40, 7), 1, out=model.first.weight.grad),
+    "plain step": lambda model: torch.optim.SGD([model.first.weight], lr=0.1).step.__wrapped__(
+        torch.optim.SGD([model.first.weight], lr=0.1)
+    ),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_reading_a_gradient_raises(comm, read):
+    strategy, model, optimizer = make(*CLASSES["Adam"], is_sharded=True)
+    loss_of(strategy, model, 0).backward()
+    if comm.size == 1:
+        READS[read](model)
+        return
+    with pytest.raises(GradientError, match=r"expected nobody to use the gradient of '.*', of which each rank holds"):
+        READS[read](model)
+    with pytest.raises(RuntimeError, match="not supported for tensor subclasses"):
+        model.first.weight.grad.numpy()
+    assert "ShardedGradient(of 'first.weight'" in repr(model.first.weight.grad)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("width", [40, 600], ids=["small", "large"])
+def test_norms_are_those_of_torch_and_the_same_on_any_number_of_ranks(comm, order, width):
+    (strategy, model, optimizer), (_, plain_model, plain) = both("SGD", width=width)
+    for net in (model, plain_model):
+        loss_of(strategy, net, 0).backward()
+    norm = optimizer.clip_grad_norm_(0.5, order).item()
+    whole = torch.cat([one.grad.double().reshape(-1) for one in plain_model.parameters() if one.grad is not None])
+    assert norm == pytest.approx(whole.norm(order).item(), rel=1e-12)
+    assert comm.allgather(norm) == [norm] * comm.size
+    nn.utils.clip_grad_norm_(plain_model.parameters(), 0.5, order)
+    plain.step()
+    optimizer.step()
+    for mine, theirs in zip(model.parameters(), plain_model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_a_norm_has_the_bits_of_one_rank(comm):
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    with strategy.scope():
+        torch.manual_seed(1)
+        weights = nn.Parameter(torch.randn(5000))
+        optimizer = ZeroRedundancyOptimizer([weights], torch.optim.SGD, lr=0.1)
+        model = nn.Module()
+        model.weights = weights
+    strategy.run(lambda: (weights * torch.linspace(0, 1, 5000) * (comm.rank == 0)).sum().backward())
+    blocks = np.zeros(5120)
+    blocks[:5000] = np.square(torch.linspace(0, 1, 5000).double().numpy())
+    assert optimizer.clip_grad_norm_(1e9).item() == blocks.reshape(5, 1024).sum(1).sum() ** 0.5
+
+
+def test_values_are_clipped():
+    (strategy, model, optimizer), (_, plain_model, plain) = both("SGD")
+    for net in (model, plain_model):
+        loss_of(strategy, net, 0).backward()
+    optimizer.clip_grad_value_(0.01)
+    nn.utils.clip_grad_value_(plain_model.parameters(), 0.01)
+    optimizer.step()
+    plain.step()
+    require_equal(model.state_dict(), plain_model.state_dict())
+
+
+def test_a_norm_that_is_not_finite(comm):
+    strategy, model, optimizer = make(*CLASSES["SGD"], is_sharded=True)
+    (loss_of(strategy, model, 0) * float("nan")).backward()
+    with pytest.raises(RuntimeError, match=r"expected a finite norm of order 2.0 of the gradients, got nan"):
+        optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("is_unscaled", [False, True])
+def test_a_grad_scaler_skips_a_step_on_all_ranks(comm, is_unscaled):
+    trained = both("SGD with momentum")
+    scales = []
+    for strategy, model, optimizer in trained:
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = loss_of(strategy, model, step)
+            if step == 2 and comm.rank == comm.size - 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            if is_unscaled:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales[0] == scales[1]
+    require_equal(trained[0][1].state_dict(), trained[1][1].state_dict())
+
+
+def test_no_share_steps_where_another_rank_overflows(comm):
+    strategy, model, optimizer = make(*CLASSES["SGD"], is_sharded=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    loss_of(strategy, model, 0).backward()
+    before = copy.deepcopy(model.state_dict())
+    scaler.scale(torch.ones(1))
+    if comm.size > 1 and comm.rank == 0:  # of its own share alone
+        for one in model.parameters():
+            if one.grad is not None:
+                one.grad.share.fill_(float("inf"))
+    if comm.size == 1:
+        model.first.weight.grad.fill_(float("inf"))
+    scaler.step(optimizer)
+    require_equal(model.state_dict(), before)
+
+
+def test_a_closure_makes_the_gradients():
+    found = []
+    for strategy, model, optimizer in both():
+
+        def closure(strategy=strategy, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = loss_of(strategy, model, 3)
+            loss.backward()
+            return loss.item()
+
+        losses = [optimizer.step(closure) for _ in range(3)]
+        found.append((losses, model.state_dict()))
+    assert found[0][0] == found[1][0]
+    require_equal(found[0][1], found[1][1])
+
+
+def test_a_graph_that_is_kept_over_a_step_is_refused():
+    strategy, model, optimizer = make(*CLASSES["SGD"], is_sharded=True)
+    loss = loss_of(strategy, model, 0)
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_copies_and_compiled_models(comm):
+    strategy, model, optimizer = make(*CLASSES["Adam"], is_sharded=True)
+    train(strategy, model, optimizer, 2)
+    loss_of(strategy, model, 9).backward()
+    private = copy.deepcopy(model)
+    optimizer.step()
+    assert not torch.equal(private.first.weight, model.first.weight)
+    model.zero_grad()
+    assert all(one.grad is None for one in model.parameters())
+    compiled = torch.compile(model, backend="eager")
+    loss_of(strategy, compiled, 3).backward()
+    optimizer.step()
+
+
+# -- memory and checkpoints -------------------------------------------------------------------------------------------
+
+
+def test_parameters_and_state_are_there_once(comm):
+    strategy, model, optimizer = make(*CLASSES["Adam"], is_sharded=True)
+    train(strategy, model, optimizer, 2)
+    comm.Barrier()
+    if comm.rank == 0:
+        model.last.weight.data.fill_(7.0)
+        optimizer.state_dict()["state"][0]["exp_avg"].fill_(8.0)
+    comm.Barrier()
+    assert model.last.weight.eq(7.0).all()
+    assert optimizer.state_dict()["state"][0]["exp_avg"].eq(8.0).all()
+
+
+def test_a_large_gradient_is_freed_by_zero_grad(comm):
+    if comm.size == 1:
+        pytest.skip("plain torch")
+    strategy, model, optimizer = make(*CLASSES["Adam"], is_sharded=True, width=600)
+    loss_of(strategy, model, 0).backward()
+    share = model.middle.weight.grad.share
+    assert 0 < share.numel() < 600 * 600
+    storage = share.untyped_storage()
+    assert storage.nbytes() == share.nbytes  # the rest of the gradient is gone
+    optimizer.step()
+    kept = weakref.ref(share)
+    del share, storage
+    assert kept() is not None
+    optimizer.zero_grad()
+    assert kept() is None
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+@pytest.mark.parametrize("is_first_sharded", [True, False])
+def test_checkpoints_are_those_of_the_plain_optimizer(shared_path, is_first_sharded, is_sharded):
+    strategy, model, optimizer = make(*CLASSES["Adam"], is_sharded=is_first_sharded)
+    train(strategy, model, optimizer, 3)
+    hpcdist.Checkpoint(model=model, optimizer=optimizer).write(shared_path / "c.h5")
+    train(strategy, model, optimizer, 3, first=3)
+    strategy, other, others = make(*CLASSES["Adam"], is_sharded=is_sharded)
+    with torch.no_grad():
+        other.last.bias.fill_(9.0)
+    hpcdist.load_checkpoint(shared_path / "c.h5", model=other, optimizer=others)
+    train(strategy, other, others, 3, first=3)
+    require_equal(other.state_dict(), model.state_dict())
+    require_equal(others.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_a_state_is_loaded_before_or_after_the_first_use():
+    (strategy, model, optimizer), (_, plain_model, plain) = both()
+    train(strategy, plain_model, plain, 2)
+    saved = copy.deepcopy((plain_model.state_dict(), plain.state_dict()))
+    train(strategy, plain_model, plain, 2, first=2)
+    train(strategy, model, optimizer, 1)
+    fresh = make(*CLASSES["Adam"], is_sharded=True)
+    for own, net, one in ((strategy, model, optimizer), fresh):
+        net.load_state_dict(saved[0])
+        one.load_state_dict(copy.deepcopy(saved[1]))
+        own.barrier()
+        train(own, net, one, 2, first=2)
+        require_equal(net.state_dict(), plain_model.state_dict())
+        require_equal(one.state_dict(), plain.state_dict())
+
+
+def test_a_model_of_a_later_scope_leaves_the_state_as_it_is():
+    (strategy, model, optimizer), (_, plain_model, plain) = both()
+    train(strategy, model, optimizer, 2)
+    with strategy.scope():
+        later = nn.Linear(2000, 2)
+        second = ZeroRedundancyOptimizer(later.parameters(), torch.optim.Adam, lr=0.1)
+    hpcdist.compute_average_loss(later(torch.ones(2, 2000)).sum(1), global_batch_size=4).backward()
+    second.step()
+    train(strategy, model, optimizer, 2, first=2)
+    train(_, plain_model, plain, 4)
+    require_equal(model.state_dict(), plain_model.state_dict())
+    require_equal(optimizer.state_dict(), plain.state_dict())
+
+
+def test_it_trains_by_fit(comm, shared_path):
+    histories = []
+    for is_sharded in (True, False):
+        strategy = hpcdist.MultiWorkerMirroredStrategy()
+        with strategy.scope():
+            torch.manual_seed(1)
+            model = hpcdist.Model(nn.Sequential(nn.Linear(5, 30), nn.ReLU(), nn.Linear(30, 1)))
+
+            def make_adam(parameters, is_sharded=is_sharded):
+                own = ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=0.01)
+                return own if is_sharded else torch.optim.Adam(parameters, lr=0.01)
+
+            model.compile(make_adam, "mse", global_clipnorm=1e9)
+        x = np.random.default_rng(1).normal(size=(64, 5)).astype(np.float32)
+        folder = shared_path / str(is_sharded)
+        histories.append(
+            model.fit(
+                x, x.sum(1), 16, epochs=3, verbose=0, callbacks=[hpcdist.callbacks.BackupAndRestore(folder)]
+            ).history
+        )
+    assert histories[0] == histories[1]
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+NOT_ELEMENTWISE = [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam, torch.optim.Optimizer, "adam"]
+
+
+@pytest.mark.parametrize("kind", [*NOT_ELEMENTWISE, *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else [])])
+def test_optimizers_that_are_not_element_by_element(kind):
+    with pytest.raises(UsageError, match="expected an optimizer that treats each element by itself"):
+        ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(3))], kind, lr=0.1)
+
+
+def refused(comm, text, strategy=None, prepare=None, model=None, optimizers=None):
+    if comm.size == 1:
+        pytest.skip("one rank has plain torch")
+    strategy = strategy or hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
+    with strategy.scope():
+        model = nn.Linear(3, 2) if model is None else model()
+        made = optimizers(model) if optimizers else [ZeroRedundancyOptimizer(model.parameters(), lr=0.1)]
+    if prepare is not None:
+        prepare(strategy)
+    with pytest.raises(UsageError, match=text) as caught:
+        strategy.run(lambda: model(torch.ones(2, 3)))
+    assert caught.value.is_agreed
+    assert made
+
+
+def test_two_optimizers_on_one_parameter(comm):
+    def two(model):
+        return [ZeroRedundancyOptimizer(model.parameters(), lr=0.1), ZeroRedundancyOptimizer([model.bias], lr=0.1)]
+
+    refused(comm, "got a parameter in two of them", optimizers=two)
+
+
+def test_a_plain_optimizer_beside_it(comm):
+    def two(model):
+        return [ZeroRedundancyOptimizer([model.weight], lr=0.1), torch.optim.SGD([model.bias], lr=0.1)]
+
+    refused(comm, "got SGD for parameters of the scope", optimizers=two)
+
+
+def test_strategies_that_cannot_sum_by_shares(comm):
+    refused(comm, "got parameters that the strategy itself holds", hpcdist.CentralStorageStrategy(gradient_op="sum"))
+    refused(comm, "got num_replicas", hpcdist.MultiWorkerMirroredStrategy(num_replicas=8, gradient_op="sum"))
+    by_name = {"implementation": "RING"}
+    options = hpcdist.CommunicationOptions(**by_name)
+    refused(
+        comm,
+        "got gradients summed by RING",
+        hpcdist.MultiWorkerMirroredStrategy(communication_options=options, gradient_op="sum"),
+    )
+    options = hpcdist.CommunicationOptions(local_steps=2)
+    refused(
+        comm, "got local_steps", hpcdist.MultiWorkerMirroredStrategy(communication_options=options, gradient_op="sum")
+    )
+    refused(comm, "got a comm hook", prepare=lambda strategy: strategy.register_comm_hook(None, lambda *_: None))
+
+
+def test_sparse_gradients(comm):
+    class Looked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(5, 2, sparse=True)
+
+        def forward(self, x):
+            return self.table(x.long())
+
+    refused(comm, "got sparse gradients of 'table.weight'", model=Looked)
+
+
+def test_parameters_that_were_not_made_in_the_scope(comm):
+    model = nn.Linear(3, 2)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    model(torch.ones(2, 3)).sum().backward()
+    if comm.size == 1:
+        optimizer.step()
+        return
+    with pytest.raises(UsageError, match=r"expected parameters and optimizer made in the scope of a strategy"):
+        optimizer.step()
+
+
+def test_an_optimizer_that_is_made_too_late(comm):
+    if comm.size == 1:
+        pytest.skip("one rank has plain torch")
+    strategy, model, _ = make(*CLASSES["SGD"], is_sharded=False)
+    loss_of(strategy, model, 0).backward()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(UsageError, match="the optimizer before the first use of the model"):
+        optimizer.step()
+
+
+def test_a_group_that_comes_too_late():
+    strategy, model, optimizer = make(*CLASSES["SGD"], is_sharded=True)
+    train(strategy, model, optimizer, 1)
+    with pytest.raises(UsageError, match="expected all groups before the first use of the model"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def test_a_model_that_was_moved(comm):
+    if comm.size == 1:
+        pytest.skip("one rank shares nothing")
+    strategy, model, optimizer = make(*CLASSES["SGD"], is_sharded=True)
+    train(strategy, model, optimizer, 1)
+    model.first.weight.data = model.first.weight.data.clone()
+    with pytest.raises(GradientError, match=r"expected 'first.weight' in the memory that all ranks share"):
+        optimizer.step()
+
+
+def test_states_that_do_not_fit(shared_path):
+    strategy, model, optimizer = make(*CLASSES["Adam"], is_sharded=True)
+    train(strategy, model, optimizer, 1)
+    state = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"expected groups of \[.*\] parameters, got"):
+        optimizer.load_state_dict({**state, "param_groups": state["param_groups"][:1]})
+    wrong = copy.deepcopy(state)
+    wrong["state"][0]["exp_avg"] = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"expected the state of parameter 0 in shape \(40, 7\), got \[\(1,\)\]"):
+        optimizer.load_state_dict(wrong)
+    hpcdist.Checkpoint(model=model, optimizer=optimizer).write(shared_path / "c.h5")
+    _, other, others = make(*CLASSES["SGD"], is_sharded=True)
+    with pytest.raises(CheckpointMismatch, match="Adam"):
+        hpcdist.load_checkpoint(shared_path / "c.h5", model=other, optimizer=others)
+
+
+def test_it_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        strategy, model, optimizer = make(*CLASSES["Adam"], is_sharded=True)
+        train(strategy, model, optimizer, 3)
+        optimizer.zero_grad(set_to_none=False)
