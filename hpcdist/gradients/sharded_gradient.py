@@ -5,7 +5,7 @@ without memory, of the parameter's shape and dtype, that answers every operation
 the same for each share: to zero it, and the check and unscaling of a GradScaler.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -89,6 +89,20 @@ def _unscale(gradients: list[ShardedGradient], found_inf: Tensor, inverse_scale:
     found_inf.fill_(float(found[0]))
 
 
+class _Slot(NamedTuple):
+    """Where a gradient is summed, made once: views and gradients take longer to make than small ones to be summed.
+
+    Attributes:
+        flat: the memory. view: in the parameter's shape. share: this rank's part of it.
+        gradient: what `parameter.grad` becomes.
+    """
+
+    flat: Tensor
+    view: Tensor
+    share: Tensor
+    gradient: ShardedGradient
+
+
 class ShardedRecord(ParameterRecord):
     """One parameter whose gradient is summed by shares.
 
@@ -104,15 +118,20 @@ class ShardedRecord(ParameterRecord):
     def __init__(self, name: str, parameter: nn.Parameter, group: Group) -> None:
         super().__init__(name, parameter)
         self._group = group
-        self._slots: list[Tensor] = []
-        self._gradients: list[ShardedGradient] = []  # one for each slot, as making one takes longer than its sum
+        self._slots: list[_Slot] = []
         self.own = (0, 0)
 
     def assign_share(self, bucket: int, slots: list[Tensor], own: tuple[int, int], parameter: nn.Parameter) -> None:
         """Take two new slots, used in turn, or none, and the share that this rank owns."""
         self.assign_slot(bucket, slots[0] if slots else None, parameter)
-        self._slots, self.own = slots, own
-        self._gradients = [ShardedGradient(parameter, self.own_of(slot), self.name, self._group) for slot in slots]
+        self.own = own
+        self._slots = []
+        for flat in slots:
+            share = self.own_of(flat)
+            self._slots.append(_Slot(flat, self._shaped(flat), share, self._new_gradient(parameter, share)))
+
+    def _new_gradient(self, parameter: nn.Parameter, share: Tensor) -> ShardedGradient:
+        return ShardedGradient(parameter, share, self.name, self._group)
 
     def own_of(self, flat: Tensor) -> Tensor:
         """Return this rank's share of a flat tensor of the parameter's elements."""
@@ -143,6 +162,21 @@ class ShardedRecord(ParameterRecord):
             self.pending.stashed = None
         super().accumulate_locally(parameter, weight)
 
+    def take(self, parameter: nn.Parameter, weight: float) -> None:
+        """Copy the gradient that a backward has just written into the slot; see `ParameterRecord`."""
+        gradient = parameter.grad
+        is_plain = gradient is not None and self._slots and self._is_view and self.pending.stashed is None
+        if not is_plain or gradient is None or gradient.is_sparse or gradient.dtype is not self._dtype or not weight:
+            super().take(parameter, weight)
+            return
+        slot = self._slots[0]
+        if weight == 1:
+            slot.view.copy_(gradient)
+        else:
+            torch.mul(gradient, weight, out=slot.view)
+        parameter.grad = slot.gradient
+        self.pending.is_touched = True
+
     def publish(self, n_touched: float) -> None:
         """Make `parameter.grad` this rank's share of the sum, plus what earlier backwards left of it."""
         parameter, earlier = self.reference(), self.pending.earlier
@@ -156,16 +190,15 @@ class ShardedRecord(ParameterRecord):
         self.leave(result)
         if self._slots:
             self._slots.reverse()
-            self._gradients.reverse()
-            self._slot = self.part = self._slots[0]
+            self._slot = self.part = self._slots[0].flat
             self._slot_address = self._slot.data_ptr()
 
     def _gradient_of(self, parameter: nn.Parameter) -> ShardedGradient:
         """Return what `parameter.grad` becomes, with this rank's share of `part`."""
-        assert self.part is not None, "take and stand_in set it"
-        share = self.own_of(self.part)
-        if not self._slots:  # a copy, so that the rest of the gradient is freed
-            return ShardedGradient(parameter, share.clone(), self.name, self._group)
-        gradient = self._gradients[0]
-        gradient.share, gradient.is_zero = share if self._is_view else share.to(self._dtype), False
-        return gradient
+        if not self._slots:
+            assert self.part is not None, "take and stand_in set it"
+            return self._new_gradient(parameter, self.own_of(self.part).clone())  # so that the rest is freed
+        slot = self._slots[0]
+        slot.gradient.share = slot.share if self._is_view else slot.share.to(self._dtype)
+        slot.gradient.is_zero = False
+        return slot.gradient

@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from hpcdist.collectives.group import Group
 from hpcdist.errors import UsageError
+from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.node_parameters import allocate, cut_memory, shaped_as
 
 _ALIGNMENT = 64
@@ -37,7 +38,7 @@ def probe_state(
     probe = torch.zeros(_PROBE_ELEMENTS, dtype=dtype)
     probe.grad = torch.zeros_like(probe)
     optimizer = make([{**options, "params": [probe]}])
-    optimizer.step()
+    torch_hooks.bare_step(type(optimizer))(optimizer)
     found = {}
     for key, value in optimizer.state[probe].items():
         if not isinstance(value, Tensor) or value.shape not in ((_PROBE_ELEMENTS,), ()):

@@ -271,16 +271,22 @@ class _StepHandle:
         self._table.pop(self._number, None)
 
 
-#: Optimizers that are a part of another one: nobody sees how they are built, and their steps.
+#: Optimizers that are a part of another one: nobody sees how they are built.
 _parts: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 def make_part(kind: type[Optimizer], parameters: Any, **options: Any) -> Optimizer:
-    """Return an optimizer that nobody sees."""
+    """Return an optimizer that `on_optimizer_built` does not show; step it by `bare_step`."""
     made = kind.__new__(kind)
     _parts.add(made)
     kind.__init__(made, parameters, **options)
     return made
+
+
+def bare_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
+    """Return the step of a class as it is written, without the hooks and the profiler's range that torch adds."""
+    step: Callable[[Optimizer], Any] = kind.step
+    return getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
 
 
 def before_any_step(see: Callable[[Optimizer, Closure | None], Closure | None]) -> Handle:
@@ -303,8 +309,6 @@ def _register(table: dict[int, Any], see: Callable[..., Any]) -> _StepHandle:
 
 
 def _show_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    if optimizer in _parts:
-        return None
     given = closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     for see in list(_before_steps.values()):
         other = see(optimizer, closure)
@@ -313,7 +317,7 @@ def _show_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _show_after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for see in () if optimizer in _parts else list(_after_steps.values()):
+    for see in list(_after_steps.values()):
         see(optimizer)
 
 

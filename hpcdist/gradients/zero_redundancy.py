@@ -272,6 +272,7 @@ class _Shares:
         self._inner: Optimizer | None = None
         if any(one["params"] for one in groups):
             self._inner = outer.make_part(groups)
+        self._step_inner = torch_hooks.bare_step(outer.optimizer_class)
         self._state = None if group is None else self._make_state(options, group)
         self._n_states = 0
         if self._inner is not None and self._inner.state and group is not None:  # as that of Adagrad
@@ -292,12 +293,12 @@ class _Shares:
         for given, own in zip(self._outer.param_groups, self._inner.param_groups, strict=True):
             own.update({key: value for key, value in given.items() if key != "params"})
         if self._group is None:
-            self._inner.step()
+            self._step_inner(self._inner)
             return
         for parameter, mine in zip(self._parameters, self._mine, strict=True):
             if mine is not None:
                 mine.grad = parameter.grad.share if isinstance(parameter.grad, ShardedGradient) else None
-        self._inner.step()
+        self._step_inner(self._inner)
         for mine in self._mine:
             if mine is not None:
                 mine.grad = None  # so that zero_grad frees it

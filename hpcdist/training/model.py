@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -108,7 +107,7 @@ class Model(nn.Module):
         self._compiled_modules: list[Any] = []  # in a list, as it is no part of the state
         self._n_pieces = 1
         self._own_step_check: Any = None
-        self._one_parameter: list[nn.Parameter] = []  # in a list, as it is no second name of it
+        self._has_own_call = False  # of `backward` or `step`, in the step that runs
         self._half: torch.dtype | None = None
         self.steps_per_execution = 1
         self.loss_scale: LossScale | None = None
@@ -386,10 +385,12 @@ class Model(nn.Module):
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients of a loss, in a train_step of your own: scaled, where float16 needs it."""
+        self._has_own_call = True
         torch.autograd.backward(loss if self.loss_scale is None else loss * self.loss_scale.scale)
 
     def step(self) -> None:
         """Let the optimizer step, in a train_step of your own, after `backward`: on clipped gradients, if asked for."""
+        self._has_own_call = True
         parameters = self.trainable_variables if self._changes_gradients else []
         if self.loss_scale is not None and not self.loss_scale.remove_from(parameters):
             return  # an overflow, which all ranks see
@@ -412,10 +413,13 @@ class Model(nn.Module):
     def _require_own_step(self, *_: Any) -> None:
         """Raise UsageError when the optimizer steps by itself, on gradients that are scaled, or not clipped."""
         if not _is_stepping.get():
-            raise UsageError(
-                f"{self.name}: expected a train_step that calls self.backward(loss) and self.step(), as it is compiled "
-                f"with global_clipnorm or mixed_float16, got optimizer.step(); call them."
-            )
+            raise self._own_call_refusal("optimizer.step()")
+
+    def _own_call_refusal(self, found: str) -> UsageError:
+        return UsageError(
+            f"{self.name}: expected a train_step that calls self.backward(loss) and self.step(), as it is compiled "
+            f"with global_clipnorm or mixed_float16, got {found}; call them."
+        )
 
     @staticmethod
     def unpack(data: Any) -> tuple[Any, Any, Any]:
@@ -457,9 +461,9 @@ class Model(nn.Module):
 
     @property
     def _device(self) -> torch.device:
-        if not self._one_parameter:
-            self._one_parameter[:] = itertools.islice(self.parameters(), 1)
-        return self._one_parameter[0].device if self._one_parameter else self.strategy.device
+        for parameter in self.parameters():
+            return parameter.device
+        return self.strategy.device
 
     def run_step(
         self, step: Callable[[Any], Any], batch: Any, global_rows: int | None, must_check: bool = False
@@ -476,7 +480,10 @@ class Model(nn.Module):
         is_training = step == self.train_step
         if self._class_weights is not None and is_training:
             step = functools.partial(self._with_class_weights, step)
+        self._has_own_call = False
         found = self.strategy.run(step, args=(batch,))
+        if is_training and self._changes_gradients and not self._has_own_call:
+            raise self._own_call_refusal("neither")
         if self.loss_scale is not None and is_training:
             self.loss_scale.update()
         return found

@@ -41,7 +41,7 @@ class LossScale:
     def __init__(self) -> None:
         self.scale = _FIRST_SCALE
         self._n_good = 0
-        self._has_overflow = False
+        self._has_overflow = self._is_removed = False
 
     def remove_from(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Divide summed gradients by the scale; return whether they are finite, so that the optimizer may step.
@@ -50,17 +50,20 @@ class LossScale:
         """
         gradients = [one.grad for one in parameters if one.grad is not None]
         sums = torch.stack([one.abs().sum(dtype=torch.float64) for one in gradients]) if gradients else torch.zeros(1)
-        self._has_overflow = not bool(torch.isfinite(sums).all())
+        self._has_overflow, self._is_removed = not bool(torch.isfinite(sums).all()), True
         for one in gradients:
             one.mul_(1 / self.scale)
         return not self._has_overflow
 
     def update(self) -> None:
-        """Choose the scale of the next step, once for all replicas of the rank.
+        """Choose the scale of the next step, once for all replicas of the rank; nothing while gradients accumulate.
 
         Raises:
             GradientError: when gradients are not finite without any scale; on all ranks.
         """
+        if not self._is_removed:
+            return
+        self._is_removed = False
         if self._has_overflow and self.scale <= 1:
             raise GradientError(
                 "fit: expected finite gradients, got infinite or NaN ones with a loss scale of 1: it is no overflow of "

@@ -252,18 +252,18 @@ def test_a_step_of_its_own_does_not_ignore_options(strategy, rows):
 
 
 class OwnAccumulation(hpcdist.Model):
-    """A model that steps on the gradients of two batches."""
+    """A model that steps on the gradients of several batches."""
 
-    def __init__(self):
+    def __init__(self, n_batches=2):
         super().__init__(nn.Linear(5, 1))
-        self.n_calls = 0
+        self.n_calls, self.n_batches = 0, n_batches
 
     def train_step(self, data):
         x, y, _ = self.unpack(data)
         self.n_calls += 1
-        with self.strategy.no_sync() if self.n_calls % 2 else contextlib.nullcontext():
-            self.backward(self.compute_loss(x, y, self(x)) / 2)
-        if not self.n_calls % 2:
+        with self.strategy.no_sync() if self.n_calls % self.n_batches else contextlib.nullcontext():
+            self.backward(self.compute_loss(x, y, self.call_with(x)) / self.n_batches)
+        if not self.n_calls % self.n_batches:
             self.step()
             self.optimizer.zero_grad()
         return {}
@@ -281,6 +281,38 @@ def test_a_step_of_its_own_may_accumulate_and_clip(comm, rows):
     model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
     after = torch.cat([one.detach().reshape(-1) for one in model.parameters()])
     assert (after - before).norm() == pytest.approx(clip, rel=1e-4)
+
+
+def test_a_loss_scale_changes_between_steps_only(rows):
+    """An overflow of gradients that accumulate over 24 batches halves the scale once, and is no error."""
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = OwnAccumulation(n_batches=24)
+        model.compile(lambda p: torch.optim.SGD(p, lr=0.0), "mse", dtype_policy="mixed_float16")
+    model.loss_scale.load_state_dict({"scale": 2.0**24, "n_good": 0})
+    scales = []
+    for _ in range(48):
+        model.train_on_batch(rows[0][:16] * 100, rows[1][:16])
+        scales.append(model.loss_scale.scale)
+    assert scales == [2.0**24] * 23 + [2.0**23] * 24 + [2.0**22]
+
+
+class OtherOptimizer(hpcdist.Model):
+    def train_step(self, data):
+        x, y, _ = self.unpack(data)
+        self.compute_loss(x, y, self(x)).backward()
+        self.other.step()
+        return {}
+
+
+def test_a_step_by_another_optimizer_does_not_ignore_options(comm, rows):
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = OtherOptimizer(nn.Linear(5, 1))
+        model.compile("sgd", "mse", global_clipnorm=1.0)
+        model.other = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=r"calls self.backward\(loss\) and self.step\(\), .* got neither"):
+        model.fit(*rows, batch_size=16, verbose=0)
 
 
 def test_options_that_do_not_go_together(comm):
