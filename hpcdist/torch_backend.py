@@ -10,6 +10,7 @@ group; torch.testing._internal.distributed.multi_threaded_pg is another one.
 """
 
 import contextlib
+import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -58,8 +59,11 @@ _REDUCED = {
 class HpcdistProcessGroup(dist.ProcessGroup):
     """The collectives of one group of ranks.
 
-    Each call has the tensors where torch expects them when it returns: on the host nothing is gained by more threads.
-    Messages from rank to rank are sent and received in the background.
+    Each call is blocking, also with async_op=True: on the host more threads gain nothing. So all ranks make the calls
+    of all groups in one order, and no rank waits for a message before a collective that the sender makes first.
+    Messages from rank to rank travel in the background.
+
+    Before values move, ranks compare operation, dtype and sizes, by a reduction of 16 bytes.
 
     Args:
         comm: the ranks of the group, in its order; all of them make it.
@@ -69,8 +73,8 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     def __init__(self, comm: MPI.Comm, timeout_s: float) -> None:
         super().__init__(comm.rank, comm.size)
         self._group = Group(comm, make_world(), timeout_s=timeout_s)
-        self._messages: list[_Message] = []  # MPI uses their memory until they are done, whoever forgets them
-        self._names = {"name": "", "description": ""}
+        self._messages: list[_Message] = []  # kept while MPI uses their memory
+        self._group_name, self._is_shut_down = "", False
 
     def name(self) -> str:
         """Return "hpcdist"."""
@@ -80,29 +84,35 @@ class HpcdistProcessGroup(dist.ProcessGroup):
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         """Take the name under which torch finds the group again."""
-        self._names["name"] = name
+        self._group_name = name
 
     def getGroupName(self) -> str:  # noqa: N802
         """Return that name."""
-        return self._names["name"]
+        return self._group_name
 
     _set_group_name = setGroupName
     group_name = property(getGroupName)
 
     def shutdown(self) -> None:
-        """Free the communicators, once messages have arrived. Collective: all ranks of the group.
+        """Free the communicators, once messages have arrived; nothing if it was called. Collective: the group.
 
         Raises:
             CollectiveTimeoutError: when nobody receives a message that was sent.
         """
-        for message in self._messages:
-            message.finish()
-        self._messages = []
-        self._group.free()
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        messages, self._messages = self._messages, []
+        try:
+            with contextlib.ExitStack() as stack:  # all of them, whichever raises
+                for message in messages:
+                    stack.callback(message.finish)
+        finally:
+            self._group.free()
 
     @contextlib.contextmanager
     def _call(self, name: str, recorded: Any, *tensors: Tensor) -> Iterator[None]:
-        """Let the block communicate: it is recorded, and what MPI refuses is explained.
+        """Record the collective of the block, and translate errors of MPI.
 
         Args:
             name: of the call.
@@ -110,8 +120,8 @@ class HpcdistProcessGroup(dist.ProcessGroup):
             tensors: which the call reads and writes.
 
         Raises:
-            CollectiveError: for tensors off the host, before anything is sent. DesyncError: when MPI finds that ranks
-                differ; on this rank.
+            CollectiveError: for tensors off the host, before anything is sent. DesyncError: for an error of MPI; on
+                this rank.
         """
         _require_host(name, *tensors)
         try:
@@ -120,31 +130,45 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         except (MPI.Exception, OverflowError) as error:
             raise _desync(name, error) from error
 
+    def _require_same(self, call: str, *facts: Any) -> None:
+        """Raise DesyncError on every rank unless all give the same facts, such as dtype and sizes. Collective."""
+        mark = zlib.crc32(repr((call, facts)).encode())
+        found = np.array([mark, -mark])
+        self._group.comm.Allreduce(MPI.IN_PLACE, found, MPI.MIN)
+        if found[0] != -found[1]:
+            raise _differ(call, ", ".join(map(str, facts)))
+
+    def _require_all(self, call: str, is_right: bool, *facts: Any) -> None:
+        """Raise DesyncError on every rank unless sizes are right on all. Collective."""
+        found = np.array([is_right])
+        self._group.comm.Allreduce(MPI.IN_PLACE, found, MPI.LAND)
+        if not found[0]:
+            raise _differ(call, ", ".join(map(str, facts)))
+
     # -- reductions ---------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Replace the tensor by its reduction over all ranks."""
         (tensor,) = tensors
-        self._reduce(tensor, opts)
+        self._reduce("all_reduce", tensor, opts)
         return _done(tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Replace each tensor by its reduction over all ranks."""
         for tensor in tensors:
-            self._reduce(tensor, opts)
+            self._reduce("all_reduce", tensor, opts)
         return _done(tensors)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
         """Replace root's tensor by the reduction over all ranks."""
         (tensor,) = tensors
-        if self.rank() == opts.rootRank:
-            self._reduce(tensor, opts)
-        else:
-            self._reduce(tensor.clone(), opts)
+        self._reduce("reduce", tensor if self.rank() == opts.rootRank else tensor.clone(), opts)
         return _done(tensors)
 
-    def _reduce(self, tensor: Tensor, opts: Any) -> None:
-        kind, factor = _reduction(opts, tensor)
+    def _reduce(self, call: str, tensor: Tensor, opts: Any) -> None:
+        kind, factor = _reduction(call, opts, tensor)
+        with self._call(call, None):
+            self._require_same(call, kind.name, tensor.dtype, tensor.numel())
         if factor is not None:
             tensor.detach().mul_(factor)
         with _contiguous(tensor) as whole:
@@ -169,8 +193,9 @@ class HpcdistProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any) -> Work:
         """Put this rank's part of the reduction of a tensor that is as large as all outputs into the output."""
-        if given.numel() != output.numel() * self.size():
-            raise _mismatch("reduce_scatter_tensor", f"input of {output.numel() * self.size()} elements", given.shape)
+        if given.numel() != output.numel() * self.size() or given.dtype != output.dtype:
+            expected = f"input of {output.numel() * self.size()} {output.dtype}"
+            raise _mismatch("reduce_scatter_tensor", expected, given.shape, given.dtype)
         return self._reduce_rows(output, given.reshape(-1), [output.numel()] * self.size(), opts, [output])
 
     _reduce_scatter_base = reduce_scatter_single
@@ -184,13 +209,14 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_rows(self, output: Tensor, joined: Tensor, counts: list[int], opts: Any, result: list[Tensor]) -> Work:
-        kind, factor = _reduction(opts, joined)
+        kind, factor = _reduction("reduce_scatter", opts, joined)
         own = joined.detach()
         given = own.clone(memory_format=torch.contiguous_format) if factor is None else own * factor
         given = given.float() if given.dtype in _HALF else given
         array = (given.view(torch.uint8) if given.dtype == torch.bool else given).contiguous().numpy()
         received = np.empty(counts[self.rank()], array.dtype)
-        with self._call("reduce_scatter", array, output):
+        with self._call("reduce_scatter", None, output):
+            self._require_same("reduce_scatter", kind.name, joined.dtype, counts)
             self._group.comm.Reduce_scatter(array, received, counts, _OPS[kind].mpi_op)
         found = torch.from_numpy(received)
         if kind == _RedOp.AVG:
@@ -203,7 +229,8 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
         """Replace the tensor by root's."""
         (tensor,) = tensors
-        with self._call("broadcast", tensor, tensor), _contiguous(tensor) as whole:
+        with self._call("broadcast", None, tensor), _contiguous(tensor) as whole:
+            self._require_same("broadcast", tensor.dtype, tensor.numel(), f"root {opts.rootRank}")
             library.broadcast(_bytes_of(whole), self._group.comm, opts.rootRank)
         return _done(tensors)
 
@@ -213,7 +240,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         self._require("all_gather", parts, own)
         if own.numel() != parts[self.rank()].numel():
             raise _mismatch("all_gather", f"{parts[self.rank()].numel()} elements of rank {self.rank()}", own.shape)
-        joined = self._gather_bytes(own, [one.numel() * one.element_size() for one in parts])
+        joined = self._gather_bytes(own, [one.nbytes for one in parts])
         _deal(joined, parts)
         return _done(outputs)
 
@@ -228,8 +255,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         if output.numel() != given.numel() * self.size() or output.dtype != given.dtype:
             expected = f"output of {given.numel() * self.size()} {given.dtype}"
             raise _mismatch("all_gather_into_tensor", expected, output.shape, output.dtype)
-        n_bytes = given.numel() * given.element_size()
-        _deal(self._gather_bytes(given, [n_bytes] * self.size()), [output])
+        _deal(self._gather_bytes(given, [given.nbytes] * self.size()), [output])
         return _done([output])
 
     _allgather_base = all_gather_single
@@ -244,8 +270,9 @@ class HpcdistProcessGroup(dist.ProcessGroup):
 
     def _gather_bytes(self, own: Tensor, counts: list[int]) -> Array:
         joined = np.empty(sum(counts), np.uint8)
-        with self._call("all_gather", joined, own):
-            library.all_gather(_bytes_of(own.contiguous()), counts, joined, self._group)
+        with self._call("all_gather", None, own):
+            self._require_same("all_gather", own.dtype, f"{counts} bytes")
+            library.all_gather(_bytes_of(own), counts, joined, self._group)
         return joined
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
@@ -254,10 +281,11 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         parts = outputs[0] if is_root else []
         if is_root:
             self._require("gather", parts, own)
-        counts = [one.numel() * one.element_size() for one in parts]
+        counts = [one.nbytes for one in parts]
         joined = np.empty(sum(counts), np.uint8)
         with self._call("gather", None, own):
-            self._group.comm.Gatherv(_bytes_of(own.contiguous()), [joined, counts] if is_root else None, opts.rootRank)
+            self._require_counts("gather", counts, opts.rootRank, own)
+            self._group.comm.Gatherv(_bytes_of(own), [joined, counts] if is_root else None, opts.rootRank)
         _deal(joined, parts)
         return _done(outputs)
 
@@ -268,19 +296,31 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         _require_host("scatter", output)
         if is_root:
             self._require("scatter", parts, output)
-        joined = np.concatenate([_bytes_of(one.contiguous()) for one in parts]) if is_root else None
-        counts = [one.numel() * one.element_size() for one in parts]
+        joined = np.concatenate([_bytes_of(one) for one in parts]) if is_root else None
+        counts = [one.nbytes for one in parts]
         with _contiguous(output) as whole, self._call("scatter", None, output):
+            self._require_counts("scatter", counts, opts.rootRank, output)
             self._group.comm.Scatterv([joined, counts] if is_root else None, _bytes_of(whole), opts.rootRank)
         return _done(outputs)
+
+    def _require_counts(self, call: str, counts: list[int], root: int, own: Tensor) -> None:
+        """Raise DesyncError on every rank unless each has a tensor of as many bytes as root says. Collective."""
+        self._require_same(call, own.dtype, f"root {root}")
+        said = np.array(counts or [0] * self.size())
+        self._group.comm.Bcast(said, root)
+        self._require_all(call, said[self.rank()] == own.nbytes, f"{own.nbytes} bytes, {said[self.rank()]} on root")
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         """Put each rank's tensor for this one into its place of the list."""
         self._require("all_to_all", inputs)
         self._require("all_to_all", outputs)
-        sent, counts = [_bytes_of(one.contiguous()) for one in inputs], [one.nbytes for one in outputs]
-        received = np.empty(sum(counts), np.uint8)
+        sent, counts = [_bytes_of(one) for one in inputs], [one.nbytes for one in outputs]
+        received, coming = np.empty(sum(counts), np.uint8), np.empty(self.size(), np.int64)
         with self._call("all_to_all", None):
+            self._group.comm.Alltoall(np.array([one.size for one in sent]), coming)
+            dtype = inputs[0].dtype
+            is_right = coming.tolist() == counts and outputs[0].dtype == dtype
+            self._require_all("all_to_all", is_right, dtype, f"{counts} bytes for {coming.tolist()}")
             self._group.comm.Alltoallv([np.concatenate(sent), [one.size for one in sent]], [received, counts])
         _deal(received, outputs)
         return _done(outputs)
@@ -313,20 +353,29 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
         """Start to send a tensor."""
         (tensor,) = tensors
-        _require_host("send", tensor)
-        data = _bytes_of(tensor.detach().clone(memory_format=torch.contiguous_format))
-        return self._started(_Message(self._group, self._group.comm.Isend(data, rank, tag), None, data))
+        self._require_message("send", tensor, tag)
+        data = _bytes_of(tensor).copy()
+        title = f"send to rank {rank} with tag {tag}"
+        return self._started(_Message(title, self._group, self._group.comm.Isend(data, rank, tag), None, data))
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
         """Start to receive a tensor."""
         (tensor,) = tensors
-        _require_host("recv", tensor)
-        data = np.empty(tensor.numel() * tensor.element_size(), np.uint8)
-        return self._started(_Message(self._group, self._group.comm.Irecv(data, rank, tag), tensor, data))
+        self._require_message("recv", tensor, tag)
+        data = np.empty(tensor.nbytes, np.uint8)
+        title = f"recv from {'any rank' if rank == MPI.ANY_SOURCE else f'rank {rank}'} with tag {tag}"
+        return self._started(_Message(title, self._group, self._group.comm.Irecv(data, rank, tag), tensor, data))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
         """Start to receive a tensor from any rank."""
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
+
+    def _require_message(self, call: str, tensor: Tensor, tag: int) -> None:
+        _require_host(call, tensor)
+        largest = self._group.comm.Get_attr(MPI.TAG_UB)
+        assert isinstance(largest, int), "every MPI library says it"
+        if not 0 <= tag <= largest:
+            raise _mismatch(call, f"a tag from 0 to {largest}", tag)
 
     def _started(self, message: "_Message") -> "_Message":
         self._messages = [*(one for one in self._messages if one.is_active()), message]
@@ -343,17 +392,19 @@ class HpcdistProcessGroup(dist.ProcessGroup):
 
 
 class _Message(Work):
-    """A message that travels.
+    """A message in flight.
 
     Args:
+        title: for errors.
         group: its ranks.
         request: MPI's.
         tensor: what receives it; None where it is sent.
         data: its bytes, which MPI reads or writes.
     """
 
-    def __init__(self, group: Group, request: MPI.Request, tensor: Tensor | None, data: Array) -> None:
+    def __init__(self, title: str, group: Group, request: MPI.Request, tensor: Tensor | None, data: Array) -> None:
         super().__init__()
+        self._title = title
         self._group, self._request, self._tensor, self._data = group, request, tensor, data
         self._status = MPI.Status()
         self._error: CollectiveError | None = None
@@ -376,22 +427,30 @@ class _Message(Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return True when it has arrived.
 
+        Args:
+            timeout: longest wait; 0: that of the group.
+
         Raises:
-            CollectiveTimeoutError: when nobody sends, or receives, it in time. CollectiveError: when a message of
-                another size has come.
+            CollectiveTimeoutError: when nobody sends, or receives, it in time; what nobody sends in time is given up.
+                CollectiveError: when a message of another size has come.
         """
-        if not wait_until(self.is_completed, self._group.timeout_s, yields=0):
-            raise late("message", self._group.timeout_s, "a message", self._group.world)
+        limit_s = min(timeout.total_seconds() or self._group.timeout_s, self._group.timeout_s)
+        if not wait_until(self.is_completed, limit_s, yields=0):
+            if self._tensor is not None:
+                self._request.Cancel()  # else it would take the next message
+                wait_until(self.is_completed, limit_s, yields=0)
+            if self._tensor is None or self._status.Is_cancelled():
+                raise late(self._title, limit_s, "it", self._group.world)
         if self._error is not None:
             raise self._error
         return True
 
     def finish(self) -> None:
-        """Wait until it is sent; give up what nobody has sent. MPI does not use its memory then."""
+        """Wait for what is sent, and give up what nobody has sent; afterwards MPI no longer uses the memory."""
         if self._tensor is not None and self.is_active():
             self._request.Cancel()
         if not wait_until(self.is_completed, self._group.timeout_s, yields=0):
-            raise late("message", self._group.timeout_s, "a message", self._group.world)
+            raise late(self._title, self._group.timeout_s, "it", self._group.world)
 
     def _test(self) -> None:
         n_expected = self._data.size
@@ -426,26 +485,28 @@ def _done(result: Any) -> Work:
     return _create_work_from_future(future)
 
 
-def _reduction(opts: Any, tensor: Tensor) -> tuple[Any, Any]:
-    """Return the kind of a reduction, and what values are multiplied by before; None: nothing.
+def _reduction(call: str, opts: Any, tensor: Tensor) -> tuple[Any, Any]:
+    """Return the kind of a reduction, and the factor that scales values before it, or None.
 
     Raises:
         CollectiveError: for a reduction that values of this dtype do not have; on this rank, before anything is sent.
     """
     op = dist.ReduceOp(dist.ReduceOp.SUM) if opts is None else opts.reduceOp
     kind = next((one for one in (*_OPS, _RedOp.PREMUL_SUM) if op == one), None)
-    _require_host("reduce", tensor)
+    _require_host(call, tensor)
     if kind is None or tensor.dtype not in _REDUCED:
-        raise _mismatch("reduce", "a reduction of numbers that numpy has", op, tensor.dtype)
+        raise _mismatch(
+            call, "a reduction of bools, integers, floats or complex numbers", kind and kind.name, tensor.dtype
+        )
     if kind == _RedOp.PREMUL_SUM:
         return _RedOp.SUM, op.__getstate__()[1]
     is_exact = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
     if kind in _BITWISE and not is_exact:
-        raise _mismatch("reduce", "integers or bools for a bitwise reduction", tensor.dtype)
+        raise _mismatch(call, "integers or bools for a bitwise reduction", tensor.dtype)
     if kind in (_RedOp.MIN, _RedOp.MAX) and tensor.dtype.is_complex:
-        raise _mismatch("reduce", "numbers that have an order", tensor.dtype)
+        raise _mismatch(call, "numbers that have an order", tensor.dtype)
     if kind == _RedOp.AVG and is_exact:
-        raise _mismatch("reduce", "floats for an average", tensor.dtype)
+        raise _mismatch(call, "floats for an average", tensor.dtype)
     return (_OF_BOOLS.get(kind, kind) if tensor.dtype == torch.bool else kind), None
 
 
@@ -453,6 +514,8 @@ def _require_host(call: str, *tensors: Tensor) -> None:
     for tensor in tensors:
         if tensor.device.type != "cpu":
             raise _mismatch(call, "tensors on the host", f"one on {tensor.device}")
+        if tensor.layout is not torch.strided:
+            raise _mismatch(call, "dense tensors", f"one of layout {tensor.layout}; make its gradient dense")
 
 
 def _first_line(error: BaseException) -> str:
@@ -466,27 +529,41 @@ def _desync(call: str, error: BaseException) -> DesyncError:
     )
 
 
+def _differ(call: str, own: str) -> DesyncError:
+    error = DesyncError(
+        f"{call}: expected the same call and sizes that fit on every rank, got {own} here and others elsewhere; "
+        f"let all ranks make the same calls in the same order."
+    )
+    error.is_agreed = True
+    return error
+
+
 def _mismatch(call: str, expected: str, *got: Any) -> CollectiveError:
     return CollectiveError(f"{call}: expected {expected}, got {', '.join(map(str, got))}; correct the call.")
 
 
 @contextlib.contextmanager
 def _contiguous(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor without gaps, whose values the given one has after the block. Its gradient is left alone."""
+    """Yield a contiguous tensor, and copy its values back after the block, unless it is the given one."""
     own = tensor.detach()
-    if own.is_contiguous():
+    if own.is_contiguous() and not own.is_conj() and not own.is_neg():
         yield own
         return
-    whole = own.contiguous()
+    whole = _resolved(own)
     yield whole
     own.copy_(whole)
 
 
+def _resolved(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor of the same values, in memory as they are read."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
 def _bytes_of(tensor: Tensor) -> Array:
-    """Return the memory of a contiguous tensor."""
+    """Return the values of a tensor as bytes: its memory, if it is contiguous."""
     if not tensor.numel():  # which torch cannot view as bytes
         return np.empty(0, np.uint8)
-    found: Array = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    found: Array = _resolved(tensor.detach()).reshape(-1).view(torch.uint8).numpy()
     return found
 
 
@@ -526,17 +603,25 @@ def _make_group(options: Any, group_options: Any) -> HpcdistProcessGroup:
 
 
 def _wait_for_members(options: Any, limit_s: float) -> None:
-    """Return when all ranks of a group are making it: MPI would wait without a limit."""
+    """Return when all ranks of a group are making it: MPI would wait without a limit.
+
+    Raises:
+        CollectiveTimeoutError: when one does not come in time; on those that came, and on those that come later.
+    """
     store, ranks = options.store, range(options.group_size)
     store.set(f"here/{options.group_rank}", "1")
+    cause, verdict = None, "all are here"
     try:
         store.wait([f"here/{rank}" for rank in ranks], timedelta(seconds=limit_s))
     except RuntimeError as error:
         absent = [rank for rank in ranks if not store.check([f"here/{rank}"])]
+        cause, verdict = error, f"no answer from {absent} of its ranks"
+    verdict = store.compare_set("verdict", "", verdict).decode()  # the first one counts
+    if verdict != "all are here":
         raise CollectiveTimeoutError(
-            f"new_group: expected all of {options.group_size} ranks within {limit_s:g} s, got none of "
-            f"{absent} of the group; let all of them make it, in the same order."
-        ) from error
+            f"new_group: expected all of {options.group_size} ranks within {limit_s:g} s, got {verdict}; let all of "
+            f"them make it, in the same order."
+        ) from cause
 
 
 def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tuple[Any, int, int]]:

@@ -1,6 +1,7 @@
 """torch.distributed over hpcdist's collectives: each operation as gloo makes it, and scripts as they are."""
 
 import random
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist import torch_backend
-from hpcdist.errors import CollectiveError
+from hpcdist.errors import CollectiveError, CollectiveTimeoutError, DesyncError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")]
 N_CASES = 250  # of each operation
@@ -31,7 +32,7 @@ def gloo():
 
 
 def values(draws, dtype, shape, rank):
-    """Return a tensor of small whole numbers, whose sums are exact: of this rank; in one case of three with gaps."""
+    """Return a tensor of small integers, whose sums are exact, that differ by rank; every third has gaps in memory."""
     generator = torch.Generator().manual_seed(draws.randrange(1 << 30) * 64 + rank)
     has_gaps = len(shape) > 1 and draws.random() < 1 / 3
     whole = torch.randint(0 if dtype in (torch.uint8, torch.bool) else -3, 4, shape, generator=generator)
@@ -39,6 +40,11 @@ def values(draws, dtype, shape, rank):
         whole = whole + 1j * torch.randint(-3, 4, shape, generator=generator)
     made = whole.to(dtype)
     return made.mT.contiguous().mT if has_gaps else made
+
+
+def own_copy(tensor, group):
+    """Return a copy with the same gaps; for gloo, which takes no others, without gaps."""
+    return tensor.clone(memory_format=torch.contiguous_format if group else torch.preserve_format)
 
 
 def shape_of(draws):
@@ -66,7 +72,7 @@ def all_reduce(draws, rank, size):
     kind, tensor = reduce_case(draws, rank, size)
 
     def run(group):
-        own = tensor.clone(memory_format=torch.contiguous_format)
+        own = own_copy(tensor, group)
         dist.all_reduce(own, kind, group=group)
         return own
 
@@ -78,7 +84,7 @@ def reduce(draws, rank, size):
     root = draws.randrange(size)
 
     def run(group):
-        own = tensor.clone(memory_format=torch.contiguous_format)
+        own = own_copy(tensor, group)
         dist.reduce(own, root, kind, group=group)
         return own if rank == root else tensor.new_empty(0)  # elsewhere it is of no use
 
@@ -87,11 +93,12 @@ def reduce(draws, rank, size):
 
 def reduce_scatter(draws, rank, size):
     dtype, shape = draws.choice((*FLOATS, *INTEGERS)), shape_of(draws)
-    parts = [values(draws, dtype, shape, rank).contiguous() for _ in range(size)]
+    parts = [values(draws, dtype, shape, rank) for _ in range(size)]
+    kind = draws.choice([OP.SUM, OP.PRODUCT, OP.MIN, OP.MAX])
 
     def run(group):
         own = torch.empty(shape, dtype=dtype)
-        dist.reduce_scatter(own, parts, group=group)
+        dist.reduce_scatter(own, [own_copy(one, group) for one in parts], kind, group=group)
         return own
 
     return run
@@ -100,11 +107,11 @@ def reduce_scatter(draws, rank, size):
 def reduce_scatter_tensor(draws, rank, size):
     dtype = draws.choice((*FLOATS, *INTEGERS))
     n_rows = draws.choice([1, 3, 40])
-    tensor = values(draws, dtype, (n_rows * size, 2), rank).contiguous()
+    tensor = values(draws, dtype, (n_rows * size, 2), rank)
 
     def run(group):
         own = torch.empty((n_rows, 2), dtype=dtype)
-        dist.reduce_scatter_single(own, tensor, group=group)
+        dist.reduce_scatter_single(own, own_copy(tensor, group), group=group)
         return own
 
     return run
@@ -114,7 +121,7 @@ def broadcast(draws, rank, size):
     tensor, root = any_values(draws, rank), draws.randrange(size)
 
     def run(group):
-        own = tensor.clone(memory_format=torch.contiguous_format)
+        own = own_copy(tensor, group)
         dist.broadcast(own, root, group=group)
         return own
 
@@ -122,33 +129,33 @@ def broadcast(draws, rank, size):
 
 
 def all_gather(draws, rank, size):
-    tensor = any_values(draws, rank).contiguous()
+    tensor = any_values(draws, rank)
 
     def run(group):
         outputs = [torch.empty_like(tensor) for _ in range(size)]
-        dist.all_gather(outputs, tensor, group=group)
+        dist.all_gather(outputs, own_copy(tensor, group), group=group)
         return outputs
 
     return run
 
 
 def all_gather_into_tensor(draws, rank, size):
-    tensor = any_values(draws, rank, (draws.choice([1, 3, 40]), 2)).contiguous()
+    tensor = any_values(draws, rank, (draws.choice([1, 3, 40]), 2))
 
     def run(group):
         output = torch.empty((len(tensor) * size, 2), dtype=tensor.dtype)
-        dist.all_gather_single(output, tensor, group=group)
+        dist.all_gather_single(output, own_copy(tensor, group), group=group)
         return output
 
     return run
 
 
 def gather(draws, rank, size):
-    tensor, root = any_values(draws, rank).contiguous(), draws.randrange(size)
+    tensor, root = any_values(draws, rank), draws.randrange(size)
 
     def run(group):
         outputs = [torch.empty_like(tensor) for _ in range(size)] if rank == root else None
-        dist.gather(tensor, outputs, root, group=group)
+        dist.gather(own_copy(tensor, group), outputs, root, group=group)
         return outputs or []
 
     return run
@@ -157,11 +164,11 @@ def gather(draws, rank, size):
 def scatter(draws, rank, size):
     shape, root = shape_of(draws), draws.randrange(size)
     dtype = draws.choice((*FLOATS, *INTEGERS))
-    parts = [values(draws, dtype, shape, rank).contiguous() for _ in range(size)]
+    parts = [values(draws, dtype, shape, rank) for _ in range(size)]
 
     def run(group):
         output = torch.empty(shape, dtype=dtype)
-        dist.scatter(output, parts if rank == root else None, root, group=group)
+        dist.scatter(output, [own_copy(one, group) for one in parts] if rank == root else None, root, group=group)
         return output
 
     return run
@@ -173,12 +180,12 @@ def all_to_all_single(draws, rank, size):
     dtype, is_even = draws.choice((*FLOATS, *INTEGERS)), draws.random() < 0.3
     sent = [2] * size if is_even else table[rank]
     received = [2] * size if is_even else [row[rank] for row in table]
-    tensor = values(draws, dtype, (sum(sent), 3), rank).contiguous()
+    tensor = values(draws, dtype, (sum(sent), 3), rank)
 
     def run(group):
         output = torch.empty((sum(received), 3), dtype=dtype)
         splits = () if is_even else (received, sent)
-        dist.all_to_all_single(output, tensor, *splits, group=group)
+        dist.all_to_all_single(output, own_copy(tensor, group), *splits, group=group)
         return output
 
     return run
@@ -394,6 +401,104 @@ def test_tensors_of_another_kind(comm, gloo, call):
     if call == "send" and comm.rank == 0:
         return  # torch refuses a message to oneself
     with pytest.raises(
-        CollectiveError, match="expected (tensors on the host|a reduction of numbers that numpy has), got"
+        CollectiveError,
+        match="expected (tensors on the host|a reduction of bools, integers, floats or complex numbers), got",
     ):
         calls[call]()
+
+
+def n_elements(comm):
+    """Return a number of elements that only the last rank has."""
+    return 8 if comm.rank == comm.size - 1 else 4
+
+
+DIFFERING = {
+    "all_reduce": lambda comm: dist.all_reduce(torch.ones(n_elements(comm))),
+    "all_reduce, large": lambda comm: dist.all_reduce(torch.ones(n_elements(comm) << 18)),
+    "all_reduce, dtype": lambda comm: dist.all_reduce(torch.ones(4, dtype=torch.int32 if comm.rank else torch.float32)),
+    "all_reduce, operation": lambda comm: dist.all_reduce(torch.ones(4), OP.MAX if comm.rank else OP.SUM),
+    "all_reduce, bits": lambda comm: dist.all_reduce(torch.ones(n_elements(comm), dtype=torch.int32), OP.BAND),
+    "reduce_scatter": lambda comm: dist.reduce_scatter_single(
+        torch.ones(n_elements(comm)), torch.ones(n_elements(comm) * comm.size)
+    ),
+    "broadcast": lambda comm: dist.broadcast(torch.ones(n_elements(comm)), 0),
+    "broadcast, root": lambda comm: dist.broadcast(torch.ones(4), min(comm.rank, 1)),
+    "all_gather": lambda comm: dist.all_gather(
+        [torch.ones(n_elements(comm)) for _ in range(comm.size)], torch.ones(n_elements(comm))
+    ),
+    "gather": lambda comm: dist.gather(
+        torch.ones(n_elements(comm)), [torch.ones(4) for _ in range(comm.size)] if comm.rank == 0 else None
+    ),
+    "scatter": lambda comm: dist.scatter(
+        torch.ones(n_elements(comm)), [torch.ones(4) for _ in range(comm.size)] if comm.rank == 0 else None
+    ),
+    "all_to_all": lambda comm: dist.all_to_all_single(
+        torch.ones(n_elements(comm) * comm.size), torch.ones(4 * comm.size)
+    ),
+}
+
+
+@pytest.mark.parametrize("call", DIFFERING)
+def test_sizes_that_differ_are_an_error_on_every_rank(comm, gloo, call):
+    if comm.size == 1:
+        pytest.skip("nothing differs on one rank")
+    with pytest.raises(DesyncError, match=f"{call.partition(',')[0]}: expected the same call and sizes that fit"):
+        DIFFERING[call](comm)
+    dist.barrier()
+
+
+def test_a_message_that_came_too_late_is_for_the_next_receiver(comm, gloo):
+    if comm.size < 2:
+        pytest.skip("messages need two ranks")
+    if comm.rank == 1:
+        given_up, kept = torch.zeros(2), torch.zeros(2)
+        with pytest.raises(
+            CollectiveTimeoutError, match=r"recv from rank 0 with tag 3: expected every rank within 0.3 s"
+        ):
+            dist.irecv(given_up, 0, tag=3).wait(timedelta(seconds=0.3))
+    comm.barrier()
+    if comm.rank == 0:
+        dist.send(torch.ones(2), 1, tag=3)
+    elif comm.rank == 1:
+        dist.recv(kept, 0, tag=3)
+        assert (given_up.tolist(), kept.tolist()) == ([0, 0], [1, 1])
+    comm.barrier()
+
+
+def test_a_tag_that_mpi_does_not_have(comm, gloo):
+    if comm.size == 1:
+        pytest.skip("torch sends nothing to itself")
+    with pytest.raises(CollectiveError, match="send: expected a tag from 0 to .*, got -1"):
+        dist.isend(torch.ones(1), (comm.rank + 1) % comm.size, tag=-1)
+
+
+def test_tensors_that_are_not_in_memory_as_they_are_read(comm, gloo):
+    outputs = [torch.empty(2, dtype=torch.complex64) for _ in range(comm.size)] if comm.rank == 0 else None
+    dist.gather(torch.full((2,), 1 + 2j).conj(), outputs)
+    assert outputs is None or outputs[-1].tolist() == [1 - 2j] * 2
+    with pytest.raises(CollectiveError, match="expected dense tensors, got one of layout torch.sparse_coo"):
+        dist.all_reduce(torch.ones(2).to_sparse())
+
+
+def test_a_group_that_a_rank_makes_too_late(comm, gloo):
+    """Those that came first give up, and so does the late one."""
+    if comm.size == 1:
+        pytest.skip("nobody is late")
+    if comm.rank == comm.size - 1:
+        comm.barrier()
+    with pytest.raises(CollectiveTimeoutError, match=rf"got no answer from \[{comm.size - 1}\] of its ranks"):
+        dist.new_group(timeout=timedelta(seconds=0.5))
+    if comm.rank < comm.size - 1:
+        comm.barrier()
+    dist.barrier()
+
+
+def test_a_group_is_shut_down_once(comm, gloo):
+    group = dist.new_group()
+    if comm.size > 1 and comm.rank == 0:
+        lost = dist.isend(torch.ones(1), 1, group=group)
+    dist.barrier(group=group)
+    if comm.size > 1 and comm.rank == 1:
+        dist.recv(torch.ones(1), 0, group=group)
+    dist.destroy_process_group(group)
+    assert comm.size == 1 or comm.rank or lost.is_completed()
