@@ -7,6 +7,7 @@ from hpcdist import estimator as estimator
 from hpcdist import experimental as experimental
 from hpcdist import losses as losses
 from hpcdist import metrics as metrics
+from hpcdist import optim as optim
 from hpcdist import regularizers as regularizers
 from hpcdist import summary as summary
 from hpcdist import testing as testing

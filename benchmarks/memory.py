@@ -1,0 +1,105 @@
+"""Measure the memory of a training step: a plain Adam on every rank, and shares of it by ZeroRedundancyOptimizer.
+
+mpirun -n 4 python benchmarks/memory.py
+mpirun -n 4 python benchmarks/memory.py --sharded
+
+Printed is the proportional set size (shared pages counted once in all) summed over the ranks, less what it was after a
+step of a tiny model: the most during a step, from samples, and after zero_grad. Layers have 41 MB: the C library keeps
+smaller blocks that are freed (set MALLOC_MMAP_THRESHOLD_=1048576 against that).
+"""
+
+import argparse
+import threading
+from pathlib import Path
+
+import torch
+
+import hpcdist
+from hpcdist.runtime.process import make_world
+
+INTERVAL_S = 0.02
+WIDTH = 3200
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sharded", action="store_true", help="with ZeroRedundancyOptimizer")
+    parser.add_argument("--parameters", type=float, default=102.4, help="millions, in layers of 10.24")
+    parser.add_argument("--steps", type=int, default=3)
+    return parser.parse_args()
+
+
+def pss_bytes():
+    """Return the proportional set size of this process."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+
+
+class Sampler:
+    """Keeps the most that was sampled in a block."""
+
+    def __init__(self):
+        self.most = 0
+
+    def __enter__(self):
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        return self
+
+    def _run(self):
+        while not self._stop.wait(INTERVAL_S):
+            self.most = max(self.most, pss_bytes())
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join()
+
+
+def build(width, n_layers, is_sharded):
+    """Return a model and its optimizer."""
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+    with strategy.scope():
+        model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(n_layers)))
+        kind, options = torch.optim.Adam, {"lr": 1e-3, "fused": True}
+        if is_sharded:
+            return model, hpcdist.optim.ZeroRedundancyOptimizer(model.parameters(), kind, **options)
+        return model, kind(model.parameters(), **options)
+
+
+def take_step(model, optimizer, comm):
+    model(torch.full((2, model[0].in_features), 1.0 + comm.rank)).square().mean().backward()
+    optimizer.step()
+    comm.Barrier()
+
+
+def main():
+    args = parse_args()
+    torch.set_num_threads(1)
+    comm = make_world().comm
+    take_step(*build(32, 1, args.sharded), comm)
+    before = comm.allreduce(pss_bytes())
+    model, optimizer = build(WIDTH, max(1, round(args.parameters / 10.24)), args.sharded)
+    with Sampler() as sampler:
+        for step in range(args.steps):
+            if step == args.steps - 1:  # earlier ones make what stays
+                comm.Barrier()
+                sampler.most = 0
+            take_step(model, optimizer, comm)
+            if step < args.steps - 1:
+                optimizer.zero_grad()
+    peak = comm.allreduce(sampler.most)
+    optimizer.zero_grad()
+    comm.Barrier()
+    after = comm.allreduce(pss_bytes())
+    if comm.rank == 0:
+        name = "ZeroRedundancyOptimizer" if args.sharded else "Adam on every rank"
+        millions = sum(one.numel() for one in model.parameters()) / 1e6
+        print(
+            f"{name}, {millions:g} M parameters, {comm.size} ranks: at most "
+            f"{(peak - before) / 1e6:.0f} MB in a step, {(after - before) / 1e6:.0f} MB after zero_grad"
+        )
+
+
+if __name__ == "__main__":
+    main()
