@@ -25,6 +25,7 @@ from hpcdist.errors import ConfigurationError, GradientError, UsageError, agreed
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.backward import BackwardSum, GradientSums
 from hpcdist.gradients.buffers import BufferRecord
+from hpcdist.gradients.central_storage import CentralStorage
 from hpcdist.gradients.comm_hook import CommHook
 from hpcdist.gradients.generators import StepGenerators
 from hpcdist.gradients.local_rounds import LocalRounds
@@ -236,8 +237,23 @@ class GradientEngine:
         if error is not None:
             raise agreed(error)
         if self._storage is None:
-            self._storage = ShardedParameters(self._reducer.group)
+            if self._records:
+                raise agreed(
+                    UsageError(
+                        f"ZeroRedundancyOptimizer: expected it to be made before the first use of any model of the "
+                        f"scope, got {len(self._records)} parameters in use; make models and optimizers first."
+                    )
+                )
+            self._storage = ShardedParameters(self._reducer.group, self._optimizers)
+            self._writes = SharedWrites(self._optimizers)
+            self.scheduler.add_switched(self._writes)
         return found
+
+    def shared_storage(self, tensor: Any) -> CentralStorage | ShardedParameters | None:
+        """Return what holds a parameter once for the ranks of a host, where one of them changes it; None: nothing."""
+        storage = self._storage
+        is_shared = isinstance(storage, (CentralStorage, ShardedParameters)) and storage.holds(tensor)
+        return storage if is_shared and isinstance(storage, (CentralStorage, ShardedParameters)) else None
 
     def _require_same_tensors(self, own: str) -> None:
         """Raise DesyncError on all ranks unless all describe their tensors alike, one a line."""
@@ -281,7 +297,8 @@ class GradientEngine:
         self._shapes = frozenset(owner.shape for _, owner in alive)
         self._state.watch([record for record, _ in alive], plan.buffers)
         if self._writes is not None:
-            self._writes.watch(plan.parameters)
+            shared = [pair for pair in plan.parameters if not is_sharded or self.shared_storage(pair[1])]
+            self._writes.watch(shared)
 
     def _record_of(self, parameter: nn.Parameter) -> ParameterRecord | None:
         record = self._records.get(id(parameter))

@@ -49,7 +49,8 @@ class ShardedBuckets:
         self._flats = self._make_flats(plan)
         self._n_counts, self._counts_slot = n_counts, plan.slots[0]
         self._rows: list[list[list[Any]]] = [[], []]  # of each set: of each bucket, own share in every rank's row
-        self._direct: list[tuple[ShardedRecord, list[tuple[int, int]]]] = []
+        self._records = [record for record, _ in records]
+        self._direct: list[ShardedRecord] = []
         for number in range(len(plan.buckets)):
             self._share_bucket(number, plan, records)
         self._number = 0
@@ -72,24 +73,25 @@ class ShardedBuckets:
 
     def _share_bucket(self, number: int, plan: BucketPlan, records: Sequence[tuple[ShardedRecord, Any]]) -> None:
         """Cut a bucket into shares, and give its records their slots."""
-        slots = plan.slots[1:]
+        slots, owner = plan.slots[1:], self._sums.local_rank
         members = sorted((slots[index].offset, index) for index in range(len(slots)) if slots[index].bucket == number)
-        shares = plan_shards([slots[index].n_elements for _, index in members], self._sums.n_owners)
-        owner = self._sums.local_rank
-        mine = shares[owner] if owner < len(shares) else {}
-        for position, (offset, index) in enumerate(members):
+        new = [index for _, index in members if not records[index][0].bounds]  # others keep what they own
+        shares = plan_shards([slots[index].n_elements for index in new], self._sums.n_owners)
+        bounds = {index: [share.get(at, (0, 0)) for share in shares] for at, index in enumerate(new)}
+        regions: list[tuple[int, int]] = []
+        for offset, index in members:
             record, parameter = records[index]
-            own, n_elements = mine.get(position, (0, 0)), slots[index].n_elements
             flats = [] if plan.buckets[number].is_direct else [flat[number][owner] for flat in self._flats]
-            views = [torch.from_numpy(flat[offset : offset + n_elements]) for flat in flats]
-            record.assign_share(number, views, own, parameter)
-            if plan.buckets[number].is_direct:
-                self._direct.append((record, [share.get(position, (0, 0)) for share in shares]))
-        if mine and not plan.buckets[number].is_direct:
-            first, last = min(mine), max(mine)
-            region = slice(members[first][0] + mine[first][0], members[last][0] + mine[last][1])
-            for which in (0, 1):
-                self._rows[which].append([flat[region] for flat in self._flats[which][number]])
+            views = [torch.from_numpy(flat[offset : offset + slots[index].n_elements]) for flat in flats]
+            record.assign_share(number, views, bounds.get(index, record.bounds), owner, parameter)
+            if not flats:
+                self._direct.append(record)
+            elif record.own[0] < record.own[1]:
+                padding = _ALIGNMENT // np.dtype(plan.buckets[number].dtype).itemsize
+                regions = _joined(regions, offset + record.own[0], offset + record.own[1], padding)
+        for which in (0, 1):
+            for start, stop in regions:
+                self._rows[which].append([flat[start:stop] for flat in self._flats[which][number]])
 
     def reset(self) -> None:
         """Expect a new backward."""
@@ -114,14 +116,16 @@ class ShardedBuckets:
             for shares in self._rows[which]:
                 self._sums.sum_rows(shares)
                 self._sums.sum_over_hosts(shares[self._sums.local_rank])
-            for record, bounds in self._direct:
+            for record in self._direct:
                 assert record.part is not None, "take and stand_in set it"
-                self._sums.reduce(record.part.numpy(), bounds)
+                self._sums.reduce(record.part.numpy(), record.bounds)
                 self._sums.sum_over_hosts(record.own_of(record.part).numpy())
             totals = sum(rows[1:], rows[0].copy())
             if len(self._group.placement.hosts) > 1:
                 totals = rows[self._sums.local_rank].copy()
                 library.all_reduce(totals, self._group)
+        for record in self._records:
+            record.turn()
         self.is_started = False
         found: list[float] = totals.tolist()
         return found
@@ -130,9 +134,16 @@ class ShardedBuckets:
         """Divide this rank's shares."""
         for shares in self._rows[(self._number - 1) % 2]:
             shares[self._sums.local_rank] /= total
-        for record, _ in self._direct:
+        for record in self._direct:
             assert record.part is not None, "it was summed"
             record.own_of(record.part).div_(total)
+
+
+def _joined(regions: list[tuple[int, int]], start: int, stop: int, padding: int) -> list[tuple[int, int]]:
+    """Return regions with one more, joined to the last one if only padding, of fewer elements, lies between."""
+    if regions and start - regions[-1][1] < padding:
+        return [*regions[:-1], (regions[-1][0], stop)]
+    return [*regions, (start, stop)]
 
 
 def _is_direct(parameter: nn.Parameter) -> bool:

@@ -57,14 +57,19 @@ class ShardedGradient(Tensor):
         first = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
         gradients = [one for one in first if isinstance(one, cls)]
         if func in _ZERO:
-            for one in gradients:
-                one.share.zero_()
-                one.is_zero = True
+            for one in first:
+                if isinstance(one, cls):
+                    one.is_zero = True
+                (one.share if isinstance(one, cls) else one).zero_()
             return args[0] if func is torch.ops.aten.zero_.default else None
         if func is _UNSCALE and len(gradients) == len(first):
             return _unscale(gradients, *args[1:])
         found = gradients or [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, cls)]
         raise found[0].refusal(func.__name__) if found else _refusal("a parameter", func.__name__, "")
+
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        """Raise GradientError: there is no memory to share."""
+        raise self.refusal("__dlpack__")
 
     def refusal(self, call: str) -> GradientError:
         """Return the error of an operation that needs all elements."""
@@ -112,20 +117,25 @@ class ShardedRecord(ParameterRecord):
         group: whose ranks own the shares.
 
     Attributes:
-        own: (start, stop) of this rank's share in the parameter's memory.
+        own: (start, stop) of this rank's share in the parameter's memory. bounds: of each owner's; empty before the
+            first plan, and the same in later ones.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, group: Group) -> None:
         super().__init__(name, parameter)
         self._group = group
         self._slots: list[_Slot] = []
+        self._summed: _Slot | None = None
         self.own = (0, 0)
+        self.bounds: list[tuple[int, int]] = []
 
-    def assign_share(self, bucket: int, slots: list[Tensor], own: tuple[int, int], parameter: nn.Parameter) -> None:
-        """Take two new slots, used in turn, or none, and the share that this rank owns."""
+    def assign_share(
+        self, bucket: int, slots: list[Tensor], bounds: list[tuple[int, int]], owner: int, parameter: nn.Parameter
+    ) -> None:
+        """Take two new slots, used in turn, or none, and the shares of all owners; this rank may be none of them."""
         self.assign_slot(bucket, slots[0] if slots else None, parameter)
-        self.own = own
-        self._slots = []
+        self.bounds, self.own = bounds, bounds[owner] if owner < len(bounds) else (0, 0)
+        self._slots, self._summed = [], None
         for flat in slots:
             share = self.own_of(flat)
             self._slots.append(_Slot(flat, self._shaped(flat), share, self._new_gradient(parameter, share)))
@@ -182,23 +192,28 @@ class ShardedRecord(ParameterRecord):
         parameter, earlier = self.reference(), self.pending.earlier
         result = earlier
         if n_touched and parameter is not None:
-            result = self._gradient_of(parameter)
-            if isinstance(earlier, ShardedGradient):
-                result.share.add_(earlier.share)
+            earlier_share = earlier.share if isinstance(earlier, ShardedGradient) else None
+            result = self._gradient_of(parameter)  # which may be the earlier one, with another share
+            if earlier_share is not None:
+                result.share.add_(earlier_share)
         elif isinstance(earlier, ShardedGradient):
             earlier.share = earlier.share.clone()  # the backward after the next one writes where it was
         self.leave(result)
+
+    def turn(self) -> None:
+        """Note that the slot is summed, and use the other one from now on. Once for each sum, on all ranks."""
         if self._slots:
+            self._summed = self._slots[0]
             self._slots.reverse()
             self._slot = self.part = self._slots[0].flat
             self._slot_address = self._slot.data_ptr()
 
     def _gradient_of(self, parameter: nn.Parameter) -> ShardedGradient:
-        """Return what `parameter.grad` becomes, with this rank's share of `part`."""
-        if not self._slots:
+        """Return what `parameter.grad` becomes, with this rank's share of what was summed."""
+        slot = self._summed
+        if slot is None:
             assert self.part is not None, "take and stand_in set it"
             return self._new_gradient(parameter, self.own_of(self.part).clone())  # so that the rest is freed
-        slot = self._slots[0]
         slot.gradient.share = slot.share if self._is_view else slot.share.to(self._dtype)
         slot.gradient.is_zero = False
         return slot.gradient

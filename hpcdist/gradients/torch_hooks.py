@@ -271,12 +271,12 @@ class _StepHandle:
         self._table.pop(self._number, None)
 
 
-#: Optimizers that are a part of another one: nobody sees how they are built.
+#: Optimizers that are a part of another one: no strategy sees how they are built, and their steps.
 _parts: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 def make_part(kind: type[Optimizer], parameters: Any, **options: Any) -> Optimizer:
-    """Return an optimizer that `on_optimizer_built` does not show; step it by `bare_step`."""
+    """Return an optimizer that no strategy sees."""
     made = kind.__new__(kind)
     _parts.add(made)
     kind.__init__(made, parameters, **options)
@@ -309,6 +309,8 @@ def _register(table: dict[int, Any], see: Callable[..., Any]) -> _StepHandle:
 
 
 def _show_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    if optimizer in _parts:  # whose step is written with that of its base class
+        return None
     given = closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     for see in list(_before_steps.values()):
         other = see(optimizer, closure)
@@ -317,7 +319,7 @@ def _show_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _show_after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for see in list(_after_steps.values()):
+    for see in () if optimizer in _parts else list(_after_steps.values()):
         see(optimizer)
 
 

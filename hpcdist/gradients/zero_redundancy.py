@@ -5,7 +5,8 @@ Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion 
 parameters that it has stepped to all others; here it writes them where all ranks of its host read them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -17,9 +18,9 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from hpcdist.collectives import library
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.options import CommunicationImplementation
-from hpcdist.errors import UsageError
+from hpcdist.errors import GradientError, UsageError
 from hpcdist.gradients import torch_hooks
-from hpcdist.gradients.model_plan import ModelPlan
+from hpcdist.gradients.model_plan import IdentitySet, ModelPlan
 from hpcdist.gradients.node_parameters import NodeParameters, is_on_host
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.sharded_gradient import ShardedGradient, ShardedRecord
@@ -27,7 +28,8 @@ from hpcdist.gradients.sharded_state import SharedState, probe_state
 from hpcdist.plan.shards import BLOCK_ELEMENTS
 from hpcdist.runtime.process import make_world
 
-#: They treat each element by itself, so that a share is stepped as it would be in the whole parameter.
+#: They treat each element by itself, so that a share is stepped as it would be in the whole parameter. Another class
+#: says so by an attribute `is_elementwise = True`.
 _ELEMENTWISE = (Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
 
 
@@ -39,19 +41,33 @@ class ShardedParameters:
 
     Args:
         group: the ranks.
+        optimizers: those of the scope: they say which parameters are shared.
     """
 
     is_summed = needs_sum = True
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self._memory = NodeParameters(group)
+    def __init__(self, group: Group, optimizers: IdentitySet[Optimizer]) -> None:
+        self._is_first = group.node_comm.rank == 0
+        self._memory, self._optimizers = NodeParameters(group), optimizers
 
     def adopt(self, named: Sequence[tuple[str, nn.Parameter]], sparse: Iterable[nn.Parameter] = ()) -> None:
-        """Move parameters to the shared memory; see `NodeParameters.adopt`."""
-        self._memory.adopt(named)
+        """Move the parameters of ZeroRedundancyOptimizers to the shared memory; see `NodeParameters.adopt`."""
+        given = [one for one in self._optimizers if isinstance(one, ZeroRedundancyOptimizer)]
+        held = {id(one) for optimizer in given for one in _parameters_of(optimizer)}
+        self._memory.adopt([(name, one) for name, one in named if id(one) in held])
 
-    def begin_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is one of these parameters."""
+        return self._memory.holds(tensor)
+
+    @contextmanager
+    def changing(self) -> Iterator[bool]:
+        """Let one rank of each host change parameters in the block: yield whether it is this one. Collective."""
+        self.begin_step(None, ())
+        yield self._is_first
+        self.end_step([one for shared in self._memory.shared if (one := shared.parameter()) is not None])
+
+    def begin_step(self, optimizer: Optimizer | None, parameters: Sequence[nn.Parameter]) -> None:
         """Wait until nobody reads the parameters. Collective: the ranks of the host.
 
         Raises:
@@ -63,7 +79,7 @@ class ShardedParameters:
     def end_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Return when all ranks have written. Collective: the ranks of the host.
 
-        What the others write no version counter of torch counts: it is counted here.
+        torch's version counters do not see what other ranks write, so they are incremented here.
         """
         self._memory.wait()
         torch.autograd.graph.increment_version(parameters)
@@ -83,14 +99,16 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     Between backward and step nobody can read gradients: `parameter.grad` raises. To clip them, call `clip_grad_norm_`
     or `clip_grad_value_` here; torch.amp.GradScaler works. A graph that was kept cannot be used again after a step.
-    `step`, `clip_grad_norm_`, `load_state_dict` and the first use are collective: chief and workers.
+    Code of your own that writes to parameters belongs in `strategy.extended.update`, as all ranks of a host would write
+    to one memory. `step`, `clip_grad_norm_`, `load_state_dict` and the first use are collective: chief and workers.
 
     For MultiWorkerMirroredStrategy and MirroredStrategy with one replica on each rank, on the CPU; all optimizers of
     the scope are ZeroRedundancyOptimizers. With one rank it is `optimizer_class`.
 
     Args:
         params: parameters made in the scope, or groups of them.
-        optimizer_class: one of torch.optim that treats each element by itself, or a class derived from it.
+        optimizer_class: one of torch.optim that treats each element by itself; or a class of your own that does, and
+            has an attribute `is_elementwise = True`.
         defaults: its options.
 
     Raises:
@@ -115,17 +133,17 @@ class ZeroRedundancyOptimizer(Optimizer):
         return self.optimizer_class.__name__
 
     def make_part(self, groups: Any) -> Optimizer:
-        """Return a plain optimizer with the options that this one was given, which nobody sees."""
+        """Return a plain optimizer with the options that this one was given, hidden from the strategy."""
         return torch_hooks.make_part(self.optimizer_class, groups, **self._given)
 
     def shard(self, records: Sequence[ShardedRecord], group: Group) -> None:
         """Divide the parameters of these records; the strategy calls it when it plans. Collective: the group."""
-        loaded = self._loaded if self._shares is None else _copied(self.state_dict())
+        loaded, self._loaded = self._loaded if self._shares is None else _copied(self.state_dict()), None
         by_parameter = {id(record.reference()): record for record in records}
         parameters = _parameters_of(self)
         self._shares = _Shares(self, [by_parameter.get(id(one)) for one in parameters], group)
         if loaded is not None:
-            self.load_state_dict(loaded)
+            self._shares.write(loaded["state"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, before the first use.
@@ -154,8 +172,23 @@ class ZeroRedundancyOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._made_shares().step()
+        if self._shares is None and all(one.grad is None for one in _parameters_of(self)):
+            return loss
+        shares = self._made_shares()
+        if closure is not None:
+            shares.wait()  # another rank may still be in its closure, and read parameters
+        if shares.pattern != _pattern(self.param_groups):
+            shares = self._remade(shares)
+        shares.step()
         return loss
+
+    def _remade(self, shares: "_Shares") -> "_Shares":
+        """Return new shares with the state of these, for options that keep another state. Collective."""
+        state = _copied(self.state_dict())["state"]
+        shares.wait()  # until all have read
+        self._shares = _Shares(self, shares.records, shares.group)
+        self._shares.write(state)
+        return self._shares
 
     def _made_shares(self) -> "_Shares":
         if self._shares is None:
@@ -168,7 +201,8 @@ class ZeroRedundancyOptimizer(Optimizer):
                 )
             self._shares = _Shares(self, [], None)
             if self._loaded is not None:
-                self.load_state_dict(self._loaded)
+                self._shares.write(self._loaded["state"])
+                self._loaded = None
         return self._shares
 
     @torch.no_grad()
@@ -184,15 +218,17 @@ class ZeroRedundancyOptimizer(Optimizer):
 
         Cost: a sum over ranks of 8 bytes for each 1,024 elements.
         """
+        if not norm_type > 0:
+            raise UsageError(f"clip_grad_norm_: expected a norm_type above 0, got {norm_type}; give 2.0 or inf.")
         norm = self._made_shares().norm(float(norm_type))
         if error_if_nonfinite and not np.isfinite(norm):
             raise RuntimeError(
                 f"clip_grad_norm_: expected a finite norm of order {norm_type} of the gradients, got {norm}; look at "
                 f"the loss, or pass error_if_nonfinite=False."
             )
-        scale = torch.clamp(torch.tensor(max_norm / (norm + 1e-6), dtype=torch.float32), max=1.0)
+        scale = max_norm / (norm + 1e-6)
         for gradient in self._made_shares().gradients():
-            gradient.mul_(scale)
+            gradient.mul_(scale if scale <= 1 or np.isnan(scale) else 1.0)
         return torch.tensor(norm, dtype=torch.float64)
 
     @torch.no_grad()
@@ -236,9 +272,18 @@ class ZeroRedundancyOptimizer(Optimizer):
         for group, options in zip(groups, saved, strict=True):
             group.update({key: value for key, value in options.items() if key != "params"})
         if self._shares is None:
-            self._loaded = {"state": states, "param_groups": saved}
-        else:
-            self._shares.write(states)
+            self._loaded = {"state": states}
+            return
+        if self._shares.pattern != _pattern(self.param_groups):
+            self._shares.wait()
+            self._shares = _Shares(self, self._shares.records, self._shares.group)
+        self._shares.write(states)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy is made of: one that was not used yet, with a copy of the state."""
+        kept = {"optimizer_class": self.optimizer_class, "_given": self._given, "_shares": None}
+        loaded = {"state": _copied(self.state_dict())["state"]}
+        return {**super().__getstate__(), **kept, "_loaded": loaded}
 
 
 class _Shares:
@@ -248,18 +293,23 @@ class _Shares:
         outer: whose groups.
         records: of its parameters; None for one that is not trained; nothing without a group.
         group: the ranks; None: this one alone, whose share is everything.
+
+    Attributes:
+        records, group: see above.
+        pattern: of the options that say which state there is.
     """
 
     def __init__(
         self, outer: ZeroRedundancyOptimizer, records: Sequence[ShardedRecord | None], group: Group | None
     ) -> None:
-        self._outer, self._group = outer, group
+        self._outer, self.group, self.records = outer, group, records
+        self.pattern = _pattern(outer.param_groups)
         self._parameters = _parameters_of(outer)
         is_first = group is None or group.node_comm.rank == 0
         whole = [(0, one.numel() * is_first) for one in self._parameters]  # of what is not trained, too
         self._own = [own if record is None else record.own for own, record in zip_longest(whole, records)]
         self._mine: list[Tensor | None] = [
-            None if start == stop else parameter if group is None else _share_of(parameter, start, stop)
+            parameter if group is None else None if start == stop else _in_memory_order(parameter.data)[start:stop]
             for parameter, (start, stop) in zip(self._parameters, self._own, strict=True)
         ]
         options = [{key: value for key, value in given.items() if key != "params"} for given in outer.param_groups]
@@ -275,16 +325,23 @@ class _Shares:
         self._step_inner = torch_hooks.bare_step(outer.optimizer_class)
         self._state = None if group is None else self._make_state(options, group)
         self._n_states = 0
-        if self._inner is not None and self._inner.state and group is not None:  # as that of Adagrad
+        self._views: list[tuple[dict[str, Any], str, Tensor]] = []
+        if self._inner is not None and self._inner.state:  # as that of Adagrad
             self._share_state(self._inner)
 
     def _make_state(self, options: list[dict[str, Any]], group: Group) -> SharedState:
-        keys = [
-            probe_state(self._outer.make_part, own, parameter.dtype)
-            for own, given in zip(options, self._outer.param_groups, strict=True)
-            for parameter in given["params"]
-        ]
+        keys = []
+        for own, given in zip(options, self._outer.param_groups, strict=True):
+            dtypes = {one.dtype for one in given["params"]}
+            found = {dtype: probe_state(self._outer.make_part, own, dtype) for dtype in dtypes}
+            keys += [found[one.dtype] for one in given["params"]]
         return SharedState(group, self._parameters, keys, self._own)
+
+    def wait(self) -> None:
+        """Wait for the other ranks of the host. Collective: they."""
+        if self.group is not None:
+            with self.group.recorded("shares of an optimizer", None):
+                self.group.barrier.wait()
 
     def step(self) -> None:
         """Step this rank's share."""
@@ -292,34 +349,56 @@ class _Shares:
             return
         for given, own in zip(self._outer.param_groups, self._inner.param_groups, strict=True):
             own.update({key: value for key, value in given.items() if key != "params"})
-        if self._group is None:
+        if self.group is None:
             self._step_inner(self._inner)
             return
-        for parameter, mine in zip(self._parameters, self._mine, strict=True):
+        for number, mine in enumerate(self._mine):
             if mine is not None:
-                mine.grad = parameter.grad.share if isinstance(parameter.grad, ShardedGradient) else None
+                mine.grad = self._share_of_gradient(number)
         self._step_inner(self._inner)
         for mine in self._mine:
             if mine is not None:
                 mine.grad = None  # so that zero_grad frees it
-        if len(self._inner.state) != self._n_states:
-            self._share_state(self._inner)
+        self._share_state(self._inner)
+
+    def _share_of_gradient(self, number: int) -> Tensor | None:
+        """Return this rank's elements of a gradient, by shares or, if the program has summed it, whole."""
+        gradient = self._parameters[number].grad
+        if gradient is None:
+            return None
+        if isinstance(gradient, ShardedGradient):
+            return gradient.share
+        record = self.records[number] if self.records else None
+        if record is not None and record.has_local:
+            raise GradientError(
+                f"ZeroRedundancyOptimizer: expected gradients summed over the replicas, got a local one in "
+                f"{record.name!r}; run the last backward outside no_sync."
+            )
+        start, stop = self._own[number]
+        laid_out = torch.empty_like(self._parameters[number], dtype=gradient.dtype)
+        is_alike = gradient.stride() == laid_out.stride()
+        return _in_memory_order(gradient if is_alike else laid_out.copy_(gradient))[start:stop]
 
     def _share_state(self, inner: Optimizer) -> None:
-        assert self._state is not None, "only shares of several ranks are shared"
-        for number, mine in enumerate(self._mine):
-            if mine is not None and inner.state.get(mine) and not self._state.has(number):
-                self._state.take(number, inner.state[mine])
-        self._n_states = len(inner.state)
+        """Keep state in the shared memory: that of first steps, and what the optimizer has put elsewhere since."""
+        if self._state is None:
+            return
+        if len(inner.state) != self._n_states:
+            for number, mine in enumerate(self._mine):
+                if mine is not None and inner.state.get(mine) and not self._state.has(number):
+                    state = inner.state[mine]
+                    self._state.take(number, state)
+                    self._views += [(state, key, value) for key, value in state.items()]
+            self._n_states = len(inner.state)
+        for state, key, view in self._views:
+            if state[key] is not view:
+                view.copy_(state[key])
+                state[key] = view
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's share of each gradient that there is."""
-        return [self._gradient_of(one) for one in self._parameters if one.grad is not None]
-
-    def _gradient_of(self, parameter: nn.Parameter) -> Tensor:
-        gradient = parameter.grad
-        assert gradient is not None, "asked for where there is one"
-        return gradient.share if isinstance(gradient, ShardedGradient) else gradient
+        found = [self._share_of_gradient(number) for number in range(len(self._parameters))]
+        return [one for one in found if one is not None]
 
     def norm(self, order: float) -> float:
         """Return the norm of all gradients. Collective: the group.
@@ -329,13 +408,14 @@ class _Shares:
         sizes = [-(-one.numel() // BLOCK_ELEMENTS) for one in self._parameters]
         blocks = np.zeros(sum(sizes))
         first = 0
-        for parameter, (start, stop), size in zip(self._parameters, self._own, sizes, strict=True):
-            if parameter.grad is not None and start < stop:
-                values = _norms_of_blocks(self._gradient_of(parameter), order)
+        for number, (start, size) in enumerate(zip((own[0] for own in self._own), sizes, strict=True)):
+            gradient = self._share_of_gradient(number)
+            if gradient is not None and gradient.numel():
+                values = _norms_of_blocks(gradient, order)
                 at = first + start // BLOCK_ELEMENTS
                 blocks[at : at + len(values)] = values
             first += size
-        if self._group is not None:
+        if self.group is not None:
             blocks = self._on_all_ranks(blocks)
         if order == np.inf:
             return float(blocks.max(initial=0.0))
@@ -343,10 +423,10 @@ class _Shares:
 
     def _on_all_ranks(self, blocks: Any) -> Any:
         """Return the blocks of all owners: one host has all of them. Collective: the group."""
-        assert self._group is not None, "there are other ranks"
-        own = blocks if self._group.host == 0 else np.zeros_like(blocks)
-        with self._group.recorded("norms of gradients", own):
-            library.all_reduce(own, self._group)
+        assert self.group is not None, "there are other ranks"
+        own = blocks if self.group.host == 0 else np.zeros_like(blocks)
+        with self.group.recorded("norms of gradients", own):
+            library.all_reduce(own, self.group)
         return own
 
     def read(self) -> dict[int, dict[str, Any]]:
@@ -363,16 +443,17 @@ class _Shares:
             if self._inner is not None:
                 self._inner.load_state_dict({**self._inner.state_dict(), "state": states})
             return
+        self.wait()  # another rank may still read
+        self._views = []
         for number, mine in enumerate(self._mine):
             own = self._state.write(number, states.get(number))
             if self._inner is not None and mine is not None:
                 self._inner.state.pop(mine, None)
                 if own:
                     self._inner.state[mine] = own
+                    self._views += [(own, key, value) for key, value in own.items()]
         self._n_states = 0 if self._inner is None else len(self._inner.state)
-        assert self._group is not None, "its ranks share the state"
-        with self._group.recorded("state of an optimizer", None):
-            self._group.barrier.wait()  # so that every rank may read all of it
+        self.wait()  # so that every rank may read all of it
 
 
 def why_not(
@@ -417,24 +498,29 @@ def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _require_elementwise(optimizer_class: Any) -> None:
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, _ELEMENTWISE)):
+    is_known = optimizer_class in _ELEMENTWISE or getattr(optimizer_class, "is_elementwise", False)
+    if not (is_known and isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         name = getattr(optimizer_class, "__name__", repr(optimizer_class))
         known = ", ".join(sorted(one.__name__ for one in _ELEMENTWISE))
         raise UsageError(
-            f"ZeroRedundancyOptimizer: expected an optimizer that treats each element by itself ({known}), got {name}, "
-            f"whose steps of a share could differ from those of the whole; use {name} without ZeroRedundancyOptimizer."
+            f"ZeroRedundancyOptimizer: expected an optimizer that treats each element by itself ({known}), got {name}; "
+            f"use it as it is, or give the class the attribute is_elementwise = True if it does."
         )
 
 
-def _share_of(parameter: nn.Parameter, start: int, stop: int) -> Tensor:
-    """Return elements of a parameter's memory as a tensor of its own."""
-    flat = parameter.data.as_strided((parameter.numel(),), (1,), parameter.data.storage_offset())
-    return flat[start:stop]
+def _pattern(groups: list[dict[str, Any]]) -> list[list[bool]]:
+    """Return which options of each group are on: a momentum of 0 keeps no state, and any other does."""
+    return [[bool(value) for key, value in group.items() if key not in ("params", "lr")] for group in groups]
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """Return the memory of a dense tensor as a flat one."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def _norms_of_blocks(gradient: Tensor, order: float) -> Any:
-    """Return of each block of a flat gradient its largest magnitude, or the sum of its magnitudes' powers, float64."""
-    values = np.abs(gradient.detach().reshape(-1).double().numpy())
+    """Return each block's largest magnitude, or the sum of powers of its magnitudes, of a flat gradient; float64."""
+    values = np.abs(gradient.detach().double().numpy())
     n_blocks = -(-len(values) // BLOCK_ELEMENTS)
     padded = np.zeros((n_blocks, BLOCK_ELEMENTS))
     padded.reshape(-1)[: len(values)] = values

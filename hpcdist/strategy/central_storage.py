@@ -1,7 +1,6 @@
 """CentralStorageStrategy: variables once on a node, used by all of its ranks."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -73,10 +72,3 @@ class CentralStorageStrategy(MirroredStrategy):
     @property
     def _parameter_device(self) -> torch.device:
         return self.device if self._storage is None else torch.device("cpu")
-
-    def _update_copies(self, var: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        storage = self._storage
-        if not isinstance(storage, CentralStorage) or not storage.holds(var):
-            return super()._update_copies(var, calls)
-        with storage.changing() as is_ours:
-            return super()._update_copies(var, calls) if is_ours else [None for _ in calls]

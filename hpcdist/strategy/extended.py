@@ -57,9 +57,10 @@ class StrategyExtended:
 
         A copy that several replicas share is updated once. Every rank updates its own, so `args` must be equal on all
         ranks, as results of `reduce_to` are. Under
-        CentralStorageStrategy the chief alone calls `fn`, and the others wait and return None.
+        CentralStorageStrategy the chief alone calls `fn`, and the others wait and return None; so does one rank of each
+        host for a parameter of a ZeroRedundancyOptimizer.
 
-        Collective under CentralStorageStrategy: all ranks.
+        Collective for a copy that ranks share: all ranks.
 
         Args:
             var: a tensor, an hpcdist.Variable, or DistributedValues with one value for each copy.

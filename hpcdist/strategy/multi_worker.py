@@ -4,7 +4,7 @@ import functools
 import itertools
 import operator
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -162,6 +162,13 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _make_storage(self) -> Storage | None:
         """Return what holds the parameters once for all ranks; None: each rank has its own."""
         return None
+
+    def _update_copies(self, var: Any, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        storage = self.engine.shared_storage(var)
+        if storage is None:
+            return super()._update_copies(var, calls)
+        with storage.changing() as is_ours:
+            return super()._update_copies(var, calls) if is_ours else [None for _ in calls]
 
     def _is_entered(self) -> bool:
         return get_strategy() is self

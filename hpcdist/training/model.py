@@ -205,6 +205,11 @@ class Model(nn.Module):
         self._layers = describe_layers(self.net)
         with self.strategy.scope():
             self.optimizer = optimizers.get(optimizer, self.parameters())
+            if self.loss_scale is not None and isinstance(self.optimizer, ZeroRedundancyOptimizer):
+                raise UsageError(
+                    "compile: expected no mixed_float16 with a ZeroRedundancyOptimizer, whose gradients nobody can "
+                    "unscale here, got it; take mixed_bfloat16."
+                )
             self._objective = Objective(self.name, loss, loss_weights, metrics, weighted_metrics)
         self.steps_per_execution, self._global_clipnorm = steps_per_execution, global_clipnorm
         self._n_pieces = gradient_accumulation_steps

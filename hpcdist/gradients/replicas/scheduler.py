@@ -52,13 +52,17 @@ class ReplicaScheduler:
 
     def __init__(self, replicas: range, switched: Sequence[Switched]) -> None:
         self.replicas = replicas
-        self._switched = switched
+        self._switched = list(switched)
         self._local = threading.local()
         self._is_running = False
         self._contributions: list[Any] = [None] * len(replicas)
         self._results: Sequence[Any] = ()
         self._error: Exception | None = None
         self._round = _Round(replicas)
+
+    def add_switched(self, state: Switched) -> None:
+        """Keep one more state apart, between runs or in a run of a single replica."""
+        self._switched.append(state)
 
     @property
     def replica(self) -> int | None:
