@@ -98,7 +98,7 @@ class SharedState:
         for key, (is_whole, _) in self._keys[number].items():
             flat = self._flat[number][key]
             view = flat[start:stop] if is_whole else flat[self._local_rank]
-            view.copy_(state[key])
+            view.copy_(torch.as_tensor(state[key]))
             state[key] = view
         self._has_state[number, self._local_rank] = 1
 

@@ -368,16 +368,19 @@ class _Shares:
             return None
         if isinstance(gradient, ShardedGradient):
             return gradient.share
-        record = self.records[number] if self.records else None
-        if record is not None and record.has_local:
-            raise GradientError(
-                f"ZeroRedundancyOptimizer: expected gradients summed over the replicas, got a local one in "
-                f"{record.name!r}; run the last backward outside no_sync."
-            )
         start, stop = self._own[number]
         laid_out = torch.empty_like(self._parameters[number], dtype=gradient.dtype)
         is_alike = gradient.stride() == laid_out.stride()
         return _in_memory_order(gradient if is_alike else laid_out.copy_(gradient))[start:stop]
+
+    def _require_no_local(self) -> None:
+        """Raise GradientError for gradients of this replica alone, which all ranks have after no_sync."""
+        for record in self.records:
+            if record is not None and record.has_local:
+                raise GradientError(
+                    f"ZeroRedundancyOptimizer: expected gradients summed over the replicas, got a local one in "
+                    f"{record.name!r}; run the last backward outside no_sync."
+                )
 
     def _share_state(self, inner: Optimizer) -> None:
         """Keep state in the shared memory: that of first steps, and what the optimizer has put elsewhere since."""
@@ -396,15 +399,17 @@ class _Shares:
                 state[key] = view
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's share of each gradient that there is."""
-        found = [self._share_of_gradient(number) for number in range(len(self._parameters))]
-        return [one for one in found if one is not None]
+        """Return what this rank has of each gradient, to be changed in place: its share, or all of a whole one."""
+        found = [one.grad for one in self._parameters]
+        self._require_no_local()
+        return [one.share if isinstance(one, ShardedGradient) else one for one in found if one is not None]
 
     def norm(self, order: float) -> float:
         """Return the norm of all gradients. Collective: the group.
 
         Of blocks that begin at the same places on any number of ranks, each summed by one rank; then of all in order.
         """
+        self._require_no_local()
         sizes = [-(-one.numel() // BLOCK_ELEMENTS) for one in self._parameters]
         blocks = np.zeros(sum(sizes))
         first = 0

@@ -234,6 +234,16 @@ def test_a_norm_has_the_bits_of_one_rank(comm):
     assert optimizer.clip_grad_norm_(1e9).item() == blocks.reshape(5, 1024).sum(1).sum() ** 0.5
 
 
+def test_a_gradient_that_lies_otherwise_in_memory_is_clipped(comm):
+    if comm.size > 1:
+        pytest.skip("a gradient that is summed lies as its parameter")
+    parameter = nn.Parameter(torch.ones(3, 4))
+    optimizer = ZeroRedundancyOptimizer([parameter], torch.optim.SGD, lr=1.0)
+    parameter.grad = torch.ones(4, 3).T
+    assert optimizer.clip_grad_norm_(1.0).item() == pytest.approx(12**0.5)
+    assert parameter.grad.norm().item() == pytest.approx(1.0)
+
+
 def test_values_are_clipped():
     (strategy, model, optimizer), (_, plain_model, plain) = both("SGD")
     for net in (model, plain_model):
