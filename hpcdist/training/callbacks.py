@@ -4,6 +4,7 @@ Source: keras/src/callbacks (Keras 3), whose decisions these are.
 """
 
 import csv
+import difflib
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -108,6 +109,11 @@ class Callback:
         """Take the state of an earlier run."""
         vars(self).update(state)
 
+    def steps_until(self, batch: int) -> int:
+        """Return how many steps the hook after a batch stands for: the last one of an epoch for the rest."""
+        n_steps: int = self.model.steps_per_execution
+        return (batch + 1) % n_steps or n_steps
+
     def has_hook(self, *names: str) -> bool:
         """Return whether one of these hooks does something."""
         return any(name in vars(self) or getattr(type(self), name) is not getattr(Callback, name) for name in names)
@@ -115,6 +121,29 @@ class Callback:
     def has_batch_hook(self) -> bool:
         """Return whether it acts after each step, and may end fit there."""
         return self.has_hook("on_train_batch_end", "on_batch_end")
+
+
+def as_callbacks(given: Any) -> list[Callback]:
+    """Return callbacks as a list: given one, a sequence or None.
+
+    Raises:
+        UsageError: for something else, such as a name, for which it lists close ones.
+    """
+    found = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    for one in found:
+        if isinstance(one, Callback):
+            continue
+        names = [kind.__name__ for kind in _kinds_of(Callback) if not kind.__name__.startswith("_")]
+        close = difflib.get_close_matches(one, names, 4, 0.4) if isinstance(one, str) else []
+        raise UsageError(
+            f"fit: expected callbacks, objects of hpcdist.callbacks, got {one!r}; close ones are "
+            f"{', '.join(close or sorted(names))}."
+        )
+    return found
+
+
+def _kinds_of(kind: type[Callback]) -> list[type[Callback]]:
+    return [one for own in kind.__subclasses__() for one in (own, *_kinds_of(own))]
 
 
 class History(Callback):
@@ -155,7 +184,8 @@ class LambdaCallback(Callback):
         known = [name for name in vars(Callback) if name.startswith("on_")]
         wrong = sorted(set(hooks) - set(known))
         if wrong:
-            raise UsageError(f"LambdaCallback: expected hooks of {known}, got {wrong}; correct the name.")
+            close = difflib.get_close_matches(wrong[0], known, 3) or known
+            raise UsageError(f"LambdaCallback: expected names of hooks, got {wrong[0]!r}; close ones are {close}.")
         vars(self).update(hooks)
 
 

@@ -175,6 +175,13 @@ def compile_as(model: "Model", compiled: dict[str, Any]) -> None:
     )
 
 
+def last_layer_of(net: nn.Module) -> nn.Module | None:
+    """Return the layer whose outputs are those of a Sequential; None for another module, which may do more."""
+    if not isinstance(net, nn.Sequential):
+        return net if not list(net.children()) else None
+    return last_layer_of(net[-1]) if len(net) else None
+
+
 # -- for people -------------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +195,7 @@ def table_of_layers(net: nn.Module, name: str) -> list[str]:
     rows = [
         (layer_name or name, type(layer).__name__, [list(one.shape) for one in layer.parameters(recurse=False)])
         for layer_name, layer in net.named_modules()
-        if not list(layer.children())
+        if not list(layer.children()) or list(layer.parameters(recurse=False))
     ]
     counts = [sum(math.prod(shape) for shape in shapes) for _, _, shapes in rows]
     table = [("layer", "kind", "parameters", "shapes")]

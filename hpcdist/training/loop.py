@@ -16,6 +16,7 @@ from hpcdist.runtime.mpi import MPI
 from hpcdist.strategy.base import Strategy
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 from hpcdist.strategy.parameter_server import ParameterServerStrategy
+from hpcdist.tf_compat.torch_metric import TorchMetric
 from hpcdist.training.backup import BackupAndRestore
 from hpcdist.training.callbacks import Callback
 from hpcdist.training.inputs import by_name, rows_of_batches
@@ -111,10 +112,14 @@ class Position:
 
 
 class LocalLogs(Mapping[str, float]):
-    """The metrics of this rank's replicas so far, each read when it is asked for. Not collective."""
+    """The metrics of this rank's replicas so far, each read when it is asked for. Not collective.
+
+    Those of torchmetrics are left out: reading one is collective.
+    """
 
     def __init__(self, model: "Model") -> None:
-        self._model, self._names = model, list(model.named_metrics())
+        self._model = model
+        self._names = [name for name, one in model.named_metrics().items() if not isinstance(one, TorchMetric)]
 
     def __getitem__(self, name: str) -> float:
         value = self._model.local_result(name) if name in self._names else None

@@ -15,6 +15,8 @@ from torch.nn import functional
 from hpcdist.errors import UsageError
 from hpcdist.strategy.base import get_replica_context, get_strategy
 
+#: Stands for no class where torch wants one to ignore, -100 by default, which would hide a wrong label.
+_NO_CLASS = -(1 << 62)
 #: Probabilities are kept this far from 0 and 1, as in Keras.
 _EPSILON = 1e-7
 _REDUCTIONS = ("sum_over_batch_size", "sum", "none")
@@ -308,7 +310,7 @@ class SparseCategoricalCrossentropy(_OfProbabilities):
         classes = self._classes(y_true, y_pred)
         logs = y_pred if self.from_logits else _log_probabilities(y_pred, False)
         flat = logs.reshape(-1, logs.shape[-1])
-        ignored = -100 if self.ignore_class is None else self.ignore_class
+        ignored = _NO_CLASS if self.ignore_class is None else self.ignore_class
         use = functional.cross_entropy if self.from_logits else functional.nll_loss
         return use(flat, classes.reshape(-1), reduction="none", ignore_index=ignored).reshape(classes.shape)
 

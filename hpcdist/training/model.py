@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from hpcdist.cluster.environment import launcher_of, read_environment
 from hpcdist.collectives.ops import ReduceOp
 from hpcdist.errors import UsageError
+from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.zero_redundancy import ZeroRedundancyOptimizer
 from hpcdist.nest import is_nest, leaves, map_nest
 from hpcdist.ps.served import ServedParameters
@@ -24,8 +26,8 @@ from hpcdist.strategy.losses import compute_average_loss
 from hpcdist.strategy.parameter_server import ParameterServerStrategy
 from hpcdist.tf_compat.torch_metric import TorchMetric
 from hpcdist.training import inputs, named_metrics, optimizers
-from hpcdist.training.callbacks import Callback, History
-from hpcdist.training.description import describe, describe_layers, table_of_layers
+from hpcdist.training.callbacks import Callback, History, as_callbacks
+from hpcdist.training.description import describe, describe_layers, last_layer_of, table_of_layers
 from hpcdist.training.loop import Fit, FitOptions, evaluation, joined, prediction, validated_epochs, write_rows
 from hpcdist.training.misfit import explained
 from hpcdist.training.objective import Objective
@@ -106,7 +108,7 @@ class Model(nn.Module):
         self._batch = _Batch()
         self._compiled_modules: list[Any] = []  # in a list, as it is no part of the state
         self._n_pieces = 1
-        self._own_step_check: Any = None
+        self._watches_steps = self._is_in_train_step = False
         self._has_own_call = False  # of `backward` or `step`, in the step that runs
         self._half: torch.dtype | None = None
         self.steps_per_execution = 1
@@ -211,13 +213,12 @@ class Model(nn.Module):
                     "unscale here, got it; take mixed_bfloat16."
                 )
             self._objective = Objective(self.name, loss, loss_weights, metrics, weighted_metrics)
+            self._objective.require_fitting(last_layer_of(self.net))
         self.steps_per_execution, self._global_clipnorm = steps_per_execution, global_clipnorm
         self._n_pieces = gradient_accumulation_steps
-        if self._own_step_check is not None:
-            self._own_step_check.remove()
-            self._own_step_check = None
-        if self._changes_gradients:
-            self._own_step_check = self.optimizer.register_step_pre_hook(self._require_own_step)
+        if self._changes_gradients and not self._watches_steps:
+            self._watches_steps = True
+            weakref.finalize(self, torch_hooks.before_any_step(self._require_own_step).remove)
         self._compiled_modules = [torch.compile(self.net)] if jit_compile else []
 
     def _require_applicable(self, global_clipnorm: float | None, n_pieces: int) -> None:
@@ -415,10 +416,11 @@ class Model(nn.Module):
         """Whether `step` does more than to call the optimizer."""
         return self.loss_scale is not None or self._global_clipnorm is not None
 
-    def _require_own_step(self, *_: Any) -> None:
-        """Raise UsageError when the optimizer steps by itself, on gradients that are scaled, or not clipped."""
-        if not _is_stepping.get():
-            raise self._own_call_refusal("optimizer.step()")
+    def _require_own_step(self, optimizer: Any, closure: Any) -> None:
+        """Raise UsageError when an optimizer steps by itself, on gradients that are scaled, or not clipped."""
+        is_ours = optimizer is self.optimizer or self._is_in_train_step
+        if self._changes_gradients and is_ours and not _is_stepping.get():
+            raise self._own_call_refusal(f"a step of {type(optimizer).__name__}")
 
     def _own_call_refusal(self, found: str) -> UsageError:
         return UsageError(
@@ -485,8 +487,11 @@ class Model(nn.Module):
         is_training = step == self.train_step
         if self._class_weights is not None and is_training:
             step = functools.partial(self._with_class_weights, step)
-        self._has_own_call = False
-        found = self.strategy.run(step, args=(batch,))
+        self._has_own_call, self._is_in_train_step = False, is_training
+        try:
+            found = self.strategy.run(step, args=(batch,))
+        finally:
+            self._is_in_train_step = False
         if is_training and self._changes_gradients and not self._has_own_call:
             raise self._own_call_refusal("neither")
         if self.loss_scale is not None and is_training:
@@ -571,7 +576,7 @@ class Model(nn.Module):
             options = FitOptions(
                 epochs, initial_epoch, steps_per_epoch, validation_steps, validated_epochs(validation_freq), verbose
             )
-            given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
+            given = as_callbacks(callbacks)
             self.history, self.stop_training, self._is_fitting = History(), False, True
             try:
                 Fit(self, train, validation, options, [*given, self.history]).run()
@@ -620,7 +625,7 @@ class Model(nn.Module):
             batches = inputs.distribute(self.strategy, x, y, sample_weight, batch_size=batch_size, call="evaluate")
             # an evaluation in a hook of fit leaves what metrics have seen in the epoch as it is
             seen = [one.state_dict() for one in self.metrics] if self._is_fitting else []
-            logs = evaluation(self, batches, steps, list(callbacks or []), verbose)
+            logs = evaluation(self, batches, steps, as_callbacks(callbacks), verbose)
             for one, state in zip(self.metrics, seen, strict=self._is_fitting):
                 one.reset_state()
                 one.load_state_dict(state)
@@ -659,7 +664,7 @@ class Model(nn.Module):
         """
         with self.strategy.scope():
             batches = inputs.distribute(self.strategy, x, batch_size=batch_size, call="predict")
-            parts = prediction(self, batches, steps, list(callbacks or []))
+            parts = prediction(self, batches, steps, as_callbacks(callbacks))
             return joined(list(parts)) if output_file is None else write_rows(self.strategy, output_file, parts)
 
     def train_on_batch(
@@ -803,8 +808,9 @@ class Model(nn.Module):
 
     def summary(self, print_fn: Callable[[str], Any] | None = None) -> None:
         """Print layers, shapes and numbers of parameters, on the chief alone."""
-        for line in table_of_layers(self.net, self.name):
-            (print_fn or self.print_once)(line)
+        if self.strategy.is_chief:
+            for line in table_of_layers(self.net, self.name):
+                (print_fn or print)(line)
 
 
 class Results(Mapping[str, Any]):

@@ -59,7 +59,7 @@ class ModelCheckpoint(_Monitor):
         """Write after every save_freq steps; values are those of all replicas."""
         if self._save_freq == "epoch":
             return
-        self.n_steps += self.model.steps_per_execution
+        self.n_steps += self.steps_until(batch)
         if self.n_steps >= int(self._save_freq):
             self.n_steps = 0
             self._save(batch, self.model.results())

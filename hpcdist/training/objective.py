@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpcdist.errors import UsageError
 from hpcdist.nest import is_nest, leaves, map_nest
@@ -48,6 +48,19 @@ class Objective:
     def has_loss(self) -> bool:
         """Whether `compile` was given a loss."""
         return self._loss is not None
+
+    def require_fitting(self, last_layer: Any) -> None:
+        """Raise UsageError for losses of logits where the last layer makes probabilities.
+
+        Their values alone do not always show that: any number from 0 to 1 may be a logit.
+        """
+        if isinstance(last_layer, (nn.Sigmoid, nn.Softmax)):
+            for loss in leaves(self._loss):
+                if getattr(loss, "from_logits", None):
+                    raise UsageError(
+                        f"{self._owner}: expected a last layer that makes logits, as {loss.name} is of logits, got "
+                        f"{last_layer}; leave that layer out, or take a loss of probabilities."
+                    )
 
     def _named(self, given: Any, is_weighted: bool) -> Iterable[NamedMetric]:
         """Return the metrics that `compile` was given."""

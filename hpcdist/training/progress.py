@@ -53,12 +53,12 @@ class Progress(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Move the bar; report an epoch that takes long."""
-        self._n_steps += self.model.steps_per_execution
+        self._n_steps += self.steps_until(batch)
         self._stepped_at = now = time.monotonic()
         if self._verbose == 1:
             if self._bar is None:
                 epoch = f"epoch {self._epoch + 1}/{self.params['epochs']}"
-                begun_at = max(0, batch + 1 - self.model.steps_per_execution)  # not 0 where a run resumes
+                begun_at = max(0, batch + 1 - self.steps_until(batch))  # not 0 where a run resumes
                 total = self.params["steps"]
                 self._bar = tqdm(total=total, desc=epoch, file=sys.stdout, leave=False, initial=begun_at)
             self._bar.update(batch + 1 - self._bar.n)

@@ -75,6 +75,7 @@ class SidecarEvaluator:
         self.evaluations: list[dict[str, Any]] = self._earlier()
         self._n_earlier = len(self.evaluations)
         self._seen = {(Path(one["path"]), int(one["saved_ns"])) for one in self.evaluations}  # a file may be replaced
+        self._damaged: set[tuple[Path, int]] = set()
         self._writer: Any = None
 
     def start(self) -> None:
@@ -89,8 +90,8 @@ class SidecarEvaluator:
         with StopSignals() as signals:
             while self._most is None or len(self.evaluations) - self._n_earlier < self._most:
                 code, is_finished = end_of_training(), self._is_finished()  # before the look: none comes after it then
-                found = self._newest()
-                if found is not None and found not in self._seen:
+                found = self._next()
+                if found is not None:
                     self._seen.add(found)
                     self._evaluate(*found)
                 elif code is not None:
@@ -129,22 +130,28 @@ class SidecarEvaluator:
             return isinstance(decision, dict) and decision.get("decision") == "finished"
         return False
 
-    def _newest(self) -> tuple[Path, int] | None:
-        """Return the newest checkpoint by its name or time, unverified, with its time; None without one."""
+    def _next(self) -> tuple[Path, int] | None:
+        """Return the newest checkpoint that is not damaged, with its time; None if it was evaluated, or without one."""
+        whole = (one for one in self._newest_first() if one not in self._damaged)
+        newest = next(whole, None)
+        return None if newest in self._seen else newest
+
+    def _newest_first(self) -> list[tuple[Path, int]]:
+        """Return the checkpoints, unverified, with their times, in the order of their names, or of their times."""
         saved = Store(self._folder).saved()
-        names = [str(saved[-1])] if saved else [one.name for one in self._folder.glob("*")]
-        files = [self._folder / name for name in names if name.endswith((".h5", ".keras"))]
+        names = [str(one) for one in reversed(saved)] or [one.name for one in self._folder.glob("*")]
         found = []
-        for one in files:
+        for one in [self._folder / name for name in names if name.endswith((".h5", ".keras"))]:
             with contextlib.suppress(FileNotFoundError):  # gone since
                 found.append((one, one.stat().st_mtime_ns))
-        return max(found, key=lambda pair: pair[1], default=None)
+        return found if saved else sorted(found, key=lambda pair: pair[1], reverse=True)
 
     def _evaluate(self, path: Path, saved_ns: int) -> None:
         try:
             step = load_checkpoint(path, model=self._model.net)
         except CheckpointDamaged as error:
             logger.warning("SidecarEvaluator: left out %s: %s", path, error)
+            self._damaged.add((path, saved_ns))
             return
         with self._model.strategy.scope():
             logs = evaluation(self._model, self._batches, self._steps, self._callbacks, 0)

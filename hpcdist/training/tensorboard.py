@@ -50,7 +50,7 @@ class TensorBoard(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Write the values of this rank, if due."""
-        self.n_steps += self.model.steps_per_execution
+        self.n_steps += self.steps_until(batch)
         if self._every and self.n_steps % self._every == 0 and self.model.strategy.is_chief:
             for name in logs:
                 value = logs.get(name)

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import os
 
 import h5py
 import numpy as np
@@ -393,6 +394,79 @@ def test_unknown_names_list_close_ones(strategy, options, text):
         make_model(strategy, **options)
 
 
+class Probabilities(nn.Module):
+    """A module whose last layer cannot be known."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 3), nn.Softmax(-1))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.parametrize(
+    ("last", "loss"),
+    [
+        (nn.Sigmoid(), BinaryCrossentropy(from_logits=True)),
+        (nn.Sigmoid(), nn.BCEWithLogitsLoss()),
+        (nn.Softmax(-1), nn.CrossEntropyLoss()),
+        (nn.Sequential(nn.Softmax(-1)), SparseCategoricalCrossentropy(from_logits=True)),
+    ],
+    ids=str,
+)
+def test_a_last_layer_that_a_loss_of_logits_does_not_take(last, loss):
+    model = hpcdist.Model(nn.Sequential(nn.Linear(5, 3), last))
+    with pytest.raises(UsageError, match="expected a last layer that makes logits, as .* is of logits, got S"):
+        model.compile("sgd", loss)
+
+
+@pytest.mark.parametrize("given", ["EarlyStoping", ["EarlyStoping"]])
+def test_a_callback_by_a_name(rows, given):
+    model = make_model(hpcdist.get_strategy())
+    for call in (model.fit, model.evaluate):
+        with pytest.raises(
+            UsageError, match="expected callbacks, .*, got 'EarlyStoping'; close ones are EarlyStopping"
+        ):
+            call(*rows, callbacks=given, verbose=0)
+    with pytest.raises(UsageError, match=r"got 'on_epoch_ends'; close ones are \['on_epoch_end'"):
+        hpcdist.callbacks.LambdaCallback(on_epoch_ends=print)
+
+
+def test_a_label_that_torch_would_ignore(rows):
+    model = make_model(hpcdist.get_strategy())
+    with pytest.raises(UsageError, match="-100 is out of bounds"):
+        model.fit(rows[0], np.full(N_ROWS, -100), verbose=0)
+
+
+def test_the_summary_is_that_of_the_chief(comm, strategy):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.layer = nn.Parameter(torch.ones(2)), nn.Linear(3, 2)
+
+    with strategy.scope():
+        model = hpcdist.Model(Own())
+    lines = []
+    model.summary(lines.append)
+    assert bool(lines) == (comm.rank == 0)
+    if comm.rank == 0:
+        assert [line.split()[:3] for line in lines[1:3]] == [["Own", "Own", "2"], ["layer", "Linear", "8"]]
+        assert lines[-1] == "10 parameters, 10 of them trained"
+
+
+def test_steps_that_a_call_does_not_divide(comm, rows, shared_path):
+    """Five steps, two of them for each call: the last call stands for one."""
+    model = make_model(hpcdist.MultiWorkerMirroredStrategy(), steps_per_execution=2)
+    seen = []
+    saved = hpcdist.callbacks.ModelCheckpoint(shared_path / "m-{epoch}-{batch}.h5", save_freq=5)
+    hook = hpcdist.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+    model.fit(*rows, batch_size=16, epochs=2, callbacks=[saved, hook], verbose=0)
+    assert seen == [1, 3, 4] * 2
+    comm.barrier()
+    assert sorted(one.name for one in shared_path.glob("m-*")) == ["m-1-5.h5", "m-2-5.h5"]
+
+
 def test_outputs_that_are_not_what_a_loss_takes(strategy, rows):
     """On all ranks, as each has rows."""
     if strategy._has_fixed_replicas:
@@ -402,7 +476,7 @@ def test_outputs_that_are_not_what_a_loss_takes(strategy, rows):
     ):
         make_model(strategy, loss="sparse_categorical_crossentropy").fit(*rows, batch_size=16, verbose=0)
     with strategy.scope():
-        model = hpcdist.Model(nn.Sequential(nn.Linear(5, 3), nn.Softmax(-1)))
+        model = hpcdist.Model(Probabilities())
         model.compile("sgd", SparseCategoricalCrossentropy(from_logits=True))
     with pytest.raises(UsageError, match="expected logits.*leave out the last Softmax"):
         model.fit(*rows, batch_size=16, verbose=0)
@@ -807,3 +881,25 @@ def test_a_pass_that_is_left_does_not_drop_the_rows_of_its_last_batch(comm):
     batch = next(iter(strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(rows).batch(64))))
     strategy.run(lambda x: model(x).mean().backward(), args=(batch,))
     assert model.weight.grad.item() == pytest.approx(rows.mean().item())
+
+
+def test_an_evaluator_takes_the_newest_file_that_is_whole(comm, rows, shared_path, tmp_path, caplog):
+    """Two files, of which the newer one is damaged; then the older one is not evaluated again."""
+    files = shared_path / "files"
+    whole, damaged = files / "whole.h5", files / "damaged.h5"
+    hpcdist.Checkpoint(model=nn.Linear(5, 3)).write(whole)
+    if comm.rank:
+        return  # one evaluates
+    with hpcdist.get_strategy().scope():
+        torch.manual_seed(1)
+        model = hpcdist.Model(nn.Linear(5, 3))
+        model.compile("sgd", SparseCategoricalCrossentropy(from_logits=True))
+    content = bytearray(whole.read_bytes())
+    content[-100:] = b"x" * 100
+    damaged.write_bytes(content)
+    os.utime(whole, (1, 1))
+    evaluator = hpcdist.SidecarEvaluator(model, rows, files, max_evaluations=1, log_dir=tmp_path / "log", poll_s=0.01)
+    evaluator.start()
+    assert [one["path"] for one in evaluator.evaluations] == [str(whole)]
+    assert "left out" in caplog.text
+    assert evaluator._next() is None

@@ -298,19 +298,44 @@ def test_a_loss_scale_changes_between_steps_only(rows):
 
 
 class OtherOptimizer(hpcdist.Model):
+    """A model that lets another optimizer step, after its own or not at all."""
+
+    steps = False
+
     def train_step(self, data):
         x, y, _ = self.unpack(data)
-        self.compute_loss(x, y, self(x)).backward()
+        self.backward(self.compute_loss(x, y, self(x)))
+        if self.steps:
+            self.step()
         self.other.step()
         return {}
 
 
-def test_a_step_by_another_optimizer_does_not_ignore_options(comm, rows):
+@pytest.mark.parametrize("steps", [False, True])
+@pytest.mark.parametrize("options", [{"global_clipnorm": 1.0}, {"dtype_policy": "mixed_float16"}], ids=str)
+def test_a_step_by_another_optimizer_does_not_ignore_options(comm, rows, options, steps):
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     with strategy.scope():
         model = OtherOptimizer(nn.Linear(5, 1))
+        model.steps = steps
+        model.compile("sgd", "mse", **options)
+        model.other = torch.optim.Adam(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=r"calls self.backward\(loss\) and self.step\(\), .* got a step of Adam"):
+        model.fit(*rows, batch_size=16, verbose=0)
+
+
+class NoStep(hpcdist.Model):
+    def train_step(self, data):
+        x, y, _ = self.unpack(data)
+        self.compute_loss(x, y, self(x)).backward()
+        return {}
+
+
+def test_a_step_that_calls_neither(comm, rows):
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = NoStep(nn.Linear(5, 1))
         model.compile("sgd", "mse", global_clipnorm=1.0)
-        model.other = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match=r"calls self.backward\(loss\) and self.step\(\), .* got neither"):
         model.fit(*rows, batch_size=16, verbose=0)
 

@@ -81,7 +81,11 @@ def test_losses_have_the_values_of_keras(case):
         ("ModelCheckpoint", {"filepath": "a", "save_freq": "week"}, "expected save_freq 'epoch' or steps"),
         ("BackupAndRestore", {"backup_dir": "a", "save_freq": 0}, "expected save_freq 'epoch' or steps, got 0"),
         ("TensorBoard", {"log_dir": "a", "update_freq": "week"}, "expected update_freq 'epoch', 'batch' or steps"),
-        ("LambdaCallback", {"on_epoch": print}, r"expected hooks of .*'on_epoch_end'.*, got \['on_epoch'\]"),
+        (
+            "LambdaCallback",
+            {"on_epoch": print},
+            "expected names of hooks, got 'on_epoch'; close ones are .*'on_epoch_end'",
+        ),
     ],
 )
 def test_callbacks_with_wrong_arguments(kind, arguments, text):
