@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hpcdist
+import hpcdist.errors
 
 RECORDED = Path(__file__).parents[2] / "support" / "oracle" / "callbacks.json.gz"
 CASES = json.loads(gzip.decompress(RECORDED.read_bytes()))
