@@ -248,3 +248,50 @@ def test_predictions_that_do_not_fit_on_the_disk(start, tmp_path, small_disk):
     with h5py.File(tmp_path / "out.h5") as file:
         assert file["predictions"].shape == (20000, 64)
     assert (tmp_path / "out.h5").stat().st_size < 1.1 * 20000 * 64 * 4
+
+
+ONE_RANK = """
+import sys
+import numpy as np
+import torch
+import hpcdist
+from hpcdist.callbacks import CSVLogger, LambdaCallback, TensorBoard
+
+strategy = hpcdist.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = hpcdist.Model(torch.nn.Linear(4, 1))
+    model.compile("sgd", "mse")
+
+def fail(epoch, logs):
+    if strategy.rank == 1 and epoch == 1:
+        raise ValueError("on purpose")
+
+given = {
+    "raises": lambda: LambdaCallback(on_epoch_end=fail),
+    "no folder for events": lambda: TensorBoard("/proc/events"),
+    "no folder for lines": lambda: CSVLogger("/proc/lines.csv"),
+}
+x = np.ones((64, 4), np.float32)
+model.fit(x, x[:, :1], 16, epochs=3, callbacks=[given[sys.argv[1]]()], verbose=0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("raises", "ValueError: on purpose"),
+        ("no folder for events", "expected"),
+        ("no folder for lines", "expected"),
+    ],
+)
+def test_a_callback_that_fails_on_one_rank_ends_the_job(start, tmp_path, nothing_left, what, text):
+    program = tmp_path / "program.py"
+    program.write_text(ONE_RANK)
+    job = start(2, program, what)
+    outcome = job.wait(40)
+    assert outcome.code != 0
+    errors = [line for line in outcome.output.splitlines() if text in line]
+    assert len(errors) == 1, outcome.output
+    if what != "raises":
+        assert "/proc" in errors[0]
+    nothing_left(job)
