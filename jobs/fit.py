@@ -7,8 +7,9 @@ mpirun -n 3 python jobs/fit.py --roles 'worker:2,evaluator:1'                (an
 srun --mpi=pmi2 python jobs/fit.py --model cnn --data /datasets/mnist        (in an sbatch script)
 
 Default data: the 1,797 handwritten digits that come with scikit-learn. After 12 epochs about 0.97 of the test rows are
-right. The run folder holds log.csv, history.json, event files for TensorBoard in tensorboard/ (where that is
-installed), the best model in best.h5, and while it runs what it resumes from; an evaluator writes into evaluation/.
+right; after 3 of `--model cnn` more than 0.88. The run folder holds log.csv, history.json, event files for TensorBoard
+in tensorboard/ (where that is installed), the best model in best.h5, and while it runs what it resumes from; an
+evaluator writes into evaluation/.
 """
 
 import argparse

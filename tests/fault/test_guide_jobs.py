@@ -193,3 +193,28 @@ def test_the_gpt_learns_in_pieces_and_in_half_precision(clean_environ, tmp_path)
     first, *written = out.splitlines()
     assert float(first.split("val_loss ")[1]) < 3.2
     assert written[0].startswith("def f(x")
+
+
+#: Program -> options; figures after so few steps say only that it learns.
+PROGRAMS = {
+    "keras_guide.py": ("--folder", "{run}"),
+    "custom_loop.py": ("--epochs", "1"),
+    "gpt.py": ("--epochs", "1", "--steps", "10", "--kib", "64", "--run-dir", "{run}"),
+    "estimator.py": ("--model-dir", "{run}", "--max-steps", "60"),
+    "fit.py": ("--model", "cnn", "--epochs", "3", "--run-dir", "{run}"),
+}
+
+
+@pytest.mark.parametrize("n_ranks", [None, pytest.param(4, marks=pytest.mark.sweep)], ids=["python", "mpirun -n 4"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_program_runs_alone_and_on_four_ranks(clean_environ, tmp_path, name, n_ranks):
+    options = [one.format(run=tmp_path / "run") for one in PROGRAMS[name]]
+    launcher = [] if n_ranks is None else [MPIRUN, "-n", str(n_ranks)]
+    environ = {**clean_environ, "OMP_NUM_THREADS": "1"}
+    command = [*launcher, sys.executable, JOBS / name, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, check=False)
+    assert done.returncode == 0, done.stderr
+    if name == "gpt.py":
+        assert float(re.findall(r"val_loss ([0-9.]+)", done.stdout)[-1]) < 5
+    else:
+        assert float(re.findall(r"accuracy (0\.[0-9]+|1)", done.stdout)[-1]) > 0.8, done.stdout
