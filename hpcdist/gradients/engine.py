@@ -251,9 +251,9 @@ class GradientEngine:
 
     def shared_storage(self, tensor: Any) -> CentralStorage | ShardedParameters | None:
         """Return what holds a parameter once for the ranks of a host, where one of them changes it; None: nothing."""
-        storage = self._storage
-        is_shared = isinstance(storage, (CentralStorage, ShardedParameters)) and storage.holds(tensor)
-        return storage if is_shared and isinstance(storage, (CentralStorage, ShardedParameters)) else None
+        if isinstance(self._storage, (CentralStorage, ShardedParameters)) and self._storage.holds(tensor):
+            return self._storage
+        return None
 
     def _require_same_tensors(self, own: str) -> None:
         """Raise DesyncError on all ranks unless all describe their tensors alike, one a line."""

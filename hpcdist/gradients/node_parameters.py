@@ -55,10 +55,8 @@ class NodeParameters:
         self.shared = [one for one in self.shared if one.parameter() is not None]
         if not new:
             return
-        memories = cut_memory(
-            allocate(self._group, sum(padded_bytes(parameter) for _, parameter in new)),
-            [padded_bytes(parameter) for _, parameter in new],
-        )
+        sizes = [padded(parameter.nbytes) for _, parameter in new]
+        memories = cut_memory(allocate(self._group, sum(sizes)), sizes)
         for (name, parameter), memory in zip(new, memories, strict=True):
             shared = shaped_as(memory[: parameter.nbytes].view(parameter.dtype), parameter)
             if self._is_first:
@@ -112,9 +110,9 @@ def is_on_host(parameter: Tensor) -> bool:
     return parameter.device.type == "cpu"
 
 
-def padded_bytes(tensor: Tensor) -> int:
-    """Return the bytes that a tensor takes there."""
-    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+def padded(nbytes: int) -> int:
+    """Return the bytes that a tensor of so many takes there."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def shaped_as(flat: Tensor, parameter: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from torch.optim.optimizer import Optimizer
 from hpcdist.collectives.group import Group
 from hpcdist.errors import UsageError
 from hpcdist.gradients import torch_hooks
-from hpcdist.gradients.node_parameters import allocate, cut_memory, shaped_as
+from hpcdist.gradients.node_parameters import allocate, cut_memory, padded, shaped_as
+from hpcdist.gradients.tensors import in_memory_order
 
-_ALIGNMENT = 64
 _PROBE_ELEMENTS = 64
 
 
@@ -76,11 +76,11 @@ class SharedState:
             for one, of in zip(parameters, keys, strict=True)
         ]
         sizes = [
-            _padded(n * dtype.itemsize)
+            padded(n * dtype.itemsize)
             for counts, of in zip(n_values, keys, strict=True)
             for n, (_, dtype) in zip(counts, of.values(), strict=True)
         ]
-        n_flags = _padded(len(parameters) * n_ranks)
+        n_flags = padded(len(parameters) * n_ranks)
         flags, *memories = cut_memory(allocate(group, n_flags + sum(sizes)), [n_flags, *sizes])
         self._has_state = flags[: len(parameters) * n_ranks].view(len(parameters), n_ranks)
         left = iter(memories)
@@ -127,16 +127,8 @@ class SharedState:
         for key, (is_whole, _) in self._keys[number].items():
             if is_whole:
                 target = torch.empty_like(self._parameters[number], dtype=whole[key].dtype)
-                state[key] = _flat_of(target.copy_(whole[key]))[start:stop]
+                state[key] = in_memory_order(target.copy_(whole[key]))[start:stop]
             else:
                 state[key] = whole[key]
         self.take(number, state)
         return state
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _flat_of(tensor: Tensor) -> Tensor:
-    return tensor.as_strided((tensor.numel(),), (1,))

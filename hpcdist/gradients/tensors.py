@@ -61,6 +61,11 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(whole)
 
 
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Return a flat view of the memory of a dense tensor."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill one block of memory, in any order of dimensions."""
     expected = 1

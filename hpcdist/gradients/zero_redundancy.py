@@ -7,7 +7,6 @@ parameters that it has stepped to all others; here it writes them where all rank
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -15,17 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-from hpcdist.collectives import library
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.options import CommunicationImplementation
-from hpcdist.errors import GradientError, UsageError
+from hpcdist.errors import UsageError
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.model_plan import IdentitySet, ModelPlan
 from hpcdist.gradients.node_parameters import NodeParameters, is_on_host
 from hpcdist.gradients.reducer import Reducer
-from hpcdist.gradients.sharded_gradient import ShardedGradient, ShardedRecord
-from hpcdist.gradients.sharded_state import SharedState, probe_state
-from hpcdist.plan.shards import BLOCK_ELEMENTS
+from hpcdist.gradients.sharded_gradient import ShardedRecord
+from hpcdist.gradients.shares import Shares, pattern_of
 from hpcdist.runtime.process import make_world
 
 #: They treat each element by itself, so that a share is stepped as it would be in the whole parameter. Another class
@@ -122,7 +119,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     def __init__(self, params: Any, optimizer_class: type[Optimizer] = Adam, **defaults: Any) -> None:
         _require_elementwise(optimizer_class)
         self.optimizer_class = optimizer_class
-        self._shares: _Shares | None = None
+        self._shares: Shares | None = None
         self._loaded: dict[str, Any] | None = None
         self._given = defaults
         super().__init__(params, self.make_part([torch.zeros(1)]).defaults)
@@ -141,7 +138,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         loaded, self._loaded = self._loaded if self._shares is None else _copied(self.state_dict()), None
         by_parameter = {id(record.reference()): record for record in records}
         parameters = _parameters_of(self)
-        self._shares = _Shares(self, [by_parameter.get(id(one)) for one in parameters], group)
+        self._shares = Shares(
+            self.param_groups, self.make_part, [by_parameter.get(id(one)) for one in parameters], group
+        )
         if loaded is not None:
             self._shares.write(loaded["state"])
 
@@ -177,20 +176,20 @@ class ZeroRedundancyOptimizer(Optimizer):
         shares = self._made_shares()
         if closure is not None:
             shares.wait()  # another rank may still be in its closure, and read parameters
-        if shares.pattern != _pattern(self.param_groups):
+        if shares.pattern != pattern_of(self.param_groups):
             shares = self._remade(shares)
-        shares.step()
+        shares.step(self.param_groups)
         return loss
 
-    def _remade(self, shares: "_Shares") -> "_Shares":
+    def _remade(self, shares: Shares) -> Shares:
         """Return new shares with the state of these, for options that keep another state. Collective."""
         state = _copied(self.state_dict())["state"]
         shares.wait()  # until all have read
-        self._shares = _Shares(self, shares.records, shares.group)
+        self._shares = Shares(self.param_groups, self.make_part, shares.records, shares.group)
         self._shares.write(state)
         return self._shares
 
-    def _made_shares(self) -> "_Shares":
+    def _made_shares(self) -> Shares:
         if self._shares is None:
             n_ranks = make_world().role_comm.size
             if n_ranks > 1:
@@ -199,7 +198,7 @@ class ZeroRedundancyOptimizer(Optimizer):
                     f"the optimizer before the first use of the model, got others on {n_ranks} ranks; make both in "
                     f"strategy.scope()."
                 )
-            self._shares = _Shares(self, [], None)
+            self._shares = Shares(self.param_groups, self.make_part, [], None)
             if self._loaded is not None:
                 self._shares.write(self._loaded["state"])
                 self._loaded = None
@@ -274,9 +273,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         if self._shares is None:
             self._loaded = {"state": states}
             return
-        if self._shares.pattern != _pattern(self.param_groups):
+        if self._shares.pattern != pattern_of(self.param_groups):
             self._shares.wait()
-            self._shares = _Shares(self, self._shares.records, self._shares.group)
+            self._shares = Shares(self.param_groups, self.make_part, self._shares.records, self._shares.group)
         self._shares.write(states)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -284,181 +283,6 @@ class ZeroRedundancyOptimizer(Optimizer):
         kept = {"optimizer_class": self.optimizer_class, "_given": self._given, "_shares": None}
         loaded = {"state": _copied(self.state_dict())["state"]}
         return {**super().__getstate__(), **kept, "_loaded": loaded}
-
-
-class _Shares:
-    """This rank's share of an optimizer's parameters, and the optimizer that steps it.
-
-    Args:
-        outer: whose groups.
-        records: of its parameters; None for one that is not trained; nothing without a group.
-        group: the ranks; None: this one alone, whose share is everything.
-
-    Attributes:
-        records, group: see above.
-        pattern: of the options that say which state there is.
-    """
-
-    def __init__(
-        self, outer: ZeroRedundancyOptimizer, records: Sequence[ShardedRecord | None], group: Group | None
-    ) -> None:
-        self._outer, self.group, self.records = outer, group, records
-        self.pattern = _pattern(outer.param_groups)
-        self._parameters = _parameters_of(outer)
-        is_first = group is None or group.node_comm.rank == 0
-        whole = [(0, one.numel() * is_first) for one in self._parameters]  # of what is not trained, too
-        self._own = [own if record is None else record.own for own, record in zip_longest(whole, records)]
-        self._mine: list[Tensor | None] = [
-            parameter if group is None else None if start == stop else _in_memory_order(parameter.data)[start:stop]
-            for parameter, (start, stop) in zip(self._parameters, self._own, strict=True)
-        ]
-        options = [{key: value for key, value in given.items() if key != "params"} for given in outer.param_groups]
-        numbers = iter(self._mine)
-        shares = [[next(numbers) for _ in given["params"]] for given in outer.param_groups]
-        groups = [
-            {**own, "params": [one for one in part if one is not None]}
-            for own, part in zip(options, shares, strict=True)
-        ]
-        self._inner: Optimizer | None = None
-        if any(one["params"] for one in groups):
-            self._inner = outer.make_part(groups)
-        self._step_inner = torch_hooks.bare_step(outer.optimizer_class)
-        self._state = None if group is None else self._make_state(options, group)
-        self._n_states = 0
-        self._views: list[tuple[dict[str, Any], str, Tensor]] = []
-        if self._inner is not None and self._inner.state:  # as that of Adagrad
-            self._share_state(self._inner)
-
-    def _make_state(self, options: list[dict[str, Any]], group: Group) -> SharedState:
-        keys = []
-        for own, given in zip(options, self._outer.param_groups, strict=True):
-            dtypes = {one.dtype for one in given["params"]}
-            found = {dtype: probe_state(self._outer.make_part, own, dtype) for dtype in dtypes}
-            keys += [found[one.dtype] for one in given["params"]]
-        return SharedState(group, self._parameters, keys, self._own)
-
-    def wait(self) -> None:
-        """Wait for the other ranks of the host. Collective: they."""
-        if self.group is not None:
-            with self.group.recorded("shares of an optimizer", None):
-                self.group.barrier.wait()
-
-    def step(self) -> None:
-        """Step this rank's share."""
-        if self._inner is None:
-            return
-        for given, own in zip(self._outer.param_groups, self._inner.param_groups, strict=True):
-            own.update({key: value for key, value in given.items() if key != "params"})
-        if self.group is None:
-            self._step_inner(self._inner)
-            return
-        for number, mine in enumerate(self._mine):
-            if mine is not None:
-                mine.grad = self._share_of_gradient(number)
-        self._step_inner(self._inner)
-        for mine in self._mine:
-            if mine is not None:
-                mine.grad = None  # so that zero_grad frees it
-        self._share_state(self._inner)
-
-    def _share_of_gradient(self, number: int) -> Tensor | None:
-        """Return this rank's elements of a gradient, by shares or, if the program has summed it, whole."""
-        gradient = self._parameters[number].grad
-        if gradient is None:
-            return None
-        if isinstance(gradient, ShardedGradient):
-            return gradient.share
-        start, stop = self._own[number]
-        laid_out = torch.empty_like(self._parameters[number], dtype=gradient.dtype)
-        is_alike = gradient.stride() == laid_out.stride()
-        return _in_memory_order(gradient if is_alike else laid_out.copy_(gradient))[start:stop]
-
-    def _require_no_local(self) -> None:
-        """Raise GradientError for gradients of this replica alone, which all ranks have after no_sync."""
-        for record in self.records:
-            if record is not None and record.has_local:
-                raise GradientError(
-                    f"ZeroRedundancyOptimizer: expected gradients summed over the replicas, got a local one in "
-                    f"{record.name!r}; run the last backward outside no_sync."
-                )
-
-    def _share_state(self, inner: Optimizer) -> None:
-        """Keep state in the shared memory: that of first steps, and what the optimizer has put elsewhere since."""
-        if self._state is None:
-            return
-        if len(inner.state) != self._n_states:
-            for number, mine in enumerate(self._mine):
-                if mine is not None and inner.state.get(mine) and not self._state.has(number):
-                    state = inner.state[mine]
-                    self._state.take(number, state)
-                    self._views += [(state, key, value) for key, value in state.items()]
-            self._n_states = len(inner.state)
-        for state, key, view in self._views:
-            if state[key] is not view:
-                view.copy_(state[key])
-                state[key] = view
-
-    def gradients(self) -> list[Tensor]:
-        """Return what this rank has of each gradient, to be changed in place: its share, or all of a whole one."""
-        found = [one.grad for one in self._parameters]
-        self._require_no_local()
-        return [one.share if isinstance(one, ShardedGradient) else one for one in found if one is not None]
-
-    def norm(self, order: float) -> float:
-        """Return the norm of all gradients. Collective: the group.
-
-        Of blocks that begin at the same places on any number of ranks, each summed by one rank; then of all in order.
-        """
-        self._require_no_local()
-        sizes = [-(-one.numel() // BLOCK_ELEMENTS) for one in self._parameters]
-        blocks = np.zeros(sum(sizes))
-        first = 0
-        for number, (start, size) in enumerate(zip((own[0] for own in self._own), sizes, strict=True)):
-            gradient = self._share_of_gradient(number)
-            if gradient is not None and gradient.numel():
-                values = _norms_of_blocks(gradient, order)
-                at = first + start // BLOCK_ELEMENTS
-                blocks[at : at + len(values)] = values
-            first += size
-        if self.group is not None:
-            blocks = self._on_all_ranks(blocks)
-        if order == np.inf:
-            return float(blocks.max(initial=0.0))
-        return float(blocks.sum() ** (1 / order))
-
-    def _on_all_ranks(self, blocks: Any) -> Any:
-        """Return the blocks of all owners: one host has all of them. Collective: the group."""
-        assert self.group is not None, "there are other ranks"
-        own = blocks if self.group.host == 0 else np.zeros_like(blocks)
-        with self.group.recorded("norms of gradients", own):
-            library.all_reduce(own, self.group)
-        return own
-
-    def read(self) -> dict[int, dict[str, Any]]:
-        """Return the whole state by the numbers of the parameters."""
-        if self._state is None:
-            states = [] if self._inner is None else [self._inner.state.get(one) for one in self._parameters]
-        else:
-            states = [self._state.read(number) for number in range(len(self._parameters))]
-        return {number: dict(state) for number, state in enumerate(states) if state}
-
-    def write(self, states: dict[int, dict[str, Any]]) -> None:
-        """Take the whole state by the numbers of the parameters. Collective: the ranks of the host."""
-        if self._state is None:
-            if self._inner is not None:
-                self._inner.load_state_dict({**self._inner.state_dict(), "state": states})
-            return
-        self.wait()  # another rank may still read
-        self._views = []
-        for number, mine in enumerate(self._mine):
-            own = self._state.write(number, states.get(number))
-            if self._inner is not None and mine is not None:
-                self._inner.state.pop(mine, None)
-                if own:
-                    self._inner.state[mine] = own
-                    self._views += [(own, key, value) for key, value in own.items()]
-        self._n_states = 0 if self._inner is None else len(self._inner.state)
-        self.wait()  # so that every rank may read all of it
 
 
 def why_not(
@@ -511,25 +335,6 @@ def _require_elementwise(optimizer_class: Any) -> None:
             f"ZeroRedundancyOptimizer: expected an optimizer that treats each element by itself ({known}), got {name}; "
             f"use it as it is, or give the class the attribute is_elementwise = True if it does."
         )
-
-
-def _pattern(groups: list[dict[str, Any]]) -> list[list[bool]]:
-    """Return which options of each group are on: a momentum of 0 keeps no state, and any other does."""
-    return [[bool(value) for key, value in group.items() if key not in ("params", "lr")] for group in groups]
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """Return the memory of a dense tensor as a flat one."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def _norms_of_blocks(gradient: Tensor, order: float) -> Any:
-    """Return each block's largest magnitude, or the sum of powers of its magnitudes, of a flat gradient; float64."""
-    values = np.abs(gradient.detach().double().numpy())
-    n_blocks = -(-len(values) // BLOCK_ELEMENTS)
-    padded = np.zeros((n_blocks, BLOCK_ELEMENTS))
-    padded.reshape(-1)[: len(values)] = values
-    return padded.max(1) if order == np.inf else (padded**order).sum(1)
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
