@@ -167,15 +167,19 @@ class ParameterRecord:
             parameter.grad = parameter.grad * weight if weight else torch.zeros_like(parameter.grad)
         if stashed is not None:
             if not self._is_local(stashed) and has_values(stashed):
-                raise GradientError(
-                    f"no_sync: expected zeroed or local gradients, got one summed over the replicas in {self.name!r}; "
-                    f"call zero_grad() before accumulating."
-                )
+                raise self._summed_refusal()
             assert parameter.grad is not None, "autograd writes the gradient before it calls this"
             is_in_slot = self._slot is not None and stashed.data_ptr() == self._slot_address
             parameter.grad = stashed + parameter.grad if is_in_slot else plus(stashed, parameter.grad)
         self.holds = Holds.LOCAL
         self._local = None if parameter.grad is None else TensorWeakRef(parameter.grad)
+
+    def _summed_refusal(self) -> GradientError:
+        """Return the error of local gradients that would be added to a sum."""
+        return GradientError(
+            f"no_sync: expected zeroed or local gradients, got one summed over the replicas in {self.name!r}; call "
+            f"zero_grad() before accumulating."
+        )
 
     def take(self, parameter: nn.Parameter, weight: float) -> None:
         """Take the gradient that a synchronized backward has just written: copy it into the slot, if there is one.

@@ -165,10 +165,7 @@ class ShardedRecord(ParameterRecord):
         stashed = self.pending.stashed
         if isinstance(stashed, ShardedGradient):
             if not stashed.is_zero:
-                raise GradientError(
-                    f"no_sync: expected zeroed or local gradients, got one summed over the replicas in {self.name!r}; "
-                    f"call zero_grad() before accumulating."
-                )
+                raise self._summed_refusal()
             self.pending.stashed = None
         super().accumulate_locally(parameter, weight)
 
