@@ -93,6 +93,7 @@ def make_contenders(comm, nbytes, n_sets, algorithms):
         "MPI_Allreduce": Contender(lambda number: comm.Allreduce(sets[number], received[number]), sets, received),
         "torch gloo": Contender(lambda number: torch.distributed.all_reduce(tensors[number]), sets, sets),
         "hpcdist AUTO": Contender(lambda number: hpcdist.all_reduce(sets[number]), sets, sets),
+        "hpcdist AUTO, torch tensor": Contender(lambda number: hpcdist.all_reduce(tensors[number]), sets, sets),
         "hpcdist gradient to p.grad": Contender(sum_gradient, sets, sets),
         **{f"hpcdist {name}": Contender(partial(sum_by, sets, name), sets, sets) for name in algorithms},
     }

@@ -13,9 +13,9 @@ from hpcdist.collectives import halving, hierarchical, library, ring, shared_mem
 from hpcdist.collectives.gpu import hierarchical as gpu_hierarchical
 from hpcdist.collectives.gpu import nccl
 from hpcdist.collectives.group import Group
-from hpcdist.collectives.ops import SUM, Op, silently
+from hpcdist.collectives.ops import SUM, Op
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
-from hpcdist.collectives.route import SMALLEST_BYTES, Route
+from hpcdist.collectives.route import SMALLEST_BYTES, Route, candidates, is_clearly_faster
 from hpcdist.collectives.wire import PLAIN, Wire
 from hpcdist.runtime.mpi import MPI
 
@@ -31,19 +31,17 @@ ALGORITHMS: Mapping[Implementation, AllReduce] = {
     Implementation.HALVING: halving.all_reduce,
     Implementation.NCCL: nccl.all_reduce,
 }
+_SHARED_MEMORY = Implementation.SHARED_MEMORY
 #: Sizes at which algorithms are compared; a size in between goes with the one below it.
 MEASURED_BYTES = tuple(SMALLEST_BYTES << shift for shift in range(0, 14, 2))
 #: Time after which no larger size is measured. Larger sizes go by ours, which moves the fewest bytes.
 LIMIT_S = 0.4
-#: Ours must be this much faster than the library's to be taken: times measured once are noisy.
-MARGIN = 1.1
 #: Buffers rotate through this much memory so that they are not in the cache, as in real use.
 ROTATED_BYTES = 64 << 20
-#: Rounds of small and of large sizes.
-_ROUNDS, _LARGE_ROUNDS, _LARGE_BYTES = 20, 5, 1 << 20
+#: Rounds of small and of large sizes, and calls of a round of small ones.
+_ROUNDS, _LARGE_ROUNDS, _LARGE_BYTES, _CALLS = 20, 12, 1 << 20, 8
 
 
-@silently
 def run(route: Route, buffer: Any, group: Group, op: Op = SUM, wire: Wire = PLAIN, bucket: int = 0) -> None:
     """Replace `buffer` by its reduction over all ranks, by the algorithm of a route.
 
@@ -57,24 +55,31 @@ def run(route: Route, buffer: Any, group: Group, op: Op = SUM, wire: Wire = PLAI
         wire: how elements travel between hosts, for HIERARCHICAL.
         bucket: names the buffer to a wire that remembers what it rounded away.
     """
-    if not isinstance(route.algorithm, Implementation):
-        route.algorithm.all_reduce(buffer.reshape(-1), group.comm, op.mpi_op)
-    elif route.algorithm is not Implementation.HIERARCHICAL:
-        ALGORITHMS[route.algorithm](buffer, group, op)
+    algorithm = route.algorithm
+    if algorithm is _SHARED_MEMORY:  # first, as small sums should cost little
+        shared_memory.all_reduce(buffer, group, op)
+    elif not isinstance(algorithm, Implementation):
+        algorithm.all_reduce(buffer.reshape(-1), group.comm, op.mpi_op)
+    elif algorithm is not Implementation.HIERARCHICAL:
+        ALGORITHMS[algorithm](buffer, group, op)
     elif route.is_on_device:
         gpu_hierarchical.all_reduce(buffer, group, op)
     else:
         hierarchical.all_reduce(buffer, group, op, route.is_ordered, wire, bucket)
 
 
-def fastest_route(group: Group, nbytes: int) -> Route:
-    """Return what AUTO chooses for a host array of this size.
+def reduce_by_auto(array: npt.NDArray[Any], group: Group, op: Op) -> None:
+    """Replace a host array by its reduction over all ranks, by what AUTO chooses for its size.
 
-    Collective where that is not measured yet: `group.comm`.
+    Collective: `group.comm`. Blocking. The first call of 4 KiB or more measures.
     """
-    if nbytes >= SMALLEST_BYTES:
+    nbytes = array.nbytes
+    if nbytes >= SMALLEST_BYTES and group.facts.table is None:
         measure(group)
-    return next(route for least_bytes, route in group.auto_routes if nbytes >= least_bytes)
+    for end_bytes, route in group.auto_routes:
+        if nbytes < end_bytes:
+            run(route, array, group, op)
+            return
 
 
 def restore_measurements(group: Group, table: list[tuple[int, str]]) -> None:
@@ -94,45 +99,47 @@ def measurements_of(group: Group) -> list[tuple[int, str]] | None:
 def measure(group: Group) -> None:
     """Measure which algorithm is the fastest for which size, unless that is known already.
 
-    Collective where it is not known: `group.comm`. The times of rank 0 decide. Takes less than a second.
+    Collective where it is not known: `group.comm`. The times of the slowest rank decide. Takes less than a second.
     """
     if group.facts.table is not None or group.size == 1 or not group.facts.can_share_memory:
         return
-    ours = Implementation.SHARED_MEMORY if len(group.placement.hosts) == 1 else Implementation.HIERARCHICAL
     rows: list[tuple[int, Implementation]] = []
     started = time.perf_counter()
     arena = np.empty(ROTATED_BYTES // 4, np.float32)
     arena.fill(0)  # now, not page by page in what is timed; sums of zeros never overflow
     for nbytes in MEASURED_BYTES:
-        n_rounds = _ROUNDS if nbytes < _LARGE_BYTES else _LARGE_ROUNDS
-        times = _times(group, _rotate(arena, nbytes), (Implementation.MPI, ours), n_rounds)
-        is_better = times[Implementation.MPI] > MARGIN * times[ours]
-        is_ours = group.world.all_reduce_int(int(is_better and group.rank == 0), MPI.MAX, group.comm)
-        rows.append((nbytes, ours if is_ours else Implementation.MPI))
+        both = expected, other = candidates(group.placement, nbytes)
+        times = _times(group, _rotate(arena, nbytes), both, nbytes)
+        chosen = other if is_clearly_faster(times[:, 1], times[:, 0]) else expected
+        rows.append((nbytes, chosen))
         if group.rank == 0:
-            took = ", ".join(f"{name.value} {1e6 * seconds:.1f} us" for name, seconds in times.items())
-            logger.info("all_reduce: AUTO takes %s from %d bytes on: %s", rows[-1][1].value, nbytes, took)
+            took = (f"{one.value} {1e6 * median:.1f} us" for one, median in zip(both, np.median(times, 0), strict=True))
+            logger.info("all_reduce: AUTO takes %s from %d bytes on: %s", chosen.value, nbytes, ", ".join(took))
         is_late = group.rank == 0 and time.perf_counter() - started > LIMIT_S
         if group.world.all_reduce_int(int(is_late), MPI.MAX, group.comm):
-            rows.append((4 * nbytes, ours))
+            rows.append((4 * nbytes, candidates(group.placement, 4 * nbytes)[0]))
             break
     group.set_facts(replace(group.facts, table=tuple(rows)))
 
 
 def _times(
-    group: Group, buffers: Iterator[npt.NDArray[Any]], candidates: tuple[Implementation, ...], n_rounds: int
-) -> dict[Implementation, float]:
-    """Return this rank's best time of each candidate, taken in turn."""
-    best = dict.fromkeys(candidates, float("inf"))
-    for _ in range(n_rounds):
-        for candidate in candidates:
-            array = next(buffers)
+    group: Group, buffers: Iterator[npt.NDArray[Any]], names: tuple[Implementation, Implementation], nbytes: int
+) -> npt.NDArray[np.float64]:
+    """Return seconds of one call, (n_rounds, 2), of the slowest rank: two algorithms, one after the other."""
+    n_rounds = _ROUNDS if nbytes < _LARGE_BYTES else _LARGE_ROUNDS
+    n_calls = max(1, min(_CALLS, _LARGE_BYTES // 16 // nbytes))
+    times = np.zeros((n_rounds, 2))
+    for number in range(n_rounds):
+        for column in (0, 1) if number % 2 else (1, 0):
+            arrays = [next(buffers) for _ in range(n_calls)]
             group.wait([group.comm.Ibarrier()])
             group.comm.Barrier()  # the wait above sleeps: a rank that wakes late must not be what is measured
             started = time.perf_counter()
-            ALGORITHMS[candidate](array, group, SUM)
-            best[candidate] = min(best[candidate], time.perf_counter() - started)
-    return best
+            for array in arrays:
+                ALGORITHMS[names[column]](array, group, SUM)
+            times[number, column] = (time.perf_counter() - started) / n_calls
+    group.comm.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
+    return times
 
 
 def _rotate(arena: npt.NDArray[Any], nbytes: int) -> Iterator[npt.NDArray[Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpcdist.collectives import algorithms, library
+from hpcdist.collectives import algorithms
 from hpcdist.collectives.buffers import host_array, is_host_array
 from hpcdist.collectives.gpu.cupy_door import is_device_buffer
 from hpcdist.collectives.gpu.nccl_setup import find_nccl
@@ -20,14 +20,13 @@ from hpcdist.collectives.options import AllReduceAlgorithm, CommunicationOptions
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.collectives.route import choose_route
 from hpcdist.dtypes import dtype_name
-from hpcdist.errors import CollectiveError, DesyncError
+from hpcdist.errors import CollectiveError
 from hpcdist.runtime.mpi import MPI
 
 #: Options that name a built-in algorithm and nothing else, by member and by name. Made once, as checking takes time.
 _BUILT_IN = {
     key: CommunicationOptions(implementation=member) for member in Implementation for key in (member, member.name)
 }
-_IN_PLACE = MPI.IN_PLACE
 
 
 def all_reduce(
@@ -48,7 +47,8 @@ def all_reduce(
             float32. Device arrays go by NCCL where every rank has it and it has the dtype, else through the host.
         op: "sum", "mean", "min", "max" or "product", in any case, or a ReduceOp.
         implementation: a `CommunicationImplementation`, its name, or an `AllReduceAlgorithm`; default AUTO, the fastest
-            as measured at the first call of 4 KiB or more, in less than a second.
+            as measured at the first call of 4 KiB or more, in less than a second: shared memory inside a host, unless
+            the MPI library is clearly faster.
         comm: the ranks that take part; default: all workers, or this rank's own role group on a ps or evaluator.
         prescale: each rank's values are multiplied by it; floats only, half precision in float32.
         postscale: the result is multiplied by it, before it is rounded to half precision.
@@ -57,22 +57,16 @@ def all_reduce(
         CollectiveError: for an unknown op, a mean or a scale of integers, or a buffer that cannot be reduced; on this
             rank only, before anything is sent. When ranks of a host differ in op, dtype or count and the sum goes
             through shared memory; on each of them. HPCDIST_DEBUG=collectives compares all calls.
-        DesyncError: when ranks of a host differ so in a small numpy array that AUTO leaves to the MPI library; at least
-            on a rank whose neighbour differs. The others may have a wrong result: do not catch it.
+        DesyncError: when ranks of a host differ so in an array that goes by the MPI library; at least on a rank whose
+            neighbour differs. The others may have a wrong result: do not catch it.
         ConfigurationError: for an unknown implementation, or one that these ranks cannot use; on every rank.
 
     Cost: see the algorithms; one staged copy each way for half precision and device arrays.
     """
     group, reduction = group_of(comm), parse_op(op)
     is_scaled = prescale != 1 or postscale != 1
-    if (
-        implementation is None
-        and not is_scaled
-        and is_host_array(buffer)
-        and buffer.nbytes < group.library_bytes
-        and not group.compares_calls
-    ):
-        _reduce_small(buffer, reduction, group)
+    if implementation is None and not is_scaled and is_host_array(buffer) and not group.compares_calls:
+        _reduce_by_auto(buffer, reduction, group)
     elif is_scaled:
         _reduce_scaled(buffer, reduction, _options_of(implementation), group, prescale, postscale)
     else:
@@ -191,30 +185,16 @@ def _options_of(implementation: Implementation | AllReduceAlgorithm | str | None
     return CommunicationOptions(implementation=implementation)
 
 
-def _reduce_small(array: Any, op: Op, group: Group) -> None:
-    """Reduce a host array that AUTO leaves to the library: `reduce_buffer` in a third of the time."""
+def _reduce_by_auto(array: npt.NDArray[Any], op: Op, group: Group) -> None:
+    """Reduce a host array by AUTO: what `reduce_buffer` does, in less time."""
     if op is MEAN:
         _require_floats(array)
-    journal, marks, dtype = group.journal, group.marks, array.dtype
-    journal.enter(op.title, dtype, array.size)
-    mark, other = 0, None
-    if marks is not None:
-        mark = marks.begin(journal.n_entered, op.title, dtype.kind, dtype.itemsize, array.nbytes)
-        other = marks.other_size(mark)
+    journal = group.journal
+    journal.enter(op.title, array.dtype, array.size)
     try:
-        if other is None:
-            group.comm.Allreduce(_IN_PLACE, array, op.mpi_op)
-    except MPI.Exception as error:
-        raise library.mismatch(error, array, op) from error
+        algorithms.reduce_by_auto(array, group, op)
     finally:
         journal.leave()
-    if marks is not None:
-        other = other or marks.other_call(mark)
-    if other is not None:
-        raise DesyncError(
-            f"{op.title}: expected the same call on every rank, {dtype} of {array.nbytes} bytes on {group.world}, got "
-            f"{other}; let all ranks make the same calls in the same order."
-        )
     if op is MEAN:
         np.divide(array, group.size, out=array)
 
@@ -261,10 +241,9 @@ def _reduce_array(array: npt.NDArray[Any], op: Op, options: CommunicationOptions
         _require_floats(array)
     with group.recorded(op.title, array):  # measuring is collective too: a rank that is missing is seen
         if options.implementation is Implementation.AUTO:
-            route = algorithms.fastest_route(group, array.nbytes)
+            algorithms.reduce_by_auto(array, group, op)
         else:
-            route = choose_route(group.facts, options, op, array.nbytes)
-        algorithms.run(route, array, group, op)
+            algorithms.run(choose_route(group.facts, options, op, array.nbytes), array, group, op)
     if op is MEAN:
         np.divide(array, group.size, out=array)
 

@@ -8,7 +8,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
 from hpcdist.background import BackgroundThread
-from hpcdist.collectives.route import SMALLEST_BYTES, GroupFacts, auto_routes
+from hpcdist.collectives.route import GroupFacts, auto_routes
 from hpcdist.diagnostics.call_check import CallCheck
 from hpcdist.diagnostics.journal import CallMarks, Entry, Journal, ReportingJournal, log_call
 from hpcdist.diagnostics.neighbour import NeighbourWatch
@@ -55,10 +55,9 @@ class Group:
         placement: which ranks share a host. host: number of this rank's.
         names: what the ranks of this host are called in messages, by local rank.
         facts: what the choice of an algorithm depends on; equal on all ranks.
-        auto_routes: what AUTO chooses for a host array: (fewest bytes, route) rows, descending.
-        library_bytes: host arrays of fewer bytes are summed by the MPI library where AUTO may choose.
+        auto_routes: what AUTO chooses for a host array; see `auto_routes`.
         journal: the last collectives, which the watchdog looks at.
-        marks: compare small reductions of the ranks of this host; None where they share no memory.
+        marks: compare what the ranks of this host reduce by the MPI library; None where they share no memory.
         compares_calls: whether all ranks are compared before each collective, as HPCDIST_DEBUG=collectives asks.
     """
 
@@ -97,13 +96,6 @@ class Group:
         """Choose algorithms by these facts from now on. All ranks set the same."""
         self.facts = facts
         self.auto_routes = auto_routes(facts)
-        if self.size == 1 or not facts.can_share_memory:
-            self.library_bytes = 1 << 30
-        elif facts.table is None:
-            self.library_bytes = SMALLEST_BYTES
-        else:
-            others = [least_bytes for least_bytes, algorithm in facts.table if algorithm.value != "MPI"]
-            self.library_bytes = min([1 << 30, *others])
 
     def keep(self, key: Any, make: Callable[[], T], free: Callable[[T], None] | None = None) -> T:
         """Return what `make` made at the first call with this key; it lives as long as the group.

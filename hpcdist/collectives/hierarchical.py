@@ -52,7 +52,7 @@ def all_reduce(
     flat = array.reshape(-1)
     ordered = group.placement.is_aligned if is_ordered is None else is_ordered
     if group.node_comm.size > 1:
-        compare(group.barrier.wait_with(mark_of(flat, op)), group)
+        compare(group.barrier.wait(mark_of(flat, op)), group)
     n_chunk = CHUNK_BYTES // flat.itemsize
     starts = range(0, flat.size, n_chunk)
     chunks = [_Chunk(group, flat[start : start + n_chunk], start) for start in starts]

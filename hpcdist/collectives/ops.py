@@ -1,28 +1,37 @@
 """The reductions: what each is called, in MPI, in numpy and in tf.distribute."""
 
+import contextvars
 import enum
-import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 
 from hpcdist.errors import CollectiveError, UsageError
 from hpcdist.runtime.mpi import MPI
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+class _Silence(threading.local):
+    """A context for each thread in which numpy does not warn of infinity and NaN: in sums they are results, as in MPI.
+
+    Attributes:
+        run: run(function, *args) calls a function that runs no Python code, in 20 ns; numpy.errstate takes 900.
+    """
+
+    def __init__(self) -> None:
+        context = contextvars.Context()
+        context.run(lambda: np.seterr(over="ignore", invalid="ignore"))
+        self.run: Callable[..., Any] = context.run
 
 
-def silently(function: _Function) -> _Function:
-    """Decorate what adds in numpy: infinity and NaN are results, as in MPI, of which numpy would warn."""
+_silence = _Silence()
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with np.errstate(over="ignore", invalid="ignore"):
-            return function(*args, **kwargs)
 
-    return cast(_Function, call)
+def combine(ufunc: Any, first: Any, second: Any, out: Any = None) -> Any:
+    """Return ufunc(first, second, out), without warnings of infinity and NaN."""
+    return _silence.run(ufunc, first, second, out=out)
 
 
 @dataclass(frozen=True)

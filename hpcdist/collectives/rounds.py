@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcdist.collectives.group import Group
-from hpcdist.collectives.ops import Op
+from hpcdist.collectives.ops import Op, combine
 from hpcdist.plan.schedules import Message, Schedule
 from hpcdist.runtime.mpi import MPI
 
@@ -50,7 +50,7 @@ def _receive(message: Message, array: Array, scratch: Array, group: Group, op: O
     for segment, buffer, request in zip(segments, buffers, requests, strict=True):
         group.wait([request])
         if op:
-            op.ufunc(array[segment], buffer, out=array[segment])
+            combine(op.ufunc, array[segment], buffer, array[segment])
 
 
 def _segments(message: Message, itemsize: int) -> list[tuple[int, int]]:

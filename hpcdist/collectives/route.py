@@ -5,7 +5,8 @@
 | an algorithm by name, or one of the user's | anywhere | that one |
 | AUTO, one call, a buffer in device memory | every rank has a GPU of its own and NCCL | NCCL |
 | AUTO, one call, a buffer in device memory | elsewhere | as on the host, staged through pinned memory |
-| AUTO, one call | host memory | the fastest as measured: MPI, or SHARED_MEMORY (one host), or HIERARCHICAL |
+| AUTO, one call | host memory, one host | SHARED_MEMORY, unless MPI was measured to be clearly faster |
+| AUTO, one call | host memory, several hosts | MPI below 64 KiB, else HIERARCHICAL, unless the other is clearly faster |
 | AUTO, gradients | one host | SHARED_MEMORY: the bits do not depend on the size |
 | AUTO, gradients | several hosts | HIERARCHICAL |
 | AUTO, in host memory | ranks of a host that cannot share memory | MPI |
@@ -15,14 +16,21 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from hpcdist.collectives.ops import SUM, Op
 from hpcdist.collectives.options import AllReduceAlgorithm, CommunicationOptions
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.plan.placement import Placement
 from hpcdist.plan.replicas import ReplicaPlan
 
-#: Below this size the library's own call is taken without measuring: nothing of ours is faster.
+#: Smaller calls do not cause a measurement, and go as the smallest measured size does.
 SMALLEST_BYTES = 4096
+#: From this size on sums over several hosts are expected to be the fastest in lanes: below it latencies count.
+LANE_BYTES = 64 << 10
+#: What is expected is left where something else is this much faster in three rounds of four.
+MARGIN = 1.1
 #: What NCCL can carry; names of its constants are in gpu/nccl.py.
 NCCL_OPS = ("sum", "min", "max", "product")
 NCCL_DTYPES = (
@@ -51,7 +59,7 @@ class GroupFacts:
         can_share_memory: whether the ranks of every host can.
         has_nccl: whether every rank has NCCL and a GPU of its own; None where nobody has looked yet.
         table: (bytes, algorithm) rows, ascending, as measured: from that many bytes on the algorithm is the fastest.
-            None before it was measured.
+            Smaller buffers go as the first row says. None before it was measured.
     """
 
     placement: Placement
@@ -125,11 +133,20 @@ def choose_route(
     return Route(chosen, is_ordered=chosen in _ORDERED and facts.placement.is_aligned)
 
 
-def auto_routes(facts: GroupFacts) -> list[tuple[int, Route]]:
-    """Return what AUTO chooses for one call in host memory: (fewest bytes, route) rows, descending. Pure."""
-    options = CommunicationOptions()
-    sizes = sorted({0, SMALLEST_BYTES, *(least_bytes for least_bytes, _ in facts.table or ())}, reverse=True)
-    return [(least_bytes, choose_route(facts, options, SUM, least_bytes)) for least_bytes in sizes]
+def auto_routes(facts: GroupFacts) -> list[tuple[float, Route]]:
+    """Return what AUTO chooses for one call in host memory. Pure.
+
+    Returns:
+        (bytes, route) rows, ascending: the first one of more bytes than a buffer has says how it is summed.
+    """
+    options, end = CommunicationOptions(), float("inf")
+    rows: list[tuple[float, Route]] = []
+    for least_bytes in sorted({0, LANE_BYTES, *(least_bytes for least_bytes, _ in facts.table or ())}, reverse=True):
+        route = choose_route(facts, options, SUM, least_bytes)
+        if not rows or rows[0][1] != route:
+            rows.insert(0, (end, route))
+        end = least_bytes
+    return rows
 
 
 def _route_of_gradients(
@@ -154,9 +171,28 @@ def _route_of_gradients(
     )
 
 
+def candidates(placement: Placement, nbytes: int) -> tuple[Implementation, Implementation]:
+    """Return (the algorithm that is expected to be the fastest, the other one) for a host buffer of this size. Pure.
+
+    Inside a host ours moves the fewest bytes, without messages. Between hosts MPI has the fewest latencies, ours the
+    fewest bytes.
+    """
+    if len(placement.hosts) == 1:
+        return Implementation.SHARED_MEMORY, Implementation.MPI
+    both = Implementation.MPI, Implementation.HIERARCHICAL
+    return both if nbytes < LANE_BYTES else (both[1], both[0])
+
+
+def is_clearly_faster(times: npt.NDArray[np.float64], expected: npt.NDArray[np.float64]) -> bool:
+    """Return whether an algorithm is to be taken instead of the expected one, by times of the same rounds. Pure."""
+    return bool(np.quantile(expected / times, 0.25) > MARGIN)
+
+
 def _fastest(facts: GroupFacts, nbytes: int) -> Implementation:
-    """Return the algorithm that was measured to be the fastest for a host buffer of this size."""
-    if nbytes < SMALLEST_BYTES or not facts.can_share_memory or facts.placement.size == 1 or facts.table is None:
+    """Return the algorithm that is the fastest for a host buffer of this size, as measured, else as expected."""
+    if not facts.can_share_memory or facts.placement.size == 1:
         return Implementation.MPI
+    if facts.table is None:
+        return candidates(facts.placement, nbytes)[0]
     fitting = [algorithm for least_bytes, algorithm in facts.table if nbytes >= least_bytes]
-    return fitting[-1] if fitting else Implementation.MPI
+    return fitting[-1] if fitting else facts.table[0][1]

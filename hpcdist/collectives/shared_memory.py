@@ -6,17 +6,17 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcdist.collectives.group import Group
-from hpcdist.collectives.ops import OPS, SUM, Op
-from hpcdist.collectives.staging import Stage, add_rows, bits_of, copy
+from hpcdist.collectives.ops import OPS, SUM, Op, combine
+from hpcdist.collectives.staging import Stage, add_rows, copy
 from hpcdist.errors import CollectiveError, ConfigurationError
 from hpcdist.plan.replicas import plan_row_additions
 
-#: Most bytes of a chunk on one rank; chunks of an array are equally long. Small enough that the chunks of all ranks
-#: stay in the last-level cache, large enough that two barriers per chunk cost little: of 256 KiB to 8 MiB, 1 to 2 MiB
-#: were the fastest for 2 and 4 ranks on 2 cores and arrays of 16 and 64 MiB.
-CHUNK_BYTES = 3 << 19
+#: Most bytes of a chunk, on all ranks together and on one; chunks of an array are equally long. Small enough that they
+#: stay in the cache, large enough that two barriers per chunk cost little. On 2 cores of AMD Zen 5 and for arrays of up
+#: to 64 MiB 2 ranks were as fast with chunks of 512 to 1,536 KiB, 4 ranks a third faster with 512 to 768 than with 1,536.
+CHUNKS_BYTES, LEAST_CHUNK_BYTES = 3 << 20, 128 << 10
 #: Up to this many bytes on all ranks together each rank combines everything itself.
-WHOLE_BYTES = 1 << 19
+WHOLE_BYTES = 128 << 10
 
 
 def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM) -> None:
@@ -33,8 +33,8 @@ def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM) -> None:
         ConfigurationError: when the group is on several hosts; on every rank.
         CollectiveError: when ranks differ in op, dtype or count, or memory cannot be shared; on every rank.
 
-    Cost: two barriers per 1.5 MiB; main memory sees 2n bytes per rank, with n = array.nbytes, the caches about 4n.
-        No copy of the array is made.
+    Cost: two barriers per chunk, which takes 3 MiB on all ranks together; main memory sees 2n bytes per rank, with
+        n = array.nbytes, the caches about 4n. No copy of the array is made.
 
     Source: the slices of Bayatpour et al., DPML (SC17, doi 10.1145/3126908.3126954); ours leaves the owner's slice
         where it is, and keeps the shared memory smaller than the cache.
@@ -46,47 +46,68 @@ def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM) -> None:
         )
     if group.size == 1:
         return
-    flat, barrier = array.reshape(-1), group.barrier
-    stage, additions = group.keep("stage", lambda: _prepare(group))
-    if group.size * flat.nbytes <= min(WHOLE_BYTES, group.size * stage.chunk_bytes):
-        _reduce_whole(flat, group, op)
-        return
-    n_chunks = -(-flat.nbytes // stage.chunk_bytes)
-    n_chunk = -(-flat.size // max(1, n_chunks))
-    for start in range(0, max(1, flat.size), max(1, n_chunk)):
-        chunk = flat[start : start + n_chunk]
-        views = stage.next_views(flat.dtype, chunk.size)
-        rows = stage.put(chunk, views)
-        if start == 0:
-            compare(barrier.wait_with(mark_of(flat, op)), group)
-        else:
-            barrier.wait()
-        add_rows(rows, additions, op.ufunc)
-        stage.publish(rows, views)
-        barrier.wait()
-        stage.take(chunk, views)
+    node: _NodeSums = group.kept(_NodeSums) or group.keep(_NodeSums, lambda: _NodeSums(group))
+    if array.nbytes <= node.whole_bytes:
+        node.reduce_whole(array, op)
+    else:
+        node.reduce_by_slices(array.reshape(-1), op)
 
 
-def _prepare(group: Group) -> tuple[Stage, list[tuple[int, int]]]:
-    return Stage(group, 2, CHUNK_BYTES, group.size), plan_row_additions(group.size)
+class _NodeSums:
+    """Sums over the ranks of one host, through slots that are used in turn.
 
+    Collective: `group.comm`; so are its calls.
 
-def _reduce_whole(array: npt.NDArray[Any], group: Group, op: Op) -> None:
-    """Let every rank combine all ranks' arrays itself: one barrier, and two slots used in turn are enough.
+    Args:
+        group: all on one host.
 
-    Between two writes of a slot lies a barrier, which no rank enters before it has read the slot.
+    Attributes:
+        whole_bytes: arrays of at most so many bytes are combined whole by each rank.
     """
-    stage, additions = group.keep("stage", lambda: _prepare(group))
-    slots = stage.next_views(array.dtype, array.size).slots
-    own, combine = group.node_comm.rank, op.ufunc
-    copy(bits_of(slots[own]), bits_of(array))
-    compare(group.barrier.wait_with(mark_of(array, op)), group)
-    rows = slots.copy()
-    rows[own] = array
-    for into, row in additions[:-1]:
-        rows[into] = combine(rows[into], rows[row])
-    into, row = additions[-1]
-    combine(rows[into], rows[row], out=array)
+
+    def __init__(self, group: Group) -> None:
+        self._group, self._barrier, self._rank = group, group.barrier, group.rank
+        self._stage = Stage(group, 2, chunk_bytes(group.size), group.size)
+        self._additions = plan_row_additions(group.size)
+        self.whole_bytes = min(WHOLE_BYTES // group.size, self._stage.chunk_bytes)
+
+    def reduce_whole(self, array: npt.NDArray[Any], op: Op) -> None:
+        """Let every rank combine all ranks' arrays itself: one barrier, and two slots used in turn are enough.
+
+        Between two writes of a slot lies a barrier, which no rank enters before it has read the slot.
+        """
+        flat = array if array.ndim == 1 else array.reshape(-1)
+        views = self._stage.next_views(flat.dtype, flat.size)
+        slots = views.slots
+        copy(slots[self._rank], flat)
+        marks = self._barrier.wait(views.mark | op.code)
+        if marks is not None:
+            compare(marks, self._group)
+        (into, row), rows = self._additions[-1], slots
+        if len(slots) > 2:
+            rows = slots.copy()
+            for first, second in self._additions[:-1]:
+                rows[first] = combine(op.ufunc, rows[first], rows[second])
+        combine(op.ufunc, rows[into], rows[row], flat)
+
+    def reduce_by_slices(self, flat: npt.NDArray[Any], op: Op) -> None:
+        """Let every rank combine its slice of all ranks' chunks: two barriers for each chunk."""
+        stage, barrier = self._stage, self._barrier
+        n_chunk = -(-flat.size // -(-flat.nbytes // stage.chunk_bytes))
+        for start in range(0, flat.size, n_chunk):
+            chunk = flat[start : start + n_chunk]
+            views = stage.next_views(flat.dtype, chunk.size)
+            rows = stage.put(chunk, views)
+            compare(barrier.wait(0 if start else mark_of(flat, op)), self._group)
+            add_rows(rows, self._additions, op.ufunc)
+            stage.publish(rows, views)
+            barrier.wait()
+            stage.take(chunk, views)
+
+
+def chunk_bytes(n_local_ranks: int) -> int:
+    """Return the most bytes of a chunk on one rank of a host: a multiple of 16, for numbers of any dtype."""
+    return max(LEAST_CHUNK_BYTES, CHUNKS_BYTES // n_local_ranks) & ~15
 
 
 def mark_of(array: npt.NDArray[Any], op: Op) -> int:

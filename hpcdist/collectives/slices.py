@@ -13,9 +13,9 @@ import numpy.typing as npt
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.hierarchical import CHUNK_BYTES as LANE_BYTES
 from hpcdist.collectives.hierarchical import LaneExchange
-from hpcdist.collectives.ops import SUM, silently
-from hpcdist.collectives.shared_memory import CHUNK_BYTES
-from hpcdist.collectives.staging import BLOCK_BYTES, bits_of, copy
+from hpcdist.collectives.ops import SUM, combine
+from hpcdist.collectives.shared_memory import chunk_bytes
+from hpcdist.collectives.staging import BLOCK_BYTES, copy
 from hpcdist.collectives.wire import PLAIN
 from hpcdist.runtime.node_memory import NodeWindow
 
@@ -43,6 +43,7 @@ class SliceSums:
         self.local_rank = group.node_comm.rank
         self._plan = group.lane_plan(group.placement.is_aligned)
         self._additions = self._plan.local_additions
+        self._slot_bytes = chunk_bytes(group.node_comm.size)
         self._window: NodeWindow | None = None
         self._number = 0
 
@@ -59,18 +60,18 @@ class SliceSums:
             bounds: of each owner.
 
         Cost: each rank writes its elements that others own to memory smaller than the cache, and reads those of others
-            that it owns; a barrier for 1.5 MiB.
+            that it owns; a barrier for 3 MiB of all ranks together.
         """
         if self._group.node_comm.size == 1:
             return
-        n_piece = CHUNK_BYTES // array.itemsize // self.n_owners
+        n_piece = self._slot_bytes // array.itemsize // self.n_owners
         own = (*bounds, (0, 0))[min(self.local_rank, self.n_owners)]
         for first in range(0, max(stop - start for start, stop in bounds), n_piece):
             slots = self._next_slots(array.dtype)
             for owner, (start, stop) in enumerate(bounds):
                 piece = array[start + first : min(stop, start + first + n_piece)]
                 if owner != self.local_rank and piece.size:
-                    copy(bits_of(slots[self.local_rank][owner * n_piece :][: piece.size]), bits_of(piece))
+                    copy(slots[self.local_rank][owner * n_piece :][: piece.size], piece)
             self._group.barrier.wait()
             mine = array[own[0] + first : min(own[1], own[0] + first + n_piece)]
             rows = [slot[self.local_rank * n_piece :][: mine.size] for slot in slots]
@@ -79,11 +80,12 @@ class SliceSums:
 
     def _next_slots(self, dtype: np.dtype[Any]) -> list[Array]:
         """Return every local rank's slot. Two are used in turn: before one is written again lies a barrier."""
+        n_bytes = self._slot_bytes
         if self._window is None:
-            self._window = NodeWindow(self._group.node_comm, 2 * CHUNK_BYTES, self._group.world)
-        first = self._number % 2 * CHUNK_BYTES
+            self._window = NodeWindow(self._group.node_comm, 2 * n_bytes, self._group.world)
+        first = self._number % 2 * n_bytes
         self._number += 1
-        return [np.frombuffer(piece[first : first + CHUNK_BYTES], dtype) for piece in self._window.pieces]
+        return [np.frombuffer(piece[first : first + n_bytes], dtype) for piece in self._window.pieces]
 
     def sum_over_hosts(self, own: Array) -> None:
         """Replace this rank's share, summed over its host, by the sum over all hosts. Collective: its lane.
@@ -104,13 +106,12 @@ class SliceSums:
                 chunks[step - 2].finish()
 
 
-@silently
 def _sum_rows(rows: list[Array], own: int, additions: Sequence[tuple[int, int]]) -> None:
     """Add rows in the order of the tree, block by block in the cache; the last addition goes to this rank's row."""
     n_block = max(4096, BLOCK_BYTES // len(rows) // rows[0].itemsize)
     for start in range(0, rows[0].size, n_block):
         block = [row[start : start + n_block] for row in rows]
         for into, row in additions[:-1]:
-            np.add(block[into], block[row], out=block[into])
+            combine(np.add, block[into], block[row], block[into])
         into, row = additions[-1]
-        np.add(block[into], block[row], out=block[own])
+        combine(np.add, block[into], block[row], block[own])

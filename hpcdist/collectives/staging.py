@@ -4,6 +4,10 @@ Every local rank owns a slice of each chunk. It copies all slices but its own in
 So each byte of the buffer is read from main memory once and written once; the slots stay in the cache.
 """
 
+import functools
+import mmap
+import timeit
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcdist.collectives.group import Group
-from hpcdist.collectives.ops import silently
+from hpcdist.collectives.ops import combine
 from hpcdist.plan.blocks import block_bounds
 from hpcdist.runtime.node_memory import NodeWindow
 
@@ -20,15 +24,18 @@ Array = npt.NDArray[Any]
 BLOCK_BYTES = 512 << 10
 #: Chunk sizes whose views are kept; a training step has few.
 _MAX_KEPT = 64
+#: Smaller copies are the same either way. And of how many bytes copies are timed.
+_MEMCPY_BYTES, _PROBE_BYTES = 32 << 10, 128 << 10
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
 @dataclass(frozen=True)
 class Views:
-    """Views of the slots of one chunk, for chunks of one size and dtype; unsigned integers where they are only copied.
+    """Views of the slots of one chunk, for chunks of one size and dtype.
 
     Attributes:
         slots: every local rank's, whole.
+        mark: a number that encodes dtype and number of elements; 8 more bits are free.
         own: (start, stop) of this rank's slice. rows: that slice in every local rank's slot.
         puts: (part of the chunk, the same part of this rank's slot): all but its slice.
         takes: (part of the chunk, the same part of the first local rank's slot): all but this rank's slice.
@@ -36,6 +43,7 @@ class Views:
     """
 
     slots: list[Array]
+    mark: int
     own: slice
     rows: list[Array]
     puts: list[tuple[slice, Array]]
@@ -92,23 +100,20 @@ class Stage:
         slots = [np.frombuffer(piece[first : first + self.chunk_bytes], dtype)[:n_elements] for piece in self._pieces]
         start, stop = self.bounds(n_elements)
         parts = [part for part in (slice(0, start), slice(stop, n_elements)) if part.start < part.stop]
-        mine, first_slot = bits_of(slots[self._local_rank]), bits_of(slots[0])
-        scale = len(first_slot) // max(1, n_elements)
-        cuts = [slice(scale * part.start, scale * part.stop) for part in parts]
         return Views(
             slots=slots,
+            mark=n_elements << 16 | dtype.num << 8,
             own=slice(start, stop),
             rows=[slot[start:stop] for slot in slots],
-            puts=[(cut, mine[cut]) for cut in cuts],
-            takes=[(cut, first_slot[cut]) for cut in cuts],
+            puts=[(part, slots[self._local_rank][part]) for part in parts],
+            takes=[(part, slots[0][part]) for part in parts],
             result=slots[0][start:stop],
         )
 
     def put(self, chunk: Array, views: Views) -> list[Array]:
         """Copy all but this rank's slice into its slot; return that slice of every local rank, its own in place."""
-        bits = bits_of(chunk)
         for part, slot in views.puts:
-            copy(slot, bits[part])
+            copy(slot, chunk[part])
         rows = views.rows.copy()
         rows[self._local_rank] = chunk[views.own]
         return rows
@@ -119,32 +124,51 @@ class Stage:
         The others read it in the slot of the first local rank.
         """
         if self._local_rank == 0:
-            copy(bits_of(views.result), bits_of(rows[0]))
+            copy(views.result, rows[0])
         else:
-            copy(bits_of(rows[self._local_rank]), bits_of(views.result))
+            copy(rows[self._local_rank], views.result)
 
     def take(self, chunk: Array, views: Views) -> None:
         """Read all but this rank's slice of the result."""
-        bits = bits_of(chunk)
         for part, slot in views.takes:
-            copy(bits[part], slot)
-
-
-def bits_of(array: Array) -> Array:
-    """Return a flat array as unsigned integers of at most 8 bytes."""
-    return array.view(_UNSIGNED[min(8, array.itemsize)])
+            copy(chunk[part], slot)
 
 
 def copy(target: Array, source: Array) -> None:
-    """Copy a flat array of unsigned integers.
+    """Copy the bits of a flat array to one of the same dtype and size: by memcpy, which numpy's assignment is.
 
-    By an integer operation: memcpy, which numpy's assignment uses, was ten times slower for some alignments (glibc 2.36
-    on AMD Zen, 64 to 384 KiB, the target 16 bytes beyond the source modulo 4 KiB).
+    Where `is_memcpy_slow`, from 32 KiB on by an integer operation. Elsewhere that is up to twice as slow: it reads what
+    it overwrites, from the cache of another core.
     """
-    np.bitwise_or(source, source, target)
+    if source.nbytes < _MEMCPY_BYTES or not is_memcpy_slow():
+        target[...] = source
+    else:
+        _copy_as_integers(target, source)
 
 
-@silently
+def _copy_as_integers(target: Array, source: Array) -> None:
+    unsigned = _UNSIGNED[min(8, source.itemsize)]
+    bits = source.view(unsigned)
+    np.bitwise_or(bits, bits, target.view(unsigned))
+
+
+@functools.cache
+def is_memcpy_slow() -> bool:
+    """Return whether this processor's memcpy is slow for some alignments. Measured once, in less than a millisecond.
+
+    It took ten times as long with glibc 2.36 on some AMD Zen, for 64 to 384 KiB, where the target lay 16 bytes beyond
+    the source modulo 4 KiB, as numpy's arrays do beyond the pages of slots.
+    """
+    pages = np.frombuffer(mmap.mmap(-1, 2 * _PROBE_BYTES + mmap.PAGESIZE), np.uint8)
+    source, target = pages[:_PROBE_BYTES], pages[_PROBE_BYTES + 16 :][:_PROBE_BYTES]
+
+    def fastest_s(call: Callable[[Array, Array], None]) -> float:
+        return min(timeit.repeat(lambda: call(target, source), number=1, repeat=8))
+
+    by_integers_s = fastest_s(_copy_as_integers)
+    return fastest_s(lambda target, source: target.__setitem__(..., source)) > 2 * by_integers_s
+
+
 def add_rows(rows: list[Array], additions: "tuple[tuple[int, int], ...] | list[tuple[int, int]]", ufunc: Any) -> None:
     """Combine rows in place: rows[into] = ufunc(rows[into], rows[row]) for each pair, block by block in the cache."""
     n_elements = rows[0].size
@@ -152,4 +176,4 @@ def add_rows(rows: list[Array], additions: "tuple[tuple[int, int], ...] | list[t
     for start in range(0, n_elements, n_block):
         block = rows if n_elements <= n_block else [row[start : start + n_block] for row in rows]
         for into, row in additions:
-            ufunc(block[into], block[row], out=block[into])
+            combine(ufunc, block[into], block[row], block[into])

@@ -22,9 +22,7 @@ _codes: dict[str, int] = {}
 
 def _code_of(op: str) -> int:
     """Return a number of an operation that is the same in every process, and not 0."""
-    code = _codes.get(op)
-    if code is None:
-        code = _codes[op] = zlib.crc32(op.encode()) + 1
+    code = _codes[op] = zlib.crc32(op.encode()) + 1
     return code
 
 
@@ -77,7 +75,7 @@ class Journal:
         if self._open is not None:
             self._ended.append((self._open, None))
         self.board[self.local_rank] = self.n_entered = number = self.n_entered + 1
-        self._codes[self.local_rank] = _code_of(op)
+        self._codes[self.local_rank] = _codes.get(op) or _code_of(op)
         self._open = (number, op, dtype, n_elements, self._now())
 
     def leave(self) -> None:
@@ -141,7 +139,7 @@ class Journal:
 class CallMarks:
     """What each rank of a node reduces, in memory that they share, so that calls that do not fit together are found.
 
-    A mark is a collective's number in the journal, a digest of op and dtype, and the size. Marks of other numbers say
+    A mark is the number of the reduction, a digest of op and dtype, and one of the size. Marks of other numbers say
     nothing: a rank may be ahead. Two cells are used in turn, so that a rank that is ahead by a reduction does not
     overwrite what another still compares. At the end a rank compares itself with the next one only: if any two of the
     node differ, so do two neighbours, and one of these raises.
@@ -152,18 +150,18 @@ class CallMarks:
         names: of the ranks of the node, for messages.
     """
 
-    __slots__ = ("_boards", "_codes", "_local_rank", "_names", "_next", "_previous")
+    __slots__ = ("_boards", "_codes", "_local_rank", "_names", "_next", "_number", "_previous")
 
     def __init__(self, boards: tuple[memoryview, memoryview], local_rank: int, names: Sequence[str]) -> None:
         self._boards, self._local_rank, self._names = boards, local_rank, names
         self._next, self._previous = (local_rank + 1) % len(names), (local_rank - 1) % len(names)
         self._codes: dict[tuple[str, str, int], int] = {}
+        self._number = 0
 
-    def begin(self, number: int, op: str, kind: str, itemsize: int, nbytes: int) -> int:
-        """Mark a reduction that begins; return its mark.
+    def begin(self, op: str, kind: str, itemsize: int, nbytes: int) -> int:
+        """Mark a reduction that begins; return its mark. Ranks begin the same reductions in the same order.
 
         Args:
-            number: of the collective in the journal, which counts on all ranks alike.
             op: the reduction.
             kind: of the dtype, as numpy calls it: 'f' for floats.
             itemsize: of the dtype.
@@ -173,7 +171,8 @@ class CallMarks:
         if code is None:
             digest = zlib.crc32(f"{op} {kind}{itemsize}".encode())
             code = self._codes[op, kind, itemsize] = (digest & 0xFFFF) << 16
-        mark = (number & 0x7FFFFFFF) << 32 | code | nbytes & 0xFFFF
+        self._number = number = self._number + 1 & 0x7FFFFFFF
+        mark = number << 32 | code | (nbytes ^ nbytes >> 16) & 0xFFFF
         self._boards[number & 1][self._local_rank] = mark
         return mark
 

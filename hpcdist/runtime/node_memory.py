@@ -165,32 +165,32 @@ class NodeBarrier:
         self._yields = 0 if is_background else YIELDS
         self._sequence = 0
 
-    def wait(self) -> None:
+    def wait(self, mark: int = 0) -> list[int] | None:
         """Return when every rank of the node has called this as often as this one.
 
         Collective: the node.
+
+        Args:
+            mark: a number of 63 bits, which is compared. Two cells are used in turn: a rank may be one barrier ahead of
+                one that still reads, never two.
+
+        Returns:
+            None when all gave the same mark, else every rank's, by local rank.
 
         Raises:
             CollectiveTimeoutError: when one does not come; on those that came.
         """
         self._sequence = sequence = self._sequence + 1
-        fence()
-        board = self._board
-        board[self._own] = sequence
-        for cell in self._cells:
-            if board[cell] < sequence:
-                self._wait_for(cell, sequence)
-        fence()
-
-    def wait_with(self, mark: int) -> list[int] | None:
-        """Wait, and compare a number of 63 bits: return None when all gave the same, else every rank's by local rank.
-
-        Two cells are used in turn: a rank may be one barrier ahead of one that still reads, never two.
-        """
-        cell = 1 + (self._sequence & 1)
-        self._board[self._own + cell] = mark
-        self.wait()
-        board = self._board
+        board, own, cell = self._board, self._own, 1 + (sequence & 1)
+        board[own + cell] = mark
+        if not _IS_ORDERED_BY_HARDWARE:
+            fence()
+        board[own] = sequence
+        for other in self._cells:
+            if board[other] < sequence:
+                self._wait_for(other, sequence)
+        if not _IS_ORDERED_BY_HARDWARE:
+            fence()
         for other in self._cells:
             if board[other + cell] != mark:
                 return [board[local_rank * CELLS + cell] for local_rank in range(len(self._names))]

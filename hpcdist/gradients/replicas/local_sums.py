@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hpcdist.collectives import subtree_sums
 from hpcdist.collectives.group import Handle
-from hpcdist.collectives.ops import silently
+from hpcdist.collectives.ops import combine
 from hpcdist.collectives.staging import add_rows
 from hpcdist.gradients.bucket_set import BucketSet
 from hpcdist.gradients.reducer import Reducer
@@ -127,10 +127,9 @@ def _start_by_subtrees(reducer: Reducer, sums: list[Array], result: Array, title
     return reducer.submit(lambda group: subtree_sums.all_reduce(sums, result, group, replicas), result, title)
 
 
-@silently
 def _add_up(sums: list[Array], result: Array) -> None:
     """Put the sum of this rank's arrays into `result`, in their order."""
     for other in sums[1:]:
-        np.add(sums[0], other, out=sums[0])
+        combine(np.add, sums[0], other, sums[0])
     if result is not sums[0]:
         np.copyto(result, sums[0])

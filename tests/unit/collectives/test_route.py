@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 
 from hpcdist.collectives.gpu import nccl
@@ -9,13 +10,16 @@ from hpcdist.collectives.ops import MEAN, OPS, SUM
 from hpcdist.collectives.options import AllReduceAlgorithm, CommunicationOptions
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.collectives.route import (
+    LANE_BYTES,
     NCCL_DTYPES,
     NCCL_OPS,
     SMALLEST_BYTES,
     GroupFacts,
     Route,
     auto_routes,
+    candidates,
     choose_route,
+    is_clearly_faster,
 )
 from hpcdist.plan.placement import Placement
 from hpcdist.plan.replicas import ReplicaPlan
@@ -89,7 +93,8 @@ def test_an_algorithm_of_the_users_own(given):
 )
 def test_auto_goes_by_the_measured_table(nbytes, expected):
     assert route(nbytes=nbytes).name == expected
-    assert route(nbytes=nbytes, table=None).name == "MPI"
+    assert route(nbytes=nbytes, table=None).name == "SHARED_MEMORY"
+    assert route(TWO_HOSTS, nbytes=nbytes, table=None).name == ("HIERARCHICAL" if nbytes >= LANE_BYTES else "MPI")
     assert route(nbytes=nbytes, can_share_memory=False).name == "MPI"
     assert route(Placement(((0,),)), nbytes=nbytes).name == "MPI"
 
@@ -99,8 +104,30 @@ def test_auto_goes_by_the_measured_table(nbytes, expected):
 @pytest.mark.parametrize("placement", [ONE_HOST, TWO_HOSTS, UNEVEN])
 def test_routes_chosen_once_are_those_of_every_size(placement, table, nbytes):
     rows = auto_routes(GroupFacts(placement, can_share_memory=True, table=table))
-    first = next(chosen for least_bytes, chosen in rows if nbytes >= least_bytes)
+    first = next(chosen for end_bytes, chosen in rows if nbytes < end_bytes)
+    assert all(one != other for (_, one), (_, other) in itertools.pairwise(rows))
     assert first == route(placement, nbytes=nbytes, table=table)
+
+
+def test_auto_leaves_what_is_expected_on_clear_evidence_only():
+    """Twenty launches on a noisy machine choose alike: neither chance nor one slow round decides."""
+    random = np.random.default_rng(0)
+
+    def is_left(factor, n_rounds, n_slow=0):
+        expected, other = (np.exp(random.normal(0, 0.1, n_rounds)) for _ in range(2))
+        expected[:n_slow] *= 20
+        return is_clearly_faster(other / factor, expected)
+
+    for n_rounds in (12, 20):
+        assert not any(is_left(1.0, n_rounds) for _ in range(20))
+        assert not any(is_left(1.0, n_rounds, n_slow=n_rounds // 4) for _ in range(20))
+        assert all(is_left(2.0, n_rounds) for _ in range(20))
+
+
+def test_what_is_expected_to_be_the_fastest():
+    assert candidates(ONE_HOST, 4)[0] is Implementation.SHARED_MEMORY
+    assert candidates(TWO_HOSTS, LANE_BYTES - 1) == (Implementation.MPI, Implementation.HIERARCHICAL)
+    assert candidates(TWO_HOSTS, LANE_BYTES) == (Implementation.HIERARCHICAL, Implementation.MPI)
 
 
 def test_gradients_do_not_go_by_size():
