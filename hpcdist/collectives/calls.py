@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcdist.collectives import algorithms
-from hpcdist.collectives.buffers import host_array, is_host_array
+from hpcdist.collectives.buffers import host_array, shared_array
 from hpcdist.collectives.gpu.cupy_door import is_device_buffer
 from hpcdist.collectives.gpu.nccl_setup import find_nccl
 from hpcdist.collectives.group import Group, Handle, group_of, thread_of
@@ -64,11 +64,10 @@ def all_reduce(
     Cost: see the algorithms; one staged copy each way for half precision and device arrays.
     """
     group, reduction = group_of(comm), parse_op(op)
-    is_scaled = prescale != 1 or postscale != 1
-    if implementation is None and not is_scaled and is_host_array(buffer) and not group.compares_calls:
-        _reduce_by_auto(buffer, reduction, group)
-    elif is_scaled:
+    if prescale != 1 or postscale != 1:
         _reduce_scaled(buffer, reduction, _options_of(implementation), group, prescale, postscale)
+    elif implementation is None and (array := shared_array(buffer)) is not None and not group.compares_calls:
+        _reduce_by_auto(array, reduction, group)
     else:
         reduce_buffer(buffer, reduction, _options_of(implementation), group)
 
@@ -229,8 +228,8 @@ def reduce_buffer(buffer: Any, op: Op, options: CommunicationOptions, group: Gro
             with group.recorded(op.title, buffer):
                 algorithms.run(route, buffer, group, op)
             return
-    if is_host_array(buffer):  # the common case, without a context manager for each call
-        _reduce_array(buffer, op, options, group)
+    if (shared := shared_array(buffer)) is not None:  # the common case, without a context manager for each call
+        _reduce_array(shared, op, options, group)
         return
     with host_array(buffer) as array:
         _reduce_array(array, op, options, group)

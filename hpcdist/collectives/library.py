@@ -57,8 +57,8 @@ def _reduce(array: npt.NDArray[Any], comm: MPI.Comm, op: Op) -> None:
 
 def _differs(array: npt.NDArray[Any], op: Op, group: Group, got: str) -> DesyncError:
     return DesyncError(
-        f"{op.title}: expected the same call on every rank, {array.dtype} of {array.nbytes} bytes on {group.world}, got "
-        f"{got}; let all ranks make the same calls in the same order: HPCDIST_DEBUG=collectives names them."
+        f"{op.title}: expected the same call on every rank, {array.dtype} of {array.nbytes} bytes on {group.world}, "
+        f"got {got}; let all ranks make the same calls in the same order: HPCDIST_DEBUG=collectives names them."
     )
 
 

@@ -6,7 +6,7 @@
 | AUTO, one call, a buffer in device memory | every rank has a GPU of its own and NCCL | NCCL |
 | AUTO, one call, a buffer in device memory | elsewhere | as on the host, staged through pinned memory |
 | AUTO, one call | host memory, one host | SHARED_MEMORY, unless MPI was measured to be clearly faster |
-| AUTO, one call | host memory, several hosts | MPI below 64 KiB, else HIERARCHICAL, unless the other is clearly faster |
+| AUTO, one call | host memory, several hosts | MPI below 64 KiB, else HIERARCHICAL, unless the other is much faster |
 | AUTO, gradients | one host | SHARED_MEMORY: the bits do not depend on the size |
 | AUTO, gradients | several hosts | HIERARCHICAL |
 | AUTO, in host memory | ranks of a host that cannot share memory | MPI |
@@ -172,7 +172,7 @@ def _route_of_gradients(
 
 
 def candidates(placement: Placement, nbytes: int) -> tuple[Implementation, Implementation]:
-    """Return (the algorithm that is expected to be the fastest, the other one) for a host buffer of this size. Pure.
+    """Return (the algorithm that is expected to be the fastest, the other one) for a host buffer. Pure.
 
     Inside a host ours moves the fewest bytes, without messages. Between hosts MPI has the fewest latencies, ours the
     fewest bytes.

@@ -13,7 +13,7 @@ from hpcdist.plan.replicas import plan_row_additions
 
 #: Most bytes of a chunk, on all ranks together and on one; chunks of an array are equally long. Small enough that they
 #: stay in the cache, large enough that two barriers per chunk cost little. On 2 cores of AMD Zen 5 and for arrays of up
-#: to 64 MiB 2 ranks were as fast with chunks of 512 to 1,536 KiB, 4 ranks a third faster with 512 to 768 than with 1,536.
+#: to 64 MiB 2 ranks were as fast with chunks of 512 to 1,536 KiB, 4 ranks a third faster with 512 to 768 than 1,536.
 CHUNKS_BYTES, LEAST_CHUNK_BYTES = 3 << 20, 128 << 10
 #: Up to this many bytes on all ranks together each rank combines everything itself.
 WHOLE_BYTES = 128 << 10
