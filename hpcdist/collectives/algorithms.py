@@ -13,7 +13,7 @@ from hpcdist.collectives import halving, hierarchical, library, ring, shared_mem
 from hpcdist.collectives.gpu import hierarchical as gpu_hierarchical
 from hpcdist.collectives.gpu import nccl
 from hpcdist.collectives.group import Group
-from hpcdist.collectives.ops import SUM, Op
+from hpcdist.collectives.ops import SUM, Op, divide
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.collectives.route import SMALLEST_BYTES, Route, candidates, is_clearly_faster
 from hpcdist.collectives.wire import PLAIN, Wire
@@ -42,7 +42,15 @@ ROTATED_BYTES = 64 << 20
 _ROUNDS, _LARGE_ROUNDS, _LARGE_BYTES, _CALLS = 20, 12, 1 << 20, 8
 
 
-def run(route: Route, buffer: Any, group: Group, op: Op = SUM, wire: Wire = PLAIN, bucket: int = 0) -> None:
+def run(
+    route: Route,
+    buffer: Any,
+    group: Group,
+    op: Op = SUM,
+    wire: Wire = PLAIN,
+    bucket: int = 0,
+    divisor: float | None = None,
+) -> None:
     """Replace `buffer` by its reduction over all ranks, by the algorithm of a route.
 
     Collective: `group.comm`. Blocking.
@@ -54,11 +62,13 @@ def run(route: Route, buffer: Any, group: Group, op: Op = SUM, wire: Wire = PLAI
         op: the reduction.
         wire: how elements travel between hosts, for HIERARCHICAL.
         bucket: names the buffer to a wire that remembers what it rounded away.
+        divisor: what the result is divided by.
     """
     algorithm = route.algorithm
     if algorithm is _SHARED_MEMORY:  # first, as small sums should cost little
-        shared_memory.all_reduce(buffer, group, op)
-    elif not isinstance(algorithm, Implementation):
+        shared_memory.all_reduce(buffer, group, op, divisor)
+        return
+    if not isinstance(algorithm, Implementation):
         algorithm.all_reduce(buffer.reshape(-1), group.comm, op.mpi_op)
     elif algorithm is not Implementation.HIERARCHICAL:
         ALGORITHMS[algorithm](buffer, group, op)
@@ -66,19 +76,25 @@ def run(route: Route, buffer: Any, group: Group, op: Op = SUM, wire: Wire = PLAI
         gpu_hierarchical.all_reduce(buffer, group, op)
     else:
         hierarchical.all_reduce(buffer, group, op, route.is_ordered, wire, bucket)
+    if divisor is None:
+        return
+    if isinstance(buffer, np.ndarray):
+        divide(buffer, divisor)
+    else:
+        buffer /= divisor
 
 
-def reduce_by_auto(array: npt.NDArray[Any], group: Group, op: Op) -> None:
+def reduce_by_auto(array: npt.NDArray[Any], group: Group, op: Op, divisor: float | None = None) -> None:
     """Replace a host array by its reduction over all ranks, by what AUTO chooses for its size.
 
-    Collective: `group.comm`. Blocking. The first call of 4 KiB or more measures.
+    Collective: `group.comm`. Blocking. The first call of 4 KiB or more measures. Arguments are those of `run`.
     """
     nbytes = array.nbytes
     if nbytes >= SMALLEST_BYTES and group.facts.table is None:
         measure(group)
     for end_bytes, route in group.auto_routes:
         if nbytes < end_bytes:
-            run(route, array, group, op)
+            run(route, array, group, op, divisor=divisor)
             return
 
 

@@ -186,16 +186,13 @@ def _options_of(implementation: Implementation | AllReduceAlgorithm | str | None
 
 def _reduce_by_auto(array: npt.NDArray[Any], op: Op, group: Group) -> None:
     """Reduce a host array by AUTO: what `reduce_buffer` does, in less time."""
-    if op is MEAN:
-        _require_floats(array)
+    divisor = _divisor_of(array, group) if op is MEAN else None
     journal = group.journal
     journal.enter(op.title, array.dtype, array.size)
     try:
-        algorithms.reduce_by_auto(array, group, op)
+        algorithms.reduce_by_auto(array, group, op, divisor)
     finally:
         journal.leave()
-    if op is MEAN:
-        np.divide(array, group.size, out=array)
 
 
 def _reduce_scaled(
@@ -236,17 +233,15 @@ def reduce_buffer(buffer: Any, op: Op, options: CommunicationOptions, group: Gro
 
 
 def _reduce_array(array: npt.NDArray[Any], op: Op, options: CommunicationOptions, group: Group) -> None:
-    if op is MEAN:
-        _require_floats(array)
+    divisor = _divisor_of(array, group) if op is MEAN else None
     with group.recorded(op.title, array):  # measuring is collective too: a rank that is missing is seen
         if options.implementation is Implementation.AUTO:
-            algorithms.reduce_by_auto(array, group, op)
+            algorithms.reduce_by_auto(array, group, op, divisor)
         else:
-            algorithms.run(choose_route(group.facts, options, op, array.nbytes), array, group, op)
-    if op is MEAN:
-        np.divide(array, group.size, out=array)
+            algorithms.run(choose_route(group.facts, options, op, array.nbytes), array, group, op, divisor=divisor)
 
 
-def _require_floats(array: Any) -> None:
+def _divisor_of(array: npt.NDArray[Any], group: Group) -> float:
     if array.dtype.kind not in "fc":
         raise CollectiveError(f"all_reduce: expected floats for a mean, got {array.dtype}; convert or use a sum.")
+    return float(group.size)

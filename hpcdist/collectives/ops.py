@@ -2,6 +2,7 @@
 
 import contextvars
 import enum
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +33,13 @@ _silence = _Silence()
 def combine(ufunc: Any, first: Any, second: Any, out: Any = None) -> Any:
     """Return ufunc(first, second, out), without warnings of infinity and NaN."""
     return _silence.run(ufunc, first, second, out=out)
+
+
+def divide(array: Any, divisor: float) -> None:
+    """Divide an array in place; by a power of two as a product, which has the same bits in a quarter of the time."""
+    is_power_of_two = math.frexp(divisor)[0] == 0.5
+    ufunc, factor = (np.multiply, 1 / divisor) if is_power_of_two else (np.divide, divisor)
+    combine(ufunc, array, factor, array)
 
 
 @dataclass(frozen=True)

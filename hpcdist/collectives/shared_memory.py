@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcdist.collectives.group import Group
-from hpcdist.collectives.ops import OPS, SUM, Op, combine
+from hpcdist.collectives.ops import OPS, SUM, Op, combine, divide
 from hpcdist.collectives.staging import Stage, add_rows, copy
 from hpcdist.errors import CollectiveError, ConfigurationError
 from hpcdist.plan.replicas import plan_row_additions
@@ -19,7 +19,7 @@ CHUNKS_BYTES, LEAST_CHUNK_BYTES = 3 << 20, 128 << 10
 WHOLE_BYTES = 128 << 10
 
 
-def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM) -> None:
+def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM, divisor: float | None = None) -> None:
     """Replace `array` by its reduction over all ranks, which share one node.
 
     Collective: `group.comm`. Blocking. Same shape and dtype required on every rank: yes; compared.
@@ -28,6 +28,7 @@ def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM) -> None:
         array: C-contiguous, of numbers, on the host, private to the rank; overwritten.
         group: all on one host.
         op: the reduction. Ranks are combined in a binary tree over their numbers: same bits on all and in every run.
+        divisor: what the result is divided by, while it is in the cache, each rank its slice; equal on all.
 
     Raises:
         ConfigurationError: when the group is on several hosts; on every rank.
@@ -45,12 +46,14 @@ def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM) -> None:
             f"ask for HIERARCHICAL or AUTO."
         )
     if group.size == 1:
+        if divisor is not None:
+            divide(array, divisor)
         return
     node: _NodeSums = group.kept(_NodeSums) or group.keep(_NodeSums, lambda: _NodeSums(group))
     if array.nbytes <= node.whole_bytes:
-        node.reduce_whole(array, op)
+        node.reduce_whole(array, op, divisor)
     else:
-        node.reduce_by_slices(array.reshape(-1), op)
+        node.reduce_by_slices(array.reshape(-1), op, divisor)
 
 
 class _NodeSums:
@@ -71,7 +74,7 @@ class _NodeSums:
         self._additions = plan_row_additions(group.size)
         self.whole_bytes = min(WHOLE_BYTES // group.size, self._stage.chunk_bytes)
 
-    def reduce_whole(self, array: npt.NDArray[Any], op: Op) -> None:
+    def reduce_whole(self, array: npt.NDArray[Any], op: Op, divisor: float | None) -> None:
         """Let every rank combine all ranks' arrays itself: one barrier, and two slots used in turn are enough.
 
         Between two writes of a slot lies a barrier, which no rank enters before it has read the slot.
@@ -89,8 +92,10 @@ class _NodeSums:
             for first, second in self._additions[:-1]:
                 rows[first] = combine(op.ufunc, rows[first], rows[second])
         combine(op.ufunc, rows[into], rows[row], flat)
+        if divisor is not None:
+            divide(flat, divisor)
 
-    def reduce_by_slices(self, flat: npt.NDArray[Any], op: Op) -> None:
+    def reduce_by_slices(self, flat: npt.NDArray[Any], op: Op, divisor: float | None) -> None:
         """Let every rank combine its slice of all ranks' chunks: two barriers for each chunk."""
         stage, barrier = self._stage, self._barrier
         n_chunk = -(-flat.size // -(-flat.nbytes // stage.chunk_bytes))
@@ -100,6 +105,8 @@ class _NodeSums:
             rows = stage.put(chunk, views)
             compare(barrier.wait(0 if start else mark_of(flat, op)), self._group)
             add_rows(rows, self._additions, op.ufunc)
+            if divisor is not None:
+                divide(rows[0], divisor)
             stage.publish(rows, views)
             barrier.wait()
             stage.take(chunk, views)

@@ -227,7 +227,7 @@ class GradientSums:
         return total if self.is_mean and total not in (0, 1) else None
 
     def publish(self, totals: list[float], contributions: Sequence["Contribution"]) -> None:
-        """Make sums and averages what parameters and buffers hold.
+        """Make sums, which are divided already, and averages what parameters and buffers hold.
 
         Collective where buffers changed or there are sparse gradients: all ranks.
 
@@ -250,11 +250,9 @@ class GradientSums:
             self.has_crossed = False
         n_touched, rest = counted[: len(self.records)], counted[len(self.records) :]
         n_changed, n_dense = rest[: len(self.buffers)], rest[len(self.buffers) :]
-        divisor = self.divisor_of(totals)
-        if divisor is not None:
-            self.buckets.divide(divisor)
         if self.sparse_records:
-            self._sum_sparse(dict(zip(self.records, n_touched, strict=True)), n_dense, contributions, divisor)
+            divisor, touched = self.divisor_of(totals), dict(zip(self.records, n_touched, strict=True))
+            self._sum_sparse(touched, n_dense, contributions, divisor)
         for record, n in zip(self.records, n_touched, strict=True):
             record.publish(n)
         if self.buffers:
@@ -438,9 +436,9 @@ class BackwardSum:
         if isinstance(sums.buckets, BucketSet) and sums.buckets.has_hook:
             totals = sums.buckets.sum_counts(counts)
             touched = {record for record, n in zip(sums.records, totals, strict=False) if n}
-            sums.buckets.sum_by_hook(touched, sums.divisor_of(totals) or 1.0)
+            sums.buckets.sum_by_hook(touched, sums.divisor_of(totals))
         else:
-            totals = sums.buckets.finish(counts)
+            totals = sums.buckets.finish(counts, sums.divisor_of)
         sums.publish(totals, [contribution])
 
     def _drop(self) -> None:

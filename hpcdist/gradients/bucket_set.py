@@ -37,8 +37,10 @@ class BucketSet:
         is_on_device = reducer.route.is_on_device
         entries = [Entry(n_counts, "float32"), *(_entry(parameter, is_on_device) for _, parameter in records)]
         limits = reducer.begin_buckets(sum(entry.nbytes for entry in entries))
-        if hook is not None:
-            limits = replace(limits, last_bytes=1)  # the counts alone
+        # where nothing is summed while backward runs, the counts alone come first: they tell what sums are divided by
+        self._is_counted_first = not reducer.route.is_overlapped
+        if hook is not None or self._is_counted_first:
+            limits = replace(limits, last_bytes=1)
         plan = plan_buckets(entries, limits)
         self._reducer, self._hook = reducer, hook
         device = records[0][1].device if records and is_on_device else torch.device("cpu")
@@ -84,15 +86,28 @@ class BucketSet:
         while self._n_started < len(self._missing) and self._missing[self._n_started] == 0:
             self._start()
 
-    def finish(self, counts: list[float]) -> list[float]:
-        """Start what has not been started, wait for all sums, and return the sums of `counts`.
+    def finish(self, counts: list[float], divisor_of: Callable[[list[float]], float | None]) -> list[float]:
+        """Start what has not been started, wait for all sums and divide them; return the sums of `counts`.
 
         Collective: the reducer's group. Every record without a gradient must stand in.
+
+        Args:
+            counts: of this replica.
+            divisor_of: returns what sums are divided by, if by anything, for the sums of the counts.
         """
+        if self._is_counted_first:
+            totals = self.sum_counts(counts)
+            divisor = divisor_of(totals)
+            while self._n_started < self._counts_bucket:
+                self._start(divisor)
+            self.reset()
+            return totals
         self.set_counts(counts)
         while self._n_started < len(self._missing):
             self._start()
-        return self.wait(self._handles)
+        totals = self.wait(self._handles)
+        self.divide(divisor_of(totals))
+        return totals
 
     @property
     def has_hook(self) -> bool:
@@ -100,40 +115,42 @@ class BucketSet:
         return self._hook is not None
 
     def sum_counts(self, counts: list[float]) -> list[float]:
-        """Return the sums of `counts` alone, before a hook sums the gradients. Collective: the reducer's group."""
+        """Return the sums of `counts` alone, before the gradients are summed. Collective: the reducer's group."""
         self.set_counts(counts)
         array = self._arrays[self._counts_bucket]
-        handle = self._reducer.start(array, self._counts_bucket, is_exact=True)
+        handle = self._reducer.start(array, self._counts_bucket, is_exact=True, title="counts")
         if handle is not None:
             handle.wait()
         totals: list[float] = self._counts.tolist()
         return totals
 
-    def sum_by_hook(self, touched: Container[ParameterRecord], weight: float) -> None:
-        """Let the hook sum all gradients; return when the sums are there. Collective: the reducer's group.
+    def sum_by_hook(self, touched: Container[ParameterRecord], divisor: float | None) -> None:
+        """Let the hook sum all gradients; return when they are summed and divided. Collective: the reducer's group.
 
         Args:
             touched: the records of which any replica has a gradient.
-            weight: what the sum will be divided by.
+            divisor: what sums are divided by; None: nothing.
         """
         assert self._hook is not None, "it has one"
         sums = []
         for bucket in range(self._counts_bucket):
             records = [record for record in self._members[bucket] if record in touched]
-            given = GradBucket(bucket, self.tensor(bucket), records, bucket == self._counts_bucket - 1, weight)
+            given = GradBucket(bucket, self.tensor(bucket), records, bucket == self._counts_bucket - 1, divisor or 1.0)
             sums.append(HookedSum(self._hook(given), given, self._reducer.group))
         for one in sums:
             one.wait()
+        self.divide(divisor)
         self.reset()
 
-    def divide(self, total: float) -> None:
+    def divide(self, divisor: float | None) -> None:
         """Divide all sums, in one go for each bucket."""
-        for bucket in range(self.n_buckets):
-            self.tensor(bucket).div_(total)
+        if divisor is not None:
+            for bucket in range(self.n_buckets):
+                self.tensor(bucket).div_(divisor)
 
-    def _start(self) -> None:
+    def _start(self, divisor: float | None = None) -> None:
         bucket, array, has_counts = self.begin_next()
-        self._handles.append(self._reducer.start(array, bucket, is_exact=has_counts))
+        self._handles.append(self._reducer.start(array, bucket, is_exact=has_counts, divisor=divisor))
 
     def begin_next(self) -> tuple[int, Any, bool]:
         """Count the next bucket as started; return its number, its array, and whether the counts are in it.

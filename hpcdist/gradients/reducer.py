@@ -13,7 +13,7 @@ import numpy.typing as npt
 from hpcdist.collectives import algorithms, library, subtree_sums
 from hpcdist.collectives.gpu import nccl_setup
 from hpcdist.collectives.group import CommunicationThread, Group, Handle, thread_of
-from hpcdist.collectives.ops import SUM
+from hpcdist.collectives.ops import SUM, divide
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.collectives.options import CommunicationOptions
 from hpcdist.collectives.route import Route, choose_route
@@ -94,7 +94,14 @@ class Reducer:
         """The subtrees of the tree over all replicas that this rank's replicas make up."""
         return self.replicas.subtrees[self._group.rank]
 
-    def start(self, array: Any, bucket: int, is_exact: bool = False, title: str = "gradients") -> Handle | None:
+    def start(
+        self,
+        array: Any,
+        bucket: int,
+        is_exact: bool = False,
+        title: str = "gradients",
+        divisor: float | None = None,
+    ) -> Handle | None:
         """Start to replace an array by its sum over all ranks; it is there when the handle's `wait` returns.
 
         Collective: the group, in the order of calls.
@@ -105,12 +112,13 @@ class Reducer:
             bucket: names the array to a wire that rounds.
             is_exact: the sum must not be rounded.
             title: what reports call it.
+            divisor: what the sum is divided by.
 
         Returns:
             A handle; None where the sum is there already.
         """
         wire = PLAIN if is_exact else self._wire
-        return self.submit(lambda group: self._reduce(array, group, wire, bucket), array, title)
+        return self.submit(lambda group: self._reduce(array, group, wire, bucket, divisor), array, title)
 
     def submit(self, reduce: Callable[[Group], None], buffer: Any, title: str) -> Handle | None:
         """Call reduce(group), recorded as the collective `title` on `buffer`, in the thread if there is one."""
@@ -223,11 +231,17 @@ class Reducer:
         return min(times)
 
 
-def _reduce_by_route(route: Route, array: Any, group: Group, wire: Wire, bucket: int) -> None:
-    algorithms.run(route, array, group, SUM, wire, bucket)
+def _reduce_by_route(
+    route: Route, array: Any, group: Group, wire: Wire, bucket: int, divisor: float | None = None
+) -> None:
+    algorithms.run(route, array, group, SUM, wire, bucket, divisor)
 
 
-def _reduce_by_subtrees(replicas: ReplicaPlan, array: Any, group: Group, wire: Wire, bucket: int) -> None:
+def _reduce_by_subtrees(
+    replicas: ReplicaPlan, array: Any, group: Group, wire: Wire, bucket: int, divisor: float | None = None
+) -> None:
     """Sum where other ranks hold several replicas, and this one a single one: its value is its only subtree's sum."""
     assert len(replicas.subtrees[group.rank]) == 1, "a rank with more subtrees goes by replicas/local_sums.py"
     subtree_sums.all_reduce([array], array, group, replicas)
+    if divisor is not None:
+        divide(array, divisor)

@@ -4,7 +4,7 @@ Small gradients lie side by side in memory that the ranks of a host share, where
 ranks. A large one stays where torch made it, and goes through memory smaller than the cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hpcdist.collectives import library
+from hpcdist.collectives.ops import divide
 from hpcdist.collectives.slices import SliceSums
 from hpcdist.dtypes import SUM_DTYPES, dtype_name
 from hpcdist.gradients.record import ParameterRecord
@@ -100,10 +101,11 @@ class ShardedBuckets:
     def count_arrival(self, record: ParameterRecord) -> None:
         """Do nothing: all sums are made at the end."""
 
-    def finish(self, counts: list[float]) -> list[float]:
-        """Leave this rank's shares of all sums in its slots, and return the sums of `counts`.
+    def finish(self, counts: list[float], divisor_of: Callable[[list[float]], float | None]) -> list[float]:
+        """Leave this rank's shares of all sums, divided, in its slots, and return the sums of `counts`.
 
-        Collective: the reducer's group. Every record without a gradient must stand in.
+        Collective: the reducer's group. Every record without a gradient must stand in. Arguments are those of
+        `BucketSet.finish`.
         """
         self.is_started = True
         which = self._number % 2
@@ -128,15 +130,18 @@ class ShardedBuckets:
             record.turn()
         self.is_started = False
         found: list[float] = totals.tolist()
+        self._divide(which, divisor_of(found))
         return found
 
-    def divide(self, total: float) -> None:
-        """Divide this rank's shares."""
-        for shares in self._rows[(self._number - 1) % 2]:
-            shares[self._sums.local_rank] /= total
+    def _divide(self, which: int, divisor: float | None) -> None:
+        """Divide this rank's shares in one of the two sets of slots."""
+        if divisor is None:
+            return
+        for shares in self._rows[which]:
+            divide(shares[self._sums.local_rank], divisor)
         for record in self._direct:
             assert record.part is not None, "it was summed"
-            record.own_of(record.part).div_(total)
+            divide(record.own_of(record.part).numpy(), divisor)
 
 
 def _joined(regions: list[tuple[int, int]], start: int, stop: int, padding: int) -> list[tuple[int, int]]:

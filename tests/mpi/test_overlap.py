@@ -153,9 +153,9 @@ def test_buckets_start_while_backward_runs_in_one_order(comm, over_hosts, monkey
     events = []
     start, after = Reducer.start, torch_hooks.after_accumulation
 
-    def noted(self, array, bucket, is_exact):
+    def noted(self, array, bucket, is_exact, **more):
         events.append("counts" if is_exact else bucket)
-        return start(self, array, bucket, is_exact)
+        return start(self, array, bucket, is_exact, **more)
 
     def counted(parameter, see):
         def call(owner):

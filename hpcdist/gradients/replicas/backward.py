@@ -210,7 +210,7 @@ class ReplicaBackwardSum:
         local_sums, self._local_sums = self._local_sums, None
         contributions, self._contributions = self._contributions, []
         assert local_sums is not None, "every replica has added to them"
-        self._sums.publish(local_sums.finish(), contributions)
+        self._sums.publish(local_sums.finish(self._sums.divisor_of), contributions)
         for record in self._sums.records:
             parameter, result = record.parameter, record.published
             # another replica may use the slot before all have seen the sum

@@ -1,5 +1,6 @@
 """Sums over the replicas of this rank, as subtrees of the tree over all replicas; these are then summed over ranks."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -81,8 +82,8 @@ class LocalSums:
         for bucket, sums in enumerate(self._sums):
             sums.add(replica, self._buckets.tensor(bucket), is_kept=self._buckets.is_direct(bucket))
 
-    def finish(self) -> list[float]:
-        """Sum over all ranks what all local replicas have added; return the sums of the counts.
+    def finish(self, divisor_of: Callable[[list[float]], float | None]) -> list[float]:
+        """Sum over all ranks what all local replicas have added, and divide; return the sums of the counts.
 
         Collective: the reducer's group. The sums are in the slots then.
         """
@@ -95,7 +96,9 @@ class LocalSums:
             else:
                 _add_up(own, result)
                 handles.append(self._reducer.start(result, bucket, is_exact))
-        return self._buckets.wait(handles)
+        totals = self._buckets.wait(handles)
+        self._buckets.divide(divisor_of(totals))
+        return totals
 
 
 def sum_rows(reducer: Reducer, rows: list[Array], title: str) -> Array:
