@@ -34,12 +34,12 @@ ALGORITHMS: Mapping[Implementation, AllReduce] = {
 _SHARED_MEMORY = Implementation.SHARED_MEMORY
 #: Sizes at which algorithms are compared; a size in between goes with the one below it.
 MEASURED_BYTES = tuple(SMALLEST_BYTES << shift for shift in range(0, 14, 2))
-#: Time after which no larger size is measured. Larger sizes go by ours, which moves the fewest bytes.
-LIMIT_S = 0.4
+#: Time for the rounds of one size. From a size on that has too few in it, what is expected stays.
+LIMIT_S = 0.08
 #: Buffers rotate through this much memory so that they are not in the cache, as in real use.
 ROTATED_BYTES = 64 << 20
-#: Rounds of small and of large sizes, and calls of a round of small ones.
-_ROUNDS, _LARGE_ROUNDS, _LARGE_BYTES, _CALLS = 20, 12, 1 << 20, 8
+#: Most and fewest rounds of a size. In a round of a small size, up to so many calls of so many bytes together.
+_ROUNDS, _LEAST_ROUNDS, _CALLS, _CALLS_BYTES = 20, 8, 4, 64 << 10
 
 
 def run(
@@ -119,22 +119,20 @@ def measure(group: Group) -> None:
     """
     if group.facts.table is not None or group.size == 1 or not group.facts.can_share_memory:
         return
-    rows: list[tuple[int, Implementation]] = []
-    started = time.perf_counter()
+    rows = [(nbytes, candidates(group.placement, nbytes)[0]) for nbytes in MEASURED_BYTES]
     arena = np.empty(ROTATED_BYTES // 4, np.float32)
     arena.fill(0)  # now, not page by page in what is timed; sums of zeros never overflow
-    for nbytes in MEASURED_BYTES:
-        both = expected, other = candidates(group.placement, nbytes)
+    for number, nbytes in enumerate(MEASURED_BYTES):
+        both = candidates(group.placement, nbytes)
         times = _times(group, _rotate(arena, nbytes), both, nbytes)
-        chosen = other if is_clearly_faster(times[:, 1], times[:, 0]) else expected
-        rows.append((nbytes, chosen))
+        if len(times) < _LEAST_ROUNDS:
+            break
+        if is_clearly_faster(times[:, 1], times[:, 0]):
+            rows[number] = nbytes, both[1]
         if group.rank == 0:
             took = (f"{one.value} {1e6 * median:.1f} us" for one, median in zip(both, np.median(times, 0), strict=True))
-            logger.info("all_reduce: AUTO takes %s from %d bytes on: %s", chosen.value, nbytes, ", ".join(took))
-        is_late = group.rank == 0 and time.perf_counter() - started > LIMIT_S
-        if group.world.all_reduce_int(int(is_late), MPI.MAX, group.comm):
-            rows.append((4 * nbytes, candidates(group.placement, 4 * nbytes)[0]))
-            break
+            chosen = rows[number][1].value
+            logger.info("all_reduce: AUTO takes %s from %d bytes on: %s", chosen, nbytes, ", ".join(took))
     group.set_facts(replace(group.facts, table=tuple(rows)))
 
 
@@ -142,20 +140,25 @@ def _times(
     group: Group, buffers: Iterator[npt.NDArray[Any]], names: tuple[Implementation, Implementation], nbytes: int
 ) -> npt.NDArray[np.float64]:
     """Return seconds of one call, (n_rounds, 2), of the slowest rank: two algorithms, one after the other."""
-    n_rounds = _ROUNDS if nbytes < _LARGE_BYTES else _LARGE_ROUNDS
-    n_calls = max(1, min(_CALLS, _LARGE_BYTES // 16 // nbytes))
-    times = np.zeros((n_rounds, 2))
-    for number in range(n_rounds):
-        for column in (0, 1) if number % 2 else (1, 0):
-            arrays = [next(buffers) for _ in range(n_calls)]
-            group.wait([group.comm.Ibarrier()])
-            group.comm.Barrier()  # the wait above sleeps: a rank that wakes late must not be what is measured
-            started = time.perf_counter()
-            for array in arrays:
-                ALGORITHMS[names[column]](array, group, SUM)
-            times[number, column] = (time.perf_counter() - started) / n_calls
-    group.comm.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
-    return times
+    n_calls = max(1, min(_CALLS, _CALLS_BYTES // nbytes))
+
+    def take_rounds(n_rounds: int) -> npt.NDArray[np.float64]:
+        times = np.zeros((n_rounds, 2))
+        for number in range(n_rounds):
+            for column in (0, 1) if number % 2 else (1, 0):
+                arrays = [next(buffers) for _ in range(n_calls)]
+                group.wait([group.comm.Ibarrier()])
+                group.comm.Barrier()  # the wait above sleeps: a rank that wakes late must not be what is measured
+                started = time.perf_counter()
+                for array in arrays:
+                    ALGORITHMS[names[column]](array, group, SUM)
+                times[number, column] = (time.perf_counter() - started) / n_calls
+        group.comm.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
+        return times
+
+    first = take_rounds(2)[1:]  # the very first makes connections and slots
+    n_rounds = min(_ROUNDS, int(LIMIT_S / (n_calls * first.sum())))
+    return take_rounds(n_rounds) if n_rounds >= _LEAST_ROUNDS else first
 
 
 def _rotate(arena: npt.NDArray[Any], nbytes: int) -> Iterator[npt.NDArray[Any]]:

@@ -1,6 +1,10 @@
 """All-reduce in two levels: through shared memory in each host, and in one lane per local rank across hosts."""
 
-from typing import Any
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +19,12 @@ from hpcdist.plan.placement import LanePlan
 from hpcdist.runtime.mpi import MPI
 
 Array = npt.NDArray[Any]
-#: Bytes of a chunk on one rank. At 1 Gbit/s it takes 8 ms and its latencies 0.2; three are in flight at once.
-CHUNK_BYTES = 1 << 20
+#: Most and fewest bytes of a chunk on one rank; three chunks are in flight at once.
+CHUNK_BYTES, LEAST_CHUNK_BYTES = 1 << 20, 64 << 10
+#: What a chunk costs besides its bytes: messages, and sleeps of those that wait for them.
+CHUNK_S = 1e-4
+#: Bytes whose sum is timed to learn what a byte costs.
+_PROBE_BYTES = (16 << 10, 256 << 10)
 #: Slots in shared memory. A slot is free again when every local rank has read the result, two chunks later.
 DEPTH = 4
 
@@ -44,7 +52,7 @@ def all_reduce(
 
     Cost: each host sends 2(m-1)/m * n bytes and receives as many, with m hosts and n = array.nbytes, or up to
         log2(ranks of a host) times more in the first half of an ordered sum over unaligned hosts. Two message
-        latencies; a host works on one chunk while others are on the wire.
+        latencies; a host works on one chunk while others are on the wire. The first call of a group times small sums.
 
     Source: lanes as in Traff & Hunold, Decomposing collectives for exploiting multi-lane communication (CLUSTER 2020,
         arXiv 1910.13373); ours sums in an order that is fixed by rank numbers.
@@ -53,16 +61,74 @@ def all_reduce(
     ordered = group.placement.is_aligned if is_ordered is None else is_ordered
     if group.node_comm.size > 1:
         compare(group.barrier.wait(mark_of(flat, op)), group)
-    n_chunk = CHUNK_BYTES // flat.itemsize
+    n_chunk = chunk_bytes(flat.nbytes, seconds_per_byte(group)) // flat.itemsize
     starts = range(0, flat.size, n_chunk)
     chunks = [_Chunk(group, flat[start : start + n_chunk], start) for start in starts]
+    plan = group.lane_plan(ordered)
+    run_pipeline([functools.partial(one.begin, op, plan, wire, key) for one in chunks], chunks)
+
+
+class InFlight(Protocol):
+    """A chunk whose messages are on their way."""
+
+    def combine(self) -> None:
+        """Combine what other hosts sent, and send them the result."""
+
+    def finish(self) -> None:
+        """Wait for the other hosts' results."""
+
+
+def run_pipeline(begins: Sequence[Callable[[], None]], chunks: Sequence[InFlight]) -> None:
+    """Begin, combine and finish each chunk, in one order on all ranks, with three in flight."""
     for step in range(len(chunks) + 2):
         if step < len(chunks):
-            chunks[step].begin(op, group.lane_plan(ordered), wire, key)
+            begins[step]()
         if 0 <= step - 1 < len(chunks):
             chunks[step - 1].combine()
         if step - 2 >= 0:
             chunks[step - 2].finish()
+
+
+def chunk_bytes(nbytes: int, byte_s: float) -> int:
+    """Return the bytes of a chunk of an array that travels between hosts, a multiple of 64 KiB. Pure.
+
+    With n/c chunks, each of which costs `CHUNK_S`, and two that are on the wire alone, at the start and at the end, the
+    sum takes n/c * CHUNK_S + (n + 2c) * byte_s, which is least for c = sqrt(n * CHUNK_S / (2 * byte_s)).
+
+    >>> [chunk_bytes(8 << 20, 1.5 / rate) >> 10 for rate in (25e6, 125e6, 12.5e9)]
+    [64, 192, 1024]
+
+    Args:
+        nbytes: of the array.
+        byte_s: seconds that a byte of an array takes.
+    """
+    best = int(math.sqrt(nbytes * CHUNK_S / (2 * byte_s))) // LEAST_CHUNK_BYTES * LEAST_CHUNK_BYTES
+    return min(max(best, LEAST_CHUNK_BYTES), CHUNK_BYTES)
+
+
+def seconds_per_byte(group: Group) -> float:
+    """Return the seconds that a byte of an array takes between hosts, as timed once; equal on all ranks.
+
+    Collective at the first call: `group.comm`.
+    """
+    if len(group.placement.hosts) == 1:
+        return 1e-10  # one host: nothing is on a wire
+    return group.keep("seconds per byte", lambda: _time_bytes(group))
+
+
+def _time_bytes(group: Group) -> float:
+    plan, taken_s = group.lane_plan(False), []
+    for nbytes in _PROBE_BYTES:
+        times = []
+        for _ in range(3):
+            group.wait([group.comm.Ibarrier()])
+            started = time.perf_counter()
+            chunk = _Chunk(group, np.zeros(min(nbytes, CHUNK_BYTES) // 4, np.float32), 0)
+            run_pipeline([functools.partial(chunk.begin, SUM, plan, PLAIN, -1)], [chunk])
+            times.append(time.perf_counter() - started)
+        taken_s.append(min(times))
+    femtoseconds = int(1e15 * (taken_s[1] - taken_s[0]) / (_PROBE_BYTES[1] - _PROBE_BYTES[0]))
+    return max(1, group.world.all_reduce_int(femtoseconds, MPI.MAX, group.comm)) / 1e15
 
 
 class _Chunk:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hpcdist.collectives import hierarchical
 from hpcdist.collectives.group import Group
-from hpcdist.collectives.hierarchical import CHUNK_BYTES as LANE_BYTES
-from hpcdist.collectives.hierarchical import LaneExchange
+from hpcdist.collectives.hierarchical import LaneExchange, run_pipeline, seconds_per_byte
 from hpcdist.collectives.ops import SUM, combine
 from hpcdist.collectives.shared_memory import chunk_bytes
 from hpcdist.collectives.staging import BLOCK_BYTES, copy
@@ -44,6 +44,7 @@ class SliceSums:
         self._plan = group.lane_plan(group.placement.is_aligned)
         self._additions = self._plan.local_additions
         self._slot_bytes = chunk_bytes(group.node_comm.size)
+        self._byte_s = seconds_per_byte(group)
         self._window: NodeWindow | None = None
         self._number = 0
 
@@ -94,16 +95,10 @@ class SliceSums:
         """
         if self._group.lane_comm is None or self._group.lane_comm.size == 1:
             return
-        n_chunk = LANE_BYTES // own.itemsize
+        n_chunk = hierarchical.chunk_bytes(own.nbytes, self._byte_s) // own.itemsize
         parts = [(start, own[start : start + n_chunk]) for start in range(0, own.size, n_chunk)]
         chunks = [LaneExchange(self._group, self._plan, SUM, PLAIN, [part], (0, start)) for start, part in parts]
-        for step in range(len(chunks) + 2):
-            if step < len(chunks):
-                chunks[step].begin()
-            if 0 <= step - 1 < len(chunks):
-                chunks[step - 1].combine()
-            if step - 2 >= 0:
-                chunks[step - 2].finish()
+        run_pipeline([chunk.begin for chunk in chunks], chunks)
 
 
 def _sum_rows(rows: list[Array], own: int, additions: Sequence[tuple[int, int]]) -> None:
