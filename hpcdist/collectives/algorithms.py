@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpcdist.collectives import halving, hierarchical, library, ring, shared_memory
+from hpcdist.collectives import halving, hierarchical, library, ring, shared_memory, slices
 from hpcdist.collectives.gpu import hierarchical as gpu_hierarchical
 from hpcdist.collectives.gpu import nccl
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import SUM, Op, divide
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
-from hpcdist.collectives.route import SMALLEST_BYTES, Route, candidates, is_clearly_faster
+from hpcdist.collectives.route import SMALLEST_BYTES, Route, candidates, goes_by_halving, is_clearly_faster
 from hpcdist.collectives.wire import PLAIN, Wire
+from hpcdist.plan.placement import Placement
 from hpcdist.runtime.mpi import MPI
 
 logger = logging.getLogger("hpcdist")
@@ -74,6 +75,8 @@ def run(
         ALGORITHMS[algorithm](buffer, group, op)
     elif route.is_on_device:
         gpu_hierarchical.all_reduce(buffer, group, op)
+    elif op.mpi_op == MPI.SUM and wire is PLAIN and _is_by_halving(route, group.placement):
+        slices.all_reduce(buffer, group, op)
     else:
         hierarchical.all_reduce(buffer, group, op, route.is_ordered, wire, bucket)
     if divisor is None:
@@ -82,6 +85,11 @@ def run(
         divide(buffer, divisor)
     else:
         buffer /= divisor
+
+
+def _is_by_halving(route: Route, placement: Placement) -> bool:
+    has_right_order = placement.is_aligned or not route.is_ordered
+    return has_right_order and goes_by_halving(placement)
 
 
 def reduce_by_auto(array: npt.NDArray[Any], group: Group, op: Op, divisor: float | None = None) -> None:

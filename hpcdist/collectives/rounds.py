@@ -15,38 +15,42 @@ Array = npt.NDArray[Any]
 SEGMENT_BYTES = 1 << 20
 
 
-def run_schedule(schedule: Schedule, array: Array, group: Group, op: Op) -> None:
+def run_schedule(schedule: Schedule, array: Array, group: Group, op: Op, comm: MPI.Comm | None = None) -> None:
     """Run this rank's rounds on a flat buffer.
 
-    Collective: `group.comm`. Blocking, bounded.
+    Collective: `comm`. Blocking, bounded.
 
     Args:
         schedule: of this rank, with at most one receive in a round.
         array: (n_elements,), overwritten.
-        group: whose communicator carries the messages.
+        group: waits for the messages.
         op: the reduction.
+        comm: of the group's communicators the one whose ranks the schedule is for; default: all of the group.
 
     Cost: as planned; scratch of the longest message.
     """
-    received = [_length(message) for one_round in schedule for message in one_round.receives]
-    scratch = np.empty(max(received, default=0), array.dtype)
+    comm = comm or group.comm
+    scratch = np.empty(0, array.dtype)
     for one_round in schedule:
+        longest = max((_length(message) for message in one_round.receives if one_round.is_sum), default=0)
+        if longest > scratch.size:  # rounds are made one by one
+            scratch = np.empty(longest, array.dtype)
         sends = [
-            group.comm.Isend(array[start:stop].view("u1"), message.peer)
+            comm.Isend(array[start:stop].view("u1"), message.peer)
             for message in one_round.sends
             for start, stop in _segments(message, array.itemsize)
         ]
         for message in one_round.receives:
-            _receive(message, array, scratch, group, op if one_round.is_sum else None)
+            _receive(message, array, scratch, group, comm, op if one_round.is_sum else None)
         group.wait(sends)
 
 
-def _receive(message: Message, array: Array, scratch: Array, group: Group, op: Op | None) -> None:
+def _receive(message: Message, array: Array, scratch: Array, group: Group, comm: MPI.Comm, op: Op | None) -> None:
     """Receive a message segment by segment; combine each with the buffer when it is there, if an op is given."""
     segments = [slice(start, stop) for start, stop in _segments(message, array.itemsize)]
     target, shift = (scratch, message.start) if op else (array, 0)
     buffers = [target[one.start - shift : one.stop - shift] for one in segments]
-    requests: list[MPI.Request] = [group.comm.Irecv(buffer.view("u1"), message.peer) for buffer in buffers]
+    requests: list[MPI.Request] = [comm.Irecv(buffer.view("u1"), message.peer) for buffer in buffers]
     for segment, buffer, request in zip(segments, buffers, requests, strict=True):
         group.wait([request])
         if op:

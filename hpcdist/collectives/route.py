@@ -11,6 +11,7 @@
 | AUTO, gradients | several hosts | HIERARCHICAL |
 | AUTO, in host memory | ranks of a host that cannot share memory | MPI |
 | AUTO, SHARED_MEMORY, HIERARCHICAL: exact gradients | replicas that do not form one tree of ranks | by subtrees |
+| HIERARCHICAL, sums, host memory | more than 16 hosts, a power of two | the same, but halving in lanes (`slices.py`) |
 | HIERARCHICAL, one call, in device memory | every host has as many ranks | NCCL in the host, MPI between hosts |
 """
 
@@ -29,6 +30,8 @@ from hpcdist.plan.replicas import ReplicaPlan
 SMALLEST_BYTES = 4096
 #: From this size on sums over several hosts are expected to be the fastest in lanes: below it latencies count.
 LANE_BYTES = 64 << 10
+#: On more hosts than this each rank sends few long messages instead of one to every host: benchmarks/simulate.py.
+DIRECT_HOSTS = 16
 #: What is expected is left where something else is this much faster in three rounds of four.
 MARGIN = 1.1
 #: What NCCL can carry; names of its constants are in gpu/nccl.py.
@@ -169,6 +172,17 @@ def _route_of_gradients(
         is_overlapped=n_hosts > 1,
         wire_dtype=options.wire_dtype if chosen is Implementation.HIERARCHICAL and n_hosts > 1 else None,
     )
+
+
+def goes_by_halving(placement: Placement) -> bool:
+    """Return whether sums between hosts go by recursive halving, without chunks. Pure.
+
+    With a power of two of hosts, of as many ranks each where they are aligned, it has the order of the tree over
+    ranks, or over hosts. Other placements would need another order.
+    """
+    n_hosts = len(placement.hosts)
+    has_order = n_hosts & (n_hosts - 1) == 0 and (placement.is_even or not placement.is_aligned)
+    return n_hosts > DIRECT_HOSTS and has_order
 
 
 def candidates(placement: Placement, nbytes: int) -> tuple[Implementation, Implementation]:

@@ -1,7 +1,8 @@
-"""Sums of which each rank of a host gets its own share only: half of an all-reduce.
+"""Sums of which each rank of a host gets its own share only: half of an all-reduce. And the whole one, on many hosts.
 
-Across hosts a share is summed in its lane, by the ranks that own it on each host, as in `hierarchical.py`: the bits are
-those of an all-reduce by shared memory on one host, and of a hierarchical one on several.
+Across hosts a share is summed in its lane, by the ranks that own it on each host: directly, as in `hierarchical.py`,
+or, on many hosts, by recursive halving. The bits are those of an all-reduce by shared memory on one host, and of a
+hierarchical one on several.
 """
 
 from collections.abc import Sequence
@@ -13,10 +14,14 @@ import numpy.typing as npt
 from hpcdist.collectives import hierarchical
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.hierarchical import LaneExchange, run_pipeline, seconds_per_byte
-from hpcdist.collectives.ops import SUM, combine
-from hpcdist.collectives.shared_memory import chunk_bytes
+from hpcdist.collectives.ops import SUM, Op, combine
+from hpcdist.collectives.rounds import run_schedule
+from hpcdist.collectives.route import goes_by_halving
+from hpcdist.collectives.shared_memory import chunk_bytes, compare, mark_of
 from hpcdist.collectives.staging import BLOCK_BYTES, copy
 from hpcdist.collectives.wire import PLAIN
+from hpcdist.plan.blocks import block_bounds
+from hpcdist.plan.schedules import plan_halving
 from hpcdist.runtime.node_memory import NodeWindow
 
 Array = npt.NDArray[Any]
@@ -44,7 +49,7 @@ class SliceSums:
         self._plan = group.lane_plan(group.placement.is_aligned)
         self._additions = self._plan.local_additions
         self._slot_bytes = chunk_bytes(group.node_comm.size)
-        self._byte_s = seconds_per_byte(group)
+        self._byte_s = 0.0 if goes_by_halving(group.placement) else seconds_per_byte(group)
         self._window: NodeWindow | None = None
         self._number = 0
 
@@ -79,6 +84,22 @@ class SliceSums:
             rows[self.local_rank] = mine
             self.sum_rows(rows)
 
+    def gather(self, array: Array, bounds: Bounds) -> None:
+        """Give all ranks of the host the share of each. Collective: the node. Arguments are those of `reduce`."""
+        if self._group.node_comm.size == 1:
+            return
+        n_piece = self._slot_bytes // array.itemsize
+        own = (*bounds, (0, 0))[min(self.local_rank, self.n_owners)]
+        for first in range(0, max(stop - start for start, stop in bounds), n_piece):
+            slots = self._next_slots(array.dtype)
+            mine = array[own[0] + first : min(own[1], own[0] + first + n_piece)]
+            copy(slots[self.local_rank][: mine.size], mine)
+            self._group.barrier.wait()
+            for owner, (start, stop) in enumerate(bounds):
+                piece = array[start + first : min(stop, start + first + n_piece)]
+                if owner != self.local_rank and piece.size:
+                    copy(piece, slots[owner][: piece.size])
+
     def _next_slots(self, dtype: np.dtype[Any]) -> list[Array]:
         """Return every local rank's slot. Two are used in turn: before one is written again lies a barrier."""
         n_bytes = self._slot_bytes
@@ -93,12 +114,39 @@ class SliceSums:
 
         Cost: as the part of a hierarchical all-reduce between hosts.
         """
-        if self._group.lane_comm is None or self._group.lane_comm.size == 1:
+        lane = self._group.lane_comm
+        if lane is None or lane.size == 1:
+            return
+        if goes_by_halving(self._group.placement):
+            run_schedule(plan_halving(lane.size, lane.rank, own.size), own, self._group, SUM, lane)
             return
         n_chunk = hierarchical.chunk_bytes(own.nbytes, self._byte_s) // own.itemsize
         parts = [(start, own[start : start + n_chunk]) for start in range(0, own.size, n_chunk)]
         chunks = [LaneExchange(self._group, self._plan, SUM, PLAIN, [part], (0, start)) for start, part in parts]
         run_pipeline([chunk.begin for chunk in chunks], chunks)
+
+
+def all_reduce(array: Array, group: Group, op: Op = SUM) -> None:
+    """Replace `array` by its sum over all ranks, on many hosts.
+
+    Collective: `group.comm`. Blocking. Same shape and dtype required on every rank: yes; compared inside each host.
+
+    Args:
+        array: C-contiguous, of numbers, on the host; overwritten.
+        group: hosts for which `route.goes_by_halving`.
+        op: SUM or MEAN.
+
+    Cost: 2(m-1)/m * n bytes from each host with m hosts, in 2 log2 m messages of each rank with a lane, where
+        `hierarchical.all_reduce` sends 2(m-1) for each chunk.
+    """
+    flat, sums = array.reshape(-1), group.keep(SliceSums, lambda: SliceSums(group))
+    if group.node_comm.size > 1:
+        compare(group.barrier.wait(mark_of(flat, op)), group)
+    bounds = [block_bounds(flat.size, sums.n_owners, owner) for owner in range(sums.n_owners)]
+    sums.reduce(flat, bounds)
+    if sums.local_rank < sums.n_owners:
+        sums.sum_over_hosts(flat[slice(*bounds[sums.local_rank])])
+    sums.gather(flat, bounds)
 
 
 def _sum_rows(rows: list[Array], own: int, additions: Sequence[tuple[int, int]]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hpcdist.plan.replicas import Subtree, plan_additions, plan_subtrees
+from hpcdist.plan.replicas import Subtree, is_subtree, plan_additions, plan_subtrees
 
 Additions = tuple[tuple[int, int], ...]
 
@@ -23,12 +23,12 @@ class Placement:
 
     hosts: tuple[tuple[int, ...], ...]
 
-    @property
+    @cached_property
     def size(self) -> int:
         """All ranks."""
         return sum(len(ranks) for ranks in self.hosts)
 
-    @property
+    @cached_property
     def n_lanes(self) -> int:
         """Ranks of each host that carry a slice across hosts: as many as the smallest host has."""
         return min(len(ranks) for ranks in self.hosts)
@@ -53,7 +53,8 @@ class Placement:
         >>> Placement(((0, 1), (2, 3), (4, 5))).is_aligned, Placement(((0, 1, 2), (3, 4, 5))).is_aligned
         (True, False)
         """
-        return all(len(self.subtrees(host)) == 1 for host in range(len(self.hosts)))
+        blocks = [(ranks[0], ranks[-1] + 1, len(ranks)) for ranks in self.hosts]
+        return all(stop - start == n and is_subtree(start, stop, self.size) for start, stop, n in blocks)
 
 
 def plan_placement(lowest: Sequence[int]) -> Placement:
@@ -93,7 +94,7 @@ def plan_lanes(placement: Placement, host: int, is_ordered: bool) -> LanePlan:
             sums all its rows in the tree over its own ranks, and hosts are summed in the tree over hosts.
     """
     if is_ordered:
-        subtrees = [placement.subtrees(number) for number in range(len(placement.hosts))]
+        subtrees = _subtrees_of_hosts(placement)
         groups = [range(start, stop) for start, stop in subtrees[host]]
         positions = [[placement.hosts[host].index(replica) for replica in group] for group in groups]
     else:
@@ -107,6 +108,12 @@ def plan_lanes(placement: Placement, host: int, is_ordered: bool) -> LanePlan:
         tuple(plan_additions(arriving)),
         min(range(len(arriving)), key=lambda row: arriving[row][0]),
     )
+
+
+def _subtrees_of_hosts(placement: Placement) -> list[list[Subtree]]:
+    if placement.is_aligned:
+        return [[(ranks[0], ranks[-1] + 1)] for ranks in placement.hosts]
+    return [placement.subtrees(number) for number in range(len(placement.hosts))]
 
 
 def _tree(positions: list[int]) -> list[tuple[int, int]]:

@@ -23,12 +23,22 @@ def plan_subtrees(replicas: Iterable[int], n_replicas: int) -> list[Subtree]:
     [(4, 7)]
     """
     parts = {replica: replica + 1 for replica in replicas}
-    for distance in _distances(n_replicas):
-        for start in range(0, n_replicas, 2 * distance):
+    for distance in _distances(min(n_replicas, 2 * len(parts))):  # a part of more than that is none of theirs
+        for start in [start for start in parts if start % (2 * distance) == 0]:
             left, right = min(start + distance, n_replicas), min(start + 2 * distance, n_replicas)
             if left < right and parts.get(start) == left and parts.get(left) == right:
                 parts[start] = parts.pop(left)
     return sorted(parts.items())
+
+
+def is_subtree(start: int, stop: int, n_replicas: int) -> bool:
+    """Return whether consecutive replicas are one subtree.
+
+    >>> is_subtree(4, 6, 8), is_subtree(3, 5, 8), is_subtree(4, 7, 7)
+    (True, False, True)
+    """
+    distance = 1 << (stop - start - 1).bit_length()
+    return start % distance == 0 and (stop - start == distance or stop == n_replicas)
 
 
 def plan_additions(subtrees: Sequence[Subtree]) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 A schedule is data, so that it can be tested for any number of ranks in one process; collectives/rounds.py runs it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from hpcdist.plan.blocks import block_bounds
@@ -33,7 +33,8 @@ class Round:
     is_sum: bool = False
 
 
-Schedule = tuple[Round, ...]
+#: The rounds of one rank, in their order. A ring's are made one by one: a job of 65,536 ranks has 131,070.
+Schedule = Iterable[Round]
 
 
 def make_round(sends: Iterable[Message], receives: Iterable[Message], is_sum: bool) -> Round:
@@ -50,8 +51,8 @@ def n_elements_sent(schedule: Schedule) -> int:
     return sum(message.stop - message.start for one in schedule for message in one.sends)
 
 
-def plan_ring(size: int, rank: int, n_elements: int) -> Schedule:
-    """Return the schedule of one rank: 2(P-1) rounds, in which it sends all chunks but one, twice.
+def plan_ring(size: int, rank: int, n_elements: int) -> Iterator[Round]:
+    """Yield the rounds of one rank: 2(P-1) rounds, in which it sends all chunks but one, twice.
 
     In round k of the reduce-scatter rank r passes on the running sum of chunk r-k; at its end rank r holds the sum of
     chunk r+1. Chunk c is summed in the order c, c+1, ...: it starts at another rank for each chunk, so the bits depend
@@ -67,14 +68,13 @@ def plan_ring(size: int, rank: int, n_elements: int) -> Schedule:
     def of(chunk: int) -> list[Message]:
         return [Message(before, *block_bounds(n_elements, size, chunk % size))]
 
-    rounds = range(size - 1)
-    return tuple(
-        [make_round(to(rank - k), of(rank - k - 1), is_sum=True) for k in rounds]
-        + [make_round(to(rank + 1 - k), of(rank - k), is_sum=False) for k in rounds]
-    )
+    for k in range(size - 1):
+        yield make_round(to(rank - k), of(rank - k - 1), is_sum=True)
+    for k in range(size - 1):
+        yield make_round(to(rank + 1 - k), of(rank - k), is_sum=False)
 
 
-def plan_halving(size: int, rank: int, n_elements: int) -> Schedule:
+def plan_halving(size: int, rank: int, n_elements: int) -> tuple[Round, ...]:
     """Return the schedule of one rank.
 
     With P a power of two it has 2 log2 P rounds, in which the rank sends 2(P-1)/P * n elements; ranks at distance 1

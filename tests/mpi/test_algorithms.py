@@ -8,11 +8,12 @@ import pytest
 from made_up_hosts import HOSTS
 
 import hpcdist
-from hpcdist.collectives import algorithms, hierarchical, rounds, shared_memory, staging
+from hpcdist.collectives import algorithms, hierarchical, rounds, route, shared_memory, slices, staging
 from hpcdist.collectives.algorithms import ALGORITHMS, measurements_of
 from hpcdist.collectives.group import group_of
 from hpcdist.collectives.ops import OPS, SUM
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
+from hpcdist.collectives.route import Route
 from hpcdist.errors import CollectiveError, ConfigurationError
 from hpcdist.plan.replicas import plan_row_additions
 
@@ -114,6 +115,27 @@ def test_unordered_sums_have_the_same_bits_on_all_ranks_and_in_all_runs(comm, ti
         seen.append(buffer.tobytes())
     assert len(set(comm.allgather(seen[0]))) == 1
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("hosts", ["1 each", "2 each", "alternating"])
+@pytest.mark.parametrize("n_elements", [0, 1, 7, 3001])
+def test_many_hosts_sum_by_halving_with_the_same_bits(comm, tiny, make_group, monkeypatch, hosts, n_elements):
+    group = make_group(hosts)
+    n_hosts = len(group.placement.hosts)
+    direct = random_rows(comm, n_elements, seed=3)[comm.rank]
+    halved = direct.copy()
+    hierarchical.all_reduce(direct, group)
+    monkeypatch.setattr(route, "DIRECT_HOSTS", 1)
+    used, call = [], slices.run_schedule
+    monkeypatch.setattr(slices, "run_schedule", lambda *given: used.append(call(*given)))
+    asked = Route(Implementation.HIERARCHICAL, is_ordered=group.placement.is_aligned)
+    for _ in range(2):
+        buffer = halved.copy()
+        algorithms.run(asked, buffer, group)
+        assert buffer.tobytes() == direct.tobytes()
+    is_power = n_hosts > 1 and n_hosts & (n_hosts - 1) == 0
+    has_order = group.placement.is_even or not group.placement.is_aligned
+    assert len(used) == (2 if is_power and has_order and group.lane_comm is not None else 0)
 
 
 def test_calls_in_a_row_do_not_meet(comm, tiny, make_group):

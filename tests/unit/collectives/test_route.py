@@ -19,6 +19,7 @@ from hpcdist.collectives.route import (
     auto_routes,
     candidates,
     choose_route,
+    goes_by_halving,
     is_clearly_faster,
 )
 from hpcdist.plan.placement import Placement
@@ -128,6 +129,27 @@ def test_what_is_expected_to_be_the_fastest():
     assert candidates(ONE_HOST, 4)[0] is Implementation.SHARED_MEMORY
     assert candidates(TWO_HOSTS, LANE_BYTES - 1) == (Implementation.MPI, Implementation.HIERARCHICAL)
     assert candidates(TWO_HOSTS, LANE_BYTES) == (Implementation.HIERARCHICAL, Implementation.MPI)
+
+
+@pytest.mark.parametrize(
+    ("n_hosts", "n_ranks", "expected"),
+    [(2, 8, False), (16, 8, False), (24, 8, False), (32, 8, True), (32, 6, True), (1024, 1, True)],
+)
+def test_many_hosts_go_by_halving_where_that_is_the_order_of_the_tree(n_hosts, n_ranks, expected):
+    assert goes_by_halving(Placement(tuple(_host(number, n_ranks) for number in range(n_hosts)))) == expected
+
+
+def test_aligned_hosts_of_other_sizes_do_not_go_by_halving():
+    """The tree over ranks is another one than that over hosts."""
+    hosts = [tuple(range(32)), tuple(range(32, 48)), tuple(range(48, 56)), tuple(range(56, 60))]
+    hosts += [(60 + number,) for number in range(28)]
+    placement = Placement(tuple(hosts))
+    assert len(placement.hosts) == 32
+    assert not placement.is_aligned or not goes_by_halving(placement)
+
+
+def _host(number, n_ranks):
+    return tuple(range(number * n_ranks, (number + 1) * n_ranks))
 
 
 def test_gradients_do_not_go_by_size():

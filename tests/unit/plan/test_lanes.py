@@ -1,11 +1,13 @@
 """Two levels: whatever the placement, the lanes' sum is the tree over the replicas when it is ordered."""
 
 import itertools
+import tracemalloc
 
 import pytest
 
 from hpcdist.plan.placement import Placement, plan_lanes, plan_placement
-from hpcdist.plan.replicas import plan_row_additions, plan_subtrees
+from hpcdist.plan.replicas import is_subtree, plan_row_additions, plan_subtrees
+from hpcdist.plan.schedules import plan_halving, plan_ring
 
 PLACEMENTS = {
     "1": [0],
@@ -101,3 +103,28 @@ def test_partials_are_the_fewest():
     assert plan_subtrees(range(8), 8) == [(0, 8)]
     assert plan_subtrees([1, 2, 3, 4], 8) == [(1, 2), (2, 4), (4, 5)]
     assert plan_subtrees([0, 2, 4], 5) == [(0, 1), (2, 3), (4, 5)]
+
+
+def test_what_one_subtree_is():
+    for n in range(1, 34):
+        for start, stop in itertools.combinations(range(n + 1), 2):
+            assert is_subtree(start, stop, n) == (len(plan_subtrees(range(start, stop), n)) == 1)
+
+
+def test_the_plan_of_one_rank_among_65536_is_small():
+    """So that nothing grows with the square of the job: the bytes are counted, as times depend on the machine."""
+    size = 1 << 16
+
+    def peak_bytes(call):
+        tracemalloc.start()
+        call()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return peak
+
+    placements = [plan_placement([rank // n * n for rank in range(size)]) for n in (8, 6)]
+    assert [placement.is_aligned for placement in placements] == [True, False]
+    for placement, is_ordered in itertools.product(placements, (False, True)):
+        assert peak_bytes(lambda: plan_lanes(placement, 5, is_ordered)) < 200 * size  # noqa: B023  called at once
+    assert peak_bytes(lambda: plan_halving(size, 5, 1 << 22)) < 100_000
+    assert peak_bytes(lambda: sum(1 for _ in plan_ring(size, 5, 1 << 22))) < 100_000
