@@ -25,6 +25,11 @@ class BucketSet:
         reducer: sums the buckets.
         hook: called with each bucket of gradients at the end of the backward, and sums it instead; None: the reducer
             does, as it does with the counts.
+
+    Attributes:
+        counts_bucket: number of the bucket with the counts, the last one.
+        is_counted_first: whether the counts are alone in it, and summed before the others.
+        is_started: whether a backward has started buckets and not finished them.
     """
 
     def __init__(
@@ -38,8 +43,8 @@ class BucketSet:
         entries = [Entry(n_counts, "float32"), *(_entry(parameter, is_on_device) for _, parameter in records)]
         limits = reducer.begin_buckets(sum(entry.nbytes for entry in entries))
         # where nothing is summed while backward runs, the counts alone come first: they tell what sums are divided by
-        self._is_counted_first = not reducer.route.is_overlapped
-        if hook is not None or self._is_counted_first:
+        self.is_counted_first = not reducer.route.is_overlapped
+        if hook is not None or self.is_counted_first:
             limits = replace(limits, last_bytes=1)
         plan = plan_buckets(entries, limits)
         self._reducer, self._hook = reducer, hook
@@ -58,21 +63,17 @@ class BucketSet:
         assert flat is not None, "counts are never direct"
         self._counts = flat[counts.offset :][:n_counts]
         self._counts_array = self._counts.numpy() if self._counts.device.type == "cpu" else None
-        self._counts_bucket = counts.bucket
+        self.counts_bucket = counts.bucket
         self._arrays = [None if flat is None else _array(flat) for flat in self._flat]
         self._sizes = [len(members) + (bucket == counts.bucket) for bucket, members in enumerate(self._members)]
         self._handles: list[Any] = []
         self.reset()
 
-    @property
-    def is_started(self) -> bool:
-        """Whether a backward has started buckets and not finished them."""
-        return self._n_started > 0
-
     def reset(self) -> None:
         """Expect a new backward."""
         self._handles = []
         self._n_started = 0
+        self.is_started = False
         self._missing = self._sizes.copy()
 
     def count_arrival(self, record: ParameterRecord) -> None:
@@ -95,10 +96,10 @@ class BucketSet:
             counts: of this replica.
             divisor_of: returns what sums are divided by, if by anything, for the sums of the counts.
         """
-        if self._is_counted_first:
+        if self.is_counted_first:
             totals = self.sum_counts(counts)
             divisor = divisor_of(totals)
-            while self._n_started < self._counts_bucket:
+            while self._n_started < self.counts_bucket:
                 self._start(divisor)
             self.reset()
             return totals
@@ -117,8 +118,8 @@ class BucketSet:
     def sum_counts(self, counts: list[float]) -> list[float]:
         """Return the sums of `counts` alone, before the gradients are summed. Collective: the reducer's group."""
         self.set_counts(counts)
-        array = self._arrays[self._counts_bucket]
-        handle = self._reducer.start(array, self._counts_bucket, is_exact=True, title="counts")
+        array = self.begin(self.counts_bucket)
+        handle = self._reducer.start(array, self.counts_bucket, is_exact=True, title="counts")
         if handle is not None:
             handle.wait()
         totals: list[float] = self._counts.tolist()
@@ -133,9 +134,9 @@ class BucketSet:
         """
         assert self._hook is not None, "it has one"
         sums = []
-        for bucket in range(self._counts_bucket):
+        for bucket in range(self.counts_bucket):
             records = [record for record in self._members[bucket] if record in touched]
-            given = GradBucket(bucket, self.tensor(bucket), records, bucket == self._counts_bucket - 1, divisor or 1.0)
+            given = GradBucket(bucket, self.tensor(bucket), records, bucket == self.counts_bucket - 1, divisor or 1.0)
             sums.append(HookedSum(self._hook(given), given, self._reducer.group))
         for one in sums:
             one.wait()
@@ -149,20 +150,17 @@ class BucketSet:
                 self.tensor(bucket).div_(divisor)
 
     def _start(self, divisor: float | None = None) -> None:
-        bucket, array, has_counts = self.begin_next()
-        self._handles.append(self._reducer.start(array, bucket, is_exact=has_counts, divisor=divisor))
-
-    def begin_next(self) -> tuple[int, Any, bool]:
-        """Count the next bucket as started; return its number, its array, and whether the counts are in it.
-
-        A sum with counts must not be rounded.
-        """
+        """Start to sum the next bucket. A sum with counts must not be rounded."""
         bucket = self._n_started
-        array = self._arrays[bucket]
-        if array is None:
-            array = _array(self.tensor(bucket))
         self._n_started += 1
-        return bucket, array, bucket == self._counts_bucket
+        has_counts = bucket == self.counts_bucket
+        self._handles.append(self._reducer.start(self.begin(bucket), bucket, is_exact=has_counts, divisor=divisor))
+
+    def begin(self, bucket: int) -> Any:
+        """Return what an algorithm sums now: a numpy array of host memory, or a device tensor."""
+        self.is_started = True
+        array = self._arrays[bucket]
+        return _array(self.tensor(bucket)) if array is None else array
 
     def wait(self, handles: Sequence[Any]) -> list[float]:
         """Wait for the sums of all buckets; return those of the counts, and expect a new backward."""

@@ -6,7 +6,7 @@ import torch
 
 import hpcdist
 from hpcdist.collectives.group import group_of
-from hpcdist.errors import DesyncError, UsageError
+from hpcdist.errors import CollectiveError, DesyncError, UsageError
 from hpcdist.runtime.mpi import MPI
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
@@ -86,16 +86,30 @@ def test_calls_in_different_orders_are_refused_on_all_ranks(values, comm, one, o
 
 
 @pytest.mark.parametrize(("op", "dtype"), [("max", np.float64), ("sum", np.int64)])
-def test_small_reductions_that_do_not_fit_together_are_found(comm, op, dtype):
-    """By the ranks beside the one that differs, before anybody uses the result: the job would end."""
+def test_reductions_that_do_not_fit_together_are_found_by_all_ranks_of_a_host(comm, op, dtype):
     if comm.size == 1:
         return
     own = comm.Dup()
     for _ in range(3):
         hpcdist.all_reduce(np.ones(2), comm=own)
-    error = None
-    try:
+    with pytest.raises(CollectiveError, match=rf"{op} of 2 {np.dtype(dtype)} on rank 0, sum of 2 float64 on rank 1"):
         hpcdist.all_reduce(np.ones(2, dtype if comm.rank == 0 else float), op if comm.rank == 0 else "sum", comm=own)
+    hpcdist.all_reduce(np.ones(2), comm=own)
+    own.Free()
+
+
+@pytest.mark.parametrize(("op", "dtype"), [("max", np.float64), ("sum", np.int64)])
+def test_reductions_by_the_library_that_do_not_fit_together_are_found(comm, op, dtype):
+    """By the ranks beside the one that differs, before anybody uses the result: the job would end."""
+    if comm.size == 1:
+        return
+    own, given = comm.Dup(), {"implementation": "MPI"}
+    for _ in range(3):
+        hpcdist.all_reduce(np.ones(2), comm=own, **given)
+    error = None
+    values, name = np.ones(2, dtype if comm.rank == 0 else float), op if comm.rank == 0 else "sum"
+    try:
+        hpcdist.all_reduce(values, name, comm=own, **given)
     except DesyncError as caught:
         error = str(caught)
     has_failed = comm.allgather(error is not None)
@@ -103,7 +117,7 @@ def test_small_reductions_that_do_not_fit_together_are_found(comm, op, dtype):
     assert has_failed[-1]
     if error is not None:
         assert "expected the same call on every rank" in error
-    hpcdist.all_reduce(np.ones(2), comm=own)
+    hpcdist.all_reduce(np.ones(2), comm=own, **given)
     own.Free()
 
 
@@ -135,7 +149,5 @@ def test_a_library_s_error_names_the_call(comm, monkeypatch):
 
     group = group_of(comm)
     monkeypatch.setattr(group, "comm", Failing())
-    with pytest.raises(DesyncError, match=r"all_reduce sum: expected the same call .* float64 x 2 here, got '.*trunc"):
-        hpcdist.all_reduce(np.ones(2), comm=comm)
-    with pytest.raises(DesyncError, match="all_reduce sum: expected the same call"):
-        hpcdist.all_reduce(np.ones(2), comm=comm, implementation="MPI")
+    with pytest.raises(DesyncError, match=r"all_reduce sum: expected the same call .* float64 of 16 .*, got '.*trunc"):
+        hpcdist.all_reduce(np.ones(2), implementation="MPI", comm=comm)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hpcdist.collectives import subtree_sums
-from hpcdist.collectives.group import Handle
-from hpcdist.collectives.ops import combine
+from hpcdist.collectives.group import Group, Handle
+from hpcdist.collectives.ops import combine, divide
 from hpcdist.collectives.staging import add_rows
 from hpcdist.gradients.bucket_set import BucketSet
 from hpcdist.gradients.reducer import Reducer
@@ -87,18 +87,24 @@ class LocalSums:
 
         Collective: the reducer's group. The sums are in the slots then.
         """
-        handles = []
-        for sums in self._sums:
-            bucket, result, is_exact = self._buckets.begin_next()
-            own = [tensor.numpy() for tensor in sums.take()]
-            if self._reducer.route.by_subtrees:
-                handles.append(_start_by_subtrees(self._reducer, own, result, "gradients"))
-            else:
-                _add_up(own, result)
-                handles.append(self._reducer.start(result, bucket, is_exact))
-        totals = self._buckets.wait(handles)
-        self._buckets.divide(divisor_of(totals))
+        buckets = self._buckets
+        if not buckets.is_counted_first:
+            handles = [self._start(bucket) for bucket in range(buckets.n_buckets)]
+            totals = buckets.wait(handles)
+            buckets.divide(divisor_of(totals))
+            return totals
+        totals = buckets.wait([self._start(buckets.counts_bucket)])
+        divisor = divisor_of(totals)
+        buckets.wait([self._start(bucket, divisor) for bucket in range(buckets.counts_bucket)])
         return totals
+
+    def _start(self, bucket: int, divisor: float | None = None) -> Handle | None:
+        own = [tensor.numpy() for tensor in self._sums[bucket].take()]
+        result, has_counts = self._buckets.begin(bucket), bucket == self._buckets.counts_bucket
+        if self._reducer.route.by_subtrees:
+            return _start_by_subtrees(self._reducer, own, result, "gradients", divisor)
+        _add_up(own, result)
+        return self._reducer.start(result, bucket, has_counts, divisor=divisor)
 
 
 def sum_rows(reducer: Reducer, rows: list[Array], title: str) -> Array:
@@ -124,10 +130,17 @@ def sum_rows(reducer: Reducer, rows: list[Array], title: str) -> Array:
     return sums[0]
 
 
-def _start_by_subtrees(reducer: Reducer, sums: list[Array], result: Array, title: str) -> Handle | None:
+def _start_by_subtrees(
+    reducer: Reducer, sums: list[Array], result: Array, title: str, divisor: float | None
+) -> Handle | None:
     """Start to put the sum of all ranks' `sums`, one for each subtree, into `result`. Collective: the group."""
-    replicas = reducer.replicas
-    return reducer.submit(lambda group: subtree_sums.all_reduce(sums, result, group, replicas), result, title)
+
+    def reduce(group: Group) -> None:
+        subtree_sums.all_reduce(sums, result, group, reducer.replicas)
+        if divisor is not None:
+            divide(result, divisor)
+
+    return reducer.submit(reduce, result, title)
 
 
 def _add_up(sums: list[Array], result: Array) -> None:
