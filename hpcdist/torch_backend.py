@@ -245,9 +245,12 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         return _done(outputs)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
-        """Do allgather of each input; outputs are a list for each of them."""
-        for parts, own in zip(outputs, inputs, strict=True):
-            self.allgather([parts], [own])
+        """Do allgather of each input; outputs are a list for each rank."""
+        if any(len(of_rank) != len(inputs) for of_rank in outputs):
+            found = [len(of_rank) for of_rank in outputs]
+            raise _mismatch("all_gather_coalesced", f"lists of {len(inputs)} tensors", found)
+        for number, own in enumerate(inputs):
+            self.allgather([[of_rank[number] for of_rank in outputs]], [own])
         return _done(outputs)
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Work:

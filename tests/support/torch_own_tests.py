@@ -1,0 +1,78 @@
+"""Run the tests of torch.distributed that come with torch over the backend `hpcdist`; print what became of each.
+
+mpirun -n 3 python tests/support/torch_own_tests.py FOLDER
+
+Left out: what needs GPUs, and what lets ranks wait for each other on purpose (`monitored_barrier` is gloo's alone).
+"""
+
+import contextlib
+import json
+import os
+import re
+import sys
+import traceback
+import unittest
+from collections import Counter
+
+from mpi4py import MPI
+
+COMM = MPI.COMM_WORLD
+WANTED = r"^test_(all_gather|all_reduce|all_to_all|barrier|broadcast|gather|scatter|reduce|send|isend|irecv)"
+UNWANTED = r"cuda|nccl|timeout|monitored"
+
+
+def load():
+    """Return torch's test class for ranks that are started already."""
+    folder = sys.argv[1]
+    os.environ.update(BACKEND="gloo", WORLD_SIZE=str(COMM.size), TEMP_DIR=folder)  # torch's module asks for them
+    os.makedirs(os.path.join(folder, "barrier"), exist_ok=True)
+    from torch.testing._internal.common_utils import TestCase
+    from torch.testing._internal.distributed import distributed_test
+
+    distributed_test.BACKEND = "hpcdist"
+    os.environ["BACKEND"] = "mpi"  # tests of groups ask for eight ranks else
+
+    class OfThisJob(distributed_test.DistributedTest._DistTestBase, TestCase):
+        rank, world_size = COMM.rank, COMM.size
+
+    return OfThisJob
+
+
+def outcome_of(case, name):
+    """Return "ok", "skipped", or what went wrong, on this rank."""
+    import torch
+
+    torch.manual_seed(7)
+    try:
+        getattr(case(name), name)()
+    except unittest.SkipTest:
+        return "skipped"
+    except SystemExit as error:  # torch's way to skip
+        return "skipped" if error.code else "ended"
+    except Exception:
+        return traceback.format_exc(limit=-3)
+    return "ok"
+
+
+def main():
+    case = load()
+    import torch.distributed as dist
+
+    import hpcdist.torch_backend  # noqa: F401  registers it
+
+    dist.init_process_group("hpcdist", init_method="hpcdist://")
+    names = [name for name in sorted(dir(case)) if re.search(WANTED, name) and not re.search(UNWANTED, name)]
+    found = {}
+    for name in names:
+        with contextlib.redirect_stdout(sys.stderr):
+            outcomes = COMM.allgather(outcome_of(case, name))
+        found[name] = outcomes[0] if len(set(outcomes)) == 1 else "\n".join(outcomes)
+    if COMM.rank == 0:
+        known = Counter(one if one in ("ok", "skipped") else "failed" for one in found.values())
+        failed = {name: text for name, text in found.items() if text not in ("ok", "skipped")}
+        print("\n" + json.dumps({**known, "failures": failed, "ok_names": [n for n in names if found[n] == "ok"]}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
