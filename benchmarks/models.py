@@ -28,8 +28,13 @@ def _mlp(width: int) -> nn.Module:
     return nn.Sequential(*layers)
 
 
-#: Name -> what builds it. "mlp" is that of the guides; "wide" has 5.8 M parameters.
-MODELS = {"mlp": lambda: _mlp(256), "wide": lambda: _mlp(2048), "transformer": SmallTransformer}
+def _cnn() -> nn.Module:
+    convolution = nn.Unflatten(1, (1, 28, 28)), nn.Conv2d(1, 32, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+    return nn.Sequential(*convolution, nn.Linear(32 * 13 * 13, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+#: Name -> what builds it. "mlp" and "cnn" are those of the guides; "wide" has 5.8 M parameters.
+MODELS = {"mlp": lambda: _mlp(256), "wide": lambda: _mlp(2048), "transformer": SmallTransformer, "cnn": _cnn}
 
 
 def build(name: str) -> nn.Module:
