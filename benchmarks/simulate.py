@@ -6,8 +6,8 @@ python benchmarks/simulate.py --out out/simulate --link out/simulate/measured.js
 The model is LogGP (Alexandrov et al., SPAA 1995): a message costs its sender and its receiver `message_s` each, and the
 wire `latency_s` and `byte_s` per byte; a host has one link, which its ranks share. All ranks of a schedule do alike, so
 one of them is followed through its rounds or chunks. What a message costs a processor is measured. Latency and bytes
-are fitted, for each algorithm, to sums of some sizes on some numbers of hosts; the error is that of the others. What
-the tables say beyond measured hosts is predicted, not measured.
+are fitted, for each algorithm, to sums of some sizes on some numbers of hosts; the error is that of the others. What a
+byte costs inside a host is assumed. What the tables say beyond measured hosts is predicted, not measured.
 """
 
 import argparse
@@ -32,7 +32,8 @@ ALGORITHMS = ("RING", "HALVING", "HIERARCHICAL")
 #: (hosts, bytes) that the costs are fitted to, and those that only tell the error.
 FITTED = [(hosts, nbytes) for hosts in (2, 4) for nbytes in (256 << 10, 1 << 20, 4 << 20)]
 HELD_OUT = [(hosts, nbytes) for hosts in (2, 3, 4) for nbytes in (512 << 10, 2 << 20, 8 << 20)]
-RANK_COUNTS = [2**power for power in range(1, 17)]
+#: Predicted numbers of ranks; 8,192 times 6 is no power of two of hosts.
+RANK_COUNTS = sorted([*(2**power for power in range(1, 17)), 192, 1536, 8192 * 6])
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Link:
 
     Attributes:
         latency_s, message_s, byte_s: see there.
-        local_byte_s: seconds that a byte takes to be summed inside a host.
+        local_byte_s: seconds that a byte takes to be copied or summed inside a host; assumed.
         pod: hosts below one switch.
         oversubscription: how many times less the links above that switch carry than those below it.
     """
@@ -230,7 +231,7 @@ def time_messages(comm, n_messages=2000):
 
 
 def show_errors(rows, links):
-    """Print predictions beside what was measured; return the largest error of held-out rows."""
+    """Print predictions beside what was measured, and the largest error of held-out rows."""
     worst = {}
     for row in rows:
         is_fitted = (row["hosts"], row["nbytes"]) in FITTED
@@ -246,7 +247,10 @@ def show_errors(rows, links):
 
 
 def predictions(links, n_ranks, nbytes, compute_s):
-    """Return rows of predicted seconds for every number of ranks: all-reduce by each algorithm, and a step."""
+    """Return rows of predicted seconds for every number of ranks: all-reduce by each algorithm, and steps.
+
+    Weak scaling: each rank computes `compute_s`. Strong: two ranks do, and more share that work.
+    """
     rows = []
     for size in RANK_COUNTS:
         n_hosts = -(-size // n_ranks)
@@ -257,11 +261,16 @@ def predictions(links, n_ranks, nbytes, compute_s):
             times["HIERARCHICAL, never by halving"] = lanes_s(n_hosts, local, nbytes, links["HIERARCHICAL"])
             for name, is_ordered in (("ordered", True), ("unordered", False)):
                 found = hierarchical_s(n_hosts, 6, nbytes, links, is_ordered)
-                times[f"HIERARCHICAL, 6 ranks a host, {name}"] = found
+                times[f"HIERARCHICAL, as many hosts of 6 ranks, {name}"] = found
         taken_s = times.get("HIERARCHICAL", 2 * nbytes * links["RING"].local_byte_s)
-        # backward takes two thirds; communication starts with it, and its last sixteenth waits for its end
-        rows.append({"ranks": size, **times, "step": compute_s + max(taken_s - compute_s * 2 / 3, taken_s / 16)})
+        weak, strong = step_s(compute_s, taken_s), step_s(2 * compute_s / size, taken_s)
+        rows.append({"ranks": size, **times, "step, weak scaling": weak, "step, strong scaling": strong})
     return rows
+
+
+def step_s(compute_s, taken_s):
+    """Return the seconds of a step whose sums begin with backward, two thirds; a sixteenth waits for its end."""
+    return compute_s + max(taken_s - compute_s * 2 / 3, taken_s / 16)
 
 
 def draw(tables, out):
@@ -290,7 +299,9 @@ def main():
     parser.add_argument("--gigabits", type=float, default=100, help="bits per second, in 1e9, of predicted links")
     parser.add_argument("--ranks", type=int, default=8, help="of each predicted host")
     parser.add_argument("--megabytes", type=float, default=100, help="gradients of a step")
-    parser.add_argument("--compute", type=float, default=0.1, help="seconds of forward and backward")
+    parser.add_argument(
+        "--compute", type=float, default=0.1, help="seconds of forward and backward; of 2 ranks, if strong"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     measured = json.loads(args.link.read_text()) if args.link else measure(args)

@@ -35,11 +35,11 @@ ALGORITHMS: Mapping[Implementation, AllReduce] = {
 _SHARED_MEMORY = Implementation.SHARED_MEMORY
 #: Sizes at which algorithms are compared; a size in between goes with the one below it.
 MEASURED_BYTES = tuple(SMALLEST_BYTES << shift for shift in range(0, 14, 2))
-#: Time for the rounds of one size. From a size on that has too few in it, what is expected stays.
+#: Time for the rounds of one size. Where fewer than the fewest fit, this size and larger ones keep what is expected.
 LIMIT_S = 0.08
 #: Buffers rotate through this much memory so that they are not in the cache, as in real use.
 ROTATED_BYTES = 64 << 20
-#: Most and fewest rounds of a size. In a round of a small size, up to so many calls of so many bytes together.
+#: Most and fewest rounds of a size. A round of a small size makes up to `_CALLS` calls, of `_CALLS_BYTES` together.
 _ROUNDS, _LEAST_ROUNDS, _CALLS, _CALLS_BYTES = 20, 8, 4, 64 << 10
 
 
@@ -99,6 +99,8 @@ def reduce_by_auto(array: npt.NDArray[Any], group: Group, op: Op, divisor: float
     """
     nbytes = array.nbytes
     if nbytes >= SMALLEST_BYTES and group.facts.table is None:
+        if group.facts.can_share_memory and 1 < group.size == group.node_comm.size:
+            shared_memory.require_same(array, op, group)
         measure(group)
     for end_bytes, route in group.auto_routes:
         if nbytes < end_bytes:
@@ -133,14 +135,15 @@ def measure(group: Group) -> None:
     for number, nbytes in enumerate(MEASURED_BYTES):
         both = candidates(group.placement, nbytes)
         times = _times(group, _rotate(arena, nbytes), both, nbytes)
-        if len(times) < _LEAST_ROUNDS:
-            break
-        if is_clearly_faster(times[:, 1], times[:, 0]):
+        has_evidence = len(times) >= _LEAST_ROUNDS
+        if has_evidence and is_clearly_faster(times[:, 1], times[:, 0]):
             rows[number] = nbytes, both[1]
         if group.rank == 0:
             took = (f"{one.value} {1e6 * median:.1f} us" for one, median in zip(both, np.median(times, 0), strict=True))
             chosen = rows[number][1].value
             logger.info("all_reduce: AUTO takes %s from %d bytes on: %s", chosen, nbytes, ", ".join(took))
+        if not has_evidence:
+            break
     group.set_facts(replace(group.facts, table=tuple(rows)))
 
 
@@ -148,7 +151,8 @@ def _times(
     group: Group, buffers: Iterator[npt.NDArray[Any]], names: tuple[Implementation, Implementation], nbytes: int
 ) -> npt.NDArray[np.float64]:
     """Return seconds of one call, (n_rounds, 2), of the slowest rank: two algorithms, one after the other."""
-    n_calls = max(1, min(_CALLS, _CALLS_BYTES // nbytes))
+    n_calls, is_aligned = max(1, min(_CALLS, _CALLS_BYTES // nbytes)), group.placement.is_aligned
+    routes = [Route(name, is_ordered=is_aligned) for name in names]
 
     def take_rounds(n_rounds: int) -> npt.NDArray[np.float64]:
         times = np.zeros((n_rounds, 2))
@@ -159,13 +163,13 @@ def _times(
                 group.comm.Barrier()  # the wait above sleeps: a rank that wakes late must not be what is measured
                 started = time.perf_counter()
                 for array in arrays:
-                    ALGORITHMS[names[column]](array, group, SUM)
+                    run(routes[column], array, group)
                 times[number, column] = (time.perf_counter() - started) / n_calls
         group.comm.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
         return times
 
-    first = take_rounds(2)[1:]  # the very first makes connections and slots
-    n_rounds = min(_ROUNDS, int(LIMIT_S / (n_calls * first.sum())))
+    first = take_rounds(3)[1:]  # the very first makes connections and slots
+    n_rounds = min(_ROUNDS, int(LIMIT_S / (n_calls * first.min(0).sum())))
     return take_rounds(n_rounds) if n_rounds >= _LEAST_ROUNDS else first
 
 

@@ -55,10 +55,10 @@ def all_reduce(
 
     Raises:
         CollectiveError: for an unknown op, a mean or a scale of integers, or a buffer that cannot be reduced; on this
-            rank only, before anything is sent. When ranks of a host differ in op, dtype or count and the sum goes
-            through shared memory; on each of them. HPCDIST_DEBUG=collectives compares all calls.
-        DesyncError: when ranks of a host differ so in an array that goes by the MPI library; at least on a rank whose
-            neighbour differs. The others may have a wrong result: do not catch it.
+            rank only, before anything is sent.
+        DesyncError: when ranks of a host differ in op, dtype or count; on each of them if the sum goes through shared
+            memory. By the MPI library at least on a rank whose neighbour differs; the others may have a wrong result:
+            do not catch it. HPCDIST_DEBUG=collectives compares all calls.
         ConfigurationError: for an unknown implementation, or one that these ranks cannot use; on every rank.
 
     Cost: see the algorithms; one staged copy each way for half precision and device arrays.

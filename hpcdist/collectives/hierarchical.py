@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import SUM, Op
-from hpcdist.collectives.shared_memory import compare, mark_of
+from hpcdist.collectives.shared_memory import require_same
 from hpcdist.collectives.staging import Stage, add_rows
 from hpcdist.collectives.wire import PLAIN, Wire
 from hpcdist.plan.blocks import block_bounds
@@ -60,8 +60,10 @@ def all_reduce(
     flat = array.reshape(-1)
     ordered = group.placement.is_aligned if is_ordered is None else is_ordered
     if group.node_comm.size > 1:
-        compare(group.barrier.wait(mark_of(flat, op)), group)
-    n_chunk = chunk_bytes(flat.nbytes, seconds_per_byte(group)) // flat.itemsize
+        require_same(flat, op, group)
+    # a wire rounds by chunks: their size must not depend on a time
+    nbytes = chunk_bytes(flat.nbytes, seconds_per_byte(group)) if wire is PLAIN else CHUNK_BYTES
+    n_chunk = nbytes // flat.itemsize
     starts = range(0, flat.size, n_chunk)
     chunks = [_Chunk(group, flat[start : start + n_chunk], start) for start in starts]
     plan = group.lane_plan(ordered)

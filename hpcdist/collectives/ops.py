@@ -36,9 +36,9 @@ def combine(ufunc: Any, first: Any, second: Any, out: Any = None) -> Any:
 
 
 def divide(array: Any, divisor: float) -> None:
-    """Divide an array in place; by a power of two as a product, which has the same bits in a quarter of the time."""
-    is_power_of_two = math.frexp(divisor)[0] == 0.5
-    ufunc, factor = (np.multiply, 1 / divisor) if is_power_of_two else (np.divide, divisor)
+    """Divide an array in place; reals by a power of two as a product: the same bits in a quarter of the time."""
+    is_product = math.frexp(divisor)[0] == 0.5 and array.dtype.kind == "f"
+    ufunc, factor = (np.multiply, 1 / divisor) if is_product else (np.divide, divisor)
     combine(ufunc, array, factor, array)
 
 

@@ -32,7 +32,7 @@ SMALLEST_BYTES = 4096
 LANE_BYTES = 64 << 10
 #: On more hosts than this each rank sends few long messages instead of one to every host: benchmarks/simulate.py.
 DIRECT_HOSTS = 16
-#: What is expected is left where something else is this much faster in three rounds of four.
+#: The other algorithm replaces the expected one where it is this much faster in three rounds of four.
 MARGIN = 1.1
 #: What NCCL can carry; names of its constants are in gpu/nccl.py.
 NCCL_OPS = ("sum", "min", "max", "product")

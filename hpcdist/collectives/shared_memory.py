@@ -8,7 +8,7 @@ import numpy.typing as npt
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import OPS, SUM, Op, combine, divide
 from hpcdist.collectives.staging import Stage, add_rows, copy
-from hpcdist.errors import CollectiveError, ConfigurationError
+from hpcdist.errors import ConfigurationError, DesyncError
 from hpcdist.plan.replicas import plan_row_additions
 
 #: Most bytes of a chunk, on all ranks together and on one; chunks of an array are equally long. Small enough that they
@@ -32,7 +32,8 @@ def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM, divisor: flo
 
     Raises:
         ConfigurationError: when the group is on several hosts; on every rank.
-        CollectiveError: when ranks differ in op, dtype or count, or memory cannot be shared; on every rank.
+        DesyncError: when ranks differ in op, dtype or count; on every rank.
+        CollectiveError: when memory cannot be shared; on every rank.
 
     Cost: two barriers per chunk, which takes 3 MiB on all ranks together; main memory sees 2n bytes per rank, with
         n = array.nbytes, the caches about 4n. No copy of the array is made.
@@ -49,7 +50,10 @@ def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM, divisor: flo
         if divisor is not None:
             divide(array, divisor)
         return
-    node: _NodeSums = group.kept(_NodeSums) or group.keep(_NodeSums, lambda: _NodeSums(group))
+    node: _NodeSums | None = group.kept(_NodeSums)
+    if node is None:
+        require_same(array, op, group)  # sharing memory blocks: nobody may be elsewhere
+        node = group.keep(_NodeSums, lambda: _NodeSums(group))
     if array.nbytes <= node.whole_bytes:
         node.reduce_whole(array, op, divisor)
     else:
@@ -113,8 +117,8 @@ class _NodeSums:
 
 
 def chunk_bytes(n_local_ranks: int) -> int:
-    """Return the most bytes of a chunk on one rank of a host: a multiple of 16, for numbers of any dtype."""
-    return max(LEAST_CHUNK_BYTES, CHUNKS_BYTES // n_local_ranks) & ~15
+    """Return the most bytes of a chunk on one rank of a host: a multiple of 32, for numbers of any dtype."""
+    return max(LEAST_CHUNK_BYTES, CHUNKS_BYTES // n_local_ranks) & ~31
 
 
 def mark_of(array: npt.NDArray[Any], op: Op) -> int:
@@ -122,8 +126,13 @@ def mark_of(array: npt.NDArray[Any], op: Op) -> int:
     return (array.size << 16 | array.dtype.num << 8 | op.code) & (2**63 - 1)
 
 
+def require_same(array: npt.NDArray[Any], op: Op, group: Group) -> None:
+    """Raise DesyncError on every rank of a node when they are not about to reduce the same. Collective: the node."""
+    compare(group.barrier.wait(mark_of(array, op)), group)
+
+
 def compare(marks: list[int] | None, group: Group) -> None:
-    """Raise CollectiveError on every rank of a node when marks differ."""
+    """Raise DesyncError on every rank of a node when marks differ."""
     if marks is None:
         return
     names = {op.code: op.name for op in OPS.values()}
@@ -135,6 +144,9 @@ def compare(marks: list[int] | None, group: Group) -> None:
         f"{group.names[local_rank]}"
         for local_rank, mark in enumerate(marks)
     ]
-    error = CollectiveError(f"all_reduce: expected the same call on every rank, got {', '.join(calls)}; call it alike.")
+    error = DesyncError(
+        f"all_reduce: expected the same call on every rank, got {', '.join(calls)}; let all ranks make the same calls "
+        f"in the same order."
+    )
     error.is_agreed = len(group.placement.hosts) == 1
     raise error

@@ -17,10 +17,11 @@ from hpcdist.collectives.hierarchical import LaneExchange, run_pipeline, seconds
 from hpcdist.collectives.ops import SUM, Op, combine
 from hpcdist.collectives.rounds import run_schedule
 from hpcdist.collectives.route import goes_by_halving
-from hpcdist.collectives.shared_memory import chunk_bytes, compare, mark_of
+from hpcdist.collectives.shared_memory import chunk_bytes, require_same
 from hpcdist.collectives.staging import BLOCK_BYTES, copy
 from hpcdist.collectives.wire import PLAIN
 from hpcdist.plan.blocks import block_bounds
+from hpcdist.plan.replicas import plan_row_additions
 from hpcdist.plan.schedules import plan_halving
 from hpcdist.runtime.node_memory import NodeWindow
 
@@ -46,10 +47,12 @@ class SliceSums:
         self._group = group
         self.n_owners = group.placement.n_lanes
         self.local_rank = group.node_comm.rank
-        self._plan = group.lane_plan(group.placement.is_aligned)
-        self._additions = self._plan.local_additions
+        self._additions: Sequence[tuple[int, int]] = plan_row_additions(group.node_comm.size)
+        self._byte_s = 0.0
+        if not goes_by_halving(group.placement):
+            self._plan = group.lane_plan(group.placement.is_aligned)
+            self._additions, self._byte_s = self._plan.local_additions, seconds_per_byte(group)
         self._slot_bytes = chunk_bytes(group.node_comm.size)
-        self._byte_s = 0.0 if goes_by_halving(group.placement) else seconds_per_byte(group)
         self._window: NodeWindow | None = None
         self._number = 0
 
@@ -141,7 +144,7 @@ def all_reduce(array: Array, group: Group, op: Op = SUM) -> None:
     """
     flat, sums = array.reshape(-1), group.keep(SliceSums, lambda: SliceSums(group))
     if group.node_comm.size > 1:
-        compare(group.barrier.wait(mark_of(flat, op)), group)
+        require_same(flat, op, group)
     bounds = [block_bounds(flat.size, sums.n_owners, owner) for owner in range(sums.n_owners)]
     sums.reduce(flat, bounds)
     if sums.local_rank < sums.n_owners:

@@ -24,8 +24,10 @@ Array = npt.NDArray[Any]
 BLOCK_BYTES = 512 << 10
 #: Chunk sizes whose views are kept; a training step has few.
 _MAX_KEPT = 64
-#: Smaller copies are the same either way. And of how many bytes copies are timed.
-_MEMCPY_BYTES, _PROBE_BYTES = 32 << 10, 128 << 10
+#: Smaller copies take the same time either way.
+_MEMCPY_BYTES = 32 << 10
+#: Size of the copies that are timed.
+_PROBE_BYTES = 128 << 10
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
@@ -137,8 +139,8 @@ class Stage:
 def copy(target: Array, source: Array) -> None:
     """Copy the bits of a flat array to one of the same dtype and size: by memcpy, which numpy's assignment is.
 
-    Where `is_memcpy_slow`, from 32 KiB on by an integer operation. Elsewhere that is up to twice as slow: it reads what
-    it overwrites, from the cache of another core.
+    Where `is_memcpy_slow`, arrays of 32 KiB and more are copied by an integer operation instead. Elsewhere that is up
+    to twice as slow: it reads what it overwrites, from the cache of another core.
     """
     if source.nbytes < _MEMCPY_BYTES or not is_memcpy_slow():
         target[...] = source

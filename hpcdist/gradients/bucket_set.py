@@ -119,7 +119,7 @@ class BucketSet:
         """Return the sums of `counts` alone, before the gradients are summed. Collective: the reducer's group."""
         self.set_counts(counts)
         array = self.begin(self.counts_bucket)
-        handle = self._reducer.start(array, self.counts_bucket, is_exact=True, title="counts")
+        handle = self._reducer.start(array, self.counts_bucket, is_exact=True)
         if handle is not None:
             handle.wait()
         totals: list[float] = self._counts.tolist()

@@ -400,3 +400,38 @@ def test_a_rank_that_does_not_start_mpi_is_not_waited_for_for_ever(start, root, 
     assert "_start_with_all_ranks" in outcome.output
     assert "limit 60 s" in outcome.output, "starting takes longer than a collective"
     assert "Timeout (0:00:02" in outcome.output
+
+
+UNEVEN = """
+import time
+import torch
+import hpcdist
+
+strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=5, gradient_op="mean")
+with strategy.scope():
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def step():
+    if strategy.is_chief:
+        time.sleep(LATE_S)
+    optimizer.zero_grad()
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+
+for _ in range(2):
+    strategy.run(step)
+print("trained")
+"""
+
+
+@pytest.mark.parametrize(
+    ("late_s", "environ"), [(2.5, {}), (0.0, {"HPCDIST_DEBUG": "collectives"})], ids=["late", "compared"]
+)
+def test_ranks_with_other_numbers_of_replicas_are_in_the_same_collectives(start, tmp_path, late_s, environ):
+    """A rank that is in another call than the one it waits for would end the job after 3 s."""
+    program = tmp_path / "program.py"
+    program.write_text(UNEVEN.replace("LATE_S", str(late_s)))
+    outcome = start(3, program, environ=environ).wait(60)
+    assert outcome.code == 0, outcome.output
+    assert outcome.output.count("trained") == 3

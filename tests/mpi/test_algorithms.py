@@ -14,7 +14,7 @@ from hpcdist.collectives.group import group_of
 from hpcdist.collectives.ops import OPS, SUM
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.collectives.route import Route
-from hpcdist.errors import CollectiveError, ConfigurationError
+from hpcdist.errors import ConfigurationError, DesyncError
 from hpcdist.plan.replicas import plan_row_additions
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
@@ -30,6 +30,7 @@ DTYPES_AND_OPS = [
 def tiny(monkeypatch):
     """Shrink chunks and segments, so that small buffers take many."""
     monkeypatch.setattr(shared_memory, "chunk_bytes", lambda n_local_ranks: 512)
+    monkeypatch.setattr(slices, "chunk_bytes", lambda n_local_ranks: 512)
     monkeypatch.setattr(shared_memory, "WHOLE_BYTES", 256)
     monkeypatch.setattr(hierarchical, "CHUNK_BYTES", 512)
     monkeypatch.setattr(rounds, "SEGMENT_BYTES", 64)
@@ -189,9 +190,9 @@ def test_differing_calls_in_one_node_raise_on_all_ranks(comm):
     if comm.size == 1:
         return
     group = group_of(comm)
-    with pytest.raises(CollectiveError, match=r"sum of 5 float32 on rank 0, sum of 6 float32 on rank 1"):
+    with pytest.raises(DesyncError, match=r"sum of 5 float32 on rank 0, sum of 6 float32 on rank 1"):
         shared_memory.all_reduce(np.ones(5 + comm.rank, np.float32), group)
-    with pytest.raises(CollectiveError, match=r"sum of 5 float32 on rank 0, max of 5 float64 on rank 1"):
+    with pytest.raises(DesyncError, match=r"sum of 5 float32 on rank 0, max of 5 float64 on rank 1"):
         shared_memory.all_reduce(np.ones(5, f"float{32 << min(comm.rank, 1)}"), group, OPS["max"] if comm.rank else SUM)
     buffer = np.ones(5, np.float32)
     shared_memory.all_reduce(buffer, group)
@@ -254,12 +255,22 @@ def test_a_measurement_is_in_the_journal(comm, monkeypatch):
 
 
 @pytest.mark.parametrize("shift", [0, 1, 3])
-@pytest.mark.parametrize("dtype", ["uint8", "int16", "float32", "float64", "complex128"])
-def test_copy_copies_bits(dtype, shift):
-    source = np.frombuffer(np.random.default_rng(0).bytes(16 * 1000), dtype)[shift:]
-    target = np.zeros_like(source)
-    staging.copy(target, source)
-    assert target.tobytes() == source.tobytes()
+@pytest.mark.parametrize("is_slow", [False, True])
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "float32", "float64", "longdouble", "complex128", "clongdouble"])
+def test_copy_copies_bits(monkeypatch, dtype, is_slow, shift):
+    """By memcpy, and in the way that is taken where memcpy is slow."""
+    monkeypatch.setattr(staging, "is_memcpy_slow", lambda: is_slow)
+    for nbytes in (16_000, 64_000):
+        source = np.frombuffer(np.random.default_rng(0).bytes(nbytes), dtype)[shift:]
+        target = np.zeros_like(source)
+        staging.copy(target, source)
+        assert target.tobytes() == source.tobytes()
+
+
+def test_chunks_hold_whole_numbers_of_any_dtype():
+    sizes = {np.dtype(code).itemsize for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"]}
+    for n_ranks in range(1, 129):
+        assert all(shared_memory.chunk_bytes(n_ranks) % size == 0 for size in sizes)
 
 
 def test_a_group_is_freed_with_its_communicator(comm):

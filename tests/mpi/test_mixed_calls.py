@@ -6,7 +6,7 @@ import torch
 
 import hpcdist
 from hpcdist.collectives.group import group_of
-from hpcdist.errors import CollectiveError, DesyncError, UsageError
+from hpcdist.errors import DesyncError, UsageError
 from hpcdist.runtime.mpi import MPI
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
@@ -92,9 +92,18 @@ def test_reductions_that_do_not_fit_together_are_found_by_all_ranks_of_a_host(co
     own = comm.Dup()
     for _ in range(3):
         hpcdist.all_reduce(np.ones(2), comm=own)
-    with pytest.raises(CollectiveError, match=rf"{op} of 2 {np.dtype(dtype)} on rank 0, sum of 2 float64 on rank 1"):
+    with pytest.raises(DesyncError, match=rf"{op} of 2 {np.dtype(dtype)} on rank 0, sum of 2 float64 on rank 1"):
         hpcdist.all_reduce(np.ones(2, dtype if comm.rank == 0 else float), op if comm.rank == 0 else "sum", comm=own)
     hpcdist.all_reduce(np.ones(2), comm=own)
+    own.Free()
+
+
+def test_a_size_that_is_measured_first_meets_one_that_is_not(comm):
+    if comm.size == 1:
+        return
+    own = comm.Dup()
+    with pytest.raises(DesyncError, match="sum of 2 float64 on rank 0, sum of 1000 float64 on rank 1"):
+        hpcdist.all_reduce(np.ones(1000 if comm.rank else 2), comm=own)
     own.Free()
 
 

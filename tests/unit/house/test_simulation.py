@@ -69,4 +69,5 @@ def test_a_report_of_what_was_measured_is_enough_for_predictions(simulate, tmp_p
     assert "held out, largest error" in capsys.readouterr().out
     table = json.loads((tmp_path / "predicted.json").read_text())["full bisection"]
     assert [row["ranks"] for row in table] == [2, 64, 1024]
-    assert all(0.1 < row["step"] < 1 for row in table)
+    assert all(0.1 < row["step, weak scaling"] < 1 for row in table)
+    assert table[-1]["step, strong scaling"] < table[-1]["step, weak scaling"]
