@@ -130,11 +130,17 @@ def picture(report: dict[str, Any], path: Path) -> str:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 6), layout="constrained")
+    contenders: dict[str, int] = {}
+    labels: dict[str, int] = {}
     names = dict.fromkeys(name for one in report["cases"] for name in one["samples"] if not name.endswith(AGAIN))
     for name in names:
         cases = [one for one in report["cases"] if name in one["samples"]]
         places = [one["bytes"] or one["case"] for one in cases]
-        axes.plot(places, [np.median(per_round(one["samples"][name])) for one in cases], "o-", label=name)
+        times = [np.median(per_round(one["samples"][name])) for one in cases]
+        contender, _, label = name.partition(" [")  # of merged reports: the launch
+        color = f"C{contenders.setdefault(contender, len(contenders))}"
+        style = ("o-", "s--", "^:")[labels.setdefault(label, len(labels)) % 3]
+        axes.plot(places, times, style, color=color, label=name, markersize=4)
     axes.set_yscale("log")
     if all(one["bytes"] for one in report["cases"]):
         axes.set_xscale("log", base=2)
