@@ -32,8 +32,8 @@ ALGORITHMS = ("RING", "HALVING", "HIERARCHICAL")
 #: (hosts, bytes) that the costs are fitted to, and those that only tell the error.
 FITTED = [(hosts, nbytes) for hosts in (2, 4) for nbytes in (256 << 10, 1 << 20, 4 << 20)]
 HELD_OUT = [(hosts, nbytes) for hosts in (2, 3, 4) for nbytes in (512 << 10, 2 << 20, 8 << 20)]
-#: Predicted numbers of ranks; 8,192 times 6 is no power of two of hosts.
-RANK_COUNTS = sorted([*(2**power for power in range(1, 17)), 192, 1536, 8192 * 6])
+#: Predicted numbers of ranks: powers of two, and others whose halving is uneven.
+RANK_COUNTS = sorted([*(2**power for power in range(1, 17)), 200, 1000, 8200, 60000])
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,16 @@ def spread(link, n_hosts, distance=None):
 
 
 def rounds_s(rounds, link, n_hosts, n_ranks, n_flows):
-    """Return the seconds of one rank's rounds, of (distance of the peer in ranks, bytes).
+    """Return the seconds of one rank's rounds, of (distance of the peer in ranks, bytes, messages).
 
     Of each host `n_flows` ranks send to other hosts at a time.
     """
     total_s = 0.0
-    for peer_distance, nbytes in rounds:
+    for peer_distance, nbytes, n_messages in rounds:
         if peer_distance < n_ranks:
             total_s += nbytes * link.local_byte_s
             continue
-        n_segments = max(1, -(-nbytes // SEGMENT_BYTES))
+        n_segments = max(n_messages, -(-nbytes // SEGMENT_BYTES))
         wire_s = n_flows * nbytes * link.byte_s * spread(link, n_hosts, peer_distance // n_ranks)
         total_s += link.latency_s + 2 * n_segments * link.message_s + wire_s
     return total_s
@@ -83,22 +83,27 @@ def ring_s(n_hosts, n_ranks, nbytes, links):
     """Follow the rank at the end of a host, which sends to the next one: a ring leaves each host by one link."""
     size, rank = n_hosts * n_ranks, n_ranks - 1
     sent = (
-        (n_ranks, 4 * sum(one.stop - one.start for one in turn.sends)) for turn in plan_ring(size, rank, nbytes // 4)
+        (n_ranks, 4 * sum(one.stop - one.start for one in turn.sends), 1) for turn in plan_ring(size, rank, nbytes // 4)
     )
     return rounds_s(sent, links["RING"], n_hosts, n_ranks, n_flows=1)
 
 
 def halving_s(n_hosts, n_ranks, nbytes, links):
-    """Follow rank 0; from the distance of a host on all ranks of a host send at a time."""
-    return rounds_s(halving_of(n_hosts * n_ranks, nbytes), links["HALVING"], n_hosts, n_ranks, n_flows=n_ranks)
+    """Follow the slower one of the first and the last rank; beyond a host all its ranks send at a time."""
+    size = n_hosts * n_ranks
+    schedules = [halving_of(size, rank, nbytes) for rank in (0, size - 1)]
+    return max(rounds_s(rounds, links["HALVING"], n_hosts, n_ranks, n_flows=n_ranks) for rounds in schedules)
 
 
-def halving_of(size, nbytes, distance=1):
-    """Return the rounds of rank 0 among ranks that are `distance` apart."""
+def halving_of(size, rank, nbytes, distance=1):
+    """Return the rounds of a rank among ranks that are `distance` apart."""
     return [
-        (distance * one.peer, 4 * (one.stop - one.start))
-        for turn in plan_halving(size, 0, nbytes // 4)
-        for one in (turn.sends or turn.receives)[:1]
+        (
+            distance * max(abs(one.peer - rank) for one in turn.sends or turn.receives),
+            4 * max(sum(one.stop - one.start for one in messages) for messages in (turn.sends, turn.receives)),
+            max(len(turn.sends), len(turn.receives)),
+        )
+        for turn in plan_halving(size, rank, nbytes // 4)
     ]
 
 
@@ -120,9 +125,10 @@ def hierarchical_s(n_hosts, n_ranks, nbytes, links, is_ordered=False):
     """Follow what HIERARCHICAL does: lanes, whose ranks exchange directly, or on many hosts by halving."""
     placement = placed(n_hosts, n_ranks)
     if goes_by_halving(placement) and (placement.is_aligned or not is_ordered):
-        rounds = halving_of(n_hosts, nbytes // n_ranks, distance=n_ranks)
+        schedules = [halving_of(n_hosts, host, nbytes // n_ranks, distance=n_ranks) for host in (0, n_hosts - 1)]
         local_s = 3 * nbytes * links["HALVING"].local_byte_s
-        return local_s + rounds_s(rounds, links["HALVING"], n_hosts, n_ranks, n_flows=n_ranks)
+        times = [rounds_s(rounds, links["HALVING"], n_hosts, n_ranks, n_flows=n_ranks) for rounds in schedules]
+        return local_s + max(times)
     return lanes_s(n_hosts, n_ranks, nbytes, links["HIERARCHICAL"], is_ordered)
 
 

@@ -98,8 +98,8 @@ def reduce_by_auto(array: npt.NDArray[Any], group: Group, op: Op, divisor: float
     Collective: `group.comm`. Blocking. The first call of 4 KiB or more measures. Arguments are those of `run`.
     """
     nbytes = array.nbytes
-    if nbytes >= SMALLEST_BYTES and group.facts.table is None:
-        if group.facts.can_share_memory and 1 < group.size == group.node_comm.size:
+    if nbytes >= SMALLEST_BYTES and group.facts.table is None and group.size > 1:
+        if group.facts.can_share_memory and group.size == group.node_comm.size:
             shared_memory.require_same(array, op, group)
         measure(group)
     for end_bytes, route in group.auto_routes:

@@ -18,11 +18,9 @@ def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM) -> None:
     Args:
         array: C-contiguous, of numbers, on the host; overwritten.
         group: any size >= 1.
-        op: the reduction. With a power of two of ranks it is combined in the binary tree over the ranks, else ranks
-            are folded to a power of two before.
+        op: the reduction, combined in the binary tree over the ranks.
 
-    Cost: 2 log2 P rounds and 2(P-1)/P * n elements sent per rank for P a power of two; one more round and n more
-        elements each way for ranks that are folded.
+    Cost: 2 log2 P rounds, and 2(P-1)/P * n elements sent on average; see `plan_halving`.
 
     Source: Rabenseifner, ICCS 2004, doi 10.1007/978-3-540-24685-5_1; nearest ranks first.
     """

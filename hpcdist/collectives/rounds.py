@@ -21,7 +21,7 @@ def run_schedule(schedule: Schedule, array: Array, group: Group, op: Op, comm: M
     Collective: `comm`. Blocking, bounded.
 
     Args:
-        schedule: of this rank, with at most one receive in a round.
+        schedule: of this rank.
         array: (n_elements,), overwritten.
         group: waits for the messages.
         op: the reduction.

@@ -11,7 +11,7 @@
 | AUTO, gradients | several hosts | HIERARCHICAL |
 | AUTO, in host memory | ranks of a host that cannot share memory | MPI |
 | AUTO, SHARED_MEMORY, HIERARCHICAL: exact gradients | replicas that do not form one tree of ranks | by subtrees |
-| HIERARCHICAL, sums, host memory | more than 16 hosts, a power of two | the same, but halving in lanes (`slices.py`) |
+| HIERARCHICAL, sums, host memory | more than 16 hosts | the same, but halving in lanes (`slices.py`) |
 | HIERARCHICAL, one call, in device memory | every host has as many ranks | NCCL in the host, MPI between hosts |
 """
 
@@ -177,12 +177,9 @@ def _route_of_gradients(
 def goes_by_halving(placement: Placement) -> bool:
     """Return whether sums between hosts go by recursive halving, without chunks. Pure.
 
-    With a power of two of hosts, of as many ranks each where they are aligned, it has the order of the tree over
-    ranks, or over hosts. Other placements would need another order.
+    It has the order of the tree over hosts, and of that over ranks where hosts are aligned and of as many ranks each.
     """
-    n_hosts = len(placement.hosts)
-    has_order = n_hosts & (n_hosts - 1) == 0 and (placement.is_even or not placement.is_aligned)
-    return n_hosts > DIRECT_HOSTS and has_order
+    return len(placement.hosts) > DIRECT_HOSTS and (placement.is_even or not placement.is_aligned)
 
 
 def candidates(placement: Placement, nbytes: int) -> tuple[Implementation, Implementation]:

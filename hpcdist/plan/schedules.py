@@ -75,42 +75,63 @@ def plan_ring(size: int, rank: int, n_elements: int) -> Iterator[Round]:
 
 
 def plan_halving(size: int, rank: int, n_elements: int) -> tuple[Round, ...]:
-    """Return the schedule of one rank.
+    """Return the schedule of one rank, in which every element is summed in the binary tree over the ranks.
 
-    With P a power of two it has 2 log2 P rounds, in which the rank sends 2(P-1)/P * n elements; ranks at distance 1
-    exchange first, so every element is summed in the binary tree over the ranks. Otherwise the first 2(P-2^k) ranks
-    fold to half of them before, at the price of n elements each way.
+    Two subtrees of ranks join in each round, those at distance 1 first. The elements that one rank of each has summed
+    are divided between the two by the numbers of ranks in their subtrees. With P a power of two these are halves, and a
+    rank sends 2(P-1)/P * n elements, to one peer in each of 2 log2 P rounds. Else the ranks of the shorter subtree, at
+    the right end, own more each and have more peers: with P = 2^k + 1 the last rank exchanges n elements with all others.
 
     Source: Rabenseifner, Optimization of collective reduction operations, ICCS 2004, doi 10.1007/978-3-540-24685-5_1;
-    ours begins at distance 1 instead of P/2.
+        ours begins at distance 1 instead of P/2, and divides unequally instead of folding ranks before.
     """
-    power = 1 << (size.bit_length() - 1)
-    n_folded = size - power
-    if rank < 2 * n_folded and rank % 2:
-        keeper = rank - 1
-        give = make_round([Message(keeper, 0, n_elements)], [], is_sum=False)
-        take = make_round([], [Message(keeper, 0, n_elements)], is_sum=False)
-        return give, take
-    position = rank // 2 if rank < 2 * n_folded else rank - n_folded
-    rounds = _exchanges(power, position, n_elements, n_folded)
-    if rank < 2 * n_folded:
-        folded = rank + 1
-        first = make_round([], [Message(folded, 0, n_elements)], is_sum=True)
-        last = make_round([Message(folded, 0, n_elements)], [], is_sum=False)
-        rounds = [first, *rounds, last]
-    return tuple(rounds)
+    summing, spreading = [], []
+    owned, distance = [(0, n_elements)], 1
+    while distance < size:
+        start = rank // (2 * distance) * 2 * distance
+        middle, stop = start + distance, min(start + 2 * distance, size)
+        if middle < stop:
+            is_left = rank < middle
+            other = (middle, stop) if is_left else (start, middle)
+            kept, given = [], []
+            for peer, first, last in _shared_with(other, owned, n_elements):
+                cut = first + (last - first) * distance // (stop - start)
+                of_left, of_right = Message(peer, first, cut), Message(peer, cut, last)
+                kept.append(of_left if is_left else of_right)
+                given.append(of_right if is_left else of_left)
+            summing.append(make_round(given, kept, is_sum=True))
+            spreading.append(make_round(kept, given, is_sum=False))
+            owned = [(one.start, one.stop) for one in kept if one.start < one.stop]
+        distance *= 2
+    return (*summing, *reversed(spreading))
 
 
-def _exchanges(power: int, position: int, n_elements: int, n_folded: int) -> list[Round]:
-    """Return halving and doubling among the ranks that are left; `position` counts those."""
-    halving, doubling = [], []
-    start, stop, distance = 0, n_elements, 1
-    while distance < power:
-        other = position ^ distance
-        peer = 2 * other if other < n_folded else other + n_folded
-        middle = (start + stop) // 2
-        kept, given = ((start, middle), (middle, stop)) if position < other else ((middle, stop), (start, middle))
-        halving.append(make_round([Message(peer, *given)], [Message(peer, *kept)], is_sum=True))
-        doubling.append(make_round([Message(peer, *kept)], [Message(peer, *given)], is_sum=False))
-        (start, stop), distance = kept, 2 * distance
-    return halving + doubling[::-1]
+def _shared_with(
+    subtree: tuple[int, int], owned: Iterable[tuple[int, int]], n_elements: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (rank of the subtree, start, stop) for the parts of owned elements that one rank of it has summed."""
+    for start, stop in owned:
+        first = start
+        while first < stop:
+            peer, _, last = _owner(subtree, first, n_elements)
+            yield peer, first, min(last, stop)
+            first = min(last, stop)
+
+
+def _owner(subtree: tuple[int, int], element: int, n_elements: int) -> tuple[int, int, int]:
+    """Return (rank, start, stop): who has summed an element over its subtree, with the elements around it."""
+    first, end = subtree
+    size = end - first
+    if size & (size - 1) == 0:
+        start, stop, distance = 0, n_elements, 1
+        while distance < size:
+            middle = (start + stop) // 2
+            start, stop, first = (start, middle, first) if element < middle else (middle, stop, first + distance)
+            distance *= 2
+        return first, start, stop
+    n_left = 1 << (size.bit_length() - 1)
+    left, left_start, left_stop = _owner((first, first + n_left), element, n_elements)
+    right, right_start, right_stop = _owner((first + n_left, end), element, n_elements)
+    start, stop = max(left_start, right_start), min(left_stop, right_stop)
+    cut = start + (stop - start) * n_left // size
+    return (left, start, cut) if element < cut else (right, cut, stop)

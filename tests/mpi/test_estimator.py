@@ -285,16 +285,22 @@ def test_a_run_that_was_killed_at_the_end_of_its_data(config, shared_path, monke
     assert not again._call.is_running
 
 
-def test_evaluations_are_no_attempts_to_train(config, shared_path):
+def test_evaluations_are_no_attempts_to_train(comm, config, shared_path):
     """Nor does one that trains no more leave its run unfinished."""
+
+    def attempts():
+        """Return the names as rank 0 sees them when all ranks are here: it writes them."""
+        folder = shared_path / "checkpoints" / "attempts"
+        comm.Barrier()
+        return comm.bcast(sorted(one.name for one in folder.iterdir()) if comm.rank == 0 else None)
+
     Estimator(linear, config=config).train(endless, steps=5)
-    attempts = shared_path / "checkpoints" / "attempts"
-    names = sorted(one.name for one in attempts.iterdir())
+    names = attempts()
     for _ in range(4):
         made = Estimator(linear, config=config)
         assert made.evaluate(once)["global_step"] == 5
         assert next(made.predict(once))["predictions"].shape == (1,)
-    assert sorted(one.name for one in attempts.iterdir()) == names
+    assert attempts() == names
     assert Estimator(linear, config=config).train(endless, max_steps=7).global_step == 7
 
 

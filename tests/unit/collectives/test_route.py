@@ -133,7 +133,7 @@ def test_what_is_expected_to_be_the_fastest():
 
 @pytest.mark.parametrize(
     ("n_hosts", "n_ranks", "expected"),
-    [(2, 8, False), (16, 8, False), (24, 8, False), (32, 8, True), (32, 6, True), (1024, 1, True)],
+    [(2, 8, False), (16, 8, False), (24, 8, True), (32, 8, True), (32, 6, True), (1025, 1, True)],
 )
 def test_many_hosts_go_by_halving_where_that_is_the_order_of_the_tree(n_hosts, n_ranks, expected):
     assert goes_by_halving(Placement(tuple(_host(number, n_ranks) for number in range(n_hosts)))) == expected
