@@ -10,7 +10,7 @@ the replicas of a contender must be equal, bit for bit.
 
 import argparse
 import json
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,18 @@ from harness import AGAIN, run_rounds
 from measure import Environment, timed_block
 from models import MODELS, N_BATCHES, adam, batches, build, train_step
 from report import case, merge, publish
-from step_contenders import BARE, BASELINES, CEILING, CONTENDERS, HPCDIST, SHARDED, SINGLE, without_step_hooks
+from step_contenders import (
+    BARE,
+    BASELINES,
+    CEILING,
+    CONTENDERS,
+    HPCDIST,
+    SHARDED,
+    SINGLE,
+    step_hooks,
+    with_step_hooks,
+    without_step_hooks,
+)
 
 from hpcdist.runtime.process import make_world
 
@@ -49,8 +60,10 @@ class Trainer:
 
     def __init__(self, name, args, comm, data):
         self.name, self._comm, self._data, self._n_taken = name, comm, data, 0
+        before = step_hooks()
         self.model, self._optimizer = {**CONTENDERS, **SINGLE}[name](args.model, comm)
-        self._guard = nullcontext if name in (HPCDIST, SHARDED) else without_step_hooks
+        own = step_hooks() - before
+        self._guard = partial(with_step_hooks, own) if name in (HPCDIST, SHARDED) else without_step_hooks
 
     def train(self, n_steps):
         """Take steps; return the last loss."""

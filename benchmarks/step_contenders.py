@@ -13,6 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 import hpcdist
 import hpcdist.torch_backend
+from hpcdist.gradients import torch_hooks
 from hpcdist.runtime.mpi import MPI
 
 HPCDIST = "hpcdist"
@@ -95,6 +96,27 @@ CONTENDERS: dict[str, Callable[[str, MPI.Comm], tuple[nn.Module, Optimizer]]] = 
 #: What is compared on one rank.
 SINGLE = {BARE: alone, HPCDIST: replicated}
 BASELINES = [DDP, "DDP gloo, static graph, bucket views", "DDP, hook: MPI_Allreduce in place"]
+
+
+def step_hooks() -> set[int]:
+    """Return the numbers of those of our strategies that see the steps of all optimizers."""
+    return {*torch_hooks._before_steps, *torch_hooks._after_steps}
+
+
+@contextmanager
+def with_step_hooks(own: set[int]) -> Iterator[None]:
+    """Hide, for a block, steps from other strategies: a program has one."""
+    tables = torch_hooks._before_steps, torch_hooks._after_steps
+    kept = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            for number in table.keys() - own:
+                del table[number]
+        yield
+    finally:
+        for table, before in zip(tables, kept, strict=True):
+            table.clear()
+            table.update(before)
 
 
 @contextmanager
