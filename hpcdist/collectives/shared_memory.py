@@ -69,7 +69,7 @@ class _NodeSums:
         group: all on one host.
 
     Attributes:
-        whole_bytes: arrays of at most so many bytes are combined whole by each rank.
+        whole_bytes: up to this size each rank reduces the entire array itself.
     """
 
     def __init__(self, group: Group) -> None:

@@ -58,7 +58,7 @@ def main():
     case = load()
     import torch.distributed as dist
 
-    import hpcdist.torch_backend  # noqa: F401  registers it
+    import hpcdist.torch_backend
 
     dist.init_process_group("hpcdist", init_method="hpcdist://")
     names = [name for name in sorted(dir(case)) if re.search(WANTED, name) and not re.search(UNWANTED, name)]
@@ -70,7 +70,8 @@ def main():
     if COMM.rank == 0:
         known = Counter(one if one in ("ok", "skipped") else "failed" for one in found.values())
         failed = {name: text for name, text in found.items() if text not in ("ok", "skipped")}
-        print("\n" + json.dumps({**known, "failures": failed, "ok_names": [n for n in names if found[n] == "ok"]}))
+        passed = [name for name in names if found[name] == "ok"]
+        print("\n" + json.dumps({**known, "failures": failed, "passed": passed, "version": hpcdist.__version__}))
     dist.destroy_process_group()
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import hpcdist.torch_backend  # noqa: F401  registers it
+import hpcdist.torch_backend
 
 
 class Net(lightning.LightningModule):
@@ -52,4 +52,4 @@ own = torch.cat([one.detach().reshape(-1) for one in model.parameters()])
 found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
 dist.all_gather(found, own)
 assert all(torch.equal(one, own) for one in found)
-print(f"rank {dist.get_rank()}: trained by Lightning", flush=True)
+print(f"rank {dist.get_rank()}: trained by Lightning over hpcdist {hpcdist.__version__}", flush=True)

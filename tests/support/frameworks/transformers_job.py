@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 from transformers.training_args import ParallelMode
 
-import hpcdist.torch_backend  # noqa: F401  registers it
+import hpcdist.torch_backend
 
 dist.init_process_group("hpcdist", init_method="hpcdist://")
 torch.manual_seed(1)
@@ -36,4 +36,4 @@ assert not torch.equal(own, before)
 found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
 dist.all_gather(found, own)
 assert all(torch.equal(one, own) for one in found)
-print(f"rank {dist.get_rank()}: trained by transformers", flush=True)
+print(f"rank {dist.get_rank()}: trained by transformers over hpcdist {hpcdist.__version__}", flush=True)
