@@ -15,6 +15,7 @@ from hpcdist.collectives.ops import OPS, SUM
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.collectives.route import Route
 from hpcdist.errors import ConfigurationError, DesyncError
+from hpcdist.gradients.half_wire import HalfWire
 from hpcdist.plan.replicas import plan_row_additions
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
@@ -282,3 +283,24 @@ def test_a_group_is_freed_with_its_communicator(comm):
     own.Free()
     assert freed == ["made"]
     assert group.kept("mark") is None
+
+
+def test_a_wire_rounds_alike_whatever_the_link_was_timed_at(comm, make_group, monkeypatch):
+    """The owner of a part adds its own values unrounded, so bits depend on where chunks end."""
+    found = []
+    for byte_s in (1e-12, 1e-7):
+        monkeypatch.setattr(hierarchical, "seconds_per_byte", lambda group, byte_s=byte_s: byte_s)
+        buffer = random_rows(comm, 300_000, seed=5)[comm.rank]
+        hierarchical.all_reduce(buffer, make_group("1 each"), SUM, True, HalfWire("bfloat16"))
+        found.append(buffer.tobytes())
+    assert found[0] == found[1]
+
+
+def test_auto_measures_what_it_runs(comm, make_group, monkeypatch):
+    """On many hosts that is halving: a message to each host would not end."""
+    group, seen = make_group("1 each"), []
+    monkeypatch.setattr(route, "DIRECT_HOSTS", 1)
+    monkeypatch.setattr(hierarchical, "all_reduce", lambda *given: seen.append("direct"))
+    monkeypatch.setattr(slices, "all_reduce", lambda *given: seen.append("halving"))
+    algorithms.measure(group)
+    assert set(seen) == ({"halving"} if comm.size > 1 else set())
