@@ -2,6 +2,7 @@
 
 import re
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -304,3 +305,44 @@ def test_auto_measures_what_it_runs(comm, make_group, monkeypatch):
     monkeypatch.setattr(slices, "all_reduce", lambda *given: seen.append("halving"))
     algorithms.measure(group)
     assert set(seen) == ({"halving"} if comm.size > 1 else set())
+
+
+@pytest.mark.parametrize("n_elements", [1, 501, 20_001])
+@pytest.mark.parametrize("divisor", [4.0, 3.0])
+@pytest.mark.parametrize("name", ON_HOST, ids=lambda name: name.value.lower())
+def test_what_a_sum_is_divided_by(comm, tiny, make_group, name, divisor, n_elements):
+    """With the bits of the sum, divided afterwards."""
+    group, asked = make_group(), Route(name, is_ordered=True)
+    rows = random_rows(comm, n_elements, seed=6)
+    total, divided = rows[comm.rank].copy(), rows[comm.rank].copy()
+    algorithms.run(asked, total, group)
+    algorithms.run(asked, divided, group, divisor=divisor)
+    assert divided.tobytes() == (total / np.float32(divisor)).tobytes()
+
+
+def test_infinity_and_nan_are_results_without_a_warning(comm, make_group):
+    group = make_group()
+    for n_elements in (3, 300_000):
+        buffer = np.full(n_elements, np.inf if comm.rank == 0 else -np.inf, np.float32)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            shared_memory.all_reduce(buffer, group)
+        assert np.isnan(buffer).all() if comm.size > 1 else np.isinf(buffer).all()
+
+
+def test_shares_are_gathered_when_all_have_written_them(comm, tiny, make_group, monkeypatch):
+    """The last rank is late with each piece; the others must not read what is there from before."""
+    copy = slices.copy
+
+    def late(target, source):
+        if comm.rank == comm.size - 1:
+            time.sleep(0.002)
+        copy(target, source)
+
+    monkeypatch.setattr(slices, "copy", late)
+    group = make_group()
+    for number in range(4):
+        buffer = np.arange(700, dtype=np.float32) * (comm.rank + 1) + number
+        expected = np.arange(700, dtype=np.float32) * sum(range(1, comm.size + 1)) + number * comm.size
+        slices.all_reduce(buffer, group)
+        assert np.array_equal(buffer, expected)
