@@ -343,3 +343,19 @@ def test_gradients_of_gradients_cross_replicas_too(comm, n_local, call):
     for values, expected in zip(found, (first, second), strict=True):
         own = torch.stack(strategy.experimental_local_results(values))
         torch.testing.assert_close(own, expected.detach()[start : start + n_local], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("n_replicas", [3, 4, 5, 8])
+def test_means_are_over_all_replicas(comm, n_replicas):
+    """Whether a rank holds one of them, or several, whose sums are one subtree or more."""
+    if n_replicas < comm.size:
+        return
+    strategy = Strategy(num_replicas=n_replicas, gradient_op="mean")
+    model = make_model(strategy, lambda: nn.Linear(2, 1, bias=False))
+
+    def fn(replica):
+        model.zero_grad()
+        model(torch.full((4, 2), replica + 1.0)).mean().backward()
+        return model.weight.grad.tolist()
+
+    assert collect(strategy, fn) == [[[(n_replicas + 1) / 2] * 2]]
