@@ -3,6 +3,7 @@
 import numpy as np
 
 from hpcdist.collectives.group import Group
+from hpcdist.collectives.ops import divide
 from hpcdist.collectives.staging import Array, add_rows
 from hpcdist.plan.blocks import block_bounds
 from hpcdist.plan.replicas import ReplicaPlan
@@ -12,7 +13,7 @@ from hpcdist.runtime.waiting import SLEEP_S
 CHUNK_BYTES = 1 << 20
 
 
-def all_reduce(rows: list[Array], result: Array, group: Group, plan: ReplicaPlan) -> None:
+def all_reduce(rows: list[Array], result: Array, group: Group, plan: ReplicaPlan, divisor: float | None = None) -> None:
     """Put the sum of all ranks' rows into `result`, added in the tree over replicas.
 
     Collective: `group.comm`. Blocking. Same shape and dtype required on every rank: yes; the numbers of rows differ.
@@ -24,6 +25,7 @@ def all_reduce(rows: list[Array], result: Array, group: Group, plan: ReplicaPlan
         result: flat, of their size and dtype; overwritten; may be one of the rows.
         group: the ranks.
         plan: who holds which replicas.
+        divisor: what the sum is divided by, each rank its block; equal on all.
 
     Cost: with k rows here, (k + 1)(P-1)/P * n elements sent, P the ranks: (k + 1) / 2 times a plain all-reduce. A chunk
         of all ranks' rows in memory.
@@ -40,4 +42,6 @@ def all_reduce(rows: list[Array], result: Array, group: Group, plan: ReplicaPlan
         parts = [received, [n * sizes[group.rank] for n in n_rows]]
         group.wait([group.comm.Ialltoallv([sent, [len(rows) * size for size in sizes]], parts)], SLEEP_S)
         add_rows(list(received), plan.additions, np.add)
+        if divisor is not None:
+            divide(received[0], divisor)
         group.wait([group.comm.Iallgatherv(received[0], [chunk, sizes])], SLEEP_S)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from hpcdist.collectives import algorithms, library, subtree_sums
 from hpcdist.collectives.gpu import nccl_setup
 from hpcdist.collectives.group import CommunicationThread, Group, Handle, thread_of
-from hpcdist.collectives.ops import SUM, divide
+from hpcdist.collectives.ops import SUM
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.collectives.options import CommunicationOptions
 from hpcdist.collectives.route import Route, choose_route
@@ -154,7 +154,7 @@ class Reducer:
         if self.route.is_on_device:
             self.call(lambda group: library.all_reduce(array, group), array, title)
         else:
-            self.call(lambda group: self._reduce(array, group, PLAIN, 0), array, title)
+            self.call(lambda group: self._reduce(array, group, PLAIN, 0, None), array, title)
 
     def gather(self, own: Array, counts: Sequence[int], title: str) -> Array:
         """Return the flat host arrays of all ranks joined, in the order of the ranks. Collective: the group. Blocking.
@@ -231,17 +231,13 @@ class Reducer:
         return min(times)
 
 
-def _reduce_by_route(
-    route: Route, array: Any, group: Group, wire: Wire, bucket: int, divisor: float | None = None
-) -> None:
+def _reduce_by_route(route: Route, array: Any, group: Group, wire: Wire, bucket: int, divisor: float | None) -> None:
     algorithms.run(route, array, group, SUM, wire, bucket, divisor)
 
 
 def _reduce_by_subtrees(
-    replicas: ReplicaPlan, array: Any, group: Group, wire: Wire, bucket: int, divisor: float | None = None
+    replicas: ReplicaPlan, array: Any, group: Group, wire: Wire, bucket: int, divisor: float | None
 ) -> None:
     """Sum where other ranks hold several replicas, and this one a single one: its value is its only subtree's sum."""
     assert len(replicas.subtrees[group.rank]) == 1, "a rank with more subtrees goes by replicas/local_sums.py"
-    subtree_sums.all_reduce([array], array, group, replicas)
-    if divisor is not None:
-        divide(array, divisor)
+    subtree_sums.all_reduce([array], array, group, replicas, divisor)

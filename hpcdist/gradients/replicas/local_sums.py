@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hpcdist.collectives import subtree_sums
-from hpcdist.collectives.group import Group, Handle
-from hpcdist.collectives.ops import combine, divide
+from hpcdist.collectives.group import Handle
+from hpcdist.collectives.ops import combine
 from hpcdist.collectives.staging import add_rows
 from hpcdist.gradients.bucket_set import BucketSet
 from hpcdist.gradients.reducer import Reducer
@@ -134,13 +134,8 @@ def _start_by_subtrees(
     reducer: Reducer, sums: list[Array], result: Array, title: str, divisor: float | None
 ) -> Handle | None:
     """Start to put the sum of all ranks' `sums`, one for each subtree, into `result`. Collective: the group."""
-
-    def reduce(group: Group) -> None:
-        subtree_sums.all_reduce(sums, result, group, reducer.replicas)
-        if divisor is not None:
-            divide(result, divisor)
-
-    return reducer.submit(reduce, result, title)
+    replicas = reducer.replicas
+    return reducer.submit(lambda group: subtree_sums.all_reduce(sums, result, group, replicas, divisor), result, title)
 
 
 def _add_up(sums: list[Array], result: Array) -> None:
