@@ -72,6 +72,16 @@ def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
     return found
 
 
+def torchrun_sizes(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return how many processes torchrun started, and how many of them on this host; None if it started none.
+
+    It may itself have been started by srun or mpirun, whose variables its processes inherit.
+    """
+    size, n_local = environ.get("WORLD_SIZE", ""), environ.get("LOCAL_WORLD_SIZE", "")
+    is_torchrun = "TORCHELASTIC_RUN_ID" in environ and size.isdecimal() and n_local.isdecimal()
+    return (int(size), int(n_local)) if is_torchrun else None
+
+
 def unused_tasks(environ: Mapping[str, str]) -> int:
     """Return how many tasks the Slurm allocation has, if the program runs in it without any launcher; else 0."""
     tasks = environ.get("SLURM_NTASKS", "")

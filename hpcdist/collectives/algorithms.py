@@ -70,12 +70,12 @@ def run(
         shared_memory.all_reduce(buffer, group, op, divisor)
         return
     if not isinstance(algorithm, Implementation):
-        algorithm.all_reduce(buffer.reshape(-1), group.comm, op.mpi_op)
+        algorithm.all_reduce(buffer.reshape(-1), group.comm, library.mpi_op(op))
     elif algorithm is not Implementation.HIERARCHICAL:
         ALGORITHMS[algorithm](buffer, group, op)
     elif route.is_on_device:
         gpu_hierarchical.all_reduce(buffer, group, op)
-    elif op.mpi_op == MPI.SUM and wire is PLAIN and _is_by_halving(route, group.placement):
+    elif op.mpi_name == "SUM" and wire is PLAIN and _is_by_halving(route, group.placement):
         slices.all_reduce(buffer, group, op)
     else:
         hierarchical.all_reduce(buffer, group, op, route.is_ordered, wire, bucket)

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcdist.collectives.calls import all_reduce
+from hpcdist.collectives.library import mpi_op
 from hpcdist.collectives.ops import OPS, ReduceOp
 from hpcdist.collectives.options import AllReduceAlgorithm, CommunicationOptions
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
@@ -136,7 +137,7 @@ class NcclAllReduce(CrossDeviceOps):
 
 
 def _name_of(op: MPI.Op) -> str:
-    return next(name for name, known in OPS.items() if known.mpi_op == op)
+    return next(name for name, known in OPS.items() if mpi_op(known) == op)
 
 
 def options_with(ops: CrossDeviceOps, options: CommunicationOptions) -> CommunicationOptions:

@@ -17,6 +17,7 @@ from hpcdist.collectives.wire import PLAIN, Wire
 from hpcdist.plan.blocks import block_bounds
 from hpcdist.plan.placement import LanePlan
 from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.node_memory import NodeWindow
 
 Array = npt.NDArray[Any]
 #: Most and fewest bytes of a chunk on one rank; three chunks are in flight at once.
@@ -68,6 +69,12 @@ def all_reduce(
     chunks = [_Chunk(group, flat[start : start + n_chunk], start) for start in starts]
     plan = group.lane_plan(ordered)
     run_pipeline([functools.partial(one.begin, op, plan, wire, key) for one in chunks], chunks)
+
+
+def _make_stage(group: Group) -> Stage:
+    """Return the slots of a group. Collective: its ranks of this host."""
+    pieces = NodeWindow(group.node_comm, DEPTH * CHUNK_BYTES, group.world).pieces
+    return Stage(pieces, group.node_comm.rank, DEPTH, CHUNK_BYTES, group.placement.n_lanes)
 
 
 class InFlight(Protocol):
@@ -154,9 +161,7 @@ class _Chunk:
         rows, start = [self._elements], self._start
         if not self._is_alone:
             group = self._group
-            self._stage = group.keep(
-                "stage of lanes", lambda: Stage(group, DEPTH, CHUNK_BYTES, group.placement.n_lanes)
-            )
+            self._stage = group.keep("stage of lanes", lambda: _make_stage(group))
             self._views = self._stage.next_views(self._elements.dtype, self._elements.size)
             rows = self._stage.put(self._elements, self._views)
             start += self._views.own.start

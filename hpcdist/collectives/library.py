@@ -46,13 +46,19 @@ def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM) -> None:
         raise _differs(array, op, group, other)
 
 
+def mpi_op(op: Op) -> MPI.Op:
+    """Return MPI's name for a reduction."""
+    found: MPI.Op = getattr(MPI, op.mpi_name)
+    return found
+
+
 def _reduce(array: npt.NDArray[Any], comm: MPI.Comm, op: Op) -> None:
     if array.nbytes <= PIECE_BYTES:
-        comm.Allreduce(MPI.IN_PLACE, array, op.mpi_op)
+        comm.Allreduce(MPI.IN_PLACE, array, mpi_op(op))
         return
     flat, n_piece = array.reshape(-1), PIECE_BYTES // array.itemsize
     for start in range(0, flat.size, n_piece):
-        comm.Allreduce(MPI.IN_PLACE, flat[start : start + n_piece], op.mpi_op)
+        comm.Allreduce(MPI.IN_PLACE, flat[start : start + n_piece], mpi_op(op))
 
 
 def _differs(array: npt.NDArray[Any], op: Op, group: Group, got: str) -> DesyncError:

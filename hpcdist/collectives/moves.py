@@ -268,7 +268,7 @@ def _reduce_scatter(array: Any, op: Op, group: Group) -> Any:
     own = np.empty((counts[group.rank], *given.shape[1:]), given.dtype)
     with group.recorded("reduce_scatter", given):
         sizes = [count * math.prod(given.shape[1:]) for count in counts]
-        group.comm.Reduce_scatter(given, own, sizes, op.mpi_op)
+        group.comm.Reduce_scatter(given, own, sizes, library.mpi_op(op))
     if op is MEAN:
         np.divide(own, group.size, out=own)
     return from_host(own, array)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from hpcdist.errors import CollectiveError, UsageError
-from hpcdist.runtime.mpi import MPI
 
 
 class _Silence(threading.local):
@@ -49,14 +48,14 @@ class Op:
     Attributes:
         name: as users write it.
         code: a small number, equal on all ranks.
-        mpi_op: MPI's name for it.
+        mpi_name: what it is called in mpi4py, such as "SUM".
         ufunc: numpy's function of two arrays and out.
         title: what its all-reduce is called in the journal.
     """
 
     name: str
     code: int
-    mpi_op: MPI.Op
+    mpi_name: str
     ufunc: Any
     title: str = field(init=False)
 
@@ -64,16 +63,16 @@ class Op:
         object.__setattr__(self, "title", f"all_reduce {self.name}")
 
 
-SUM = Op("sum", 0, MPI.SUM, np.add)
-MEAN = Op("mean", 1, MPI.SUM, np.add)
+SUM = Op("sum", 0, "SUM", np.add)
+MEAN = Op("mean", 1, "SUM", np.add)
 OPS = {
     op.name: op
     for op in (
         SUM,
         MEAN,
-        Op("min", 2, MPI.MIN, np.minimum),
-        Op("max", 3, MPI.MAX, np.maximum),
-        Op("product", 4, MPI.PROD, np.multiply),
+        Op("min", 2, "MIN", np.minimum),
+        Op("max", 3, "MAX", np.maximum),
+        Op("product", 4, "PROD", np.multiply),
     )
 }
 

@@ -1,25 +1,31 @@
 """All-reduce inside one node through shared memory: every rank sums its slice of all ranks' buffers."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import OPS, SUM, Op, combine, divide
 from hpcdist.collectives.staging import Stage, add_rows, copy
 from hpcdist.errors import ConfigurationError, DesyncError
 from hpcdist.plan.replicas import plan_row_additions
+from hpcdist.runtime.node_memory import NodeBarrier, NodeWindow
+
+if TYPE_CHECKING:
+    from hpcdist.collectives.group import Group
 
 #: Most bytes of a chunk, on all ranks together and on one; chunks of an array are equally long. Small enough that they
 #: stay in the cache, large enough that two barriers per chunk cost little. On 2 cores of AMD Zen 5 and for arrays of up
 #: to 64 MiB 2 ranks were as fast with chunks of 512 to 1,536 KiB, 4 ranks a third faster with 512 to 768 than 1,536.
 CHUNKS_BYTES, LEAST_CHUNK_BYTES = 3 << 20, 128 << 10
+#: Chunks in flight.
+DEPTH = 2
 #: Up to this many bytes on all ranks together each rank combines everything itself.
 WHOLE_BYTES = 128 << 10
 
 
-def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM, divisor: float | None = None) -> None:
+def all_reduce(array: npt.NDArray[Any], group: "Group", op: Op = SUM, divisor: float | None = None) -> None:
     """Replace `array` by its reduction over all ranks, which share one node.
 
     Collective: `group.comm`. Blocking. Same shape and dtype required on every rank: yes; compared.
@@ -50,35 +56,42 @@ def all_reduce(array: npt.NDArray[Any], group: Group, op: Op = SUM, divisor: flo
         if divisor is not None:
             divide(array, divisor)
         return
-    node: _NodeSums | None = group.kept(_NodeSums)
-    if node is None:
+    sums: NodeSums | None = group.kept(NodeSums)
+    if sums is None:
         require_same(array, op, group)  # sharing memory blocks: nobody may be elsewhere
-        node = group.keep(_NodeSums, lambda: _NodeSums(group))
-    if array.nbytes <= node.whole_bytes:
-        node.reduce_whole(array, op, divisor)
-    else:
-        node.reduce_by_slices(array.reshape(-1), op, divisor)
+        sums = group.keep(NodeSums, lambda: _make_sums(group))
+    sums.all_reduce(array, op, divisor)
 
 
-class _NodeSums:
+def _make_sums(group: "Group") -> "NodeSums":
+    pieces = NodeWindow(group.node_comm, stage_bytes(group.size), group.world).pieces
+    return NodeSums(group.barrier, pieces, group.rank, group.names)
+
+
+class NodeSums:
     """Sums over the ranks of one host, through slots that are used in turn.
 
-    Collective: `group.comm`; so are its calls.
-
     Args:
-        group: all on one host.
-
-    Attributes:
-        whole_bytes: up to this size each rank reduces the entire array itself.
+        barrier: among the ranks.
+        pieces: memory that they share, by rank: `stage_bytes` each, or more.
+        rank: which of them this is.
+        names: what they are called in messages.
     """
 
-    def __init__(self, group: Group) -> None:
-        self._group, self._barrier, self._rank = group, group.barrier, group.rank
-        self._stage = Stage(group, 2, chunk_bytes(group.size), group.size)
-        self._additions = plan_row_additions(group.size)
-        self.whole_bytes = min(WHOLE_BYTES // group.size, self._stage.chunk_bytes)
+    def __init__(self, barrier: NodeBarrier, pieces: Sequence[memoryview], rank: int, names: Sequence[str]) -> None:
+        self._barrier, self._rank, self._names = barrier, rank, names
+        self._stage = Stage(pieces, rank, DEPTH, chunk_bytes(len(pieces)), len(pieces))
+        self._additions = plan_row_additions(len(pieces))
+        self._whole_bytes = min(WHOLE_BYTES // len(pieces), self._stage.chunk_bytes)
 
-    def reduce_whole(self, array: npt.NDArray[Any], op: Op, divisor: float | None) -> None:
+    def all_reduce(self, array: npt.NDArray[Any], op: Op, divisor: float | None) -> None:
+        """Replace `array` by its reduction. Collective: all ranks of the barrier; see the function of this name."""
+        if array.nbytes <= self._whole_bytes:
+            self._reduce_whole(array, op, divisor)
+        else:
+            self._reduce_by_slices(array.reshape(-1), op, divisor)
+
+    def _reduce_whole(self, array: npt.NDArray[Any], op: Op, divisor: float | None) -> None:
         """Let every rank combine all ranks' arrays itself: one barrier, and two slots used in turn are enough.
 
         Between two writes of a slot lies a barrier, which no rank enters before it has read the slot.
@@ -89,7 +102,7 @@ class _NodeSums:
         copy(slots[self._rank], flat)
         marks = self._barrier.wait(views.mark | op.code)
         if marks is not None:
-            compare(marks, self._group)
+            raise _differing(marks, self._names)
         (into, row), rows = self._additions[-1], slots
         if len(slots) > 2:
             rows = slots.copy()
@@ -99,7 +112,7 @@ class _NodeSums:
         if divisor is not None:
             divide(flat, divisor)
 
-    def reduce_by_slices(self, flat: npt.NDArray[Any], op: Op, divisor: float | None) -> None:
+    def _reduce_by_slices(self, flat: npt.NDArray[Any], op: Op, divisor: float | None) -> None:
         """Let every rank combine its slice of all ranks' chunks: two barriers for each chunk."""
         stage, barrier = self._stage, self._barrier
         n_chunk = -(-flat.size // -(-flat.nbytes // stage.chunk_bytes))
@@ -107,13 +120,20 @@ class _NodeSums:
             chunk = flat[start : start + n_chunk]
             views = stage.next_views(flat.dtype, chunk.size)
             rows = stage.put(chunk, views)
-            compare(barrier.wait(0 if start else mark_of(flat, op)), self._group)
+            marks = barrier.wait(0 if start else mark_of(flat, op))
+            if marks is not None:
+                raise _differing(marks, self._names)
             add_rows(rows, self._additions, op.ufunc)
             if divisor is not None:
                 divide(rows[0], divisor)
             stage.publish(rows, views)
             barrier.wait()
             stage.take(chunk, views)
+
+
+def stage_bytes(n_local_ranks: int) -> int:
+    """Return how much memory each rank of a host shares for sums."""
+    return DEPTH * chunk_bytes(n_local_ranks)
 
 
 def chunk_bytes(n_local_ranks: int) -> int:
@@ -126,27 +146,28 @@ def mark_of(array: npt.NDArray[Any], op: Op) -> int:
     return (array.size << 16 | array.dtype.num << 8 | op.code) & (2**63 - 1)
 
 
-def require_same(array: npt.NDArray[Any], op: Op, group: Group) -> None:
+def require_same(array: npt.NDArray[Any], op: Op, group: "Group") -> None:
     """Raise DesyncError on every rank of a node when they are not about to reduce the same. Collective: the node."""
-    compare(group.barrier.wait(mark_of(array, op)), group)
+    marks = group.barrier.wait(mark_of(array, op))
+    if marks is not None:
+        error = _differing(marks, group.names)
+        error.is_agreed = len(group.placement.hosts) == 1
+        raise error
 
 
-def compare(marks: list[int] | None, group: Group) -> None:
-    """Raise DesyncError on every rank of a node when marks differ."""
-    if marks is None:
-        return
-    names = {op.code: op.name for op in OPS.values()}
+def _differing(marks: list[int], names: Sequence[str]) -> DesyncError:
+    """Return the error of ranks whose marks differ; all of them raise it."""
+    ops = {op.code: op.name for op in OPS.values()}
     dtypes: dict[int, str] = {
         np.dtype(code).num: np.dtype(code).name for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
     }
     calls = [
-        f"{names.get(mark & 0xFF, 'unknown')} of {mark >> 16} {dtypes.get(mark >> 8 & 0xFF, 'unknown')} on "
-        f"{group.names[local_rank]}"
-        for local_rank, mark in enumerate(marks)
+        f"{ops.get(mark & 0xFF, 'unknown')} of {mark >> 16} {dtypes.get(mark >> 8 & 0xFF, 'unknown')} on {names[rank]}"
+        for rank, mark in enumerate(marks)
     ]
     error = DesyncError(
         f"all_reduce: expected the same call on every rank, got {', '.join(calls)}; let all ranks make the same calls "
         f"in the same order."
     )
-    error.is_agreed = len(group.placement.hosts) == 1
-    raise error
+    error.is_agreed = True
+    return error

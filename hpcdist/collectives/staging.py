@@ -7,17 +7,15 @@ So each byte of the buffer is read from main memory once and written once; the s
 import functools
 import mmap
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import combine
 from hpcdist.plan.blocks import block_bounds
-from hpcdist.runtime.node_memory import NodeWindow
 
 Array = npt.NDArray[Any]
 #: Bytes of all rows together that are combined at a time: half of a core's second-level cache, as most have 1 MiB.
@@ -56,10 +54,9 @@ class Views:
 class Stage:
     """Slots for a few chunks in flight.
 
-    Collective: `group.node_comm`.
-
     Args:
-        group: whose ranks share the memory.
+        pieces: memory that the ranks of the host share, by local rank: `depth * chunk_bytes` each, or more.
+        local_rank: whose slot is this rank's.
         depth: chunks in flight; a slot is used again `depth` chunks later.
         chunk_bytes: bytes of a chunk.
         n_slices: local ranks that own a slice, at most those of the host.
@@ -68,13 +65,15 @@ class Stage:
         chunk_bytes: bytes of a chunk.
     """
 
-    def __init__(self, group: Group, depth: int, chunk_bytes: int, n_slices: int) -> None:
+    def __init__(
+        self, pieces: Sequence[memoryview], local_rank: int, depth: int, chunk_bytes: int, n_slices: int
+    ) -> None:
         self.chunk_bytes = chunk_bytes
         self._n_slices = n_slices
-        self._local_rank = group.node_comm.rank
+        self._local_rank = local_rank
         self._depth = depth
         self._number = 0
-        self._pieces = NodeWindow(group.node_comm, depth * chunk_bytes, group.world).pieces
+        self._pieces = pieces
         self._views: dict[tuple[np.dtype[Any], int, int], Views] = {}
 
     def next_views(self, dtype: np.dtype[Any], n_elements: int) -> Views:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hpcdist.errors import CollectiveError
-from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.waiting import YIELDS, late, wait_until
 
 if TYPE_CHECKING:
+    from hpcdist.runtime.mpi import MPI
     from hpcdist.runtime.world import World
 
 #: int64 cells of one rank on a board: a cache line of its own, so that ranks do not slow each other's writes.
@@ -43,39 +43,55 @@ class NodeWindow:
         CollectiveError: when the node has too little memory, or forbids sharing it; on every rank of the node.
     """
 
-    def __init__(self, node_comm: MPI.Comm, nbytes: int, world: "World") -> None:
-        self._nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        fd = -1
+    def __init__(self, node_comm: "MPI.Comm", nbytes: int, world: "World") -> None:
+        nbytes, fd = whole_pages(nbytes), -1
         with world.agreed(node_comm):
-            fd = self._create(node_comm.size) if node_comm.rank == 0 else -1
-        path = world.broadcast_text(f"/proc/{os.getpid()}/fd/{fd}", 0, node_comm)
+            fd = create_memory(node_comm.size * nbytes) if node_comm.rank == 0 else -1
+        path = world.broadcast_text(path_of(fd), 0, node_comm)
         try:
             with world.agreed(node_comm):
-                fd = _open(path) if fd < 0 else fd
-                self._map(fd, node_comm)
+                fd = open_memory(path) if fd < 0 else fd
+                self.pieces = map_pieces(fd, node_comm.size, nbytes, node_comm.rank)
         finally:
             if fd >= 0:
                 os.close(fd)
 
-    def _create(self, n_pieces: int) -> int:
-        try:
-            fd = os.memfd_create("hpcdist")
-            os.ftruncate(fd, n_pieces * self._nbytes)
-        except OSError as error:
-            raise _refused(error) from error
-        return fd
 
-    def _map(self, fd: int, node_comm: MPI.Comm) -> None:
-        try:
-            os.posix_fallocate(fd, node_comm.rank * self._nbytes, self._nbytes)
-            memory = memoryview(mmap.mmap(fd, node_comm.size * self._nbytes))
-        except OSError as error:
-            raise _refused(error) from error
-        starts = range(0, node_comm.size * self._nbytes, self._nbytes)
-        self.pieces = [memory[start : start + self._nbytes] for start in starts]
+def whole_pages(nbytes: int) -> int:
+    """Return a number of bytes, at least one, rounded up to whole pages."""
+    return -(-max(1, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _open(path: str) -> int:
+def create_memory(nbytes: int) -> int:
+    """Return a file descriptor of memory without a name, whose pages are not allocated yet.
+
+    Raises:
+        CollectiveError: when it is forbidden; on this rank only. So do the next two functions.
+    """
+    try:
+        fd = os.memfd_create("hpcdist")
+        os.ftruncate(fd, nbytes)
+    except OSError as error:
+        raise _refused(error) from error
+    return fd
+
+
+def path_of(fd: int) -> str:
+    """Return by which path other processes open memory of this one, while it keeps the file descriptor."""
+    return f"/proc/{os.getpid()}/fd/{fd}"
+
+
+def map_pieces(fd: int, n_pieces: int, nbytes: int, own: int) -> list[memoryview]:
+    """Allocate the pages of this rank's own piece, and return all of them; `nbytes` each, whole pages."""
+    try:
+        os.posix_fallocate(fd, own * nbytes, nbytes)
+        memory = memoryview(mmap.mmap(fd, n_pieces * nbytes))
+    except OSError as error:
+        raise _refused(error) from error
+    return [memory[start : start + nbytes] for start in range(0, n_pieces * nbytes, nbytes)]
+
+
+def open_memory(path: str) -> int:
     """Open the first rank's memory, unless its process id is another process here, as across container boundaries."""
     try:
         if not os.readlink(path).startswith("/memfd:hpcdist"):
@@ -108,15 +124,11 @@ class OwnMemory:
     """
 
     def __init__(self, nbytes: int) -> None:
-        nbytes = -(-max(1, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        try:
-            fd = os.memfd_create("hpcdist")
-            os.posix_fallocate(fd, 0, nbytes)
-            self.memory = memoryview(mmap.mmap(fd, nbytes))
-        except OSError as error:
-            raise _refused(error) from error
-        self.path = f"/proc/{os.getpid()}/fd/{fd}"
+        nbytes = whole_pages(nbytes)
+        fd = create_memory(nbytes)
         weakref.finalize(self, os.close, fd)
+        (self.memory,) = map_pieces(fd, 1, nbytes, 0)
+        self.path = path_of(fd)
 
 
 def map_memory(path: str) -> memoryview:
@@ -125,7 +137,7 @@ def map_memory(path: str) -> memoryview:
     Raises:
         CollectiveError: when it cannot be reached, as across container boundaries; on this rank only.
     """
-    fd = _open(path)
+    fd = open_memory(path)
     try:
         return memoryview(mmap.mmap(fd, os.fstat(fd).st_size))
     except OSError as error:

@@ -1,6 +1,7 @@
 """Tests under mpirun: a failure on one rank is a failure on all, reported once; a test that hangs ends the run."""
 
 import faulthandler
+import gc
 import os
 import shutil
 import sys
@@ -34,6 +35,14 @@ def pytest_sessionstart(session):
     if _COMM.rank > 0:
         session.config.hpcdist_silence = open(os.devnull, "w")
         session.config.get_terminal_writer()._file = session.config.hpcdist_silence
+
+
+def pytest_collection_finish():
+    """Leave modules out of what the garbage collector looks through: each plan of a model runs it, for 0.3 s here."""
+    import torch._dynamo  # which torch imports at the first plan otherwise
+
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure(config):

@@ -1,6 +1,7 @@
 """Run the tests of torch.distributed that come with torch over the backend `hpcdist`; print what became of each.
 
 mpirun -n 3 python tests/support/torch_own_tests.py FOLDER
+torchrun --nproc-per-node 3 tests/support/torch_own_tests.py FOLDER
 
 Left out: what needs GPUs, and what lets ranks wait for each other on purpose (`monitored_barrier` is gloo's alone).
 """
@@ -14,9 +15,12 @@ import traceback
 import unittest
 from collections import Counter
 
-from mpi4py import MPI
+if "RANK" in os.environ:  # torchrun's
+    RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+else:
+    from mpi4py import MPI
 
-COMM = MPI.COMM_WORLD
+    RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 WANTED = r"^test_(all_gather|all_reduce|all_to_all|barrier|broadcast|gather|scatter|reduce|send|isend|irecv)"
 UNWANTED = r"cuda|nccl|timeout|monitored"
 
@@ -24,7 +28,7 @@ UNWANTED = r"cuda|nccl|timeout|monitored"
 def load():
     """Return torch's test class for ranks that are started already."""
     folder = sys.argv[1]
-    os.environ.update(BACKEND="gloo", WORLD_SIZE=str(COMM.size), TEMP_DIR=folder)  # torch's module asks for them
+    os.environ.update(BACKEND="gloo", WORLD_SIZE=str(SIZE), TEMP_DIR=folder)  # torch's module asks for them
     os.makedirs(os.path.join(folder, "barrier"), exist_ok=True)
     from torch.testing._internal.common_utils import TestCase
     from torch.testing._internal.distributed import distributed_test
@@ -33,7 +37,7 @@ def load():
     os.environ["BACKEND"] = "mpi"  # tests of groups ask for eight ranks else
 
     class OfThisJob(distributed_test.DistributedTest._DistTestBase, TestCase):
-        rank, world_size = COMM.rank, COMM.size
+        rank, world_size = RANK, SIZE
 
     return OfThisJob
 
@@ -64,10 +68,11 @@ def main():
     names = [name for name in sorted(dir(case)) if re.search(WANTED, name) and not re.search(UNWANTED, name)]
     found = {}
     for name in names:
+        outcomes = [None] * SIZE
         with contextlib.redirect_stdout(sys.stderr):
-            outcomes = COMM.allgather(outcome_of(case, name))
+            dist.all_gather_object(outcomes, outcome_of(case, name))
         found[name] = outcomes[0] if len(set(outcomes)) == 1 else "\n".join(outcomes)
-    if COMM.rank == 0:
+    if RANK == 0:
         known = Counter(one if one in ("ok", "skipped") else "failed" for one in found.values())
         failed = {name: text for name, text in found.items() if text not in ("ok", "skipped")}
         passed = [name for name in names if found[name] == "ok"]

@@ -1,9 +1,4 @@
-"""A backend of torch.distributed over hpcdist's collectives, for DistributedDataParallel scripts as they are.
-
->>> import hpcdist.torch_backend
->>> torch.distributed.init_process_group("hpcdist", init_method="hpcdist://")
-
-The ranks are those that mpirun or srun started. Tensors on the host only: others are refused.
+"""torch's ProcessGroup: its calls on tensors, as moves and reductions of bytes and arrays (`Ranks`).
 
 Source: torch/distributed/distributed_c10d.py (torch 2.13), where a ProcessGroup written in Python replaces the whole
 group; torch.testing._internal.distributed.multi_threaded_pg is another one.
@@ -12,29 +7,19 @@ group; torch.testing._internal.distributed.multi_threaded_pg is another one.
 import contextlib
 import zlib
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work, _create_work_from_future
 from torch.futures import Future
 
-from hpcdist.collectives import library
-from hpcdist.collectives.calls import reduce_buffer
-from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import MEAN, OPS, SUM, Op
-from hpcdist.collectives.options import CommunicationOptions
-from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ConfigurationError, DesyncError
-from hpcdist.runtime.mpi import MPI
-from hpcdist.runtime.process import make_world
-from hpcdist.runtime.waiting import late, wait_until
+from hpcdist.errors import DesyncError
+from hpcdist.torch_backend.ranks import ANY_RANK, Array, Message, Ranks, deal, mismatch, no_bytes
 
-Array = npt.NDArray[Any]
-_AUTO = CommunicationOptions()
 _RedOp = dist.ReduceOp.RedOpType
 _OPS = {
     _RedOp.SUM: SUM,
@@ -42,9 +27,9 @@ _OPS = {
     _RedOp.PRODUCT: OPS["product"],
     _RedOp.MIN: OPS["min"],
     _RedOp.MAX: OPS["max"],
-    _RedOp.BAND: Op("bitwise and", 10, MPI.BAND, np.bitwise_and),
-    _RedOp.BOR: Op("bitwise or", 11, MPI.BOR, np.bitwise_or),
-    _RedOp.BXOR: Op("bitwise xor", 12, MPI.BXOR, np.bitwise_xor),
+    _RedOp.BAND: Op("bitwise and", 10, "BAND", np.bitwise_and),
+    _RedOp.BOR: Op("bitwise or", 11, "BOR", np.bitwise_or),
+    _RedOp.BXOR: Op("bitwise xor", 12, "BXOR", np.bitwise_xor),
 }
 _BITWISE = (_RedOp.BAND, _RedOp.BOR, _RedOp.BXOR)
 #: What a reduction of bools is, as True + True is True.
@@ -66,14 +51,12 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     Before values move, ranks compare operation, dtype and sizes, by a reduction of 16 bytes.
 
     Args:
-        comm: the ranks of the group, in its order; all of them make it.
-        timeout_s: after which a call that some rank has not joined ends the job.
+        ranks: of the group, in its order; all of them make it.
     """
 
-    def __init__(self, comm: MPI.Comm, timeout_s: float) -> None:
-        super().__init__(comm.rank, comm.size)
-        self._group = Group(comm, make_world(), timeout_s=timeout_s)
-        self._messages: list[_Message] = []  # kept while MPI uses their memory
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(ranks.rank, ranks.size)
+        self._ranks = ranks
         self._group_name, self._is_shut_down = "", False
 
     def name(self) -> str:
@@ -99,20 +82,13 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         Raises:
             CollectiveTimeoutError: when nobody receives a message that was sent.
         """
-        if self._is_shut_down:
-            return
-        self._is_shut_down = True
-        messages, self._messages = self._messages, []
-        try:
-            with contextlib.ExitStack() as stack:  # all of them, whichever raises
-                for message in messages:
-                    stack.callback(message.finish)
-        finally:
-            self._group.free()
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            self._ranks.free()
 
     @contextlib.contextmanager
     def _call(self, name: str, recorded: Any, *tensors: Tensor) -> Iterator[None]:
-        """Record the collective of the block, and translate errors of MPI.
+        """Record the collective of the block; see `Ranks.recorded`.
 
         Args:
             name: of the call.
@@ -120,29 +96,23 @@ class HpcdistProcessGroup(dist.ProcessGroup):
             tensors: which the call reads and writes.
 
         Raises:
-            CollectiveError: for tensors off the host, before anything is sent. DesyncError: for an error of MPI; on
-                this rank.
+            CollectiveError: for tensors off the host, before anything is sent. DesyncError: for what the library finds
+                wrong; on this rank.
         """
         _require_host(name, *tensors)
-        try:
-            with self._group.recorded(name, recorded):
-                yield
-        except (MPI.Exception, OverflowError) as error:
-            raise _desync(name, error) from error
+        with self._ranks.recorded(name, recorded):
+            yield
 
     def _require_same(self, call: str, *facts: Any) -> None:
         """Raise DesyncError on every rank unless all give the same facts, such as dtype and sizes. Collective."""
         mark = zlib.crc32(repr((call, facts)).encode())
-        found = np.array([mark, -mark])
-        self._group.comm.Allreduce(MPI.IN_PLACE, found, MPI.MIN)
-        if found[0] != -found[1]:
+        if not self._ranks.have_same(mark):
             raise _differ(call, ", ".join(map(str, facts)))
 
     def _require_all(self, call: str, is_right: bool, *facts: Any) -> None:
         """Raise DesyncError on every rank unless sizes are right on all. Collective."""
-        found = np.array([is_right])
-        self._group.comm.Allreduce(MPI.IN_PLACE, found, MPI.LAND)
-        if not found[0]:
+        number = 0 if is_right else 1 + self.rank()  # ranks that are all wrong differ, too
+        if not self._ranks.have_same(number) or not is_right:
             raise _differ(call, ", ".join(map(str, facts)))
 
     # -- reductions ---------------------------------------------------------------------------------------------------
@@ -174,18 +144,14 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         with _contiguous(tensor) as whole:
             if whole.dtype == torch.bool:
                 whole = whole.view(torch.uint8)
-            if kind in _BITWISE:
-                with self._call(_OPS[kind].title, whole):
-                    library.all_reduce(whole.numpy(), self._group, _OPS[kind])
-            else:
-                reduce_buffer(whole, _OPS[kind], _AUTO, self._group)
+            self._ranks.all_reduce(whole, _OPS[kind])
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
         """Put the reduction of this rank's tensor of each rank's list into the output."""
         (output,), (parts,) = outputs, inputs
         self._require("reduce_scatter", parts, output)
         if parts[self.rank()].numel() != output.numel():
-            raise _mismatch(
+            raise mismatch(
                 "reduce_scatter", f"{output.numel()} elements for rank {self.rank()}", parts[self.rank()].shape
             )
         joined = torch.cat([one.reshape(-1) for one in parts])
@@ -195,7 +161,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         """Put this rank's part of the reduction of a tensor that is as large as all outputs into the output."""
         if given.numel() != output.numel() * self.size() or given.dtype != output.dtype:
             expected = f"input of {output.numel() * self.size()} {output.dtype}"
-            raise _mismatch("reduce_scatter_tensor", expected, given.shape, given.dtype)
+            raise mismatch("reduce_scatter_tensor", expected, given.shape, given.dtype)
         return self._reduce_rows(output, given.reshape(-1), [output.numel()] * self.size(), opts, [output])
 
     _reduce_scatter_base = reduce_scatter_single
@@ -214,10 +180,9 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         given = own.clone(memory_format=torch.contiguous_format) if factor is None else own * factor
         given = given.float() if given.dtype in _HALF else given
         array = (given.view(torch.uint8) if given.dtype == torch.bool else given).contiguous().numpy()
-        received = np.empty(counts[self.rank()], array.dtype)
         with self._call("reduce_scatter", None, output):
             self._require_same("reduce_scatter", kind.name, joined.dtype, counts)
-            self._group.comm.Reduce_scatter(array, received, counts, _OPS[kind].mpi_op)
+            received = self._ranks.reduce_scatter(array, counts, _OPS[kind])
         found = torch.from_numpy(received)
         if kind == _RedOp.AVG:
             found /= self.size()
@@ -231,7 +196,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         (tensor,) = tensors
         with self._call("broadcast", None, tensor), _contiguous(tensor) as whole:
             self._require_same("broadcast", tensor.dtype, tensor.numel(), f"root {opts.rootRank}")
-            library.broadcast(_bytes_of(whole), self._group.comm, opts.rootRank)
+            self._ranks.broadcast(_bytes_of(whole), opts.rootRank)
         return _done(tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
@@ -239,16 +204,16 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         (parts,), (own,) = outputs, inputs
         self._require("all_gather", parts, own)
         if own.numel() != parts[self.rank()].numel():
-            raise _mismatch("all_gather", f"{parts[self.rank()].numel()} elements of rank {self.rank()}", own.shape)
+            raise mismatch("all_gather", f"{parts[self.rank()].numel()} elements of rank {self.rank()}", own.shape)
         joined = self._gather_bytes(own, [one.nbytes for one in parts])
-        _deal(joined, parts)
+        deal(joined, parts)
         return _done(outputs)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         """Do allgather of each input; outputs are a list for each rank."""
         if any(len(of_rank) != len(inputs) for of_rank in outputs):
             found = [len(of_rank) for of_rank in outputs]
-            raise _mismatch("all_gather_coalesced", f"lists of {len(inputs)} tensors", found)
+            raise mismatch("all_gather_coalesced", f"lists of {len(inputs)} tensors", found)
         for number, own in enumerate(inputs):
             self.allgather([[of_rank[number] for of_rank in outputs]], [own])
         return _done(outputs)
@@ -257,8 +222,8 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         """Put all ranks' tensors into one, one after the other."""
         if output.numel() != given.numel() * self.size() or output.dtype != given.dtype:
             expected = f"output of {given.numel() * self.size()} {given.dtype}"
-            raise _mismatch("all_gather_into_tensor", expected, output.shape, output.dtype)
-        _deal(self._gather_bytes(given, [given.nbytes] * self.size()), [output])
+            raise mismatch("all_gather_into_tensor", expected, output.shape, output.dtype)
+        deal(self._gather_bytes(given, [given.nbytes] * self.size()), [output])
         return _done([output])
 
     _allgather_base = all_gather_single
@@ -272,10 +237,10 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def _gather_bytes(self, own: Tensor, counts: list[int]) -> Array:
-        joined = np.empty(sum(counts), np.uint8)
+        joined = no_bytes(sum(counts))
         with self._call("all_gather", None, own):
             self._require_same("all_gather", own.dtype, f"{counts} bytes")
-            library.all_gather(_bytes_of(own), counts, joined, self._group)
+            self._ranks.all_gather(_bytes_of(own), counts, joined)
         return joined
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
@@ -285,11 +250,11 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         if is_root:
             self._require("gather", parts, own)
         counts = [one.nbytes for one in parts]
-        joined = np.empty(sum(counts), np.uint8)
+        joined = no_bytes(sum(counts))
         with self._call("gather", None, own):
             self._require_counts("gather", counts, opts.rootRank, own)
-            self._group.comm.Gatherv(_bytes_of(own), [joined, counts] if is_root else None, opts.rootRank)
-        _deal(joined, parts)
+            self._ranks.gather(_bytes_of(own), counts, joined, opts.rootRank)
+        deal(joined, parts)
         return _done(outputs)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
@@ -299,18 +264,18 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         _require_host("scatter", output)
         if is_root:
             self._require("scatter", parts, output)
-        joined = np.concatenate([_bytes_of(one) for one in parts]) if is_root else None
+        joined = np.concatenate([_bytes_of(one) for one in parts]) if is_root else no_bytes()
         counts = [one.nbytes for one in parts]
         with _contiguous(output) as whole, self._call("scatter", None, output):
             self._require_counts("scatter", counts, opts.rootRank, output)
-            self._group.comm.Scatterv([joined, counts] if is_root else None, _bytes_of(whole), opts.rootRank)
+            self._ranks.scatter(joined, counts, _bytes_of(whole), opts.rootRank)
         return _done(outputs)
 
     def _require_counts(self, call: str, counts: list[int], root: int, own: Tensor) -> None:
         """Raise DesyncError on every rank unless each has a tensor of as many bytes as root says. Collective."""
         self._require_same(call, own.dtype, f"root {root}")
         said = np.array(counts or [0] * self.size())
-        self._group.comm.Bcast(said, root)
+        self._ranks.broadcast(said.view(np.uint8), root)
         self._require_all(call, said[self.rank()] == own.nbytes, f"{own.nbytes} bytes, {said[self.rank()]} on root")
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
@@ -318,14 +283,16 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         self._require("all_to_all", inputs)
         self._require("all_to_all", outputs)
         sent, counts = [_bytes_of(one) for one in inputs], [one.nbytes for one in outputs]
-        received, coming = np.empty(sum(counts), np.uint8), np.empty(self.size(), np.int64)
+        sizes = [one.size for one in sent]
+        received, coming = no_bytes(sum(counts)), np.empty(self.size(), np.int64)
         with self._call("all_to_all", None):
-            self._group.comm.Alltoall(np.array([one.size for one in sent]), coming)
+            of_a_size = [coming.itemsize] * self.size()
+            self._ranks.all_to_all(np.array(sizes).view(np.uint8), of_a_size, coming.view(np.uint8), of_a_size)
             dtype = inputs[0].dtype
             is_right = coming.tolist() == counts and outputs[0].dtype == dtype
             self._require_all("all_to_all", is_right, dtype, f"{counts} bytes for {coming.tolist()}")
-            self._group.comm.Alltoallv([np.concatenate(sent), [one.size for one in sent]], [received, counts])
-        _deal(received, outputs)
+            self._ranks.all_to_all(np.concatenate(sent), sizes, received, counts)
+        deal(received, outputs)
         return _done(outputs)
 
     def all_to_all_single(
@@ -334,7 +301,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         """Send rows to each rank, by default as many to each, and receive its rows."""
         for tensor, splits, name in ((given, input_splits, "input"), (output, output_splits, "output")):
             if (splits and sum(splits) != len(tensor)) or (not splits and len(tensor) % self.size()):
-                raise _mismatch(
+                raise mismatch(
                     "all_to_all_single", f"rows of the {name} that the splits divide", tensor.shape, list(splits)
                 )
         rows_out = list(output_splits) or [len(output) // self.size()] * self.size()
@@ -348,138 +315,41 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Work:
         """Return when all ranks of the group are here."""
         with self._call("barrier", None):
-            self._group.wait([self._group.comm.Ibarrier()])
+            self._ranks.barrier()
         return _done([])
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def send(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> Message:
         """Start to send a tensor."""
         (tensor,) = tensors
         self._require_message("send", tensor, tag)
-        data = _bytes_of(tensor).copy()
-        title = f"send to rank {rank} with tag {tag}"
-        return self._started(_Message(title, self._group, self._group.comm.Isend(data, rank, tag), None, data))
+        return self._ranks.send(_bytes_of(tensor).copy(), rank, tag, f"send to rank {rank} with tag {tag}")
 
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Work:
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Message:
         """Start to receive a tensor."""
         (tensor,) = tensors
         self._require_message("recv", tensor, tag)
-        data = np.empty(tensor.nbytes, np.uint8)
-        title = f"recv from {'any rank' if rank == MPI.ANY_SOURCE else f'rank {rank}'} with tag {tag}"
-        return self._started(_Message(title, self._group, self._group.comm.Irecv(data, rank, tag), tensor, data))
+        title = f"recv from {'any rank' if rank == ANY_RANK else f'rank {rank}'} with tag {tag}"
+        return self._ranks.recv(tensor, rank, tag, title)
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Message:
         """Start to receive a tensor from any rank."""
-        return self.recv(tensors, MPI.ANY_SOURCE, tag)
+        return self.recv(tensors, ANY_RANK, tag)
 
     def _require_message(self, call: str, tensor: Tensor, tag: int) -> None:
         _require_host(call, tensor)
-        largest = self._group.comm.Get_attr(MPI.TAG_UB)
-        assert isinstance(largest, int), "every MPI library says it"
-        if not 0 <= tag <= largest:
-            raise _mismatch(call, f"a tag from 0 to {largest}", tag)
-
-    def _started(self, message: "_Message") -> "_Message":
-        self._messages = [*(one for one in self._messages if one.is_active()), message]
-        return message
+        if not 0 <= tag <= self._ranks.largest_tag:
+            raise mismatch(call, f"a tag from 0 to {self._ranks.largest_tag}", tag)
 
     def _require(self, call: str, parts: Sequence[Tensor], own: Tensor | None = None) -> None:
         """Raise CollectiveError unless there is a tensor for each rank; on this rank, before anything is sent."""
         if len(parts) != self.size():
-            raise _mismatch(call, f"{self.size()} tensors, one for each rank", len(parts))
+            raise mismatch(call, f"{self.size()} tensors, one for each rank", len(parts))
         for one in [*parts, *([] if own is None else [own])]:
             _require_host(call, one)
             if one.dtype != parts[0].dtype:
-                raise _mismatch(call, f"tensors of {parts[0].dtype}", one.dtype)
-
-
-class _Message(Work):
-    """A message in flight.
-
-    Args:
-        title: for errors.
-        group: its ranks.
-        request: MPI's.
-        tensor: what receives it; None where it is sent.
-        data: its bytes, which MPI reads or writes.
-    """
-
-    def __init__(self, title: str, group: Group, request: MPI.Request, tensor: Tensor | None, data: Array) -> None:
-        super().__init__()
-        self._title = title
-        self._group, self._request, self._tensor, self._data = group, request, tensor, data
-        self._status = MPI.Status()
-        self._error: CollectiveError | None = None
-        self._is_done = False
-
-    def is_active(self) -> bool:
-        """Return whether MPI still uses its memory."""
-        if not self._is_done:
-            self._test()
-        return not self._is_done
-
-    def is_completed(self) -> bool:
-        """Return whether `wait` returns at once."""
-        return not self.is_active()
-
-    def is_success(self) -> bool:
-        """Return whether it has arrived."""
-        return self.is_completed() and self._error is None
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return True when it has arrived.
-
-        Args:
-            timeout: longest wait; 0: that of the group.
-
-        Raises:
-            CollectiveTimeoutError: when nobody sends, or receives, it in time; what nobody sends in time is given up.
-                CollectiveError: when a message of another size has come.
-        """
-        limit_s = min(timeout.total_seconds() or self._group.timeout_s, self._group.timeout_s)
-        if not wait_until(self.is_completed, limit_s, yields=0):
-            if self._tensor is not None:
-                self._request.Cancel()  # else it would take the next message
-                wait_until(self.is_completed, limit_s, yields=0)
-            if self._tensor is None or self._status.Is_cancelled():
-                raise late(self._title, limit_s, "it", self._group.world)
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def finish(self) -> None:
-        """Wait for what is sent, and give up what nobody has sent; afterwards MPI no longer uses the memory."""
-        if self._tensor is not None and self.is_active():
-            self._request.Cancel()
-        if not wait_until(self.is_completed, self._group.timeout_s, yields=0):
-            raise late(self._title, self._group.timeout_s, "it", self._group.world)
-
-    def _test(self) -> None:
-        n_expected = self._data.size
-        try:
-            self._is_done = self._request.Test(self._status)
-        except MPI.Exception as error:  # a longer message
-            self._is_done = True
-            self._error = _mismatch("recv", f"a message of {n_expected} bytes", _first_line(error))
-            return
-        if not self._is_done or self._tensor is None or self._status.Is_cancelled():
-            return
-        n_bytes = self._status.Get_count(MPI.BYTE)
-        if n_bytes == n_expected:
-            _deal(self._data, [self._tensor])
-        else:
-            self._error = _mismatch("recv", f"a message of {n_expected} bytes", f"one of {n_bytes}")
-
-    def _source_rank(self) -> int:
-        return self._status.Get_source()
-
-    def get_future(self) -> Future[None]:
-        """Return a future that is done: it waits first."""
-        self.wait()
-        found: Future[None] = Future()
-        found.set_result(None)
-        return found
+                raise mismatch(call, f"tensors of {parts[0].dtype}", one.dtype)
 
 
 def _done(result: Any) -> Work:
@@ -498,38 +368,27 @@ def _reduction(call: str, opts: Any, tensor: Tensor) -> tuple[Any, Any]:
     kind = next((one for one in (*_OPS, _RedOp.PREMUL_SUM) if op == one), None)
     _require_host(call, tensor)
     if kind is None or tensor.dtype not in _REDUCED:
-        raise _mismatch(
+        raise mismatch(
             call, "a reduction of bools, integers, floats or complex numbers", kind and kind.name, tensor.dtype
         )
     if kind == _RedOp.PREMUL_SUM:
         return _RedOp.SUM, op.__getstate__()[1]
     is_exact = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
     if kind in _BITWISE and not is_exact:
-        raise _mismatch(call, "integers or bools for a bitwise reduction", tensor.dtype)
+        raise mismatch(call, "integers or bools for a bitwise reduction", tensor.dtype)
     if kind in (_RedOp.MIN, _RedOp.MAX) and tensor.dtype.is_complex:
-        raise _mismatch(call, "numbers that have an order", tensor.dtype)
+        raise mismatch(call, "numbers that have an order", tensor.dtype)
     if kind == _RedOp.AVG and is_exact:
-        raise _mismatch(call, "floats for an average", tensor.dtype)
+        raise mismatch(call, "floats for an average", tensor.dtype)
     return (_OF_BOOLS.get(kind, kind) if tensor.dtype == torch.bool else kind), None
 
 
 def _require_host(call: str, *tensors: Tensor) -> None:
     for tensor in tensors:
         if tensor.device.type != "cpu":
-            raise _mismatch(call, "tensors on the host", f"one on {tensor.device}")
+            raise mismatch(call, "tensors on the host", f"one on {tensor.device}")
         if tensor.layout is not torch.strided:
-            raise _mismatch(call, "dense tensors", f"one of layout {tensor.layout}; make its gradient dense")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _desync(call: str, error: BaseException) -> DesyncError:
-    return DesyncError(
-        f"{call}: expected the same call and sizes on every rank, of less than 2 GiB, got {_first_line(error)!r} from "
-        f"the MPI library; let all ranks make the same calls in the same order."
-    )
+            raise mismatch(call, "dense tensors", f"one of layout {tensor.layout}; make its gradient dense")
 
 
 def _differ(call: str, own: str) -> DesyncError:
@@ -539,10 +398,6 @@ def _differ(call: str, own: str) -> DesyncError:
     )
     error.is_agreed = True
     return error
-
-
-def _mismatch(call: str, expected: str, *got: Any) -> CollectiveError:
-    return CollectiveError(f"{call}: expected {expected}, got {', '.join(map(str, got))}; correct the call.")
 
 
 @contextlib.contextmanager
@@ -565,86 +420,6 @@ def _resolved(tensor: Tensor) -> Tensor:
 def _bytes_of(tensor: Tensor) -> Array:
     """Return the values of a tensor as bytes: its memory, if it is contiguous."""
     if not tensor.numel():  # which torch cannot view as bytes
-        return np.empty(0, np.uint8)
+        return no_bytes()
     found: Array = _resolved(tensor.detach()).reshape(-1).view(torch.uint8).numpy()
     return found
-
-
-def _deal(joined: Array, tensors: Sequence[Tensor]) -> None:
-    """Copy bytes into tensors, one after the other."""
-    start = 0
-    for tensor in tensors:
-        n_bytes = tensor.numel() * tensor.element_size()
-        if n_bytes:
-            part = torch.from_numpy(joined[start : start + n_bytes]).view(tensor.dtype)
-            tensor.detach().copy_(part.reshape(tensor.shape))
-        start += n_bytes
-
-
-# -- what torch calls ---------------------------------------------------------------------------------------------
-
-
-def _make_group(options: Any, group_options: Any) -> HpcdistProcessGroup:
-    """Return a group of ranks, for init_process_group and new_group. Collective: these ranks."""
-    world = make_world()
-    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    if world.size < len(ranks) or ranks[options.group_rank] != world.rank:
-        raise ConfigurationError(
-            f"torch_backend: expected the ranks of MPI, of which this is {world.rank} of {world.size}, got rank "
-            f"{ranks[options.group_rank]} of {len(ranks)} from torch; start the program by mpirun or srun, and use "
-            f'init_process_group("hpcdist", init_method="hpcdist://").'
-        )
-    limit_s = min(options.timeout.total_seconds(), world.timeout_s)
-    _wait_for_members(options, limit_s)
-    members = world.comm.Get_group().Incl(ranks)
-    comm = world.comm.Create_group(members, tag=min(ranks))
-    try:
-        return HpcdistProcessGroup(comm, limit_s)
-    finally:
-        comm.Free()  # the group has a copy of its own
-        members.Free()
-
-
-def _wait_for_members(options: Any, limit_s: float) -> None:
-    """Return when all ranks of a group are making it: MPI would wait without a limit.
-
-    Raises:
-        CollectiveTimeoutError: when one does not come in time; on those that came, and on those that come later.
-    """
-    store, ranks = options.store, range(options.group_size)
-    store.set(f"here/{options.group_rank}", "1")
-    cause, verdict = None, "all are here"
-    try:
-        store.wait([f"here/{rank}" for rank in ranks], timedelta(seconds=limit_s))
-    except RuntimeError as error:
-        absent = [rank for rank in ranks if not store.check([f"here/{rank}"])]
-        cause, verdict = error, f"no answer from {absent} of its ranks"
-    verdict = store.compare_set("verdict", "", verdict).decode()  # the first one counts
-    if verdict != "all are here":
-        raise CollectiveTimeoutError(
-            f"new_group: expected all of {options.group_size} ranks within {limit_s:g} s, got {verdict}; let all of "
-            f"them make it, in the same order."
-        ) from cause
-
-
-def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tuple[Any, int, int]]:
-    """Yield store, rank and number of ranks: those of MPI. Collective: all ranks."""
-    world = make_world()
-    store, port = None, ""
-    with world.agreed(world.comm):
-        if world.rank == 0:
-            try:
-                store = dist.TCPStore("0.0.0.0", 0, world.size, True, timeout, wait_for_workers=False)
-            except RuntimeError as error:
-                raise ConfigurationError(
-                    f"torch_backend: expected a free port for torch's store, got {_first_line(error)!r}; free one."
-                ) from error
-            port = str(store.port)
-    host, port = world.broadcast_text(f"{MPI.Get_processor_name()} {port}", 0, world.comm).split()
-    if store is None:
-        store = dist.TCPStore("127.0.0.1" if world.n_hosts == 1 else host, int(port), world.size, False, timeout)
-    yield store, world.rank, world.size
-
-
-dist.Backend.register_backend("hpcdist", _make_group, extended_api=True, devices="cpu")
-dist.register_rendezvous_handler("hpcdist", _rendezvous)

@@ -1,0 +1,301 @@
+"""The ranks of a process group that torchrun started on one host: shared memory, and no MPI."""
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from hpcdist.collectives.buffers import host_array, shared_array
+from hpcdist.collectives.ops import MEAN, Op
+from hpcdist.collectives.shared_memory import NodeSums, stage_bytes
+from hpcdist.collectives.staging import add_rows
+from hpcdist.errors import CollectiveError, agreed
+from hpcdist.plan.replicas import plan_row_additions
+from hpcdist.runtime.node_memory import (
+    CELLS,
+    NodeBarrier,
+    OwnMemory,
+    create_memory,
+    map_memory,
+    map_pieces,
+    open_memory,
+    path_of,
+    whole_pages,
+)
+from hpcdist.runtime.waiting import late, wait_until
+from hpcdist.torch_backend.ranks import ANY_RANK, Array, Message, Ranks, no_bytes
+
+#: Bytes of a slot, of which each rank has two.
+SLOT_BYTES = 512 << 10
+
+
+class NodeRanks(Ranks):
+    """See `Ranks`. Collective: these ranks.
+
+    Memory per rank: that of sums (`stage_bytes`) and 1 MiB for everything else.
+
+    Args:
+        store: torch's, for this group alone. Messages are announced in it.
+        rank: this one. names: what the ranks are called in messages.
+        timeout_s: longest time for one call.
+        is_crowded: whether the host has more ranks than cores.
+
+    Attributes:
+        store: as given. name: this rank's.
+
+    Raises:
+        CollectiveError: when memory cannot be shared; on every rank.
+    """
+
+    largest_tag = 2**31 - 1
+
+    def __init__(self, store: Store, rank: int, names: Sequence[str], timeout_s: float, is_crowded: bool) -> None:
+        self.store, self.rank, self.size, self.timeout_s = store, rank, len(names), timeout_s
+        self.name = names[rank]
+        n_cells = self.size * CELLS
+        sums_start = whole_pages(n_cells * 8)
+        slots_start = sums_start + whole_pages(stage_bytes(self.size))
+        pieces = _share(store, rank, self.size, slots_start + 2 * SLOT_BYTES, timeout_s)
+        board = pieces[0].cast("q")[:n_cells]
+        self._barrier = NodeBarrier(board, rank, names, timeout_s, is_busy_waiting=not is_crowded)
+        self._slots = [np.frombuffer(piece[slots_start:], np.uint8).reshape(2, SLOT_BYTES) for piece in pieces]
+        self._turn = 0
+        if self.size > 1:
+            self._sums = NodeSums(self._barrier, [piece[sums_start:slots_start] for piece in pieces], rank, names)
+        self._additions = plan_row_additions(self.size)
+        self._sent: list[_SentMessage] = []  # kept until they are received
+        self._receivers: list[_Receiver] = []
+        self._n_sent: Counter[tuple[int, int]] = Counter()
+        self._n_received: Counter[tuple[int, int]] = Counter()
+
+    def recorded(self, name: str, buffer: Any) -> contextlib.nullcontext[None]:  # noqa: D102  as in Ranks
+        return contextlib.nullcontext()
+
+    def have_same(self, number: int) -> bool:  # noqa: D102
+        return self._barrier.wait(number) is None
+
+    def barrier(self) -> None:  # noqa: D102
+        self._barrier.wait()
+
+    # -- moves --------------------------------------------------------------------------------------------------------
+
+    def _exchange(self, sent: Array, reads: Sequence[tuple[int, int, Array]]) -> None:
+        """Publish bytes, and read some of what other ranks publish, slot by slot.
+
+        A slot is written again two rounds later: between lies a barrier, which no rank enters before it has read it.
+
+        Args:
+            sent: this rank's.
+            reads: (rank, first of its bytes, where they go), in any order.
+
+        Cost: a barrier for each 512 KiB of the rank that publishes most, and one before.
+        """
+        lengths = self._barrier.wait(sent.size) or [sent.size]
+        for start in range(0, max(lengths), SLOT_BYTES):
+            stop, self._turn = start + SLOT_BYTES, 1 - self._turn
+            part = sent[start:stop]
+            self._slots[self.rank][self._turn, : part.size] = part
+            self._barrier.wait()
+            for rank, first, target in reads:
+                low, high = max(first, start), min(first + target.size, stop)
+                if low < high:
+                    target[low - first : high - first] = self._slots[rank][self._turn, low - start : high - start]
+
+    def broadcast(self, data: Array, root: int) -> None:  # noqa: D102
+        if self.rank == root:
+            self._exchange(data, [])
+        else:
+            self._exchange(no_bytes(), [(root, 0, data)])
+
+    def all_gather(self, own: Array, counts: Sequence[int], joined: Array) -> None:  # noqa: D102
+        parts = np.split(joined, np.cumsum(counts)[:-1])
+        self._exchange(own, [(rank, 0, part) for rank, part in enumerate(parts)])
+
+    def gather(self, own: Array, counts: Sequence[int], joined: Array, root: int) -> None:  # noqa: D102
+        parts = np.split(joined, np.cumsum(counts)[:-1]) if self.rank == root else []
+        self._exchange(own, [(rank, 0, part) for rank, part in enumerate(parts)])
+
+    def scatter(self, joined: Array, counts: Sequence[int], own: Array, root: int) -> None:  # noqa: D102
+        starts = np.zeros(self.size, np.int64)
+        if self.rank == root:
+            starts[1:] = np.cumsum(counts)[:-1]
+        self.broadcast(starts.view(np.uint8), root)
+        self._exchange(joined if self.rank == root else no_bytes(), [(root, int(starts[self.rank]), own)])
+
+    def all_to_all(  # noqa: D102
+        self, sent: Array, sent_counts: Sequence[int], received: Array, counts: Sequence[int]
+    ) -> None:
+        starts = np.empty((self.size, self.size), np.int64)  # of each rank's bytes for each rank
+        own = np.concatenate([[0], np.cumsum(sent_counts)[:-1]]).astype(np.int64)
+        self.all_gather(own.view(np.uint8), [own.nbytes] * self.size, starts.reshape(-1).view(np.uint8))
+        parts = np.split(received, np.cumsum(counts)[:-1])
+        self._exchange(sent, [(rank, int(starts[rank, self.rank]), part) for rank, part in enumerate(parts)])
+
+    # -- reductions ---------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, op: Op) -> None:  # noqa: D102
+        if self.size == 1:
+            return
+        divisor = self.size if op is MEAN else None
+        if (shared := shared_array(tensor)) is not None:
+            self._sums.all_reduce(shared, op, divisor)
+            return
+        with host_array(tensor) as array:
+            self._sums.all_reduce(array, op, divisor)
+
+    def reduce_scatter(self, given: Array, counts: Sequence[int], op: Op) -> Array:  # noqa: D102
+        start, n_own = sum(counts[: self.rank]), counts[self.rank]
+        rows = np.empty((self.size, n_own), given.dtype)
+        reads = [(rank, start * given.itemsize, row.view(np.uint8)) for rank, row in enumerate(rows)]
+        self._exchange(given.view(np.uint8), reads)
+        add_rows(list(rows), self._additions, op.ufunc)
+        return rows[0]
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def send(self, data: Array, rank: int, tag: int, title: str) -> Message:
+        """See `Ranks`. The bytes are put into shared memory at once; 0.1 ms and more for the store."""
+        self._sent = [one for one in self._sent if not one.is_received()]
+        number = self._n_sent[rank, tag]
+        self._n_sent[rank, tag] += 1
+        message = _SentMessage(title, self, data, _key(self.rank, rank, tag, number))
+        self._sent.append(message)
+        return message
+
+    def recv(self, tensor: Tensor, rank: int, tag: int, title: str) -> Message:
+        """See `Ranks`. Receivers of one tag get messages of a rank in the order in which they were made."""
+        receiver = _Receiver(title, self, tensor, rank, tag)
+        self._receivers.append(receiver)
+        return receiver
+
+    def deliver(self) -> None:
+        """Give the receivers what has come for them."""
+        waiting: list[_Receiver] = []
+        for receiver in self._receivers:
+            held = {one.source for one in waiting if one.tag == receiver.tag}
+            ranks = range(self.size) if receiver.source == ANY_RANK else [receiver.source]
+            if not any(self._has_taken(receiver, rank) for rank in ranks if not held & {rank, ANY_RANK}):
+                waiting.append(receiver)
+        self._receivers = waiting
+
+    def _has_taken(self, receiver: "_Receiver", rank: int) -> bool:
+        """Let a receiver copy the next message of a rank, if it has come; the sender may free its memory then."""
+        number = self._n_received[rank, receiver.tag]
+        key = _key(rank, self.rank, receiver.tag, number)
+        if not self.store.check([key]):
+            return False
+        path, n_bytes = self.store.get(key).decode().split()
+        receiver.copy(map_memory(path), int(n_bytes), rank)
+        self._n_received[rank, receiver.tag] += 1
+        self.store.delete_key(key)
+        return True
+
+    def give_up(self, receiver: "_Receiver") -> None:
+        """Leave messages to the other receivers."""
+        self._receivers.remove(receiver)
+
+    def free(self) -> None:  # noqa: D102
+        sent, self._sent = self._sent, []
+        for message in sent:
+            message.finish()
+
+
+class _SentMessage(Message):
+    """A message whose bytes wait in shared memory. It counts as sent at once, as its buffer is free again.
+
+    Args:
+        store: of the group. key: under which it is announced, until it is received.
+    """
+
+    def __init__(self, title: str, ranks: NodeRanks, data: Array, key: str) -> None:
+        super().__init__(title, ranks.name, data, None, ranks.timeout_s)
+        self._store, self._key = ranks.store, key
+        self._memory = OwnMemory(data.size)
+        self._memory.memory[: data.size] = data.data
+        self._store.set(key, f"{self._memory.path} {data.size}")
+        self._is_done = True
+
+    def _look(self) -> None:
+        raise AssertionError("it is done when it is made")
+
+    def _give_up(self) -> bool:
+        return False
+
+    def is_received(self) -> bool:
+        """Return whether its memory may be freed."""
+        return not self._store.check([self._key])
+
+    def finish(self) -> None:
+        """Wait until it is received."""
+        if not wait_until(self.is_received, self._timeout_s, yields=0):
+            raise late(self._title, self._timeout_s, "it", self._rank)
+
+
+class _Receiver(Message):
+    """What waits for a message; see `Message`.
+
+    Attributes:
+        source: rank of the sender, or ANY_RANK. tag: of the message.
+    """
+
+    def __init__(self, title: str, ranks: NodeRanks, tensor: Tensor, source: int, tag: int) -> None:
+        super().__init__(title, ranks.name, no_bytes(tensor.nbytes), tensor, ranks.timeout_s)
+        self._ranks, self.source, self.tag = ranks, source, tag
+
+    def copy(self, memory: memoryview, n_bytes: int, source: int) -> None:
+        """Take the bytes of a message."""
+        n_copied = min(n_bytes, self._data.size)
+        self._data[:n_copied] = np.frombuffer(memory, np.uint8, n_copied)
+        self._arrive(n_bytes, source)
+
+    def _look(self) -> None:
+        self._ranks.deliver()
+
+    def _give_up(self) -> bool:
+        if self._is_done:
+            return False
+        self._ranks.give_up(self)
+        self._fail("none in time")
+        return True
+
+
+def _key(source: int, target: int, tag: int, number: int) -> str:
+    return f"message/{source}/{target}/{tag}/{number}"
+
+
+def _share(store: Store, rank: int, size: int, nbytes: int, timeout_s: float) -> list[memoryview]:
+    """Return memory that the ranks of a group share, a piece for each. Collective: they.
+
+    Raises:
+        CollectiveError: the first rank's, when one cannot; on every rank.
+    """
+    limit, text, fd, pieces = timedelta(seconds=timeout_s), "", -1, []
+    try:
+        if rank == 0:
+            fd = create_memory(size * nbytes)
+    except CollectiveError as error:
+        text = str(error)
+    if rank == 0:
+        store.set("memory", path_of(fd))
+    store.wait(["memory"], limit)
+    try:
+        if rank > 0:
+            fd = open_memory(store.get("memory").decode())
+        if not text:
+            pieces = map_pieces(fd, size, nbytes, rank)
+    except CollectiveError as error:
+        text = str(error)
+    store.set(f"mapped/{rank}", text)
+    store.wait([f"mapped/{one}" for one in range(size)], limit)
+    if fd >= 0:
+        os.close(fd)
+    texts = [store.get(f"mapped/{one}").decode() for one in range(size)]
+    if any(texts):
+        raise agreed(CollectiveError(next(filter(None, texts))))
+    return pieces
