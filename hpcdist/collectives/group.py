@@ -54,6 +54,7 @@ class Group:
         comm: clone of `comm`. node_comm, lane_comm: see `Hosts`.
         placement: which ranks share a host. host: number of this rank's.
         names: what the ranks of this host are called in messages, by local rank.
+        is_background: as given.
         facts: what the choice of an algorithm depends on; equal on all ranks.
         auto_routes: what AUTO chooses for a host array; see `auto_routes`.
         journal: the last collectives, which the watchdog looks at.
@@ -81,7 +82,7 @@ class Group:
         self.node_comm, self.lane_comm = self._hosts.node_comm, self._hosts.lane_comm
         self.placement, self.host = self._hosts.placement, self._hosts.host
         self.names = [f"rank {rank}" for rank in self.placement.hosts[self.host]]
-        self._is_background = is_background
+        self.is_background = is_background
         self._kept: dict[Any, Any] = {}
         self._frees: list[Callable[[], None]] = []
         self.timeout_s = timeout_s or world.timeout_s
@@ -199,7 +200,7 @@ class Group:
             self.names,
             self.timeout_s + LATE_S,
             is_busy_waiting=not self.world.is_crowded,
-            is_background=self._is_background,
+            is_background=self.is_background,
         )
 
     def recorded(self, op: str, buffer: Any) -> Journal:

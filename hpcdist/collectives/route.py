@@ -118,14 +118,15 @@ def choose_route(
         options: what the user asked for.
         op: the reduction.
         nbytes: of the buffer.
-        device_dtype: name of the dtype of a buffer in device memory; None for one in host memory, of any dtype.
+        device_dtype: name of the dtype of a buffer in device memory, for gradients of any; None for one in host memory,
+            of any dtype.
         replicas: for gradients, which rank holds which replicas; None for a plain call, whose order is free.
     """
     asked = Implementation.parse(options.implementation)
     if not isinstance(asked, Implementation):
         return Route(asked, is_overlapped=replicas is not None and len(facts.placement.hosts) > 1)
     if replicas is not None:
-        return _route_of_gradients(facts, options, asked, replicas)
+        return _route_of_gradients(facts, options, asked, replicas, device_dtype is not None)
     if asked is Implementation.NCCL:
         return Route(asked, is_on_device=True)
     may_be_nccl = facts.has_nccl and asked in (Implementation.AUTO, Implementation.HIERARCHICAL)
@@ -153,11 +154,17 @@ def auto_routes(facts: GroupFacts) -> list[tuple[float, Route]]:
 
 
 def _route_of_gradients(
-    facts: GroupFacts, options: CommunicationOptions, asked: Implementation, replicas: ReplicaPlan
+    facts: GroupFacts, options: CommunicationOptions, asked: Implementation, replicas: ReplicaPlan, is_on_gpu: bool
 ) -> Route:
-    """Return the route of every bucket: sums in the order of replicas have the same bits for any bucket size."""
+    """Return the route of every bucket: sums in the order of replicas have the same bits for any bucket size.
+
+    NCCL has an order of its own, so AUTO takes it only where no order was asked for, as a number of replicas does.
+    """
     chosen, n_hosts = asked, len(facts.placement.hosts)
-    if asked is Implementation.AUTO:
+    is_free = options.is_ordered is not True and options.wire_dtype is None
+    if asked is Implementation.AUTO and is_on_gpu and facts.has_nccl and is_free:
+        asked = chosen = Implementation.NCCL
+    elif asked is Implementation.AUTO:
         local = Implementation.SHARED_MEMORY if n_hosts == 1 else Implementation.HIERARCHICAL
         chosen = local if facts.can_share_memory else Implementation.MPI
     is_ordered = chosen in _ORDERED and facts.placement.is_aligned
@@ -169,7 +176,7 @@ def _route_of_gradients(
         is_on_device=chosen is Implementation.NCCL,
         is_ordered=is_ordered,
         by_subtrees=asked in _MAY_BE_ORDERED and is_exact and not replicas.is_one_tree_of_ranks,
-        is_overlapped=n_hosts > 1,
+        is_overlapped=n_hosts > 1 or chosen is Implementation.NCCL,
         wire_dtype=options.wire_dtype if chosen is Implementation.HIERARCHICAL and n_hosts > 1 else None,
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcdist.collectives import algorithms, library, subtree_sums
-from hpcdist.collectives.gpu import nccl_setup
+from hpcdist.collectives.gpu import nccl, nccl_setup
 from hpcdist.collectives.group import CommunicationThread, Group, Handle, thread_of
 from hpcdist.collectives.ops import SUM
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
@@ -30,6 +30,8 @@ Array = npt.NDArray[Any]
 DIRECT_BYTES = 1 << 20
 #: Buckets on one host, where only the number of calls counts.
 LOCAL_BUCKET_BYTES = 64 << 20
+#: Buckets that NCCL sums inside a host, and 1 MiB for the last one: DistributedDataParallel's sizes.
+DEVICE_BUCKET_BYTES = 25 << 20
 #: Bounds for buckets that travel between hosts.
 MIN_BUCKET_BYTES, MAX_BUCKET_BYTES = 128 << 10, 32 << 20
 #: How a checkpoint names all routes that combine gradients in the binary tree over the replicas.
@@ -45,6 +47,7 @@ class Reducer:
         group: the ranks.
         options: which algorithm, pack size and wire.
         replicas: which rank holds which; default: one each.
+        is_on_gpu: whether this rank's models are on its GPU, where AUTO sums by NCCL if all ranks can.
 
     Raises:
         ConfigurationError: for NCCL where a rank cannot have it, and for two algorithms; on every rank alike. Where no
@@ -52,7 +55,7 @@ class Reducer:
 
     Attributes:
         replicas: see above.
-        route: how every bucket is summed. Between hosts buckets are summed while backward runs; inside one host the
+        route: how every bucket is summed. Between hosts, and by NCCL, buckets are summed while backward runs; else the
             cores are busy with backward, and a sum would compete for them.
     """
 
@@ -61,6 +64,7 @@ class Reducer:
         group: Group,
         options: CommunicationOptions,
         replicas: ReplicaPlan | None = None,
+        is_on_gpu: bool = False,
     ) -> None:
         self._group = group
         self.replicas = replicas or ReplicaPlan(group.size, group.size)
@@ -70,8 +74,13 @@ class Reducer:
             if group.rank == 0:
                 logger.warning("strategy: expected a GPU for NCCL, got none on any rank: sums go by AUTO.")
             self._options = replace(self._options, implementation=Implementation.AUTO)
+        are_on_gpus = bool(group.world.all_reduce_int(int(is_on_gpu), MPI.MIN, group.comm))
+        if are_on_gpus:
+            nccl_setup.find_nccl(group)
         # one route for all buckets: bits must not depend on how parameters are packed, so dtype and size are not used
-        self.route: Route = choose_route(group.facts, self._options, SUM, 0, replicas=self.replicas)
+        self.route: Route = choose_route(
+            group.facts, self._options, SUM, 0, "any" if are_on_gpus else None, self.replicas
+        )
         by_subtrees = functools.partial(_reduce_by_subtrees, self.replicas)
         self._reduce = by_subtrees if self.route.by_subtrees else functools.partial(_reduce_by_route, self.route)
         self._thread: CommunicationThread | None = None
@@ -118,7 +127,8 @@ class Reducer:
             A handle; None where the sum is there already.
         """
         wire = PLAIN if is_exact else self._wire
-        return self.submit(lambda group: self._reduce(array, group, wire, bucket, divisor), array, title)
+        given = array if self._thread is None or not self.route.is_on_device else nccl.hand_over(array, self._group)
+        return self.submit(lambda group: self._reduce(given, group, wire, bucket, divisor), array, title)
 
     def submit(self, reduce: Callable[[Group], None], buffer: Any, title: str) -> Handle | None:
         """Call reduce(group), recorded as the collective `title` on `buffer`, in the thread if there is one."""
@@ -176,8 +186,8 @@ class Reducer:
     def begin_buckets(self, total_bytes: int) -> Limits:
         """Return how large buckets should be for gradients of this size; forget the rounding errors of older ones.
 
-        From then on, on several hosts, sums are made in a background thread. Collective there at the first call: the
-        group.
+        From then on, where sums overlap with backward, a background thread makes them. Collective there at the first
+        call: the group.
         """
         if self.route.is_overlapped:
             self._thread = thread_of(self._group)
@@ -186,6 +196,8 @@ class Reducer:
             return Limits(self._options.bytes_per_pack, DIRECT_BYTES, self._options.bytes_per_pack // 4)
         if not self.route.is_overlapped:
             return Limits(LOCAL_BUCKET_BYTES, DIRECT_BYTES)
+        if len(self._group.placement.hosts) == 1:
+            return Limits(DEVICE_BUCKET_BYTES, DIRECT_BYTES, DEVICE_BUCKET_BYTES // 25)
         best = best_bucket_bytes(total_bytes, *self._group.keep("link", self._measure_link))
         bucket_bytes = min(max(best, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
         if self._group.rank == 0:

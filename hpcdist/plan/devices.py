@@ -3,22 +3,22 @@
 from collections.abc import Sequence
 
 
-def plan_devices(n_local: int, visible_devices: Sequence[str]) -> list[int]:
+def plan_devices(n_local: int, n_devices: int) -> list[int]:
     """Return the device index of each of `n_local` ranks of a host: one after another, round again when there are more.
 
     Args:
         n_local: ranks on the host, >= 0.
-        visible_devices: what identifies each device that the ranks see, in the order of their indices; not empty.
+        n_devices: GPUs that they see, >= 1.
 
     Raises:
         ValueError: without devices.
 
-    >>> plan_devices(3, ["a", "b"])
+    >>> plan_devices(3, 2)
     [0, 1, 0]
     """
-    if not visible_devices:
+    if not n_devices:
         raise ValueError("plan_devices: expected at least one device, got none.")
-    return [rank % len(visible_devices) for rank in range(n_local)]
+    return [rank % n_devices for rank in range(n_local)]
 
 
 def shared_devices(devices_of_ranks: Sequence[str]) -> dict[str, list[int]]:

@@ -9,7 +9,7 @@ from hpcdist.collectives.cross_device_ops import CrossDeviceOps
 from hpcdist.collectives.ops import ReduceOp
 from hpcdist.errors import ConfigurationError, agreed
 from hpcdist.runtime.process import make_world
-from hpcdist.strategy.devices import parse_device, require_device
+from hpcdist.strategy.devices import parse_device
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 
 logger = logging.getLogger("hpcdist")
@@ -27,8 +27,8 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
     Args:
         devices: one name for each rank, such as "/gpu:1": start as many ranks as there are devices. Modules, tensors
             and variables made in the scope and in `run` are on the rank's device, and batches are moved to it. Default:
-            the program decides; a single rank that sees several GPUs logs that it uses one. Several names of the host
-            for a single rank, such as ["/cpu:0", "/cpu:1"], are as many replicas.
+            see `device` of `MultiWorkerMirroredStrategy`; a single rank that sees several GPUs logs that it uses one.
+            Several names of the host for a single rank, such as ["/cpu:0", "/cpu:1"], are as many replicas.
         cross_device_ops: what sums gradients: `HierarchicalCopyAllReduce` (default), `NcclAllReduce`,
             `ReductionToOneDevice`, or a `CrossDeviceOps` of your own.
         num_replicas: as `MultiWorkerMirroredStrategy`.
@@ -77,18 +77,9 @@ class MirroredStrategy(MultiWorkerMirroredStrategy):
                 n_gpus,
                 n_gpus,
             )
-        self._given: torch.device | None = None
-        if devices is not None:
-            with world.agreed(world.role_comm):
-                self._given = parse_device(devices[world.role_comm.rank], name)
-                require_device(self._given, name)
-        super().__init__(num_replicas=num_replicas, gradient_op=gradient_op, cross_device_ops=cross_device_ops)
-
-    @property
-    def device(self) -> torch.device:
-        """This rank's device, as given, or in the order of the ranks of the host."""
-        return super().device if self._given is None else self._given
-
-    @property
-    def _placed_on(self) -> torch.device | None:
-        return self._given
+        super().__init__(
+            num_replicas=num_replicas,
+            gradient_op=gradient_op,
+            cross_device_ops=cross_device_ops,
+            device=None if devices is None else devices[world.role_comm.rank],
+        )

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import logging
 import operator
 import secrets
 from collections.abc import Callable, Sequence
@@ -49,7 +50,10 @@ from hpcdist.runtime.process import make_world
 from hpcdist.runtime.world import World
 from hpcdist.strategy import context
 from hpcdist.strategy.base import Strategy, get_strategy
+from hpcdist.strategy.devices import parse_device, require_device
 from hpcdist.strategy.values import regroup
+
+logger = logging.getLogger("hpcdist")
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -77,8 +81,12 @@ class MultiWorkerMirroredStrategy(Strategy):
             `compute_average_loss` scaled; a backward of another one raises.
         cross_device_ops: the algorithm that sums gradients, instead of what the options choose.
         communication: likewise by a CollectiveCommunication, as in older versions of tf.distribute.
+        device: of this rank, such as "cpu". Default: its GPU, in the order of the ranks of a host, where torch sees
+            any; it becomes torch's current one. On a GPU, modules and tensors of the scope and of `run` are made
+            there, batches arrive there, and gradients are summed by NCCL where every rank has it and a GPU of its own.
 
     Attributes:
+        device: this rank's: a GPU, or the host.
         world: who is where. own_replicas: the replicas of this rank.
         group, reducer, engine: what it communicates and sums with, for diagnosis; see ARCHITECTURE.md.
 
@@ -95,6 +103,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         cross_device_ops: CrossDeviceOps | None = None,
         communication: CommunicationImplementation | None = None,
+        device: str | torch.device | None = None,
     ) -> None:
         if isinstance(cluster_resolver, CommunicationImplementation):
             cluster_resolver, communication = None, cluster_resolver
@@ -106,6 +115,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self.world: World = self._make_world(cluster_resolver)
         self._check_cluster()
         self._comm = self.world.role_comm
+        self._placed = self._choose_device(device)
         is_mean = None if op is None else op is ReduceOp.MEAN
         options = communication_options or CommunicationOptions()
         if cross_device_ops is not None:
@@ -121,7 +131,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._has_fixed_replicas = num_replicas is not None
         if self._has_fixed_replicas and options.is_ordered is None and options.may_be_ordered:
             options = replace(options, is_ordered=True)
-        self.reducer = Reducer(self.group, options, self._plan_replicas(num_replicas))
+        self.reducer = Reducer(self.group, options, self._plan_replicas(num_replicas), self.device.type == "cuda")
         self._storage = self._make_storage()
         self.engine = GradientEngine(
             self.world, self.reducer, is_mean, self._is_entered, self._has_fixed_replicas, self._storage
@@ -146,6 +156,32 @@ class MultiWorkerMirroredStrategy(Strategy):
                     f"remove the ps tasks, or use ParameterServerStrategy."
                 )
             )
+
+    def _choose_device(self, given: str | torch.device | None) -> torch.device | None:
+        """Return where this rank computes; a GPU becomes torch's current one. None: on the host, by default.
+
+        Collective: the ranks of this role.
+        """
+        name, n_gpus, node = type(self).__name__, torch.cuda.device_count(), self.world.node_comm
+        device = None
+        with self.world.agreed(self._comm):
+            if given is not None:
+                device = parse_device(given, name)
+                require_device(device, name)
+            elif n_gpus:
+                device = torch.device("cuda", plan_devices(node.size, n_gpus)[node.rank])
+            if device is not None and device.type == "cuda":
+                torch.cuda.set_device(device)
+        if given is None and 0 < n_gpus < node.size and node.rank == 0:
+            logger.warning(
+                "%s: expected a GPU for each rank, got %d GPUs for the %d ranks of this host, which share them and sum "
+                "gradients in host memory; start %d ranks on a host.",
+                name,
+                n_gpus,
+                node.size,
+                n_gpus,
+            )
+        return device
 
     def _plan_replicas(self, num_replicas: int | None) -> ReplicaPlan:
         n_ranks = self._comm.size
@@ -222,10 +258,12 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @property
     def device(self) -> torch.device:
-        """This rank's GPU, in the order of the ranks of a host; the host where torch sees none."""
-        gpus = [str(index) for index in range(torch.cuda.device_count())]
-        node = self.world.node_comm
-        return torch.device("cuda", plan_devices(node.size, gpus)[node.rank]) if gpus else torch.device("cpu")
+        """This rank's device: see the class."""
+        return torch.device("cpu") if self._placed is None else self._placed
+
+    @property
+    def _placed_on(self) -> torch.device | None:
+        return self._placed
 
     def _has_made(self, variable: Tensor) -> bool:
         return self.engine.has_made(variable)

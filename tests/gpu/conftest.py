@@ -36,7 +36,7 @@ def cupy(comm, what_is_missing):
     """Return cupy, with this rank's device as the current one."""
     if what_is_missing:
         pytest.skip(what_is_missing)
-    cuda.use_device(plan_devices(comm.size, cuda.visible_devices())[comm.rank])
+    cuda.use_device(plan_devices(comm.size, len(cuda.visible_devices()))[comm.rank])
     return cuda.load_cupy()
 
 

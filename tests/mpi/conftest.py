@@ -2,6 +2,7 @@
 
 import faulthandler
 import gc
+import importlib
 import os
 import shutil
 import sys
@@ -39,8 +40,7 @@ def pytest_sessionstart(session):
 
 def pytest_collection_finish():
     """Leave modules out of what the garbage collector looks through: each plan of a model runs it, for 0.3 s here."""
-    import torch._dynamo  # which torch imports at the first plan otherwise
-
+    importlib.import_module("torch._dynamo")  # which torch imports at the first plan otherwise
     gc.collect()
     gc.freeze()
 

@@ -336,3 +336,50 @@ def test_what_nccl_cannot_carry_is_refused_before_anything_is_sent(comm, cupy, m
     with pytest.raises(CollectiveError, match=text):
         nccl.all_reduce(cupy.array(np.ones(3, dtype)), make_group(), OPS[op])
     assert cupy.made == []
+
+
+def gpu_tensor(host):
+    return cupy_stand_in.CudaTensor(host, host.dtype.name)
+
+
+@pytest.mark.parametrize("ranks_per_host", [None, 1], ids=["one host", "a host each"])
+def test_buckets_are_summed_behind_their_gradients_and_beside_later_ones(comm, cupy, make_group, ranks_per_host):
+    """On a stream of the thread's own: what torch queues after a bucket is started runs meanwhile."""
+    reducer = Reducer(make_group(ranks_per_host or comm.size), CommunicationOptions(implementation=Implementation.NCCL))
+    limits, order = reducer.begin_buckets(64 << 20), []
+    if ranks_per_host is None:
+        assert (limits.bucket_bytes, limits.last_bytes) == (25 << 20, 1 << 20)
+    handles, buckets = [], [np.zeros(100, np.float32) for _ in range(2)]
+
+    def gradient(number):
+        order.append(number)
+        buckets[number][:] = comm.rank + number
+
+    for number, bucket in enumerate(buckets):
+        gate = threading.Event()
+        reducer._thread.submit(gate.wait)  # the thread comes late
+        cupy.producer.queue.append(lambda number=number: gradient(number))
+        handles.append(reducer.start(gpu_tensor(bucket), number))
+        cupy.producer.queue.append(lambda number=number: order.append(f"after {number}"))
+        gate.set()
+        handles[-1].wait()
+        assert bucket.tolist() == [sum(rank + number for rank in range(comm.size))] * 100
+        assert order[-1] == number, "what came later has not run, and was not waited for"
+    assert cupy.stream.queue == [], "nothing is queued on the stream that torch uses"
+
+
+@pytest.mark.parametrize(
+    ("options", "is_on_gpu", "has_nccl", "chosen"),
+    [
+        ({}, True, True, Implementation.NCCL),
+        ({"is_ordered": True}, True, True, Implementation.SHARED_MEMORY),
+        ({}, True, False, Implementation.SHARED_MEMORY),
+        ({}, False, True, Implementation.SHARED_MEMORY),
+    ],
+    ids=["all", "ordered", "without NCCL", "models on the host"],
+)
+def test_what_auto_takes_for_gradients(comm, monkeypatch, make_group, options, is_on_gpu, has_nccl, chosen):
+    install(monkeypatch, comm, has_nccl=has_nccl or comm.rank < comm.size - 1)
+    is_on_gpu = is_on_gpu or comm.rank < comm.size - 1
+    route = Reducer(make_group(), CommunicationOptions(**options), is_on_gpu=is_on_gpu).route
+    assert (route.algorithm, route.is_on_device) == (chosen, chosen is Implementation.NCCL)

@@ -319,8 +319,8 @@ def test_a_device_that_is_not_there(device, text):
     assert "\n" not in str(caught.value)
 
 
-def test_a_single_rank_that_sees_several_gpus_says_so(comm, monkeypatch, caplog):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+def test_a_single_rank_that_sees_several_gpus_says_so(comm, gpus, caplog):
+    gpus(4)
     hpcdist.MirroredStrategy()
     assert ("got 1 rank and 4 visible GPUs" in caplog.text) == (comm.size == 1)
 
@@ -395,3 +395,45 @@ def test_functions_of_the_guides_run_as_they_are(comm):
         return 2 * step(value)
 
     assert twice(torch.ones(2)).tolist() == [2 * comm.size] * 2
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Let torch seem to see as many GPUs as asked for; return those that became the current one."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+
+    def see(n_gpus):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
+        return chosen
+
+    return see
+
+
+def test_each_rank_takes_its_own_gpu(comm, gpus):
+    chosen, own = gpus(comm.size), torch.device("cuda", comm.rank)
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    assert strategy.device == own
+    assert chosen == [own]
+    with strategy.scope():
+        assert torch.get_default_device() == own
+    assert strategy.run(torch.get_default_device) == own
+    batches = strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(np.zeros(8)).batch(4))
+    assert batches._device() == own
+
+
+def test_the_host_when_it_is_asked_for(comm, gpus):
+    chosen = gpus(comm.size)
+    strategy = hpcdist.MultiWorkerMirroredStrategy(device="cpu")
+    assert (strategy.device, chosen) == (torch.device("cpu"), [])
+    with strategy.scope():
+        assert torch.nn.Linear(1, 1).weight.device.type == "cpu"
+
+
+def test_fewer_gpus_than_ranks_are_shared_with_a_warning(comm, gpus, caplog):
+    gpus(1)
+    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    assert strategy.device == torch.device("cuda", 0)
+    assert not strategy.reducer.route.is_on_device
+    expected = comm.rank == 0 and comm.size > 1
+    assert (f"got 1 GPUs for the {comm.size} ranks of this host" in caplog.text) is expected

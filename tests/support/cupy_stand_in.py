@@ -6,6 +6,7 @@ refuses them. The communicator does its arithmetic by MPI over the ranks that pr
 """
 
 import ctypes
+import functools
 import sys
 import threading
 import types
@@ -28,10 +29,10 @@ class NcclError(RuntimeError):
     pass
 
 
-class CurrentDevice(threading.local):
-    """As CUDA's: each thread has its own."""
+class Current(threading.local):
+    """Device and stream, as CUDA's and cupy's: each thread has its own."""
 
-    device = 0
+    device, streams = 0, ()
 
 
 class Stream:
@@ -39,8 +40,14 @@ class Stream:
 
     ptr = 0
 
-    def __init__(self, non_blocking=False):
-        self.queue = []
+    def __init__(self, cupy, non_blocking=False):
+        self.cupy, self.queue = cupy, []
+
+    def __enter__(self):
+        self.cupy.local.streams = (*self.cupy.local.streams, self)
+
+    def __exit__(self, *error):
+        self.cupy.local.streams = self.cupy.local.streams[:-1]
 
     def run(self, n_left=0):
         while len(self.queue) > n_left:
@@ -104,7 +111,7 @@ class Array:
         return Array(self.cupy, self.host[part], self.device.id)
 
     def get(self, stream=None, out=None, blocking=True):
-        stream = stream or self.cupy.stream
+        stream = stream or self.cupy.cuda.get_current_stream()
         out = np.empty_like(self.host) if out is None else out
         stream.queue.append(lambda: np.copyto(out, self.host))
         if blocking:
@@ -114,7 +121,9 @@ class Array:
     def set(self, host, stream=None):
         assert host.dtype == self.dtype
         assert host.size == self.size
-        (stream or self.cupy.stream).queue.append(lambda: np.copyto(self.host, host.reshape(self.host.shape)))
+        (stream or self.cupy.cuda.get_current_stream()).queue.append(
+            lambda: np.copyto(self.host, host.reshape(self.host.shape))
+        )
 
 
 def _unpickled(host):
@@ -126,7 +135,7 @@ class CudaTensor:
     """Stands for a torch tensor on a GPU: what hpcdist asks of one."""
 
     def __init__(self, values, dtype, device="cuda"):
-        self.values, self.dtype, self.device = values, f"torch.{dtype}", types.SimpleNamespace(type=device)
+        self.values, self.dtype, self.device = values, f"torch.{dtype}", types.SimpleNamespace(type=device, index=0)
         self.new_tensor = None
 
     @property
@@ -135,6 +144,9 @@ class CudaTensor:
 
     def detach(self):
         return self
+
+    def numel(self):
+        return self.values.size
 
     def new_empty(self, n):
         return self
@@ -168,7 +180,8 @@ def make_cupy(devices=("gpu-0",), *, mpi=None, has_nccl=True, id_form=bytes):
     cupy, cuda, nccl, cupyx = (types.ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl", "cupyx"))
     cupy.__path__ = cuda.__path__ = []
     cupy.cuda, cuda.nccl = cuda, nccl
-    cupy.local, cupy.stream, cupy.seen_dlpack, cupy.made = CurrentDevice(), Stream(), [], []
+    cupy.local, cupy.seen_dlpack, cupy.made = Current(), [], []
+    cupy.stream, cupy.producer = Stream(cupy), Stream(cupy)  # the latter is torch's
 
     class Device:
         def __init__(self, index):
@@ -196,6 +209,7 @@ def make_cupy(devices=("gpu-0",), *, mpi=None, has_nccl=True, id_form=bytes):
 
     def from_dlpack(tensor):
         cupy.seen_dlpack.append(tensor.dtype)
+        cuda.get_current_stream().wait_event(cupy.producer.record())
         return Array(cupy, tensor.values)
 
     cuda.runtime = types.SimpleNamespace(
@@ -203,7 +217,8 @@ def make_cupy(devices=("gpu-0",), *, mpi=None, has_nccl=True, id_form=bytes):
         getDeviceProperties=lambda index: {"uuid": devices[index].encode()},
         CUDARuntimeError=CUDARuntimeError,
     )
-    cuda.Device, cuda.Stream, cuda.get_current_stream = Device, Stream, lambda: cupy.stream
+    cuda.Device, cuda.Stream = Device, functools.partial(Stream, cupy)
+    cuda.get_current_stream = lambda: cupy.local.streams[-1] if cupy.local.streams else cupy.stream
 
     def asarray(array, dtype=None):
         return array if isinstance(array, Array) else Array(cupy, np.array(array, dtype))
@@ -272,7 +287,7 @@ class _Communicator:
     def _queue(self, name, work):
         assert self.cupy.local.device == self.device, "the stream of another device"
         self.log.append(name)
-        self.cupy.stream.queue.append(work)
+        self.cupy.cuda.get_current_stream().queue.append(work)
 
     def _reduce(self, address, count, dtype, op):
         functions = {"NCCL_SUM": np.add, "NCCL_PROD": np.multiply, "NCCL_MAX": np.maximum, "NCCL_MIN": np.minimum}

@@ -29,10 +29,13 @@ class DeviceArray:
     Attributes:
         array: (n_elements,) cupy array that shares the buffer's memory.
         dtype: what the elements are. "bfloat16", which cupy has no arithmetic for, lies in `array` as int16.
+        ready: an event, behind what its producer had queued, for another thread to wait for; None: `array` is used in
+            the thread that made it.
     """
 
     array: Any
     dtype: str
+    ready: Any = None
 
     def __getitem__(self, part: slice) -> "DeviceArray":
         return DeviceArray(self.array[part], self.dtype)
@@ -155,12 +158,15 @@ def device_array(buffer: Any) -> DeviceArray:
     wait for cupy's stream before the producer uses the buffer again.
 
     Args:
-        buffer: cupy array, torch tensor or anything with __cuda_array_interface__; contiguous, any shape.
+        buffer: cupy array, torch tensor or anything with __cuda_array_interface__; contiguous, any shape. A DeviceArray
+            is returned as it is.
 
     Raises:
         ConfigurationError: without cupy; on this rank only.
         CollectiveError: for a buffer on the host, or one that is not contiguous; on this rank only.
     """
+    if isinstance(buffer, DeviceArray):
+        return buffer
     if not is_device_buffer(buffer):
         raise CollectiveError(
             f"nccl: expected a buffer on a GPU, got {type(buffer).__name__} on the host; move it to the GPU or choose "
@@ -183,6 +189,33 @@ def _from_torch(cupy: Any, tensor: Any) -> tuple[Any, str]:
         int16 = tensor.new_empty(0).short().dtype
         return cupy.from_dlpack(tensor.view(int16)), dtype
     return cupy.from_dlpack(tensor), dtype
+
+
+def handed_over(buffer: Any, stream: Any) -> DeviceArray:
+    """Return a flat view of a device buffer that another thread may use; see `DeviceArray.ready`.
+
+    Called in the producer's thread: the streams of other threads know nothing of what it has queued.
+
+    Args:
+        buffer: as `device_array`.
+        stream: of the buffer's device, for such events alone.
+    """
+    with stream:
+        array = device_array(buffer)
+        return DeviceArray(array.array, array.dtype, stream.record())
+
+
+@contextmanager
+def queued_on(stream: Any, array: DeviceArray) -> Iterator[None]:
+    """Queue what the block queues on a stream, behind what made the array."""
+    with on_device(array.device), stream:
+        stream.wait_event(array.ready)
+        yield
+
+
+def make_stream() -> Any:
+    """Return a stream of the current device that waits for no other one."""
+    return load_cupy().cuda.Stream(non_blocking=True)
 
 
 def padded(buffer: DeviceArray, n_elements: int) -> DeviceArray:

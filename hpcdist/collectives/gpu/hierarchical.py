@@ -10,11 +10,10 @@ from hpcdist.collectives.gpu.cupy_door import (
     HostArray,
     copy_into,
     device_array,
-    on_device,
     padded,
     staged_all_reduce,
 )
-from hpcdist.collectives.gpu.nccl import NcclCommunicator, check, communicator_of
+from hpcdist.collectives.gpu.nccl import NcclCommunicator, check, communicator_of, queue_for
 from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import SUM, Op
 from hpcdist.errors import CollectiveError
@@ -62,7 +61,7 @@ def all_reduce(
         raise _uneven(group)
     lane = lane_all_reduce or functools.partial(_sum_over_lane, group)
     node = communicator_of(group, group.node_comm, array.device)
-    with on_device(array.device):
+    with queue_for(array, group):
         _reduce_in_steps(array, node, lane)
 
 

@@ -4,15 +4,19 @@ NCCL binds a communicator to the device that is current when it is made: so it i
 device that is. Device memory never goes to MPI here: NCCL and CUDA-aware MPI may wait for each other for ever.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from hpcdist.collectives.gpu.cupy_door import (
     DeviceArray,
     device_array,
+    handed_over,
     is_device_buffer,
     load_cupy,
     load_nccl,
+    make_stream,
     on_device,
+    queued_on,
     visible_devices,
 )
 from hpcdist.collectives.gpu.nccl_setup import join
@@ -20,7 +24,7 @@ from hpcdist.collectives.group import Group
 from hpcdist.collectives.ops import SUM, Op
 from hpcdist.errors import CollectiveError
 from hpcdist.runtime.mpi import MPI
-from hpcdist.runtime.waiting import late, wait_until
+from hpcdist.runtime.waiting import YIELDS, late, wait_until
 
 #: dtype -> name of NCCL's constant.
 DTYPES = {
@@ -47,6 +51,7 @@ def all_reduce(buffer: Any, group: Group, op: Op = SUM) -> None:
     Collective: group.comm. Blocking. Same shape and dtype required on every rank: yes.
 
     Waits for what is queued on the producer's stream (`cupy_door.device_array`) and returns when the result is there.
+    A buffer that was handed over (`hand_over`) is reduced on a stream of the group's own: beside what is queued later.
 
     Args:
         buffer: cupy array or torch CUDA tensor of one of `DTYPES`, contiguous; overwritten.
@@ -67,9 +72,29 @@ def all_reduce(buffer: Any, group: Group, op: Op = SUM) -> None:
     check(array, op.name)
     if array.size:
         communicator = communicator_of(group, group.comm, array.device)
-        with on_device(array.device):
+        with queue_for(array, group):
             communicator.all_reduce(array, op.name)
             communicator.wait()
+
+
+def hand_over(buffer: Any, group: Group) -> DeviceArray:
+    """Return a device buffer as a background thread may reduce it, behind what is queued now. Not collective.
+
+    Args:
+        buffer: as `all_reduce`; this thread leaves it alone until the sum is there.
+        group: of this thread.
+    """
+    with on_device(buffer.device.index if hasattr(buffer, "new_tensor") else buffer.device.id):
+        return handed_over(buffer, group.keep("stream of events", make_stream))
+
+
+def queue_for(array: DeviceArray, group: Group) -> AbstractContextManager[None]:
+    """Choose the stream for calls on an array: cupy's current one, or one of the group's if it was handed over."""
+    if array.ready is None:
+        return on_device(array.device)
+    with on_device(array.device):
+        stream = group.keep("stream of sums", make_stream)
+    return queued_on(stream, array)
 
 
 def check(array: DeviceArray, op: str) -> None:
@@ -100,7 +125,8 @@ def communicator_of(group: Group, comm: MPI.Comm, device: int) -> "NcclCommunica
 
     def make() -> NcclCommunicator:
         limit_s = group.timeout_s
-        return NcclCommunicator(comm, device, join(group, comm, device, limit_s), limit_s)
+        yields = 0 if group.is_background else YIELDS
+        return NcclCommunicator(comm, device, join(group, comm, device, limit_s), limit_s, yields)
 
     return group.keep(key, make, NcclCommunicator.free)
 
@@ -116,11 +142,12 @@ class NcclCommunicator:
         device: index of this rank's device.
         inner: cupy's communicator.
         limit_s: longest wait for the other ranks, in seconds.
+        yields: see `wait_until`.
     """
 
-    def __init__(self, comm: MPI.Comm, device: int, inner: Any, limit_s: float) -> None:
+    def __init__(self, comm: MPI.Comm, device: int, inner: Any, limit_s: float, yields: int = YIELDS) -> None:
         self.rank, self.size, self.device = comm.rank, comm.size, device
-        self._inner, self._limit_s = inner, limit_s
+        self._inner, self._limit_s, self._yields = inner, limit_s, yields
         self._nccl = load_nccl()
 
     def all_reduce(self, array: DeviceArray, op: str = "sum") -> None:
@@ -159,7 +186,7 @@ class NcclCommunicator:
             CollectiveTimeoutError: when the others do not arrive within the limit.
         """
         stream, waited_s = load_cupy().cuda.get_current_stream(), 0.0
-        while not wait_until(lambda: stream.done, _CHECK_S):
+        while not wait_until(lambda: stream.done, _CHECK_S, self._yields):
             waited_s += _CHECK_S
             self._check_peers(waited_s)
 

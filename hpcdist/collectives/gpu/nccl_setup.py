@@ -29,7 +29,7 @@ def choose_device(group: Group) -> int:
     """
     index, error = 0, None
     try:
-        index = plan_devices(group.node_comm.size, visible_devices())[group.node_comm.rank]
+        index = plan_devices(group.node_comm.size, len(visible_devices()))[group.node_comm.rank]
         use_device(index)
     except ConfigurationError as caught:
         error = caught
@@ -46,7 +46,8 @@ def find_nccl(group: Group) -> None:
         return
     try:
         load_nccl()
-        identity = visible_devices()[plan_devices(group.node_comm.size, visible_devices())[group.node_comm.rank]]
+        devices = visible_devices()
+        identity = devices[plan_devices(group.node_comm.size, len(devices))[group.node_comm.rank]]
     except ConfigurationError:
         identity = ""
     identities = group.node_comm.allgather(identity)
