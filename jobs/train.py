@@ -31,6 +31,9 @@ def parse_args():
     parser.add_argument("--strategy", choices=["all-reduce", "ps", "ps-synchronous"], default="all-reduce")
     parser.add_argument("--roles", help="of the ranks, such as ps:2,worker:*; default: TF_CONFIG or HPCDIST_ROLES")
     parser.add_argument("--max-staleness", type=int, help="steps that a worker on ps may be ahead of others")
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU for each rank, if any"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/train"))
     parser.add_argument("--save-every", type=positive, default=100, metavar="STEPS")
@@ -66,11 +69,14 @@ def build_cnn(height, width):
 def make_strategy(args):
     if args.replicas if args.strategy != "all-reduce" else args.max_staleness is not None:
         raise SystemExit("train.py: --replicas is for all-reduce, and --max-staleness for ps")
+    device = None if args.device == "auto" else args.device
     resolver = hpcdist.MPIClusterResolver(roles=args.roles) if args.roles else None
     if args.strategy == "all-reduce":
-        return hpcdist.MultiWorkerMirroredStrategy(resolver, num_replicas=args.replicas)
+        return hpcdist.MultiWorkerMirroredStrategy(resolver, num_replicas=args.replicas, device=device)
     is_synchronous = args.strategy == "ps-synchronous"
-    return hpcdist.ParameterServerStrategy(resolver, max_staleness=args.max_staleness, synchronous=is_synchronous)
+    return hpcdist.ParameterServerStrategy(
+        resolver, max_staleness=args.max_staleness, synchronous=is_synchronous, device=device
+    )
 
 
 MODELS = {"mlp": build_mlp, "cnn": build_cnn}
@@ -109,7 +115,11 @@ def main():
             append(args.run_dir / "train.log", text)
 
     path = handler.restored_path
-    report(f"{strategy.num_replicas_in_sync} replicas; " + (f"resuming from {path}" if path else "new run"))
+    report(
+        f"{strategy.num_replicas_in_sync} replicas; "
+        + (f"resuming from {path}" if path else "new run")
+        + f", on {strategy.device.type}"
+    )
 
     def train_step(images, labels):
         optimizer.zero_grad()

@@ -81,9 +81,10 @@ class MultiWorkerMirroredStrategy(Strategy):
             `compute_average_loss` scaled; a backward of another one raises.
         cross_device_ops: the algorithm that sums gradients, instead of what the options choose.
         communication: likewise by a CollectiveCommunication, as in older versions of tf.distribute.
-        device: of this rank, such as "cpu". Default: its GPU, in the order of the ranks of a host, where torch sees
-            any; it becomes torch's current one. On a GPU, modules and tensors of the scope and of `run` are made
-            there, batches arrive there, and gradients are summed by NCCL where every rank has it and a GPU of its own.
+        device: of this rank, such as "cpu" or "cuda:1". "cuda": its GPU, in the order of the ranks of a host; default:
+            that where torch sees any. It becomes torch's current one; modules and tensors of the scope and of `run` are
+            made there, batches arrive there, and gradients are summed by NCCL where every rank has it and a GPU of its
+            own.
 
     Attributes:
         device: this rank's: a GPU, or the host.
@@ -163,13 +164,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         Collective: the ranks of this role.
         """
         name, n_gpus, node = type(self).__name__, torch.cuda.device_count(), self.world.node_comm
-        device = None
+        device = None if given is None and not n_gpus else torch.device("cpu")
         with self.world.agreed(self._comm):
-            if given is not None:
+            if n_gpus and str(given) in ("None", "cuda", "gpu"):
+                device = torch.device("cuda", plan_devices(node.size, n_gpus)[node.rank])
+            elif given is not None:
                 device = parse_device(given, name)
                 require_device(device, name)
-            elif n_gpus:
-                device = torch.device("cuda", plan_devices(node.size, n_gpus)[node.rank])
             if device is not None and device.type == "cuda":
                 torch.cuda.set_device(device)
         if given is None and 0 < n_gpus < node.size and node.rank == 0:

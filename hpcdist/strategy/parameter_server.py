@@ -82,6 +82,7 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         placement: "round_robin", as in TensorFlow, or "bytes": a shard goes to the server with the fewest bytes.
         non_finite: what becomes of a step whose gradients are not all finite: "reject", an error, or "skip", which
             leaves the step out and counts it; see `statistics`.
+        device: of a worker, as in `MultiWorkerMirroredStrategy`; servers keep variables in host memory.
 
     Attributes:
         world: who is where.
@@ -102,6 +103,7 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         *,
         placement: str = "round_robin",
         non_finite: str = "reject",
+        device: str | torch.device | None = None,
     ) -> None:
         self._partitioner, self._placement, self._non_finite = variable_partitioner, placement, non_finite
         self._rules = Rules(max_staleness, synchronous)
@@ -109,7 +111,7 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
         #: With a coordinator: all ranks, for functions and their results alone.
         self.closures_comm: MPI.Comm | None = None
         self._coordinator: Any = None
-        super().__init__(cluster_resolver)
+        super().__init__(cluster_resolver, device=device)
 
     def _check_cluster(self) -> None:
         """Check cluster and options; on a ps rank, serve and exit."""

@@ -410,9 +410,10 @@ def gpus(monkeypatch):
     return see
 
 
-def test_each_rank_takes_its_own_gpu(comm, gpus):
+@pytest.mark.parametrize("asked", [None, "cuda"])
+def test_each_rank_takes_its_own_gpu(comm, gpus, asked):
     chosen, own = gpus(comm.size), torch.device("cuda", comm.rank)
-    strategy = hpcdist.MultiWorkerMirroredStrategy()
+    strategy = hpcdist.MultiWorkerMirroredStrategy(device=asked)
     assert strategy.device == own
     assert chosen == [own]
     with strategy.scope():
@@ -428,6 +429,13 @@ def test_the_host_when_it_is_asked_for(comm, gpus):
     assert (strategy.device, chosen) == (torch.device("cpu"), [])
     with strategy.scope():
         assert torch.nn.Linear(1, 1).weight.device.type == "cpu"
+
+
+def test_a_gpu_that_is_not_there_is_an_error_on_every_rank(comm, gpus):
+    gpus(0)
+    with pytest.raises(ConfigurationError, match=r"expected cuda:0 in this process, got 0 GPUs.*or pass 'cpu'") as caught:
+        hpcdist.MultiWorkerMirroredStrategy(device="cuda")
+    assert caught.value.is_agreed
 
 
 def test_fewer_gpus_than_ranks_are_shared_with_a_warning(comm, gpus, caplog):
