@@ -433,7 +433,9 @@ def test_the_host_when_it_is_asked_for(comm, gpus):
 
 def test_a_gpu_that_is_not_there_is_an_error_on_every_rank(comm, gpus):
     gpus(0)
-    with pytest.raises(ConfigurationError, match=r"expected cuda:0 in this process, got 0 GPUs.*or pass 'cpu'") as caught:
+    with pytest.raises(
+        ConfigurationError, match=r"expected cuda:0 in this process, got 0 GPUs.*or pass 'cpu'"
+    ) as caught:
         hpcdist.MultiWorkerMirroredStrategy(device="cuda")
     assert caught.value.is_agreed
 

@@ -1,0 +1,1 @@
+"""The command `hpcdist`. No command starts MPI in its own process."""

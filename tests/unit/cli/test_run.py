@@ -1,0 +1,71 @@
+"""`hpcdist run`: what becomes of exit codes, and wrong command lines. Real jobs: tests/fault/test_command.py."""
+
+import json
+
+import pytest
+
+from hpcdist.cli import main
+from hpcdist.cli.run import Decision, Outcome, outcome_of, read_decision
+
+DIED = Decision("requeue", "died without notice, after a newer checkpoint", (1, 1))
+STOPPED = Decision("requeue", "SIGTERM on rank 3", (1, 1))
+FINISHED, STOP = Decision("finished", "", (1, 1)), Decision("stop", "ranks differ", (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("code", "decision", "expected"),
+    [
+        (9, FINISHED, Outcome(0, False)),
+        (0, STOP, Outcome(76, False, "ranks differ")),
+        (78, STOP, Outcome(78, False, "ranks differ")),
+        (0, DIED, Outcome(1, True, DIED.reason)),
+        (-9, DIED, Outcome(137, True, DIED.reason)),
+        (0, STOPPED, Outcome(75, False, STOPPED.reason)),
+        (1, STOPPED, Outcome(75, False, STOPPED.reason)),
+        (0, None, Outcome(0, False)),
+        (1, None, Outcome(1, True)),
+        (78, None, Outcome(78, False)),
+        (2, None, Outcome(2, False)),
+    ],
+)
+def test_the_decision_counts_where_there_is_one(code, decision, expected):
+    assert outcome_of(code, decision) == expected
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{", '{"decision": "finished"}', "\x00"])
+def test_a_decision_that_says_nothing_is_none(tmp_path, text):
+    if text is not None:
+        (tmp_path / "decision.json").write_text(text)
+    assert read_decision(tmp_path) is None
+
+
+def test_a_decision_that_is_written_again_is_another_one(tmp_path):
+    said = json.dumps({"decision": "finished", "reason": "the program has finished"})
+    (tmp_path / "decision.json").write_text(said)
+    first = read_decision(tmp_path)
+    (tmp_path / "decision.json").unlink()
+    (tmp_path / "other").write_text("")  # which takes the inode
+    (tmp_path / "decision.json").write_text(said)
+    assert first.verdict == "finished"
+    assert read_decision(tmp_path) != first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["run"], "hpcdist run: Missing argument 'PROGRAM...'. See hpcdist run --help."),
+        (["run", "nothing.py"], "hpcdist run: expected a program, got 'nothing.py', which is not there"),
+        (["run", "nothing"], "hpcdist run: expected a program that ends in .py, or one that can be run, got 'nothing'"),
+        (["run", "-n", "0", "true"], "0 is not in the range x>=1"),
+        (["run", "--rank", "2", "true"], "No such option '--rank'"),
+        (["run", "--hosts", "a:x", "true"], "expected --hosts as n1:4,n2:4, got 'a:x'"),
+        (["walk"], "No such command 'walk'"),
+    ],
+)
+def test_wrong_command_lines_are_one_line_and_code_2(capfd, arguments, text):
+    with pytest.raises(SystemExit) as ended:
+        main.main(arguments)
+    assert ended.value.code == 2
+    error = capfd.readouterr().err
+    assert text in error
+    assert error.count("\n") == 1
