@@ -23,6 +23,9 @@ AS_TORCHRUN = RANK=$$PMI_RANK LOCAL_RANK=$$PMI_RANK WORLD_SIZE=$$PMI_SIZE MASTER
 OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_osc=^ucx \
 	OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 
+# What is not tests/gpu tests the host, on machines with GPUs too.
+unit mpi mpi-ranks openmpi system-mpi fault slurm hosts: export CUDA_VISIBLE_DEVICES =
+
 .PHONY: train test test-rest test-all parts stubs docs lint unit mpi mpi-ranks openmpi system-mpi fault slurm hosts \
 	frameworks kills crashes mutants soak fuzz ways slurm-all mpi-all gpu bench-quick oracle clean
 

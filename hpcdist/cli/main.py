@@ -20,10 +20,17 @@ def _ckpt() -> click.Command:
     return found
 
 
+def _doctor() -> click.Command:
+    from hpcdist.cli.doctor import command as found
+
+    return found
+
+
 #: Command -> (what imports it, what it does).
 COMMANDS = {
     "run": (_run, "Start a program on several ranks of this machine, of given hosts, or of a Slurm allocation."),
     "ckpt": (_ckpt, "List, verify, compare, convert and remove checkpoints."),
+    "doctor": (_doctor, "Look for what is wrong with MPI, launcher, cores, GPUs, links, clocks and folders."),
 }
 
 

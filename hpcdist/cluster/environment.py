@@ -75,11 +75,16 @@ def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
 def torchrun_sizes(environ: Mapping[str, str]) -> tuple[int, int] | None:
     """Return how many processes torchrun started, and how many of them on this host; None if it started none.
 
-    It may itself have been started by srun or mpirun, whose variables its processes inherit.
+    It may itself have been started by srun or mpirun, one for each host, whose variables its processes inherit. One of
+    its processes may start mpirun: then those ranks are MPI's.
     """
     size, n_local = environ.get("WORLD_SIZE", ""), environ.get("LOCAL_WORLD_SIZE", "")
     is_torchrun = "TORCHELASTIC_RUN_ID" in environ and size.isdecimal() and n_local.isdecimal()
-    return (int(size), int(n_local)) if is_torchrun else None
+    if not is_torchrun:
+        return None
+    inner = launcher_of({name: value for name, value in environ.items() if name not in ("WORLD_SIZE", "RANK")})
+    is_inside = inner is not None and inner.size > 1 and size == n_local
+    return None if is_inside else (int(size), int(n_local))
 
 
 def unused_tasks(environ: Mapping[str, str]) -> int:

@@ -7,8 +7,9 @@
 | AUTO, one call, a buffer in device memory | elsewhere | as on the host, staged through pinned memory |
 | AUTO, one call | host memory, one host | SHARED_MEMORY, unless MPI was measured to be clearly faster |
 | AUTO, one call | host memory, several hosts | MPI below 64 KiB, else HIERARCHICAL, unless the other is much faster |
-| AUTO, gradients | one host | SHARED_MEMORY: the bits do not depend on the size |
-| AUTO, gradients | several hosts | HIERARCHICAL |
+| AUTO, gradients of models on GPUs | every rank has NCCL and a GPU of its own, no order was asked for | NCCL |
+| AUTO, other gradients | one host | SHARED_MEMORY: the bits do not depend on the size |
+| AUTO, other gradients | several hosts | HIERARCHICAL |
 | AUTO, in host memory | ranks of a host that cannot share memory | MPI |
 | AUTO, SHARED_MEMORY, HIERARCHICAL: exact gradients | replicas that do not form one tree of ranks | by subtrees |
 | HIERARCHICAL, sums, host memory | more than 16 hosts | the same, but halving in lanes (`slices.py`) |

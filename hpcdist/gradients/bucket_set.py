@@ -39,8 +39,8 @@ class BucketSet:
         reducer: Reducer,
         hook: Callable[[GradBucket], Any] | None = None,
     ) -> None:
-        is_on_device = reducer.route.is_on_device
-        entries = [Entry(n_counts, "float32"), *(_entry(parameter, is_on_device) for _, parameter in records)]
+        device = reducer.device
+        entries = [Entry(n_counts, "float32"), *(_entry(parameter, device) for _, parameter in records)]
         limits = reducer.begin_buckets(sum(entry.nbytes for entry in entries))
         # where nothing is summed while backward runs, the counts alone come first: they tell what sums are divided by
         self.is_counted_first = not reducer.route.is_overlapped
@@ -48,7 +48,6 @@ class BucketSet:
             limits = replace(limits, last_bytes=1)
         plan = plan_buckets(entries, limits)
         self._reducer, self._hook = reducer, hook
-        device = records[0][1].device if records and is_on_device else torch.device("cpu")
         self._flat = [
             None if shape.is_direct else torch.zeros(shape.n_elements, dtype=getattr(torch, shape.dtype), device=device)
             for shape in plan.buckets
@@ -197,9 +196,9 @@ class BucketSet:
             self._counts_array[:] = counts
 
 
-def _entry(parameter: Tensor, is_on_device: bool) -> Entry:
+def _entry(parameter: Tensor, device: torch.device) -> Entry:
     dtype = SUM_DTYPES[dtype_name(parameter)]
-    is_direct = (parameter.device.type != "cpu") == is_on_device and dtype == dtype_name(parameter)
+    is_direct = parameter.device.type == device.type and dtype == dtype_name(parameter)
     return Entry(parameter.numel(), dtype, is_direct)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from hpcdist.collectives import algorithms, library, subtree_sums
 from hpcdist.collectives.gpu import nccl, nccl_setup
@@ -47,14 +48,15 @@ class Reducer:
         group: the ranks.
         options: which algorithm, pack size and wire.
         replicas: which rank holds which; default: one each.
-        is_on_gpu: whether this rank's models are on its GPU, where AUTO sums by NCCL if all ranks can.
+        device: of this rank's models. If all are GPUs, AUTO sums by NCCL where every rank has it and a GPU of its own;
+            default: sums by NCCL are made on the GPU of its number on the host.
 
     Raises:
         ConfigurationError: for NCCL where a rank cannot have it, and for two algorithms; on every rank alike. Where no
             rank has a GPU, NCCL is replaced by AUTO with a warning, as in tf.distribute.
 
     Attributes:
-        replicas: see above.
+        replicas: see above. device: where buckets are.
         route: how every bucket is summed. Between hosts, and by NCCL, buckets are summed while backward runs; else the
             cores are busy with backward, and a sum would compete for them.
     """
@@ -64,7 +66,7 @@ class Reducer:
         group: Group,
         options: CommunicationOptions,
         replicas: ReplicaPlan | None = None,
-        is_on_gpu: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         self._group = group
         self.replicas = replicas or ReplicaPlan(group.size, group.size)
@@ -74,9 +76,14 @@ class Reducer:
             if group.rank == 0:
                 logger.warning("strategy: expected a GPU for NCCL, got none on any rank: sums go by AUTO.")
             self._options = replace(self._options, implementation=Implementation.AUTO)
+        is_on_gpu = device is not None and device.type == "cuda"
         are_on_gpus = bool(group.world.all_reduce_int(int(is_on_gpu), MPI.MIN, group.comm))
-        if are_on_gpus:
-            nccl_setup.find_nccl(group)
+        if are_on_gpus and device is not None:
+            nccl_setup.find_nccl(group, device.index)
+            if not group.facts.has_nccl and group.rank == 0:
+                logger.warning(
+                    "strategy: expected NCCL and a GPU for each rank, got neither on some: sums go through host memory."
+                )
         # one route for all buckets: bits must not depend on how parameters are packed, so dtype and size are not used
         self.route: Route = choose_route(
             group.facts, self._options, SUM, 0, "any" if are_on_gpus else None, self.replicas
@@ -85,8 +92,9 @@ class Reducer:
         self._reduce = by_subtrees if self.route.by_subtrees else functools.partial(_reduce_by_route, self.route)
         self._thread: CommunicationThread | None = None
         self._wire: Wire = PLAIN
-        if self.route.is_on_device:
-            nccl_setup.choose_device(group)
+        if self.route.is_on_device and not is_on_gpu:
+            device = torch.device("cuda", nccl_setup.choose_device(group))
+        self.device = device if self.route.is_on_device and device is not None else torch.device("cpu")
 
     @property
     def group(self) -> Group:

@@ -309,7 +309,8 @@ def why_not(
     found += ["a comm hook; leave it out"] * has_hook
     found += ["num_replicas; leave it out"] * (reducer.replicas.n_replicas != group.size)
     found += [f"wire_dtype {route.wire_dtype}; leave it out"] * (route.wire_dtype is not None)
-    found += [f"gradients summed by {route.name}; ask for AUTO"] * (route.algorithm not in algorithms)
+    where = " on the host, with device='cpu'" if route.is_on_device else ""
+    found += [f"gradients summed by {route.name}; ask for AUTO{where}"] * (route.algorithm not in algorithms)
     found += ["ranks that share no memory; use a plain optimizer"] * (not group.facts.can_share_memory)
     found += ["is_ordered on these hosts; leave it out"] * (route.is_ordered and not group.placement.is_aligned)
     found += [f"sparse gradients of {name!r}; make them dense" for name, one in plan.trained if one in plan.sparse]

@@ -68,10 +68,13 @@ def create_memory(nbytes: int) -> int:
     Raises:
         CollectiveError: when it is forbidden; on this rank only. So do the next two functions.
     """
+    fd = -1
     try:
         fd = os.memfd_create("hpcdist")
         os.ftruncate(fd, nbytes)
     except OSError as error:
+        if fd >= 0:
+            os.close(fd)
         raise _refused(error) from error
     return fd
 
@@ -104,7 +107,7 @@ def open_memory(path: str) -> int:
 def _refused(error: OSError) -> CollectiveError:
     return CollectiveError(
         f"shared memory: expected memory that the ranks of a node can share, got {error}; raise the memory limit "
-        f"of the job, or ask for implementation MPI."
+        f"of the job, or let sums go by MPI."
     )
 
 

@@ -30,7 +30,7 @@ class CentralStorageStrategy(MirroredStrategy):
 
     Args:
         compute_devices: one name for each rank, such as "/gpu:1", where modules and tensors of the scope and of `run`
-            are; default: all ranks, wherever their modules are.
+            are; default: see `device` of `MultiWorkerMirroredStrategy`.
         parameter_device: "cpu"; with one rank, its compute device. Default: that.
         num_replicas: as `MultiWorkerMirroredStrategy`.
         gradient_op: as `MultiWorkerMirroredStrategy`.

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import logging
 import operator
 import secrets
 from collections.abc import Callable, Sequence
@@ -53,8 +52,6 @@ from hpcdist.strategy.base import Strategy, get_strategy
 from hpcdist.strategy.devices import parse_device, require_device
 from hpcdist.strategy.values import regroup
 
-logger = logging.getLogger("hpcdist")
-
 
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training on all chief and worker ranks; each holds one replica of every model, or several.
@@ -84,7 +81,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         device: of this rank, such as "cpu" or "cuda:1". "cuda": its GPU, in the order of the ranks of a host; default:
             that where torch sees any. It becomes torch's current one; modules and tensors of the scope and of `run` are
             made there, batches arrive there, and gradients are summed by NCCL where every rank has it and a GPU of its
-            own.
+            own. Ranks that hold several replicas compute on the host.
 
     Attributes:
         device: this rank's: a GPU, or the host.
@@ -116,7 +113,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self.world: World = self._make_world(cluster_resolver)
         self._check_cluster()
         self._comm = self.world.role_comm
-        self._placed = self._choose_device(device)
+        self._placed = self._choose_device(device, num_replicas)
         is_mean = None if op is None else op is ReduceOp.MEAN
         options = communication_options or CommunicationOptions()
         if cross_device_ops is not None:
@@ -132,7 +129,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._has_fixed_replicas = num_replicas is not None
         if self._has_fixed_replicas and options.is_ordered is None and options.may_be_ordered:
             options = replace(options, is_ordered=True)
-        self.reducer = Reducer(self.group, options, self._plan_replicas(num_replicas), self.device.type == "cuda")
+        self.reducer = Reducer(self.group, options, self._plan_replicas(num_replicas), self._placed)
         self._storage = self._make_storage()
         self.engine = GradientEngine(
             self.world, self.reducer, is_mean, self._is_entered, self._has_fixed_replicas, self._storage
@@ -158,30 +155,26 @@ class MultiWorkerMirroredStrategy(Strategy):
                 )
             )
 
-    def _choose_device(self, given: str | torch.device | None) -> torch.device | None:
+    def _choose_device(self, given: str | torch.device | None, num_replicas: int | None) -> torch.device | None:
         """Return where this rank computes; a GPU becomes torch's current one. None: on the host, by default.
 
         Collective: the ranks of this role.
         """
         name, n_gpus, node = type(self).__name__, torch.cuda.device_count(), self.world.node_comm
-        device = None if given is None and not n_gpus else torch.device("cpu")
+        is_own = str(given).lower().lstrip("/") in ("cuda", "gpu")
+        if given is None and n_gpus and num_replicas is not None and num_replicas > self._comm.size:
+            device: torch.device | None = torch.device("cpu")  # several replicas of a rank share its parameters there
+        else:
+            device = None
         with self.world.agreed(self._comm):
-            if n_gpus and str(given) in ("None", "cuda", "gpu"):
+            if n_gpus and device is None and (given is None or is_own):
                 device = torch.device("cuda", plan_devices(node.size, n_gpus)[node.rank])
             elif given is not None:
                 device = parse_device(given, name)
+            if device is not None:
                 require_device(device, name)
-            if device is not None and device.type == "cuda":
-                torch.cuda.set_device(device)
-        if given is None and 0 < n_gpus < node.size and node.rank == 0:
-            logger.warning(
-                "%s: expected a GPU for each rank, got %d GPUs for the %d ranks of this host, which share them and sum "
-                "gradients in host memory; start %d ranks on a host.",
-                name,
-                n_gpus,
-                node.size,
-                n_gpus,
-            )
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)
         return device
 
     def _plan_replicas(self, num_replicas: int | None) -> ReplicaPlan:

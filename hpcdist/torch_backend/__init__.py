@@ -29,13 +29,15 @@ def _make_group(options: Any, _: Any) -> HpcdistProcessGroup:
     environ = read_environment()
     limit_s = min(options.timeout.total_seconds(), timeout_s(environ))
     numbers = list(options.global_ranks_in_group) or list(range(options.group_size))
+    # torchrun's store outlives groups, and a group that is made again has the name of the first one
+    store = dist.PrefixStore(f"{options.store.add(f'made/{options.group_rank}', 1)}/", options.store)
     under_torchrun = torchrun_sizes(environ)
     ranks: Ranks
     if under_torchrun is None:
         from hpcdist.torch_backend.mpi_ranks import MPIRanks, require_rank
 
         require_rank(numbers, options.group_rank)
-        _wait_for_members(options, limit_s)
+        _wait_for_members(store, options.group_rank, options.group_size, limit_s)
         ranks = MPIRanks(numbers, limit_s)
     else:
         from hpcdist.torch_backend.node_ranks import NodeRanks
@@ -48,31 +50,31 @@ def _make_group(options: Any, _: Any) -> HpcdistProcessGroup:
                     f"start the program by srun or mpirun, which join hosts."
                 )
             )
-        _wait_for_members(options, limit_s)
+        _wait_for_members(store, options.group_rank, options.group_size, limit_s)
         names = [f"rank {number}" for number in numbers]
         is_crowded = n_local > len(os.sched_getaffinity(0))
-        ranks = NodeRanks(options.store, options.group_rank, names, limit_s, is_crowded)
+        ranks = NodeRanks(store, options.group_rank, names, limit_s, is_crowded)
     return HpcdistProcessGroup(ranks)
 
 
-def _wait_for_members(options: Any, limit_s: float) -> None:
+def _wait_for_members(store: Any, rank: int, size: int, limit_s: float) -> None:
     """Return when all ranks of a group are making it: MPI would wait without a limit.
 
     Raises:
         CollectiveTimeoutError: when one does not come in time; on those that came, and on those that come later.
     """
-    store, ranks = options.store, range(options.group_size)
-    store.set(f"here/{options.group_rank}", "1")
+    ranks = range(size)
+    store.set(f"here/{rank}", "1")
     cause, verdict = None, "all are here"
     try:
-        store.wait([f"here/{rank}" for rank in ranks], timedelta(seconds=limit_s))
+        store.wait([f"here/{one}" for one in ranks], timedelta(seconds=limit_s))
     except RuntimeError as error:
-        absent = [rank for rank in ranks if not store.check([f"here/{rank}"])]
+        absent = [one for one in ranks if not store.check([f"here/{one}"])]
         cause, verdict = error, f"no answer from {absent} of its ranks"
     verdict = store.compare_set("verdict", "", verdict).decode()  # the first one counts
     if verdict != "all are here":
         raise CollectiveTimeoutError(
-            f"new_group: expected all of {options.group_size} ranks within {limit_s:g} s, got {verdict}; let all of "
+            f"new_group: expected all of {size} ranks within {limit_s:g} s, got {verdict}; let all of "
             f"them make it, in the same order."
         ) from cause
 

@@ -1,7 +1,10 @@
 """The ranks of a process group that torchrun started on one host: shared memory, and no MPI."""
 
+import atexit
 import contextlib
 import os
+import sys
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,7 +18,7 @@ from hpcdist.collectives.buffers import host_array, shared_array
 from hpcdist.collectives.ops import MEAN, Op
 from hpcdist.collectives.shared_memory import NodeSums, stage_bytes
 from hpcdist.collectives.staging import add_rows
-from hpcdist.errors import CollectiveError, agreed
+from hpcdist.errors import CollectiveError, CollectiveTimeoutError, agreed
 from hpcdist.plan.replicas import plan_row_additions
 from hpcdist.runtime.node_memory import (
     CELLS,
@@ -33,6 +36,8 @@ from hpcdist.torch_backend.ranks import ANY_RANK, Array, Message, Ranks, no_byte
 
 #: Bytes of a slot, of which each rank has two.
 SLOT_BYTES = 512 << 10
+#: Messages of up to this size travel in torch's store; larger ones in memory of their own, which it names.
+INLINE_BYTES = 16 << 10
 
 
 class NodeRanks(Ranks):
@@ -73,6 +78,8 @@ class NodeRanks(Ranks):
         self._receivers: list[_Receiver] = []
         self._n_sent: Counter[tuple[int, int]] = Counter()
         self._n_received: Counter[tuple[int, int]] = Counter()
+        self._is_free = False
+        atexit.register(_send_all_at_exit, weakref.ref(self))
 
     def recorded(self, name: str, buffer: Any) -> contextlib.nullcontext[None]:  # noqa: D102  as in Ranks
         return contextlib.nullcontext()
@@ -160,8 +167,9 @@ class NodeRanks(Ranks):
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def send(self, data: Array, rank: int, tag: int, title: str) -> Message:
-        """See `Ranks`. The bytes are put into shared memory at once; 0.1 ms and more for the store."""
-        self._sent = [one for one in self._sent if not one.is_received()]
+        """See `Ranks`. The bytes are put into shared memory, or the store, at once. The store takes 0.1 ms and more."""
+        while self._sent and self._sent[0].is_received():
+            self._sent.pop(0)
         number = self._n_sent[rank, tag]
         self._n_sent[rank, tag] += 1
         message = _SentMessage(title, self, data, _key(self.rank, rank, tag, number))
@@ -177,12 +185,13 @@ class NodeRanks(Ranks):
     def deliver(self) -> None:
         """Give the receivers what has come for them."""
         waiting: list[_Receiver] = []
-        for receiver in self._receivers:
+        for receiver in self._receivers.copy():
             held = {one.source for one in waiting if one.tag == receiver.tag}
             ranks = range(self.size) if receiver.source == ANY_RANK else [receiver.source]
-            if not any(self._has_taken(receiver, rank) for rank in ranks if not held & {rank, ANY_RANK}):
+            if any(self._has_taken(receiver, rank) for rank in ranks if not held & {rank, ANY_RANK}):
+                self._receivers.remove(receiver)
+            else:
                 waiting.append(receiver)
-        self._receivers = waiting
 
     def _has_taken(self, receiver: "_Receiver", rank: int) -> bool:
         """Let a receiver copy the next message of a rank, if it has come; the sender may free its memory then."""
@@ -190,8 +199,8 @@ class NodeRanks(Ranks):
         key = _key(rank, self.rank, receiver.tag, number)
         if not self.store.check([key]):
             return False
-        path, n_bytes = self.store.get(key).decode().split()
-        receiver.copy(map_memory(path), int(n_bytes), rank)
+        where, _, content = self.store.get(key).partition(b" ")
+        receiver.copy(memoryview(content) if where == b"here" else map_memory(where.decode())[: int(content)], rank)
         self._n_received[rank, receiver.tag] += 1
         self.store.delete_key(key)
         return True
@@ -200,10 +209,38 @@ class NodeRanks(Ranks):
         """Leave messages to the other receivers."""
         self._receivers.remove(receiver)
 
-    def free(self) -> None:  # noqa: D102
-        sent, self._sent = self._sent, []
-        for message in sent:
-            message.finish()
+    def free(self) -> None:
+        """See `Ranks`. Receives what others send meanwhile: they may wait for it in here, too.
+
+        Raises:
+            CollectiveTimeoutError: when nobody receives a message; on the rank that has sent it.
+        """
+        self._is_free = True
+        if not wait_until(self._has_sent_all, self.timeout_s, yields=0):
+            raise self._sent[0].not_received()
+        self.store.add("ended", 1)
+        wait_until(self._have_all_ended, self.timeout_s, yields=0)
+
+    def _has_sent_all(self) -> bool:
+        """Return whether all messages of this rank are received; receive what has come."""
+        self.deliver()
+        self._sent = [one for one in self._sent if not one.is_received()]
+        return not self._sent
+
+    def _have_all_ended(self) -> bool:
+        self.deliver()
+        return bool(self.store.add("ended", 0) >= self.size)
+
+    def send_all(self) -> None:
+        """Wait until all messages are received, at the end of a program that has not shut the group down."""
+        if not self._is_free:
+            wait_until(self._has_sent_all, self.timeout_s, yields=0)
+
+
+def _send_all_at_exit(found: "weakref.ref[NodeRanks]") -> None:
+    ranks = found()
+    if ranks is not None and not hasattr(sys, "last_type"):  # else an error ends the program: nobody is to wait for it
+        ranks.send_all()
 
 
 class _SentMessage(Message):
@@ -216,9 +253,12 @@ class _SentMessage(Message):
     def __init__(self, title: str, ranks: NodeRanks, data: Array, key: str) -> None:
         super().__init__(title, ranks.name, data, None, ranks.timeout_s)
         self._store, self._key = ranks.store, key
-        self._memory = OwnMemory(data.size)
-        self._memory.memory[: data.size] = data.data
-        self._store.set(key, f"{self._memory.path} {data.size}")
+        if data.size <= INLINE_BYTES:  # a file descriptor for each would run out
+            self._store.set(key, b"here " + data.tobytes())
+        else:
+            self._memory = OwnMemory(data.size)
+            self._memory.memory[: data.size] = data.data
+            self._store.set(key, f"{self._memory.path} {data.size}")
         self._is_done = True
 
     def _look(self) -> None:
@@ -231,10 +271,9 @@ class _SentMessage(Message):
         """Return whether its memory may be freed."""
         return not self._store.check([self._key])
 
-    def finish(self) -> None:
-        """Wait until it is received."""
-        if not wait_until(self.is_received, self._timeout_s, yields=0):
-            raise late(self._title, self._timeout_s, "it", self._rank)
+    def not_received(self) -> CollectiveTimeoutError:
+        """Return the error of a message that nobody has received in time."""
+        return late(self._title, self._timeout_s, "it", self._rank)
 
 
 class _Receiver(Message):
@@ -248,11 +287,11 @@ class _Receiver(Message):
         super().__init__(title, ranks.name, no_bytes(tensor.nbytes), tensor, ranks.timeout_s)
         self._ranks, self.source, self.tag = ranks, source, tag
 
-    def copy(self, memory: memoryview, n_bytes: int, source: int) -> None:
+    def copy(self, message: memoryview, source: int) -> None:
         """Take the bytes of a message."""
-        n_copied = min(n_bytes, self._data.size)
-        self._data[:n_copied] = np.frombuffer(memory, np.uint8, n_copied)
-        self._arrive(n_bytes, source)
+        n_copied = min(len(message), self._data.size)
+        self._data[:n_copied] = np.frombuffer(message, np.uint8, n_copied)
+        self._arrive(len(message), source)
 
     def _look(self) -> None:
         self._ranks.deliver()
@@ -275,27 +314,41 @@ def _share(store: Store, rank: int, size: int, nbytes: int, timeout_s: float) ->
     Raises:
         CollectiveError: the first rank's, when one cannot; on every rank.
     """
-    limit, text, fd, pieces = timedelta(seconds=timeout_s), "", -1, []
+    text, fd, pieces = "", -1, []
     try:
+        try:
+            if rank == 0:
+                fd = create_memory(size * nbytes)
+        except CollectiveError as error:
+            text = str(error)
         if rank == 0:
-            fd = create_memory(size * nbytes)
-    except CollectiveError as error:
-        text = str(error)
-    if rank == 0:
-        store.set("memory", path_of(fd))
-    store.wait(["memory"], limit)
-    try:
-        if rank > 0:
-            fd = open_memory(store.get("memory").decode())
-        if not text:
-            pieces = map_pieces(fd, size, nbytes, rank)
-    except CollectiveError as error:
-        text = str(error)
-    store.set(f"mapped/{rank}", text)
-    store.wait([f"mapped/{one}" for one in range(size)], limit)
-    if fd >= 0:
-        os.close(fd)
+            store.set("memory", path_of(fd))
+        _wait_for(store, ["memory"], rank, timeout_s)
+        try:
+            if rank > 0:
+                fd = open_memory(store.get("memory").decode())
+            if not text:
+                pieces = map_pieces(fd, size, nbytes, rank)
+        except CollectiveError as error:
+            text = str(error)
+        store.set(f"mapped/{rank}", text)
+        _wait_for(store, [f"mapped/{one}" for one in range(size)], rank, timeout_s)
+    finally:
+        if fd >= 0:
+            os.close(fd)
     texts = [store.get(f"mapped/{one}").decode() for one in range(size)]
     if any(texts):
         raise agreed(CollectiveError(next(filter(None, texts))))
     return pieces
+
+
+def _wait_for(store: Store, keys: list[str], rank: int, timeout_s: float) -> None:
+    """Wait until other ranks have set keys in the store.
+
+    Raises:
+        CollectiveTimeoutError: when they do not in time.
+    """
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise late("init_process_group", timeout_s, "some", f"rank {rank}") from error

@@ -48,7 +48,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     of all groups in one order, and no rank waits for a message before a collective that the sender makes first.
     Messages from rank to rank travel in the background.
 
-    Before values move, ranks compare operation, dtype and sizes, by a reduction of 16 bytes.
+    Before values move, ranks compare operation, dtype and sizes, by a small reduction.
 
     Args:
         ranks: of the group, in its order; all of them make it.
@@ -77,7 +77,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     group_name = property(getGroupName)
 
     def shutdown(self) -> None:
-        """Free the communicators, once messages have arrived; nothing if it was called. Collective: the group.
+        """Free what the ranks share, once messages have arrived; nothing if it was called. Collective: the group.
 
         Raises:
             CollectiveTimeoutError: when nobody receives a message that was sent.
@@ -286,6 +286,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
         sizes = [one.size for one in sent]
         received, coming = no_bytes(sum(counts)), np.empty(self.size(), np.int64)
         with self._call("all_to_all", None):
+            self._require_same("all_to_all", inputs[0].dtype)
             of_a_size = [coming.itemsize] * self.size()
             self._ranks.all_to_all(np.array(sizes).view(np.uint8), of_a_size, coming.view(np.uint8), of_a_size)
             dtype = inputs[0].dtype
@@ -315,6 +316,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Work:
         """Return when all ranks of the group are here."""
         with self._call("barrier", None):
+            self._require_same("barrier")
             self._ranks.barrier()
         return _done([])
 

@@ -103,7 +103,45 @@ def test_an_unchanged_script_of_torch(run, tmp_path):
     assert "[2.0, 2.0, 2.0] 1" in outcome.output
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["ckpt", "--help"], ["--version"]])
+def test_doctor(start, tmp_path, nothing_left):
+    """Alone it starts ranks itself; a job that runs the same way later has what it reports."""
+    job = start(0, command=[*COMMAND, "doctor", "-n", 2, "--run-dir", tmp_path / "not" / "yet", "--signals"])
+    outcome = job.wait(120)
+    assert outcome.code == 0, outcome.output
+    for text in (
+        "world          2 ranks",
+        "MPI            mpich",
+        "run folder     ",
+        "signals        SIGTERM to the launcher reaches all",
+    ):
+        assert f"ok    {text}" in outcome.output
+    assert not (tmp_path / "not").exists()
+    nothing_left(job)
+
+
+def test_doctor_under_a_launcher(start):
+    outcome = start(2, "-m", "hpcdist", "doctor").wait(60)
+    assert outcome.code == 0, outcome.output
+    assert outcome.output.count("2 ranks: 2 on") == 1, "rank 0 alone prints"
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        ({"HPCDIST_ROLSE": "x"}, "fail  environment    environment: expected one of"),
+        ({"MPI4PY_LIBMPI": "/nowhere.so"}, "fail  MPI            hpcdist run: expected an MPI library"),
+        ({"TF_CONFIG": "{"}, "fail  world          2 ranks did not start: hpcdist: TF_CONFIG"),
+    ],
+)
+def test_doctor_says_what_is_wrong(start, environ, text):
+    outcome = start(0, command=[*COMMAND, "doctor"], environ=environ).wait(60)
+    assert outcome.code == 78, outcome.output
+    assert text in outcome.output
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["ckpt", "--help"], ["doctor", "--help"], ["--version"]]
+)
 def test_help_answers_at_once(arguments, clean_environ):
     """In half a second on a quiet machine; the best of five tries, as other programs run here, too."""
 

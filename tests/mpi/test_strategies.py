@@ -6,7 +6,7 @@ import torch
 
 import hpcdist
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategy import context
+from hpcdist.strategy import context, multi_worker
 
 pytestmark = pytest.mark.mpi
 
@@ -404,6 +404,8 @@ def gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
 
     def see(n_gpus):
+        if n_gpus:
+            monkeypatch.setattr(multi_worker, "require_device", lambda device, name: None)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
         return chosen
 
@@ -440,10 +442,14 @@ def test_a_gpu_that_is_not_there_is_an_error_on_every_rank(comm, gpus):
     assert caught.value.is_agreed
 
 
+def test_ranks_with_several_replicas_stay_on_the_host(comm, gpus):
+    gpus(comm.size)
+    assert hpcdist.MultiWorkerMirroredStrategy(num_replicas=comm.size + 1).device == torch.device("cpu")
+    assert hpcdist.MultiWorkerMirroredStrategy(num_replicas=comm.size).device == torch.device("cuda", comm.rank)
+
+
 def test_fewer_gpus_than_ranks_are_shared_with_a_warning(comm, gpus, caplog):
     gpus(1)
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     assert strategy.device == torch.device("cuda", 0)
-    assert not strategy.reducer.route.is_on_device
-    expected = comm.rank == 0 and comm.size > 1
-    assert (f"got 1 GPUs for the {comm.size} ranks of this host" in caplog.text) is expected
+    assert ("expected NCCL and a GPU for each rank, got neither on some" in caplog.text) is (comm.rank == 0)

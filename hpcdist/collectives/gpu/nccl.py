@@ -66,7 +66,7 @@ def all_reduce(buffer: Any, group: Group, op: Op = SUM) -> None:
 
     Cost: chosen by NCCL; 2(P-1)/P * n elements sent per rank, or less where switches add. One wait of the host.
     """
-    if not is_device_buffer(buffer):
+    if not isinstance(buffer, DeviceArray) and not is_device_buffer(buffer):
         visible_devices()  # report what is missing on this machine first
     array = device_array(buffer)
     check(array, op.name)

@@ -37,17 +37,22 @@ def choose_device(group: Group) -> int:
     return index
 
 
-def find_nccl(group: Group) -> None:
+def find_nccl(group: Group, device: int | None = None) -> None:
     """Record in the facts of the group whether every rank has NCCL and a GPU of its own.
 
     Collective at the first call: group.comm.
+
+    Args:
+        group: the ranks.
+        device: index of this rank's; default: by its number on the host.
     """
     if group.facts.has_nccl is not None:
         return
     try:
         load_nccl()
         devices = visible_devices()
-        identity = devices[plan_devices(group.node_comm.size, len(devices))[group.node_comm.rank]]
+        planned = plan_devices(group.node_comm.size, len(devices))[group.node_comm.rank]
+        identity = devices[planned if device is None else device]
     except ConfigurationError:
         identity = ""
     identities = group.node_comm.allgather(identity)

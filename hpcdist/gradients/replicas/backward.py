@@ -59,7 +59,7 @@ class ReplicaBackwardSum:
         if elsewhere:
             raise GradientError(
                 f"strategy: expected parameters on the host for {len(self._scheduler.replicas)} replicas of one rank, "
-                f"got {elsewhere[0]!r} on a device; start as many ranks as replicas."
+                f"got {elsewhere[0]!r} on a device; start as many ranks as replicas, or leave them on the host."
             )
 
     def hook(self, record: ParameterRecord, parameter: nn.Parameter) -> None:

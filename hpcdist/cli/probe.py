@@ -1,0 +1,184 @@
+"""What `hpcdist doctor` runs on each rank: starts MPI, measures, and lets rank 0 write the facts of all ranks as JSON.
+
+python -m hpcdist.cli.probe facts FILE [FOLDER]      the facts
+python -m hpcdist.cli.probe signals FOLDER           waits for signals, and notes which have come
+"""
+
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from hpcdist.checkpoint import durable
+from hpcdist.cli.findings import RankFacts
+from hpcdist.cluster.environment import read_environment, visible_gpus
+from hpcdist.errors import CollectiveError
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.node_memory import NodeWindow
+from hpcdist.runtime.process import make_world
+from hpcdist.runtime.waiting import wait_until
+from hpcdist.runtime.world import World
+
+_COPY_BYTES, _LINK_BYTES, _N_ROUNDS = 64 << 20, 4 << 20, 20
+#: So long a host may take to see a name that another one has made.
+_SEEN_S = 10.0
+
+
+def main() -> None:
+    """Do what the command line says."""
+    if sys.argv[1] == "signals":
+        note_signals(Path(sys.argv[2]))
+        return
+    world = make_world()
+    folder = sys.argv[3] if len(sys.argv) > 3 else ""
+    found = world.comm.gather(vars(_facts_of(world, folder)), 0)
+    if world.rank == 0:
+        Path(sys.argv[2]).write_text(json.dumps(found))
+
+
+def _facts_of(world: World, folder: str) -> RankFacts:
+    """Return what this rank knows. Collective: all ranks."""
+    environ, shm = read_environment(), os.statvfs("/dev/shm")
+    threads = environ.get("OMP_NUM_THREADS", "")
+    latency_s, link_bytes_s, skew_s = _measure_links(world)
+    return RankFacts(
+        rank=world.rank,
+        host=MPI.Get_processor_name(),
+        task=str(world.task),
+        cores=tuple(sorted(os.sched_getaffinity(0))),
+        n_host_cores=os.cpu_count() or 1,
+        omp_threads=int(threads) if threads.isdecimal() else 0,
+        n_gpus=visible_gpus(environ),
+        copy_bytes_s=_measure_copies(world),
+        shm_bytes=shm.f_bavail * shm.f_frsize,
+        can_share=_can_share(world),
+        skew_s=skew_s,
+        latency_s=latency_s,
+        link_bytes_s=link_bytes_s,
+        folder_error=_look_for_folder(world, Path(folder)) if folder else "",
+    )
+
+
+def _measure_copies(world: World) -> float:
+    """Return bytes per second of a copy in memory, while all ranks make one; the best of five. Collective."""
+    source, target = np.ones(_COPY_BYTES, np.uint8), np.zeros(_COPY_BYTES, np.uint8)
+    times = []
+    for _ in range(5):
+        world.wait(world.comm.Ibarrier())
+        times.append(_seconds(lambda: np.copyto(target, source)))
+    return _COPY_BYTES / min(times)
+
+
+def _measure_links(world: World) -> tuple[float, float, float]:
+    """Return latency, bytes per second and clock skew between rank 0 and this host's first rank. Collective.
+
+    One host after the other; zeros on rank 0's host, and on ranks that are not the first of theirs.
+    """
+    firsts = world.comm.allgather(world.rank if world.hosts.node_comm.rank == 0 else -1)
+    found = (0.0, 0.0, 0.0)
+    for peer in [rank for rank in firsts if rank > 0]:
+        if world.rank == 0:
+            _answer(world, peer)
+        elif world.rank == peer:
+            found = _ask(world)
+    return found
+
+
+def _answer(world: World, peer: int) -> None:
+    small, large = np.zeros(1), np.zeros(_LINK_BYTES, np.uint8)
+    for _ in range(_N_ROUNDS):
+        world.comm.Recv(small, peer)
+        small[0] = time.time()
+        world.comm.Send(small, peer)
+    for _ in range(3):
+        world.comm.Recv(large, peer)
+        world.comm.Send(large, peer)
+
+
+def _ask(world: World) -> tuple[float, float, float]:
+    small, large = np.zeros(1), np.zeros(_LINK_BYTES, np.uint8)
+    rounds = []
+    for _ in range(_N_ROUNDS):
+        before = time.time()
+        world.comm.Send(small, 0)
+        world.comm.Recv(small, 0)
+        after = time.time()
+        rounds.append((after - before, (before + after) / 2 - small[0]))
+    shortest_s, skew_s = min(rounds)  # the one that waited least tells the clock best
+
+    def there_and_back() -> None:
+        world.comm.Send(large, 0)
+        world.comm.Recv(large, 0)
+
+    fastest_s = min(_seconds(there_and_back) for _ in range(3))
+    return shortest_s / 2, 2 * _LINK_BYTES / fastest_s, float(skew_s)
+
+
+def _can_share(world: World) -> bool:
+    try:
+        NodeWindow(world.hosts.node_comm, 1 << 16, world)
+    except CollectiveError:
+        return False
+    return True
+
+
+def _look_for_folder(world: World, folder: Path) -> str:
+    """Return why this rank does not see what rank 0 renames in a folder; empty where it does. Collective.
+
+    A folder that does not exist yet is not made: then it is the nearest one above it.
+    """
+    path, token, error = Path(), secrets.token_hex(8), ""
+    if world.rank == 0:
+        folder = folder.absolute()
+        while not folder.is_dir():
+            folder = folder.parent
+        path = folder / f".hpcdist-doctor-{token}"
+        try:
+            durable.replace_text(durable.Disk(), path, token)
+        except OSError as caught:
+            error = f"cannot be written: {caught.strerror}"
+    path, token, error = world.comm.bcast((path, token, error), 0)
+    if not error and not wait_until(lambda: _holds(path, token), _SEEN_S, yields=0):
+        error = f"does not show within {_SEEN_S:g} s what rank 0 has renamed in {path.parent}"
+    world.wait(world.comm.Ibarrier())
+    if world.rank == 0 and path.exists():
+        durable.Disk().remove(path)
+    return error
+
+
+def _holds(path: Path, text: str) -> bool:
+    try:
+        return path.read_text() == text
+    except OSError:
+        return False
+
+
+def _seconds(act: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    act()
+    return time.perf_counter() - started
+
+
+def note_signals(folder: Path) -> None:
+    """Note in a folder that this rank is ready, and each signal that comes; return when a file `done` is there."""
+    rank = make_world().rank
+
+    def note(number: int, _: FrameType | None) -> None:
+        (folder / f"{signal.Signals(number).name}-{rank}").write_text("")
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, note)
+    (folder / f"ready-{rank}").write_text("")
+    wait_until((folder / "done").exists, 60.0, yields=0, max_sleep_s=0.02)
+
+
+if __name__ == "__main__":
+    main()
