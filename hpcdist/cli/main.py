@@ -26,9 +26,23 @@ def _doctor() -> click.Command:
     return found
 
 
+def _status() -> click.Command:
+    from hpcdist.cli.status import status as found
+
+    return found
+
+
+def _stop() -> click.Command:
+    from hpcdist.cli.status import stop as found
+
+    return found
+
+
 #: Command -> (what imports it, what it does).
 COMMANDS = {
     "run": (_run, "Start a program on several ranks of this machine, of given hosts, or of a Slurm allocation."),
+    "status": (_status, "Show what a run has done: attempts, newest checkpoint, metrics, and what is to follow."),
+    "stop": (_stop, "Ask a job to save and to end."),
     "ckpt": (_ckpt, "List, verify, compare, convert and remove checkpoints."),
     "doctor": (_doctor, "Look for what is wrong with MPI, launcher, cores, GPUs, links, clocks and folders."),
 }

@@ -1,0 +1,182 @@
+"""`hpcdist status` and `hpcdist stop`: what a run has done, from the files of its run folder; and asking it to save."""
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpcdist.checkpoint import durable
+from hpcdist.checkpoint.store import Saved, Store, use_one
+from hpcdist.cli.run import read_decision
+from hpcdist.errors import CheckpointDamaged, UsageError
+from hpcdist.resilience.ledger import Attempt, Ledger
+
+_FOLDER = click.Path(path_type=Path)
+#: The end of a file of metrics that is read: records are short.
+_TAIL_BYTES = 64 << 10
+_SLURM_S = 10.0
+_POLL_S = 0.5
+
+
+@click.command()
+@click.argument("folder", type=_FOLDER)
+@click.option("--json", "is_json", is_flag=True, help="Print JSON.")
+def status(folder: Path, is_json: bool) -> None:
+    """Show what the run of a run folder has done: attempts, newest checkpoint, metrics, and whether it is to run again.
+
+    Reads files only, and disturbs no job that runs.
+
+    \b
+    hpcdist status runs/train
+    """
+    facts = _facts_of(folder)
+    if is_json:
+        click.echo(json.dumps(facts, indent=1))
+    else:
+        for line in _lines(facts):
+            click.echo(line)
+
+
+@click.command()
+@click.argument("folder", type=_FOLDER)
+@click.option("--wait", "limit_s", type=click.FloatRange(0), metavar="SECONDS", help="Wait until it has ended.")
+def stop(folder: Path, limit_s: float | None) -> int:
+    """Ask the job of a run folder to save after its step, and to end with exit code 75.
+
+    Makes the file `stop` there, which the job removes when it has ended. A batch job of a recipe is requeued then, and
+    goes on later: to end it for good, cancel it, by scancel, afterwards.
+
+    \b
+    hpcdist stop runs/train --wait 60
+    """
+    path = _require_run(folder) / "stop"
+    durable.replace_text(durable.Disk(), path, "hpcdist stop\n")
+    click.echo(f"{path}: the job saves after its step, and ends")
+    deadline = None if limit_s is None else time.monotonic() + limit_s
+    while deadline is not None and path.exists():
+        if time.monotonic() > deadline:
+            click.echo(
+                f"hpcdist stop: expected the job to end within {limit_s:g} s, got {path}, which is there", err=True
+            )
+            return 1
+        time.sleep(_POLL_S)
+    return 0
+
+
+def _require_run(folder: Path) -> Path:
+    """Return a run folder.
+
+    Raises:
+        UsageError: for what is none.
+    """
+    if not (folder / "checkpoints").is_dir() and not (folder / "decision.json").exists():
+        raise UsageError(
+            f"hpcdist: expected a run folder, with checkpoints or a decision.json, got {str(folder)!r}; correct it."
+        )
+    return folder
+
+
+def _facts_of(folder: Path) -> dict[str, Any]:
+    """Return what is known of a run, for JSON."""
+    store = Store(_require_run(folder) / "checkpoints")
+    attempts, decision, saved = Ledger(store).attempts(), read_decision(folder), store.saved()
+    last = attempts[-1] if attempts else None
+    return {
+        "folder": str(folder),
+        "decision": None if decision is None else decision.verdict,
+        "reason": None if decision is None else decision.reason,
+        "n_attempts": 0 if last is None else last.number,
+        "attempt": None if last is None else _facts_of_attempt(last),
+        "checkpoint": _newest(store, saved) if saved else None,
+        "metrics": _last_record(folder / "metrics.jsonl"),
+        "batch": None if last is None or last.job is None else _slurm_state(last.job),
+        "is_asked_to_stop": (folder / "stop").exists(),
+    }
+
+
+def _facts_of_attempt(attempt: Attempt) -> dict[str, Any]:
+    return {
+        "number": attempt.number,
+        "job": attempt.job,
+        "nodes": attempt.nodes,
+        "resumed_step": attempt.resumed_step,
+        "committed_step": None if attempt.committed_step < 0 else attempt.committed_step,
+        "end": attempt.end or None,
+        "reason": attempt.reason or None,
+    }
+
+
+def _newest(store: Store, saved: list[Saved]) -> dict[str, Any] | None:
+    """Return the newest checkpoint whose index is sound."""
+    for one in reversed(saved):
+        path = store.path / str(one)
+        try:
+            index = use_one(path, lambda _, file: file.index)
+        except CheckpointDamaged:
+            continue
+        return {"path": str(path), "step": index.step, "time_s": index.time_s, "metrics": index.metrics}
+    return None
+
+
+def _last_record(path: Path) -> dict[str, Any] | None:
+    """Return the last whole record of a file of metrics; None if there is none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+        except ValueError:  # one that is being written
+            continue
+        if isinstance(record, dict):
+            return record
+    return None
+
+
+def _slurm_state(job: str) -> str | None:
+    """Return Slurm's state of a job; None where Slurm does not know it, or is not here."""
+    command = ["squeue", "--noheader", "--jobs", job, "--format", "%T, %L left, %R"]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SLURM_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _lines(facts: dict[str, Any]) -> Iterator[str]:
+    yield f"run         {facts['folder']}" + (", asked to stop" if facts["is_asked_to_stop"] else "")
+    if facts["decision"]:
+        yield f"if it ends  {facts['decision']}: {facts['reason']}"
+    attempt = facts["attempt"]
+    if attempt:
+        began = "a new run" if attempt["resumed_step"] is None else f"from step {attempt['resumed_step']}"
+        where = f" in job {attempt['job']}" if attempt["job"] else ""
+        end = f"{attempt['end']}: {attempt['reason']}" if attempt["end"] else "runs, or died without notice"
+        nodes = ", ".join(attempt["nodes"]) or "an unknown host"
+        yield f"attempt     {attempt['number']}{where} on {nodes}, {began}; {end}"
+    if facts["batch"]:
+        yield f"Slurm       {facts['batch']}"
+    checkpoint = facts["checkpoint"]
+    if checkpoint:
+        yield f"checkpoint  step {checkpoint['step']}, {_ago(time.time() - checkpoint['time_s'])} ago"
+    if facts["metrics"]:
+        yield "metrics     " + "  ".join(f"{name} {_short(value)}" for name, value in facts["metrics"].items())
+
+
+def _ago(seconds: float) -> str:
+    for unit_s, name in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.0f} {name}"
+    return f"{max(0, seconds):.0f} seconds"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
