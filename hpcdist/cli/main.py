@@ -38,9 +38,16 @@ def _stop() -> click.Command:
     return found
 
 
+def _submit() -> click.Command:
+    from hpcdist.cli.submit import command as found
+
+    return found
+
+
 #: Command -> (what imports it, what it does).
 COMMANDS = {
     "run": (_run, "Start a program on several ranks of this machine, of given hosts, or of a Slurm allocation."),
+    "submit": (_submit, "Write a batch script for a program, show it, and submit it to Slurm."),
     "status": (_status, "Show what a run has done: attempts, newest checkpoint, metrics, and what is to follow."),
     "stop": (_stop, "Ask a job to save and to end."),
     "ckpt": (_ckpt, "List, verify, compare, convert and remove checkpoints."),

@@ -76,7 +76,7 @@ def command(
     """
     environ = read_environment()
     check_names(environ)
-    request = _request(ranks, hosts, bind, _command_of(program, is_module), environ)
+    request = _request(ranks, hosts, bind, command_of(program, is_module), environ)
     launcher = find_launcher(mpi_library(), environ)
     added = {**_rendezvous(hosts, environ), **({} if roles is None else {"HPCDIST_ROLES": roles})}
     line, guards = launch_command(launcher, request, {**environ, **added})
@@ -84,7 +84,7 @@ def command(
     if dry_run:
         click.echo(as_text(line, added))
         return ExitCode.DONE
-    folder = run_dir or _run_dir_of(program, environ)
+    folder = run_dir or run_dir_of(program) or (Path(environ["RUN_DIR"]) if environ.get("RUN_DIR") else None)
     return _run(line, {**environ, **added}, as_text(line, added), folder, restarts)
 
 
@@ -121,7 +121,7 @@ def _n_ranks_on(hosts: str) -> int:
     return n_ranks
 
 
-def _command_of(program: Sequence[str], is_module: bool) -> tuple[str, ...]:
+def command_of(program: Sequence[str], is_module: bool) -> tuple[str, ...]:
     """Return the command of one rank.
 
     Raises:
@@ -151,14 +151,14 @@ def _rendezvous(hosts: str | None, environ: Mapping[str, str]) -> dict[str, str]
     return {name: value for name, value in found.items() if name not in environ}
 
 
-def _run_dir_of(program: Sequence[str], environ: Mapping[str, str]) -> Path | None:
-    """Return the run folder: the program's --run-dir, else RUN_DIR, as the recipes of batch jobs set it."""
+def run_dir_of(program: Sequence[str]) -> Path | None:
+    """Return what the arguments of a program give for --run-dir; None if it is not among them."""
     for argument, following in zip(program, [*program[1:], ""], strict=True):
-        if argument == "--run-dir":
+        if argument == "--run-dir" and following:
             return Path(following)
         if argument.startswith("--run-dir="):
             return Path(argument.partition("=")[2])
-    return Path(environ["RUN_DIR"]) if environ.get("RUN_DIR") else None
+    return None
 
 
 def _run(line: Sequence[str], environ: Mapping[str, str], text: str, folder: Path | None, n_restarts: int) -> int:

@@ -28,6 +28,12 @@ COMMANDS = {
     "mpirun -n 4 python jobs/estimator.py --model-dir runs/estimator": "test_estimators_as_on_the_page",
     "mpirun -n 5 python jobs/train.py --strategy ps --roles 'ps:2,worker:*'": "test_parameter_servers_as_in_the_readme",
     "mpirun -n 4 python jobs/coordinated.py --roles 'ps:1,chief:1,worker:*'": "test_parameter_servers_as_in_the_readme",
+    "hpcdist doctor": "test_the_command_as_on_its_page",
+    "hpcdist run -n 2 jobs/train.py --run-dir runs/first --epochs 2": "test_the_command_as_on_its_page",
+    "hpcdist status runs/first": "test_the_command_as_on_its_page",
+    "hpcdist submit --nodes 2 --ntasks-per-node 4 --time 8:00:00 --dry-run jobs/train.py --run-dir runs/second": (
+        "test_the_command_as_on_its_page; tests/slurm submits"
+    ),
     "sbatch --nodes 2 slurm/train-ps.sbatch": "test_the_batch_script_is_shipped, and tests/slurm",
     "sbatch --nodes 2 slurm/train.sbatch": "test_the_batch_script_is_shipped, and tests/slurm",
 }
@@ -178,6 +184,16 @@ def test_estimators_as_on_the_page(clone, clean_environ):
     for _ in range(2):
         output, _ = run(command, clone, clean_environ, 60)
         assert float(re.search(r"^global step 600  accuracy (0\.\d+)$", output, re.MULTILINE)[1]) > 0.95, output
+
+
+def test_the_command_as_on_its_page(clone, clean_environ):
+    """In the order of the page: each shows what the one before has left."""
+    (block,) = blocks(ROOT / "docs" / "command.md", "sh")
+    expected = ("ok    world          2 ranks", "test accuracy 0.", "if it ends  finished", "#SBATCH --time=8:00:00")
+    for command, text in zip(block.splitlines(), expected, strict=True):
+        output, seconds = run(command, clone, clean_environ, 60)
+        assert text in output, output
+        print(f"{seconds:.1f} s: {command}")
 
 
 @pytest.mark.quick

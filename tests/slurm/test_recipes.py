@@ -1,5 +1,6 @@
 """The other recipes, and what they have in common: mpirun, arrays, chains of jobs, a machine without scontrol."""
 
+import json
 import os
 import signal
 import sys
@@ -135,3 +136,22 @@ def test_a_chain_of_jobs(slurm, submit, options, unbroken):
     assert job.final_state() == unbroken
     assert (job.decision["attempt"], job.decision["job"]) == (2, job.id)
     slurm.wait_for("an empty queue", lambda: not slurm.client("squeue", "-h").strip())
+
+
+def test_hpcdist_submit_of_a_program_of_ones_own(slurm, folder, root, data):
+    """A drill preempts it once; then `status` tells what became of it, and the bits are those of an unbroken run."""
+    hpcdist = (sys.executable, "-m", "hpcdist")
+    options = ("--data", data, "--batch", 16, "--epochs", 200, "--save-every", 20, "--replicas", 2)
+    program = (root / "jobs" / "train.py", *options, "--run-dir", "runs/own")
+    said = slurm.client(
+        *hpcdist, "submit", "--ntasks-per-node", 2, "--time", "0:20:00", "--drill", 8, *program, cwd=folder
+    )
+    assert "#SBATCH --job-name=own\n" in said
+    state = (*hpcdist, "status", "runs/own", "--json")
+    slurm.wait_for("the run folder", (folder / "runs" / "own" / "decision.json").exists, 60)
+    slurm.wait_for("its end", lambda: json.loads(slurm.client(*state, cwd=folder))["decision"] == "finished", 240)
+    found = json.loads(slurm.client(*state, cwd=folder))
+    assert (found["n_attempts"], found["attempt"]["end"]) == (2, "finished")
+    assert found["attempt"]["resumed_step"] > 0
+    slurm.client(sys.executable, *program[:-1], folder / "runs" / "whole", cwd=folder, timeout_s=240)
+    assert final_state(folder / "runs" / "own") == final_state(folder / "runs" / "whole")

@@ -1,0 +1,298 @@
+"""`hpcdist submit`: a batch script of Slurm for a program of one's own, shown, and submitted."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+import hpcdist
+from hpcdist.checkpoint import durable
+from hpcdist.cli.launcher import find_launcher, mpi_library
+from hpcdist.cli.run import command_of, run_dir_of
+from hpcdist.cluster.environment import read_environment
+from hpcdist.errors import ConfigurationError, ExitCode, UsageError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+#: What stands for the number of an array's task in the program's arguments.
+TASK = "{task}"
+#: What an option of sbatch may hold: sbatch has quoting rules of its own.
+_VALUE = re.compile(r"[\w.,:;@%+=/\[\]()*^~-]+$")
+_NAME = re.compile(r"[\w.-]+$")
+#: Keys of the file with a site's defaults, and their types.
+_SITE_KEYS: dict[str, type] = {"sbatch": list, "setup": list, "launcher": str, "time": str}
+_SBATCH_S = 60.0
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """A job of Slurm.
+
+    Attributes:
+        name: of the job.
+        sbatch: options, such as "--nodes=2", besides those that every job has.
+        run_dir: run folder, which may hold `TASK`.
+        command: of one rank.
+        launcher: what starts the ranks, such as ("srun",), or mpirun and its options.
+        job_program: path of slurm/job.py.
+        lead_s: how long before its end a job is told.
+        setup: lines of shell before the program starts.
+        array: of tasks, such as "1-8"; empty for none.
+        is_chained: whether each job submits its successor, where jobs are not requeued.
+        n_servers: ranks that are parameter servers.
+        drill_s: preempt the job once, so many seconds after its start; 0: not.
+        script: path that the script is written to.
+    """
+
+    name: str
+    sbatch: tuple[str, ...]
+    run_dir: str
+    command: tuple[str, ...]
+    launcher: tuple[str, ...]
+    job_program: str
+    lead_s: int = 120
+    setup: tuple[str, ...] = ()
+    array: str = ""
+    is_chained: bool = False
+    n_servers: int = 0
+    drill_s: int = 0
+    script: str = ""
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--ntasks-per-node", type=click.IntRange(1), default=1, show_default=True, help="Ranks of a node.")
+@click.option("--time", metavar="LIMIT", help="Time limit, such as 8:00:00.")
+@click.option("--name", help="Name of the job; default: that of the run folder.")
+@click.option("--run-dir", help="Run folder, if it is fixed in the program; default: the program's --run-dir.")
+@click.option("--ps", "n_servers", type=click.IntRange(0), default=0, help="Ranks that are parameter servers.")
+@click.option("--array", metavar="TASKS", default="", help="Several runs, such as 1-8; {task} is the number of one.")
+@click.option("--chain", is_flag=True, help="Each job submits its successor: for sites that requeue no jobs.")
+@click.option("--drill", type=click.IntRange(1), metavar="SECONDS", help="Preempt it once, so long after its start.")
+@click.option("--lead", type=click.IntRange(10), default=120, show_default=True, help="Seconds for the last save.")
+@click.option("--sbatch", multiple=True, metavar="OPTION", help="Of sbatch, such as --partition=gpu; may be repeated.")
+@click.option("--launcher", type=click.Choice(["srun", "mpirun"]), help="Default: srun for MPICH, mpirun for Open MPI.")
+@click.option("--dry-run", is_flag=True, help="Show the script, and do not submit it.")
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
+def command(program: tuple[str, ...], dry_run: bool, **options: Any) -> int:
+    """Write a batch script for PROGRAM and its arguments, show it, and submit it to Slurm.
+
+    The job is started again after a stop, a preemption, a lost rank or node, and its time limit, from its checkpoints,
+    as docs/slurm.md says. Its run folder is the program's --run-dir, or the folder of its checkpoints, given before the
+    program. Defaults of a site come from hpcdist.toml here or in ~/.config:
+
+    \b
+    [submit]
+    sbatch = ["--partition=long", "--account=abc"]
+    setup = ["module load openmpi"]
+
+    \b
+    hpcdist submit --nodes 4 --ntasks-per-node 8 --time 8:00:00 train.py --run-dir runs/a
+    """
+    job = _job_of(program, options)
+    text = script_of(job)
+    click.echo(text, nl=False)
+    if dry_run:
+        return ExitCode.DONE
+    durable.make_folders(durable.Disk(), Path(job.script).parent)
+    durable.replace_text(durable.Disk(), Path(job.script), text)
+    return _submit(job.script)
+
+
+def _job_of(program: tuple[str, ...], options: dict[str, Any]) -> BatchJob:
+    """Return the job that a command line and the site's defaults ask for.
+
+    Raises:
+        UsageError: for what Slurm would misunderstand. ConfigurationError: for a file of defaults that is none.
+    """
+    site = site_defaults([Path("hpcdist.toml"), Path.home() / ".config" / "hpcdist.toml"])
+    found = options["run_dir"] or run_dir_of(program)
+    if not found:
+        raise UsageError(
+            "hpcdist submit: expected the run folder, got none; give the program --run-dir, or put --run-dir before it "
+            "with the folder that holds its checkpoints."
+        )
+    run_dir = str(found)
+    if options["array"] and TASK not in run_dir:
+        raise UsageError(
+            f"hpcdist submit: expected a run folder for each task of the array, got {run_dir!r}; put {TASK} into it."
+        )
+    if options["array"] and options["chain"]:
+        raise UsageError("hpcdist submit: expected --array or --chain, got both; leave one out.")
+    name = options["name"] or Path(run_dir.replace(TASK, "all")).name
+    limit = options["time"] or site.get("time")
+    sbatch = [
+        f"--nodes={options['nodes']}",
+        f"--ntasks-per-node={options['ntasks_per_node']}",
+        *([f"--time={limit}"] if limit else []),
+        *([f"--array={options['array']}"] if options["array"] else []),
+        *site.get("sbatch", []),
+        *options["sbatch"],
+    ]
+    _check_values(name, sbatch)
+    where = Path(run_dir).parent if options["array"] else Path(run_dir)
+    return BatchJob(
+        name=name,
+        sbatch=tuple(sbatch),
+        run_dir=run_dir,
+        command=command_of(program, is_module=False),
+        launcher=_launcher_of(options["launcher"] or site.get("launcher")),
+        job_program=str(_parts() / "job.py"),
+        lead_s=options["lead"],
+        setup=tuple(site.get("setup", [])),
+        array=options["array"],
+        is_chained=options["chain"],
+        n_servers=options["n_servers"],
+        drill_s=options["drill"] or 0,
+        script=str((where / f"{name}.sbatch").absolute()),
+    )
+
+
+def site_defaults(paths: Sequence[Path]) -> dict[str, Any]:
+    """Return what the first of these files that is there says of `submit`; empty without one.
+
+    Raises:
+        ConfigurationError: for a file that is no TOML, or says something else.
+    """
+    path = next((one for one in paths if one.is_file()), None)
+    if path is None:
+        return {}
+    try:
+        found = tomllib.loads(path.read_text()).get("submit", {})
+        wrong = [key for key, value in found.items() if not isinstance(value, _SITE_KEYS.get(key, int))]
+        wrong += [key for key in ("sbatch", "setup") if not all(isinstance(one, str) for one in found.get(key, []))]
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigurationError(f"hpcdist submit: expected TOML in {path}, got {error}; correct it.") from error
+    if wrong:
+        expected = ", ".join(_SITE_KEYS)
+        raise ConfigurationError(
+            f"hpcdist submit: expected {expected} under [submit] in {path}, sbatch and setup as lists of texts, got "
+            f"{wrong[0]!r}; correct it."
+        )
+    return dict(found)
+
+
+def _check_values(name: str, sbatch: Sequence[str]) -> None:
+    if not _NAME.match(name):
+        raise UsageError(
+            f"hpcdist submit: expected a name of letters, digits, . and -, got {name!r}; give another one."
+        )
+    for option in sbatch:
+        if not option.startswith("--") or not _VALUE.match(option):
+            raise UsageError(
+                f"hpcdist submit: expected options of sbatch such as --partition=gpu, without spaces and quotes, got "
+                f"{option!r}; correct it."
+            )
+
+
+def _launcher_of(asked: str | None) -> tuple[str, ...]:
+    """Return what starts the ranks inside the job: srun for MPICH, else mpirun with the nodes of the launch."""
+    library = mpi_library()
+    if asked == "srun" or (asked is None and library == "mpich"):
+        return ("srun", "--mpi=pmi2" if library == "mpich" else "--mpi=pmix")
+    path = find_launcher(library, {}).path
+    return (path, "--bind-to", "none") if library == "openmpi" else (path,)
+
+
+def _parts() -> Path:
+    """Return the folder with job.py: in the package, or beside it in a clone.
+
+    Raises:
+        ConfigurationError: where it is missing.
+    """
+    package = Path(hpcdist.__file__).parent
+    for folder in (package / "slurm", package.parent / "slurm"):
+        if (folder / "job.py").is_file():
+            return folder
+    raise ConfigurationError(
+        f"hpcdist submit: expected slurm/job.py in {package} or beside it, got none; install hpcdist again."
+    )
+
+
+def script_of(job: BatchJob) -> str:
+    """Return the batch script of a job. Pure: every value is quoted for the shell."""
+    is_srun = job.launcher[0] == "srun"
+    to_batch = "" if is_srun else "B:"
+    header = [
+        f"--job-name={job.name}",
+        *job.sbatch,
+        f"--signal={to_batch}USR1@{job.lead_s}",
+        "--no-requeue" if job.is_chained else "--requeue",
+        "--no-kill",
+        *([] if job.array or job.is_chained else ["--dependency=singleton"]),
+        "--open-mode=append",
+        f"--output={'%x-%A_%a.log' if job.array else '%x-%j.log'}",
+    ]
+    lines = ["#!/usr/bin/env bash", "# Made by `hpcdist submit`. What happens to the job: docs/slurm.md of hpcdist."]
+    lines += [f"#SBATCH {option}" for option in header]
+    lines += ["", *job.setup, f"export RUN_DIR={_quoted(job.run_dir)}"]
+    if is_srun:
+        lines += ["# MPICH: UCX's address is sometimes too long for Slurm's pmi2, and MPI fails to start."]
+        lines += ["export MPIR_CVAR_CH4_NETMOD=${MPIR_CVAR_CH4_NETMOD:-ofi}"]
+    if job.n_servers:
+        lines += [f"export HPCDIST_ROLES='ps:{job.n_servers},worker:*'"]
+    if job.drill_s:
+        preempt = f'scancel{"" if is_srun else " --batch"} --signal=USR1 "$SLURM_JOB_ID"'
+        lines += [f"# A drill: preempted once, {job.drill_s} s after the first start."]
+        lines += [f"(sleep {job.drill_s}; [[ ${{SLURM_RESTART_COUNT:-0}} != 0 ]] || {preempt}) &"]
+    successor = ""
+    if job.is_chained:
+        lines += [
+            f'successor=$(sbatch --parsable --dependency=afterany:"$SLURM_JOB_ID" {shlex.quote(job.script)}) || exit 1'
+        ]
+        successor = ' --successor "$successor"'
+    program = " ".join(map(_quoted, job.command))
+    run = f"exec {shlex.quote(sys.executable)} -E -S {shlex.quote(job.job_program)}{successor}"
+    return "\n".join([*lines, f"{run} \\", f"  {_start_of(job.launcher)} \\", f"  {program}"]) + "\n"
+
+
+def _start_of(launcher: Sequence[str]) -> str:
+    """Return the command that starts the ranks; job.py fills in the nodes of each launch."""
+    if launcher[0] == "srun":
+        options = "--kill-on-bad-exit=1 --overlap --nodelist=%nodes --nodes=%n_nodes --ntasks=%n_ranks"
+        return f'{shlex.join(launcher)} {options} --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}"'
+    return f"{shlex.join(launcher)} --host %hosts -n %n_ranks"
+
+
+def _quoted(value: str) -> str:
+    """Return a value for the shell, in which `TASK` is the number of the array's task."""
+    return '"$SLURM_ARRAY_TASK_ID"'.join(shlex.quote(part) if part else "" for part in value.split(TASK)) or "''"
+
+
+def _submit(script: str) -> int:
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        raise ConfigurationError(
+            f"hpcdist submit: expected Slurm's sbatch, got none; run it where jobs are submitted: sbatch {script}."
+        )
+    try:
+        done = subprocess.run(
+            [sbatch, "--parsable", script],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_SBATCH_S,
+            env=dict(read_environment()),
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigurationError(
+            f"hpcdist submit: expected an answer of sbatch within {_SBATCH_S:g} s, got none; look with squeue --me."
+        ) from error
+    if done.returncode:
+        said = " ".join(done.stderr.split())
+        raise ConfigurationError(
+            f"hpcdist submit: expected sbatch to take {script}, got {said!r}; correct the options."
+        )
+    click.echo(f"submitted job {done.stdout.strip().partition(';')[0]}: {json.dumps(script)}", err=True)
+    return ExitCode.DONE

@@ -1,0 +1,189 @@
+"""`hpcdist submit`: the script is what was asked for, whatever the arguments hold. A real Slurm: tests/slurm."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hpcdist.cli import main, submit
+from hpcdist.cli.launcher import Launcher
+from hpcdist.errors import ConfigurationError
+
+NASTY = ["a b", "$HOME", "$(touch harm)", "`touch harm`", "'", '"', "*", "", "-n", "\\", "x\ny", "é", ";exit 3", "#"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Return an empty current folder with a program; mpi4py loads MPICH, and there is no file of defaults."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(submit, "mpi_library", lambda: "mpich")
+    monkeypatch.setattr(submit, "find_launcher", lambda library, environ: Launcher(library, "/opt/mpi bin/mpirun"))
+    (tmp_path / "train.py").write_text("")
+    return tmp_path
+
+
+@pytest.fixture
+def call(capfd):
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main.main(["submit", *map(str, arguments)])
+        return ended.value.code, *capfd.readouterr()
+
+    return run
+
+
+def headers(text):
+    return [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")]
+
+
+def test_a_plain_job(here, call):
+    code, text, _ = call(
+        "--nodes", 4, "--ntasks-per-node", 8, "--time", "8:00:00", "--dry-run", "train.py", "--run-dir", "runs/a"
+    )
+    assert code == 0
+    assert headers(text) == [
+        *("job-name=a", "nodes=4", "ntasks-per-node=8", "time=8:00:00", "signal=USR1@120", "requeue", "no-kill"),
+        *("dependency=singleton", "open-mode=append", "output=%x-%j.log"),
+    ]
+    assert "export RUN_DIR=runs/a\n" in text
+    assert text.endswith(
+        "  srun --mpi=pmi2 --kill-on-bad-exit=1 --overlap --nodelist=%nodes --nodes=%n_nodes --ntasks=%n_ranks "
+        f'--cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" \\\n  {sys.executable} train.py --run-dir runs/a\n'
+    )
+    assert sorted(path.name for path in here.iterdir()) == ["train.py"], "a dry run writes nothing"
+
+
+@pytest.mark.parametrize(
+    ("options", "there", "absent"),
+    [
+        (["--chain"], ["--no-requeue", "--dependency=afterany", ' --successor "$successor" '], ["singleton"]),
+        (["--ps", 2], ["export HPCDIST_ROLES='ps:2,worker:*'\n"], []),
+        (
+            ["--launcher", "mpirun"],
+            ["=B:USR1@120", "'/opt/mpi bin/mpirun' --host %hosts -n %n_ranks"],
+            ["srun", "pmi2"],
+        ),
+        (
+            ["--drill", 60],
+            ['(sleep 60; [[ ${SLURM_RESTART_COUNT:-0} != 0 ]] || scancel --signal=USR1 "$SLURM_JOB_ID") &'],
+            [],
+        ),
+        (["--drill", 60, "--launcher", "mpirun"], ["|| scancel --batch --signal=USR1"], []),
+        (
+            ["--sbatch", "--partition=gpu", "--sbatch", "--gpus-per-node=4"],
+            ["--partition=gpu\n", "--gpus-per-node=4\n"],
+            [],
+        ),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, list) and len(str(value)) < 60 else "",
+)
+def test_options(here, call, options, there, absent):
+    text = call(*options, "--dry-run", "train.py", "--run-dir", "a")[1]
+    assert all(part in text for part in there), text
+    assert not any(part in text for part in absent), text
+
+
+def test_an_array(here, call):
+    text = call("--array", "1-3", "--dry-run", "train.py", "--run-dir", "runs/a-{task}", "--seed", "{task}")[1]
+    assert {"job-name=a-all", "array=1-3", "output=%x-%A_%a.log"} <= set(headers(text))
+    assert "dependency=singleton" not in headers(text)
+    assert 'export RUN_DIR=runs/a-"$SLURM_ARRAY_TASK_ID"\n' in text
+    assert text.endswith('train.py --run-dir runs/a-"$SLURM_ARRAY_TASK_ID" --seed "$SLURM_ARRAY_TASK_ID"\n')
+
+
+def test_the_shell_changes_no_argument(here, call, tmp_path, monkeypatch):
+    """The script is run, with a program in place of job.py that prints what it gets."""
+    parts = tmp_path / "a folder" / "parts"
+    parts.mkdir(parents=True)
+    (parts / "job.py").write_text("import json, os, sys\nprint(json.dumps([os.environ['RUN_DIR'], sys.argv[1:]]))\n")
+    monkeypatch.setattr(submit, "_parts", lambda: parts)
+    code, text, _ = call("--name", "x", "--dry-run", "train.py", "--run-dir", "a b$HOME", *NASTY)
+    assert code == 0
+    done = subprocess.run(["bash", "-eu"], input=text, capture_output=True, text=True, check=True, timeout=30)
+    run_dir, arguments = json.loads(done.stdout)
+    assert run_dir == "a b$HOME"
+    assert arguments[-len(NASTY) - 4 :] == [sys.executable, "train.py", "--run-dir", "a b$HOME", *NASTY]
+    assert not (here / "harm").exists()
+
+
+def test_shellcheck_has_nothing_to_say(here, call):
+    if subprocess.run(["which", "shellcheck"], capture_output=True).returncode:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("shellcheck is not installed")
+    for options in (["--chain"], ["--array", "1-2", "--drill", "60"], ["--launcher", "mpirun", "--ps", "1"]):
+        text = call(*options, "--name", "x", "--dry-run", "train.py", "--run-dir", "a {task}", *NASTY)[1]
+        done = subprocess.run(["shellcheck", "--severity=warning", "-"], input=text, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+
+
+def test_a_site_has_defaults(here, call):
+    (here / "hpcdist.toml").write_text(
+        '[submit]\nsbatch = ["--partition=long"]\nsetup = ["module load mpich"]\n'
+        'launcher = "mpirun"\ntime = "1:00:00"\n'
+    )
+    text = call("--time", "2:00:00", "--dry-run", "train.py", "--run-dir", "a")[1]
+    assert {"partition=long", "time=2:00:00"} <= set(headers(text))
+    assert "\nmodule load mpich\nexport RUN_DIR=a\n" in text
+    assert "mpirun' --host %hosts" in text
+
+
+@pytest.mark.parametrize(
+    "text", ["[submit", "[submit]\nsbatch = 'x'", "[submit]\nsetup = [1]", "[submit]\npartition = 'x'", "submit = 1"]
+)
+def test_defaults_that_are_none(here, call, text):
+    (here / "hpcdist.toml").write_text(text)
+    code, _, error = call("--dry-run", "train.py", "--run-dir", "a")
+    assert (code, error.count("\n")) == (78, 1), error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["train.py"], "expected the run folder, got none; give the program --run-dir"),
+        (["train.py", "--run-dir"], "expected the run folder, got none"),
+        (["nothing.py", "--run-dir", "a"], "expected a program, got 'nothing.py'"),
+        (["--array", "1-2", "train.py", "--run-dir", "a"], "expected a run folder for each task of the array, got 'a'"),
+        (["--array", "1", "--chain", "train.py", "--run-dir", "{task}"], "expected --array or --chain, got both"),
+        (["--name", "a b", "train.py", "--run-dir", "a"], "expected a name of letters, digits"),
+        (["--sbatch", "--x=a\n#SBATCH --y", "train.py", "--run-dir", "a"], "expected options of sbatch"),
+        (["--sbatch", "x", "train.py", "--run-dir", "a"], "expected options of sbatch"),
+        (["--time", "$(x)", "train.py", "--run-dir", "a"], "expected options of sbatch"),
+        (["--nodes", "0", "train.py", "--run-dir", "a"], "0 is not in the range"),
+    ],
+)
+def test_what_is_refused_is_one_line(here, call, arguments, text):
+    code, _, error = call("--dry-run", *arguments)
+    assert (code, error.count("\n")) == (2, 1)
+    assert text in error
+
+
+def test_without_slurm_the_script_is_kept(here, call, monkeypatch):
+    monkeypatch.setattr(submit.shutil, "which", lambda name: None if name == "sbatch" else f"/bin/{name}")
+    code, _, error = call("train.py", "--run-dir", "runs/a")
+    assert code == 78
+    assert f"run it where jobs are submitted: sbatch {here}/runs/a/a.sbatch" in error
+    assert (here / "runs" / "a" / "a.sbatch").read_text().startswith("#!/usr/bin/env bash\n")
+
+
+def test_what_sbatch_refuses_is_said(here, call, monkeypatch):
+    (here / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
+    (here / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{here}:{os.environ['PATH']}")
+    code, _, error = call("train.py", "--run-dir", "runs/a")
+    assert (code, error.count("\n")) == (78, 1)
+    assert "got 'sbatch: error: invalid partition'; correct the options" in error
+
+
+def test_job_py_is_found_and_its_parts_are_in_the_wheel():
+    parts = submit._parts()
+    wheel = (parts.parent / "pyproject.toml").read_text()
+    for path in parts.glob("*.py"):
+        assert f'"slurm/{path.name}" = "hpcdist/slurm/{path.name}"' in wheel
+
+
+def test_a_package_without_its_parts(monkeypatch, tmp_path):
+    monkeypatch.setattr(submit.hpcdist, "__file__", str(tmp_path / "hpcdist" / "__init__.py"))
+    with pytest.raises(ConfigurationError, match="expected slurm/job.py in .*; install hpcdist again"):
+        submit._parts()
