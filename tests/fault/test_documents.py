@@ -28,6 +28,8 @@ COMMANDS = {
     "mpirun -n 4 python jobs/estimator.py --model-dir runs/estimator": "test_estimators_as_on_the_page",
     "mpirun -n 5 python jobs/train.py --strategy ps --roles 'ps:2,worker:*'": "test_parameter_servers_as_in_the_readme",
     "mpirun -n 4 python jobs/coordinated.py --roles 'ps:1,chief:1,worker:*'": "test_parameter_servers_as_in_the_readme",
+    "mpirun -n 2 python -m pytest --with-mpi tests/test_mine.py": "test_pytest_plugin.py",
+    "python -m pytest --with-mpi tests/test_mine.py": "test_pytest_plugin.py",
     "hpcdist doctor": "test_the_command_as_on_its_page",
     "hpcdist run -n 2 jobs/train.py --run-dir runs/first --epochs 2": "test_the_command_as_on_its_page",
     "hpcdist status runs/first": "test_the_command_as_on_its_page",
@@ -48,6 +50,7 @@ def programs():
     return [
         pytest.param(text, id=f"{path.stem}-{number}")
         for path in PAGES
+        if path.stem != "testing"  # whose program pytest runs: test_pytest_plugin.py
         for number, text in enumerate(blocks(path, "python"))
     ]
 

@@ -14,9 +14,7 @@ from hpcdist.plan.devices import plan_devices
 _spec = importlib.util.spec_from_file_location("mpi_conftest", Path(__file__).parent.parent / "mpi" / "conftest.py")
 _mpi = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_mpi)
-# one outcome on all ranks, one report, a time limit that ends the run: as in tests/mpi
-_SHARED = ("comm", "make_group")
-globals().update({name: value for name, value in vars(_mpi).items() if name.startswith("pytest_") or name in _SHARED})
+comm, make_group = _mpi.comm, _mpi.make_group
 
 
 @pytest.fixture(scope="session")

@@ -45,17 +45,29 @@ LAYERS = {
     "summary": 9,
     "testing": 9,
     "cli": 10,
+    "pytest_plugin": 10,
     "__main__": 11,
 }
 #: Dependency -> the only modules and folders that may import it.
 DOORS = {
     "mpi4py": {"runtime.mpi"},
     "h5py": {"checkpoint.layout", "checkpoint.safe_open", "data.row_writer"},
-    "torch": {"cli.torch_files", "data", "gradients", "ps", "strategy", "tf_compat", "torch_backend", "training"},
+    "torch": {
+        "cli.torch_files",
+        "data",
+        "gradients",
+        "ps",
+        "pytest_plugin",
+        "strategy",
+        "tf_compat",
+        "torch_backend",
+        "training",
+    },
     "cupy": {"collectives.gpu.cupy_door"},
     "cupyx": {"collectives.gpu.cupy_door"},
     "torch_xla": {"tf_compat.tpu"},
     "click": {"cli"},
+    "pytest": {"pytest_plugin"},
     "safetensors": {"cli.torch_files"},
     "pickle": {"ps.pickles"},
     "cloudpickle": {"ps.pickles"},
@@ -129,9 +141,9 @@ def test_imports_are_statements():
     assert users == {"public_names"}
 
 
-def test_comm_world_is_named_in_runtime_only():
+def test_comm_world_is_named_where_a_process_starts_only():
     users = {name for name, path in MODULES.items() if re.search(r"(?<!of )(?<!OMPI_)COMM_WORLD", path.read_text())}
-    assert users <= {"runtime.process", "runtime.world", "cluster.environment"}
+    assert users <= {"pytest_plugin.ranks", "runtime.process", "runtime.world", "cluster.environment"}
 
 
 def test_the_table_in_architecture_names_every_folder():
