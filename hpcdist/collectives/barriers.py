@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.collectives.group import Group, Handle, group_of, thread_of
+from hpcdist.collectives.group import Group, group_of, thread_of
 from hpcdist.errors import CollectiveError, CollectiveTimeoutError
+from hpcdist.runtime.handle import Handle
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.waiting import late, wait_until
 

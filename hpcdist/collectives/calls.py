@@ -14,13 +14,14 @@ from hpcdist.collectives import algorithms
 from hpcdist.collectives.buffers import host_array, shared_array
 from hpcdist.collectives.gpu.cupy_door import is_device_buffer
 from hpcdist.collectives.gpu.nccl_setup import find_nccl
-from hpcdist.collectives.group import Group, Handle, group_of, thread_of
+from hpcdist.collectives.group import Group, group_of, thread_of
 from hpcdist.collectives.ops import MEAN, Op, parse_op
 from hpcdist.collectives.options import AllReduceAlgorithm, CommunicationOptions
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.collectives.route import choose_route
 from hpcdist.dtypes import dtype_name
 from hpcdist.errors import CollectiveError
+from hpcdist.runtime.handle import Handle
 from hpcdist.runtime.mpi import MPI
 
 #: Options that name a built-in algorithm and nothing else, by member and by name. Made once, as checking takes time.

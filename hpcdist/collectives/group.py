@@ -3,8 +3,6 @@
 import functools
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
 from hpcdist.background import BackgroundThread
@@ -15,8 +13,9 @@ from hpcdist.diagnostics.neighbour import NeighbourWatch
 from hpcdist.diagnostics.stacks import Peer, process_namespace
 from hpcdist.diagnostics.summary import count_calls
 from hpcdist.diagnostics.watchdog import FAILED, WARN_S, Watchdog
-from hpcdist.errors import CollectiveError, CollectiveTimeoutError, ExitCode, HpcdistError
+from hpcdist.errors import CollectiveError, ExitCode, HpcdistError
 from hpcdist.plan.placement import LanePlan, plan_lanes
+from hpcdist.runtime.handle import Handle
 from hpcdist.runtime.hosts import Hosts
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.node_memory import CELLS, NodeBarrier, NodeWindow
@@ -242,37 +241,6 @@ class Group:
     def lane_plan(self, is_ordered: bool) -> LanePlan:
         """Return what the ranks of this host do in a sum over hosts."""
         return self.keep(("lanes", is_ordered), lambda: plan_lanes(self.placement, self.host, is_ordered))
-
-
-class Handle:
-    """A collective that runs in the background. Its buffer belongs to it until `wait` returns."""
-
-    def __init__(self, future: "Future[Any]") -> None:
-        self._future = future
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it has ended, with a result or an error."""
-        return self._future.done()
-
-    def wait(self, timeout_s: float | None = None) -> Any:
-        """Return what the collective returns, when it has ended: None where it overwrites its buffer.
-
-        Args:
-            timeout_s: longest wait; default: as long as the collective itself may take, which is bounded.
-
-        Raises:
-            CollectiveTimeoutError: when it takes longer. What the collective raised, if it did.
-        """
-        try:
-            return self._future.result(timeout_s)
-        except FutureTimeoutError:
-            if self._future.done():  # meanwhile, or with a timeout of its own
-                return self._future.result()
-            raise CollectiveTimeoutError(
-                f"wait: expected the collective to end within {timeout_s} s, got no end; wait longer, or look for a "
-                f"rank that did not start it."
-            ) from None
 
 
 class CommunicationThread:

@@ -13,10 +13,11 @@ import numpy.typing as npt
 
 from hpcdist.collectives import library
 from hpcdist.collectives.buffers import from_host, host_array, to_host
-from hpcdist.collectives.group import Group, Handle, group_of, thread_of
+from hpcdist.collectives.group import Group, group_of, thread_of
 from hpcdist.collectives.ops import MEAN, Op, parse_op
 from hpcdist.errors import CollectiveError
 from hpcdist.plan.blocks import block_bounds
+from hpcdist.runtime.handle import Handle
 from hpcdist.runtime.mpi import MPI
 
 Array = npt.NDArray[Any]

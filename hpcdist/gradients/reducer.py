@@ -13,7 +13,7 @@ import torch
 
 from hpcdist.collectives import algorithms, library, subtree_sums
 from hpcdist.collectives.gpu import nccl, nccl_setup
-from hpcdist.collectives.group import CommunicationThread, Group, Handle, thread_of
+from hpcdist.collectives.group import CommunicationThread, Group, thread_of
 from hpcdist.collectives.ops import SUM
 from hpcdist.collectives.options import CommunicationImplementation as Implementation
 from hpcdist.collectives.options import CommunicationOptions
@@ -22,6 +22,7 @@ from hpcdist.collectives.wire import PLAIN, Wire
 from hpcdist.gradients.half_wire import HalfWire
 from hpcdist.plan.buckets import Limits, best_bucket_bytes
 from hpcdist.plan.replicas import ReplicaPlan, Subtree
+from hpcdist.runtime.handle import Handle
 from hpcdist.runtime.mpi import MPI
 
 logger = logging.getLogger("hpcdist")

@@ -38,7 +38,7 @@ def _make_group(options: Any, _: Any) -> HpcdistProcessGroup:
 
         require_rank(numbers, options.group_rank)
         _wait_for_members(store, options.group_rank, options.group_size, limit_s)
-        ranks = MPIRanks(numbers, limit_s)
+        ranks = MPIRanks.of_numbers(numbers, limit_s)
     else:
         from hpcdist.torch_backend.node_ranks import NodeRanks
 

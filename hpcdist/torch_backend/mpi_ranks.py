@@ -1,7 +1,10 @@
 """The ranks of a process group that mpirun or srun started: collectives of hpcdist, messages of MPI."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import fcntl
+import socket
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,41 +13,61 @@ from torch import Tensor
 
 from hpcdist.collectives import library
 from hpcdist.collectives.calls import reduce_buffer
-from hpcdist.collectives.group import Group
+from hpcdist.collectives.group import Group, thread_of
 from hpcdist.collectives.ops import OPS, Op
 from hpcdist.collectives.options import CommunicationOptions
 from hpcdist.errors import ConfigurationError, DesyncError
+from hpcdist.runtime.handle import Handle
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.process import make_world
 from hpcdist.runtime.waiting import wait_until
 from hpcdist.torch_backend.ranks import ANY_RANK, Array, Message, Ranks, first_line, no_bytes
 
 _AUTO = CommunicationOptions()
+#: Linux's request for the address of an interface.
+_SIOCGIFADDR = 0x8915
+_CONNECT_S = 5.0
 
 
 class MPIRanks(Ranks):
     """See `Ranks`. Collective: these ranks.
 
     Args:
-        numbers: of the process group's ranks in the world.
-        timeout_s: after which a call that some rank has not joined ends the job.
+        group: they; freed by `free`.
     """
 
-    def __init__(self, numbers: Sequence[int], timeout_s: float) -> None:
-        world = make_world()
-        members = world.comm.Get_group().Incl(numbers)
-        comm = world.comm.Create_group(members, tag=min(numbers))
-        try:
-            self._group = Group(comm, world, timeout_s=timeout_s)
-        finally:
-            comm.Free()  # the group has a copy of its own
-            members.Free()
-        self._comm = self._group.comm
+    def __init__(self, group: Group) -> None:
+        self._group, self._comm = group, group.comm
         self.rank, self.size, self.timeout_s = self._comm.rank, self._comm.size, self._group.timeout_s
         largest_tag = self._comm.Get_attr(MPI.TAG_UB)
         assert isinstance(largest_tag, int), "every MPI library says it"
         self.largest_tag = largest_tag
         self._messages: list[_MPIMessage] = []  # kept while MPI uses their memory
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int], timeout_s: float) -> "MPIRanks":
+        """Return the ranks of these numbers in the world. Collective: they.
+
+        Args:
+            numbers: in the process group's order.
+            timeout_s: after which a call that some rank has not joined ends the job.
+        """
+        world = make_world()
+        members = world.comm.Get_group().Incl(numbers)
+        comm = world.comm.Create_group(members, tag=min(numbers))
+        try:
+            return cls(Group(comm, world, timeout_s=timeout_s))
+        finally:
+            comm.Free()  # the group has a copy of its own
+            members.Free()
+
+    def start(self, call: Callable[[Ranks], None]) -> Handle | None:
+        """See `Ranks`. Between hosts the thread waits for messages; inside a host it would take a core."""
+        if len(self._group.placement.hosts) == 1:
+            return None
+        thread = thread_of(self._group)
+        ranks = self._group.keep("ranks of the thread", lambda: MPIRanks(thread.group))
+        return thread.submit(lambda: call(ranks))
 
     @contextlib.contextmanager
     def recorded(self, name: str, buffer: Any) -> Iterator[None]:  # noqa: D102  as in Ranks; so are the others
@@ -175,7 +198,32 @@ def rendezvous(timeout: Any) -> Iterator[tuple[Any, int, int]]:
                     f"torch_backend: expected a free port for torch's store, got {first_line(error)!r}; free one."
                 ) from error
             port = str(store.port)
-    host, port = world.broadcast_text(f"{MPI.Get_processor_name()} {port}", 0, world.comm).split()
+    told = world.broadcast_text(f"{port} {MPI.Get_processor_name()} {' '.join(_addresses())}", 0, world.comm).split()
     if store is None:
-        store = dist.TCPStore("127.0.0.1" if world.n_hosts == 1 else host, int(port), world.size, False, timeout)
+        candidates = ["127.0.0.1"] if world.n_hosts == 1 else told[1:]
+        store = dist.TCPStore(_reachable(candidates, int(told[0])), int(told[0]), world.size, False, timeout)
     yield store, world.rank, world.size
+
+
+def _addresses() -> list[str]:
+    """Return the IPv4 addresses of this host, where its name leads nowhere, but for those of itself alone."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has none
+                continue
+            found.append(socket.inet_ntoa(answer[20:24]))
+    return [address for address in found if not address.startswith("127.")]
+
+
+def _reachable(candidates: Sequence[str], port: int) -> str:
+    """Return the first name or address at which a port answers; the first one, for its error, if none does."""
+    for candidate in candidates:
+        try:
+            with socket.create_connection((candidate, port), _CONNECT_S):
+                return candidate
+        except OSError:
+            continue
+    return candidates[0]

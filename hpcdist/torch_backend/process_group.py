@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from hpcdist.collectives.ops import MEAN, OPS, SUM, Op
 from hpcdist.errors import DesyncError
-from hpcdist.torch_backend.ranks import ANY_RANK, Array, Message, Ranks, deal, mismatch, no_bytes
+from hpcdist.torch_backend.ranks import ANY_RANK, Array, Message, Pending, Ranks, deal, mismatch, no_bytes
 
 _RedOp = dist.ReduceOp.RedOpType
 _OPS = {
@@ -44,8 +44,9 @@ _REDUCED = {
 class HpcdistProcessGroup(dist.ProcessGroup):
     """The collectives of one group of ranks.
 
-    Each call is blocking, also with async_op=True: on the host more threads gain nothing. So all ranks make the calls
-    of all groups in one order, and no rank waits for a message before a collective that the sender makes first.
+    Inside a host each call is blocking, also with async_op=True: more threads gain nothing. Between hosts all_reduce
+    goes on in a thread then, as DistributedDataParallel asks for, with communicators of its own. All ranks make the
+    calls of all groups in one order, and no rank waits for a message before a collective that the sender makes first.
     Messages from rank to rank travel in the background.
 
     Before values move, ranks compare operation, dtype and sizes, by a small reduction.
@@ -105,9 +106,7 @@ class HpcdistProcessGroup(dist.ProcessGroup):
 
     def _require_same(self, call: str, *facts: Any) -> None:
         """Raise DesyncError on every rank unless all give the same facts, such as dtype and sizes. Collective."""
-        mark = zlib.crc32(repr((call, facts)).encode())
-        if not self._ranks.have_same(mark):
-            raise _differ(call, ", ".join(map(str, facts)))
+        _require_same(self._ranks, call, *facts)
 
     def _require_all(self, call: str, is_right: bool, *facts: Any) -> None:
         """Raise DesyncError on every rank unless sizes are right on all. Collective."""
@@ -118,33 +117,38 @@ class HpcdistProcessGroup(dist.ProcessGroup):
     # -- reductions ---------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        """Replace the tensor by its reduction over all ranks."""
+        """Replace the tensor by its reduction over all ranks; between hosts while the caller goes on, if it asks."""
         (tensor,) = tensors
-        self._reduce("all_reduce", tensor, opts)
+        kind, factor = _reduction("all_reduce", opts, tensor)
+        if opts is not None and opts.asyncOp:
+            future: Future[list[Tensor]] = Future()
+
+            def reduce(ranks: Ranks) -> None:
+                try:
+                    _reduce(ranks, "all_reduce", tensor, kind, factor)
+                except BaseException as error:
+                    future.set_exception(error)
+                    raise
+                future.set_result(tensors)
+
+            handle = self._ranks.start(reduce)
+            if handle is not None:
+                return Pending(handle, future)
+        _reduce(self._ranks, "all_reduce", tensor, kind, factor)
         return _done(tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Replace each tensor by its reduction over all ranks."""
         for tensor in tensors:
-            self._reduce("all_reduce", tensor, opts)
+            _reduce(self._ranks, "all_reduce", tensor, *_reduction("all_reduce", opts, tensor))
         return _done(tensors)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
         """Replace root's tensor by the reduction over all ranks."""
         (tensor,) = tensors
-        self._reduce("reduce", tensor if self.rank() == opts.rootRank else tensor.clone(), opts)
+        found = _reduction("reduce", opts, tensor)
+        _reduce(self._ranks, "reduce", tensor if self.rank() == opts.rootRank else tensor.clone(), *found)
         return _done(tensors)
-
-    def _reduce(self, call: str, tensor: Tensor, opts: Any) -> None:
-        kind, factor = _reduction(call, opts, tensor)
-        with self._call(call, None):
-            self._require_same(call, kind.name, tensor.dtype, tensor.numel())
-        if factor is not None:
-            tensor.detach().mul_(factor)
-        with _contiguous(tensor) as whole:
-            if whole.dtype == torch.bool:
-                whole = whole.view(torch.uint8)
-            self._ranks.all_reduce(whole, _OPS[kind])
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
         """Put the reduction of this rank's tensor of each rank's list into the output."""
@@ -352,6 +356,24 @@ class HpcdistProcessGroup(dist.ProcessGroup):
             _require_host(call, one)
             if one.dtype != parts[0].dtype:
                 raise mismatch(call, f"tensors of {parts[0].dtype}", one.dtype)
+
+
+def _reduce(ranks: Ranks, call: str, tensor: Tensor, kind: Any, factor: Any) -> None:
+    """Replace a tensor by its reduction; see `_reduction`. Collective: the ranks."""
+    with ranks.recorded(call, None):
+        _require_same(ranks, call, kind.name, tensor.dtype, tensor.numel())
+    if factor is not None:
+        tensor.detach().mul_(factor)
+    with _contiguous(tensor) as whole:
+        if whole.dtype == torch.bool:
+            whole = whole.view(torch.uint8)
+        ranks.all_reduce(whole, _OPS[kind])
+
+
+def _require_same(ranks: Ranks, call: str, *facts: Any) -> None:
+    mark = zlib.crc32(repr((call, facts)).encode())
+    if not ranks.have_same(mark):
+        raise _differ(call, ", ".join(map(str, facts)))
 
 
 def _done(result: Any) -> Work:

@@ -1,7 +1,7 @@
 """What a process group needs of its ranks: to move bytes, and to reduce. By MPI, or under torchrun by shared memory."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -15,6 +15,7 @@ from torch.futures import Future
 
 from hpcdist.collectives.ops import Op
 from hpcdist.errors import CollectiveError
+from hpcdist.runtime.handle import Handle
 from hpcdist.runtime.waiting import late, wait_until
 
 Array = npt.NDArray[Any]
@@ -60,6 +61,14 @@ class Ranks(abc.ABC):
     @abc.abstractmethod
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
         """Replace a contiguous tensor by its reduction: the same bits on all ranks."""
+
+    def start(self, call: Callable[["Ranks"], None]) -> Handle | None:
+        """Start to make a call on these ranks, in a thread, in the order of all calls that are started. Collective.
+
+        Returns:
+            A handle; None where a thread would gain nothing, as inside a host: nothing is called then.
+        """
+        return None
 
     @abc.abstractmethod
     def reduce_scatter(self, given: Array, counts: Sequence[int], op: Op) -> Array:
@@ -181,6 +190,42 @@ class Message(Work):
         found: Future[None] = Future()
         found.set_result(None)
         return found
+
+
+class Pending(Work):
+    """A call that a thread makes.
+
+    Args:
+        handle: of the call. future: torch's, which the call completes.
+    """
+
+    def __init__(self, handle: Handle, future: Future[Any]) -> None:
+        super().__init__()
+        self._handle, self._future = handle, future
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` returns at once."""
+        return self._handle.is_done
+
+    def is_success(self) -> bool:
+        """Return whether it has ended well."""
+        return self._handle.is_done and self._handle.error is None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Return True when it has ended.
+
+        Args:
+            timeout: longest wait; 0: that of the group.
+
+        Raises:
+            CollectiveTimeoutError: when it takes longer. What the call raised.
+        """
+        self._handle.wait(timeout.total_seconds() or None)
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """Return the future that the call completes."""
+        return self._future
 
 
 def mismatch(call: str, expected: str, *got: Any) -> CollectiveError:

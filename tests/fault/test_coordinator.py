@@ -27,7 +27,8 @@ def last_accuracy(outcome):
     return float(outcome.output.rpartition("accuracy ")[2].split()[0])
 
 
-@pytest.mark.parametrize("victim", [2, pytest.param(0, marks=SWEEP), pytest.param(1, marks=SWEEP)])
+@SWEEP
+@pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_stop_request_to_any_rank_saves_in_join_and_the_next_job_resumes(start, tmp_path, victim):
     run = tmp_path / "run"
     job = start(4, *command(run, epochs=40))

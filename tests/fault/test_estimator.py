@@ -91,6 +91,7 @@ if strategy.is_chief:
 """
 
 
+@pytest.mark.sweep
 def test_a_stop_in_the_second_call_of_train(start, tmp_path):
     """The first call is left out then, and the second one resumes on its own rows."""
     program = tmp_path / "program.py"

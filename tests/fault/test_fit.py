@@ -133,8 +133,8 @@ if strategy.is_chief:
 @pytest.mark.parametrize(
     ("options", "moments"),
     [
-        ({}, ["step 5", "end 0"]),
-        ({"steps_per_epoch": 5, "validation_steps": 2}, ["test 5 0"]),
+        pytest.param({}, ["step 5", "end 0"], marks=pytest.mark.sweep),
+        pytest.param({"steps_per_epoch": 5, "validation_steps": 2}, ["test 5 0"], marks=pytest.mark.sweep),
         pytest.param({}, ["test 5 1", "step 3"], marks=pytest.mark.sweep),
         pytest.param({"steps_per_epoch": 5, "validation_steps": 2}, ["step 5"], marks=pytest.mark.sweep),
         pytest.param({"steps_per_epoch": 3}, ["step 3", "step 5", "test 6 4"], marks=pytest.mark.sweep),
@@ -206,6 +206,7 @@ def test_harm_at_random_moments_changes_nothing(start, tmp_path, unbroken, seed)
     assert json.loads((run / "decision.json").read_text())["decision"] == "finished"
 
 
+@pytest.mark.sweep
 def test_fit_on_parameter_servers_resumes(start, tmp_path):
     """A worker is killed, then the job is stopped: each epoch has its line once, of all its steps."""
     run = tmp_path / "run"

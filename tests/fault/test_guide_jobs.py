@@ -87,7 +87,8 @@ def test_the_numpy_job_resumes_with_the_same_bits(clean_environ, tmp_path):
     assert float(re.findall(r"accuracy ([0-9.]+)", whole)[0]) > 0.9
 
 
-@pytest.mark.parametrize("strategy", ["ps", pytest.param("all-reduce", marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("strategy", ["ps", "all-reduce"])
 def test_the_wide_embedding_learns(clean_environ, strategy):
     roles = ("--roles", "ps:1,worker:*") if strategy == "ps" else ("--strategy", "all-reduce")
     out = run(clean_environ, 3, "wide_embedding.py", *roles, "--features", "20000", "--steps", "150")
@@ -95,9 +96,8 @@ def test_the_wide_embedding_learns(clean_environ, strategy):
     assert last < 0.85 * first
 
 
-@pytest.mark.parametrize(
-    "options", [("--max-staleness", "4"), pytest.param(("--synchronous",), marks=pytest.mark.sweep)]
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("options", [("--max-staleness", "4"), ("--synchronous",)])
 def test_stragglers(clean_environ, options):
     options = ("--roles", "ps:1,worker:*", "--compute-s", "0.002", "--steps", "120", *options)
     out = run(clean_environ, 4, "stragglers.py", *options)
@@ -153,7 +153,7 @@ if strategy.is_chief:
 @pytest.mark.parametrize(
     ("guide", "mode"),
     [
-        ("old", "loop"),
+        pytest.param("old", "loop", marks=pytest.mark.sweep),
         pytest.param("old", "coordinator", marks=pytest.mark.sweep),
         pytest.param("new", "loop", marks=pytest.mark.sweep),
         ("new", "coordinator"),
@@ -186,6 +186,7 @@ def test_the_guide_by_compile_and_fit_goes_on_from_its_own_files(clean_environ, 
     assert sorted(one.name for one in (tmp_path / "ckpt").iterdir()) == [f"ckpt-{n}.keras" for n in range(1, 7)]
 
 
+@pytest.mark.sweep
 def test_the_gpt_learns_in_pieces_and_in_half_precision(clean_environ, tmp_path):
     """Uniform guesses would have a loss of 4.85."""
     options = ("--kib", "256", "--steps", "80", "--epochs", "1", "--pieces", "2", "--precision", "mixed_bfloat16")

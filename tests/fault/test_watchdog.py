@@ -426,7 +426,11 @@ print("trained")
 
 
 @pytest.mark.parametrize(
-    ("late_s", "environ"), [(2.5, {}), (0.0, {"HPCDIST_DEBUG": "collectives"})], ids=["late", "compared"]
+    ("late_s", "environ"),
+    [
+        pytest.param(2.5, {}, id="late", marks=pytest.mark.sweep),
+        pytest.param(0.0, {"HPCDIST_DEBUG": "collectives"}, id="compared"),
+    ],
 )
 def test_ranks_with_other_numbers_of_replicas_are_in_the_same_collectives(start, tmp_path, late_s, environ):
     """A rank that is in another call than the one it waits for would end the job after 3 s."""

@@ -31,3 +31,14 @@ def test_the_ordered_sum_has_the_bits_of_one_host(hosts, mpich):
         for ranks in ([2, 2], [3, 1], [4, 0])
     ]
     assert bits[0] == bits[1] == bits[2]
+
+
+def test_the_torch_backend_sums_while_the_program_goes_on(hosts, library):
+    """The last rank comes a second late: the first one has gone on."""
+    found = library.run(hosts, "torch_backend.py").result
+    assert found["returned_s"] < 0.5
+    assert not found["was_done"]
+    assert found["is_right"]
+    assert found["future"]
+    assert "all_reduce: expected the same call and sizes" in found["failed"]
+    assert found["is_trained_alike"]

@@ -110,6 +110,7 @@ def test_without_scontrol_the_command_to_run_is_printed(slurm, submit, options, 
     assert job.final_state() == unbroken
 
 
+@pytest.mark.sweep
 def test_a_job_with_parameter_servers_is_preempted(slurm, submit, root, data, preempt, tmp_path):
     """Of four ranks on two nodes one serves; synchronous steps have the bits of an all-reduce of three ranks."""
     small = ("--data", data, "--batch", 16, "--epochs", 40, "--save-every", 20)

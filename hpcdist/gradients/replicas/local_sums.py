@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from hpcdist.collectives import subtree_sums
-from hpcdist.collectives.group import Handle
 from hpcdist.collectives.ops import combine
 from hpcdist.collectives.staging import add_rows
 from hpcdist.gradients.bucket_set import BucketSet
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.plan.replicas import Subtree, is_joint, plan_row_additions
+from hpcdist.runtime.handle import Handle
 
 Array = npt.NDArray[Any]
 
