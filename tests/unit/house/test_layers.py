@@ -129,7 +129,7 @@ def test_only_one_file_reads_the_environment_and_none_writes_it():
 
 
 def test_only_one_file_changes_a_disk():
-    """What it does can be made to fail, or be replayed. Apart is what may be lost: names in memory, folders of tests."""
+    """What it does can be made to fail, or be replayed. Apart is what may be lost: names in memory, tests' folders."""
     changes = r"os\.(fsync|fdatasync|unlink|remove|rename|replace|rmdir|mkdir|makedirs|pwrite)\b|rmtree|\.unlink\("
     users = {name for name, path in MODULES.items() if re.search(changes, path.read_text())}
     assert users == {"checkpoint.durable", "runtime.mpich_shm", "resilience.fast_tier", "pytest_plugin.ranks"}
