@@ -143,11 +143,12 @@ def export(path: Path, target: Path, name: str) -> None:
     """
     _require_new(target, (".safetensors", ".pt"))
     found = _newest(path)
-    arrays = _of_object(_read(found)[1], name, found)
+    index, every = _read(found)
+    arrays = _of_object(every, name, found)
     from hpcdist.cli.torch_files import write_tensors
 
     write_tensors(target, arrays)
-    click.echo(f"{target}: {len(arrays)} arrays of {name or 'all objects'}, step {_step_of(found)}")
+    click.echo(f"{target}: {len(arrays)} arrays of {name or 'all objects'}, step {index.step}")
 
 
 @command.command("import")
@@ -179,9 +180,9 @@ def import_(source: Path, target: Path, name: str, key: str | None) -> None:
 def prune(
     folder: Path, keep: int, keep_every_steps: int | None, keep_best: str | None, best_mode: str, yes: bool
 ) -> None:
-    """Remove older checkpoints of a folder. Without --yes it only says which.
+    """Remove older checkpoints of a folder. Without --yes it only lists them.
 
-    Nothing is removed unless the newest one verifies. Damaged files stay.
+    The newest one that verifies stays, as does what is newer, which is damaged.
 
     \b
     hpcdist ckpt prune runs/train --keep 3 --keep-best loss --yes
@@ -191,7 +192,8 @@ def prune(
     if newest is None:
         raise CheckpointError(f"prune: expected checkpoints in {store.path}, got none; correct the folder.")
     retention = Retention(keep, keep_best=keep_best, best_mode=best_mode, keep_every_n_steps=keep_every_steps)
-    readable = {saved: facts for saved in store.saved() if (facts := _save_facts(store, saved)) is not None}
+    sound = [saved for saved in store.saved() if saved <= newest[0]]
+    readable = {saved: facts for saved in sound if (facts := _save_facts(store, saved)) is not None}
     kept = retention.kept(list(readable.values()))
     for saved, facts in readable.items():
         if saved == newest[0] or any(facts is one for one in kept):
@@ -271,7 +273,7 @@ def _arrays_of(index: Index) -> list[dict[str, Any]]:
 
 
 def _save_facts(store: Store, saved: Saved) -> SaveFacts | None:
-    """Return what retention asks of a checkpoint; None if it is damaged: it is neither counted nor removed."""
+    """Return what retention asks of a checkpoint; None if its index is damaged: it is neither counted nor removed."""
     try:
         index = use_one(store.path / str(saved), lambda _, file: file.index)
     except CheckpointDamaged:
@@ -292,10 +294,6 @@ def _read(path: Path) -> tuple[Index, list[NamedArray]]:
         return file.index, file.read_arrays()
 
     return use_one(path, read)
-
-
-def _step_of(path: Path) -> int:
-    return use_one(path, lambda _, file: file.index.step)
 
 
 def _differences(first: Sequence[NamedArray], second: Sequence[NamedArray]) -> Iterator[dict[str, str]]:

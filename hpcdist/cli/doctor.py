@@ -6,15 +6,22 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import click
 
-from hpcdist.cli.findings import Finding, RankFacts, findings_of
-from hpcdist.cli.launcher import Request, as_text, find_launcher, launch_command, mpi_library, n_cores
+from hpcdist.cli.findings import MARK, Finding, RankFacts, findings_of
+from hpcdist.cli.launcher import (
+    Request,
+    as_text,
+    find_launcher,
+    has_whole_machine,
+    launch_command,
+    mpi_library,
+    n_cores,
+)
 from hpcdist.cluster.environment import check_names, launcher_of, read_environment, visible_gpus
 from hpcdist.errors import ConfigurationError, ExitCode
 
@@ -22,6 +29,8 @@ from hpcdist.errors import ConfigurationError, ExitCode
 LIMIT_S = 180.0
 #: A signal that has not reached all ranks by then does not reach them.
 _SIGNAL_S = 5.0
+#: Ranks that no signal has reached end by themselves.
+_END_S = 20.0
 #: What batch systems and `hpcdist run` send to have a job saved.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PACKAGES = ("hpcdist", "mpi4py", "numpy", "h5py", "torch")
@@ -74,13 +83,11 @@ def _look_here(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("fail", "environment", str(error))
     if not visible_gpus(environ):
         return
-    done = subprocess.run(
-        [sys.executable, "-c", _GPU_PROBE], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S
-    )
-    if done.returncode == 0:
-        yield Finding("ok", "NCCL", done.stdout.strip())
+    code, printed = _run([sys.executable, "-c", _GPU_PROBE], environ)
+    text = (printed.strip().splitlines() or ["no answer"])[-1]
+    if code == 0:
+        yield Finding("ok", "NCCL", text)
     else:
-        text = (done.stderr.strip().splitlines() or ["no answer"])[-1]
         yield Finding("warn", "NCCL", f"gradients are summed in host memory: {text}", "pip install 'hpcdist[cuda]'")
 
 
@@ -89,13 +96,11 @@ def _look_at_own_ranks(run_dir: str, rank: int) -> list[Finding]:
 
     A child process starts MPI in place of this one: it inherits what the launcher gave.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        facts = Path(folder, "facts.json")
-        done = subprocess.run(_probe("facts", facts, run_dir), close_fds=False, timeout=LIMIT_S)
-        if done.returncode:
-            cure = "start as many ranks as the launcher says by the mpirun or srun of the MPI library of mpi4py"
-            return [Finding("fail", "world", f"the probe ended with code {done.returncode}", cure)]
-        return list(findings_of(_read_facts(facts), run_dir)) if rank == 0 else []
+    code, printed = _run(_probe("facts", run_dir), dict(read_environment()), close_fds=False)
+    if code:
+        cure = "start as many ranks as the launcher says by the mpirun or srun of the MPI library of mpi4py"
+        return [Finding("fail", "world", f"the probe ended with code {code}: {_reason(printed)}", cure)]
+    return list(findings_of(_facts_in(printed), run_dir)) if rank == 0 else []
 
 
 def _look_at_new_ranks(
@@ -103,90 +108,116 @@ def _look_at_new_ranks(
 ) -> Iterator[Finding]:
     """Yield findings of ranks that are started for that."""
     try:
-        library = mpi_library()
-        launcher = find_launcher(library, environ)
+        launcher = find_launcher(mpi_library(), environ)
     except ConfigurationError as error:
         yield Finding("fail", "MPI", str(error))
         return
-    yield Finding("ok", "MPI", f"{library}, started by {launcher.path}")
-    tasks = environ.get("SLURM_NTASKS", "")
+    yield Finding("ok", "MPI", f"{launcher.kind}, started by {launcher.path}")
+    tasks, is_in_allocation = environ.get("SLURM_NTASKS", ""), "SLURM_JOB_ID" in environ
     n_ranks = n_ranks or (int(tasks) if tasks.isdecimal() else 2)
-    is_in_allocation = "SLURM_JOB_ID" in environ
     request = Request(
-        n_ranks,
-        (),
-        hosts or "",
-        True,
-        0 if hosts or is_in_allocation else n_cores(),
-        os.geteuid() == 0,
-        is_in_allocation,
+        n_ranks=n_ranks,
+        program=(),
+        hosts=hosts or "",
+        is_bound=has_whole_machine(),
+        n_cores=0 if hosts or is_in_allocation else n_cores(),
+        is_root=os.geteuid() == 0,
+        is_in_allocation=is_in_allocation,
     )
-    with tempfile.TemporaryDirectory() as folder:
-        facts = Path(folder, "facts.json")
-        line, added = launch_command(launcher, request, environ)
-        code, printed = _run([*line, *_probe("facts", facts, run_dir)], {**environ, **added})
-        if code != 0 or not facts.exists():
-            text = next((one for one in printed.splitlines() if one.startswith("hpcdist:")), f"exit code {code}")
-            yield Finding("fail", "world", f"{n_ranks} ranks did not start: {text}", f"try it: {as_text(line, added)}")
-            return
-        yield from findings_of(_read_facts(facts), run_dir)
-        for number in _SIGNALS if has_signals else ():
-            inner = Path(folder, number.name)
-            inner.mkdir()
-            yield _look_at_signal(number, [*line, *_probe("signals", inner)], {**environ, **added}, inner, n_ranks)
+    line, added = launch_command(launcher, request, environ)
+    code, printed = _run([*line, *_probe("facts", run_dir)], {**environ, **added})
+    facts = _facts_in(printed)
+    if code != 0 or not facts:
+        text = f"{n_ranks} ranks did not start: {_reason(printed) or f'exit code {code}'}"
+        yield Finding("fail", "world", text, f"try it: {as_text(line, added)} true")
+        return
+    yield from findings_of(facts, run_dir)
+    for number in _SIGNALS if has_signals else ():
+        yield _look_at_signal(number, [*line, *_probe("signals")], {**environ, **added}, n_ranks)
 
 
-def _look_at_signal(
-    number: signal.Signals, line: Sequence[str], environ: Mapping[str, str], folder: Path, n_ranks: int
-) -> Finding:
-    """Return whether a signal that is sent to the launcher reaches all ranks, of which each notes it in a folder."""
+def _look_at_signal(number: signal.Signals, line: Sequence[str], environ: Mapping[str, str], n_ranks: int) -> Finding:
+    """Return whether a signal that is sent to the launcher reaches all ranks, of which each prints it."""
     process = subprocess.Popen(
-        line, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        line, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
+    printed = _Printed(process)
     try:
-        if _count(folder, "ready", n_ranks, process, LIMIT_S) < n_ranks:
+        if printed.count("ready", n_ranks, LIMIT_S) < n_ranks:
             return Finding("fail", "signals", f"the ranks to signal did not start within {LIMIT_S:g} s", "try without")
         started = time.monotonic()
         process.send_signal(number)
-        n_reached = _count(folder, number.name, n_ranks, process, _SIGNAL_S)
+        n_reached = printed.count(number.name, n_ranks, _SIGNAL_S)
         took_s = time.monotonic() - started
     finally:
-        (folder / "done").write_text("")
         try:
-            process.wait(10)
+            process.wait(_END_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(10)
+            process.wait(_END_S)
     if n_reached == n_ranks:
         return Finding("ok", "signals", f"{number.name} to the launcher reaches all ranks in {took_s:.2f} s")
     text = f"{number.name} to the launcher reaches {n_reached} of {n_ranks} ranks"
     return Finding("warn", "signals", text, "use another one, or the file `stop` in the run folder, to save and end")
 
 
-def _count(folder: Path, name: str, n_expected: int, process: "subprocess.Popen[bytes]", limit_s: float) -> int:
-    """Return how many ranks have noted something: once all have, after the limit, or when the launcher has ended."""
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline and process.poll() is None:
-        if len(list(folder.glob(f"{name}-*"))) == n_expected:
-            break
-        time.sleep(0.02)
-    return len(list(folder.glob(f"{name}-*")))
+class _Printed:
+    """What the ranks of a process print for doctor, read by a thread.
+
+    Args:
+        process: with its output in a pipe.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self._process, self._lines = process, list[str]()
+        threading.Thread(target=self._read, name="hpcdist-doctor", daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None, "it is a pipe"
+        for line in self._process.stdout:
+            self._lines.append(line.decode(errors="replace"))
+
+    def count(self, name: str, n_expected: int, limit_s: float) -> int:
+        """Return how many ranks have printed a name: once all have, after the limit, or when the process has ended."""
+        deadline, is_last = time.monotonic() + limit_s, False
+        while True:
+            n_found = sum(MARK + name in line for line in self._lines)
+            if n_found == n_expected or time.monotonic() > deadline or is_last:
+                return n_found
+            is_last = self._process.poll() is not None  # what it has printed may still come
+            time.sleep(0.2 if is_last else 0.02)
 
 
-def _probe(kind: str, path: Path, run_dir: str = "") -> list[str]:
-    command = [sys.executable, "-m", "hpcdist.cli.probe", kind, str(path)]
+def _probe(kind: str, run_dir: str = "") -> list[str]:
+    command = [sys.executable, "-m", "hpcdist.cli.probe", kind]
     return [*command, run_dir] if run_dir else command
 
 
-def _run(line: Sequence[str], environ: Mapping[str, str]) -> tuple[int, str]:
+def _run(line: Sequence[str], environ: Mapping[str, str], close_fds: bool = True) -> tuple[int, str]:
+    """Return exit code and output of a command; one that does not end in time is ended."""
     try:
         done = subprocess.run(
-            line, env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S
+            line,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            close_fds=close_fds,
+            errors="replace",
         )
     except subprocess.TimeoutExpired:
         return 1, f"hpcdist: no end within {LIMIT_S:g} s"
+    except OSError as error:
+        return 1, f"hpcdist: {line[0]} does not start: {error.strerror}"
     return done.returncode, done.stdout + done.stderr
 
 
-def _read_facts(path: Path) -> list[RankFacts]:
-    return [RankFacts(**{**found, "cores": tuple(found["cores"])}) for found in json.loads(path.read_text())]
+def _reason(printed: str) -> str:
+    return next((line for line in printed.splitlines() if line.startswith("hpcdist:")), "")
+
+
+def _facts_in(printed: str) -> list[RankFacts]:
+    """Return the facts that rank 0 has printed; none where it has not."""
+    found = [line.partition(MARK)[2] for line in printed.splitlines() if MARK + "[" in line]
+    return [RankFacts(**{**one, "cores": tuple(one["cores"])}) for one in json.loads(found[0])] if found else []

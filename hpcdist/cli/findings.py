@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+#: What the lines that ranks print for doctor begin with: launchers pass on what ranks print, from any host.
+MARK = "hpcdist-doctor: "
 #: A host with less than this part of the median is slow.
 SLOW = 0.6
 #: Times of different hosts are compared: checkpoints and logs carry them.

@@ -45,6 +45,7 @@ class Request:
         hosts: names with numbers of ranks, such as "n1:4,n2:4"; empty: this machine, or the allocation.
         is_bound: whether each rank is to have cores of its own, where there are enough.
         n_cores: that this process may use; 0 where other machines count.
+        cpus_per_task: of an allocation; 0 where it does not say.
         is_root: whether this is root, whom Open MPI refuses.
         is_in_allocation: whether this is a job of Slurm.
     """
@@ -54,13 +55,14 @@ class Request:
     hosts: str = ""
     is_bound: bool = True
     n_cores: int = 0
+    cpus_per_task: int = 0
     is_root: bool = False
     is_in_allocation: bool = False
 
     @property
     def cores_per_rank(self) -> int:
         """How many cores a rank has of its own; 0 where there are more ranks than cores, or it is not known."""
-        return self.n_cores // self.n_ranks
+        return self.cpus_per_task or self.n_cores // self.n_ranks
 
 
 def mpi_library() -> str:
@@ -167,7 +169,7 @@ def _mpich_options(request: Request) -> list[str]:
     options = ["-n", str(request.n_ranks)]
     if request.hosts:
         options += ["-hosts", request.hosts]
-    if request.is_bound and request.cores_per_rank:
+    if request.is_bound and request.cores_per_rank and request.n_cores:
         options += ["-bind-to", f"core:{request.cores_per_rank}"]
     return options
 
@@ -183,7 +185,12 @@ def _openmpi_options(request: Request) -> list[str]:
 
 
 def _srun_options(request: Request) -> list[str]:
-    return ["--mpi=pmi2", "--kill-on-bad-exit=1", f"--ntasks={request.n_ranks}"]
+    options = ["--mpi=pmi2", "--kill-on-bad-exit=1", "--overlap", f"--ntasks={request.n_ranks}"]
+    if request.hosts:
+        options += ["--nodelist=" + ",".join(one.partition(":")[0] for one in request.hosts.split(","))]
+    if request.cpus_per_task:
+        options += [f"--cpus-per-task={request.cpus_per_task}"]
+    return [*options, *([] if request.is_bound else ["--cpu-bind=none"])]
 
 
 def _as_torchrun(kind: str) -> list[str]:
@@ -202,6 +209,11 @@ def n_cores() -> int:
         except OSError:  # as in some containers
             found.add((str(cpu), ""))
     return len(found)
+
+
+def has_whole_machine() -> bool:
+    """Return whether this process may use all cores: launchers count cores from the first one of the machine."""
+    return len(os.sched_getaffinity(0)) == os.cpu_count()
 
 
 def as_text(command: Sequence[str], added: Mapping[str, str]) -> str:

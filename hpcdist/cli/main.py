@@ -102,9 +102,10 @@ def _code_of(arguments: Sequence[str] | None) -> int:
     except HpcdistError as error:
         text = _one_line(str(error))
         return _fail(text if text.startswith("hpcdist ") else f"hpcdist: {text}", error.exit_code)
-    except BrokenPipeError:  # such as of `hpcdist ckpt ls | head`
-        sys.stderr.close()
-        return ExitCode.DONE
+    except UnicodeError:
+        return _fail(
+            "hpcdist: expected text that can be printed here, got other bytes; set LANG to UTF-8.", ExitCode.USAGE
+        )
     except OSError as error:
         where = f" for {error.filename}" if error.filename else ""
         text = (

@@ -1,7 +1,7 @@
-"""What `hpcdist doctor` runs on each rank: starts MPI, measures, and lets rank 0 write the facts of all ranks as JSON.
+"""What `hpcdist doctor` runs on each rank: starts MPI, measures, and prints lines that begin with `MARK`.
 
-python -m hpcdist.cli.probe facts FILE [FOLDER]      the facts
-python -m hpcdist.cli.probe signals FOLDER           waits for signals, and notes which have come
+python -m hpcdist.cli.probe facts [FOLDER]      rank 0: the facts of all ranks, as JSON
+python -m hpcdist.cli.probe signals             each rank: that it is ready, and the signal that has come
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hpcdist.checkpoint import durable
-from hpcdist.cli.findings import RankFacts
+from hpcdist.cli.findings import MARK, RankFacts
 from hpcdist.cluster.environment import read_environment, visible_gpus
 from hpcdist.errors import CollectiveError
 from hpcdist.runtime.mpi import MPI
@@ -30,18 +30,24 @@ from hpcdist.runtime.world import World
 _COPY_BYTES, _LINK_BYTES, _N_ROUNDS = 64 << 20, 4 << 20, 20
 #: So long a host may take to see a name that another one has made.
 _SEEN_S = 10.0
+#: So long a rank waits for a signal.
+_WAITING_S = 15.0
 
 
 def main() -> None:
-    """Do what the command line says."""
-    if sys.argv[1] == "signals":
-        note_signals(Path(sys.argv[2]))
-        return
+    """Do what the command line asks for."""
     world = make_world()
-    folder = sys.argv[3] if len(sys.argv) > 3 else ""
+    if sys.argv[1] == "signals":
+        note_signals(world)
+        return
+    folder = sys.argv[2] if len(sys.argv) > 2 else ""
     found = world.comm.gather(vars(_facts_of(world, folder)), 0)
     if world.rank == 0:
-        Path(sys.argv[2]).write_text(json.dumps(found))
+        _print(json.dumps(found))
+
+
+def _print(text: str) -> None:
+    os.write(1, f"{MARK}{text}\n".encode())  # at once, and not mixed with other ranks' lines
 
 
 def _facts_of(world: World, folder: str) -> RankFacts:
@@ -167,17 +173,25 @@ def _seconds(act: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def note_signals(folder: Path) -> None:
-    """Note in a folder that this rank is ready, and each signal that comes; return when a file `done` is there."""
-    rank = make_world().rank
+def note_signals(world: World) -> None:
+    """Print that this rank is ready, once all are, and the first signal that comes; return then, or after a while."""
+    seen: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
-        (folder / f"{signal.Signals(number).name}-{rank}").write_text("")
+        seen.append(number)
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, note)
-    (folder / f"ready-{rank}").write_text("")
-    wait_until((folder / "done").exists, 60.0, yields=0, max_sleep_s=0.02)
+    world.wait(world.comm.Ibarrier())
+    _print(f"ready {world.rank}")
+
+    def has_come() -> bool:
+        world.comm.Iprobe()  # so that MPI's messages of other ranks move on
+        return bool(seen)
+
+    wait_until(has_come, _WAITING_S, yields=0, max_sleep_s=0.02)
+    for one in seen[:1]:
+        _print(f"{signal.Signals(one).name} {world.rank}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """`hpcdist run`: start a program on several ranks, wait for it, and start it again if it dies."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,13 +15,24 @@ from typing import Any
 
 import click
 
-from hpcdist.cli.launcher import Request, as_text, find_launcher, launch_command, mpi_library, n_cores
-from hpcdist.cluster.environment import check_names, read_environment
+from hpcdist.cli.launcher import (
+    Launcher,
+    Request,
+    as_text,
+    find_launcher,
+    has_whole_machine,
+    launch_command,
+    mpi_library,
+    n_cores,
+)
+from hpcdist.cluster.environment import check_names, launcher_of, read_environment
 from hpcdist.cluster.slurm import node_names
-from hpcdist.errors import ExitCode, UsageError
+from hpcdist.errors import ConfigurationError, ExitCode, UsageError
 
-#: Codes after which another launch would end likewise.
-_FINAL = (ExitCode.DONE, ExitCode.USAGE, ExitCode.DO_NOT_REQUEUE, ExitCode.BAD_CONFIGURATION)
+#: Codes of the job that launchers pass through, and after which another launch would end likewise.
+_OWN = (ExitCode.USAGE, ExitCode.INTERNAL, ExitCode.CHECKPOINT_IO, ExitCode.DO_NOT_REQUEUE, ExitCode.BAD_CONFIGURATION)
+#: Codes of launchers for a rank that a signal has ended, besides 128 + n: MPICH's mpirun gives its number.
+_SIGNALS = (signal.SIGABRT, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -76,6 +88,12 @@ def command(
     """
     environ = read_environment()
     check_names(environ)
+    started_by = launcher_of(environ)
+    if started_by is not None and started_by.size > 1:
+        raise UsageError(
+            f"hpcdist run: expected to start the ranks, got rank {started_by.rank} of {started_by.size} that "
+            f"{started_by.name} has started; leave out one of the two."
+        )
     request = _request(ranks, hosts, bind, command_of(program, is_module), environ)
     launcher = find_launcher(mpi_library(), environ)
     added = {**_rendezvous(hosts, environ), **({} if roles is None else {"HPCDIST_ROLES": roles})}
@@ -85,22 +103,23 @@ def command(
         click.echo(as_text(line, added))
         return ExitCode.DONE
     folder = run_dir or run_dir_of(program) or (Path(environ["RUN_DIR"]) if environ.get("RUN_DIR") else None)
-    return _run(line, {**environ, **added}, as_text(line, added), folder, restarts)
+    return _run(launcher, line, {**environ, **added}, as_text(line, added), folder, restarts)
 
 
 def _request(
     ranks: int | None, hosts: str | None, is_bound: bool, program: tuple[str, ...], environ: Mapping[str, str]
 ) -> Request:
-    is_in_allocation = "SLURM_JOB_ID" in environ
+    is_in_allocation, n_on_hosts = "SLURM_JOB_ID" in environ, _n_ranks_on(hosts or "")
+    tasks, cpus = (environ.get(name, "") for name in ("SLURM_NTASKS", "SLURM_CPUS_PER_TASK"))
     if ranks is None:
-        tasks = environ.get("SLURM_NTASKS", "")
-        ranks = int(tasks) if is_in_allocation and tasks.isdecimal() else _n_ranks_on(hosts or "")
+        ranks = int(tasks) if is_in_allocation and not hosts and tasks.isdecimal() else n_on_hosts
     return Request(
         n_ranks=ranks,
         program=program,
         hosts=hosts or "",
-        is_bound=is_bound,
+        is_bound=is_bound and has_whole_machine(),
         n_cores=0 if hosts or is_in_allocation else n_cores(),
+        cpus_per_task=int(cpus) if is_in_allocation and cpus.isdecimal() else 0,
         is_root=os.geteuid() == 0,
         is_in_allocation=is_in_allocation,
     )
@@ -161,14 +180,21 @@ def run_dir_of(program: Sequence[str]) -> Path | None:
     return None
 
 
-def _run(line: Sequence[str], environ: Mapping[str, str], text: str, folder: Path | None, n_restarts: int) -> int:
+def _run(
+    launcher: Launcher,
+    line: Sequence[str],
+    environ: Mapping[str, str],
+    text: str,
+    folder: Path | None,
+    n_restarts: int,
+) -> int:
     """Run a command, again while it dies, at most `n_restarts` times; return the exit code."""
     for n_left in range(n_restarts, -1, -1):
         click.echo(f"+ {text}", err=True)
         before = None if folder is None else read_decision(folder)
-        code, is_signalled = _launch(line, environ)
+        code, is_signalled = _launch(launcher, line, environ)
         after = None if folder is None else read_decision(folder)
-        outcome = outcome_of(code, None if after == before else after)
+        outcome = outcome_of(code, None if after == before else after, before)
         is_again = outcome.has_died and n_left > 0 and not is_signalled
         if outcome.reason or is_again:
             reason = f": {outcome.reason}" if outcome.reason else ""
@@ -179,26 +205,40 @@ def _run(line: Sequence[str], environ: Mapping[str, str], text: str, folder: Pat
     return outcome.code
 
 
-def _launch(line: Sequence[str], environ: Mapping[str, str]) -> tuple[int, bool]:
-    """Run a command, and send it the signals that this process gets; return its exit code, and whether there were any.
+def _launch(launcher: Launcher, line: Sequence[str], environ: Mapping[str, str]) -> tuple[int, bool]:
+    """Run a command; a signal that comes here asks it to save and to end. Return its exit code, and whether one came.
 
-    Ctrl-C reaches it without us. So the program saves and ends, and this process stays until it has.
+    It has a session of its own, so that Ctrl-C does not reach it by itself: Open MPI's mpirun and srun end the ranks at
+    once for SIGINT and SIGTERM, and pass SIGUSR1 on. A second signal ends them.
     """
     process: subprocess.Popen[bytes] | None = None
     seen: list[int] = []
 
-    def forward(number: int, _: Any) -> None:
+    def pass_on(number: int) -> None:
+        if process is None:
+            return
+        asks = signal.SIGTERM if launcher.kind == "mpich" else signal.SIGUSR1
+        if len(seen) == 1 or number in (signal.SIGUSR1, signal.SIGUSR2):
+            process.send_signal(asks if number in (signal.SIGINT, signal.SIGTERM) else number)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM if len(seen) == 2 else signal.SIGKILL)
+
+    def note(number: int, _: Any) -> None:
         seen.append(number)
-        if process is not None and number != signal.SIGINT:
-            process.send_signal(number)
+        pass_on(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-    earlier = {number: signal.signal(number, forward) for number in numbers}
+    earlier = {number: signal.signal(number, note) for number in numbers}
     try:
-        process = subprocess.Popen(line, env=dict(environ))
-        for number in [one for one in seen if one != signal.SIGINT]:  # before it had started
-            process.send_signal(number)
+        process = subprocess.Popen(line, env=dict(environ), start_new_session=True)
+        for number in seen:  # before it had started
+            pass_on(number)
         return process.wait(), bool(seen)
+    except OSError as error:
+        raise ConfigurationError(
+            f"hpcdist run: expected {line[0]} to start, got {error.strerror}; look at it, or at PATH."
+        ) from error
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
@@ -214,26 +254,33 @@ def read_decision(folder: Path) -> Decision | None:
         return None
 
 
-def outcome_of(code: int, decision: Decision | None) -> Outcome:
+def outcome_of(code: int, decision: Decision | None, earlier: Decision | None = None) -> Outcome:
     """Return how a launch ended. Pure.
 
-    | decision of this run   | launcher | code                              | died |
-    |------------------------|----------|-----------------------------------|------|
-    | finished               | any      | 0                                 | no   |
-    | stop                   | 76, 78   | the launcher's                    | no   |
-    | stop                   | other    | 76                                | no   |
-    | requeue, died          | 0        | 1                                 | yes  |
-    | requeue, died          | other    | the launcher's                    | yes  |
-    | requeue, stopped       | any      | 75                                | no   |
-    | none                   | any      | the launcher's                    | if it is none of 0, 2, 76, 78 |
+    | decision of this launch | launcher           | code           | died                                      |
+    |-------------------------|--------------------|----------------|-------------------------------------------|
+    | finished                | any                | 0              | no                                        |
+    | stop                    | 76, 78             | the launcher's | no                                        |
+    | stop                    | other              | 76             | no                                        |
+    | requeue, died           | 0                  | 1              | yes                                       |
+    | requeue, died           | other              | the launcher's | yes                                       |
+    | requeue, other          | 2, 70, 74, 76, 78  | the launcher's | no                                        |
+    | requeue, other          | other              | 75             | no                                        |
+    | none                    | 0                  | 0; 1 after an earlier "requeue" | then                     |
+    | none                    | other              | the launcher's | by a signal, or after an earlier "requeue" |
 
     Args:
         code: the launcher's; of one that a signal ended, its negative number.
-        decision: what this run has written; None if nothing.
+        decision: what this launch has written; None if nothing.
+        earlier: what an earlier one had written; None if nothing.
     """
     code = 128 - code if code < 0 else code
     if decision is None:
-        return Outcome(code, code not in _FINAL)
+        was_under_way = earlier is not None and earlier.verdict == "requeue"
+        if code == 0:
+            return Outcome(ExitCode.UNCAUGHT if was_under_way else ExitCode.DONE, was_under_way)
+        is_final = code in _OWN or code == ExitCode.RUN_AGAIN
+        return Outcome(code, not is_final and (was_under_way or code > 128 or code in _SIGNALS))
     if decision.verdict == "finished":
         return Outcome(ExitCode.DONE, False)
     if decision.verdict == "stop":
@@ -241,4 +288,4 @@ def outcome_of(code: int, decision: Decision | None) -> Outcome:
         return Outcome(code if is_said else ExitCode.DO_NOT_REQUEUE, False, decision.reason)
     if decision.reason.startswith("died"):
         return Outcome(code or ExitCode.UNCAUGHT, True, decision.reason)
-    return Outcome(ExitCode.RUN_AGAIN, False, decision.reason)
+    return Outcome(code if code in _OWN else ExitCode.RUN_AGAIN, False, decision.reason)

@@ -1,6 +1,7 @@
 """`hpcdist status` and `hpcdist stop`: what a run has done, from the files of its run folder; and asking it to save."""
 
 import json
+import math
 import os
 import subprocess
 import time
@@ -49,12 +50,20 @@ def stop(folder: Path, limit_s: float | None) -> int:
     """Ask the job of a run folder to save after its step, and to end with exit code 75.
 
     Makes the file `stop` there, which the job removes when it has ended. A batch job of a recipe is requeued then, and
-    goes on later: to end it for good, cancel it, by scancel, afterwards.
+    resumes later: to end it for good, cancel it, by scancel, afterwards.
 
     \b
     hpcdist stop runs/train --wait 60
     """
     path = _require_run(folder) / "stop"
+    if limit_s is not None and math.isnan(limit_s):
+        raise UsageError("hpcdist stop: expected --wait as seconds, got nan; give a number.")
+    attempts = Ledger(Store(folder / "checkpoints")).attempts()
+    if attempts and attempts[-1].end:
+        raise UsageError(
+            f"hpcdist stop: expected a run that is under way in {folder}, got one whose last attempt has ended "
+            f"({attempts[-1].end}); the file `stop` would end the next one after its first step."
+        )
     durable.replace_text(durable.Disk(), path, "hpcdist stop\n")
     click.echo(f"{path}: the job saves after its step, and ends")
     deadline = None if limit_s is None else time.monotonic() + limit_s

@@ -28,10 +28,13 @@ else:
 #: What stands for the number of an array's task in the program's arguments.
 TASK = "{task}"
 #: What an option of sbatch may hold: sbatch has quoting rules of its own.
-_VALUE = re.compile(r"[\w.,:;@%+=/\[\]()*^~-]+$")
+_VALUE = re.compile(r"[\w.,:;@%+=/\[\]()*^~|&!-]+$")
+#: What job.py replaces by the nodes of a launch, wherever it is in a command.
+_PLACES = ("%nodes", "%hosts", "%n_nodes", "%n_ranks")
 _NAME = re.compile(r"[\w.-]+$")
 #: Keys of the file with a site's defaults, and their types.
-_SITE_KEYS: dict[str, type] = {"sbatch": list, "setup": list, "launcher": str, "time": str}
+_SITE_KEYS: dict[str, type] = {"sbatch": list, "setup": list, "launcher": str, "library": str, "time": str}
+_SITE_VALUES = {"launcher": ("srun", "mpirun"), "library": ("mpich", "openmpi")}
 _SBATCH_S = 60.0
 
 
@@ -41,7 +44,7 @@ class BatchJob:
 
     Attributes:
         name: of the job.
-        sbatch: options, such as "--nodes=2", besides those that every job has.
+        sbatch: options, such as "--nodes=2": before those that every job has, which they replace.
         run_dir: run folder, which may hold `TASK`.
         command: of one rank.
         launcher: what starts the ranks, such as ("srun",), or mpirun and its options.
@@ -52,7 +55,7 @@ class BatchJob:
         is_chained: whether each job submits its successor, where jobs are not requeued.
         n_servers: ranks that are parameter servers.
         drill_s: preempt the job once, so many seconds after its start; 0: not.
-        script: path that the script is written to.
+        script: path that the script is written to. folder: from which it was submitted, where its paths begin.
     """
 
     name: str
@@ -68,6 +71,7 @@ class BatchJob:
     n_servers: int = 0
     drill_s: int = 0
     script: str = ""
+    folder: str = "."
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -89,8 +93,8 @@ def command(program: tuple[str, ...], dry_run: bool, **options: Any) -> int:
     """Write a batch script for PROGRAM and its arguments, show it, and submit it to Slurm.
 
     The job is started again after a stop, a preemption, a lost rank or node, and its time limit, from its checkpoints,
-    as docs/slurm.md says. Its run folder is the program's --run-dir, or the folder of its checkpoints, given before the
-    program. Defaults of a site come from hpcdist.toml here or in ~/.config:
+    as docs/slurm.md describes. Its run folder, in which `checkpoints` lies, is the program's --run-dir; if that is
+    fixed in the program, it is given before the program. Defaults of a site are in hpcdist.toml here or in ~/.config:
 
     \b
     [submit]
@@ -117,37 +121,22 @@ def _job_of(program: tuple[str, ...], options: dict[str, Any]) -> BatchJob:
         UsageError: for what Slurm would misunderstand. ConfigurationError: for a file of defaults that is none.
     """
     site = site_defaults([Path("hpcdist.toml"), Path.home() / ".config" / "hpcdist.toml"])
-    found = options["run_dir"] or run_dir_of(program)
-    if not found:
-        raise UsageError(
-            "hpcdist submit: expected the run folder, got none; give the program --run-dir, or put --run-dir before it "
-            "with the folder that holds its checkpoints."
-        )
-    run_dir = str(found)
-    if options["array"] and TASK not in run_dir:
-        raise UsageError(
-            f"hpcdist submit: expected a run folder for each task of the array, got {run_dir!r}; put {TASK} into it."
-        )
-    if options["array"] and options["chain"]:
-        raise UsageError("hpcdist submit: expected --array or --chain, got both; leave one out.")
-    name = options["name"] or Path(run_dir.replace(TASK, "all")).name
+    run_dir = _run_dir_of(program, options)
+    name = options["name"] or "-".join(part for part in Path(run_dir.replace(TASK, "all")).parts if part not in "/..")
     limit = options["time"] or site.get("time")
-    sbatch = [
-        f"--nodes={options['nodes']}",
-        f"--ntasks-per-node={options['ntasks_per_node']}",
-        *([f"--time={limit}"] if limit else []),
-        *([f"--array={options['array']}"] if options["array"] else []),
-        *site.get("sbatch", []),
-        *options["sbatch"],
-    ]
-    _check_values(name, sbatch)
-    where = Path(run_dir).parent if options["array"] else Path(run_dir)
+    own = [f"--nodes={options['nodes']}", f"--ntasks-per-node={options['ntasks_per_node']}"]
+    own += [f"--time={limit}"] if limit else []
+    own += [f"--array={options['array']}"] if options["array"] else []
+    sbatch = _last_of_each([*site.get("sbatch", []), *own, *options["sbatch"]])
+    _check(name, sbatch, program, options)
+    first = next((number for number, part in enumerate(Path(run_dir).parts) if TASK in part), None)
+    where = Path(*Path(run_dir).parts[:first]) if first is not None else Path(run_dir)
     return BatchJob(
         name=name,
         sbatch=tuple(sbatch),
         run_dir=run_dir,
         command=command_of(program, is_module=False),
-        launcher=_launcher_of(options["launcher"] or site.get("launcher")),
+        launcher=_launcher_of(options["launcher"] or site.get("launcher"), site.get("library")),
         job_program=str(_parts() / "job.py"),
         lead_s=options["lead"],
         setup=tuple(site.get("setup", [])),
@@ -156,7 +145,66 @@ def _job_of(program: tuple[str, ...], options: dict[str, Any]) -> BatchJob:
         n_servers=options["n_servers"],
         drill_s=options["drill"] or 0,
         script=str((where / f"{name}.sbatch").absolute()),
+        folder=str(Path.cwd()),
     )
+
+
+def _run_dir_of(program: Sequence[str], options: dict[str, Any]) -> str:
+    """Return the run folder.
+
+    Raises:
+        UsageError: where there is none, or there are two, or tasks of an array would share it.
+    """
+    of_program, given = run_dir_of(program), options["run_dir"]
+    found = str(given or of_program or "")
+    if not found:
+        raise UsageError(
+            "hpcdist submit: expected the run folder, got none; give the program --run-dir, or put --run-dir before it "
+            "with the folder that `checkpoints` is in."
+        )
+    if given and of_program and Path(given) != of_program:
+        raise UsageError(
+            f"hpcdist submit: expected one run folder, got {given!r} before the program and {str(of_program)!r} in its "
+            f"arguments; leave out the first."
+        )
+    if options["array"] and TASK not in found:
+        raise UsageError(
+            f"hpcdist submit: expected a run folder for each task of the array, got {found!r}; put {TASK} into it."
+        )
+    return found
+
+
+def _last_of_each(sbatch: Sequence[str]) -> list[str]:
+    """Return options of sbatch, of each name the last one."""
+    return list({option.partition("=")[0]: option for option in sbatch}.values())
+
+
+def _check(name: str, sbatch: Sequence[str], program: Sequence[str], options: dict[str, Any]) -> None:
+    """Raise UsageError for what Slurm or job.py would misunderstand."""
+    if options["array"] and options["chain"]:
+        raise UsageError("hpcdist submit: expected --array or --chain, got both; leave one out.")
+    if not _NAME.match(name):
+        raise UsageError(
+            f"hpcdist submit: expected letters, digits, . and - in the name of the job, got {name!r}; give it a --name."
+        )
+    for option in sbatch:
+        if not option.startswith("--") or not _VALUE.match(option):
+            raise UsageError(
+                f"hpcdist submit: expected options of sbatch such as --partition=gpu, without spaces and quotes, got "
+                f"{option!r}; correct it."
+            )
+    for argument in program:
+        if any(place in argument for place in _PLACES):
+            raise UsageError(
+                f"hpcdist submit: expected arguments without {', '.join(_PLACES)}, which stand for nodes in a batch "
+                f"script, got {argument!r}; rename it."
+            )
+    n_ranks = options["nodes"] * options["ntasks_per_node"]
+    if options["n_servers"] >= n_ranks:
+        raise UsageError(
+            f"hpcdist submit: expected fewer parameter servers than the {n_ranks} ranks, got {options['n_servers']}; "
+            f"ask for more nodes or tasks."
+        )
 
 
 def site_defaults(paths: Sequence[Path]) -> dict[str, Any]:
@@ -170,7 +218,8 @@ def site_defaults(paths: Sequence[Path]) -> dict[str, Any]:
         return {}
     try:
         found = tomllib.loads(path.read_text()).get("submit", {})
-        wrong = [key for key, value in found.items() if not isinstance(value, _SITE_KEYS.get(key, int))]
+        wrong = [key for key, value in found.items() if not isinstance(value, _SITE_KEYS.get(key, ()))]
+        wrong += [key for key, values in _SITE_VALUES.items() if found.get(key, values[0]) not in values]
         wrong += [key for key in ("sbatch", "setup") if not all(isinstance(one, str) for one in found.get(key, []))]
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigurationError(f"hpcdist submit: expected TOML in {path}, got {error}; correct it.") from error
@@ -183,26 +232,18 @@ def site_defaults(paths: Sequence[Path]) -> dict[str, Any]:
     return dict(found)
 
 
-def _check_values(name: str, sbatch: Sequence[str]) -> None:
-    if not _NAME.match(name):
-        raise UsageError(
-            f"hpcdist submit: expected a name of letters, digits, . and -, got {name!r}; give another one."
-        )
-    for option in sbatch:
-        if not option.startswith("--") or not _VALUE.match(option):
-            raise UsageError(
-                f"hpcdist submit: expected options of sbatch such as --partition=gpu, without spaces and quotes, got "
-                f"{option!r}; correct it."
-            )
+def _launcher_of(asked: str | None, library: str | None) -> tuple[str, ...]:
+    """Return what starts the ranks inside the job: srun for MPICH, else mpirun with the nodes of the launch.
 
-
-def _launcher_of(asked: str | None) -> tuple[str, ...]:
-    """Return what starts the ranks inside the job: srun for MPICH, else mpirun with the nodes of the launch."""
-    library = mpi_library()
-    if asked == "srun" or (asked is None and library == "mpich"):
-        return ("srun", "--mpi=pmi2" if library == "mpich" else "--mpi=pmix")
-    path = find_launcher(library, {}).path
-    return (path, "--bind-to", "none") if library == "openmpi" else (path,)
+    Args:
+        asked: "srun" or "mpirun"; None: whichever fits.
+        library: which a site's setup loads in the job: its mpirun is in PATH there. None: that of mpi4py here.
+    """
+    found = library or mpi_library()
+    if asked == "srun" or (asked is None and found == "mpich"):
+        return ("srun", "--mpi=pmi2" if found == "mpich" else "--mpi=pmix")
+    path = "mpirun" if library else find_launcher(found, {}).path
+    return (path, "--bind-to", "none") if found == "openmpi" else (path,)
 
 
 def _parts() -> Path:
@@ -223,11 +264,9 @@ def _parts() -> Path:
 def script_of(job: BatchJob) -> str:
     """Return the batch script of a job. Pure: every value is quoted for the shell."""
     is_srun = job.launcher[0] == "srun"
-    to_batch = "" if is_srun else "B:"
     header = [
         f"--job-name={job.name}",
-        *job.sbatch,
-        f"--signal={to_batch}USR1@{job.lead_s}",
+        f"--signal={'' if is_srun else 'B:'}USR1@{job.lead_s}",
         "--no-requeue" if job.is_chained else "--requeue",
         "--no-kill",
         *([] if job.array or job.is_chained else ["--dependency=singleton"]),
@@ -235,24 +274,26 @@ def script_of(job: BatchJob) -> str:
         f"--output={'%x-%A_%a.log' if job.array else '%x-%j.log'}",
     ]
     lines = ["#!/usr/bin/env bash", "# Made by `hpcdist submit`. What happens to the job: docs/slurm.md of hpcdist."]
-    lines += [f"#SBATCH {option}" for option in header]
-    lines += ["", *job.setup, f"export RUN_DIR={_quoted(job.run_dir)}"]
+    lines += [f"#SBATCH {option}" for option in _last_of_each([*header, *job.sbatch])]
+    lines += ["", f"cd {shlex.quote(job.folder)} || exit 78", *job.setup]
+    lines += [f"export RUN_DIR={_quoted(job.run_dir, job)}"]
     if is_srun:
         lines += ["# MPICH: UCX's address is sometimes too long for Slurm's pmi2, and MPI fails to start."]
         lines += ["export MPIR_CVAR_CH4_NETMOD=${MPIR_CVAR_CH4_NETMOD:-ofi}"]
     if job.n_servers:
         lines += [f"export HPCDIST_ROLES='ps:{job.n_servers},worker:*'"]
     if job.drill_s:
-        preempt = f'scancel{"" if is_srun else " --batch"} --signal=USR1 "$SLURM_JOB_ID"'
-        lines += [f"# A drill: preempted once, {job.drill_s} s after the first start."]
-        lines += [f"(sleep {job.drill_s}; [[ ${{SLURM_RESTART_COUNT:-0}} != 0 ]] || {preempt}) &"]
+        this = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}" if job.array else "$SLURM_JOB_ID"
+        preempt = f'scancel{"" if is_srun else " --batch"} --signal=USR1 "{this}"'
+        lines += [f"# A drill: preempted once, {job.drill_s} s after its first start."]
+        lines += [f'(sleep {job.drill_s}; mkdir "$RUN_DIR/drill" 2> /dev/null && {preempt}) &']
     successor = ""
     if job.is_chained:
         lines += [
             f'successor=$(sbatch --parsable --dependency=afterany:"$SLURM_JOB_ID" {shlex.quote(job.script)}) || exit 1'
         ]
         successor = ' --successor "$successor"'
-    program = " ".join(map(_quoted, job.command))
+    program = " ".join(_quoted(part, job) for part in job.command)
     run = f"exec {shlex.quote(sys.executable)} -E -S {shlex.quote(job.job_program)}{successor}"
     return "\n".join([*lines, f"{run} \\", f"  {_start_of(job.launcher)} \\", f"  {program}"]) + "\n"
 
@@ -265,9 +306,10 @@ def _start_of(launcher: Sequence[str]) -> str:
     return f"{shlex.join(launcher)} --host %hosts -n %n_ranks"
 
 
-def _quoted(value: str) -> str:
-    """Return a value for the shell, in which `TASK` is the number of the array's task."""
-    return '"$SLURM_ARRAY_TASK_ID"'.join(shlex.quote(part) if part else "" for part in value.split(TASK)) or "''"
+def _quoted(value: str, job: BatchJob) -> str:
+    """Return a value for the shell; in an array `TASK` is the number of the task."""
+    parts = value.split(TASK) if job.array else [value]
+    return '"$SLURM_ARRAY_TASK_ID"'.join(shlex.quote(part) if part else "" for part in parts) or "''"
 
 
 def _submit(script: str) -> int:

@@ -5,9 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
-from safetensors.torch import load_file, save_file
 
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.image import FileImage
@@ -26,10 +24,12 @@ def write_tensors(target: Path, arrays: Sequence[NamedArray]) -> None:
     tensors = {array.name: from_array(array.values, array.dtype).contiguous() for array in arrays}
     try:
         if target.suffix == ".safetensors":
-            save_file(tensors, target, {"format": "pt"})
+            _safetensors().save_file(tensors, target, {"format": "pt"})
         else:
             torch.save(tensors, target)
-    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+    except UsageError:
+        raise
+    except Exception as error:  # safetensors has errors of its own
         text = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"hpcdist ckpt export: expected to write {target}, got {text!r}; choose another folder."
@@ -60,18 +60,20 @@ def import_tensors(source: Path, target: Path, name: str, key: str | None) -> in
 def _read_tensors(source: Path, key: str | None) -> dict[str, torch.Tensor]:
     try:
         found: Any = (
-            load_file(source)
+            _safetensors().load_file(source)
             if source.suffix == ".safetensors"
             else torch.load(source, map_location="cpu", weights_only=True)
         )
+    except UsageError:
+        raise
     except Exception as error:  # whatever torch raises for a file of another kind
         text = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(
             f"hpcdist ckpt import: expected a file of safetensors, or of torch without pickled objects, got {text!r} "
             f"from {source}; save its state_dict."
         ) from error
-    if key is not None and isinstance(found, Mapping) and key in found:
-        found = found[key]
+    if key is not None:
+        found = found.get(key) if isinstance(found, Mapping) else None
     is_state = isinstance(found, Mapping) and bool(found)
     if not is_state or not all(isinstance(one, torch.Tensor) for one in found.values()):
         keys = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
@@ -80,3 +82,18 @@ def _read_tensors(source: Path, key: str | None) -> dict[str, torch.Tensor]:
             f"is one by --key."
         )
     return {str(name): tensor.contiguous() for name, tensor in found.items()}
+
+
+def _safetensors() -> Any:
+    """Return the module that reads and writes safetensors of torch.
+
+    Raises:
+        UsageError: where it is not installed.
+    """
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise UsageError(
+            "hpcdist ckpt: expected safetensors, got no such package; pip install 'hpcdist[safetensors]', or use .pt."
+        ) from error
+    return safetensors.torch

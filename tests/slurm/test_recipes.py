@@ -142,12 +142,12 @@ def test_a_chain_of_jobs(slurm, submit, options, unbroken):
 def test_hpcdist_submit_of_a_program_of_ones_own(slurm, folder, root, data):
     """A drill preempts it once; then `status` tells what became of it, and the bits are those of an unbroken run."""
     hpcdist = (sys.executable, "-m", "hpcdist")
-    options = ("--data", data, "--batch", 16, "--epochs", 200, "--save-every", 20, "--replicas", 2)
+    options = ("--data", data, "--batch", 16, "--epochs", 400, "--save-every", 20, "--replicas", 2)
     program = (root / "jobs" / "train.py", *options, "--run-dir", "runs/own")
     said = slurm.client(
         *hpcdist, "submit", "--ntasks-per-node", 2, "--time", "0:20:00", "--drill", 8, *program, cwd=folder
     )
-    assert "#SBATCH --job-name=own\n" in said
+    assert "#SBATCH --job-name=runs-own\n" in said
     state = (*hpcdist, "status", "runs/own", "--json")
     slurm.wait_for("the run folder", (folder / "runs" / "own" / "decision.json").exists, 60)
     slurm.wait_for("its end", lambda: json.loads(slurm.client(*state, cwd=folder))["decision"] == "finished", 240)

@@ -218,3 +218,26 @@ def test_more_of_a_name_is_not_the_object(run_dir, call, tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
     assert call("import", tmp_path / "a.safetensors", tmp_path / "a.h5", "--object", "model2")[0] == 0
     assert call("export", tmp_path / "a.h5", tmp_path / "b.safetensors")[0] == 2
+
+
+def test_prune_counts_sound_ones_only(run_dir, call):
+    """With the two newest damaged, two of the sound ones are to stay, and there is one."""
+    for step in (2, 3):
+        damage(file_of(run_dir, step))
+    assert call("prune", run_dir, "--keep", "2", "--yes")[:2] == (0, "")
+    assert file_of(run_dir, 1).exists()
+
+
+def test_a_key_that_is_not_there(call, tmp_path):
+    torch.save({"weight": torch.ones(1)}, tmp_path / "theirs.pt")
+    code, _, error = call("import", tmp_path / "theirs.pt", tmp_path / "x.h5", "--key", "nope")
+    assert (code, error.count("\n")) == (2, 1)
+
+
+def test_without_safetensors_pt_still_works(run_dir, call, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    assert call("export", run_dir, tmp_path / "x.pt")[0] == 0
+    code, _, error = call("export", run_dir, tmp_path / "x.safetensors")
+    assert code == 2
+    assert "pip install 'hpcdist[safetensors]', or use .pt" in error

@@ -43,7 +43,13 @@ def line(made_by, environ=(), **request):
         (
             SRUN,
             {"n_ranks": 4, "is_in_allocation": True},
-            "OMP_NUM_THREADS=1 MPIR_CVAR_CH4_NETMOD=ofi /bin/srun --mpi=pmi2 --kill-on-bad-exit=1 --ntasks=4",
+            "OMP_NUM_THREADS=1 MPIR_CVAR_CH4_NETMOD=ofi /bin/srun --mpi=pmi2 --kill-on-bad-exit=1 --overlap --ntasks=4",
+        ),
+        (
+            SRUN,
+            {"n_ranks": 4, "is_in_allocation": True, "cpus_per_task": 8, "hosts": "n1:2,n2:2", "is_bound": False},
+            "OMP_NUM_THREADS=8 MPIR_CVAR_CH4_NETMOD=ofi /bin/srun --mpi=pmi2 --kill-on-bad-exit=1 --overlap --ntasks=4 "
+            "--nodelist=n1,n2 --cpus-per-task=8 --cpu-bind=none",
         ),
     ],
 )

@@ -23,13 +23,31 @@ FINISHED, STOP = Decision("finished", "", (1, 1)), Decision("stop", "ranks diffe
         (0, STOPPED, Outcome(75, False, STOPPED.reason)),
         (1, STOPPED, Outcome(75, False, STOPPED.reason)),
         (0, None, Outcome(0, False)),
-        (1, None, Outcome(1, True)),
+        (1, None, Outcome(1, False)),
+        (9, None, Outcome(9, True)),
+        (137, None, Outcome(137, True)),
+        (75, None, Outcome(75, False)),
         (78, None, Outcome(78, False)),
         (2, None, Outcome(2, False)),
+        (
+            74,
+            Decision("requeue", "restore: expected a checkpoint", (1, 1)),
+            Outcome(74, False, "restore: expected a checkpoint"),
+        ),
     ],
 )
 def test_the_decision_counts_where_there_is_one(code, decision, expected):
     assert outcome_of(code, decision) == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(0, Outcome(1, True)), (1, Outcome(1, True)), (74, Outcome(74, False)), (75, Outcome(75, False))],
+)
+def test_a_run_that_was_under_way_and_wrote_nothing_now(code, expected):
+    """The launcher's 0 is no success then: an mpirun was seen to exit 0 after its ranks were killed."""
+    assert outcome_of(code, None, DIED) == expected
+    assert outcome_of(0, None, FINISHED) == Outcome(0, False)
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", "{", '{"decision": "finished"}', "\x00"])
@@ -59,6 +77,7 @@ def test_a_decision_that_is_written_again_is_another_one(tmp_path):
         (["run", "-n", "0", "true"], "0 is not in the range x>=1"),
         (["run", "--rank", "2", "true"], "No such option '--rank'"),
         (["run", "--hosts", "a:x", "true"], "expected --hosts as n1:4,n2:4, got 'a:x'"),
+        (["run", "-n", "2", "--hosts", "a:x", "true"], "expected --hosts as n1:4,n2:4, got 'a:x'"),
         (["walk"], "No such command 'walk'"),
     ],
 )
@@ -69,3 +88,12 @@ def test_wrong_command_lines_are_one_line_and_code_2(capfd, arguments, text):
     error = capfd.readouterr().err
     assert text in error
     assert error.count("\n") == 1
+
+
+def test_ranks_of_a_launcher_start_no_ranks(capfd, monkeypatch):
+    monkeypatch.setenv("PMI_RANK", "1")
+    monkeypatch.setenv("PMI_SIZE", "2")
+    with pytest.raises(SystemExit) as ended:
+        main.main(["run", "true"])
+    assert ended.value.code == 2
+    assert "expected to start the ranks, got rank 1 of 2 that an MPICH-like mpirun" in capfd.readouterr().err

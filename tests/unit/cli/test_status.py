@@ -63,6 +63,10 @@ def test_an_attempt_that_has_ended(run_dir, call):
     store.attempt = 2
     ledger.end("stopped", "SIGTERM on rank 1")
     assert "; stopped: SIGTERM on rank 1\n" in call("status", run_dir)[1]
+    code, _, error = call("stop", run_dir)
+    assert (code, error.count("\n")) == (2, 1)
+    assert "got one whose last attempt has ended (stopped)" in error
+    assert not (run_dir / "stop").exists()
 
 
 def test_the_state_of_a_batch_job(run_dir, call, monkeypatch):

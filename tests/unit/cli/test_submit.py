@@ -45,10 +45,10 @@ def test_a_plain_job(here, call):
     )
     assert code == 0
     assert headers(text) == [
-        *("job-name=a", "nodes=4", "ntasks-per-node=8", "time=8:00:00", "signal=USR1@120", "requeue", "no-kill"),
-        *("dependency=singleton", "open-mode=append", "output=%x-%j.log"),
+        *("job-name=runs-a", "signal=USR1@120", "requeue", "no-kill", "dependency=singleton", "open-mode=append"),
+        *("output=%x-%j.log", "nodes=4", "ntasks-per-node=8", "time=8:00:00"),
     ]
-    assert "export RUN_DIR=runs/a\n" in text
+    assert f"cd {here} || exit 78\nexport RUN_DIR=runs/a\n" in text
     assert text.endswith(
         "  srun --mpi=pmi2 --kill-on-bad-exit=1 --overlap --nodelist=%nodes --nodes=%n_nodes --ntasks=%n_ranks "
         f'--cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" \\\n  {sys.executable} train.py --run-dir runs/a\n'
@@ -60,7 +60,7 @@ def test_a_plain_job(here, call):
     ("options", "there", "absent"),
     [
         (["--chain"], ["--no-requeue", "--dependency=afterany", ' --successor "$successor" '], ["singleton"]),
-        (["--ps", 2], ["export HPCDIST_ROLES='ps:2,worker:*'\n"], []),
+        (["--ps", 2, "--nodes", 3], ["export HPCDIST_ROLES='ps:2,worker:*'\n"], []),
         (
             ["--launcher", "mpirun"],
             ["=B:USR1@120", "'/opt/mpi bin/mpirun' --host %hosts -n %n_ranks"],
@@ -68,10 +68,10 @@ def test_a_plain_job(here, call):
         ),
         (
             ["--drill", 60],
-            ['(sleep 60; [[ ${SLURM_RESTART_COUNT:-0} != 0 ]] || scancel --signal=USR1 "$SLURM_JOB_ID") &'],
+            ['(sleep 60; mkdir "$RUN_DIR/drill" 2> /dev/null && scancel --signal=USR1 "$SLURM_JOB_ID") &'],
             [],
         ),
-        (["--drill", 60, "--launcher", "mpirun"], ["|| scancel --batch --signal=USR1"], []),
+        (["--drill", 60, "--launcher", "mpirun"], ["&& scancel --batch --signal=USR1"], []),
         (
             ["--sbatch", "--partition=gpu", "--sbatch", "--gpus-per-node=4"],
             ["--partition=gpu\n", "--gpus-per-node=4\n"],
@@ -88,7 +88,7 @@ def test_options(here, call, options, there, absent):
 
 def test_an_array(here, call):
     text = call("--array", "1-3", "--dry-run", "train.py", "--run-dir", "runs/a-{task}", "--seed", "{task}")[1]
-    assert {"job-name=a-all", "array=1-3", "output=%x-%A_%a.log"} <= set(headers(text))
+    assert {"job-name=runs-a-all", "array=1-3", "output=%x-%A_%a.log"} <= set(headers(text))
     assert "dependency=singleton" not in headers(text)
     assert 'export RUN_DIR=runs/a-"$SLURM_ARRAY_TASK_ID"\n' in text
     assert text.endswith('train.py --run-dir runs/a-"$SLURM_ARRAY_TASK_ID" --seed "$SLURM_ARRAY_TASK_ID"\n')
@@ -100,19 +100,24 @@ def test_the_shell_changes_no_argument(here, call, tmp_path, monkeypatch):
     parts.mkdir(parents=True)
     (parts / "job.py").write_text("import json, os, sys\nprint(json.dumps([os.environ['RUN_DIR'], sys.argv[1:]]))\n")
     monkeypatch.setattr(submit, "_parts", lambda: parts)
-    code, text, _ = call("--name", "x", "--dry-run", "train.py", "--run-dir", "a b$HOME", *NASTY)
+    code, text, _ = call("--name", "x", "--dry-run", "train.py", "--run-dir", "a b$HOME", *NASTY, "{task}")
     assert code == 0
     done = subprocess.run(["bash", "-eu"], input=text, capture_output=True, text=True, check=True, timeout=30)
     run_dir, arguments = json.loads(done.stdout)
     assert run_dir == "a b$HOME"
-    assert arguments[-len(NASTY) - 4 :] == [sys.executable, "train.py", "--run-dir", "a b$HOME", *NASTY]
+    expected = [sys.executable, "train.py", "--run-dir", "a b$HOME", *NASTY, "{task}"]
+    assert arguments[-len(expected) :] == expected
     assert not (here / "harm").exists()
 
 
 def test_shellcheck_has_nothing_to_say(here, call):
     if subprocess.run(["which", "shellcheck"], capture_output=True).returncode:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("shellcheck is not installed")
-    for options in (["--chain"], ["--array", "1-2", "--drill", "60"], ["--launcher", "mpirun", "--ps", "1"]):
+    for options in (
+        ["--chain"],
+        ["--array", "1-2", "--drill", "60"],
+        ["--launcher", "mpirun", "--ps", "1", "--nodes", "2"],
+    ):
         text = call(*options, "--name", "x", "--dry-run", "train.py", "--run-dir", "a {task}", *NASTY)[1]
         done = subprocess.run(["shellcheck", "--severity=warning", "-"], input=text, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
@@ -125,12 +130,22 @@ def test_a_site_has_defaults(here, call):
     )
     text = call("--time", "2:00:00", "--dry-run", "train.py", "--run-dir", "a")[1]
     assert {"partition=long", "time=2:00:00"} <= set(headers(text))
+    assert "time=1:00:00" not in text
     assert "\nmodule load mpich\nexport RUN_DIR=a\n" in text
     assert "mpirun' --host %hosts" in text
 
 
 @pytest.mark.parametrize(
-    "text", ["[submit", "[submit]\nsbatch = 'x'", "[submit]\nsetup = [1]", "[submit]\npartition = 'x'", "submit = 1"]
+    "text",
+    [
+        "[submit",
+        "[submit]\nsbatch = 'x'",
+        "[submit]\nsetup = [1]",
+        "[submit]\npartition = 'x'",
+        "submit = 1",
+        "[submit]\nlead = 3",
+        "[submit]\nlauncher = 'srunn'",
+    ],
 )
 def test_defaults_that_are_none(here, call, text):
     (here / "hpcdist.toml").write_text(text)
@@ -146,11 +161,20 @@ def test_defaults_that_are_none(here, call, text):
         (["nothing.py", "--run-dir", "a"], "expected a program, got 'nothing.py'"),
         (["--array", "1-2", "train.py", "--run-dir", "a"], "expected a run folder for each task of the array, got 'a'"),
         (["--array", "1", "--chain", "train.py", "--run-dir", "{task}"], "expected --array or --chain, got both"),
-        (["--name", "a b", "train.py", "--run-dir", "a"], "expected a name of letters, digits"),
+        (["--name", "a b", "train.py", "--run-dir", "a"], "expected letters, digits, . and - in the name"),
         (["--sbatch", "--x=a\n#SBATCH --y", "train.py", "--run-dir", "a"], "expected options of sbatch"),
         (["--sbatch", "x", "train.py", "--run-dir", "a"], "expected options of sbatch"),
         (["--time", "$(x)", "train.py", "--run-dir", "a"], "expected options of sbatch"),
         (["--nodes", "0", "train.py", "--run-dir", "a"], "0 is not in the range"),
+        (
+            ["--run-dir", "b", "train.py", "--run-dir", "a"],
+            "expected one run folder, got 'b' before the program and 'a'",
+        ),
+        (["train.py", "--run-dir", "a", "--x", "%nodes"], "expected arguments without %nodes"),
+        (
+            ["--ps", "2", "--nodes", "2", "train.py", "--run-dir", "a"],
+            "expected fewer parameter servers than the 2 ranks",
+        ),
     ],
 )
 def test_what_is_refused_is_one_line(here, call, arguments, text):
@@ -163,8 +187,8 @@ def test_without_slurm_the_script_is_kept(here, call, monkeypatch):
     monkeypatch.setattr(submit.shutil, "which", lambda name: None if name == "sbatch" else f"/bin/{name}")
     code, _, error = call("train.py", "--run-dir", "runs/a")
     assert code == 78
-    assert f"run it where jobs are submitted: sbatch {here}/runs/a/a.sbatch" in error
-    assert (here / "runs" / "a" / "a.sbatch").read_text().startswith("#!/usr/bin/env bash\n")
+    assert f"run it where jobs are submitted: sbatch {here}/runs/a/runs-a.sbatch" in error
+    assert (here / "runs" / "a" / "runs-a.sbatch").read_text().startswith("#!/usr/bin/env bash\n")
 
 
 def test_what_sbatch_refuses_is_said(here, call, monkeypatch):
@@ -187,3 +211,28 @@ def test_a_package_without_its_parts(monkeypatch, tmp_path):
     monkeypatch.setattr(submit.hpcdist, "__file__", str(tmp_path / "hpcdist" / "__init__.py"))
     with pytest.raises(ConfigurationError, match="expected slurm/job.py in .*; install hpcdist again"):
         submit._parts()
+
+
+def test_what_is_asked_for_goes_before_what_every_job_has(here, call):
+    """The command line before the site's defaults, and these before the script's."""
+    (here / "hpcdist.toml").write_text(
+        '[submit]\nsbatch = ["--nodes=9", "--output=site.log", "--open-mode=truncate"]\n'
+    )
+    more = ("--sbatch", "--output=mine.log", "--sbatch", "--dependency=afterok:5", "--sbatch", "--constraint=a|b&c")
+    found = headers(call("--nodes", 2, *more, "--dry-run", "train.py", "--run-dir", "a")[1])
+    assert {"nodes=2", "output=mine.log", "open-mode=truncate", "dependency=afterok:5", "constraint=a|b&c"} <= set(
+        found
+    )
+    assert len({one.partition("=")[0] for one in found}) == len(found)
+
+
+def test_a_library_that_the_job_loads(here, call, monkeypatch):
+    monkeypatch.setattr(submit, "mpi_library", lambda: pytest.fail("there may be none where jobs are submitted"))
+    (here / "hpcdist.toml").write_text('[submit]\nsetup = ["module load openmpi"]\nlibrary = "openmpi"\n')
+    text = call("--dry-run", "train.py", "--run-dir", "a")[1]
+    assert "  mpirun --bind-to none --host %hosts -n %n_ranks " in text
+
+
+def test_a_drill_of_an_array_signals_its_own_task(here, call):
+    text = call("--array", "1-2", "--drill", "5", "--dry-run", "train.py", "--run-dir", "a-{task}")[1]
+    assert 'scancel --signal=USR1 "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"' in text
