@@ -72,6 +72,7 @@ from hpcdist.gradients.compression import PowerSGDState as PowerSGDState
 from hpcdist.gradients.compression import TopKState as TopKState
 from hpcdist.gradients.compression import power_sgd_hook as power_sgd_hook
 from hpcdist.gradients.compression import top_k_hook as top_k_hook
+from hpcdist.notebook import notebook_launcher as notebook_launcher
 from hpcdist.plan import partitioners as partitioners
 from hpcdist.plan.partitioners import FixedShardsPartitioner as FixedShardsPartitioner
 from hpcdist.plan.partitioners import MaxSizePartitioner as MaxSizePartitioner

@@ -18,6 +18,7 @@ ROOMS = {
     "checkpoint": "Checkpoints and preemption",
     "collectives": "Collectives",
     "cluster": "Clusters and roles",
+    "notebook": "Notebooks",
 }
 
 

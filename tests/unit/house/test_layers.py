@@ -47,6 +47,7 @@ LAYERS = {
     "cli": 10,
     "pytest_plugin": 10,
     "__main__": 11,
+    "notebook": 11,
 }
 #: Dependency -> the only modules and folders that may import it.
 DOORS = {

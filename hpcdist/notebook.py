@@ -1,0 +1,117 @@
+"""notebook_launcher: a function of a notebook's cell, on several ranks."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcdist.cli.launcher import Request, find_launcher, has_whole_machine, launch_command, mpi_library, n_cores
+from hpcdist.cluster.environment import launcher_of, read_environment
+from hpcdist.errors import HpcdistError, UsageError
+from hpcdist.ps import pickles
+
+#: Ranks that are asked to end have so long.
+_END_S = 30.0
+
+
+def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
+    """Call a function on several ranks of this machine, each a new process; return what it returns on each, by rank.
+
+    What the ranks print appears below the cell, as it comes. A cell may be run again: its ranks are gone. Interrupting
+    the cell asks them to save and to end, as a stop request does. The notebook itself starts no MPI.
+
+    >>> hpcdist.notebook_launcher(train, (3,), num_processes=4)
+
+    Args:
+        function: of the notebook or of a module. It goes by value, with what it refers to; it makes its strategy,
+            model and data itself.
+        args: its positional arguments.
+        num_processes: how many ranks.
+
+    Raises:
+        UsageError: for a number below 1, and in a rank of another launcher.
+        HpcdistError: when a rank fails; what it reported stands below the cell.
+
+    Source: the name and the arguments of accelerate's notebook_launcher.
+    """
+    environ = read_environment()
+    started_by = launcher_of(environ)
+    if num_processes < 1:
+        raise UsageError(f"notebook_launcher: expected 1 process or more, got {num_processes}; correct num_processes.")
+    if started_by is not None and started_by.size > 1:
+        raise UsageError(
+            f"notebook_launcher: expected a notebook, got rank {started_by.rank} of {started_by.size} that "
+            f"{started_by.name} has started; call the function itself."
+        )
+    with tempfile.TemporaryDirectory(prefix="hpcdist-notebook-") as name:
+        folder = Path(name)
+        (folder / "call").write_bytes(pickles.dumps((function, tuple(args))).tobytes())
+        code = _launch(folder, num_processes, environ)
+        if code != 0:
+            raise HpcdistError(
+                f"notebook_launcher: expected all {num_processes} ranks to return, got exit code {code}; look at what "
+                f"they have printed."
+            )
+        return [_load(folder / f"result-{rank}") for rank in range(num_processes)]
+
+
+def _launch(folder: Path, n_ranks: int, environ: Mapping[str, str]) -> int:
+    """Run the ranks, and print what they print; return the launcher's exit code."""
+    launcher = find_launcher(mpi_library(), environ)
+    program = (sys.executable, "-u", "-m", "hpcdist.notebook", str(folder))
+    request = Request(
+        n_ranks=n_ranks,
+        program=program,
+        is_bound=has_whole_machine(),
+        n_cores=n_cores(),
+        is_root=os.geteuid() == 0,
+        is_in_allocation="SLURM_JOB_ID" in environ,
+    )
+    line, added = launch_command(launcher, request, environ)
+    process = subprocess.Popen(
+        line,
+        env={**environ, **added},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # an interrupt of the cell comes here first
+    )
+    assert process.stdout is not None, "it is a pipe"
+    try:
+        for text in process.stdout:
+            print(text, end="", flush=True)
+        return process.wait()
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGTERM if launcher.kind == "mpich" else signal.SIGUSR1)
+        try:
+            print(process.communicate(timeout=_END_S)[0], end="", flush=True)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(_END_S)
+        raise
+
+
+def _load(path: Path) -> Any:
+    return pickles.loads(np.frombuffer(path.read_bytes(), np.uint8))
+
+
+def _run_rank(folder: Path) -> None:
+    """Call the function on this rank, and leave its result in the folder."""
+    from hpcdist.runtime.process import make_world
+
+    world = make_world()  # whose hooks end all ranks if one fails
+    function, args = _load(folder / "call")
+    result = pickles.dumps(function(*args)).tobytes()
+    (folder / f"result-{world.rank}").write_bytes(result)
+
+
+if __name__ == "__main__":
+    _run_rank(Path(sys.argv[1]))
