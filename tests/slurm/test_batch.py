@@ -14,7 +14,7 @@ from conftest import kill_all
 from scale import SCALE
 
 pytestmark = pytest.mark.timeout(900)
-N_PREEMPTIONS = SCALE.choose(2, 10)
+N_PREEMPTIONS = SCALE.choose(1, 10)
 
 
 @pytest.mark.quick
