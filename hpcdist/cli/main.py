@@ -44,12 +44,19 @@ def _submit() -> click.Command:
     return found
 
 
+def _logs() -> click.Command:
+    from hpcdist.cli.logs import command as found
+
+    return found
+
+
 #: Command -> (what imports it, what it does).
 COMMANDS = {
     "run": (_run, "Start a program on several ranks of this machine, of given hosts, or of a Slurm allocation."),
     "submit": (_submit, "Write a batch script for a program, show it, and submit it to Slurm."),
     "status": (_status, "Show what a run has done: attempts, newest checkpoint, metrics, and what is to follow."),
     "stop": (_stop, "Ask a job to save and to end."),
+    "logs": (_logs, "Print the log files of all ranks as one, by time."),
     "ckpt": (_ckpt, "List, verify, compare, convert and remove checkpoints."),
     "doctor": (_doctor, "Look for what is wrong with MPI, launcher, cores, GPUs, links, clocks and folders."),
 }

@@ -14,6 +14,7 @@ HPCDIST_VARIABLES = {
     "HPCDIST_DEBUG": "what to check or log: collectives, calls, finite, summary, separated by commas; default: nothing",
     "HPCDIST_JOB_END_S": "when the batch job will be ended, in seconds since 1970; set by scripts of PBS, LSF, Flux",
     "HPCDIST_JOB_ID": "id of the batch job; batch scripts set it",
+    "HPCDIST_LOG": "json for log files of JSON lines; text, the default, for people",
     "HPCDIST_PREEMPTED": "1 where the batch system ended the attempt before this one; batch scripts set it",
     "HPCDIST_ROLES": "role map given to ranks in order, such as chief:1,ps:2,worker:*",
     "HPCDIST_TIMEOUT_S": "longest time, in seconds, for a collective or an agreement; then the job ends (default 600)",
@@ -137,6 +138,20 @@ def is_after_preemption(environ: Mapping[str, str]) -> bool:
 def nccl_may_share_devices(environ: Mapping[str, str]) -> bool:
     """Return whether NCCL is set to let several ranks use one GPU (experimental, NCCL 2.30 and later)."""
     return environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0").strip() == "1"
+
+
+def logs_json(environ: Mapping[str, str]) -> bool:
+    """Return whether HPCDIST_LOG asks for JSON.
+
+    Raises:
+        ConfigurationError: for another value than json and text.
+    """
+    text = environ.get("HPCDIST_LOG", "text").strip().lower()
+    if text not in ("json", "text"):
+        raise ConfigurationError(
+            f"environment: expected HPCDIST_LOG as json or text, got {text!r}; write one of them, or unset it."
+        )
+    return text == "json"
 
 
 def debug_names(environ: Mapping[str, str]) -> frozenset[str]:

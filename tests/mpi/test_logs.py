@@ -1,11 +1,15 @@
 """log_to: a log file for each rank, the chief's records on the screen."""
 
+import json
 import logging
+import re
 
 import pytest
+from mpi4py import MPI
 
 import hpcdist
-from hpcdist.errors import CheckpointError
+from hpcdist.errors import CheckpointError, ConfigurationError
+from hpcdist.runtime.process import make_world
 
 pytestmark = pytest.mark.mpi
 
@@ -30,7 +34,9 @@ def test_each_rank_has_a_file_and_the_chief_the_screen(comm, shared_path, root_l
     screen = capfd.readouterr().err
     assert path == shared_path / "logs" / f"rank-{comm.rank:05d}.log"
     [line] = path.read_text().splitlines()
-    assert line.endswith(f" INFO rank {comm.rank} (worker {comm.rank}) mine: 100 % of rank {comm.rank}")
+    host = MPI.Get_processor_name()
+    who = f"worker:{comm.rank} r{comm.rank}/{comm.size} {host}"
+    assert re.fullmatch(rf"\d{{4}}-\d\d-\d\dT[\d:.]{{12}} INFO \[{who}\] mine: 100 % of rank {comm.rank}", line), line
     assert screen == (line + "\n" if comm.rank == 0 else "")
     comm.Barrier()
     assert len(list((shared_path / "logs").iterdir())) == comm.size
@@ -39,4 +45,31 @@ def test_each_rank_has_a_file_and_the_chief_the_screen(comm, shared_path, root_l
 def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(comm, shared_path, root_logger):
     (shared_path / "logs").write_text("")
     with pytest.raises(CheckpointError, match=r"log_to: expected to write .*rank-0000\d\.log, got"):
+        hpcdist.log_to(shared_path / "logs")
+
+
+def test_lines_of_json_have_the_step_and_the_traceback(comm, shared_path, root_logger, monkeypatch):
+    monkeypatch.setenv("HPCDIST_LOG", "json")
+    path = hpcdist.log_to(shared_path / "logs")
+    monkeypatch.setattr(make_world(), "step", 40)
+    try:
+        raise ValueError("wrong")
+    except ValueError:
+        logging.getLogger("mine").exception("it\nfailed")
+    [line] = path.read_text().splitlines()
+    said = json.loads(line)
+    assert (said["level"], said["role"], said["rank"], said["size"]) == (
+        "ERROR",
+        f"worker:{comm.rank}",
+        comm.rank,
+        comm.size,
+    )
+    assert (said["step"], said["name"]) == (40, "mine")
+    assert said["message"].startswith("it\nfailed\nTraceback")
+    assert said["message"].endswith("ValueError: wrong")
+
+
+def test_another_kind_of_log_is_an_error(comm, shared_path, root_logger, monkeypatch):
+    monkeypatch.setenv("HPCDIST_LOG", "xml")
+    with pytest.raises(ConfigurationError, match="expected HPCDIST_LOG as json or text, got 'xml'"):
         hpcdist.log_to(shared_path / "logs")
