@@ -59,6 +59,9 @@ class Strategy(Ranks):
     #: Whether gradients are averaged, weighted by rows; None: not settled.
     _is_mean: bool | None = None
 
+    def __str__(self) -> str:
+        return f"{type(self).__name__}: 1 replica on {self.device}"
+
     @property
     def num_replicas_in_sync(self) -> int:
         """Replicas whose gradients are summed."""

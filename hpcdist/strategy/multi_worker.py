@@ -141,6 +141,15 @@ class MultiWorkerMirroredStrategy(Strategy):
             torch.set_num_threads(self.world.cores_per_rank)  # ranks share the cores of their node
         context.register(self)
 
+    def __str__(self) -> str:
+        ranks, hosts = self._comm.size, self.world.n_hosts
+        where = f"{ranks} rank{'s'[: ranks > 1]} on {hosts} host{'s'[: hosts > 1]}"
+        replicas = f"{self.num_replicas_in_sync} replica{'s'[: self.num_replicas_in_sync > 1]}"
+        return f"{type(self).__name__}: {replicas}, {where}; this is {self.world} on {self.device}; {self._describe_steps()}"
+
+    def _describe_steps(self) -> str:
+        return f"gradients are summed by {self.reducer.route.name}"
+
     def _make_world(self, resolver: ClusterResolver | None) -> World:
         """Return the world of this strategy. Collective where one is made."""
         return make_world(resolver)

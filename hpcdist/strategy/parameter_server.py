@@ -242,6 +242,10 @@ class ParameterServerStrategy(MultiWorkerMirroredStrategy):
             return EntryParameters(self._entry_comm, self.world, self._client, self._partitioner, is_by_bytes, skips)
         return ServedParameters(self.world, self._client, self._partitioner, is_by_bytes, skips, needs_sum)
 
+    def _describe_steps(self) -> str:
+        n_servers = sum(task.type == "ps" for task in self.world.tasks)
+        return f"gradients go to {n_servers} parameter server{'s'[: n_servers > 1]}"
+
     @property
     def num_replicas_in_sync(self) -> int:
         """Replicas whose gradients are summed: all in synchronous training, else those of this worker entry."""

@@ -453,3 +453,16 @@ def test_fewer_gpus_than_ranks_are_shared_with_a_warning(comm, gpus, caplog):
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     assert strategy.device == torch.device("cuda", 0)
     assert ("expected NCCL and a GPU for each rank, got neither on some" in caplog.text) is (comm.rank == 0)
+
+
+def test_a_strategy_prints_what_it_is(comm):
+    who = f"this is rank {comm.rank} (worker {comm.rank}) on cpu; gradients are summed by"
+    many = "s" if comm.size > 1 else ""
+    text = str(hpcdist.MultiWorkerMirroredStrategy())
+    assert text.startswith(
+        f"MultiWorkerMirroredStrategy: {comm.size} replica{many}, {comm.size} rank{many} on 1 host; {who}"
+    )
+    assert str(hpcdist.MultiWorkerMirroredStrategy(num_replicas=8)).startswith(
+        "MultiWorkerMirroredStrategy: 8 replicas, "
+    )
+    assert str(hpcdist.OneDeviceStrategy("cpu")) == "OneDeviceStrategy: 1 replica on cpu"
