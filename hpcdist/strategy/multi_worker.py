@@ -145,7 +145,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         ranks, hosts = self._comm.size, self.world.n_hosts
         where = f"{ranks} rank{'s'[: ranks > 1]} on {hosts} host{'s'[: hosts > 1]}"
         replicas = f"{self.num_replicas_in_sync} replica{'s'[: self.num_replicas_in_sync > 1]}"
-        return f"{type(self).__name__}: {replicas}, {where}; this is {self.world} on {self.device}; {self._describe_steps()}"
+        who = f"this is {self.world} on {self.device}"
+        return f"{type(self).__name__}: {replicas}, {where}; {who}; {self._describe_steps()}"
 
     def _describe_steps(self) -> str:
         return f"gradients are summed by {self.reducer.route.name}"
