@@ -16,7 +16,8 @@ import hpcdist
 strategy = hpcdist.MultiWorkerMirroredStrategy()
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 assert os.environ["RANK"] == str(strategy.rank)
-print(strategy.rank, *(os.environ[name] for name in names), sys.argv[1:], flush=True)
+said = [strategy.rank, *(os.environ[name] for name in names), sys.argv[1:]]
+print(" ".join(map(str, said)) + "\\n", end="", flush=True)
 sys.exit(int(os.environ.get("LEAVE", 0)))
 """
 
@@ -104,7 +105,7 @@ def test_an_unchanged_script_of_torch(run, tmp_path):
     program.write_text(
         "import torch, torch.distributed as dist\nimport hpcdist.torch_backend\n"
         'dist.init_process_group("hpcdist")\nvalue = torch.ones(3)\ndist.all_reduce(value)\n'
-        "print(value.tolist(), dist.get_rank())\ndist.destroy_process_group()\n"
+        "print(f'{value.tolist()} {dist.get_rank()}\\n', end='')\ndist.destroy_process_group()\n"
     )
     outcome = run("-n", 2, program).wait(60)
     assert outcome.code == 0, outcome.output

@@ -22,7 +22,7 @@ def train(n_steps):
         optimizer.zero_grad()
         model(torch.ones(1, 2) * strategy.rank).sum().backward()
         optimizer.step()
-    print("trained on rank", strategy.rank)
+    print(f"trained on rank {strategy.rank}\\n", end="")
     return FACTOR * strategy.rank, float(model.weight.sum())
 """
 

@@ -134,7 +134,7 @@ def test_ranks_of_mpi_inside_a_process_of_torchrun(torchrun, tmp_path):
     inner.write_text(
         "import torch, torch.distributed as dist\nimport hpcdist.torch_backend\n"
         'dist.init_process_group("hpcdist", init_method="hpcdist://")\nvalue = torch.ones(1)\ndist.all_reduce(value)\n'
-        "print('inner', value.item(), flush=True)\ndist.destroy_process_group()\n"
+        "print(f'inner {value.item()}\\n', end='', flush=True)\ndist.destroy_process_group()\n"
     )
     outer.write_text(
         "import os, subprocess\nif os.environ['RANK'] == '0':\n"
