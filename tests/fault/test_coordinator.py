@@ -63,6 +63,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_one_resumes(start, nothing_left
     assert last_accuracy(outcome) > 0.85
 
 
+@pytest.mark.sweep
 def test_what_a_suspended_worker_ran_goes_to_another_one_until_it_is_back(start, tmp_path):
     job = start(4, *command(tmp_path / "run", epochs=150), environ={"HPCDIST_TIMEOUT_S": "60"})
     job.wait_for_line("epoch 2/")

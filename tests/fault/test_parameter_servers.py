@@ -77,6 +77,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_one_has_the_bits_of_an_unbroken
     assert same(final_state(run), unbroken)
 
 
+@pytest.mark.sweep
 def test_asynchronous_workers_stop_after_the_same_step(start, tmp_path):
     run = tmp_path / "run"
     job = start(4, *command(run, "ps:1,worker:*", epochs=100, strategy="ps"))

@@ -35,7 +35,7 @@ def torchrun(start):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("n_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_ranks", [2, pytest.param(3, marks=pytest.mark.sweep)])
 def test_it_is_what_gloo_makes_and_starts_no_mpi(torchrun, root, nothing_left, n_ranks):
     """All tests of the backend that mpirun starts: 2,500 random cases against gloo, messages, groups, DDP, FSDP."""
     plugins = ["--noconftest", "-p", "no:pytest_mpi", "-p", "torchrun_ranks", "-p", "no:cacheprovider"]
