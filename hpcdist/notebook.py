@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.cli.launcher import Request, find_launcher, has_whole_machine, launch_command, mpi_library, n_cores
-from hpcdist.cluster.environment import launcher_of, read_environment
+from hpcdist.cli.launcher import find_launcher, launch_command, mpi_library, request_here, require_no_launcher
+from hpcdist.cluster.environment import read_environment
 from hpcdist.errors import HpcdistError, UsageError
 from hpcdist.ps import pickles
 
-#: Ranks that are asked to end have so long.
+#: Grace period for ranks that were asked to end.
 _END_S = 30.0
 
 
@@ -41,14 +41,9 @@ def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (), nu
     Source: the name and the arguments of accelerate's notebook_launcher.
     """
     environ = read_environment()
-    started_by = launcher_of(environ)
+    require_no_launcher("notebook_launcher", environ)
     if num_processes < 1:
         raise UsageError(f"notebook_launcher: expected 1 process or more, got {num_processes}; correct num_processes.")
-    if started_by is not None and started_by.size > 1:
-        raise UsageError(
-            f"notebook_launcher: expected a notebook, got rank {started_by.rank} of {started_by.size} that "
-            f"{started_by.name} has started; call the function itself."
-        )
     with tempfile.TemporaryDirectory(prefix="hpcdist-notebook-") as name:
         folder = Path(name)
         (folder / "call").write_bytes(pickles.dumps((function, tuple(args))).tobytes())
@@ -65,15 +60,7 @@ def _launch(folder: Path, n_ranks: int, environ: Mapping[str, str]) -> int:
     """Run the ranks, and print what they print; return the launcher's exit code."""
     launcher = find_launcher(mpi_library(), environ)
     program = (sys.executable, "-u", "-m", "hpcdist.notebook", str(folder))
-    request = Request(
-        n_ranks=n_ranks,
-        program=program,
-        is_bound=has_whole_machine(),
-        n_cores=n_cores(),
-        is_root=os.geteuid() == 0,
-        is_in_allocation="SLURM_JOB_ID" in environ,
-    )
-    line, added = launch_command(launcher, request, environ)
+    line, added = launch_command(launcher, request_here(n_ranks, program, environ), environ)
     process = subprocess.Popen(
         line,
         env={**environ, **added},
@@ -90,7 +77,7 @@ def _launch(folder: Path, n_ranks: int, environ: Mapping[str, str]) -> int:
             print(text, end="", flush=True)
         return process.wait()
     except KeyboardInterrupt:
-        process.send_signal(signal.SIGTERM if launcher.kind == "mpich" else signal.SIGUSR1)
+        process.send_signal(launcher.save_signal)
         try:
             print(process.communicate(timeout=_END_S)[0], end="", flush=True)
         except subprocess.TimeoutExpired:

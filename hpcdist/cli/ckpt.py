@@ -173,7 +173,7 @@ def import_(source: Path, target: Path, name: str, key: str | None) -> None:
 @command.command()
 @click.argument("folder", type=_PATH)
 @click.option("--keep", type=click.IntRange(1), required=True, help="How many of the newest to keep.")
-@click.option("--keep-every-steps", type=click.IntRange(1), help="Of the older ones, keep one every so many steps.")
+@click.option("--keep-every-steps", type=click.IntRange(1), help="Keep older ones at this interval, too.")
 @click.option("--keep-best", metavar="METRIC", help="Keep the one with the best value of a metric, too.")
 @click.option("--best-mode", type=click.Choice(["min", "max"]), default="min", show_default=True)
 @click.option("--yes", is_flag=True, help="Remove them; else they are listed only.")

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,15 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import click
 
 from hpcdist.cli.findings import MARK, Finding, RankFacts, findings_of
-from hpcdist.cli.launcher import (
-    Request,
-    as_text,
-    find_launcher,
-    has_whole_machine,
-    launch_command,
-    mpi_library,
-    n_cores,
-)
+from hpcdist.cli.launcher import as_text, find_launcher, launch_command, mpi_library, request_here
 from hpcdist.cluster.environment import check_names, launcher_of, read_environment, visible_gpus
 from hpcdist.errors import ConfigurationError, ExitCode
 
@@ -113,17 +104,9 @@ def _look_at_new_ranks(
         yield Finding("fail", "MPI", str(error))
         return
     yield Finding("ok", "MPI", f"{launcher.kind}, started by {launcher.path}")
-    tasks, is_in_allocation = environ.get("SLURM_NTASKS", ""), "SLURM_JOB_ID" in environ
+    tasks = environ.get("SLURM_NTASKS", "")
     n_ranks = n_ranks or (int(tasks) if tasks.isdecimal() else 2)
-    request = Request(
-        n_ranks=n_ranks,
-        program=(),
-        hosts=hosts or "",
-        is_bound=has_whole_machine(),
-        n_cores=0 if hosts or is_in_allocation else n_cores(),
-        is_root=os.geteuid() == 0,
-        is_in_allocation=is_in_allocation,
-    )
+    request = request_here(n_ranks, (), environ, hosts or "")
     line, added = launch_command(launcher, request, environ)
     code, printed = _run([*line, *_probe("facts", run_dir)], {**environ, **added})
     facts = _facts_in(printed)

@@ -3,13 +3,15 @@
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcdist.errors import ConfigurationError
+from hpcdist.cluster.environment import launcher_of
+from hpcdist.errors import ConfigurationError, UsageError
 
 #: Which variables each launcher gives its processes: rank, size, rank on the host.
 _VARIABLES = {
@@ -17,7 +19,7 @@ _VARIABLES = {
     "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 }
-#: What Open MPI takes to other hosts only when it is told to.
+#: Prefixes of variables that Open MPI exports to other hosts only with -x.
 _EXPORTED = ("HPCDIST_", "OMP_NUM_THREADS", "MASTER_", "PYTHONPATH", "TF_CONFIG", "RUN_DIR")
 _PROBE_S = 60.0
 
@@ -33,6 +35,11 @@ class Launcher:
 
     kind: str
     path: str
+
+    @property
+    def save_signal(self) -> signal.Signals:
+        """What to send it to have the ranks save and end: Open MPI's mpirun and srun end them at once for SIGTERM."""
+        return signal.SIGTERM if self.kind == "mpich" else signal.SIGUSR1
 
 
 @dataclass(frozen=True)
@@ -142,13 +149,13 @@ def launch_command(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command that starts the ranks, and what is added to the environment. Pure.
 
-    Only guards are added: cores for each rank and as many threads, leave for root and for more ranks than cores, quiet
+    Only guards are added: cores for each rank and as many threads, permission for root and for oversubscription, quiet
     transports, and the variables by which scripts for torchrun know their rank.
 
     Args:
         launcher: of `find_launcher`.
         request: what is to be started.
-        environ: what is set already, and stays.
+        environ: variables that are set already, which are not overridden.
     """
     added = {"OMP_NUM_THREADS": str(max(1, request.cores_per_rank))}
     if launcher.kind == "openmpi":
@@ -199,6 +206,34 @@ def _as_torchrun(kind: str) -> list[str]:
     return ["sh", "-c", f'RANK=${rank} WORLD_SIZE=${size} LOCAL_RANK=${local_rank} exec "$0" "$@"']
 
 
+def request_here(
+    n_ranks: int, program: Sequence[str], environ: Mapping[str, str], hosts: str = "", is_bound: bool = True
+) -> Request:
+    """Return the request for a program on this machine, on given hosts, or in this allocation."""
+    is_in_allocation, cpus = "SLURM_JOB_ID" in environ, environ.get("SLURM_CPUS_PER_TASK", "")
+    has_whole_machine = len(os.sched_getaffinity(0)) == os.cpu_count()  # launchers count cores from its first one
+    return Request(
+        n_ranks=n_ranks,
+        program=tuple(program),
+        hosts=hosts,
+        is_bound=is_bound and has_whole_machine,
+        n_cores=0 if hosts or is_in_allocation else n_cores(),
+        cpus_per_task=int(cpus) if is_in_allocation and cpus.isdecimal() else 0,
+        is_root=os.geteuid() == 0,
+        is_in_allocation=is_in_allocation,
+    )
+
+
+def require_no_launcher(caller: str, environ: Mapping[str, str]) -> None:
+    """Raise UsageError in a rank of a launcher: each rank would start a whole job."""
+    started_by = launcher_of(environ)
+    if started_by is not None and started_by.size > 1:
+        raise UsageError(
+            f"{caller}: expected to start the ranks, got rank {started_by.rank} of {started_by.size} that "
+            f"{started_by.name} has started; leave out one of the two."
+        )
+
+
 def n_cores() -> int:
     """Return how many cores this process may use: hardware threads of one core count once, as launchers bind cores."""
     found = set()
@@ -209,11 +244,6 @@ def n_cores() -> int:
         except OSError:  # as in some containers
             found.add((str(cpu), ""))
     return len(found)
-
-
-def has_whole_machine() -> bool:
-    """Return whether this process may use all cores: launchers count cores from the first one of the machine."""
-    return len(os.sched_getaffinity(0)) == os.cpu_count()
 
 
 def as_text(command: Sequence[str], added: Mapping[str, str]) -> str:

@@ -7,58 +7,15 @@ import click
 
 from hpcdist.errors import ExitCode, HpcdistError
 
-
-def _run() -> click.Command:
-    from hpcdist.cli.run import command as found
-
-    return found
-
-
-def _ckpt() -> click.Command:
-    from hpcdist.cli.ckpt import command as found
-
-    return found
-
-
-def _doctor() -> click.Command:
-    from hpcdist.cli.doctor import command as found
-
-    return found
-
-
-def _status() -> click.Command:
-    from hpcdist.cli.status import status as found
-
-    return found
-
-
-def _stop() -> click.Command:
-    from hpcdist.cli.status import stop as found
-
-    return found
-
-
-def _submit() -> click.Command:
-    from hpcdist.cli.submit import command as found
-
-    return found
-
-
-def _logs() -> click.Command:
-    from hpcdist.cli.logs import command as found
-
-    return found
-
-
-#: Command -> (what imports it, what it does).
+#: Command -> what it does.
 COMMANDS = {
-    "run": (_run, "Start a program on several ranks of this machine, of given hosts, or of a Slurm allocation."),
-    "submit": (_submit, "Write a batch script for a program, show it, and submit it to Slurm."),
-    "status": (_status, "Show what a run has done: attempts, newest checkpoint, metrics, and what is to follow."),
-    "stop": (_stop, "Ask a job to save and to end."),
-    "logs": (_logs, "Print the log files of all ranks as one, by time."),
-    "ckpt": (_ckpt, "List, verify, compare, convert and remove checkpoints."),
-    "doctor": (_doctor, "Look for what is wrong with MPI, launcher, cores, GPUs, links, clocks and folders."),
+    "run": "Start a program on several ranks of this machine, of given hosts, or of a Slurm allocation.",
+    "submit": "Write a batch script for a program, show it, and submit it to Slurm.",
+    "status": "Show what a run has done: attempts, newest checkpoint, metrics, and what is to follow.",
+    "stop": "Ask a job to save and to end.",
+    "logs": "Print the log files of all ranks as one, by time.",
+    "ckpt": "List, verify, compare, convert and remove checkpoints.",
+    "doctor": "Look for what is wrong with MPI, launcher, cores, GPUs, links, clocks and folders.",
 }
 
 
@@ -69,11 +26,28 @@ class _Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return COMMANDS[cmd_name][0]() if cmd_name in COMMANDS else None
+        match cmd_name:
+            case "run":
+                from hpcdist.cli.run import command as found
+            case "submit":
+                from hpcdist.cli.submit import command as found
+            case "status":
+                from hpcdist.cli.status import status as found
+            case "stop":
+                from hpcdist.cli.status import stop as found
+            case "logs":
+                from hpcdist.cli.logs import command as found
+            case "ckpt":
+                from hpcdist.cli.ckpt import command as found
+            case "doctor":
+                from hpcdist.cli.doctor import command as found
+            case _:
+                return None
+        return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+            formatter.write_dl(list(COMMANDS.items()))
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

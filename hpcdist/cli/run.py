@@ -17,15 +17,14 @@ import click
 
 from hpcdist.cli.launcher import (
     Launcher,
-    Request,
     as_text,
     find_launcher,
-    has_whole_machine,
     launch_command,
     mpi_library,
-    n_cores,
+    request_here,
+    require_no_launcher,
 )
-from hpcdist.cluster.environment import check_names, launcher_of, read_environment
+from hpcdist.cluster.environment import check_names, read_environment
 from hpcdist.cluster.slurm import node_names
 from hpcdist.errors import ConfigurationError, ExitCode, UsageError
 
@@ -60,7 +59,7 @@ class Outcome:
 @click.option("--roles", metavar="MAP", help="Roles for the ranks in order, such as ps:2,worker:*.")
 @click.option("--hosts", metavar="LIST", help="Hosts and their ranks, such as n1:4,n2:4; default: this one.")
 @click.option("--restarts", type=click.IntRange(0), default=0, show_default=True, help="Start again if it dies.")
-@click.option("--run-dir", type=click.Path(path_type=Path), help="Where its decision.json is; default: its --run-dir.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Run folder; default: the program's --run-dir.")
 @click.option("--bind/--no-bind", default=True, show_default=True, help="Give each rank cores of its own.")
 @click.option("--dry-run", is_flag=True, help="Print the command, and do not run it.")
 @click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module, as for python -m.")
@@ -88,13 +87,11 @@ def command(
     """
     environ = read_environment()
     check_names(environ)
-    started_by = launcher_of(environ)
-    if started_by is not None and started_by.size > 1:
-        raise UsageError(
-            f"hpcdist run: expected to start the ranks, got rank {started_by.rank} of {started_by.size} that "
-            f"{started_by.name} has started; leave out one of the two."
-        )
-    request = _request(ranks, hosts, bind, command_of(program, is_module), environ)
+    require_no_launcher("hpcdist run", environ)
+    n_on_hosts, tasks = _n_ranks_on(hosts or ""), environ.get("SLURM_NTASKS", "")
+    if ranks is None:
+        ranks = int(tasks) if "SLURM_JOB_ID" in environ and not hosts and tasks.isdecimal() else n_on_hosts
+    request = request_here(ranks, command_of(program, is_module), environ, hosts or "", bind)
     launcher = find_launcher(mpi_library(), environ)
     added = {**_rendezvous(hosts, environ), **({} if roles is None else {"HPCDIST_ROLES": roles})}
     line, guards = launch_command(launcher, request, {**environ, **added})
@@ -104,25 +101,6 @@ def command(
         return ExitCode.DONE
     folder = run_dir or run_dir_of(program) or (Path(environ["RUN_DIR"]) if environ.get("RUN_DIR") else None)
     return _run(launcher, line, {**environ, **added}, as_text(line, added), folder, restarts)
-
-
-def _request(
-    ranks: int | None, hosts: str | None, is_bound: bool, program: tuple[str, ...], environ: Mapping[str, str]
-) -> Request:
-    is_in_allocation, n_on_hosts = "SLURM_JOB_ID" in environ, _n_ranks_on(hosts or "")
-    tasks, cpus = (environ.get(name, "") for name in ("SLURM_NTASKS", "SLURM_CPUS_PER_TASK"))
-    if ranks is None:
-        ranks = int(tasks) if is_in_allocation and not hosts and tasks.isdecimal() else n_on_hosts
-    return Request(
-        n_ranks=ranks,
-        program=program,
-        hosts=hosts or "",
-        is_bound=is_bound and has_whole_machine(),
-        n_cores=0 if hosts or is_in_allocation else n_cores(),
-        cpus_per_task=int(cpus) if is_in_allocation and cpus.isdecimal() else 0,
-        is_root=os.geteuid() == 0,
-        is_in_allocation=is_in_allocation,
-    )
 
 
 def _n_ranks_on(hosts: str) -> int:
@@ -217,9 +195,8 @@ def _launch(launcher: Launcher, line: Sequence[str], environ: Mapping[str, str])
     def pass_on(number: int) -> None:
         if process is None:
             return
-        asks = signal.SIGTERM if launcher.kind == "mpich" else signal.SIGUSR1
         if len(seen) == 1 or number in (signal.SIGUSR1, signal.SIGUSR2):
-            process.send_signal(asks if number in (signal.SIGINT, signal.SIGTERM) else number)
+            process.send_signal(launcher.save_signal if number in (signal.SIGINT, signal.SIGTERM) else number)
         else:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM if len(seen) == 2 else signal.SIGKILL)

@@ -49,12 +49,12 @@ class BatchJob:
         command: of one rank.
         launcher: what starts the ranks, such as ("srun",), or mpirun and its options.
         job_program: path of slurm/job.py.
-        lead_s: how long before its end a job is told.
+        lead_s: seconds before the time limit at which Slurm signals the job.
         setup: lines of shell before the program starts.
         array: of tasks, such as "1-8"; empty for none.
         is_chained: whether each job submits its successor, where jobs are not requeued.
         n_servers: ranks that are parameter servers.
-        drill_s: preempt the job once, so many seconds after its start; 0: not.
+        drill_s: seconds after the first start at which the job is preempted, once; 0 for no drill.
         script: path that the script is written to. folder: from which it was submitted, where its paths begin.
     """
 
@@ -83,7 +83,7 @@ class BatchJob:
 @click.option("--ps", "n_servers", type=click.IntRange(0), default=0, help="Ranks that are parameter servers.")
 @click.option("--array", metavar="TASKS", default="", help="Several runs, such as 1-8; {task} is the number of one.")
 @click.option("--chain", is_flag=True, help="Each job submits its successor: for sites that requeue no jobs.")
-@click.option("--drill", type=click.IntRange(1), metavar="SECONDS", help="Preempt it once, so long after its start.")
+@click.option("--drill", type=click.IntRange(1), metavar="SECONDS", help="Preempt it once, this long after its start.")
 @click.option("--lead", type=click.IntRange(10), default=120, show_default=True, help="Seconds for the last save.")
 @click.option("--sbatch", multiple=True, metavar="OPTION", help="Of sbatch, such as --partition=gpu; may be repeated.")
 @click.option("--launcher", type=click.Choice(["srun", "mpirun"]), help="Default: srun for MPICH, mpirun for Open MPI.")

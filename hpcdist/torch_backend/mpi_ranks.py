@@ -70,7 +70,7 @@ class MPIRanks(Ranks):
         return thread.submit(lambda: call(ranks))
 
     @contextlib.contextmanager
-    def recorded(self, name: str, buffer: Any) -> Iterator[None]:  # noqa: D102  as in Ranks; so are the others
+    def recorded(self, name: str, buffer: Any) -> Iterator[None]:
         try:
             with self._group.recorded(name, buffer):
                 yield
@@ -80,47 +80,45 @@ class MPIRanks(Ranks):
                 f"{first_line(error)!r} from the MPI library; let all ranks make the same calls in the same order."
             ) from error
 
-    def have_same(self, number: int) -> bool:  # noqa: D102
+    def have_same(self, number: int) -> bool:
         found = np.array([number, -number])
         self._comm.Allreduce(MPI.IN_PLACE, found, MPI.MIN)
         return bool(found[0] == -found[1])
 
-    def barrier(self) -> None:  # noqa: D102
+    def barrier(self) -> None:
         self._group.wait([self._comm.Ibarrier()])
 
-    def all_reduce(self, tensor: Tensor, op: Op) -> None:  # noqa: D102
+    def all_reduce(self, tensor: Tensor, op: Op) -> None:
         if OPS.get(op.name) is op:
             reduce_buffer(tensor, op, _AUTO, self._group)
         else:  # bitwise
             with self.recorded(op.title, tensor):
                 library.all_reduce(tensor.numpy(), self._group, op)
 
-    def reduce_scatter(self, given: Array, counts: Sequence[int], op: Op) -> Array:  # noqa: D102
+    def reduce_scatter(self, given: Array, counts: Sequence[int], op: Op) -> Array:
         received = np.empty(counts[self.rank], given.dtype)
         self._comm.Reduce_scatter(given, received, counts, library.mpi_op(op))
         return received
 
-    def broadcast(self, data: Array, root: int) -> None:  # noqa: D102
+    def broadcast(self, data: Array, root: int) -> None:
         library.broadcast(data, self._comm, root)
 
-    def all_gather(self, own: Array, counts: Sequence[int], joined: Array) -> None:  # noqa: D102
+    def all_gather(self, own: Array, counts: Sequence[int], joined: Array) -> None:
         library.all_gather(own, counts, joined, self._group)
 
-    def gather(self, own: Array, counts: Sequence[int], joined: Array, root: int) -> None:  # noqa: D102
+    def gather(self, own: Array, counts: Sequence[int], joined: Array, root: int) -> None:
         self._comm.Gatherv(own, [joined, counts] if self.rank == root else None, root)
 
-    def scatter(self, joined: Array, counts: Sequence[int], own: Array, root: int) -> None:  # noqa: D102
+    def scatter(self, joined: Array, counts: Sequence[int], own: Array, root: int) -> None:
         self._comm.Scatterv([joined, counts] if self.rank == root else None, own, root)
 
-    def all_to_all(  # noqa: D102
-        self, sent: Array, sent_counts: Sequence[int], received: Array, counts: Sequence[int]
-    ) -> None:
+    def all_to_all(self, sent: Array, sent_counts: Sequence[int], received: Array, counts: Sequence[int]) -> None:
         self._comm.Alltoallv([sent, sent_counts], [received, counts])
 
-    def send(self, data: Array, rank: int, tag: int, title: str) -> Message:  # noqa: D102
+    def send(self, data: Array, rank: int, tag: int, title: str) -> Message:
         return self._started(_MPIMessage(title, self._group, self._comm.Isend(data, rank, tag), data, None))
 
-    def recv(self, tensor: Tensor, rank: int, tag: int, title: str) -> Message:  # noqa: D102
+    def recv(self, tensor: Tensor, rank: int, tag: int, title: str) -> Message:
         data = no_bytes(tensor.nbytes)
         request = self._comm.Irecv(data, MPI.ANY_SOURCE if rank == ANY_RANK else rank, tag)
         return self._started(_MPIMessage(title, self._group, request, data, tensor))
@@ -129,7 +127,7 @@ class MPIRanks(Ranks):
         self._messages = [*(one for one in self._messages if not one.is_completed()), message]
         return message
 
-    def free(self) -> None:  # noqa: D102
+    def free(self) -> None:
         messages, self._messages = self._messages, []
         try:
             with contextlib.ExitStack() as stack:  # all of them, whichever raises

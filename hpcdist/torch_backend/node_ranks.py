@@ -81,13 +81,13 @@ class NodeRanks(Ranks):
         self._is_free = False
         atexit.register(_send_all_at_exit, weakref.ref(self))
 
-    def recorded(self, name: str, buffer: Any) -> contextlib.nullcontext[None]:  # noqa: D102  as in Ranks
+    def recorded(self, name: str, buffer: Any) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
 
-    def have_same(self, number: int) -> bool:  # noqa: D102
+    def have_same(self, number: int) -> bool:
         return self._barrier.wait(number) is None
 
-    def barrier(self) -> None:  # noqa: D102
+    def barrier(self) -> None:
         self._barrier.wait()
 
     # -- moves --------------------------------------------------------------------------------------------------------
@@ -114,30 +114,28 @@ class NodeRanks(Ranks):
                 if low < high:
                     target[low - first : high - first] = self._slots[rank][self._turn, low - start : high - start]
 
-    def broadcast(self, data: Array, root: int) -> None:  # noqa: D102
+    def broadcast(self, data: Array, root: int) -> None:
         if self.rank == root:
             self._exchange(data, [])
         else:
             self._exchange(no_bytes(), [(root, 0, data)])
 
-    def all_gather(self, own: Array, counts: Sequence[int], joined: Array) -> None:  # noqa: D102
+    def all_gather(self, own: Array, counts: Sequence[int], joined: Array) -> None:
         parts = np.split(joined, np.cumsum(counts)[:-1])
         self._exchange(own, [(rank, 0, part) for rank, part in enumerate(parts)])
 
-    def gather(self, own: Array, counts: Sequence[int], joined: Array, root: int) -> None:  # noqa: D102
+    def gather(self, own: Array, counts: Sequence[int], joined: Array, root: int) -> None:
         parts = np.split(joined, np.cumsum(counts)[:-1]) if self.rank == root else []
         self._exchange(own, [(rank, 0, part) for rank, part in enumerate(parts)])
 
-    def scatter(self, joined: Array, counts: Sequence[int], own: Array, root: int) -> None:  # noqa: D102
+    def scatter(self, joined: Array, counts: Sequence[int], own: Array, root: int) -> None:
         starts = np.zeros(self.size, np.int64)
         if self.rank == root:
             starts[1:] = np.cumsum(counts)[:-1]
         self.broadcast(starts.view(np.uint8), root)
         self._exchange(joined if self.rank == root else no_bytes(), [(root, int(starts[self.rank]), own)])
 
-    def all_to_all(  # noqa: D102
-        self, sent: Array, sent_counts: Sequence[int], received: Array, counts: Sequence[int]
-    ) -> None:
+    def all_to_all(self, sent: Array, sent_counts: Sequence[int], received: Array, counts: Sequence[int]) -> None:
         starts = np.empty((self.size, self.size), np.int64)  # of each rank's bytes for each rank
         own = np.concatenate([[0], np.cumsum(sent_counts)[:-1]]).astype(np.int64)
         self.all_gather(own.view(np.uint8), [own.nbytes] * self.size, starts.reshape(-1).view(np.uint8))
@@ -146,7 +144,7 @@ class NodeRanks(Ranks):
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: Tensor, op: Op) -> None:  # noqa: D102
+    def all_reduce(self, tensor: Tensor, op: Op) -> None:
         if self.size == 1:
             return
         divisor = self.size if op is MEAN else None
@@ -156,7 +154,7 @@ class NodeRanks(Ranks):
         with host_array(tensor) as array:
             self._sums.all_reduce(array, op, divisor)
 
-    def reduce_scatter(self, given: Array, counts: Sequence[int], op: Op) -> Array:  # noqa: D102
+    def reduce_scatter(self, given: Array, counts: Sequence[int], op: Op) -> Array:
         start, n_own = sum(counts[: self.rank]), counts[self.rank]
         rows = np.empty((self.size, n_own), given.dtype)
         reads = [(rank, start * given.itemsize, row.view(np.uint8)) for rank, row in enumerate(rows)]

@@ -86,4 +86,4 @@ def test_what_is_refused(cell):
         "    except ValueError as error:\n        print('refused:', error)\n"
     ).wait(60)
     assert "refused: notebook_launcher: expected 1 process or more, got 0" in outcome.output
-    assert "refused: notebook_launcher: expected a notebook, got rank 1 of 2" in outcome.output
+    assert "refused: notebook_launcher: expected to start the ranks, got rank 1 of 2" in outcome.output
