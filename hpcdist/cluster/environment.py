@@ -20,6 +20,9 @@ HPCDIST_VARIABLES = {
     "HPCDIST_TIMEOUT_S": "longest time, in seconds, for a collective or an agreement; then the job ends (default 600)",
 }
 
+#: Names that environment modules set for any package, and that mean nothing here.
+_OF_MODULES = ("HPCDIST_ROOT", "HPCDIST_HOME", "HPCDIST_DIR", "HPCDIST_VERSION")
+
 #: Valid names in HPCDIST_DEBUG, which is separated by commas: compare each collective on all ranks; log each; look for
 #: gradients that are not finite; count calls, bytes and seconds.
 DEBUG_NAMES = ("collectives", "calls", "finite", "summary")
@@ -54,7 +57,7 @@ def read_environment() -> Mapping[str, str]:
 def check_names(environ: Mapping[str, str]) -> None:
     """Raise ConfigurationError on an HPCDIST_* name that does not exist, suggesting the nearest one."""
     for name in environ:
-        if name.startswith("HPCDIST_") and name not in HPCDIST_VARIABLES:
+        if name.startswith("HPCDIST_") and name not in HPCDIST_VARIABLES and name not in _OF_MODULES:
             near = difflib.get_close_matches(name, HPCDIST_VARIABLES, n=1, cutoff=0.0)[0]
             raise ConfigurationError(
                 f"environment: expected one of {', '.join(HPCDIST_VARIABLES)}, got {name!r}; unset it or write {near}."

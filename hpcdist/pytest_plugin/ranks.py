@@ -36,7 +36,6 @@ class RankReports:
     def __init__(self, config: pytest.Config) -> None:
         self._comm: MPI.Comm = MPI.COMM_WORLD.Dup()
         self._folder = config.option.basetemp = tempfile.mkdtemp(prefix="hpcdist-tests-")
-        self._has_timeout = config.pluginmanager.hasplugin("timeout")
         self._limit_s = float(config.getini("mpi_timeout"))
         self._silence: Any = None
         self._timer: threading.Timer | None = None
@@ -84,12 +83,11 @@ class RankReports:
 
     # -- the time limit -----------------------------------------------------------------------------------------------
 
-    @pytest.hookimpl(wrapper=True)
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """Limit the time of a test where pytest-timeout does not ask for it."""
-        if not self._has_timeout:
-            mark = item.get_closest_marker("timeout")
-            self._start(item, float(mark.args[0]) if mark is not None and mark.args else self._limit_s)
+        """Limit the time of a test; pytest-timeout, where it has a limit, replaces this one."""
+        mark = item.get_closest_marker("timeout")
+        self._start(item, float(mark.args[0]) if mark is not None and mark.args else self._limit_s)
         try:
             return (yield)
         finally:

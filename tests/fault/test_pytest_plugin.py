@@ -74,9 +74,14 @@ def test_failures_are_those_of_all_ranks_and_reported_once(run):
     assert outcome.output.count(" passed") == 1
 
 
-@pytest.mark.parametrize("plugins", [[], ["-p", "no:timeout"]], ids=["pytest-timeout", "without it"])
-def test_a_hang_ends_the_run_and_says_where_each_rank_is(run, nothing_left, plugins):
-    outcome = run(HANGING, "--with-mpi", "-W", "ignore::pytest.PytestUnknownMarkWarning", *plugins)
+@pytest.mark.parametrize(
+    ("options", "is_marked"),
+    [([], True), (["-p", "no:timeout"], True), (["-o", "mpi_timeout=2"], False)],
+    ids=["pytest-timeout", "without it", "no limit of pytest-timeout"],
+)
+def test_a_hang_ends_the_run_and_says_where_each_rank_is(run, nothing_left, options, is_marked):
+    text = HANGING if is_marked else HANGING.replace("@pytest.mark.timeout(2)\n", "")
+    outcome = run(text, "--with-mpi", "-W", "ignore::pytest.PytestUnknownMarkWarning", *options)
     assert outcome.code != 0
     assert outcome.seconds < 40
     for rank, line in ((0, "world.comm.Barrier()"), (1, "time.sleep(100)")):

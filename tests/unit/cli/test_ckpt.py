@@ -1,5 +1,6 @@
 """`hpcdist ckpt` on files that a manager has written."""
 
+import functools
 import json
 import os
 import stat
@@ -12,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hpcdist
-from hpcdist.cli import main
 
 
 @pytest.fixture
@@ -34,15 +34,9 @@ def run_dir(tmp_path):
 
 
 @pytest.fixture
-def call(capfd):
-    """Return call(*arguments): exit code, and what was printed on both streams."""
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main.main(["ckpt", *map(str, arguments)])
-        return ended.value.code, *capfd.readouterr()
-
-    return run
+def call(hpcdist):
+    """Return call(*arguments): `hpcdist ckpt` with these."""
+    return functools.partial(hpcdist, "ckpt")
 
 
 def file_of(run_dir, step):

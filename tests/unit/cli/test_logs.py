@@ -1,10 +1,9 @@
 """`hpcdist logs` on files as `hpcdist.log_to` writes them."""
 
+import functools
 import json
 
 import pytest
-
-from hpcdist.cli import main
 
 
 def text(second, level, rank, message):
@@ -27,13 +26,9 @@ def run_dir(tmp_path):
 
 
 @pytest.fixture
-def call(capfd):
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main.main(["logs", *map(str, arguments)])
-        return ended.value.code, *capfd.readouterr()
-
-    return run
+def call(hpcdist):
+    """Return call(*arguments): `hpcdist logs` with these."""
+    return functools.partial(hpcdist, "logs")
 
 
 def messages(out):

@@ -8,23 +8,10 @@ import time
 import numpy as np
 import pytest
 
-import hpcdist
+from hpcdist import Checkpoint, CheckpointManager
 from hpcdist.checkpoint.store import Store
-from hpcdist.cli import main
 from hpcdist.resilience.decision import DecisionFile, decide
 from hpcdist.resilience.ledger import Ledger
-
-
-@pytest.fixture
-def call(capfd):
-    """Return call(*arguments): exit code, and what was printed on both streams."""
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main.main([str(one) for one in arguments])
-        return ended.value.code, *capfd.readouterr()
-
-    return run
 
 
 @pytest.fixture
@@ -32,8 +19,8 @@ def run_dir(tmp_path):
     """Return the folder of a run whose second attempt resumed from step 3, has saved step 5, and has not ended."""
     folder = tmp_path / "run"
     for step in (3, 5):
-        checkpoint = hpcdist.Checkpoint(values=np.arange(4.0))
-        manager = hpcdist.CheckpointManager(checkpoint, folder / "checkpoints")
+        checkpoint = Checkpoint(values=np.arange(4.0))
+        manager = CheckpointManager(checkpoint, folder / "checkpoints")
         manager.restore_or_initialize()
         manager.save(step, {"loss": 1 / step})
         manager.wait()
@@ -43,8 +30,8 @@ def run_dir(tmp_path):
     return folder
 
 
-def test_status(run_dir, call):
-    code, out, _ = call("status", run_dir)
+def test_status(run_dir, hpcdist):
+    code, out, _ = hpcdist("status", run_dir)
     assert code == 0
     for text in (
         "if it ends  requeue: died without notice, after a newer checkpoint",
@@ -53,23 +40,23 @@ def test_status(run_dir, call):
         "metrics     step 5  loss 0.25",
     ):
         assert text in out
-    said = json.loads(call("status", run_dir, "--json")[1])
+    said = json.loads(hpcdist("status", run_dir, "--json")[1])
     assert (said["n_attempts"], said["checkpoint"]["step"], said["is_asked_to_stop"]) == (2, 5, False)
 
 
-def test_an_attempt_that_has_ended(run_dir, call):
+def test_an_attempt_that_has_ended(run_dir, hpcdist):
     store = Store(run_dir / "checkpoints")
     ledger = Ledger(store)
     store.attempt = 2
     ledger.end("stopped", "SIGTERM on rank 1")
-    assert "; stopped: SIGTERM on rank 1\n" in call("status", run_dir)[1]
-    code, _, error = call("stop", run_dir)
+    assert "; stopped: SIGTERM on rank 1\n" in hpcdist("status", run_dir)[1]
+    code, _, error = hpcdist("stop", run_dir)
     assert (code, error.count("\n")) == (2, 1)
     assert "got one whose last attempt has ended (stopped)" in error
     assert not (run_dir / "stop").exists()
 
 
-def test_the_state_of_a_batch_job(run_dir, call, monkeypatch):
+def test_the_state_of_a_batch_job(run_dir, hpcdist, monkeypatch):
     path = run_dir / "checkpoints" / "attempts" / "0002.jsonl"
     path.write_text(path.read_text().replace('"job": null', '"job": "17"'))
 
@@ -78,24 +65,24 @@ def test_the_state_of_a_batch_job(run_dir, call, monkeypatch):
         return subprocess.CompletedProcess(command, 0, "RUNNING, 58:00 left, n1\n", "")
 
     monkeypatch.setattr(subprocess, "run", squeue)
-    out = call("status", run_dir)[1]
+    out = hpcdist("status", run_dir)[1]
     assert "attempt     2 in job 17 on " in out
     assert "Slurm       RUNNING, 58:00 left, n1\n" in out
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over(run_dir, call):
+def test_a_damaged_newest_checkpoint_is_passed_over(run_dir, hpcdist):
     (run_dir / "checkpoints" / "step-00000005-0002.h5").write_bytes(b"nothing")
-    assert "checkpoint  step 3, " in call("status", run_dir)[1]
+    assert "checkpoint  step 3, " in hpcdist("status", run_dir)[1]
 
 
-def test_stop_asks(run_dir, call):
-    code, out, _ = call("stop", run_dir)
+def test_stop_asks(run_dir, hpcdist):
+    code, out, _ = hpcdist("stop", run_dir)
     assert (code, out) == (0, f"{run_dir}/stop: the job saves after its step, and ends\n")
     assert (run_dir / "stop").exists()
-    assert ", asked to stop" in call("status", run_dir)[1]
+    assert ", asked to stop" in hpcdist("status", run_dir)[1]
 
 
-def test_stop_waits_until_the_job_has_ended(run_dir, call):
+def test_stop_waits_until_the_job_has_ended(run_dir, hpcdist):
     def end():
         while not (run_dir / "stop").exists():
             time.sleep(0.01)
@@ -103,24 +90,24 @@ def test_stop_waits_until_the_job_has_ended(run_dir, call):
 
     thread = threading.Thread(target=end)
     thread.start()
-    assert call("stop", run_dir, "--wait", "30")[0] == 0
+    assert hpcdist("stop", run_dir, "--wait", "30")[0] == 0
     thread.join()
 
 
-def test_stop_does_not_wait_for_ever(run_dir, call):
-    code, _, error = call("stop", run_dir, "--wait", "0.1")
+def test_stop_does_not_wait_for_ever(run_dir, hpcdist):
+    code, _, error = hpcdist("stop", run_dir, "--wait", "0.1")
     assert code == 1
     assert "expected the job to end within 0.1 s" in error
 
 
 @pytest.mark.parametrize("command", ["status", "stop"])
-def test_a_folder_of_something_else_is_refused(command, call, tmp_path):
-    code, _, error = call(command, tmp_path)
+def test_a_folder_of_something_else_is_refused(command, hpcdist, tmp_path):
+    code, _, error = hpcdist(command, tmp_path)
     assert (code, error.count("\n")) == (2, 1)
     assert "expected a run folder, with checkpoints or a decision.json" in error
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_has_just_begun(call, tmp_path):
+def test_a_run_that_has_just_begun(hpcdist, tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    assert call("status", tmp_path)[:2] == (0, f"run         {tmp_path}\n")
+    assert hpcdist("status", tmp_path)[:2] == (0, f"run         {tmp_path}\n")

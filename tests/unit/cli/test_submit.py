@@ -1,5 +1,6 @@
 """`hpcdist submit`: the script is what was asked for, whatever the arguments hold. A real Slurm: tests/slurm."""
 
+import functools
 import json
 import os
 import subprocess
@@ -7,7 +8,7 @@ import sys
 
 import pytest
 
-from hpcdist.cli import main, submit
+from hpcdist.cli import submit
 from hpcdist.cli.launcher import Launcher
 from hpcdist.errors import ConfigurationError
 
@@ -26,13 +27,9 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def call(capfd):
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            main.main(["submit", *map(str, arguments)])
-        return ended.value.code, *capfd.readouterr()
-
-    return run
+def call(hpcdist):
+    """Return call(*arguments): `hpcdist submit` with these."""
+    return functools.partial(hpcdist, "submit")
 
 
 def headers(text):

@@ -46,6 +46,7 @@ def test_gpus_that_may_be_used():
 
 def test_unknown_names_are_refused_with_the_nearest():
     check_names({"HPCDIST_ROLES": "worker:*", "OTHER": "x"})
+    check_names({f"HPCDIST_{name}": "/opt" for name in ("ROOT", "HOME", "DIR", "VERSION")})  # of environment modules
     with pytest.raises(ConfigurationError, match="write HPCDIST_ROLES"):
         check_names({"HPCDIST_ROLE": "worker:*"})
 
