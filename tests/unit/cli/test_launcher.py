@@ -5,7 +5,15 @@ import sys
 import pytest
 
 from hpcdist.cli import launcher
-from hpcdist.cli.launcher import Launcher, Request, as_text, find_launcher, launch_command, mpi_library
+from hpcdist.cli.launcher import (
+    Launcher,
+    Request,
+    as_text,
+    find_launcher,
+    launch_command,
+    mpi_library,
+    request_here,
+)
 from hpcdist.errors import ConfigurationError
 
 PROGRAM = ("python", "train.py")
@@ -121,3 +129,36 @@ def test_no_library_is_an_error_with_the_cure(machine):
     machine({sys.executable: "Traceback\nRuntimeError: cannot load MPI library"})
     with pytest.raises(ConfigurationError, match="got 'RuntimeError: cannot load MPI library'; load your site's MPI"):
         mpi_library()
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    """Return have(n, n_all): this process may use n of so many cores."""
+
+    def have(n_own, n_all):
+        monkeypatch.setattr(launcher.os, "sched_getaffinity", lambda pid: set(range(n_own)))
+        monkeypatch.setattr(launcher.os, "cpu_count", lambda: n_all)
+        monkeypatch.setattr(launcher, "n_cores", lambda: n_own)
+
+    return have
+
+
+def test_a_request_on_this_machine(cores):
+    cores(8, 8)
+    found = request_here(2, PROGRAM, {"SLURM_CPUS_PER_TASK": "3"})
+    assert (found.n_cores, found.cpus_per_task, found.is_bound, found.cores_per_rank) == (8, 0, True, 4)
+    assert not request_here(2, PROGRAM, {}, is_bound=False).is_bound
+
+
+def test_a_part_of_the_machine_is_left_to_the_scheduler_of_the_kernel(cores):
+    """Launchers would bind to the first cores of the machine, whatever part of it this process has."""
+    cores(2, 8)
+    found = request_here(2, PROGRAM, {})
+    assert (found.n_cores, found.is_bound) == (2, False)
+
+
+def test_cores_of_an_allocation_or_of_hosts_are_not_those_of_this_machine(cores):
+    cores(8, 8)
+    allocation = request_here(2, PROGRAM, {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "3"})
+    assert (allocation.n_cores, allocation.cpus_per_task, allocation.cores_per_rank) == (0, 3, 3)
+    assert request_here(2, PROGRAM, {}, "a,b").n_cores == 0
