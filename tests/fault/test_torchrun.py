@@ -143,3 +143,17 @@ def test_ranks_of_mpi_inside_a_process_of_torchrun(torchrun, tmp_path):
     outcome = torchrun(2, outer).wait(60)
     assert outcome.code == 0, outcome.output
     assert outcome.output.count("inner 3.0") == 3
+
+
+def test_a_rank_that_fails_waits_for_nobody(torchrun, tmp_path):
+    """Its message is never received: it ends all the same, long before the limit of 600 s."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import time, torch, torch.distributed as dist\nimport hpcdist.torch_backend\n"
+        'dist.init_process_group("hpcdist")\n'
+        "if dist.get_rank() == 0:\n    dist.send(torch.ones(3), 1)\n    raise ValueError('on purpose')\n"
+        "time.sleep(100)\n"
+    )
+    outcome = torchrun(2, program).wait(40)
+    assert outcome.code != 0
+    assert "ValueError: on purpose" in outcome.output

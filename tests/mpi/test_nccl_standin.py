@@ -390,3 +390,12 @@ def test_what_auto_takes_for_gradients(comm, monkeypatch, make_group, options, l
     reducer = Reducer(make_group(), CommunicationOptions(**options), device=device)
     assert (reducer.route.algorithm, reducer.route.is_on_device) == (chosen, chosen is Implementation.NCCL)
     assert reducer.device == (device if chosen is Implementation.NCCL else torch.device("cpu"))
+
+
+def test_ranks_that_were_given_one_gpu_do_not_use_nccl(comm, monkeypatch, make_group):
+    """By their numbers on the host each would have its own."""
+    if comm.size == 1:
+        pytest.skip("one rank shares its GPU with nobody")
+    install(monkeypatch, comm, devices=tuple(f"gpu-{index}" for index in range(comm.size)))
+    reducer = Reducer(make_group(), CommunicationOptions(), device=torch.device("cuda:0"))
+    assert not reducer.route.is_on_device
