@@ -18,6 +18,7 @@ HPCDIST_VARIABLES = {
     "HPCDIST_PREEMPTED": "1 where the batch system ended the attempt before this one; batch scripts set it",
     "HPCDIST_ROLES": "role map given to ranks in order, such as chief:1,ps:2,worker:*",
     "HPCDIST_TIMEOUT_S": "longest time, in seconds, for a collective or an agreement; then the job ends (default 600)",
+    "HPCDIST_TRACE": "steps recorded one by one in the run folder: some, the default, all, or off for no records",
 }
 
 #: Names that environment modules set for any package, and that mean nothing here.
@@ -155,6 +156,20 @@ def logs_json(environ: Mapping[str, str]) -> bool:
             f"environment: expected HPCDIST_LOG as json or text, got {text!r}; write one of them, or unset it."
         )
     return text == "json"
+
+
+def trace_mode(environ: Mapping[str, str]) -> str:
+    """Return HPCDIST_TRACE: "some", "all" or "off".
+
+    Raises:
+        ConfigurationError: for another value.
+    """
+    text = environ.get("HPCDIST_TRACE", "some").strip().lower()
+    if text not in ("some", "all", "off"):
+        raise ConfigurationError(
+            f"environment: expected HPCDIST_TRACE as some, all or off, got {text!r}; write one of them, or unset it."
+        )
+    return text
 
 
 def debug_names(environ: Mapping[str, str]) -> frozenset[str]:

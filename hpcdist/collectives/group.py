@@ -20,6 +20,7 @@ from hpcdist.runtime.hosts import Hosts
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.node_memory import CELLS, NodeBarrier, NodeWindow
 from hpcdist.runtime.process import call_on_failure, end_job, has_left, make_world
+from hpcdist.runtime.time_spent import time_spent
 from hpcdist.runtime.waiting import MAX_SLEEP_S, late, wait_until
 from hpcdist.runtime.world import World
 
@@ -120,6 +121,7 @@ class Group:
     def free(self) -> None:
         """Free the communicators and what was kept. Collective: all ranks of the group."""
         self.watchdog.stop()
+        time_spent.leave(self.journal)
         if self._neighbour is not None:
             self._neighbour.stop()
         for free in reversed(self._frees):
@@ -160,6 +162,7 @@ class Group:
             self.marks = CallMarks((first, second), self.node_comm.rank, [peer.name for peer in peers])
         reports = self.world.debug & {"calls", "summary"}
         self.journal = ReportingJournal(self._report_call, *own) if reports else Journal(*own)
+        time_spent.watch(self.journal, self.is_background)
         warn_s = min(WARN_S, self.timeout_s / 2)
         end = functools.partial(end_job, "", ExitCode.INTERNAL)
         self.watchdog = watchdog or Watchdog(self.world.describe, end, warn_s, self.timeout_s, has_left)

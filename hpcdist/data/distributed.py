@@ -32,6 +32,7 @@ from hpcdist.data.rows import spec_of
 from hpcdist.errors import DataError
 from hpcdist.nest import Nest
 from hpcdist.plan.sample_order import UNKNOWN, SampleOrder
+from hpcdist.runtime.time_spent import time_spent
 
 logger = logging.getLogger("hpcdist")
 
@@ -125,7 +126,7 @@ class DistributedInput(ABC):
         self._n_begun = number = self._n_begun + 1
         with contextlib.ExitStack() as stack:
             readers = [stack.enter_context(contextlib.closing(reader)) for reader in self._begin_pass()]
-            while (parts := self._next_parts(readers)) is not None:
+            while (parts := self._timed_parts(readers)) is not None:
                 yield self._delivery.element_of(parts)
                 if number != self._n_begun:
                     raise DataError(
@@ -136,6 +137,12 @@ class DistributedInput(ABC):
                 poll()
         self._end_pass()
         self.drop_batch()
+
+    def _timed_parts(self, readers: list[Items]) -> list[Nest] | None:
+        with time_spent.timed("input", "next batch"):
+            parts = self._next_parts(readers)
+        time_spent.rows += self._rows_of_last()
+        return parts
 
     def drop_batch(self) -> None:
         """Let nobody wait for a step that is made of the last batch. Not collective."""
@@ -163,6 +170,10 @@ class DistributedInput(ABC):
     @abstractmethod
     def _next_parts(self, readers: list[Items]) -> list[Nest] | None:
         """Return the local parts of the next batch and record the cursor after it; None at the end of the pass."""
+
+    def _rows_of_last(self) -> int:
+        """Return the rows of the last batch on all replicas together; 0 where nobody knows."""
+        return 0
 
     @abstractmethod
     def _end_pass(self) -> None:
@@ -274,6 +285,9 @@ class DistributedDataset(DistributedInput):
         self.global_rows = min(rows, self._batch_rows or rows)
         self._cursor = cursor
         return parts
+
+    def _rows_of_last(self) -> int:
+        return self.global_rows
 
     def _end_pass(self) -> None:
         self._cursor = end_of_pass(self.dataset.order, self._cursor)

@@ -17,6 +17,7 @@ from hpcdist.ps.client import Client, Groups
 from hpcdist.ps.layout import ShardSpec, specs_of
 from hpcdist.runtime.process import end_job
 from hpcdist.runtime.step_flags import Request, encode
+from hpcdist.runtime.time_spent import time_spent
 from hpcdist.runtime.world import World
 
 #: Those whose strategies are in use.
@@ -221,7 +222,8 @@ class ServedParameters:
                 parameter.grad = None
             self.n_skipped += 1
         try:
-            due = self.client.step(number, settings_of(optimizer), request)
+            with time_spent.timed("communication", "push"):
+                due = self.client.step(number, settings_of(optimizer), request)
         finally:
             self._note_written()
         self._act_on_signal()

@@ -196,8 +196,8 @@ class Ledger:
             step: the step.
             is_base: a person chose this step: progress counts from there, whatever earlier attempts reached.
         """
-        self._store.note("resume", step=step, is_base=is_base)
+        self._store.note("resume", step=step, is_base=is_base, time_s=time.time())
 
     def end(self, how: str, reason: str = "", is_excused: bool = False) -> None:
         """Record how this attempt ends; see `Attempt`."""
-        self._store.note("end", how=how, reason=reason, is_excused=is_excused)
+        self._store.note("end", how=how, reason=reason, is_excused=is_excused, time_s=time.time())

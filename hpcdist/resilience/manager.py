@@ -35,6 +35,7 @@ from hpcdist.resilience.metrics_file import make_durable
 from hpcdist.resilience.restore import Restore, Restored
 from hpcdist.resilience.saver import Saver
 from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.time_spent import counted
 
 logger = logging.getLogger("hpcdist")
 
@@ -179,6 +180,7 @@ class CheckpointManager:
 
     # -- save -----------------------------------------------------------------------------------------------------
 
+    @counted("save", "save")
     def save(
         self,
         step: int,
@@ -348,6 +350,7 @@ class CheckpointManager:
                 available,
             )
 
+    @counted("save", "copy in memory")
     def save_fast(self, step: int) -> None:
         """Copy the state after `step` optimizer steps to the memory of every node; see `fast_directory`.
 
@@ -384,6 +387,7 @@ class CheckpointManager:
         if self._is_writer:
             self._saver.store.remove_all()
 
+    @counted("save", "wait for the disk")
     def wait(self) -> None:
         """Wait until the last save is durable and was read back.
 

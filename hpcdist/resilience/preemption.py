@@ -19,6 +19,7 @@ from hpcdist.resilience.deadline import Calls, Deadline, Durations
 from hpcdist.resilience.manager import CheckpointManager
 from hpcdist.resilience.saves import AttemptSaves
 from hpcdist.resilience.schedule import SaveSchedule
+from hpcdist.resilience.step_times import begin_step_times
 from hpcdist.resilience.steps import StepCount
 from hpcdist.resilience.stop import StopFlag, wrapper_of
 from hpcdist.resilience.termination import TerminationConfig
@@ -118,6 +119,9 @@ class PreemptionCheckpointHandler:
             raise
         self._attempt.renew()
         self._first_step = self._manager.checkpoint.step
+        self._times = begin_step_times(
+            self._world, self._attempt.folder, self._manager.attempt if self._world.is_chief else 0, self._first_step
+        )
         self._steps = StepCount(self._world.step_flags, self._first_step)
         self._is_busy = self._is_done = self._is_polled = self._is_long_since = self._saves_no_more = False
         self._countdown: Deadline | None = None
@@ -282,6 +286,8 @@ class PreemptionCheckpointHandler:
         if not self._can_poll or self._world.step_flags.is_in_round:
             return
         has_stepped = self._measure()
+        if self._times is not None:
+            self._times.arrive(self.step)
         self._is_polled = True
         agreed = self._agreement.poll(at_once=self._is_long_since)
         self._is_long_since = False
@@ -295,6 +301,8 @@ class PreemptionCheckpointHandler:
                     self._saves.save(self.step, False, *args, in_memory=in_memory, **kwargs)
                 elif in_memory:
                     self._saves.copy(self.step)
+        if self._times is not None:
+            self._times.leave()
         self._polled_at = time.monotonic()
 
     @contextlib.contextmanager
@@ -394,6 +402,8 @@ class PreemptionCheckpointHandler:
         """Stop acting on requests, and reinstall the earlier signal handlers. Not collective."""
         self._flag.close()
         self._world.step_flags.detach(self)
+        if self._times is not None:
+            self._times.end()
 
     def __enter__(self) -> "PreemptionCheckpointHandler":
         return self

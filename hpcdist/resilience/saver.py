@@ -164,7 +164,8 @@ class Saver:
         if durable.exception() is None:
             self.last = durable.result()
             self.store.prune(Saved(self.store.attempt, self.last.step), self._retention)
-            self.store.note("commit", step=self.last.step)
+            facts = {"nbytes": self._image.nbytes, "took_s": round(time.monotonic() - since, 6), "time_s": time.time()}
+            self.store.note("commit", step=self.last.step, **facts)
             note = None if self._note_commit is None else self._note_commit()
             if note is not None:
                 note(self.last.step)

@@ -1,0 +1,301 @@
+"""Where the time of the steps of this rank goes: sums over windows, and single steps, in RUN_DIR/trace.
+
+The handler says when a step is done; waits are in `runtime/time_spent.py`; the rest of a step is computation. Windows get
+longer as the attempt does, and single steps rarer, so that a file of days is as small as one of hours.
+"""
+
+import atexit
+import contextlib
+import errno
+import json
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+from hpcdist.background import BackgroundThread
+from hpcdist.checkpoint import durable
+from hpcdist.checkpoint.durable import Disk
+from hpcdist.cluster.environment import read_environment, trace_mode
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.time_spent import Span, TimeSpent, Totals, time_spent
+from hpcdist.runtime.world import World
+
+logger = logging.getLogger("hpcdist")
+
+#: A window is at least this long, and this part of the attempt so far.
+WINDOW_S, WINDOW_SHARE = 1.0, 0.001
+#: Of the first steps each is recorded.
+N_FIRST = 32
+#: All ranks together write at most about this often a second: a file server has more to do.
+WRITES_PER_S = 20
+#: Longest wait at the exit for what is not written yet.
+_EXIT_S = 2.0
+
+
+def is_recorded(n_before: int) -> bool:
+    """Return whether a step is recorded by itself: equal on all ranks, for ever fewer steps.
+
+    The first 32, and from then on two in a row of 16 places between each power of two and the next.
+
+    Args:
+        n_before: steps of this attempt before it.
+    """
+    return n_before < N_FIRST or n_before % (1 << (n_before.bit_length() - 5)) < 2
+
+
+class Window:
+    """Sums over the steps since the last window ended.
+
+    Args:
+        began_s: by time.monotonic.
+    """
+
+    def __init__(self, began_s: float) -> None:
+        self.began_s = began_s
+        self._first: int | None = None
+        self._last = self._n_steps = self._rows = 0
+        self._step_s = self._input_s = self._communication_s = self._longest_s = 0.0
+        self._longest_step = 0
+
+    def add(self, step: int, length_s: float, before: Totals, after: Totals) -> None:
+        """Add a step that took `length_s` without saves, between two totals."""
+        self._first = step if self._first is None else self._first
+        self._last, self._n_steps = step, self._n_steps + 1
+        self._step_s += length_s
+        self._input_s += after.input_s - before.input_s
+        self._communication_s += after.communication_s - before.communication_s
+        self._rows += after.rows - before.rows
+        if length_s > self._longest_s:
+            self._longest_s, self._longest_step = length_s, step
+
+    def facts(self, ended_s: float, save_s: float, between_s: float) -> dict[str, Any]:
+        """Return the sums, in seconds.
+
+        Args:
+            ended_s: by time.monotonic.
+            save_s: spent on saves, within steps and between them.
+            between_s: spent between steps, on evaluations for instance.
+        """
+        return {
+            "window": [_short(self.began_s), _short(ended_s)],
+            "steps": None if self._first is None else [self._first, self._last],
+            "n_steps": self._n_steps,
+            "step_s": _short(self._step_s),
+            "input_s": _short(self._input_s),
+            "communication_s": _short(self._communication_s),
+            "save_s": _short(save_s),
+            "between_s": _short(between_s),
+            "longest": [self._longest_step, _short(self._longest_s)],
+            "rows": self._rows,
+        }
+
+
+class StepTimes:
+    """Records the times of the steps of this rank, from one poll of the handler to the next.
+
+    Not collective.
+
+    Args:
+        file: takes the records.
+        header: the first record.
+        step: steps so far, earlier attempts included.
+        records_all: whether each step is recorded by itself.
+        spent: the waits of this process.
+        clock: monotonic seconds.
+
+    Cost: 2 to 3 microseconds a step.
+    """
+
+    def __init__(
+        self,
+        file: "RecordFile",
+        header: dict[str, Any],
+        step: int,
+        records_all: bool = False,
+        spent: TimeSpent = time_spent,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._file, self._spent, self._clock, self._records_all = file, spent, clock, records_all
+        self._first_step = self._step = step
+        self._began_s = self._left_s = clock()
+        self._window = Window(self._began_s)
+        self._totals, self._save_s, self._between_s = spent.totals, 0.0, 0.0
+        self._is_ended = False
+        file.add(header)
+        atexit.register(self.end)
+
+    def arrive(self, step: int) -> None:
+        """Note that the program is between two steps: `step` are done."""
+        now, before, after = self._clock(), self._totals, self._spent.totals
+        saved_s = after.save_s - before.save_s
+        length_s = now - self._left_s - saved_s
+        if step > self._step:
+            self._window.add(step, length_s, before, after)
+            if self._records_all or is_recorded(step - 1 - self._first_step):
+                self._record_step(step, now)
+        else:
+            self._between_s += length_s
+        self._save_s += saved_s
+        self._step, self._totals = step, after
+
+    def leave(self) -> None:
+        """Note that the program goes on: what was saved meanwhile is no part of a step."""
+        now, after = self._clock(), self._spent.totals
+        self._save_s += after.save_s - self._totals.save_s
+        self._totals, self._left_s = after, now
+        if now - self._window.began_s >= max(WINDOW_S, WINDOW_SHARE * (now - self._began_s)):
+            self._close(now)
+
+    def _close(self, now: float) -> None:
+        self._file.add(self._window.facts(now, self._save_s, self._between_s))
+        self._window, self._save_s, self._between_s = Window(now), 0.0, 0.0
+
+    def _record_step(self, step: int, now: float) -> None:
+        own, background = self._spent.spans_since(self._left_s)
+        record = {"step": step, "time": [_short(self._left_s), _short(now)], "spans": [_record_of(one) for one in own]}
+        self._file.add({**record, "background": [_record_of(one) for one in background]} if background else record)
+
+    def end(self) -> None:
+        """Write what is left, with a bounded wait; also done when the program ends."""
+        if self._is_ended:
+            return
+        self._is_ended = True
+        atexit.unregister(self.end)
+        self.arrive(self._step)
+        self.leave()
+        self._close(self._clock())
+        self._file.flush(_EXIT_S)
+
+
+class RecordFile:
+    """Appends records of JSON to a file, in a thread of its own; a failure is logged, once, and ends the recording.
+
+    Nothing waits for it: what cannot be written is lost, and training goes on. A rank that does not see the run folder
+    records nothing: only the chief needs it.
+
+    Args:
+        path: of the file, `RUN_DIR/trace/0002/rank-00003.jsonl`; folders in the run folder are made.
+        every_s: least time between two appends.
+        disk: file system calls, which tests replace.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, path: Path, every_s: float, disk: Disk | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._path, self._every_s, self._disk, self._clock = path, every_s, disk or Disk(), clock
+        self._thread = BackgroundThread("hpcdist-trace")
+        self._lines: list[str] = []
+        self._written_s = -float("inf")
+        self._pid = os.getpid()
+        self._file: int | None = None
+        self._has_failed = False
+        self._appending: Future[None] | None = None
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Have a record appended soon."""
+        if self._has_failed:
+            return
+        self._lines.append(json.dumps(record, separators=(",", ":")) + "\n")
+        is_busy = self._appending is not None and not self._appending.done()
+        if not is_busy and self._clock() - self._written_s >= self._every_s:
+            self._start()
+
+    def _start(self) -> None:
+        lines, self._lines, self._written_s = self._lines, [], self._clock()
+        self._appending = self._thread.submit(lambda: self._append("".join(lines).encode()))
+
+    def flush(self, for_s: float) -> None:
+        """Write what there is, and wait up to `for_s` seconds for it."""
+        if os.getpid() != self._pid or self._has_failed:  # a forked child does not have the thread
+            return
+        if self._lines:
+            self._start()
+        if self._appending is not None:
+            wait([self._appending], for_s)
+
+    # -- in the thread --------------------------------------------------------------------------------------------
+
+    def _append(self, content: bytes) -> None:
+        if self._has_failed:
+            return
+        try:
+            if self._file is None:
+                self._file = self._open()
+            rest, end = memoryview(content), os.fstat(self._file).st_size
+            while rest:
+                done = self._disk.write(self._file, rest, end)
+                rest, end = rest[done:], end + done
+        except OSError as error:
+            self._has_failed = True
+            logger.warning(
+                "trace: expected to write %s, got %s; the job goes on without records of its steps there.",
+                self._path,
+                error.strerror,
+            )
+
+    def _open(self) -> int:
+        if not self._path.parents[2].is_dir():
+            raise FileNotFoundError(errno.ENOENT, "no run folder on this host")
+        durable.make_folders(self._disk, self._path.parent)
+        with contextlib.suppress(FileExistsError):  # an earlier handler of this attempt has made it
+            self._disk.make_new(self._path)
+        file = self._disk.open_end(self._path)
+        weakref.finalize(self, os.close, file).atexit = False
+        return file
+
+
+def begin_step_times(world: World, run_folder: Path, attempt: int, step: int) -> StepTimes | None:
+    """Begin to record the steps of an attempt on this rank; None where HPCDIST_TRACE is off, and on evaluators.
+
+    Collective: the ranks of the role.
+
+    Args:
+        world: the ranks.
+        run_folder: of the run.
+        attempt: its number, on the chief.
+        step: steps so far.
+
+    Raises:
+        ConfigurationError: for an unknown HPCDIST_TRACE; on this rank.
+    """
+    number = world.all_reduce_int(attempt, MPI.MAX, world.role_comm)
+    mode = trace_mode(read_environment())
+    if mode == "off" or world.task.type not in ("chief", "worker"):
+        return None
+    path = trace_folder(run_folder, number) / f"rank-{world.rank:05d}.jsonl"
+    file = RecordFile(path, max(WINDOW_S, world.role_comm.size / WRITES_PER_S))
+    header = {
+        "attempt": number,
+        "rank": world.rank,
+        "size": world.size,
+        "role": f"{world.task.type}:{world.task.index}",
+    }
+    clock = {"clock": [time.monotonic(), time.time()], "process_began": round(process_began(), 3), "step": step}
+    return StepTimes(file, {**header, "host": MPI.Get_processor_name(), **clock}, step, records_all=mode == "all")
+
+
+def trace_folder(run_folder: Path, attempt: int) -> Path:
+    """Return where the ranks of an attempt record their steps."""
+    return run_folder / "trace" / f"{attempt:04d}"
+
+
+def process_began() -> float:
+    """Return when this process was started, in seconds since 1970."""
+    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
+
+
+def _short(seconds: float) -> float:
+    """Return seconds to the microsecond: records are many."""
+    return round(seconds, 6)
+
+
+def _record_of(span: Span) -> list[Any]:
+    return [span.kind, span.name, _short(span.began_s), _short(span.ended_s)]

@@ -1,0 +1,154 @@
+"""What this rank's main thread waits for: batches, other ranks, saves. Counted always, and read once a step."""
+
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+#: Waits that are remembered, for the steps of which each is recorded.
+N_KEPT = 64
+
+
+class Span(NamedTuple):
+    """One wait or collective. Times are of time.monotonic, in seconds."""
+
+    kind: str
+    name: str
+    began_s: float
+    ended_s: float
+
+
+class Totals(NamedTuple):
+    """Seconds and global rows so far."""
+
+    input_s: float
+    communication_s: float
+    save_s: float
+    rows: int
+
+
+class Recorded(Protocol):
+    """A journal of collectives; see `diagnostics/journal.py`."""
+
+    spent_s: float
+
+    @property
+    def entries(self) -> Sequence[Any]:
+        """The last collectives."""
+
+
+class TimeSpent:
+    """The waits of one process. One clock for the main thread, and the collectives of its background threads apart.
+
+    Collectives and waits within a wait belong to that. Not collective.
+
+    Attributes:
+        rows: global rows of the batches so far, where they are known.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = {"input": 0.0, "communication": 0.0, "save": 0.0}
+        self._spans: deque[Span] = deque(maxlen=N_KEPT)
+        self._own: list[Recorded] = []
+        self._background: list[Recorded] = []
+        self._depth = 0
+        self.rows = 0
+
+    def watch(self, journal: Recorded, is_background: bool) -> None:
+        """Count the collectives of a group, too, until `leave`."""
+        (self._background if is_background else self._own).append(journal)
+
+    def leave(self, journal: Recorded) -> None:
+        """Count no more collectives of a group, which is freed; keep what they took."""
+        if journal in self._own:
+            self._own.remove(journal)
+            self._seconds["communication"] += journal.spent_s
+        elif journal in self._background:
+            self._background.remove(journal)
+
+    def timed(self, kind: str, name: str) -> "Wait":
+        """Return a context manager whose block is a wait: of kind "input", "communication" or "save"."""
+        return Wait(self, kind, name)
+
+    def begin(self) -> float:
+        """Begin a wait; return `communication_s`, for its `end`."""
+        self._depth += 1
+        return self.communication_s
+
+    def end(self, span: Span, communication_before_s: float) -> None:
+        """Count a wait that has ended, unless it is within another one."""
+        self._depth -= 1
+        if self._depth:
+            return
+        self._spans.append(span)
+        inner_s = self.communication_s - communication_before_s
+        self._seconds["communication"] -= inner_s
+        self._seconds[span.kind] += span.ended_s - span.began_s
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds in collectives, and in waits for them, outside of input and saves."""
+        total = self._seconds["communication"]
+        for journal in self._own:
+            total += journal.spent_s
+        return total
+
+    @property
+    def totals(self) -> Totals:
+        """The seconds and rows so far."""
+        seconds = self._seconds
+        return Totals(seconds["input"], self.communication_s, seconds["save"], self.rows)
+
+    def spans_since(self, since_s: float) -> tuple[list[Span], list[Span]]:
+        """Return what began since a time: of the main thread, and of background threads; the last 64 of each."""
+        own = [span for span in self._spans.copy() if span.began_s >= since_s]
+        for journal in self._own:
+            own += _spans_of(journal, since_s)
+        own.sort(key=lambda span: span.began_s)
+        return own, [span for journal in self._background for span in _spans_of(journal, since_s)]
+
+
+class Wait:
+    """The block of `TimeSpent.timed`."""
+
+    __slots__ = ("_before_s", "_began_s", "_kind", "_name", "_spent")
+
+    def __init__(self, spent: TimeSpent, kind: str, name: str) -> None:
+        self._spent, self._kind, self._name = spent, kind, name
+
+    def __enter__(self) -> None:
+        self._before_s, self._began_s = self._spent.begin(), time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        self._spent.end(Span(self._kind, self._name, self._began_s, time.monotonic()), self._before_s)
+
+
+def _spans_of(journal: Recorded, since_s: float) -> list[Span]:
+    """Return the collectives of a journal that have begun since, and have ended."""
+    return [
+        Span("communication", str(entry), entry.started_s, entry.ended_s)
+        for entry in journal.entries
+        if entry.started_s >= since_s and entry.ended_s is not None
+    ]
+
+
+#: The waits of this process.
+time_spent = TimeSpent()
+
+
+def counted(kind: str, name: str) -> Callable[[Callable[_Given, _Result]], Callable[_Given, _Result]]:
+    """Return a decorator for functions whose calls are waits of this process; see `TimeSpent.timed`."""
+
+    def decorate(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+        @functools.wraps(function)
+        def timed(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+            with time_spent.timed(kind, name):
+                return function(*args, **kwargs)
+
+        return timed
+
+    return decorate
