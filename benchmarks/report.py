@@ -125,7 +125,7 @@ def picture(report: dict[str, Any], path: Path) -> str:
     try:
         import matplotlib as mpl
     except ImportError:
-        return "no picture: matplotlib is not installed (pip install 'hpcdist[bench]')"
+        return "no picture: matplotlib is not installed (pip install 'hpcdist[report]')"
     mpl.use("Agg")
     from matplotlib import pyplot
 

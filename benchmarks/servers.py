@@ -15,10 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from report import case, picture
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests" / "hosts"))
 
-MPIRUN = Path(sys.executable).parent / "mpirun"
 JOB = HERE / "servers_job.py"
 
 
@@ -27,6 +28,8 @@ def parse_args():
     parser.add_argument("part", choices=["speed", "stalls", "links"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers-python", type=Path, help="of an environment with TensorFlow")
+    parser.add_argument("--mpirun", default=Path(sys.executable).parent / "mpirun")
+    parser.add_argument("--out", type=Path, help="folder for servers-PART.json and servers-PART.png")
     parser.add_argument("--workers", type=int, default=4, help="of links: hosts with a worker each")
     parser.add_argument("--servers", type=int, default=1, help="of links: hosts with a server each")
     parser.add_argument("--elements", type=int, default=4 << 20, help="of links: float32 of one parameter")
@@ -42,44 +45,55 @@ def run(command, environ=None):
     return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
 
 
-def job(n_ranks, *options, servers=1, chief=""):
+def job(args, n_ranks, *options, servers=1, chief=""):
     """Return what a job of our ranks prints; `servers` of them serve."""
     environ = {"HPCDIST_ROLES": f"ps:{servers},{chief}worker:*"} if servers else {}
-    return run([MPIRUN, "-n", n_ranks, sys.executable, JOB, *options], environ)
+    return run([args.mpirun, "-n", n_ranks, sys.executable, JOB, *options], environ)
 
 
-def compare(contenders, rounds, baseline):
+def compare(contenders, args, baseline):
     """Run contenders in turn, and print steps per second, and how many times those of the baseline."""
     found = {name: [] for name in contenders}
-    for _ in range(rounds):
+    for _ in range(args.rounds):
         for name, contender in contenders.items():
             found[name].append(contender()["steps_per_s"])
     for name, rates in found.items():
         ratios = [own / other for own, other in zip(rates, found[baseline], strict=True)]
         spread = f"({min(ratios):.2f} .. {max(ratios):.2f})"
         print(f"{name:24} {statistics.median(rates):8.1f} steps/s  {statistics.median(ratios):.2f} {spread}")
+    if args.out is not None:
+        publish(found, args)
+
+
+def publish(found, args):
+    """Write steps per second of all rounds, and a picture of seconds per step."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"servers-{args.part}"
+    path.with_suffix(".json").write_text(json.dumps({"part": args.part, "steps_per_s": found}, indent=1))
+    samples = {name: [(1 / rate, 1 / rate) for rate in rates] for name, rates in found.items()}
+    print(picture({"cases": [case(f"servers {args.part}", samples, {}, [])]}, path.with_suffix(".png")))
 
 
 def speed(args):
     contenders = {
-        "all-reduce": lambda: job(2, "--kind", "all-reduce", servers=0),
-        "asynchronous": lambda: job(3, "--kind", "async"),
-        "synchronous": lambda: job(3, "--kind", "sync"),
-        "coordinator": lambda: job(4, "--kind", "coordinator", chief="chief:1,"),
+        "all-reduce": lambda: job(args, 2, "--kind", "all-reduce", servers=0),
+        "asynchronous": lambda: job(args, 3, "--kind", "async"),
+        "synchronous": lambda: job(args, 3, "--kind", "sync"),
+        "coordinator": lambda: job(args, 4, "--kind", "coordinator", chief="chief:1,"),
     }
     if args.peers_python is not None:
         contenders["TensorFlow"] = lambda: run([args.peers_python, HERE / "peers" / "tensorflow_ps.py"])
-    compare(contenders, args.rounds, "TensorFlow" if args.peers_python is not None else "all-reduce")
+    compare(contenders, args, "TensorFlow" if args.peers_python is not None else "all-reduce")
 
 
 def stalls(args):
     options = ["--compute-s", 0.03, "--stalls", 0.1, "--steps", 150, "--warm-up", 5, "--batch", 8]
     contenders = {
-        "synchronous": lambda: job(5, "--kind", "sync", *options),
-        "staleness 4": lambda: job(5, "--kind", "async", "--max-staleness", 4, *options),
-        "asynchronous": lambda: job(5, "--kind", "async", *options),
+        "synchronous": lambda: job(args, 5, "--kind", "sync", *options),
+        "staleness 4": lambda: job(args, 5, "--kind", "async", "--max-staleness", 4, *options),
+        "asynchronous": lambda: job(args, 5, "--kind", "async", *options),
     }
-    compare(contenders, args.rounds, "synchronous")
+    compare(contenders, args, "synchronous")
 
 
 def links(args):

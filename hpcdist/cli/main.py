@@ -15,6 +15,9 @@ COMMANDS = {
     "stop": "Ask a job to save and to end.",
     "logs": "Print the log files of all ranks as one, by time.",
     "ckpt": "List, verify, compare, convert and remove checkpoints.",
+    "report": "Write a page about a run: metrics, where each rank's time goes, goodput, checkpoints.",
+    "trace": "Write the steps of all ranks on one clock, for ui.perfetto.dev.",
+    "bench": "Time sums over ranks, training steps, checkpoints and parameter servers on this machine.",
     "doctor": "Look for what is wrong with MPI, launcher, cores, GPUs, links, clocks and folders.",
 }
 
@@ -39,6 +42,12 @@ class _Commands(click.Group):
                 from hpcdist.cli.logs import command as found
             case "ckpt":
                 from hpcdist.cli.ckpt import command as found
+            case "report":
+                from hpcdist.cli.report import command as found
+            case "trace":
+                from hpcdist.cli.trace import command as found
+            case "bench":
+                from hpcdist.cli.bench import command as found
             case "doctor":
                 from hpcdist.cli.doctor import command as found
             case _:

@@ -24,6 +24,7 @@ from hpcdist.cli.launcher import (
     request_here,
     require_no_launcher,
 )
+from hpcdist.cli.site import site_defaults
 from hpcdist.cluster.environment import check_names, read_environment
 from hpcdist.cluster.slurm import node_names
 from hpcdist.errors import ConfigurationError, ExitCode, UsageError
@@ -93,7 +94,7 @@ def command(
         ranks = int(tasks) if "SLURM_JOB_ID" in environ and not hosts and tasks.isdecimal() else n_on_hosts
     request = request_here(ranks, command_of(program, is_module), environ, hosts or "", bind)
     launcher = find_launcher(mpi_library(), environ)
-    added = {**_rendezvous(hosts, environ), **({} if roles is None else {"HPCDIST_ROLES": roles})}
+    added = {**_rendezvous(hosts, environ), **_settings(roles, environ)}
     line, guards = launch_command(launcher, request, {**environ, **added})
     added |= guards
     if dry_run:
@@ -136,6 +137,19 @@ def command_of(program: Sequence[str], is_module: bool) -> tuple[str, ...]:
             f"hpcdist run: expected a program that ends in .py, or one that can be run, got {name!r}; correct its path."
         )
     return tuple(program)
+
+
+def _settings(roles: str | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that the ranks get, for roles of the command line and what hpcdist.toml sets.
+
+    The command line comes before TF_CONFIG, that and HPCDIST_* before the file.
+    """
+    added = {} if roles is None else {"HPCDIST_ROLES": roles}
+    if roles is not None and environ.get("TF_CONFIG"):
+        added["TF_CONFIG"] = ""
+    of_file = {f"HPCDIST_{key.upper()}": f"{value}" for key, value in site_defaults("run").items()}
+    of_file = {name: value for name, value in of_file.items() if name not in added and not environ.get(name)}
+    return {**added, **of_file, **({"HPCDIST_FROM_FILE": ",".join(of_file)} if of_file else {})}
 
 
 def _rendezvous(hosts: str | None, environ: Mapping[str, str]) -> dict[str, str]:

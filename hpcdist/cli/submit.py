@@ -17,13 +17,9 @@ import hpcdist
 from hpcdist.checkpoint import durable
 from hpcdist.cli.launcher import find_launcher, mpi_library
 from hpcdist.cli.run import command_of, run_dir_of
+from hpcdist.cli.site import site_defaults
 from hpcdist.cluster.environment import read_environment
 from hpcdist.errors import ConfigurationError, ExitCode, UsageError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 #: What stands for the number of an array's task in the program's arguments.
 TASK = "{task}"
@@ -32,9 +28,6 @@ _VALUE = re.compile(r"[\w.,:;@%+=/\[\]()*^~|&!-]+$")
 #: What job.py replaces by the nodes of a launch, wherever it is in a command.
 _PLACES = ("%nodes", "%hosts", "%n_nodes", "%n_ranks")
 _NAME = re.compile(r"[\w.-]+$")
-#: Keys of the file with a site's defaults, and their types.
-_SITE_KEYS: dict[str, type] = {"sbatch": list, "setup": list, "launcher": str, "library": str, "time": str}
-_SITE_VALUES = {"launcher": ("srun", "mpirun"), "library": ("mpich", "openmpi")}
 _SBATCH_S = 60.0
 
 
@@ -120,7 +113,7 @@ def _job_of(program: tuple[str, ...], options: dict[str, Any]) -> BatchJob:
     Raises:
         UsageError: for what Slurm would misunderstand. ConfigurationError: for a file of defaults that is none.
     """
-    site = site_defaults([Path("hpcdist.toml"), Path.home() / ".config" / "hpcdist.toml"])
+    site = site_defaults("submit")
     run_dir = _run_dir_of(program, options)
     name = options["name"] or "-".join(part for part in Path(run_dir.replace(TASK, "all")).parts if part not in "/..")
     limit = options["time"] or site.get("time")
@@ -205,31 +198,6 @@ def _check(name: str, sbatch: Sequence[str], program: Sequence[str], options: di
             f"hpcdist submit: expected fewer parameter servers than the {n_ranks} ranks, got {options['n_servers']}; "
             f"ask for more nodes or tasks."
         )
-
-
-def site_defaults(paths: Sequence[Path]) -> dict[str, Any]:
-    """Return what the first of these files that is there says of `submit`; empty without one.
-
-    Raises:
-        ConfigurationError: for a file that is no TOML, or says something else.
-    """
-    path = next((one for one in paths if one.is_file()), None)
-    if path is None:
-        return {}
-    try:
-        found = tomllib.loads(path.read_text()).get("submit", {})
-        wrong = [key for key, value in found.items() if not isinstance(value, _SITE_KEYS.get(key, ()))]
-        wrong += [key for key, values in _SITE_VALUES.items() if found.get(key, values[0]) not in values]
-        wrong += [key for key in ("sbatch", "setup") if not all(isinstance(one, str) for one in found.get(key, []))]
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigurationError(f"hpcdist submit: expected TOML in {path}, got {error}; correct it.") from error
-    if wrong:
-        expected = ", ".join(_SITE_KEYS)
-        raise ConfigurationError(
-            f"hpcdist submit: expected {expected} under [submit] in {path}, sbatch and setup as lists of texts, got "
-            f"{wrong[0]!r}; correct it."
-        )
-    return dict(found)
 
 
 def _launcher_of(asked: str | None, library: str | None) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from hpcdist.errors import ConfigurationError
 
 #: Every variable that hpcdist itself defines, with its meaning.
 HPCDIST_VARIABLES = {
+    "HPCDIST_FROM_FILE": "names of the variables that hpcdist.toml has set; set by hpcdist run",
     "HPCDIST_DEBUG": "what to check or log: collectives, calls, finite, summary, separated by commas; default: nothing",
     "HPCDIST_JOB_END_S": "when the batch job will be ended, in seconds since 1970; set by scripts of PBS, LSF, Flux",
     "HPCDIST_JOB_ID": "id of the batch job; batch scripts set it",
@@ -63,6 +64,13 @@ def check_names(environ: Mapping[str, str]) -> None:
             raise ConfigurationError(
                 f"environment: expected one of {', '.join(HPCDIST_VARIABLES)}, got {name!r}; unset it or write {near}."
             )
+
+
+def origin_of(environ: Mapping[str, str], name: str) -> str:
+    """Return where the value of a variable comes from: its own name, hpcdist.toml, or "default"."""
+    if not environ.get(name):
+        return "default"
+    return "hpcdist.toml" if name in environ.get("HPCDIST_FROM_FILE", "").split(",") else name
 
 
 def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
@@ -127,6 +135,11 @@ def job_end(environ: Mapping[str, str]) -> float | None:
     """Return when the batch system will end this job, in seconds since 1970; None if unknown."""
     text = environ.get("SLURM_JOB_END_TIME") or environ.get("HPCDIST_JOB_END_S", "")
     return float(text) if text.isdecimal() else None
+
+
+def job_end_origin(environ: Mapping[str, str]) -> str:
+    """Return which variable `job_end` is from."""
+    return "SLURM_JOB_END_TIME" if environ.get("SLURM_JOB_END_TIME") else "HPCDIST_JOB_END_S"
 
 
 def job_id(environ: Mapping[str, str]) -> str | None:

@@ -33,6 +33,7 @@ from hpcdist.resilience.fast_tier import FastTier
 from hpcdist.resilience.ledger import Launch, Ledger
 from hpcdist.resilience.metrics_file import make_durable
 from hpcdist.resilience.restore import Restore, Restored
+from hpcdist.resilience.run_config import begin_config
 from hpcdist.resilience.saver import Saver
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.time_spent import counted
@@ -470,6 +471,13 @@ class CheckpointManager:
                         numbers,
                     )
         return {int(step) for step in self._world.broadcast_text(text, 0, self._comm).split()}
+
+    def begin_config(self, program_end: float | None) -> None:
+        """Write `config.json` into the run folder, and a line to the log; see `run_config.py`.
+
+        Collective: chief and workers.
+        """
+        begin_config(self._world, self._saver.store.path.parent, self.attempt, program_end, self._written())
 
     def give_up_attempt(self) -> None:
         """Let what this manager does next be another attempt: this one was refused, or has failed. On all ranks."""

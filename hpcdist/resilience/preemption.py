@@ -23,7 +23,7 @@ from hpcdist.resilience.step_times import begin_step_times
 from hpcdist.resilience.steps import StepCount
 from hpcdist.resilience.stop import StopFlag, wrapper_of
 from hpcdist.resilience.termination import TerminationConfig
-from hpcdist.runtime.process import call_when_done, end_of_training
+from hpcdist.runtime.process import call_when_done, end_of_training, write_failures_to
 from hpcdist.runtime.step_flags import Request
 
 
@@ -102,7 +102,8 @@ class PreemptionCheckpointHandler:
             raise
 
     def _make_deadline(self, time_limit_s: float | None) -> Deadline | None:
-        ends = [job_end(read_environment()), None if time_limit_s is None else time.time() + time_limit_s]
+        self._program_end = None if time_limit_s is None else time.time() + time_limit_s
+        ends = [job_end(read_environment()), self._program_end]
         known = [end for end in ends if end is not None]
         return self._deadline_at(min(known)) if known else None
 
@@ -118,6 +119,8 @@ class PreemptionCheckpointHandler:
             self._attempt.refused(error)
             raise
         self._attempt.renew()
+        self._manager.begin_config(self._program_end)
+        write_failures_to(self._attempt.folder / "logs" / f"rank-{self._world.rank:05d}.log")
         self._first_step = self._manager.checkpoint.step
         self._times = begin_step_times(
             self._world, self._attempt.folder, self._manager.attempt if self._world.is_chief else 0, self._first_step
@@ -301,8 +304,12 @@ class PreemptionCheckpointHandler:
                     self._saves.save(self.step, False, *args, in_memory=in_memory, **kwargs)
                 elif in_memory:
                     self._saves.copy(self.step)
-        if self._times is not None:
-            self._times.leave()
+        pace = None if self._times is None else self._times.leave()
+        if pace is not None:
+            left = "" if self.deadline is None else f"; {self.deadline.left_s:.0f} s left"
+            self._log(
+                f"{time.strftime('%Y-%m-%dT%H:%M:%S')} attempt {self._manager.attempt} step {self.step}: {pace}{left}"
+            )
         self._polled_at = time.monotonic()
 
     @contextlib.contextmanager

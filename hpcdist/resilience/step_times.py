@@ -1,7 +1,7 @@
 """Where the time of the steps of this rank goes: sums over windows, and single steps, in RUN_DIR/trace.
 
-The handler says when a step is done; waits are in `runtime/time_spent.py`; the rest of a step is computation. Windows get
-longer as the attempt does, and single steps rarer, so that a file of days is as small as one of hours.
+The handler says when a step is done; waits are in `runtime/time_spent.py`; the rest of a step is computation. Windows
+get longer as the attempt does, and single steps rarer, so that a file of days is as small as one of hours.
 """
 
 import atexit
@@ -12,7 +12,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ logger = logging.getLogger("hpcdist")
 
 #: A window is at least this long, and this part of the attempt so far.
 WINDOW_S, WINDOW_SHARE = 1.0, 0.001
+#: The log has a line about the pace at most this often, and in this part of the attempt so far.
+REPORT_S, REPORT_SHARE = 60.0, 0.01
+_WAITS = ("input_s", "communication_s", "save_s", "between_s")
 #: Of the first steps each is recorded.
 N_FIRST = 32
 #: All ranks together write at most about this often a second: a file server has more to do.
@@ -95,6 +98,16 @@ class Window:
         }
 
 
+def pace_of(windows: Sequence[dict[str, Any]]) -> str:
+    """Return where the time of some windows went, such as `3.1 ms a step; of the time: input 2 %, ...`."""
+    total = {key: sum(one[key] for one in windows) for key in ("n_steps", "step_s", "rows", *_WAITS)}
+    length_s = windows[-1]["window"][1] - windows[0]["window"][0]
+    shares = ", ".join(f"{key.removesuffix('_s')} {100 * total[key] / length_s:.0f} %" for key in _WAITS)
+    step = f"{1e3 * total['step_s'] / total['n_steps']:.3g} ms a step" if total["n_steps"] else "no step"
+    rows = f"; {total['rows'] / length_s:.3g} rows/s" if total["rows"] else ""
+    return f"{step}; of the time: {shares}{rows}"
+
+
 class StepTimes:
     """Records the times of the steps of this rank, from one poll of the handler to the next.
 
@@ -125,6 +138,7 @@ class StepTimes:
         self._began_s = self._left_s = clock()
         self._window = Window(self._began_s)
         self._totals, self._save_s, self._between_s = spent.totals, 0.0, 0.0
+        self._unreported: list[dict[str, Any]] = []
         self._is_ended = False
         file.add(header)
         atexit.register(self.end)
@@ -143,16 +157,28 @@ class StepTimes:
         self._save_s += saved_s
         self._step, self._totals = step, after
 
-    def leave(self) -> None:
-        """Note that the program goes on: what was saved meanwhile is no part of a step."""
+    def leave(self) -> str | None:
+        """Note that the program goes on: what was saved meanwhile is no part of a step.
+
+        Returns:
+            Where the time went, as a text for the log, now and then; mostly None.
+        """
         now, after = self._clock(), self._spent.totals
         self._save_s += after.save_s - self._totals.save_s
         self._totals, self._left_s = after, now
-        if now - self._window.began_s >= max(WINDOW_S, WINDOW_SHARE * (now - self._began_s)):
-            self._close(now)
+        elapsed_s = now - self._began_s
+        if now - self._window.began_s < max(WINDOW_S, WINDOW_SHARE * elapsed_s):
+            return None
+        self._close(now)
+        if now - self._unreported[0]["window"][0] < max(REPORT_S, REPORT_SHARE * elapsed_s):
+            return None
+        text, self._unreported = pace_of(self._unreported), []
+        return text
 
     def _close(self, now: float) -> None:
-        self._file.add(self._window.facts(now, self._save_s, self._between_s))
+        facts = self._window.facts(now, self._save_s, self._between_s)
+        self._file.add(facts)
+        self._unreported.append(facts)
         self._window, self._save_s, self._between_s = Window(now), 0.0, 0.0
 
     def _record_step(self, step: int, now: float) -> None:

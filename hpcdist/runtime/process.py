@@ -5,6 +5,7 @@ The world is made at first use, behind hooks that end every rank when one fails,
 
 import atexit
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from hpcdist.cluster.environment import launcher_of, read_environment
@@ -66,6 +67,12 @@ def call_on_failure(act: Callable[[], None]) -> None:
     """Have `act` called, too, right before this rank ends the job. It must take no lock. Not collective."""
     if _hooks is not None:
         _hooks.call_on_failure(act)
+
+
+def write_failures_to(path: Path) -> None:
+    """Append the traceback of an exception that ends this rank to a file, too, in a folder of the run folder."""
+    if _hooks is not None:
+        _hooks.write_failures_to(path)
 
 
 def call_when_done(act: Callable[[], None] | None) -> None:

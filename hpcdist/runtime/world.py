@@ -17,6 +17,7 @@ from hpcdist.cluster.environment import (
     check_names,
     debug_names,
     launcher_of,
+    origin_of,
     read_environment,
     timeout_s,
     unused_tasks,
@@ -57,6 +58,7 @@ class World:
         debug: what HPCDIST_DEBUG names, on any rank.
         step: the step that this rank is in, for messages; None outside training.
         step_flags: requests that travel with every sum of gradients.
+        roles_from: where roles were given: "the program", or a variable's name, or "default".
 
     Raises:
         ConfigurationError: on every rank alike, when roles, launcher and ranks do not add up.
@@ -72,6 +74,7 @@ class World:
         self._task: Task | None = None
         self.timeout_s = start_timeout_s()
         self.debug: frozenset[str] = frozenset()
+        self.roles_from = "the program"
         self.wait(given.Ibarrier())  # once all have arrived, making communicators blocks on nobody
         self.comm: MPI.Comm = given.Dup()
         environ = self._agreed_environment()
@@ -234,6 +237,7 @@ class World:
             if resolver is None:
                 has_config = environ.get("TF_CONFIG", "").strip() not in ("", "{}")
                 resolver = (TFConfigClusterResolver if has_config else MPIClusterResolver)(environ=environ)
+                self.roles_from = "TF_CONFIG" if has_config else origin_of(environ, "HPCDIST_ROLES")
             spec, declared = resolver.resolve(self.rank, self.size)
             if not spec:
                 resolver = MPIClusterResolver(environ={})

@@ -1,0 +1,82 @@
+"""`hpcdist bench`: the benchmarks of benchmarks/, started by the launcher that belongs to this MPI library."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+import hpcdist
+from hpcdist.cli.launcher import (
+    as_text,
+    find_launcher,
+    launch_command,
+    mpi_library,
+    request_here,
+    require_no_launcher,
+)
+from hpcdist.cluster.environment import read_environment
+from hpcdist.errors import ConfigurationError
+
+#: Name -> the script and its part, whether it is started on ranks, and its options for a first look.
+_BENCHES: dict[str, tuple[tuple[str, ...], bool, tuple[str, ...]]] = {
+    "allreduce": (("allreduce.py",), True, ("--quick",)),
+    "step": (("step.py",), True, ("--rounds", "2", "--steps", "20")),
+    "ckpt": (("checkpoint.py",), False, ("--rounds", "2", "--megabytes", "40")),
+    "ps": (("servers.py", "speed"), False, ("--rounds", "1")),
+}
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("name", type=click.Choice(list(_BENCHES)))
+@click.option("-n", "--ranks", type=click.IntRange(1), default=2, show_default=True, help="Of allreduce and step.")
+@click.option("--hosts", metavar="LIST", default="", help="Hosts and their ranks, such as n1:4,n2:4.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for samples and picture; default: out/bench.")
+@click.option("--quick", is_flag=True, help="A look whether all works, in a minute: its figures are not to be quoted.")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def command(name: str, ranks: int, hosts: str, out: Path | None, quick: bool, options: tuple[str, ...]) -> int:
+    """Time hpcdist on this machine, beside what else does the same: a table, samples as JSON, and a picture as PNG.
+
+    \b
+    allreduce  sums of 4 bytes to 256 MiB, beside MPI and gloo
+    step       training steps, beside DDP and no synchronization
+    ckpt       400 MB to the disk, beside a plain write and torch.save
+    ps         two workers and a parameter server, beside the all-reduce
+
+    All sides run in turn in one launch. Where the same code on both sides differs by more than 3 %, the machine is too
+    noisy, and no factor is printed. OPTIONS are those of the script in benchmarks/, such as --sizes 1K,4M.
+
+    \b
+    hpcdist bench allreduce -n 4 --sizes 64K,16M
+    hpcdist bench step --quick
+    """
+    environ = read_environment()
+    require_no_launcher("hpcdist bench", environ)
+    (script, *part), is_on_ranks, look = _BENCHES[name]
+    program = [sys.executable, str(_scripts() / script), *part, "--out", str(out or Path("out") / "bench")]
+    program += [*(look if quick else ()), *options]
+    launcher = find_launcher(mpi_library(), environ)
+    line, added = program, {"OMP_NUM_THREADS": "1"}
+    if is_on_ranks:
+        request = request_here(ranks, program, environ, hosts)
+        line, guards = launch_command(launcher, request, {**environ, **added})
+        added |= guards
+    elif name == "ps":
+        line += ["--mpirun", launcher.path]
+    click.echo(f"+ {as_text(line, added)}", err=True)
+    return subprocess.run(line, env={**environ, **added}).returncode
+
+
+def _scripts() -> Path:
+    """Return the folder of the benchmarks: in the package, or beside it in a clone.
+
+    Raises:
+        ConfigurationError: where it is missing.
+    """
+    package = Path(hpcdist.__file__).parent
+    for folder in (package / "benchmarks", package.parent / "benchmarks"):
+        if (folder / "allreduce.py").is_file():
+            return folder
+    raise ConfigurationError(
+        f"hpcdist bench: expected benchmarks/allreduce.py in {package} or beside it, got none; install hpcdist again."
+    )

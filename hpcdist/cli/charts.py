@@ -1,0 +1,136 @@
+"""The pictures of a report, by matplotlib: as SVG whose colours a page sets, for light and dark, and as PNG."""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("agg")
+
+from matplotlib.figure import Figure
+
+#: Colours on paper; a page replaces each by a variable of its style. The series are told apart by people who see no
+#: red or green, too.
+COLOURS = {
+    "--text": "#1d1d22",
+    "--muted": "#6b6b74",
+    "--line": "#d9d9de",
+    "--series-1": "#2a78d6",
+    "--series-2": "#1baf7a",
+    "--series-3": "#eda100",
+    "--series-4": "#8a3ffc",
+    "--series-5": "#e34948",
+}
+SERIES = [value for name, value in COLOURS.items() if name.startswith("--series")]
+_WIDTH_IN = 7.2
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "hpcdist",
+    "font.size": 9.5,
+    "text.color": COLOURS["--text"],
+    "axes.labelcolor": COLOURS["--text"],
+    "axes.edgecolor": COLOURS["--line"],
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": COLOURS["--line"],
+    "xtick.color": COLOURS["--muted"],
+    "ytick.color": COLOURS["--muted"],
+    "legend.frameon": False,
+}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture with a title, as SVG for a page, and as a PNG file."""
+
+    name: str
+    title: str
+    figure: Figure
+
+    @property
+    def svg(self) -> str:
+        """The picture for a page whose style has the variables of `COLOURS`."""
+        buffer = io.StringIO()
+        with matplotlib.rc_context(_STYLE):
+            self.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        text = buffer.getvalue()
+        text = text[text.index("<svg") :]
+        for name, colour in COLOURS.items():
+            text = text.replace(colour, f"var({name})")
+        return text
+
+    def save(self, folder: Path) -> Path:
+        """Write the picture as PNG; return its path."""
+        path = folder / f"{self.name}.png"
+        with matplotlib.rc_context(_STYLE):
+            self.figure.savefig(path, dpi=150, facecolor="white")
+        return path
+
+
+def line_chart(
+    name: str,
+    title: str,
+    axes: tuple[str, str],
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    marks: Sequence[float] = (),
+) -> Chart:
+    """Return lines over one axis, with vertical marks where the run was started again.
+
+    Args:
+        name: of the file.
+        title: of the picture.
+        axes: what the two axes show.
+        lines: points by name, at most five.
+        marks: where attempts resumed.
+    """
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH_IN, 2.9), layout="constrained")
+        plot = figure.subplots()
+        for (label, points), colour in zip(lines.items(), SERIES, strict=False):
+            is_single = len(points) == 1
+            plot.plot(
+                *zip(*points, strict=True), color=colour, linewidth=1.6, marker="o" if is_single else "", label=label
+            )
+        for number, mark in enumerate(marks):
+            plot.axvline(
+                mark, color=COLOURS["--muted"], linestyle=":", linewidth=1.2, label="restart" if not number else None
+            )
+        plot.set(xlabel=axes[0], ylabel=axes[1])
+        if len(lines) > 1 or marks:
+            figure.legend(loc="outside upper right", ncols=6, fontsize=8.5)
+    return Chart(name, title, figure)
+
+
+def bar_chart(name: str, title: str, unit: str, rows: Mapping[str, Mapping[str, float]]) -> Chart:
+    """Return a horizontal bar for each row, divided into its parts.
+
+    Args:
+        name: of the file.
+        title: of the picture.
+        unit: of the values.
+        rows: parts by row; all rows have the same parts.
+    """
+    parts = list(next(iter(rows.values())))
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH_IN, 1.1 + 0.3 * len(rows)), layout="constrained")
+        plot = figure.subplots()
+        left = [0.0] * len(rows)
+        for part, colour in zip(parts, _part_colours(len(parts)), strict=True):
+            values = [row[part] for row in rows.values()]
+            plot.barh(list(rows), values, left=left, height=0.62, color=colour, label=part)
+            left = [before + value for before, value in zip(left, values, strict=True)]
+        plot.invert_yaxis()
+        plot.grid(visible=False, axis="y")
+        plot.set(xlabel=unit)
+        figure.legend(loc="outside upper left", ncols=len(parts) if len(parts) < 6 else 4, fontsize=8.5)
+    return Chart(name, title, figure)
+
+
+def _part_colours(n: int) -> list[str]:
+    """Return as many colours: those of the series, then greys."""
+    return [*SERIES, COLOURS["--muted"], COLOURS["--line"]][:n]

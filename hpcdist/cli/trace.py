@@ -1,0 +1,125 @@
+"""`hpcdist trace`: the steps of all ranks on one clock, for chrome://tracing and ui.perfetto.dev."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+
+from hpcdist.checkpoint import durable
+from hpcdist.cli.run_records import PARTS, AttemptRecords, RankRecords, read_run
+from hpcdist.errors import UsageError
+
+#: Tracks of a rank.
+_MAIN, _BACKGROUND, _WINDOWS = range(3)
+_TRACKS = {_MAIN: "steps", _BACKGROUND: "sums in the background", _WINDOWS: "windows"}
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--attempt", type=click.IntRange(1), help="Default: the last one with records.")
+@click.option("--out", type=click.Path(path_type=Path), help="Default: trace.json in the run folder.")
+def command(folder: Path, attempt: int | None, out: Path | None) -> None:
+    """Write what all ranks recorded of their steps as one file that ui.perfetto.dev and chrome://tracing open.
+
+    A run records its first 32 steps, and fewer and fewer of the later ones; with HPCDIST_TRACE=all, each. Each rank has
+    a track of steps, with what it waited for in them, one of sums in the background, and one of sums over many steps.
+    Hosts' clocks are set by the sums that they made together.
+
+    \b
+    hpcdist trace runs/train
+    HPCDIST_TRACE=all hpcdist run -n 4 train.py --run-dir runs/a && hpcdist trace runs/a
+    """
+    recorded = {one.number: one for one in read_run(folder).attempts if one.ranks}
+    number = attempt or max(recorded, default=0)
+    if number not in recorded:
+        raise UsageError(
+            f"hpcdist trace: expected records of steps of attempt {attempt or 'any'} in {folder / 'trace'}, got none; "
+            f"have a PreemptionCheckpointHandler or BackupAndRestore in the program, without HPCDIST_TRACE=off."
+        )
+    path = out or folder / "trace.json"
+    events = events_of(recorded[number])
+    durable.replace_text(durable.Disk(), path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    n_steps = sum(1 for one in events if one.get("cat") == "step")
+    click.echo(f"{path}: {n_steps} steps of {len(recorded[number].ranks)} ranks; open it in ui.perfetto.dev")
+
+
+def events_of(attempt: AttemptRecords) -> list[dict[str, Any]]:
+    """Return the events of an attempt in Chrome's format: times in microseconds since the first process began. Pure."""
+    offsets = offsets_of(attempt.ranks)
+    zero = attempt.began or 0.0
+    events = []
+    for rank in attempt.ranks:
+        shift = offsets[rank.host] - zero
+        events += [{**one, "pid": rank.rank} for one in _events_of_rank(rank, shift, zero)]
+    return events
+
+
+def _events_of_rank(rank: RankRecords, shift: float, zero: float) -> Iterator[dict[str, Any]]:
+    name = f"rank {rank.rank} ({rank.role}) on {rank.host}"
+    yield {"ph": "M", "name": "process_name", "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", "args": {"sort_index": rank.rank}}
+    for track, title in _TRACKS.items():
+        yield {"ph": "M", "name": "thread_name", "tid": track, "args": {"name": title}}
+    for record in rank.steps:
+        began, ended = record["time"]
+        yield _span(f"step {record['step']}", "step", began + shift, ended + shift, _MAIN)
+        for track, spans in ((_MAIN, record["spans"]), (_BACKGROUND, record.get("background", []))):
+            for kind, what, start, end in spans:
+                yield _span(what, kind, start + shift, end + shift, track)
+    for window in rank.windows:
+        if window.steps is None:
+            continue
+        shares = {part: round(window.seconds[part], 6) for part in PARTS}
+        title = f"steps {window.steps[0]}-{window.steps[1]}"
+        correction = shift + zero - (rank.clock[1] - rank.clock[0])  # windows are by the host's own clock
+        began, ended = window.began - zero + correction, window.ended - zero + correction
+        yield {**_span(title, "window", began, ended, _WINDOWS), "args": {**shares, "rows": window.rows}}
+
+
+def _span(name: str, kind: str, began: float, ended: float, track: int) -> dict[str, Any]:
+    times = {"ts": round(1e6 * began, 3), "dur": round(1e6 * (ended - began), 3)}
+    return {"ph": "X", "name": name, "cat": kind, **times, "tid": track}
+
+
+def offsets_of(ranks: Sequence[RankRecords]) -> dict[str, float]:
+    """Return what to add to each host's monotonic clock for seconds since 1970 by the clock of the first host.
+
+    No rank leaves a sum over all ranks before all have entered it: each such sum bounds the difference of two clocks
+    from both sides. Without one, hosts' own clocks count. Ranks of a host share a clock.
+    """
+    first = ranks[0]
+    sums: dict[str, dict[tuple[int, int], tuple[float, float]]] = {}
+    for one in ranks:
+        of_host = sums.setdefault(one.host, {})
+        for key, (began, ended) in _sums_of(one):
+            last, soonest = of_host.get(key, (began, ended))
+            of_host[key] = max(last, began), min(soonest, ended)
+    own = {one.host: one.clock[1] - one.clock[0] for one in reversed(ranks)}
+    found = {first.host: own[first.host]}
+    for host in own:
+        if host == first.host:
+            continue
+        shared = [(sums[first.host][key], sums[host][key]) for key in sums[host] if key in sums[first.host]]
+        bounds = [(entered - left, left_first - entered_here) for (entered, left_first), (entered_here, left) in shared]
+        difference = own[host] - own[first.host]
+        if bounds:
+            low, high = max(low for low, _ in bounds), min(high for _, high in bounds)
+            if low > high:  # the clocks drift apart: as they were in the middle
+                middle = [(low + high) / 2 for low, high in bounds]
+                low = high = median(middle)
+            difference = min(max(difference, low), high)
+        found[host] = own[first.host] + difference
+    return found
+
+
+def _sums_of(rank: RankRecords) -> Iterator[tuple[tuple[int, int], tuple[float, float]]]:
+    """Yield sums over all ranks: which step and its number there, and when it was entered and left."""
+    for record in rank.steps:
+        number = 0
+        for kind, name, began, ended in [*record["spans"], *record.get("background", [])]:
+            if kind == "communication" and name.startswith(("gradients ", "all_reduce ", "shares of gradients ")):
+                yield (record["step"], number), (began, ended)
+                number += 1

@@ -1,0 +1,137 @@
+"""RUN_DIR/config.json: what an attempt was started with, where each setting comes from, and on which hosts."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpcdist.checkpoint import durable
+from hpcdist.cluster.environment import (
+    HPCDIST_VARIABLES,
+    job_end,
+    job_end_origin,
+    job_id,
+    origin_of,
+    read_environment,
+)
+from hpcdist.errors import CheckpointError, log
+from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.world import World
+
+#: Settings that are variables only, with their defaults.
+_DEFAULTS = {"debug": "nothing", "log": "text", "trace": "some"}
+#: Hosts that the line at the start names.
+_N_NAMED = 8
+
+
+def settings_of(world: World, environ: Mapping[str, str], program_end: float | None) -> dict[str, tuple[str, str]]:
+    """Return each setting of a run as its value and its origin.
+
+    The program's own arguments come first, then TF_CONFIG (roles only), variables HPCDIST_*, hpcdist.toml, the batch
+    system, and defaults.
+
+    Args:
+        world: of the job.
+        environ: of this rank.
+        program_end: when the job will be ended, in seconds since 1970, as the program says.
+    """
+    found = {
+        "roles": (str(world.spec).replace(", ", ","), world.roles_from),
+        "timeout_s": (f"{world.timeout_s:g}", origin_of(environ, "HPCDIST_TIMEOUT_S")),
+    }
+    for name, default in _DEFAULTS.items():
+        variable = f"HPCDIST_{name.upper()}"
+        found[name] = (environ.get(variable) or default, origin_of(environ, variable))
+    end = job_end(environ)
+    if program_end is not None and (end is None or program_end < end):
+        found["ends_at"] = (_text_of(program_end), "the program")
+    elif end is not None:
+        found["ends_at"] = (_text_of(end), job_end_origin(environ))
+    return found
+
+
+def hosts_of(world: World) -> dict[str, str]:
+    """Return the hosts of chief and workers with their ranks, such as {"n1": "0-7"}, on the chief; {} elsewhere.
+
+    Collective: the ranks of the role, right after they have agreed on something.
+    """
+    names = world.role_comm.gather(MPI.Get_processor_name() if world.node_comm.rank == 0 else None) or []
+    found: dict[str, str] = {}
+    for ranks in world.hosts.placement.hosts if names else ():
+        name, first, last = names[ranks[0]] or "unknown", ranks[0], ranks[-1]
+        text = f"{first}-{last}" if ranks == tuple(range(first, last + 1)) else ",".join(map(str, ranks))
+        found[name] = f"{found[name]},{text}" if name in found else text  # containers may share a name
+    return found
+
+
+def begin_config(world: World, folder: Path, attempt: int, program_end: float | None, facts: dict[str, Any]) -> None:
+    """Write `config.json`, and one line to the log: what this attempt was started with.
+
+    Collective: chief and workers.
+
+    Args:
+        world: of the job.
+        folder: of the run.
+        attempt: its number, on the chief.
+        program_end: see `settings_of`.
+        facts: versions, threads, and how gradients are summed.
+
+    Raises:
+        CheckpointError: if the file cannot be written; on all ranks.
+    """
+    hosts = hosts_of(world)
+    with world.agreed(world.role_comm):
+        if world.is_chief:
+            environ = read_environment()
+            settings = settings_of(world, environ, program_end)
+            _write(
+                folder / "config.json",
+                {
+                    "attempt": attempt,
+                    "began": _text_of(time.time()),
+                    "program": [sys.executable, *sys.argv],
+                    "folder": os.getcwd(),
+                    "job": job_id(environ),
+                    "ranks": world.role_comm.size,
+                    "hosts": hosts,
+                    "settings": {name: {"value": value, "from": origin} for name, (value, origin) in settings.items()},
+                    "variables": {name: environ[name] for name in HPCDIST_VARIABLES if name in environ},
+                    "versions": facts,
+                },
+            )
+            log(_line(folder, attempt, job_id(environ), hosts, world.role_comm.size, settings))
+
+
+def _line(
+    folder: Path,
+    attempt: int,
+    job: str | None,
+    hosts: Mapping[str, str],
+    n_ranks: int,
+    settings: Mapping[str, tuple[str, str]],
+) -> str:
+    """Return the line of the log that an attempt begins with."""
+    named = ", ".join(f"{name} ({ranks})" for name, ranks in list(hosts.items())[:_N_NAMED])
+    more = f" and {len(hosts) - _N_NAMED} more" if len(hosts) > _N_NAMED else ""
+    values = ", ".join(f"{name} {value} ({origin})" for name, (value, origin) in settings.items())
+    where = f" in job {job}" if job else ""
+    ranks = "rank" if n_ranks == 1 else "ranks"
+    return f"attempt {attempt} of {folder}{where}: {n_ranks} {ranks} on {named}{more}; {values}"
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    disk = durable.Disk()
+    try:
+        durable.patiently(lambda: durable.replace_text(disk, path, json.dumps(content, indent=1) + "\n"))
+    except OSError as error:
+        raise CheckpointError(
+            f"config: expected to write {path}, got {error.strerror}; free space or choose another run folder. "
+            f"Checkpoints are untouched."
+        ) from None
+
+
+def _text_of(time_s: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time_s))
