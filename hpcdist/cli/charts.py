@@ -25,7 +25,7 @@ COLOURS = {
     "--series-5": "#e34948",
 }
 SERIES = [value for name, value in COLOURS.items() if name.startswith("--series")]
-_WIDTH_IN = 7.2
+_WIDTH_IN, _LINE_WIDTH_IN = 7.2, 5.2
 _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "hpcdist",
@@ -78,6 +78,7 @@ def line_chart(
     axes: tuple[str, str],
     lines: Mapping[str, Sequence[tuple[float, float]]],
     marks: Sequence[float] = (),
+    is_log: bool = False,
 ) -> Chart:
     """Return lines over one axis, with vertical marks where the run was started again.
 
@@ -87,9 +88,10 @@ def line_chart(
         axes: what the two axes show.
         lines: points by name, at most five.
         marks: where attempts resumed.
+        is_log: whether values are drawn by their logarithm.
     """
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH_IN, 2.9), layout="constrained")
+        figure = Figure(figsize=(_LINE_WIDTH_IN, 2.6), layout="constrained")
         plot = figure.subplots()
         for (label, points), colour in zip(lines.items(), SERIES, strict=False):
             is_single = len(points) == 1
@@ -100,7 +102,7 @@ def line_chart(
             plot.axvline(
                 mark, color=COLOURS["--muted"], linestyle=":", linewidth=1.2, label="restart" if not number else None
             )
-        plot.set(xlabel=axes[0], ylabel=axes[1])
+        plot.set(xlabel=axes[0], ylabel=axes[1], **({"yscale": "log"} if is_log else {}))
         if len(lines) > 1 or marks:
             figure.legend(loc="outside upper right", ncols=6, fontsize=8.5)
     return Chart(name, title, figure)

@@ -205,7 +205,7 @@ def _pace_section(run: Run) -> Section | None:
         at = float(group[-1].steps[1]) if group[-1].steps else 0.0
         lines["longest"].append((at, 1e3 * max(one.longest[1] for one in group)))
         lines["mean"].append((at, 1e3 * sum(one.step_s for one in group) / sum(one.n_steps for one in group)))
-    chart = line_chart("pace", "Length of a step, on the chief", ("step", "ms"), lines)
+    chart = line_chart("pace", "Length of a step, on the chief", ("step", "ms"), lines, is_log=True)
     return Section("Pace", "", [chart])
 
 

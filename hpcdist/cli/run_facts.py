@@ -105,9 +105,8 @@ def stragglers_of(ranks: Sequence[RankRecords]) -> list[str]:
         whole = {host for host in hosts if all(one in late for one in counted if one.host == host)}
         verb = "computes" if part == "compute" else "waits for input"
         for one in late:
-            where = f"rank {one.rank} on {one.host}" + (
-                ", as all of that host," if one.host in whole and len(late) > 1 else ""
-            )
+            others = ", as all ranks of that host," if one.host in whole and len(late) > 1 else ""
+            where = f"rank {one.rank} on {one.host}{others}"
             found.append(f"{where} {verb} {1e3 * own[one.rank]:.3g} ms a step, the median {1e3 * usual:.3g} ms")
     return found
 
@@ -130,8 +129,10 @@ class StepClock:
             if window.steps is None:
                 continue
             first, last = window.steps
-            while self._points and self._points[-1][0] >= first - 1:  # made again
+            reached = self.time_of(first - 1)
+            while self._points and self._points[-1][0] > first - 1:  # steps that are made again
                 self._points.pop()
+            self._points += [] if reached is None else [(first - 1, reached)]
             self._points += [(first - 1, window.began), (last, window.ended)]
 
     def time_of(self, step: int) -> float | None:

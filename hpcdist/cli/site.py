@@ -18,6 +18,8 @@ _KEYS: dict[str, dict[str, tuple[type, ...]]] = {
     "submit": {
         "system": (str,),
         "sbatch": (list,),
+        "pbs": (list,),
+        "lsf": (list,),
         "setup": (list,),
         "launcher": (str,),
         "library": (str,),

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,29 +12,33 @@ import click
 
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.store import Saved, Store, use_one
+from hpcdist.cli.batch_jobs import own_jobs, run_folder, state_of
 from hpcdist.cli.run import read_decision
 from hpcdist.errors import CheckpointDamaged, UsageError
 from hpcdist.resilience.ledger import Attempt, Ledger
 
-_FOLDER = click.Path(path_type=Path)
 #: The end of a file of metrics that is read: records are short.
 _TAIL_BYTES = 64 << 10
-_SLURM_S = 10.0
 _POLL_S = 0.5
 
 
 @click.command()
-@click.argument("folder", type=_FOLDER)
+@click.argument("run", required=False)
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
-def status(folder: Path, is_json: bool) -> None:
-    """Show what the run of a run folder has done: attempts, newest checkpoint, metrics, and whether it is to run again.
+def status(run: str | None, is_json: bool) -> None:
+    """Show what a run has done: attempts, newest checkpoint, metrics, and whether it is to run again.
 
-    Reads files only, and disturbs no job that runs.
+    RUN is a run folder, or the number of a job of `hpcdist submit`; without it, such jobs of yours that wait or run are
+    listed. Reads files only, and disturbs no job that runs.
 
     \b
     hpcdist status runs/train
+    hpcdist status 1234
     """
-    facts = _facts_of(folder)
+    if run is None:
+        _list_jobs(is_json)
+        return
+    facts = _facts_of(run_folder(run))
     if is_json:
         click.echo(json.dumps(facts, indent=1))
     else:
@@ -44,10 +47,10 @@ def status(folder: Path, is_json: bool) -> None:
 
 
 @click.command()
-@click.argument("folder", type=_FOLDER)
+@click.argument("run")
 @click.option("--wait", "limit_s", type=click.FloatRange(0), metavar="SECONDS", help="Wait until it has ended.")
-def stop(folder: Path, limit_s: float | None) -> int:
-    """Ask the job of a run folder to save after its step, and to end with exit code 75.
+def stop(run: str, limit_s: float | None) -> int:
+    """Ask the job of a run folder, or of a job's number, to save after its step, and to end with exit code 75.
 
     Makes the file `stop` there, which the job removes when it has ended. A batch job of a recipe is requeued then, and
     resumes later: to end it for good, cancel it, by scancel, afterwards.
@@ -55,7 +58,8 @@ def stop(folder: Path, limit_s: float | None) -> int:
     \b
     hpcdist stop runs/train --wait 60
     """
-    path = _require_run(folder) / "stop"
+    folder = _require_run(run_folder(run))
+    path = folder / "stop"
     if limit_s is not None and math.isnan(limit_s):
         raise UsageError("hpcdist stop: expected --wait as seconds, got nan; give a number.")
     attempts = Ledger(Store(folder / "checkpoints")).attempts()
@@ -103,7 +107,7 @@ def _facts_of(folder: Path) -> dict[str, Any]:
         "attempt": None if last is None else _facts_of_attempt(last),
         "checkpoint": _newest(store, saved) if saved else None,
         "metrics": _last_record(folder / "metrics.jsonl"),
-        "batch": None if last is None or last.job is None else _slurm_state(last.job),
+        "batch": None if last is None or last.job is None else _batch_state(last.job),
         "is_asked_to_stop": (folder / "stop").exists(),
     }
 
@@ -150,14 +154,19 @@ def _last_record(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _slurm_state(job: str) -> str | None:
-    """Return Slurm's state of a job; None where Slurm does not know it, or is not here."""
-    command = ["squeue", "--noheader", "--jobs", job, "--format", "%T, %L left, %R"]
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SLURM_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+def _batch_state(job: str) -> str | None:
+    found = state_of(job)
+    return None if found is None else str(found)
+
+
+def _list_jobs(is_json: bool) -> None:
+    jobs = own_jobs()
+    if is_json:
+        click.echo(json.dumps([one._asdict() for one in jobs], indent=1))
+    for one in [] if is_json else jobs:
+        click.echo(f"{one.job}  {one}  {one.run_dir}")
+    if not jobs and not is_json:
+        click.echo("no job of `hpcdist submit` waits or runs here; give a run folder to see a run", err=True)
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:

@@ -110,7 +110,7 @@ def offsets_of(ranks: Sequence[RankRecords]) -> dict[str, float]:
             if low > high:  # the clocks drift apart: as they were in the middle
                 middle = [(low + high) / 2 for low, high in bounds]
                 low = high = median(middle)
-            difference = min(max(difference, low), high)
+            difference = difference if low <= difference <= high else (low + high) / 2
         found[host] = own[first.host] + difference
     return found
 

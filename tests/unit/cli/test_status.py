@@ -61,13 +61,48 @@ def test_the_state_of_a_batch_job(run_dir, hpcdist, monkeypatch):
     path.write_text(path.read_text().replace('"job": null', '"job": "17"'))
 
     def squeue(command, **options):
-        assert command[:4] == ["squeue", "--noheader", "--jobs", "17"]
-        return subprocess.CompletedProcess(command, 0, "RUNNING, 58:00 left, n1\n", "")
+        assert command[:4] == ("squeue", "--noheader", "--jobs", "17")
+        return subprocess.CompletedProcess(command, 0, f"17\tN/A\tRUNNING\t58:00\tn1\thpcdist:{run_dir}\n", "")
 
     monkeypatch.setattr(subprocess, "run", squeue)
     out = hpcdist("status", run_dir)[1]
     assert "attempt     2 in job 17 on " in out
     assert "Slurm       RUNNING, 58:00 left, n1\n" in out
+    assert hpcdist("status", 17)[1] == out, "the job's comment names its run folder"
+    assert hpcdist("stop", 17)[0] == 0
+    assert (run_dir / "stop").exists()
+
+
+ARRAY = "21_1\t1\tRUNNING\t9:00\tn1\thpcdist:/r/a-{task}\n21_2\t2\tPENDING\t10:00\t(Resources)\thpcdist:/r/a-{task}\n"
+
+
+def test_jobs_of_this_user(hpcdist, monkeypatch):
+    """Those of `hpcdist submit`, each with its run folder; what somebody else's script has as a comment is left out."""
+    said = ARRAY + "22\tN/A\tRUNNING\t1:00\tn2\tmine\n"
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, said, ""))
+    assert hpcdist("status")[1].splitlines() == [
+        "21_1  RUNNING, 9:00 left, n1  /r/a-1",
+        "21_2  PENDING, 10:00 left, (Resources)  /r/a-2",
+    ]
+    assert [one["run_dir"] for one in json.loads(hpcdist("status", "--json")[1])] == ["/r/a-1", "/r/a-2"]
+
+
+def test_a_job_that_has_ended(run_dir, hpcdist, monkeypatch):
+    def scontrol(command, **_):
+        is_known = command[0] == "scontrol"
+        text = f"JobId=17 JobState=COMPLETED Comment=hpcdist:{run_dir} Power= \n" if is_known else ""
+        return subprocess.CompletedProcess(command, 0, text, "")
+
+    monkeypatch.setattr(subprocess, "run", scontrol)
+    assert f"run         {run_dir}" in hpcdist("status", 17)[1]
+
+
+@pytest.mark.parametrize("given", ["17", "17_3"])
+def test_a_job_that_nobody_knows(given, hpcdist, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", "no"))
+    code, _, error = hpcdist("status", given)
+    assert (code, error.count("\n")) == (2, 1)
+    assert f"expected a run folder, or a job of `hpcdist submit` that Slurm knows, got '{given}'" in error
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(run_dir, hpcdist):

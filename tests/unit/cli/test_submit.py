@@ -43,7 +43,7 @@ def test_a_plain_job(here, call):
     assert code == 0
     assert headers(text) == [
         *("job-name=runs-a", "signal=USR1@120", "requeue", "no-kill", "dependency=singleton", "open-mode=append"),
-        *("output=%x-%j.log", "nodes=4", "ntasks-per-node=8", "time=8:00:00"),
+        *("output=%x-%j.log", "nodes=4", "ntasks-per-node=8", "time=8:00:00", f"comment=hpcdist:{here}/runs/a"),
     ]
     assert f"cd {here} || exit 78\nexport RUN_DIR=runs/a\n" in text
     assert text.endswith(
@@ -58,6 +58,11 @@ def test_a_plain_job(here, call):
     [
         (["--chain"], ["--no-requeue", "--dependency=afterany", ' --successor "$successor" '], ["singleton"]),
         (["--ps", 2, "--nodes", 3], ["export HPCDIST_ROLES='ps:2,worker:*'\n"], []),
+        (
+            ["--ps-nodes", 1, "--nodes", 2, "--ntasks-per-node", 4],
+            ["--nodes=3\n", "export HPCDIST_ROLES='ps:4,worker:*'\n"],
+            [],
+        ),
         (
             ["--launcher", "mpirun"],
             ["=B:USR1@120", "'/opt/mpi bin/mpirun' --host %hosts -n %n_ranks"],
@@ -120,6 +125,52 @@ def test_shellcheck_has_nothing_to_say(here, call):
         assert done.returncode == 0, done.stdout
 
 
+def checked(text):
+    """Return the lines of a script that the shell and shellcheck accept."""
+    assert subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True).returncode == 0
+    if subprocess.run(["which", "shellcheck"], capture_output=True).returncode == 0:
+        done = subprocess.run(["shellcheck", "--severity=warning", "-"], input=text, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+    return text.splitlines()
+
+
+def test_a_script_for_pbs(here, call):
+    """Each job submits its successor, as users of PBS may not requeue."""
+    options = ("--system", "pbs", "--nodes", 2, "--ntasks-per-node", 4, "--time", "8:00:00", "--option", "-q long")
+    lines = checked(call(*options, "--dry-run", "train.py", "--run-dir", "runs/a", *NASTY)[1])
+    assert lines[2:7] == [
+        *("#PBS -N runs-a", "#PBS -l select=2:ncpus=4:mpiprocs=4", "#PBS -l walltime=8:00:00", "#PBS -j oe"),
+        "#PBS -q long",
+    ]
+    assert f'successor=$(qsub -W depend=afterany:"$PBS_JOBID" {here}/runs/a/runs-a.pbs) || exit 1' in lines
+    assert '  \'/opt/mpi bin/mpirun\' -n "$(wc --lines < "$PBS_NODEFILE")" \\' in lines
+    assert any(line.endswith('job.py --successor "$successor" \\') for line in lines)
+
+
+def test_a_script_for_lsf(here, call):
+    """LSF signals the job before its limit, which it takes in hours and minutes, and requeues it."""
+    (here / "hpcdist.toml").write_text('[submit]\nsystem = "lsf"\nlsf = ["-q long"]\n')
+    options = ("--nodes", 2, "--ntasks-per-node", 4, "--time", "8:00:00", "--ps-nodes", 1, "--lead", 90)
+    lines = checked(call(*options, "--dry-run", "train.py", "--run-dir", "runs/a", *NASTY)[1])
+    assert lines[2:10] == [
+        *("#BSUB -J runs-a", "#BSUB -n 12", '#BSUB -R "span[ptile=4]"', "#BSUB -W 8:00", "#BSUB -r"),
+        *("#BSUB -wa USR1 -wt 2", "#BSUB -o %J.log", "#BSUB -q long"),
+    ]
+    assert "export HPCDIST_ROLES='ps:4,worker:*'" in lines
+    assert "  '/opt/mpi bin/mpirun' -n \"$LSB_DJOB_NUMPROC\" \\" in lines
+
+
+@pytest.mark.parametrize(("system", "name", "takes"), [("pbs", "qsub", '"$1"'), ("lsf", "bsub", "/dev/stdin")])
+def test_other_systems_take_the_script(here, call, monkeypatch, system, name, takes):
+    """qsub gets its path, and bsub reads it."""
+    (here / name).write_text(f"#!/bin/sh\ncat {takes} > {here}/taken\necho 17.server\n")
+    (here / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{here}:{os.environ['PATH']}")
+    code, text, error = call("--system", system, "train.py", "--run-dir", "runs/a")
+    assert (code, (here / "taken").read_text()) == (0, text), error
+    assert f'submitted job 17.server: "{here}/runs/a/runs-a.{system}"' in error
+
+
 def test_a_site_has_defaults(here, call):
     (here / "hpcdist.toml").write_text(
         '[submit]\nsbatch = ["--partition=long"]\nsetup = ["module load mpich"]\n'
@@ -171,6 +222,16 @@ def test_defaults_that_are_none(here, call, text):
         (
             ["--ps", "2", "--nodes", "2", "train.py", "--run-dir", "a"],
             "expected fewer parameter servers than the 2 ranks",
+        ),
+        (["--ps", "1", "--ps-nodes", "1", "train.py", "--run-dir", "a"], "expected --ps or --ps-nodes, got both"),
+        (
+            ["--system", "pbs", "--drill", "9", "train.py", "--run-dir", "a"],
+            "expected --drill with Slurm, got",
+        ),
+        (["--system", "lsf", "--time", "5", "train.py", "--run-dir", "a"], "expected a time limit such as 8:00:00"),
+        (
+            ["--system", "pbs", "--option", "-q $(x)", "train.py", "--run-dir", "a"],
+            "options such as '-q long'",
         ),
     ],
 )

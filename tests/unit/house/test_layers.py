@@ -68,6 +68,8 @@ DOORS = {
     "cupyx": {"collectives.gpu.cupy_door"},
     "torch_xla": {"tf_compat.tpu"},
     "click": {"cli"},
+    "matplotlib": {"cli.charts"},
+    "jinja2": {"cli.report"},
     "pytest": {"pytest_plugin"},
     "safetensors": {"cli.torch_files"},
     "pickle": {"ps.pickles"},

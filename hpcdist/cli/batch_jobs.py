@@ -1,0 +1,86 @@
+"""Slurm's jobs that `hpcdist submit` has made: which run folder is whose, as their comments say."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from hpcdist.cli.batch_scripts import COMMENT, TASK
+from hpcdist.errors import UsageError
+
+_JOB = re.compile(r"\d+(_\d+)?$")
+_ANSWER_S = 10.0
+#: Fields of squeue, with what cannot be in them between: id, number in an array, state, time left, reason, comment.
+_FORMAT = "%i\t%K\t%T\t%L\t%R\t%k"
+
+
+class BatchJobState(NamedTuple):
+    """What squeue says of a job; `run_dir` is empty for one that `hpcdist submit` has not made."""
+
+    job: str
+    state: str
+    left: str
+    reason: str
+    run_dir: str
+
+    def __str__(self) -> str:
+        return f"{self.state}, {self.left} left, {self.reason}"
+
+
+def run_folder(given: str) -> Path:
+    """Return the run folder that is meant: a folder, or that of a job of Slurm by its number.
+
+    Raises:
+        UsageError: for the number of a job that is not known, or was not made by `hpcdist submit`.
+    """
+    if not _JOB.match(given) or Path(given).exists():
+        return Path(given)
+    found = state_of(given)
+    text = found.run_dir if found else _run_dir_of_ended(given)
+    if not text:
+        raise UsageError(
+            f"hpcdist: expected a run folder, or a job of `hpcdist submit` that Slurm knows, got {given!r}; give the "
+            f"run folder."
+        )
+    return Path(text)
+
+
+def state_of(job: str) -> BatchJobState | None:
+    """Return what Slurm says of a job that waits or runs; None where it does not know it, or is not here."""
+    return next(iter(_parse(_output_of("squeue", "--noheader", "--jobs", job, "--format", _FORMAT))), None)
+
+
+def own_jobs() -> list[BatchJobState]:
+    """Return the jobs of this user that `hpcdist submit` has made and that wait or run."""
+    return [one for one in _parse(_output_of("squeue", "--me", "--noheader", "--format", _FORMAT)) if one.run_dir]
+
+
+def _parse(text: str) -> list[BatchJobState]:
+    found = []
+    for line in text.splitlines():
+        fields = line.split("\t")
+        if len(fields) == 6:
+            job, task, state, left, reason, comment = (one.strip() for one in fields)
+            found.append(BatchJobState(job, state, left, reason, _run_dir_in(comment, task)))
+    return found
+
+
+def _run_dir_in(comment: str, task: str) -> str:
+    """Return the run folder that a comment names, of one task where it is that of an array; "" for another comment."""
+    return comment.removeprefix(COMMENT).replace(TASK, task) if comment.startswith(COMMENT) else ""
+
+
+def _run_dir_of_ended(job: str) -> str:
+    """Return the run folder of a job that has ended; Slurm knows it for some minutes."""
+    text = _output_of("scontrol", "--oneliner", "show", "job", job)
+    comment, task = re.search(r" Comment=(\S+)", text), re.search(r" ArrayTaskId=(\d+)", text)
+    return _run_dir_in(comment[1], task[1] if task else "") if comment else ""
+
+
+def _output_of(*command: str) -> str:
+    """Return what a command of Slurm prints; "" where it fails, or there is none."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

@@ -1,0 +1,66 @@
+"""`hpcdist bench`: which command each benchmark is. That the benchmarks measure: tests/fault/test_benchmarks.py."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hpcdist.cli import bench
+from hpcdist.cli.launcher import Launcher
+from hpcdist.errors import ConfigurationError
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Return a list of the commands that are started; mpi4py loads MPICH."""
+    commands = []
+
+    def run(command, **options):
+        commands.append([str(part) for part in command])
+        return subprocess.CompletedProcess(command, 7)
+
+    monkeypatch.setattr(bench, "mpi_library", lambda: "mpich")
+    monkeypatch.setattr(bench, "find_launcher", lambda library, environ: Launcher(library, "/opt/mpirun"))
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    return commands
+
+
+@pytest.mark.parametrize(
+    ("arguments", "first", "last"),
+    [
+        (
+            ["allreduce", "-n", "4", "--sizes", "1K"],
+            ["/opt/mpirun", "-n", "4"],
+            ["--out", "out/bench", "--sizes", "1K"],
+        ),
+        (["step", "--quick", "--out", "o"], ["/opt/mpirun", "-n", "2"], ["o", "--rounds", "2", "--steps", "20"]),
+        (["ckpt", "--training"], [sys.executable], ["checkpoint.py", "--out", "out/bench", "--training"]),
+        (["ps"], [sys.executable], ["speed", "--out", "out/bench", "--mpirun", "/opt/mpirun"]),
+    ],
+)
+def test_the_command(started, hpcdist, arguments, first, last):
+    code, _, error = hpcdist("bench", *arguments)
+    (command,) = started
+    assert code == 7, "the benchmark's own"
+    assert command[: len(first)] == first
+    assert [part.rpartition("/benchmarks/")[2] for part in command[-len(last) :]] == last
+    assert error.startswith("+ OMP_NUM_THREADS=1 ")
+
+
+def test_an_unknown_benchmark(hpcdist):
+    code, _, error = hpcdist("bench", "network")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "'network' is not one of 'allreduce', 'step', 'ckpt', 'ps'" in error
+
+
+def test_within_a_launcher(started, hpcdist, monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "4")
+    monkeypatch.setenv("PMI_RANK", "1")
+    assert hpcdist("bench", "step")[0] == 2
+    assert started == []
+
+
+def test_a_package_without_its_benchmarks(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench.hpcdist, "__file__", str(tmp_path / "hpcdist" / "__init__.py"))
+    with pytest.raises(ConfigurationError, match="expected benchmarks/allreduce.py in .*; install hpcdist again"):
+        bench._scripts()

@@ -1,0 +1,207 @@
+"""What follows from the records of a run: goodput, stragglers, times of steps, one clock. Made-up records."""
+
+import json
+
+import pytest
+
+from hpcdist.cli.run_facts import StepClock, goodput_of, numbers_of, stragglers_of
+from hpcdist.cli.run_records import AttemptRecords, RankRecords, Run, Window, read_run
+from hpcdist.cli.trace import events_of, offsets_of
+from hpcdist.errors import UsageError
+
+
+def window(began, ended, steps, **seconds):
+    """Return a window in which what is not said went into computing."""
+    parts = {"compute": 0.0, "input": 0.0, "communication": 0.0, "save": 0.0, "between": 0.0, **seconds}
+    n_steps = 0 if steps is None else steps[1] - steps[0] + 1
+    return Window(began, ended, steps, n_steps, 0, (0, 0.0), parts)
+
+
+def rank(number, windows=(), host="n1", steps=(), clock=(0.0, 0.0), process_began=0.0):
+    return RankRecords(number, f"worker:{number}", host, process_began, clock, tuple(windows), tuple(steps))
+
+
+def run_of(*attempts):
+    return Run("run", attempts, (), {}, {})
+
+
+# -- goodput -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_unbroken_run():
+    windows = [window(10, 20, (1, 10), compute=8, save=1, between=1), window(20, 30, (11, 20), compute=10)]
+    found = goodput_of(run_of(AttemptRecords(1, (), (rank(0, windows),))))
+    assert found.elapsed_s == 30.0
+    assert found.share == pytest.approx(18 / 30)
+    assert {name: s for name, s in found.parts.items() if s} == {
+        **{"kept steps": 18.0, "saves": 1.0, "between steps": 1.0, "start-up": 10.0}
+    }
+
+
+def test_steps_that_were_made_again_are_lost():
+    """The second attempt resumes from step 15 of 20, ten seconds after the first one's last record."""
+    first = AttemptRecords(1, (), (rank(0, [window(0, 20, (1, 20), compute=20)]),))
+    second = AttemptRecords(
+        2,
+        ({"event": "resume", "step": 15},),
+        (rank(0, [window(32, 52, (16, 35), compute=20)], process_began=30.0),),
+    )
+    found = goodput_of(run_of(first, second))
+    assert (found.n_lost, found.elapsed_s) == (5, 52.0)
+    assert found.parts["kept steps"] == pytest.approx(35.0)
+    assert found.parts["lost steps"] == pytest.approx(5.0)
+    assert found.parts["waiting for the next attempt"] == pytest.approx(10.0)
+    assert found.parts["start-up"] == pytest.approx(2.0)
+    assert sum(found.parts.values()) == pytest.approx(found.elapsed_s)
+
+
+def test_attempts_without_records():
+    """As of a run with HPCDIST_TRACE=off: only the ledger tells when it began and ended."""
+    events = ({"event": "begin", "time_s": 100.0}, {"event": "end", "how": "finished", "reason": "", "time_s": 160.0})
+    found = goodput_of(run_of(AttemptRecords(1, events, ())))
+    assert (found.elapsed_s, found.share) == (60.0, 0.0)
+    assert goodput_of(run_of(AttemptRecords(1, (), ()))).elapsed_s == 0.0
+
+
+# -- stragglers --------------------------------------------------------------------------------------------------------
+
+
+def test_the_rank_that_others_wait_for_is_named():
+    """All take equally long, as they wait for each other: what a rank does by itself tells."""
+    ranks = [rank(n, [window(0, 10, (1, 10), compute=6, communication=4)], host=f"n{n // 2}") for n in range(4)]
+    assert stragglers_of(ranks) == []
+    ranks[3] = rank(3, [window(0, 10, (1, 10), compute=9.5, communication=0.5)], host="n1")
+    assert stragglers_of(ranks) == ["rank 3 on n1 computes 950 ms a step, the median 600 ms"]
+
+
+def test_a_slow_host_is_named_and_so_is_slow_input():
+    ranks = [rank(n, [window(0, 10, (1, 10), compute=6, communication=4)], host=f"n{n // 2}") for n in range(6)]
+    ranks[4:] = [rank(n, [window(0, 10, (1, 10), compute=9, communication=1)], host="n2") for n in (4, 5)]
+    assert [line.partition(" computes")[0] for line in stragglers_of(ranks)] == [
+        *("rank 4 on n2, as all ranks of that host,", "rank 5 on n2, as all ranks of that host,")
+    ]
+    ranks[0] = rank(0, [window(0, 10, (1, 10), compute=6, input=3, communication=1)], host="n0")
+    assert "rank 0 on n0 waits for input 300 ms a step, the median 0 ms" in stragglers_of(ranks)
+
+
+def test_one_rank_is_no_straggler():
+    assert stragglers_of([rank(0, [window(0, 1, (1, 1), compute=1)])]) == []
+    assert stragglers_of([]) == []
+
+
+# -- times of steps ----------------------------------------------------------------------------------------------------
+
+
+def test_when_steps_were_made():
+    clock = StepClock([window(100, 110, (1, 10)), window(110, 120, None), window(120, 130, (11, 15))])
+    assert [clock.time_of(step) for step in (0, 5, 10, 15)] == [100, 105, 110, 130]
+    assert clock.time_of(12) == pytest.approx(124.0)
+    assert clock.time_of(16) is None
+
+
+def test_steps_that_were_made_again_count_the_last_time():
+    clock = StepClock([window(0, 10, (1, 10)), window(10, 20, (11, 20)), window(50, 70, (11, 30))])
+    assert [clock.time_of(step) for step in (5, 10, 20, 30)] == [5, 10, 60, 70]
+    clock = StepClock([window(0, 20, (1, 20)), window(50, 60, (16, 25))])
+    assert [clock.time_of(step) for step in (10, 15, 20, 25)] == [10, 15, 55, 60]
+
+
+def test_numbers_of_metrics():
+    records = [{"step": 1, "epoch": 0, "loss": 2, "name": "x", "ok": True}, {"step": 3, "loss": 1.5}]
+    assert numbers_of(records) == {"loss": [(1, 2.0), (3, 1.5)]}
+
+
+# -- one clock ---------------------------------------------------------------------------------------------------------
+
+
+def step_of(number, began, ended, entered, left):
+    spans = [["input", "next batch", began, began], ["communication", "gradients float32 x 8", entered, left]]
+    return {"step": number, "time": [began, ended], "spans": spans}
+
+
+@pytest.mark.parametrize("offset", [0.0, -123.456, 5e6])
+@pytest.mark.parametrize("error", [0.0, 3.0, -0.5])
+def test_clocks_of_hosts_are_set_by_their_sums(offset, error):
+    """Host n2's clock began at another time, and its time since 1970 is wrong by `error` seconds."""
+    sums = [(1.0, 1.010), (2.0, 2.004), (3.0, 3.002)]
+    late = [0.009, 0.0, 0.001]  # n2 enters later by this, and all leave together
+    first = [step_of(n, began - 0.5, ended, began, ended) for n, (began, ended) in enumerate(sums)]
+    second = [
+        step_of(n, began - 0.5 + offset, ended + offset, began + delay + offset, ended + offset)
+        for n, ((began, ended), delay) in enumerate(zip(sums, late, strict=True))
+    ]
+    ranks = [rank(0, host="n1", steps=first, clock=(0.0, 1e9)), rank(1, host="n1", steps=first, clock=(0.0, 1e9))]
+    ranks += [rank(2, host="n2", steps=second, clock=(offset, 1e9 + error))]
+    found = offsets_of(ranks)
+    assert found["n1"] == 1e9
+    assert found["n2"] == pytest.approx(1e9 - offset, abs=0.0015)  # half of the shortest sum that bounds it
+
+
+def test_clocks_without_a_common_sum_are_the_hosts_own():
+    ranks = [rank(0, host="n1", clock=(5.0, 105.0)), rank(1, host="n2", clock=(7.0, 110.0))]
+    assert offsets_of(ranks) == {"n1": 100.0, "n2": 103.0}
+
+
+def test_clocks_that_drift_apart():
+    """No constant fits all: that of the middle is taken."""
+    first = [step_of(n, n, n + 0.01, n, n + 0.01) for n in range(11)]
+    second = [step_of(n, n + 0.1 * n, n + 0.1 * n + 0.01, n + 0.1 * n, n + 0.1 * n + 0.01) for n in range(11)]
+    ranks = [rank(0, host="n1", steps=first), rank(1, host="n2", steps=second)]
+    assert offsets_of(ranks)["n2"] == pytest.approx(-0.5, abs=0.02)
+
+
+def test_events_of_a_trace():
+    """In microseconds since the first process began, with a name for each rank, and waits within their step."""
+    steps, windows = [step_of(1, 2.0, 3.0, 2.5, 2.75)], [window(102, 104, (1, 2), compute=1.5, input=0.5)]
+    ranks = [rank(n, windows, f"n{n}", steps, (0, 100), 99) for n in range(2)]
+    events = events_of(AttemptRecords(1, (), tuple(ranks)))
+    assert [one["args"]["name"] for one in events if one["name"] == "process_name"] == [
+        *("rank 0 (worker:0) on n0", "rank 1 (worker:1) on n1")
+    ]
+    (step, wait, total, summed) = [one for one in events if one["ph"] == "X" and one["pid"] == 1]
+    assert (step["name"], step["ts"], step["dur"], step["tid"]) == ("step 1", 3e6, 1e6, 0)
+    assert (wait["name"], wait["ts"]) == ("next batch", 3e6)
+    assert (total["cat"], total["ts"], total["dur"]) == ("communication", 3.5e6, 0.25e6)
+    assert (summed["name"], summed["ts"], summed["dur"], summed["tid"]) == ("steps 1-2", 3e6, 2e6, 2)
+    assert summed["args"]["compute"] == 1.5
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def test_records_that_are_torn_are_left_out(tmp_path):
+    """As by a kill while they were written: of a line, and of a whole file."""
+    trace = tmp_path / "trace" / "0001"
+    trace.mkdir(parents=True)
+    header = {"rank": 0, "role": "worker:0", "host": "n1", "process_began": 5.0, "clock": [1.0, 11.0]}
+    sums = {"step_s": 3.0, "input_s": 1.0, "communication_s": 0.5, "save_s": 0.0, "between_s": 0.0}
+    line = {"window": [2.0, 5.0], "steps": [1, 3], "n_steps": 3, "longest": [1, 1.5], "rows": 6, **sums}
+    text = json.dumps(header) + "\n" + json.dumps(line) + "\n" + json.dumps(line)[:40]
+    (trace / "rank-00000.jsonl").write_text(text)
+    (trace / "rank-00001.jsonl").write_text('{"rank": 1, "ro')
+    (trace / "rank-00002.jsonl").write_text("")
+    (tmp_path / "config.json").write_text("{")
+    run = read_run(tmp_path)
+    (attempt,) = run.attempts
+    (found,) = attempt.ranks
+    assert run.config == {}
+    seconds = {"compute": 1.5, "input": 1.0, "communication": 0.5, "save": 0.0, "between": 0.0}
+    assert found.windows == (Window(12.0, 15.0, (1, 3), 3, 6, (1, 1.5), seconds),)
+
+
+@pytest.mark.parametrize("command", ["report", "trace"])
+def test_a_folder_of_something_else(hpcdist, tmp_path, command):
+    code, _, error = hpcdist(command, tmp_path)
+    assert (code, error.count("\n")) == (2, 1)
+    assert "expected the folder of a run, with checkpoints/attempts or trace" in error
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UsageError):
+        read_run(tmp_path)
+
+
+def test_a_trace_of_a_run_without_records(hpcdist, tmp_path):
+    (tmp_path / "checkpoints" / "attempts").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "attempts" / "0001.jsonl").write_text('{"event": "begin", "time_s": 1.0}\n')
+    code, _, error = hpcdist("trace", tmp_path)
+    assert (code, error.count("\n")) == (2, 1)
+    assert "without HPCDIST_TRACE=off" in error

@@ -1,0 +1,184 @@
+"""`hpcdist report`: the page of a made-up run, in a real browser, light and dark; and its pictures."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+#: It looks for updates otherwise, and asks for a sandbox that containers lack.
+OPTIONS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--hide-scrollbars", "--window-size=1000,1400"),
+]
+DARK = "--blink-settings=preferredColorScheme=0"
+
+
+def write(path, *records):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+
+
+def record_rank(folder, attempt, rank, first, last, began, own_s):
+    """Write the records of a rank whose steps take a second, of which it computes `own_s`."""
+    header = {"rank": rank, "role": f"worker:{rank}", "host": f"n{rank // 2 + 1}", "process_began": began - 5.0}
+    windows = [
+        {
+            "window": [float(step), step + 10.0],
+            "steps": [step + 1, step + 10],
+            "n_steps": 10,
+            "step_s": 10.0,
+            "input_s": 0.5,
+            "communication_s": 9.5 - 10 * own_s,
+            "save_s": 0.2,
+            "between_s": 0.3,
+            "longest": [step + 3, 1.5],
+            "rows": 640,
+        }
+        for step in range(first, last, 10)
+    ]
+    path = folder / "trace" / f"{attempt:04d}" / f"rank-{rank:05d}.jsonl"
+    write(path, {**header, "clock": [float(first), began]}, *windows)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """Return the folder of a run of four ranks: 40 steps, a kill, and 60 more; rank 3 is slow in the second attempt."""
+    folder = tmp_path / "run <b>&amp;"
+    for attempt, first, last, began in ((1, 0, 40, 1000.0), (2, 30, 100, 1100.0)):
+        for rank in range(4):
+            record_rank(folder, attempt, rank, first, last, began, 0.9 if attempt == 2 and rank == 3 else 0.5)
+        commit = {"event": "commit", "step": last - 10, "nbytes": 3_000_000, "took_s": 0.25, "time_s": began + 30}
+        begin = {"event": "begin", "time_s": began - 1, "job": "17", "nodes": ["n1", "n2"]}
+        resume = [{"event": "resume", "step": 30, "time_s": began}] if attempt == 2 else []
+        end = [{"event": "end", "how": "finished", "reason": "done <i>", "time_s": began + 70}] if attempt == 2 else []
+        write(folder / "checkpoints" / "attempts" / f"{attempt:04d}.jsonl", begin, *resume, commit, *end)
+    write(folder / "metrics.jsonl", *({"step": step, "loss <x>": 100 / step} for step in range(5, 100, 5)))
+    settings = {"roles": {"value": "worker:4", "from": "HPCDIST_ROLES"}}
+    config = {
+        "attempt": 2,
+        "program": ["python", "train.py"],
+        "hosts": {"n1": "0-1", "n2": "2-3"},
+        "settings": settings,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class Page(HTMLParser):
+    """What a page refers to, its texts, and its tags."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.references, self.tags, self.texts = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.references += [value for name, value in attributes if name in ("src", "href", "xlink:href", "data")]
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def test_the_page_tells_the_run(run_dir, hpcdist):
+    code, out, _ = hpcdist("report", run_dir)
+    assert (code, out) == (0, f"{run_dir}/report/report.html, and 5 pictures beside it\n")
+    text = (run_dir / "report" / "report.html").read_text()
+    page = Page(text)
+    said = " ".join(" ".join(page.texts).split())
+    for expected in (
+        "2 attempts",
+        "100 last step",
+        "64 rows a second",
+        "rank 3 on n2 computes 900 ms a step, the median 500 ms",
+        "10 steps were lost and made again",
+        "90 2 3 MB 250 ms",  # step, attempt, size and time of a checkpoint
+        "step 30 finished: done <i>",
+        "runs, or died without notice",
+        "roles worker:4 HPCDIST_ROLES",
+    ):
+        assert expected in said, expected
+    assert not {"i", "x", "b", "script", "link", "img"} & set(page.tags) - {"b"}, "names are texts, and not tags"
+    assert [one for one in page.references if not one.startswith("#")] == [], "it needs no other file"
+    assert not re.search(r"https?://(?!www\.w3\.org|purl\.org|creativecommons\.org|matplotlib\.org)", text)
+
+
+def test_pictures_are_beside_it(run_dir, hpcdist, tmp_path):
+    hpcdist("report", run_dir, "--out", tmp_path / "out")
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["goodput.png", "loss--x--step.png", "loss--x--time.png", "pace.png", "ranks.png", "report.html"]
+    for name in names[:-1]:
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG"), name
+    assert not (run_dir / "report").exists()
+
+
+def test_a_run_that_has_just_begun(tmp_path, hpcdist):
+    write(tmp_path / "checkpoints" / "attempts" / "0001.jsonl", {"event": "begin", "time_s": 10.0, "nodes": ["n1"]})
+    assert hpcdist("report", tmp_path)[0] == 0
+    assert "no decision: it has written none" in (tmp_path / "report" / "report.html").read_text()
+
+
+def test_many_ranks(tmp_path, hpcdist):
+    """Those with the longest own part are shown, the slow one among them."""
+    for rank in range(40):
+        record_rank(tmp_path, 1, rank, 0, 20, 1000.0, 0.9 if rank == 37 else 0.5)
+    assert hpcdist("report", tmp_path)[0] == 0
+    text = " ".join(Page((tmp_path / "report" / "report.html").read_text()).texts)
+    assert "Of 40 ranks the 32 with the longest own part." in text
+    assert "rank 37" in text
+
+
+def test_without_matplotlib(run_dir, hpcdist, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "hpcdist.cli.charts", None)
+    code, _, error = hpcdist("report", run_dir)
+    assert (code, error.count("\n")) == (78, 1)
+    assert "pip install 'hpcdist[report]'" in error
+
+
+def shot(page, path, *options):
+    """Return what a browser shows of a page, as an array of pixels; and what it says on its console."""
+    import matplotlib.image
+
+    folder = path.with_suffix(".profile")
+    command = [
+        BROWSER,
+        *OPTIONS,
+        "--enable-logging=stderr",
+        f"--user-data-dir={folder}",
+        f"--screenshot={path}",
+        *options,
+    ]
+    done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=60)
+    console = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+    return matplotlib.image.imread(path)[..., :3], console
+
+
+@pytest.mark.skipif(BROWSER is None and not os.environ.get("CI"), reason="no chromium is installed")
+def test_a_browser_shows_it_light_and_dark(run_dir, hpcdist, tmp_path):
+    """Texts stand out from the ground in both, series keep their colours apart, and nothing is missing."""
+    hpcdist("report", run_dir)
+    page = run_dir / "report" / "report.html"
+    shown = {}
+    for name, options in {"light": (), "dark": (DARK,)}.items():
+        pixels, console = shot(page, tmp_path / f"{name}.png", *options)
+        assert console == []
+        shown[name] = pixels
+        assert pixels.shape[:2] == (1400, 1000)
+    corners = {name: float(pixels[5, 5].mean()) for name, pixels in shown.items()}
+    assert corners["light"] > 0.9
+    assert corners["dark"] < 0.15
+    for name, pixels in shown.items():
+        heading = pixels[20:60, 60:400].mean(axis=2)
+        contrast = abs(heading - corners[name]).max()
+        assert contrast > 0.7, name
+        blue = (pixels[..., 2] - pixels[..., 0] > 0.3) & (pixels[..., 2] > 0.5)
+        green = (pixels[..., 1] - pixels[..., 0] > 0.3) & (pixels[..., 1] > 0.5)
+        assert blue.sum() > 3000, f"{name}: lines and the first part of the bars"
+        assert green.sum() > 200, f"{name}: the second part of the bars"
+    assert np.abs(shown["light"] - shown["dark"]).mean() > 0.5

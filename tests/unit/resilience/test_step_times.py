@@ -1,0 +1,237 @@
+"""Records of steps: what each window sums up, which steps are recorded by themselves, and a disk that fails."""
+
+import errno
+import json
+import os
+import threading
+
+import pytest
+
+from hpcdist.checkpoint.durable import Disk
+from hpcdist.resilience.step_times import RecordFile, StepTimes, is_recorded, pace_of, trace_folder
+from hpcdist.runtime.time_spent import Span, TimeSpent
+
+HEADER = {"attempt": 1, "rank": 0}
+
+
+class Kept:
+    """A file of records that keeps them."""
+
+    def __init__(self):
+        self.records = []
+        self.n_flushed = 0
+
+    def add(self, record):
+        self.records.append(json.loads(json.dumps(record)))
+
+    def flush(self, for_s):
+        self.n_flushed += 1
+
+
+class Program:
+    """A program with a clock of its own, whose steps take what a test says."""
+
+    def __init__(self, records_all=False, step=0):
+        self.now, self.spent, self.file = 50.0, TimeSpent(), Kept()
+        self.times = StepTimes(self.file, HEADER, step, records_all, self.spent, lambda: self.now)
+        self.step = step
+
+    def wait(self, kind, seconds):
+        self.spent.begin()
+        self.now += seconds
+        self.spent.end(Span(kind, kind, self.now - seconds, self.now), self.spent.communication_s)
+
+    def make_step(self, compute_s, input_s=0.0, communication_s=0.0, save_s=0.0, rows=0):
+        self.wait("input", input_s)
+        self.spent.rows += rows
+        self.now += compute_s
+        self.wait("communication", communication_s)
+        self.step += 1
+        self.times.arrive(self.step)
+        self.wait("save", save_s)
+        return self.times.leave()
+
+    def windows(self):
+        return [one for one in self.file.records if "window" in one]
+
+
+def test_a_window_sums_up_its_steps():
+    program = Program()
+    for number in range(8):
+        program.make_step(compute_s=0.05 + 0.1 * (number == 5), input_s=0.01, communication_s=0.02, rows=64)
+    program.make_step(compute_s=0.1, save_s=1.0)
+    (window,) = program.windows()
+    assert window["steps"] == [1, 9]
+    assert window["n_steps"] == 9
+    assert window["longest"] == [6, pytest.approx(0.18)]
+    assert window["rows"] == 8 * 64
+    expected = {"step_s": 0.84, "input_s": 0.08, "communication_s": 0.16, "save_s": 1.0, "between_s": 0.0}
+    assert {key: window[key] for key in expected} == pytest.approx(expected)
+    assert window["window"] == pytest.approx([50.0, 51.84])
+
+
+def test_polls_without_a_step_are_time_between_steps():
+    """As in an evaluation: its input and its sums are no part of a step."""
+    program = Program()
+    program.make_step(compute_s=0.5)
+    for _ in range(3):
+        program.wait("input", 0.1)
+        program.wait("communication", 0.1)
+        program.times.arrive(program.step)
+        program.times.leave()
+    program.make_step(compute_s=0.5)
+    program.times.end()
+    total = {key: sum(one[key] for one in program.windows()) for key in ("n_steps", "step_s", "input_s", "between_s")}
+    assert total == pytest.approx({"n_steps": 2, "step_s": 1.0, "input_s": 0.0, "between_s": 0.6})
+
+
+def test_a_save_within_a_step_is_no_part_of_it():
+    program = Program()
+    program.wait("save", 2.0)  # as fit does at the end of an epoch
+    program.make_step(compute_s=0.5)
+    (window,) = program.windows()
+    assert (window["step_s"], window["save_s"]) == pytest.approx((0.5, 2.0))
+
+
+def test_windows_get_longer():
+    """A thousandth of the attempt: a file of two weeks has as many windows as one of some hours."""
+    program = Program()
+    for _ in range(20_000):
+        program.make_step(compute_s=60.0)
+    lengths = [one["window"][1] - one["window"][0] for one in program.windows()]
+    assert lengths[0] == 60.0
+    assert lengths[-1] == pytest.approx(1140.0, rel=0.1)
+    assert len(lengths) < 5000
+
+
+def test_which_steps_are_recorded():
+    recorded = [step for step in range(1 << 14) if is_recorded(step)]
+    assert recorded[:32] == list(range(32))
+    assert recorded[32:40] == [32, 33, 34, 35, 36, 37, 38, 39]
+    assert [step for step in recorded if 1024 <= step < 1024 + 160] == [1024, 1025, 1088, 1089, 1152, 1153]
+    assert sum(is_recorded(step) for step in range(1 << 13, 1 << 14)) == 32
+
+
+def test_a_recorded_step_has_what_it_waited_for():
+    program = Program(step=100)
+    program.make_step(compute_s=0.1, input_s=0.2, communication_s=0.3)
+    _, record, *_ = program.file.records
+    assert record["step"] == 101
+    assert record["time"] == pytest.approx([50.0, 50.6])
+    assert [one[:2] for one in record["spans"]] == [["input", "input"], ["communication", "communication"]]
+
+
+def test_all_steps_are_recorded_if_asked_for():
+    program = Program(records_all=True)
+    for _ in range(300):
+        program.make_step(compute_s=0.001)
+    assert sum("spans" in one for one in program.file.records) == 300
+    assert sum(is_recorded(step) for step in range(300)) < 150
+
+
+def test_the_end_is_recorded_once():
+    program = Program()
+    program.make_step(compute_s=0.1)
+    program.times.end()
+    program.times.end()
+    assert len(program.windows()) == 1
+    assert program.file.n_flushed == 1
+
+
+def test_the_log_has_a_line_a_minute():
+    program = Program()
+    texts = [program.make_step(compute_s=0.5, input_s=0.5, rows=10) for _ in range(200)]
+    said = [text for text in texts if text]
+    assert len(said) == 3
+    assert said[0].startswith("1e+03 ms a step; of the time: input 50 %, communication 0 %, save 0 %, between 0 %")
+    assert said[0].endswith("; 10 rows/s")
+
+
+def test_a_pace_without_steps():
+    window = {"window": [0.0, 4.0], "n_steps": 0, "step_s": 0.0, "rows": 0, "input_s": 0.0, "communication_s": 0.0}
+    text = pace_of([{**window, "save_s": 0.0, "between_s": 4.0}])
+    assert text == "no step; of the time: input 0 %, communication 0 %, save 0 %, between 100 %"
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def path_in(tmp_path):
+    return trace_folder(tmp_path, 2) / "rank-00000.jsonl"
+
+
+def test_a_file_of_records(tmp_path):
+    file = RecordFile(path_in(tmp_path), every_s=0.0)
+    for number in range(100):
+        file.add({"number": number})
+    file.flush(10)
+    assert [json.loads(line)["number"] for line in path_in(tmp_path).read_text().splitlines()] == list(range(100))
+
+
+def test_a_second_handler_of_an_attempt_appends(tmp_path):
+    for number in range(2):
+        file = RecordFile(path_in(tmp_path), every_s=0.0)
+        file.add({"number": number})
+        file.flush(10)
+    assert path_in(tmp_path).read_text() == '{"number":0}\n{"number":1}\n'
+
+
+def test_writes_are_rare(tmp_path):
+    """A thousand ranks share a file server."""
+    now, writes = [0.0], []
+
+    class Counting(Disk):
+        def write(self, descriptor, data, offset):
+            writes.append(len(data))
+            return super().write(descriptor, data, offset)
+
+    file = RecordFile(path_in(tmp_path), 50.0, Counting(), lambda: now[0])
+    for _ in range(500):
+        now[0] += 1.0
+        file.add({"a": 1})
+        if len(writes) == 0:
+            file.flush(10)
+    file.flush(10)
+    assert 2 < len(writes) < 15
+
+
+def test_a_disk_that_fails_ends_the_recording_and_nothing_else(tmp_path, caplog):
+    class Full(Disk):
+        def write(self, descriptor, data, offset):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file = RecordFile(path_in(tmp_path), 0.0, Full())
+    for _ in range(3):
+        file.add({"a": 1})
+        file.flush(10)
+    assert [one.getMessage() for one in caplog.records] == [
+        f"trace: expected to write {path_in(tmp_path)}, got No space left on device; the job goes on without records "
+        "of its steps there."
+    ]
+
+
+def test_a_rank_that_does_not_see_the_run_folder_makes_none(tmp_path, caplog):
+    file = RecordFile(path_in(tmp_path / "elsewhere"), 0.0)
+    file.add({"a": 1})
+    file.flush(10)
+    assert "no run folder on this host" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_hangs_is_not_waited_for(tmp_path):
+    is_over = threading.Event()
+
+    class Hanging(Disk):
+        def make_folder(self, path, mode=0o777):
+            is_over.wait(30)
+            super().make_folder(path, mode)
+
+    file = RecordFile(path_in(tmp_path), 0.0, Hanging())
+    file.add({"a": 1})
+    file.flush(0.1)
+    for _ in range(10):
+        file.add({"a": 2})
+    assert not path_in(tmp_path).exists()
+    is_over.set()
+    file.flush(10)
+    assert path_in(tmp_path).read_text().count("\n") == 11

@@ -1,0 +1,94 @@
+"""What the main thread waits for: each second counts once, whatever is inside of what."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+
+from hpcdist.diagnostics.journal import Journal
+from hpcdist.runtime.time_spent import TimeSpent
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Return a list whose only element is the time."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def pass_time(clock, journal, before_s, inside_s, after_s):
+    """Make one collective, with time around it."""
+    clock[0] += before_s
+    journal.enter("all_reduce", "float32", 8)
+    clock[0] += inside_s
+    journal.leave()
+    clock[0] += after_s
+
+
+def test_a_collective_within_a_save_is_a_part_of_the_save(clock):
+    spent, journal = TimeSpent(), Journal()
+    spent.watch(journal, is_background=False)
+    pass_time(clock, journal, 1, 2, 0)
+    with spent.timed("save", "save"):
+        pass_time(clock, journal, 4, 8, 16)
+    assert spent.totals == (0.0, 2.0, 28.0, 0)
+
+
+def test_a_wait_within_a_wait_counts_once(clock):
+    spent = TimeSpent()
+    with spent.timed("save", "save"):
+        clock[0] += 1
+        with spent.timed("save", "wait for the disk"):
+            clock[0] += 2
+    assert spent.totals.save_s == 3.0
+    assert [one.name for one in spent.spans_since(0)[0]] == ["save"]
+
+
+def test_background_threads_do_not_wait_for_the_main_one(clock):
+    spent, journal = TimeSpent(), Journal()
+    spent.watch(journal, is_background=True)
+    pass_time(clock, journal, 0, 5, 0)
+    assert spent.totals.communication_s == 0.0
+    own, background = spent.spans_since(0)
+    assert (own, [one.name for one in background]) == ([], ["all_reduce float32 x 8"])
+
+
+def test_what_a_group_took_stays_when_it_is_freed(clock):
+    spent, journal = TimeSpent(), Journal()
+    spent.watch(journal, is_background=False)
+    pass_time(clock, journal, 0, 3, 0)
+    spent.leave(journal)
+    pass_time(clock, journal, 0, 9, 0)
+    assert spent.totals.communication_s == 3.0
+
+
+def test_a_wait_that_raises_counts(clock):
+    spent = TimeSpent()
+    with contextlib.suppress(ValueError), spent.timed("input", "next batch"):
+        clock[0] += 2
+        raise ValueError
+    assert spent.totals.input_s == 2.0
+    with spent.timed("input", "next batch"):
+        clock[0] += 1
+    assert spent.totals.input_s == 3.0
+
+
+def test_spans_are_read_while_others_are_added():
+    """Another thread of the program may make batches meanwhile."""
+    spent, is_done = TimeSpent(), threading.Event()
+
+    def add():
+        while not is_done.is_set():
+            with spent.timed("input", "next batch"):
+                pass
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    try:
+        for _ in range(2000):
+            assert len(spent.spans_since(0)[0]) <= 64
+    finally:
+        is_done.set()
+        thread.join()
