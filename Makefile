@@ -27,7 +27,7 @@ OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA
 unit mpi mpi-ranks openmpi system-mpi fault slurm hosts: export CUDA_VISIBLE_DEVICES =
 
 .PHONY: train test test-rest test-all parts stubs docs lint unit mpi mpi-ranks openmpi system-mpi fault slurm hosts \
-	frameworks kills crashes mutants soak fuzz ways slurm-all mpi-all gpu bench-quick oracle clean
+	transcript frameworks kills crashes mutants soak fuzz ways slurm-all mpi-all gpu bench-quick oracle clean
 
 train: .venv/train.installed
 	$(BIN)/mpirun -n 2 $(BIN)/python jobs/train.py --run-dir $(RUN_DIR)
@@ -51,11 +51,11 @@ parts:
 
 .venv/train.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/$(PIP_INSTALL) --editable '.[mpich,jobs]'
+	$(BIN)/$(PIP_INSTALL) --editable '.[mpich,jobs,report]'
 	touch $@
 
 .venv/test.installed: .venv/train.installed
-	$(BIN)/$(PIP_INSTALL) --editable '.[mpich,jobs,test,dev]'
+	$(BIN)/$(PIP_INSTALL) --editable '.[mpich,jobs,report,test,dev]'
 	touch $@
 
 # A second environment, as both MPI wheels install bin/mpirun. It sees the packages of the first one.
@@ -128,6 +128,10 @@ fault: .venv/test.installed
 # Skipped, with the reason, where Debian's Slurm packages or root are missing; in CI that is a failure.
 slurm: .venv/test.installed
 	$(BIN)/$(PYTEST) tests/slurm -m "$(SELECT)"
+
+# A new user's first half hour, from an empty environment to a batch job that was preempted: docs/transcript.md.
+transcript: .venv/test.installed
+	$(BIN)/$(PYTEST) tests/slurm/test_newcomer.py --transcript docs/transcript.md
 
 # Skipped, with the reason, where root, namespaces or tc are missing; in CI that is a failure.
 hosts: .venv-openmpi/test.installed

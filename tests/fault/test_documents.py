@@ -33,6 +33,9 @@ COMMANDS = {
     "hpcdist doctor": "test_the_command_as_on_its_page",
     "hpcdist run -n 2 jobs/train.py --run-dir runs/first --epochs 2": "test_the_command_as_on_its_page",
     "hpcdist status runs/first": "test_the_command_as_on_its_page",
+    "hpcdist ckpt ls runs/first": "test_the_command_as_on_its_page",
+    "hpcdist report runs/first": "test_the_command_as_on_its_page",
+    "hpcdist trace runs/first": "test_the_command_as_on_its_page",
     "hpcdist submit --nodes 2 --ntasks-per-node 4 --time 8:00:00 --dry-run jobs/train.py --run-dir runs/second": (
         "test_the_command_as_on_its_page; tests/slurm submits"
     ),
@@ -192,7 +195,8 @@ def test_estimators_as_on_the_page(clone, clean_environ):
 def test_the_command_as_on_its_page(clone, clean_environ):
     """In the order of the page: each shows what the one before has left."""
     (block,) = blocks(ROOT / "docs" / "command.md", "sh")
-    expected = ("ok    world          2 ranks", "test accuracy 0.", "if it ends  finished", "#SBATCH --time=8:00:00")
+    expected = ("ok    world          2 ranks", "test accuracy 0.", "if it ends  finished", "step-00000046-0001.h5")
+    expected += ("runs/first/report/report.html, and ", "steps of 2 ranks; open it", "#SBATCH --time=8:00:00")
     for command, text in zip(block.splitlines(), expected, strict=True):
         output, seconds = run(command, clone, clean_environ, 60)
         assert text in output, output

@@ -588,7 +588,7 @@ def test_attempts_that_die_again_and_again_are_not_started_a_fourth_time(comm, s
     job.train(1)
     assert decision(comm, shared_path)["decision"] == "requeue", "renewed by the first checkpoint"
     job.handler.close()
-    assert sorted(path.name for path in shared_path.rglob("*.jsonl")) == [f"000{n}.jsonl" for n in range(1, 5)]
+    assert sorted(path.name for path in shared_path.rglob("attempts/*.jsonl")) == [f"000{n}.jsonl" for n in range(1, 5)]
 
 
 def test_attempts_outside_of_batch_jobs_warn_only(comm, shared_path, make_job, caplog):

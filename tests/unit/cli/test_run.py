@@ -1,6 +1,8 @@
 """`hpcdist run`: what becomes of exit codes, and wrong command lines. Real jobs: tests/fault/test_command.py."""
 
 import json
+import re
+import shlex
 
 import pytest
 
@@ -97,3 +99,33 @@ def test_ranks_of_a_launcher_start_no_ranks(capfd, monkeypatch):
         main.main(["run", "true"])
     assert ended.value.code == 2
     assert "expected to start the ranks, got rank 1 of 2 that an MPICH-like mpirun" in capfd.readouterr().err
+
+
+def added(hpcdist, *options):
+    """Return the variables that `hpcdist run` adds, as its dry run prints them."""
+    code, out, error = hpcdist("run", "-n", "2", *options, "--dry-run", "true")
+    assert code == 0, error
+    return dict(word.split("=", 1) for word in shlex.split(out) if re.match(r"(HPCDIST_\w+|TF_CONFIG)=", word))
+
+
+def test_settings_of_a_file_are_variables(hpcdist, tmp_path, monkeypatch):
+    """The command line comes first, then variables, then the file; TF_CONFIG gives way to --roles alone."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hpcdist.toml").write_text('[run]\nroles = "ps:1,worker:*"\ntimeout_s = 90\ntrace = "all"\n')
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:1"]}}')
+    monkeypatch.setenv("HPCDIST_TRACE", "off")
+    of_file = {"HPCDIST_ROLES": "ps:1,worker:*", "HPCDIST_TIMEOUT_S": "90"}
+    assert added(hpcdist) == {**of_file, "HPCDIST_FROM_FILE": "HPCDIST_ROLES,HPCDIST_TIMEOUT_S"}
+    assert added(hpcdist, "--roles", "worker:*") == {
+        **{"HPCDIST_ROLES": "worker:*", "TF_CONFIG": "", "HPCDIST_TIMEOUT_S": "90"},
+        "HPCDIST_FROM_FILE": "HPCDIST_TIMEOUT_S",
+    }
+
+
+@pytest.mark.parametrize("text", ["[run]\ntimeout_s = 'x'", "[run]\ntimeout_s = true", "[run]\nlog = 'xml'", "run = 3"])
+def test_files_that_are_refused(hpcdist, tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hpcdist.toml").write_text(text)
+    code, _, error = hpcdist("run", "-n", "2", "--dry-run", "true")
+    assert (code, error.count("\n")) == (78, 1)
+    assert "under [run] in hpcdist.toml" in error or "expected TOML in hpcdist.toml" in error

@@ -3,13 +3,17 @@
 import functools
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from hpcdist.cli import submit
 from hpcdist.cli.launcher import Launcher
+from hpcdist.cli.site import site_defaults
 from hpcdist.errors import ConfigurationError
 
 NASTY = ["a b", "$HOME", "$(touch harm)", "`touch harm`", "'", '"', "*", "", "-n", "\\", "x\ny", "é", ";exit 3", "#"]
@@ -169,6 +173,40 @@ def test_other_systems_take_the_script(here, call, monkeypatch, system, name, ta
     code, text, error = call("--system", system, "train.py", "--run-dir", "runs/a")
     assert (code, (here / "taken").read_text()) == (0, text), error
     assert f'submitted job 17.server: "{here}/runs/a/runs-a.{system}"' in error
+
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(text, id=f"{path.stem}-{number}")
+        for path in sorted(DOCS.glob("*.md"))
+        for number, text in enumerate(re.findall(r"^```toml\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL))
+    ],
+)
+def test_files_of_the_pages(here, call, text):
+    """Each is taken, and what it says is in the script."""
+    (here / "hpcdist.toml").write_text(text)
+    code, script, error = call("--dry-run", "train.py", "--run-dir", "a")
+    assert code == 0, error
+    lines = checked(script)
+    said = site_defaults("submit")
+    for key, prefix in (("setup", ""), ("sbatch", "#SBATCH "), ("pbs", "#PBS ")):
+        assert {f"{prefix}{one}" for one in said.get(key, ())} <= set(lines)
+
+
+@pytest.mark.parametrize("command", re.findall(r"`(hpcdist submit [^`]+)`", (DOCS / "recipes.md").read_text()))
+def test_commands_of_the_recipes(here, call, monkeypatch, command):
+    (here / "apptainer").write_text("")
+    (here / "apptainer").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{here}:{os.environ['PATH']}")
+    words = shlex.split(command)[2:]
+    more = () if "--run-dir" in words else ("train.py", "--run-dir", "a")
+    code, script, error = call("--dry-run", *words, *more)
+    assert code == 0, error
+    checked(script)
 
 
 def test_a_site_has_defaults(here, call):

@@ -1,0 +1,18 @@
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(1)
+x = torch.randn(6400, 256)
+y = x[:, :10].argmax(1)
+loader = DataLoader(TensorDataset(x, y), batch_size=64, shuffle=True)
+model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+
+for epoch in range(60):
+    for rows, labels in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(rows), labels)
+        loss.backward()
+        optimizer.step()
+    print(f"epoch {epoch + 1}  loss {loss.item():.4f}", flush=True)

@@ -1,0 +1,121 @@
+"""A new user's first half hour, as a transcript: install, doctor, two lines, four ranks, a batch job that is preempted.
+
+`make transcript` writes it to docs/transcript.md.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = Path(__file__).parent / "newcomer"
+#: What differs on every machine, or says nothing.
+_NOISE = re.compile(r"^(WARNING: Running pip as|\[notice\]|$)")
+_LONGEST_LINES = 14
+_INTRODUCTION = """# A first half hour, as it went
+
+Written by `make transcript`, which makes a new environment, starts a Slurm of its own, and types these commands. The
+machine has two cores. Times are of the wall clock. Long outputs are cut in the middle.
+"""
+
+
+class Terminal:
+    """Runs commands as a user types them, and keeps what they print, with how long each took."""
+
+    def __init__(self, folder, environ):
+        self.folder, self.environ, self.text = folder, environ, _INTRODUCTION
+
+    def say(self, title, text=""):
+        """Write a heading, and what a user thinks."""
+        self.text += f"\n## {title}\n" + (f"\n{text}\n" if text else "")
+
+    def type(self, command, timeout_s=120, code=0):
+        """Run a command; return what it prints."""
+        began = time.monotonic()
+        done = subprocess.run(
+            ["setsid", "--wait", "bash", "-c", command],
+            cwd=self.folder,
+            env=self.environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+        )
+        seconds = time.monotonic() - began
+        assert done.returncode == code, done.stdout[-3000:]
+        shown = done.stdout.replace(str(self.folder), "/home/you")
+        lines = [line for line in shown.splitlines() if not _NOISE.match(line)]
+        if len(lines) > _LONGEST_LINES:
+            lines = [*lines[: _LONGEST_LINES - 4], "...", *lines[-3:]]
+        self.text += "\n".join(["", "```console", f"$ {command}", *lines, "```", "", f"{seconds:.1f} s", ""])
+        return done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_a_newcomers_first_half_hour(slurm, root, tmp_path, pytestconfig):
+    """The commands do what they say, and together take less than ten minutes."""
+    began = time.monotonic()
+    names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=root, capture_output=True, text=True)
+    for name in names.stdout.splitlines():
+        if (root / name).exists():
+            (tmp_path / "hpcdist" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, tmp_path / "hpcdist" / name)
+    shutil.copy2(PROGRAMS / "plain.py", tmp_path)
+    for name, new in (("distributed", "mine"), ("restarts", "mine-restarts")):
+        shutil.copy2(PROGRAMS / f"{name}.py", tmp_path / f"{new}.py")
+    path = f"{tmp_path}/env/bin:{os.path.dirname(sys.executable)}:{slurm.environ['PATH']}"
+    own = {"HOME": str(tmp_path), "PATH": path, "OMP_NUM_THREADS": "1", "PYTHON": f"{tmp_path}/env/bin/python"}
+    environ = {name: value for name, value in slurm.environ.items() if name not in ("PYTHONPATH", "PROBE_PACE_S")}
+    terminal = Terminal(tmp_path, {**environ, **own})
+
+    terminal.say("Install", "From the folder in which the repository was cloned.")
+    terminal.type("python3 -m venv env")
+    terminal.type("pip install -q -c hpcdist/constraints.txt './hpcdist[mpich,report]'", 400)
+    terminal.say("Is the machine all right?")
+    assert "world" in terminal.type("hpcdist doctor")
+
+    terminal.say("A script of one's own", "`plain.py` is a loop in plain torch. An import and two lines distribute it.")
+    difference = terminal.type("diff plain.py mine.py", code=1)
+    assert len(re.findall("^>", difference, re.MULTILINE)) == 4, "an import, an empty line, and two"
+    assert terminal.type("hpcdist run -n 4 mine.py", 300).count("epoch 60  loss") == 4
+
+    terminal.say("Restarts", "Two more lines save it every 500 steps, and whenever it is asked to stop.")
+    terminal.type("diff mine.py mine-restarts.py", code=1)
+    terminal.say("A batch job", "A drill preempts it once, 15 s after its start.")
+    options = "--nodes 2 --ntasks-per-node 2 --time 0:10:00 --drill 15 --run-dir runs/mine"
+    try:
+        terminal.type(f"hpcdist submit {options} mine-restarts.py")
+        folder = tmp_path / "runs" / "mine"
+        slurm.wait_for("the run", lambda: (folder / "trace").exists(), 60)
+        assert "runs/mine" in terminal.type("hpcdist status")
+        slurm.wait_for("its end", lambda: decision(folder) == "finished", 300)
+    finally:
+        slurm.client("scancel", "--name=runs-mine")
+    said = terminal.type("hpcdist status runs/mine")
+    assert "finished: the program has finished" in said
+    assert "attempt     2 in job" in said
+    terminal.say("What it did")
+    terminal.type("hpcdist logs runs/mine || tail -n 4 runs-mine-*.log")
+    terminal.type("hpcdist ckpt ls runs/mine")
+    assert "pictures beside it" in terminal.type("hpcdist report runs/mine")
+    assert "steps of 4 ranks" in terminal.type("hpcdist trace runs/mine")
+    text = (folder / "report" / "report.html").read_text()
+    assert "2</b><span>attempts</span>" in text
+    seconds = time.monotonic() - began
+    terminal.say("All of it", f"{seconds:.0f} s.")
+    out = pytestconfig.getoption("--transcript")
+    if out is not None:
+        Path(out).write_text(terminal.text)
+    assert seconds < 600
+
+
+def decision(folder):
+    """Return what decision.json says; None while it is not there."""
+    path = folder / "decision.json"
+    return json.loads(path.read_text())["decision"] if path.exists() else None
