@@ -177,7 +177,7 @@ def trace_mode(environ: Mapping[str, str]) -> str:
     Raises:
         ConfigurationError: for another value.
     """
-    text = environ.get("HPCDIST_TRACE", "some").strip().lower()
+    text = environ.get("HPCDIST_TRACE", "").strip().lower() or "some"
     if text not in ("some", "all", "off"):
         raise ConfigurationError(
             f"environment: expected HPCDIST_TRACE as some, all or off, got {text!r}; write one of them, or unset it."

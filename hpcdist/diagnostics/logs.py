@@ -3,14 +3,18 @@
 import json
 import logging
 import os
+import threading
 import time
 from pathlib import Path
 
 from hpcdist.cluster.environment import logs_json, read_environment
-from hpcdist.errors import CheckpointError
+from hpcdist.errors import CheckpointError, log
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.process import make_world
 from hpcdist.runtime.world import World
+
+#: Longest wait for a traceback to be in a file.
+_WRITE_S = 1.0
 
 
 def log_to(directory: str | os.PathLike[str], level: int = logging.INFO) -> Path:
@@ -36,7 +40,7 @@ def log_to(directory: str | os.PathLike[str], level: int = logging.INFO) -> Path
         CheckpointError: if a file cannot be written; on all ranks. ConfigurationError: for another HPCDIST_LOG.
     """
     world = make_world()
-    path = Path(directory) / f"rank-{world.comm.rank:05d}.log"
+    path = log_file(Path(directory), world)
     with world.agreed(world.comm):
         formatter = (_JSONLines if logs_json(read_environment()) else _Lines)(world)
         try:
@@ -53,6 +57,43 @@ def log_to(directory: str | os.PathLike[str], level: int = logging.INFO) -> Path
         handler.setFormatter(formatter)
     logging.basicConfig(handlers=handlers, level=level, force=True)
     return path
+
+
+def log_file(directory: Path, world: World) -> Path:
+    """Return this rank's log file in a folder."""
+    return directory / f"rank-{world.comm.rank:05d}.log"
+
+
+class FailureLog:
+    """Appends the tracebacks of this rank's uncaught exceptions to its log file: only one rank's is on the screen.
+
+    The file is that of `log_to`, in the format that HPCDIST_LOG asks for. Not collective.
+
+    Args:
+        path: of the file. Its folder is made if the run folder, which that is in, exists.
+        world: who this rank is.
+    """
+
+    def __init__(self, path: Path, world: World) -> None:
+        self._path = path.absolute()  # the program may change its folder
+        self._formatter = (_JSONLines if logs_json(read_environment()) else _Lines)(world)
+
+    def write(self, what: str, report: str) -> None:
+        """Append a traceback, in a thread, with a wait of at most a second: a slow disk must not keep a job alive."""
+        message = f"{what}\n{report.rstrip()}"
+        record = logging.LogRecord("hpcdist", logging.ERROR, "", 0, "%s", (message,), None)
+        writer = threading.Thread(target=self._append, args=(f"{self._formatter.format(record)}\n",), daemon=True)
+        writer.start()
+        writer.join(_WRITE_S)
+
+    def _append(self, text: str) -> None:
+        try:
+            if self._path.parents[1].is_dir():
+                self._path.parent.mkdir(exist_ok=True)
+                with open(self._path, "a", encoding="utf-8", errors="backslashreplace") as file:
+                    file.write(text)
+        except OSError as error:
+            log(f"expected to write a traceback to {self._path}, got {error.strerror}; it is lost")
 
 
 class _Lines(logging.Formatter):

@@ -12,7 +12,6 @@ from hpcdist.gradients.comm_hook import GradBucket, HookedSum
 from hpcdist.gradients.record import ParameterRecord
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.plan.buckets import Entry, plan_buckets
-from hpcdist.runtime.time_spent import time_spent
 
 
 class BucketSet:
@@ -164,11 +163,9 @@ class BucketSet:
 
     def wait(self, handles: Sequence[Any]) -> list[float]:
         """Wait for the sums of all buckets; return those of the counts, and expect a new backward."""
-        if any(handle is not None for handle in handles):
-            with time_spent.timed("communication", "wait for sums"):
-                for handle in handles:
-                    if handle is not None:
-                        handle.wait()
+        for handle in handles:
+            if handle is not None:
+                handle.wait()
         self.reset()
         totals: list[float] = self._counts.tolist()
         return totals

@@ -477,7 +477,7 @@ class CheckpointManager:
 
         Collective: chief and workers.
         """
-        begin_config(self._world, self._saver.store.path.parent, self.attempt, program_end, self._written())
+        begin_config(self._world, self._saver.store.path.parent, self.attempt, program_end, self._written)
 
     def give_up_attempt(self) -> None:
         """Let what this manager does next be another attempt: this one was refused, or has failed. On all ranks."""

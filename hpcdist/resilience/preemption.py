@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from hpcdist.cluster.environment import job_end, launcher_of, read_environment
+from hpcdist.diagnostics.logs import FailureLog, log_file
 from hpcdist.errors import AttemptReplaced, CheckpointError, DesyncError, ExitCode, UsageError, log
 from hpcdist.resilience.agreement import Agreement
 from hpcdist.resilience.attempt import RunAttempt
@@ -23,7 +24,7 @@ from hpcdist.resilience.step_times import begin_step_times
 from hpcdist.resilience.steps import StepCount
 from hpcdist.resilience.stop import StopFlag, wrapper_of
 from hpcdist.resilience.termination import TerminationConfig
-from hpcdist.runtime.process import call_when_done, end_of_training, write_failures_to
+from hpcdist.runtime.process import call_on_uncaught, call_when_done, end_of_training
 from hpcdist.runtime.step_flags import Request
 
 
@@ -120,7 +121,7 @@ class PreemptionCheckpointHandler:
             raise
         self._attempt.renew()
         self._manager.begin_config(self._program_end)
-        write_failures_to(self._attempt.folder / "logs" / f"rank-{self._world.rank:05d}.log")
+        call_on_uncaught(FailureLog(log_file(self._attempt.folder / "logs", self._world), self._world).write)
         self._first_step = self._manager.checkpoint.step
         self._times = begin_step_times(
             self._world, self._attempt.folder, self._manager.attempt if self._world.is_chief else 0, self._first_step
@@ -192,6 +193,9 @@ class PreemptionCheckpointHandler:
         """
         if not self._is_polled:
             self.poll()
+        elif self._times is not None:  # in the middle of an epoch a step has ended here
+            self._times.arrive(self.step)
+            self._log_pace(self._times.leave())
         with self._steps.evaluation(), self._busy():
             result = fn(*args, **kwargs)
         if self.step > self._first_step:  # else a call of half the time limit would prevent every step
@@ -304,13 +308,16 @@ class PreemptionCheckpointHandler:
                     self._saves.save(self.step, False, *args, in_memory=in_memory, **kwargs)
                 elif in_memory:
                     self._saves.copy(self.step)
-        pace = None if self._times is None else self._times.leave()
+        if self._times is not None:
+            self._log_pace(self._times.leave())
+        self._polled_at = time.monotonic()
+
+    def _log_pace(self, pace: str | None) -> None:
+        """Log where the time goes, on the chief, where there is something to say."""
         if pace is not None:
             left = "" if self.deadline is None else f"; {self.deadline.left_s:.0f} s left"
-            self._log(
-                f"{time.strftime('%Y-%m-%dT%H:%M:%S')} attempt {self._manager.attempt} step {self.step}: {pace}{left}"
-            )
-        self._polled_at = time.monotonic()
+            now = time.strftime("%Y-%m-%dT%H:%M:%S")
+            self._log(f"{now} attempt {self._manager.attempt} step {self.step}: {pace}{left}")
 
     @contextlib.contextmanager
     def _recording_desync(self) -> Iterator[None]:
@@ -410,6 +417,7 @@ class PreemptionCheckpointHandler:
         self._flag.close()
         self._world.step_flags.detach(self)
         if self._times is not None:
+            self._times.arrive(self.step)  # of a loop that has not polled since its last step
             self._times.end()
 
     def __enter__(self) -> "PreemptionCheckpointHandler":

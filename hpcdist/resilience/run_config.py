@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +61,16 @@ def hosts_of(world: World) -> dict[str, str]:
     names = world.role_comm.gather(MPI.Get_processor_name() if world.node_comm.rank == 0 else None) or []
     found: dict[str, str] = {}
     for ranks in world.hosts.placement.hosts if names else ():
-        name, first, last = names[ranks[0]] or "unknown", ranks[0], ranks[-1]
-        text = f"{first}-{last}" if ranks == tuple(range(first, last + 1)) else ",".join(map(str, ranks))
+        name, text = names[ranks[0]] or "unknown", ",".join(map(str, ranks))
+        if len(ranks) > 1 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+            text = f"{ranks[0]}-{ranks[-1]}"
         found[name] = f"{found[name]},{text}" if name in found else text  # containers may share a name
     return found
 
 
-def begin_config(world: World, folder: Path, attempt: int, program_end: float | None, facts: dict[str, Any]) -> None:
+def begin_config(
+    world: World, folder: Path, attempt: int, program_end: float | None, facts: Callable[[], dict[str, Any]]
+) -> None:
     """Write `config.json`, and one line to the log: what this attempt was started with.
 
     Collective: chief and workers.
@@ -77,7 +80,7 @@ def begin_config(world: World, folder: Path, attempt: int, program_end: float | 
         folder: of the run.
         attempt: its number, on the chief.
         program_end: see `settings_of`.
-        facts: versions, threads, and how gradients are summed.
+        facts: returns versions, threads, and how gradients are summed; called on the chief.
 
     Raises:
         CheckpointError: if the file cannot be written; on all ranks.
@@ -95,14 +98,14 @@ def begin_config(world: World, folder: Path, attempt: int, program_end: float | 
                     "program": [sys.executable, *sys.argv],
                     "folder": os.getcwd(),
                     "job": job_id(environ),
-                    "ranks": world.role_comm.size,
+                    "ranks": world.size,
                     "hosts": hosts,
                     "settings": {name: {"value": value, "from": origin} for name, (value, origin) in settings.items()},
                     "variables": {name: environ[name] for name in HPCDIST_VARIABLES if name in environ},
-                    "versions": facts,
+                    "versions": facts(),
                 },
             )
-            log(_line(folder, attempt, job_id(environ), hosts, world.role_comm.size, settings))
+            log(_line(folder, attempt, job_id(environ), hosts, world.size, settings))
 
 
 def _line(
@@ -123,14 +126,33 @@ def _line(
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
+    """Replace the file, unless it is one of the program's own."""
+    if not _is_ours(path):
+        log(f"config: expected no file or one of an earlier attempt at {path}, got another file; it is left as it is.")
+        return
     disk = durable.Disk()
+
+    def replace() -> None:
+        durable.sweep_temporary(disk, path.parent, f"{path.name}.")
+        durable.replace_text(disk, path, json.dumps(content, indent=1) + "\n")
+
     try:
-        durable.patiently(lambda: durable.replace_text(disk, path, json.dumps(content, indent=1) + "\n"))
+        durable.patiently(replace)
     except OSError as error:
         raise CheckpointError(
             f"config: expected to write {path}, got {error.strerror}; free space or choose another run folder. "
             f"Checkpoints are untouched."
         ) from None
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and {"attempt", "settings", "versions"} <= set(found)
 
 
 def _text_of(time_s: float) -> str:

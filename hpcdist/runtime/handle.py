@@ -5,6 +5,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from hpcdist.errors import CollectiveTimeoutError
+from hpcdist.runtime.time_spent import time_spent
 
 
 class Handle:
@@ -32,8 +33,11 @@ class Handle:
         Raises:
             CollectiveTimeoutError: when it takes longer. What the collective raised, if it did.
         """
+        if self._future.done():
+            return self._future.result()
         try:
-            return self._future.result(timeout_s)
+            with time_spent.timed("communication", "wait for a collective"):
+                return self._future.result(timeout_s)
         except FutureTimeoutError:
             if self._future.done():  # meanwhile, or with a timeout of its own
                 return self._future.result()

@@ -17,7 +17,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn, TextIO
 
@@ -42,8 +41,6 @@ REPORT_DELAY_S, MAX_REPORT_DELAY_S = 1.5, 3.0
 LOOK_S, MAX_SLEEP_S = 0.1, 0.002
 #: If the MPI library's abort does not return, this process exits by itself.
 ABORT_LIMIT_S = 10.0
-#: Longest wait for a traceback to be in a rank's file.
-WRITE_LIMIT_S = 1.0
 _HEARTBEAT = np.empty(0, np.uint8)
 #: Tags of messages between ranks that leave.
 _HEARTBEAT_TAG, _END_TAG = 0, 1
@@ -83,27 +80,20 @@ class ExitHooks:
         self._exit: _RecordedExit | None = None
         self._heartbeats: list[MPI.Request] = []
         self._announced: int | None = None
-        self._log_path: Path | None = None
+        self._on_uncaught: Callable[[str, str], None] = lambda what, report: None
         self.is_leaving = False
 
-    def write_failures_to(self, path: Path) -> None:
-        """Append the traceback of an exception that ends this rank to a file of its own, too. Not collective.
+    def call_on_uncaught(self, act: Callable[[str, str], None]) -> None:
+        """Call act(what, traceback) for each uncaught exception of this rank, before it ends the job. Not collective.
 
-        Args:
-            path: in a folder of the run folder, which is made where the run folder is there.
+        It must be bounded in time.
         """
-        self._log_path = path
+        self._on_uncaught = act
 
-    def _keep(self, what: str, report: list[str]) -> None:
-        """Write a traceback to the rank's file: the screen has that of one rank only. A slow disk is not waited for."""
-        if self._log_path is None or self._is_forked:
-            return
-        now = time.time()
-        stamp = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(now))}.{int(now % 1 * 1000):03d}"
-        text = f"{stamp} ERROR [{self._describe()} on {MPI.Get_processor_name()}] {what}\n{''.join(report)}"
-        writer = threading.Thread(target=_append_text, args=(self._log_path, text), daemon=True)
-        writer.start()
-        writer.join(WRITE_LIMIT_S)
+    def _note_uncaught(self, what: str, report: list[str]) -> None:
+        if not self._is_forked:
+            with contextlib.suppress(Exception):  # whatever fails there, the job must end for the error that there is
+                self._on_uncaught(what, "".join(report))
 
     def call_when_done(self, act: Callable[[], None] | None) -> None:
         """Call `act` when all ranks have left with code 0, before `on_leave`. Not collective."""
@@ -143,7 +133,7 @@ class ExitHooks:
 
     def _end_for(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         report = traceback.format_exception(kind, error, trace)
-        self._keep("uncaught exception", report)
+        self._note_uncaught("uncaught exception", report)
         is_agreed = isinstance(error, HpcdistError) and error.is_agreed
         if not is_agreed and (self._comm.size == 1 or self._is_forked):
             self._previous_hook(kind, error, trace)
@@ -159,7 +149,7 @@ class ExitHooks:
             return
         report = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
         name = args.thread.name if args.thread else "unknown"
-        self._keep(f"uncaught exception in thread {name}", report)
+        self._note_uncaught(f"uncaught exception in thread {name}", report)
         if self._comm.size == 1 or self._is_forked:
             threading.__excepthook__(args)
             return
@@ -317,17 +307,6 @@ def _code_of(error: BaseException | None) -> int:
     if isinstance(error, HpcdistError):
         return int(error.exit_code)
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else int(ExitCode.UNCAUGHT)
-
-
-def _append_text(path: Path, text: str) -> None:
-    """Append to a file of a run folder; one that cannot be written is named: the screen may have the text anyway."""
-    try:
-        if path.parent.parent.is_dir():
-            path.parent.mkdir(exist_ok=True)
-            with open(path, "a") as file:
-                file.write(text)
-    except OSError as error:
-        log(f"expected to write the traceback to {path}, got {error.strerror}")
 
 
 def _outermost_frame() -> FrameType:

@@ -5,7 +5,6 @@ The world is made at first use, behind hooks that end every rank when one fails,
 
 import atexit
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
 from hpcdist.cluster.environment import launcher_of, read_environment
@@ -69,10 +68,13 @@ def call_on_failure(act: Callable[[], None]) -> None:
         _hooks.call_on_failure(act)
 
 
-def write_failures_to(path: Path) -> None:
-    """Append the traceback of an exception that ends this rank to a file, too, in a folder of the run folder."""
+def call_on_uncaught(act: Callable[[str, str], None]) -> None:
+    """Have act(what, traceback) called, in place of an earlier one, for each uncaught exception of this rank.
+
+    It must be bounded in time. Not collective.
+    """
     if _hooks is not None:
-        _hooks.write_failures_to(path)
+        _hooks.call_on_uncaught(act)
 
 
 def call_when_done(act: Callable[[], None] | None) -> None:

@@ -1,6 +1,7 @@
-"""What this rank's main thread waits for: batches, other ranks, saves. Counted always, and read once a step."""
+"""What this rank waits for: batches, other ranks, saves. Always counted; read once per step."""
 
 import functools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -8,7 +9,6 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
-
 #: Waits that are remembered, for the steps of which each is recorded.
 N_KEPT = 64
 
@@ -42,9 +42,11 @@ class Recorded(Protocol):
 
 
 class TimeSpent:
-    """The waits of one process. One clock for the main thread, and the collectives of its background threads apart.
+    """The waits of one process.
 
-    Collectives and waits within a wait belong to that. Not collective.
+    Collectives of background threads are kept apart. A wait or collective inside another wait counts as part of the
+    outer one. While one thread waits, waits of other threads are not counted: replicas take turns, and what else a
+    program starts threads for is not what its steps wait for. Not collective.
 
     Attributes:
         rows: global rows of the batches so far, where they are known.
@@ -55,7 +57,7 @@ class TimeSpent:
         self._spans: deque[Span] = deque(maxlen=N_KEPT)
         self._own: list[Recorded] = []
         self._background: list[Recorded] = []
-        self._depth = 0
+        self._waiter: int | None = None
         self.rows = 0
 
     def watch(self, journal: Recorded, is_background: bool) -> None:
@@ -74,16 +76,21 @@ class TimeSpent:
         """Return a context manager whose block is a wait: of kind "input", "communication" or "save"."""
         return Wait(self, kind, name)
 
-    def begin(self) -> float:
-        """Begin a wait; return `communication_s`, for its `end`."""
-        self._depth += 1
+    def begin(self) -> float | None:
+        """Begin a wait; return `communication_s`, or None if another wait is under way, of which it is a part."""
+        if self._waiter is not None:
+            return None
+        self._waiter = threading.get_ident()
         return self.communication_s
 
     def end(self, span: Span, communication_before_s: float) -> None:
-        """Count a wait that has ended, unless it is within another one."""
-        self._depth -= 1
-        if self._depth:
-            return
+        """Count a wait that has ended.
+
+        Args:
+            span: the wait.
+            communication_before_s: what `begin` returned.
+        """
+        self._waiter = None
         self._spans.append(span)
         inner_s = self.communication_s - communication_before_s
         self._seconds["communication"] -= inner_s
@@ -104,7 +111,7 @@ class TimeSpent:
         return Totals(seconds["input"], self.communication_s, seconds["save"], self.rows)
 
     def spans_since(self, since_s: float) -> tuple[list[Span], list[Span]]:
-        """Return what began since a time: of the main thread, and of background threads; the last 64 of each."""
+        """Return what began since a time, and what background threads began; the last 64 of each."""
         own = [span for span in self._spans.copy() if span.began_s >= since_s]
         for journal in self._own:
             own += _spans_of(journal, since_s)
@@ -124,7 +131,8 @@ class Wait:
         self._before_s, self._began_s = self._spent.begin(), time.monotonic()
 
     def __exit__(self, *error: object) -> None:
-        self._spent.end(Span(self._kind, self._name, self._began_s, time.monotonic()), self._before_s)
+        if self._before_s is not None:
+            self._spent.end(Span(self._kind, self._name, self._began_s, time.monotonic()), self._before_s)
 
 
 def _spans_of(journal: Recorded, since_s: float) -> list[Span]:

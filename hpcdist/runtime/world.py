@@ -20,6 +20,7 @@ from hpcdist.cluster.environment import (
     origin_of,
     read_environment,
     timeout_s,
+    trace_mode,
     unused_tasks,
 )
 from hpcdist.cluster.resolvers import ClusterResolver, MPIClusterResolver, SimpleClusterResolver
@@ -29,6 +30,7 @@ from hpcdist.errors import ConfigurationError, HpcdistError, agreed, error_class
 from hpcdist.runtime.hosts import Hosts
 from hpcdist.runtime.mpi import MPI, library_name, start_timeout_s
 from hpcdist.runtime.step_flags import StepFlags, single_rank_flags
+from hpcdist.runtime.time_spent import time_spent
 from hpcdist.runtime.waiting import late, wait_until
 
 #: Longest sleep while ranks wait for each other outside of steps.
@@ -201,7 +203,9 @@ class World:
         Raises:
             CollectiveTimeoutError: on this rank; it ends the job, as others may be anywhere.
         """
-        if not wait_until(request.Test, self.timeout_s, max_sleep_s=MAX_SLEEP_S):
+        with time_spent.timed("communication", "agreement"):
+            is_in_time = wait_until(request.Test, self.timeout_s, max_sleep_s=MAX_SLEEP_S)
+        if not is_in_time:
             raise late("world", self.timeout_s, "some", self)
 
     def _agreed_environment(self) -> Mapping[str, str]:
@@ -211,6 +215,7 @@ class World:
             check_names(environ)
             self.timeout_s = timeout_s(environ)
             self.debug = debug_names(environ)
+            trace_mode(environ)
             launcher = launcher_of(environ)
             if launcher and launcher.size > 1 and MPI.COMM_WORLD.size == 1:
                 raise ConfigurationError(

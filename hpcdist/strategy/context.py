@@ -1,5 +1,6 @@
 """The current strategy and replica: a stack that scope() and run() push to."""
 
+import atexit
 import contextvars
 import weakref
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ _alive: "weakref.WeakSet[Strategy]" = weakref.WeakSet()
 #: The scope that all code of the process is in, in every thread; see `experimental_set_strategy`.
 _everywhere: Entry | None = None
 _watching = ExitStack()
+atexit.register(_watching.close)  # while modules are there: Python would leave the scope after it has cleared them
 
 
 def current() -> Entry | None:

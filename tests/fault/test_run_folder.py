@@ -17,11 +17,11 @@ strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
 with strategy.scope():
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-data = hpcdist.Dataset.from_tensor_slices(torch.ones(400, 64)).batch(8)
+data = hpcdist.Dataset.from_tensor_slices(torch.randn(400, 64, generator=torch.Generator().manual_seed(1))).batch(8)
 batches = strategy.experimental_distribute_dataset(data)
-metrics = hpcdist.MetricsFile("run/metrics.jsonl")
+metrics = hpcdist.MetricsFile("{folder}/metrics.jsonl")
 checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, data=batches, strategy=strategy, metrics=metrics)
-manager = hpcdist.CheckpointManager(checkpoint, "run/checkpoints")
+manager = hpcdist.CheckpointManager(checkpoint, "{folder}/checkpoints")
 with hpcdist.PreemptionCheckpointHandler(None, manager, save_every_steps=20) as handler:
     for batch in batches:
         time.sleep({slow_s} if strategy.world.rank == 1 else 0.001)
@@ -42,7 +42,9 @@ def run(start, tmp_path):
 
     def run(n_ranks, slow_s=0.001, then="pass", environ=None):
         program = tmp_path / "program.py"
-        program.write_text(PROGRAM.replace("{slow_s}", str(slow_s)).replace("{then}", then))
+        program.write_text(
+            PROGRAM.replace("{slow_s}", str(slow_s)).replace("{then}", then).replace("{folder}", f"{tmp_path}/run")
+        )
         return start(n_ranks, program, environ=environ).wait(60)
 
     return run
@@ -75,7 +77,7 @@ def test_what_it_was_started_with(run, tmp_path):
         "trace": ("some", "default"),
     }
     assert (config["ranks"], list(config["hosts"].values())) == (2, ["0-1"])
-    (line,) = re.findall(r"^hpcdist: attempt 1 of run: 2 ranks on .*$", outcome.output, re.MULTILINE)
+    (line,) = re.findall(r"^hpcdist: attempt 1 of \S+/run: 2 ranks on .*$", outcome.output, re.MULTILINE)
     assert "roles chief:1,worker:1 (HPCDIST_ROLES), timeout_s 90 (hpcdist.toml), debug nothing (default)" in line
 
 
@@ -108,19 +110,22 @@ def test_where_the_time_of_the_slow_rank_goes(run, tmp_path):
         assert max(began for began, _ in together) <= min(ended for _, ended in together)
 
 
-def test_each_rank_that_fails_has_a_file(run, tmp_path):
-    """The screen has one traceback; the files have those of both ranks."""
-    outcome = run(2, then=RAISE)
+@pytest.mark.parametrize("mode", ["text", "json"])
+def test_each_rank_that_fails_has_a_file(run, tmp_path, mode):
+    """The screen has one traceback; the files have those of both ranks, which fail 0.3 s apart."""
+    outcome = run(2, then=f"time.sleep(0.3 * (1 - strategy.world.rank)); {RAISE}", environ={"HPCDIST_LOG": mode})
     assert outcome.code != 0
     assert outcome.output.count("Traceback") == 1
     for rank in range(2):
         text = (tmp_path / "run" / "logs" / f"rank-{rank:05d}.log").read_text()
-        assert re.match(rf"\S+ ERROR \[rank {rank} \(worker {rank}\) at step 30 on \S+\] uncaught exception\n", text), (
-            text
-        )
+        if mode == "json":
+            record = json.loads(text)
+            assert (record["rank"], record["level"], record["step"]) == (rank, "ERROR", 30)
+            text = record["message"] + "\n"
+        else:
+            assert re.match(rf"\S+ ERROR \[worker:{rank} r{rank}/2 \S+ step 30\] hpcdist: uncaught exception\n", text)
         assert text.endswith(f"ValueError: on purpose, {rank}\n")
-    said = hpcdist(tmp_path, "logs", "run")
-    assert said.count("ValueError: on purpose") == 2
+    assert hpcdist(tmp_path, "logs", "run").count("ValueError: on purpose") == 2
 
 
 def test_one_rank_alone_has_a_file_too(run, tmp_path):
@@ -143,11 +148,12 @@ def test_records_that_cannot_be_written(run, tmp_path):
     (tmp_path / "run" / "trace").write_text("")
     outcome = run(2)
     assert outcome.code == 0, outcome.output
-    assert outcome.output.count("the job goes on without records of its steps there") == 2
+    assert outcome.output.count("training continues without records of its steps there") == 2
     assert json.loads((tmp_path / "run" / "decision.json").read_text())["decision"] == "finished"
 
 
-def test_an_unknown_mode(run):
+def test_an_unknown_mode(run, tmp_path):
     outcome = run(2, environ={"HPCDIST_TRACE": "always"})
     assert outcome.code == 78
+    assert not (tmp_path / "run").exists(), "no attempt has begun"
     assert "expected HPCDIST_TRACE as some, all or off, got 'always'" in outcome.output

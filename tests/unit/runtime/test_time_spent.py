@@ -75,20 +75,23 @@ def test_a_wait_that_raises_counts(clock):
     assert spent.totals.input_s == 3.0
 
 
-def test_spans_are_read_while_others_are_added():
-    """Another thread of the program may make batches meanwhile."""
-    spent, is_done = TimeSpent(), threading.Event()
+def test_other_threads_are_not_waited_for(clock):
+    """A thread of the program reads batches while the main one saves."""
+    spent, inside, is_over = TimeSpent(), threading.Event(), threading.Event()
 
-    def add():
-        while not is_done.is_set():
-            with spent.timed("input", "next batch"):
-                pass
+    def read():
+        with spent.timed("input", "next batch"):
+            inside.set()
+            is_over.wait(10)
 
-    thread = threading.Thread(target=add)
-    thread.start()
-    try:
-        for _ in range(2000):
-            assert len(spent.spans_since(0)[0]) <= 64
-    finally:
-        is_done.set()
-        thread.join()
+    with spent.timed("save", "save"):
+        thread = threading.Thread(target=read)
+        thread.start()
+        assert inside.wait(10)
+        clock[0] += 4
+    is_over.set()
+    thread.join()
+    assert spent.totals == (0.0, 0.0, 4.0, 0)
+    with spent.timed("input", "next batch"):
+        clock[0] += 1
+    assert spent.totals.input_s == 1.0
