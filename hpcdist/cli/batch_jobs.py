@@ -31,28 +31,37 @@ def run_folder(given: str) -> Path:
     """Return the run folder that is meant: a folder, or that of a job of Slurm by its number.
 
     Raises:
-        UsageError: for the number of a job that is not known, or was not made by `hpcdist submit`.
+        UsageError: if Slurm does not know the job, if `hpcdist submit` has not made it, or if it is a whole array.
     """
     if not _JOB.match(given) or Path(given).exists():
         return Path(given)
-    found = state_of(given)
-    text = found.run_dir if found else _run_dir_of_ended(given)
+    known = _states_of(given)
+    if len(known) > 1:
+        raise UsageError(
+            f"expected one job, got {given}, an array with {', '.join(one.job for one in known[:4])}; name one of them."
+        )
+    text = known[0].run_dir if known else _run_dir_of_ended(given)
     if not text:
         raise UsageError(
-            f"hpcdist: expected a run folder, or a job of `hpcdist submit` that Slurm knows, got {given!r}; give the "
-            f"run folder."
+            f"expected a run folder, or a job of `hpcdist submit` that Slurm knows, got {given!r}; give the run folder."
         )
     return Path(text)
 
 
 def state_of(job: str) -> BatchJobState | None:
     """Return what Slurm says of a job that waits or runs; None where it does not know it, or is not here."""
-    return next(iter(_parse(_output_of("squeue", "--noheader", "--jobs", job, "--format", _FORMAT))), None)
+    return next(iter(_states_of(job)), None)
+
+
+def _states_of(job: str) -> list[BatchJobState]:
+    """Return what Slurm says of a job, or of each task of an array."""
+    return _parse(_output_of("squeue", "--noheader", "--array", "--jobs", job, "--format", _FORMAT))
 
 
 def own_jobs() -> list[BatchJobState]:
     """Return the jobs of this user that `hpcdist submit` has made and that wait or run."""
-    return [one for one in _parse(_output_of("squeue", "--me", "--noheader", "--format", _FORMAT)) if one.run_dir]
+    listed = _output_of("squeue", "--me", "--noheader", "--array", "--format", _FORMAT)
+    return [one for one in _parse(listed) if one.run_dir]
 
 
 def _parse(text: str) -> list[BatchJobState]:

@@ -21,13 +21,13 @@ class BatchJob:
     Attributes:
         name: of the job.
         n_nodes: nodes. n_per_node: ranks of each.
-        limit: time limit, as the batch system writes it; empty for its default.
-        options: of the batch system, such as "--partition=gpu", "-q long": they replace those that every job has.
+        limit: time limit: as Slurm writes it, H:MM:SS for the others; empty for the default of the site.
+        options: of the batch system, such as "--partition=gpu" or "-q long"; Slurm's replace those that every job has.
         run_dir: run folder, which may hold `TASK`.
         command: of one rank.
         launcher: what starts the ranks, such as ("srun",), or mpirun and its options.
         job_program: path of slurm/job.py.
-        lead_s: seconds before the time limit at which the job is signalled.
+        lead_s: seconds before the time limit at which Slurm and LSF signal the job; PBS does not.
         setup: lines of shell before the program starts.
         array: of tasks, such as "1-8"; empty for none.
         is_chained: whether each job submits its successor, where jobs are not requeued.
@@ -102,10 +102,16 @@ def lsf_script(job: BatchJob) -> str:
     """Return a job's script for LSF, which signals it before its limit and requeues it."""
     n_ranks, minutes = job.n_nodes * job.n_per_node, -(-job.lead_s // 60)
     header = [f"-J {job.name}", f"-n {n_ranks}", f'-R "span[ptile={job.n_per_node}]"']
-    header += [f"-W {job.limit.rpartition(':')[0] if job.limit.count(':') == 2 else job.limit}"] if job.limit else []
+    header += [f"-W {_minutes_of(job.limit)}"] if job.limit else []
     header += ["-r", f"-wa USR1 -wt {minutes}", "-o %J.log", *job.options]
     lines = _beginning([f"#BSUB {option}" for option in header], job)
     return _ended(lines, job, f'{shlex.join(job.launcher)} -n "$LSB_DJOB_NUMPROC"', False)
+
+
+def _minutes_of(limit: str) -> int:
+    """Return H:MM:SS in minutes, rounded up."""
+    hours, minutes, seconds = (int(part) for part in limit.split(":"))
+    return hours * 60 + minutes + (seconds > 0)
 
 
 def _beginning(header: Sequence[str], job: BatchJob) -> list[str]:

@@ -30,6 +30,7 @@ _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "hpcdist",
     "font.size": 9.5,
+    "text.parse_math": False,
     "text.color": COLOURS["--text"],
     "axes.labelcolor": COLOURS["--text"],
     "axes.edgecolor": COLOURS["--line"],

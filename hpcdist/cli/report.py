@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpcdist.checkpoint import durable
-from hpcdist.cli.run_facts import goodput_of, numbers_of, steps_in_time, stragglers_of
+from hpcdist.cli.run_facts import Goodput, StepClock, goodput_of, stragglers_of
 from hpcdist.cli.run_records import PARTS, AttemptRecords, RankRecords, Run, read_run
 from hpcdist.errors import ConfigurationError
 
@@ -48,15 +48,13 @@ class Section:
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="Folder for the files; default: report, in the run folder."
-)
+@click.option("--out", type=click.Path(path_type=Path), help="Folder; default: report, in the run folder.")
 def command(folder: Path, out: Path | None) -> None:
     """Write report.html about the run of a run folder, and its pictures as PNG: one file, which needs no network.
 
     It shows metrics against steps and time, with marks where the run was started again; where each rank's time goes,
     and which rank others wait for; how much of the time went into steps that were kept; checkpoints, attempts, and what
-    the run was started with. It reads files only: the job may be running.
+    the run was started with. The job may be running.
 
     \b
     hpcdist report runs/train
@@ -70,15 +68,16 @@ def command(folder: Path, out: Path | None) -> None:
         raise ConfigurationError(
             f"hpcdist report: expected matplotlib and Jinja2, got {error}; pip install 'hpcdist[report]'."
         ) from error
-    sections = sections_of(run)
+    goodput = goodput_of(run)
+    sections = sections_of(run, goodput)
     target = out or folder / "report"
     durable.make_folders(durable.Disk(), target)
     template = jinja2.Environment(autoescape=True).from_string((Path(__file__).parent / "report.html").read_text())
     page = template.render(
-        title=f"Run {folder}",
-        subtitle=_subtitle(run),
-        tiles=_tiles(run),
-        findings=[line for attempt in run.attempts[-1:] for line in stragglers_of(attempt.ranks)],
+        title=f"Run {folder.resolve()}",
+        subtitle=f"{run.verdict or 'The job has written no decision yet'}. Report of {_date(time.time())}.",
+        tiles=_tiles(run, goodput),
+        findings=stragglers_of(run.last_trained.ranks) if run.last_trained else [],
         sections=sections,
         light=_style(COLOURS),
         dark=_style(_DARK),
@@ -94,32 +93,24 @@ def _style(colours: dict[str, str]) -> str:
     return " ".join(f"{name}: {colour};" for name, colour in colours.items())
 
 
-def _subtitle(run: Run) -> str:
-    said = run.decision
-    state = f"{said.get('decision', 'no decision')}: {said.get('reason', 'it has written none')}"
-    return f"{state}. Written {time.strftime('%Y-%m-%d %H:%M:%S')}."
-
-
-def _tiles(run: Run) -> list[tuple[str, str]]:
+def _tiles(run: Run, goodput: Goodput) -> list[tuple[str, str]]:
     """Return the numbers at the top of the page, with what they are."""
-    last, goodput = run.attempts[-1], goodput_of(run)
-    steps = [one.steps[1] for rank in last.ranks[:1] for one in rank.windows if one.steps]
     found = [(f"{len(run.attempts)}", "attempts" if len(run.attempts) > 1 else "attempt")]
-    found += [(f"{steps[-1]}", "last step")] if steps else []
-    found += [(f"{len(last.ranks)}", "ranks with records")] if last.ranks else []
-    if last.ranks and last.ranks[0].n_steps:
-        chief = last.ranks[0]
-        step_s = sum(one.step_s for one in chief.windows) / chief.n_steps
+    last = run.last_trained
+    chief = None if last is None else last.chief
+    if last is not None and chief is not None and chief.n_steps:
+        found += [(f"{max(one.steps[1] for one in chief.windows if one.steps)}", "last step")]
+        found += [(f"{len(last.ranks)}", "ranks with records")]
+        found += [(_seconds(sum(one.step_s for one in chief.windows) / chief.n_steps), "a step")]
         rows, length_s = sum(one.rows for one in chief.windows), sum(one.ended - one.began for one in chief.windows)
-        found += [(_seconds(step_s), "a step")]
-        found += [(f"{float(f'{rows / length_s:.3g}'):,g}", "rows a second")] if rows and length_s else []
+        found += [(f"{float(f'{rows / length_s:.3g}'):,g}", "rows a second")] if rows and length_s > 0 else []
     found += [(f"{100 * goodput.share:.0f} %", "of the time in steps that were kept")] if goodput.elapsed_s else []
     return found
 
 
-def sections_of(run: Run) -> list[Section]:
+def sections_of(run: Run, goodput: Goodput) -> list[Section]:
     """Return the parts of the page that there are records for."""
-    found = [_metrics_section(run), _ranks_section(run.attempts), _time_section(run), _pace_section(run)]
+    found = [_metrics_section(run), _ranks_section(run.last_trained), _time_section(goodput), _pace_section(run)]
     found += [_checkpoints_section(run), _attempts_section(run), _settings_section(run)]
     return [one for one in found if one is not None]
 
@@ -127,34 +118,28 @@ def sections_of(run: Run) -> list[Section]:
 def _metrics_section(run: Run) -> Section | None:
     from hpcdist.cli.charts import line_chart
 
-    numbers = numbers_of(run.metrics)
-    if not numbers:
+    if not run.metrics:
         return None
-    resumed = [one.resumed_step for one in run.attempts[1:]]
-    clock, began = steps_in_time(run), run.attempts[0].began or 0.0
-    starts = [one.began - began for one in run.attempts[1:] if one.began is not None]
+    resumed = [one.first_step for one in run.attempts[1:] if one.first_step is not None]
+    clock, began = StepClock(run.attempts), run.attempts[0].began or 0.0
+    starts = [one.began - began for one in run.attempts[1:] if one.began is not None and one.first_step is not None]
     charts = []
-    for name, points in list(numbers.items())[:_N_METRICS]:
-        charts.append(
-            line_chart(f"{_file(name)}-step", f"{name} against step", ("step", name), {name: points}, resumed)
-        )
+    for number, (name, points) in enumerate(list(run.metrics.items())[:_N_METRICS]):
+        file, by_step = _file(name, number), {name: points}
+        charts.append(line_chart(f"{file}-step", f"{name} against step", ("step", name), by_step, resumed))
         times = [(at - began, value) for step, value in points if (at := clock.time_of(step)) is not None]
         if times:
             unit, scale = _unit_of(max(at for at, _ in times))
-            line = {name: [(at / scale, value) for at, value in times]}
-            marks = [at / scale for at in starts]
-            title = f"{name} against time"
-            charts.append(
-                line_chart(f"{_file(name)}-time", title, (f"{unit} since the first start", name), line, marks)
-            )
-    more = f" {len(numbers) - _N_METRICS} more are in metrics.jsonl." if len(numbers) > _N_METRICS else ""
-    return Section("Metrics", f"From metrics.jsonl. Dotted lines: an attempt resumed.{more}", charts)
+            by_time = {name: [(at / scale, value) for at, value in times]}
+            axes, marks = (f"{unit} since the first start", name), [at / scale for at in starts]
+            charts.append(line_chart(f"{file}-time", f"{name} against time", axes, by_time, marks))
+    more = f" {len(run.metrics) - _N_METRICS} more are in metrics.jsonl." if len(run.metrics) > _N_METRICS else ""
+    return Section("Metrics", f"From metrics.jsonl. Dotted lines: restarts.{more}", charts)
 
 
-def _ranks_section(attempts: Sequence[AttemptRecords]) -> Section | None:
+def _ranks_section(attempt: AttemptRecords | None) -> Section | None:
     from hpcdist.cli.charts import bar_chart
 
-    attempt = next((one for one in reversed(attempts) if any(rank.n_steps for rank in one.ranks)), None)
     if attempt is None:
         return None
     ranks = [one for one in attempt.ranks if one.n_steps]
@@ -165,22 +150,29 @@ def _ranks_section(attempts: Sequence[AttemptRecords]) -> Section | None:
         [f"rank {one.rank}", one.host, f"{one.n_steps}", *(_seconds(one.total[part] / one.n_steps) for part in PARTS)]
         for one in shown
     ]
+    head = ["rank", "host", "steps", *PARTS]
+    if any(window.stale[1] for one in ranks for window in one.windows):
+        head += ["staleness", "at most"]
+        for row, one in zip(table, shown, strict=True):
+            mean = sum(window.stale[0] for window in one.windows) / one.n_steps
+            row += [f"{mean:.2f}", f"{max(window.stale[1] for window in one.windows)}"]
     less = f" Of {len(ranks)} ranks the {len(shown)} with the longest own part." if len(shown) < len(ranks) else ""
     text = (
-        "Communication is time in collectives: waiting for a slower rank is a part of it, so the rank with the least "
-        f"of it is the one that others wait for. Between steps are evaluations, callbacks and restores.{less}"
+        "Communication is time in collectives, waiting for slower ranks included: the rank with the least of it is the "
+        f"one that the others wait for. Evaluations, callbacks and agreements are between steps.{less}"
     )
-    return Section("Ranks", text, [chart], ["rank", "host", "steps", *PARTS], table)
+    if len(head) > len(PARTS) + 3:
+        text += " Staleness is how many pushes of other workers a push had not seen."
+    return Section("Ranks", text, [chart], head, table)
 
 
 def _own_s(rank: RankRecords) -> float:
     return (rank.total["compute"] + rank.total["input"]) / rank.n_steps
 
 
-def _time_section(run: Run) -> Section | None:
+def _time_section(goodput: Goodput) -> Section | None:
     from hpcdist.cli.charts import bar_chart
 
-    goodput = goodput_of(run)
     if not goodput.elapsed_s:
         return None
     unit, scale = _unit_of(goodput.elapsed_s)
@@ -188,14 +180,15 @@ def _time_section(run: Run) -> Section | None:
     chart = bar_chart("goodput", "The whole run", unit, {"run": parts})
     rows = [[name, _seconds(s), f"{100 * s / goodput.elapsed_s:.1f} %"] for name, s in goodput.parts.items()]
     lost = f" {goodput.n_lost} steps were lost and made again." if goodput.n_lost else ""
-    text = f"From the start of the first process to the last record, by the chief.{lost}"
+    text = f"From the start of the first process to the last record of the chief.{lost}"
     return Section("Goodput", text, [chart], ["", "time", "share"], rows)
 
 
 def _pace_section(run: Run) -> Section | None:
     from hpcdist.cli.charts import line_chart
 
-    windows = [one for attempt in run.attempts for rank in attempt.ranks[:1] for one in rank.windows if one.n_steps]
+    chiefs = [attempt.chief for attempt in run.attempts if attempt.chief is not None]
+    windows = [one for chief in chiefs for one in chief.windows if one.steps]
     if len(windows) < 3:
         return None
     n_joined = -(-len(windows) // _N_POINTS)
@@ -211,15 +204,13 @@ def _pace_section(run: Run) -> Section | None:
 
 def _checkpoints_section(run: Run) -> Section | None:
     rows = [
-        [f"{one['step']}", f"{attempt.number}", f"{one['nbytes'] / 1e6:.3g} MB", _seconds(one["took_s"])]
+        [f"{one.step}", f"{attempt.number}", f"{one.nbytes / 1e6:.3g} MB", _seconds(one.took_s)]
         for attempt in run.attempts
         for one in attempt.commits
     ]
     if not rows:
         return None
-    text = (
-        "Time from the request until the file was read back; training goes on meanwhile, but for a copy of the state."
-    )
+    text = "Time from the request until the file was read back. Training waits only while the state is copied."
     left = f" The last 20 of {len(rows)}." if len(rows) > 20 else ""
     return Section("Checkpoints", text + left, (), ["step", "attempt", "size", "time"], rows[-20:])
 
@@ -227,11 +218,11 @@ def _checkpoints_section(run: Run) -> Section | None:
 def _attempts_section(run: Run) -> Section:
     rows = []
     for attempt in run.attempts:
-        begin, end, resumed = attempt.last("begin") or {}, attempt.last("end"), attempt.last("resume")
-        how = f"{end['how']}: {end['reason']}" if end else "runs, or died without notice"
-        nodes = ", ".join(str(one) for one in begin.get("nodes", ())) or "unknown"
-        origin = f"step {resumed['step']}" if resumed else "a new run"
-        rows.append([f"{attempt.number}", _date(attempt.began), str(begin.get("job") or "-"), nodes, origin, how])
+        unknown = "runs, or died without notice" if attempt is run.attempts[-1] else "died without notice"
+        origin = "nothing was restored" if attempt.first_step is None else f"step {attempt.first_step}"
+        where = ", ".join(attempt.nodes) or "unknown"
+        row = [f"{attempt.number}", _date(attempt.began), attempt.job or "-", where, origin, attempt.end or unknown]
+        rows.append(row)
     head = ["attempt", "began", "job", "nodes", "from", "end"]
     return Section("Attempts", "", (), head, rows, is_text=True)
 
@@ -239,18 +230,14 @@ def _attempts_section(run: Run) -> Section:
 def _settings_section(run: Run) -> Section | None:
     if not run.config:
         return None
-    rows = [["program", " ".join(str(one) for one in run.config.get("program", ())), ""]]
-    rows += [["hosts", ", ".join(f"{name} ({ranks})" for name, ranks in run.config.get("hosts", {}).items()), ""]]
-    rows += [
-        [name, str(one.get("value")), str(one.get("from"))] for name, one in run.config.get("settings", {}).items()
-    ]
-    rows += [[name, str(value), ""] for name, value in run.config.get("versions", {}).items() if value is not None]
-    text = f"Of attempt {run.config.get('attempt')}, from config.json."
-    return Section("Started with", text, (), ["", "value", "from"], rows, is_text=True)
+    text = f"Of attempt {run.config_attempt}, from config.json."
+    return Section("Started with", text, (), ["", "value", "from"], run.config, is_text=True)
 
 
-def _file(name: str) -> str:
-    return "".join(one if one.isalnum() or one in "-_" else "-" for one in name)
+def _file(name: str, number: int) -> str:
+    """Return the beginning of a picture's name: numbered, as names of metrics may differ in what none can hold."""
+    text = "".join(one if one.isascii() and (one.isalnum() or one in "-_") else "-" for one in name)
+    return f"metric-{number + 1}-{text[:40]}"
 
 
 def _unit_of(seconds: float) -> tuple[str, float]:
@@ -270,4 +257,4 @@ def _seconds(seconds: float) -> str:
 
 
 def _date(at: float | None) -> str:
-    return "unknown" if at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    return "unknown" if at is None or not 0 <= at < 1e11 else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))

@@ -89,7 +89,7 @@ def command(
     environ = read_environment()
     check_names(environ)
     require_no_launcher("hpcdist run", environ)
-    n_on_hosts, tasks = _n_ranks_on(hosts or ""), environ.get("SLURM_NTASKS", "")
+    n_on_hosts, tasks = n_ranks_on(hosts or ""), environ.get("SLURM_NTASKS", "")
     if ranks is None:
         ranks = int(tasks) if "SLURM_JOB_ID" in environ and not hosts and tasks.isdecimal() else n_on_hosts
     request = request_here(ranks, command_of(program, is_module), environ, hosts or "", bind)
@@ -104,7 +104,7 @@ def command(
     return _run(launcher, line, {**environ, **added}, as_text(line, added), folder, restarts)
 
 
-def _n_ranks_on(hosts: str) -> int:
+def n_ranks_on(hosts: str) -> int:
     """Return how many ranks a list of hosts names; 1 for none.
 
     Raises:
@@ -130,11 +130,11 @@ def command_of(program: Sequence[str], is_module: bool) -> tuple[str, ...]:
         return (sys.executable, "-m", name, *arguments)
     if name.endswith(".py"):
         if not Path(name).is_file():
-            raise UsageError(f"hpcdist run: expected a program, got {name!r}, which is not there; correct its path.")
+            raise UsageError(f"expected a program, got {name!r}, which is not there; correct its path.")
         return (sys.executable, name, *arguments)
     if shutil.which(name) is None:
         raise UsageError(
-            f"hpcdist run: expected a program that ends in .py, or one that can be run, got {name!r}; correct its path."
+            f"expected a program that ends in .py, or one that can be run, got {name!r}; correct its path."
         )
     return tuple(program)
 
@@ -241,7 +241,7 @@ def read_decision(folder: Path) -> Decision | None:
     try:
         said, status = json.loads(path.read_text()), path.stat()
         return Decision(str(said["decision"]), str(said["reason"]), (status.st_mtime_ns, status.st_ino))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

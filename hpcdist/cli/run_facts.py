@@ -3,22 +3,12 @@
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import Any
+from statistics import median_low
 
-from hpcdist.cli.run_records import PARTS, AttemptRecords, RankRecords, Run, Window
+from hpcdist.cli.run_records import PARTS, AttemptRecords, RankRecords, Run
 
 #: A rank is a straggler if its own part of a step takes this much longer than the median's, of the whole step.
 STRAGGLER_SHARE = 0.1
-_GOODPUT_PARTS = (
-    "kept steps",
-    "lost steps",
-    "saves",
-    "between steps",
-    "start-up",
-    "waiting for the next attempt",
-    "unrecorded",
-)
 
 
 @dataclass(frozen=True)
@@ -44,41 +34,37 @@ class Goodput:
 
 def goodput_of(run: Run) -> Goodput:
     """Return where the time of a run went, by the chief's records."""
-    names = (
-        "kept steps",
-        "lost steps",
-        "saves",
-        "between steps",
-        "start-up",
-        "waiting for the next attempt",
-        "unrecorded",
-    )
-    parts = dict.fromkeys(names, 0.0)
+    names = ("kept steps", "lost steps", "saves", "between steps", "start-up", "waiting for the next attempt")
+    parts = dict.fromkeys((*names, "unrecorded"), 0.0)
     n_lost, elapsed_s = 0, 0.0
-    for attempt, following in zip(run.attempts, [*run.attempts[1:], None], strict=True):
-        began, ended = attempt.began, attempt.ended
+    for number, attempt in enumerate(run.attempts):
+        began, ended, later = attempt.began, attempt.ended, run.attempts[number + 1 :]
         if began is None or ended is None:
             continue
-        next_began = following.began if following is not None else None
+        next_began = next((one.began for one in later if one.began is not None), None)
         until = ended if next_began is None else max(next_began, ended)
-        limit = None if following is None else following.resumed_step
-        kept_s, lost_s, lost = _kept_and_lost(attempt, limit)
-        total = attempt.ranks[0].total if attempt.ranks else dict.fromkeys(PARTS, 0.0)
-        first = attempt.ranks[0].windows[0].began if attempt.ranks and attempt.ranks[0].windows else ended
-        known = {"kept steps": kept_s, "lost steps": lost_s, "saves": total["save"], "between steps": total["between"]}
-        known |= {"start-up": first - began, "waiting for the next attempt": until - ended}
-        for name, seconds in known.items():
+        kept_s, lost_s, lost = _kept_and_lost(attempt, _kept_up_to(later))
+        windows = () if attempt.chief is None else attempt.chief.windows
+        total = dict.fromkeys(PARTS, 0.0) if attempt.chief is None else attempt.chief.total
+        start_s = windows[0].began - began if windows else ended - began
+        known = (kept_s, lost_s, total["save"], total["between"], start_s, until - ended)
+        for name, seconds in zip(names, known, strict=True):
             parts[name] += seconds
-        parts["unrecorded"] += max(0.0, until - began - sum(known.values()))
+        parts["unrecorded"] += max(0.0, until - began - sum(known))
         n_lost, elapsed_s = n_lost + lost, elapsed_s + until - began
     return Goodput(parts, elapsed_s, n_lost)
+
+
+def _kept_up_to(later: Sequence[AttemptRecords]) -> int | None:
+    """Return the last step that no later attempt made again; None where none did."""
+    return min([one.first_step for one in later if one.first_step is not None], default=None)
 
 
 def _kept_and_lost(attempt: AttemptRecords, limit: int | None) -> tuple[float, float, int]:
     """Return seconds of the steps up to `limit`, and of those after it; and how many these are."""
     kept_s = lost_s = 0.0
     n_lost = 0
-    for window in attempt.ranks[0].windows if attempt.ranks else ():
+    for window in () if attempt.chief is None else attempt.chief.windows:
         if window.steps is None:
             continue
         first, last = window.steps
@@ -98,8 +84,8 @@ def stragglers_of(ranks: Sequence[RankRecords]) -> list[str]:
     found = []
     for part in ("compute", "input"):
         own = {one.rank: one.total[part] / one.n_steps for one in counted}
-        usual = median(own.values())
-        step_s = median(sum(one.total[name] for name in PARTS[:3]) / one.n_steps for one in counted)
+        usual = median_low(own.values())
+        step_s = median_low(sum(one.total[name] for name in PARTS[:3]) / one.n_steps for one in counted)
         late = [one for one in counted if own[one.rank] - usual > STRAGGLER_SHARE * step_s]
         hosts = {one.host for one in late}
         whole = {host for host in hosts if all(one in late for one in counted if one.host == host)}
@@ -111,29 +97,38 @@ def stragglers_of(ranks: Sequence[RankRecords]) -> list[str]:
     return found
 
 
-def steps_in_time(run: Run) -> "StepClock":
-    """Return when each step of a run was made, by the chief's records."""
-    return StepClock([one for attempt in run.attempts for one in (attempt.ranks[0].windows if attempt.ranks else ())])
-
-
 class StepClock:
     """When steps were made, in seconds since 1970; of a step that was made again, the last time.
 
+    Between windows of the chief, and its checkpoints, steps count as equally long. What a killed attempt made after its
+    last record was made before its end.
+
     Args:
-        windows: in the order of time, of all attempts.
+        attempts: by number.
     """
 
-    def __init__(self, windows: Sequence[Window]) -> None:
+    def __init__(self, attempts: Sequence[AttemptRecords]) -> None:
         self._points: list[tuple[int, float]] = []
-        for window in windows:
-            if window.steps is None:
+        ended: float | None = None
+        for attempt in attempts:
+            points = _points_of(attempt)
+            if not points:
                 continue
-            first, last = window.steps
-            reached = self.time_of(first - 1)
-            while self._points and self._points[-1][0] > first - 1:  # steps that are made again
-                self._points.pop()
-            self._points += [] if reached is None else [(first - 1, reached)]
-            self._points += [(first - 1, window.began), (last, window.ended)]
+            first = points[0][0]
+            self._cut(first, ended)
+            self._points += points
+            ended = attempt.ended
+
+    def _cut(self, first: int, ended: float | None) -> None:
+        """Leave the points up to the step that an attempt resumed from, with that one itself."""
+        if not self._points:
+            return
+        reached = self.time_of(first)
+        while self._points and self._points[-1][0] > first:
+            self._points.pop()
+        if reached is None and ended is not None and self._points and self._points[-1][0] < first:
+            reached = ended
+        self._points += [] if reached is None else [(first, reached)]
 
     def time_of(self, step: int) -> float | None:
         """Return when a step was done, between what is known; None outside of it."""
@@ -144,11 +139,15 @@ class StepClock:
         return after_s if after == before else before_s + (after_s - before_s) * (step - before) / (after - before)
 
 
-def numbers_of(metrics: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """Return the numbers in records of metrics by name, each with its step."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for record in metrics:
-        for name, value in record.items():
-            if name not in ("step", "epoch") and isinstance(value, int | float) and not isinstance(value, bool):
-                found.setdefault(name, []).append((record["step"], float(value)))
-    return found
+def _points_of(attempt: AttemptRecords) -> list[tuple[int, float]]:
+    """Return steps with the times at which they were done, ascending."""
+    points: list[tuple[int, float]] = []
+    for window in () if attempt.chief is None else attempt.chief.windows:
+        if window.steps is not None and (not points or window.steps[0] > points[-1][0]):
+            points += [(window.steps[0] - 1, window.began), (window.steps[1], window.ended)]
+    last, last_s = points[-1] if points else (-1, 0.0)
+    for commit in attempt.commits if points else ():
+        if commit.step > last and commit.time_s > last_s:
+            last, last_s = commit.step, commit.time_s
+            points.append((last, last_s))
+    return points

@@ -1,22 +1,35 @@
 """What a run has recorded: attempts, metrics, and where the time of each rank's steps went.
 
-Records that are torn, as by a kill, are left out.
+What is torn, as by a kill, or is not what hpcdist writes, is left out: a run folder may hold anything.
 """
 
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hpcdist.errors import UsageError
 
 #: Where the time of a step goes, in the order of pictures.
 PARTS = ("compute", "input", "communication", "save", "between")
+#: Values beyond this cannot be drawn, and times and steps beyond it are none.
+_LARGEST = 1e100
+_LARGEST_TIME_S, _LARGEST_STEP = 1e11, 1 << 53
+_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True)
 class Window:
-    """Sums over some steps of a rank, in seconds; times are since 1970. `steps` is None where none was made."""
+    """Sums over some steps of a rank, in seconds; times are since 1970.
+
+    Attributes:
+        steps: the first and the last; None where none was made.
+        longest: a step, and its seconds.
+        seconds: by part.
+        stale: how many pushes of other workers parameter servers had applied that this one had not seen at its own: the
+            sum over its steps, and the most.
+    """
 
     began: float
     ended: float
@@ -25,11 +38,23 @@ class Window:
     rows: int
     longest: tuple[int, float]
     seconds: dict[str, float]
+    stale: tuple[int, int] = (0, 0)
 
     @property
     def step_s(self) -> float:
         """Seconds in steps."""
         return self.seconds["compute"] + self.seconds["input"] + self.seconds["communication"]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of a rank, with its waits as (kind, name, began, ended); times are of its monotonic clock."""
+
+    step: int
+    began: float
+    ended: float
+    spans: tuple[tuple[str, str, float, float], ...]
+    background: tuple[tuple[str, str, float, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,8 +65,9 @@ class RankRecords:
         rank, role, host: who it is.
         process_began: when its process was started, in seconds since 1970.
         clock: a time by its monotonic clock, and the same time in seconds since 1970.
+        first_step: steps before the attempt.
         windows: in the order of time.
-        steps: records of single steps, with times of the monotonic clock: {"step", "time", "spans", "background"}.
+        steps: those that were recorded by themselves, if they were asked for.
     """
 
     rank: int
@@ -49,8 +75,9 @@ class RankRecords:
     host: str
     process_began: float
     clock: tuple[float, float]
-    windows: tuple[Window, ...]
-    steps: tuple[dict[str, Any], ...]
+    first_step: int = 0
+    windows: tuple[Window, ...] = ()
+    steps: tuple[StepRecord, ...] = ()
 
     @property
     def total(self) -> dict[str, float]:
@@ -64,133 +91,314 @@ class RankRecords:
 
 
 @dataclass(frozen=True)
+class Commit:
+    """A checkpoint: its step, bytes, the seconds that it took, and when it was complete, in seconds since 1970."""
+
+    step: int
+    nbytes: int
+    took_s: float
+    time_s: float
+
+
+@dataclass(frozen=True)
 class AttemptRecords:
     """One attempt: what its ledger says, and its ranks' records.
 
     Attributes:
         number: of it.
-        events: of the ledger, each {"event": ..., ...}.
-        ranks: those with records, by number; the chief's is the first.
+        times: of events in its ledger, in seconds since 1970.
+        job, nodes: where it ran, as far as is known.
+        resumed_step: the step that it resumed from, by its ledger; None for none.
+        commits: its checkpoints.
+        end: how and why it ended; empty if that is not known.
+        ranks: those with records, by number.
     """
 
     number: int
-    events: tuple[dict[str, Any], ...]
-    ranks: tuple[RankRecords, ...]
-
-    def last(self, event: str) -> dict[str, Any] | None:
-        """Return the last event of a kind."""
-        return next((one for one in reversed(self.events) if one["event"] == event), None)
-
-    @property
-    def commits(self) -> list[dict[str, Any]]:
-        """Checkpoints: {"step", "nbytes", "took_s", "time_s"}."""
-        return [one for one in self.events if one["event"] == "commit" and "nbytes" in one]
+    times: tuple[float, ...] = ()
+    job: str = ""
+    nodes: tuple[str, ...] = ()
+    resumed_step: int | None = None
+    commits: tuple[Commit, ...] = ()
+    end: str = ""
+    ranks: tuple[RankRecords, ...] = ()
 
     @property
-    def resumed_step(self) -> int:
-        """The step that it resumed from; 0 for a new run."""
-        said = self.last("resume")
-        return int(said["step"]) if said else 0
+    def chief(self) -> RankRecords | None:
+        """The records of the chief: of the rank of that role, or else of the first one."""
+        chiefs = [one for one in self.ranks if one.role.startswith("chief")]
+        return next(iter([*chiefs, *self.ranks]), None)
+
+    @property
+    def first_step(self) -> int | None:
+        """Steps before it; None if it died before it had restored."""
+        if self.resumed_step is not None:
+            return self.resumed_step
+        return None if self.chief is None else self.chief.first_step
 
     @property
     def began(self) -> float | None:
-        """When its first process was started, as far as is known."""
-        said = self.last("begin") or {}
-        return min([rank.process_began for rank in self.ranks], default=said.get("time_s"))
+        """When the chief's process was started, as far as is known; by the clock of the chief's host, as all here."""
+        return min(self.times, default=None) if self.chief is None else self.chief.process_began
 
     @property
     def ended(self) -> float | None:
-        """When it did the last thing that is known."""
-        known = [rank.windows[-1].ended for rank in self.ranks if rank.windows]
-        known += [one["time_s"] for one in self.events if "time_s" in one]
-        return max(known, default=None)
+        """When the chief did the last thing that is known."""
+        windows = () if self.chief is None else self.chief.windows[-1:]
+        return max([*self.times, *(one.ended for one in windows)], default=None)
 
 
 @dataclass(frozen=True)
 class Run:
-    """All that is recorded of a run."""
+    """All that is recorded of a run.
+
+    Attributes:
+        folder: of the run.
+        attempts: by number.
+        metrics: records of metrics.jsonl: name -> numbers with their steps.
+        config: rows of config.json: name, value, origin.
+        config_attempt: the attempt that these are of; 0 without any.
+        verdict: what decision.json says, and why; empty without any.
+    """
 
     folder: Path
     attempts: tuple[AttemptRecords, ...]
-    metrics: tuple[dict[str, Any], ...]
-    config: dict[str, Any]
-    decision: dict[str, Any]
+    metrics: dict[str, list[tuple[int, float]]]
+    config: tuple[tuple[str, str, str], ...] = ()
+    config_attempt: int = 0
+    verdict: str = ""
+
+    @property
+    def last_trained(self) -> AttemptRecords | None:
+        """The last attempt that made steps."""
+        return next((one for one in reversed(self.attempts) if any(rank.n_steps for rank in one.ranks)), None)
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path, steps_of: Callable[[list[int]], int] | None = None) -> Run:
     """Return what a run folder holds. Reads only.
 
+    Args:
+        folder: of the run.
+        steps_of: returns, for the numbers of the attempts with records, the one whose single steps are read.
+
     Raises:
-        UsageError: for a folder that is none of a run.
+        UsageError: if the folder is not a run folder.
     """
-    ledgers = {
-        int(path.stem): path for path in (folder / "checkpoints" / "attempts").glob("*.jsonl") if path.stem.isdecimal()
-    }
-    traces = {int(path.name): path for path in (folder / "trace").glob("*") if path.name.isdecimal()}
+    ledgers = {int(one.stem): one for one in (folder / "checkpoints" / "attempts").glob("*.jsonl") if _is_number(one)}
+    traces = {int(one.name): one for one in (folder / "trace").glob("*") if _is_number(one) and one.is_dir()}
     if not ledgers and not traces:
         raise UsageError(
-            f"hpcdist: expected the folder of a run, with checkpoints/attempts or trace, got {str(folder)!r}; correct "
-            f"it."
+            f"expected the folder of a run, with checkpoints/attempts or trace, got {str(folder)!r}; correct it."
         )
+    chosen = None if steps_of is None else steps_of(sorted(traces))
     attempts = []
     for number in sorted({*ledgers, *traces}):
-        events = tuple(one for one in _records(ledgers.get(number)) if isinstance(one.get("event"), str))
-        ranks = [_rank_of(path) for path in sorted(traces[number].glob("rank-*.jsonl"))] if number in traces else []
-        attempts.append(AttemptRecords(number, events, tuple(one for one in ranks if one is not None)))
-    metrics = tuple(one for one in _records(folder / "metrics.jsonl") if type(one.get("step")) is int)
-    return Run(folder, tuple(attempts), metrics, _content(folder / "config.json"), _content(folder / "decision.json"))
+        files = sorted(traces[number].glob("rank-*.jsonl")) if number in traces else []
+        ranks = [_rank_of(path, has_steps=number == chosen) for path in files]
+        events = list(_records(ledgers[number])) if number in ledgers else []
+        attempts.append(_attempt_of(number, events, tuple(one for one in ranks if one is not None)))
+    config, decision = _content(folder / "config.json"), _content(folder / "decision.json")
+    said = [str(decision[name]) for name in ("decision", "reason") if isinstance(decision.get(name), str)]
+    told = config.get("attempt")
+    return Run(
+        folder,
+        tuple(attempts),
+        _numbers(_records(folder / "metrics.jsonl")),
+        _rows_of(config),
+        told if type(told) is int else 0,
+        ": ".join(said),
+    )
 
 
-def _numbered(folder: Path, pattern: str) -> dict[int, Path]:
-    return {int(path.stem): path for path in folder.glob(pattern) if path.stem.isdecimal()}
+def _is_number(path: Path) -> bool:
+    return path.stem.isascii() and path.stem.isdecimal()
 
 
-def _records(path: Path | None) -> list[dict[str, Any]]:
-    """Return the records of a file of JSON lines, without those that are torn; none of one that is not there."""
-    if path is None or not path.is_file():
-        return []
-    found = []
+def _records(path: Path, *held: str) -> Iterator[dict[str, Any]]:
+    """Yield the objects in a file of JSON lines; none of one that is not there.
+
+    Args:
+        path: of the file.
+        held: lines are read that hold one of these texts; by default all are.
+    """
+    if not path.is_file():
+        return
     with open(path, errors="replace") as file:
         for line in file:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict):
-                found.append(record)
-    return found
+            if not held or any(one in line for one in held):
+                found = _parsed(line)
+                if isinstance(found, dict):
+                    yield found
 
 
 def _content(path: Path) -> dict[str, Any]:
     """Return the object in a file of JSON; an empty one where there is none."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+        found = _parsed(path.read_text(errors="replace"))
+    except OSError:
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def _rank_of(path: Path) -> RankRecords | None:
-    """Return a rank's records; None where the first one is torn."""
-    records = _records(path)
+def _parsed(text: str) -> Any:
     try:
-        header = records[0]
-        monotonic, unix = (float(one) for one in header["clock"])
-        windows = tuple(_window_of(one, unix - monotonic) for one in records if "window" in one)
-        steps = tuple(one for one in records[1:] if "spans" in one and "time" in one)
-        who = int(header["rank"]), str(header["role"]), str(header["host"])
-        return RankRecords(*who, float(header["process_began"]), (monotonic, unix), windows, steps)
-    except (IndexError, KeyError, TypeError, ValueError):
+        return json.loads(text)
+    except (ValueError, RecursionError):
         return None
 
 
+def _checked(read: Callable[[dict[str, Any]], _Record], records: Iterator[dict[str, Any]]) -> list[_Record]:
+    """Return what `read` makes of records; those of another shape are left out."""
+    found = []
+    for record in records:
+        try:
+            found.append(read(record))
+        except (KeyError, TypeError, ValueError, OverflowError, IndexError):
+            continue
+    return found
+
+
+def _number(value: Any, largest: float = _LARGEST) -> float:
+    """Return a finite number; raise for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= largest:
+        raise ValueError(f"{str(value)[:20]!r} is no number")
+    return float(value)
+
+
+def _time(value: Any) -> float:
+    return _number(value, _LARGEST_TIME_S)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _LARGEST_STEP:
+        raise ValueError(f"{str(value)[:20]!r} is no count")
+    return value
+
+
+def _text(value: Any) -> str:
+    """Return a text that can be printed: JSON may hold halves of characters."""
+    if not isinstance(value, str):
+        raise TypeError(f"{str(value)[:20]!r} is no text")
+    return value.encode("utf-8", "replace").decode()
+
+
+def _attempt_of(number: int, events: list[dict[str, Any]], ranks: tuple[RankRecords, ...]) -> AttemptRecords:
+    """Return an attempt as the events of its ledger tell it."""
+    times = _checked(lambda one: _time(one["time_s"]), iter(events))
+    commits = _checked(_commit_of, (one for one in events if one.get("event") == "commit"))
+    begins = _checked(_place_of, (one for one in events if one.get("event") == "begin"))
+    resumed = _checked(lambda one: _whole(one["step"]), (one for one in events if one.get("event") == "resume"))
+    ends = _checked(
+        lambda one: f"{_text(one['how'])}: {_text(one['reason'])}", (one for one in events if one.get("event") == "end")
+    )
+    job, nodes = begins[-1] if begins else ("", ())
+    step = resumed[-1] if resumed else None
+    return AttemptRecords(number, tuple(times), job, nodes, step, tuple(commits), ends[-1] if ends else "", ranks)
+
+
+def _commit_of(event: dict[str, Any]) -> Commit:
+    return Commit(_whole(event["step"]), _whole(event["nbytes"]), _time(event["took_s"]), _time(event["time_s"]))
+
+
+def _place_of(event: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
+    job = event.get("job")
+    return "" if job is None else _text(job), tuple(_text(node) for node in event["nodes"])
+
+
+def _rank_of(path: Path, has_steps: bool) -> RankRecords | None:
+    """Return a rank's records: those of the process that wrote last; None where it has none that is sound.
+
+    A run whose folder was used before may have an attempt of the same number.
+    """
+    headers = _checked(_header_of, _records(path, '"process_began"'))
+    if not headers:
+        return None
+    last = headers[-1]
+    windows: list[Window] = []
+    steps: list[StepRecord] = []
+    is_last = False
+    monotonic, unix = last.clock
+    for record in _records(path, *(() if has_steps else ('"process_began"', '"window"'))):
+        if "process_began" in record:
+            is_last = record["process_began"] == last.process_began
+        elif is_last and "window" in record:
+            windows += _checked(lambda one: _window_of(one, unix - monotonic), iter([record]))
+        elif is_last and has_steps:
+            steps += _checked(_step_of, iter([record]))
+    return RankRecords(
+        last.rank, last.role, last.host, last.process_began, last.clock, last.first_step, tuple(windows), tuple(steps)
+    )
+
+
+def _header_of(record: dict[str, Any]) -> RankRecords:
+    monotonic, unix = record["clock"]
+    return RankRecords(
+        _whole(record["rank"]),
+        _text(record["role"]),
+        _text(record["host"]),
+        _time(record["process_began"]),
+        (_time(monotonic), _time(unix)),
+        _whole(record["step"]),
+    )
+
+
 def _window_of(record: dict[str, Any], to_unix: float) -> Window:
-    began, ended = (float(one) + to_unix for one in record["window"])
-    seconds = {part: float(record[f"{part}_s"]) for part in PARTS if part != "compute"}
-    seconds["compute"] = max(0.0, float(record["step_s"]) - seconds["input"] - seconds["communication"])
-    steps = None if record["steps"] is None else (int(record["steps"][0]), int(record["steps"][1]))
-    longest = int(record["longest"][0]), float(record["longest"][1])
-    return Window(began, ended, steps, int(record["n_steps"]), int(record["rows"]), longest, seconds)
+    began, ended = (_time(one) + to_unix for one in record["window"])
+    seconds = {part: _time(record[f"{part}_s"]) for part in PARTS if part != "compute"}
+    seconds["compute"] = max(0.0, _time(record["step_s"]) - seconds["input"] - seconds["communication"])
+    steps, n_steps = None, _whole(record["n_steps"])
+    if record["steps"] is not None:
+        first, last = (_whole(one) for one in record["steps"])
+        if last < first or n_steps < 1:
+            raise ValueError("steps run forward")
+        steps = first, last
+    (step, length_s), (stale, stalest) = record["longest"], record["stale"]
+    longest, behind = (_whole(step), _time(length_s)), (_whole(stale), _whole(stalest))
+    return Window(began, ended, steps, n_steps, _whole(record["rows"]), longest, seconds, behind)
+
+
+def _step_of(record: dict[str, Any]) -> StepRecord:
+    began, ended = record["time"]
+    spans, background = ([_span_of(one) for one in record.get(name, [])] for name in ("spans", "background"))
+    return StepRecord(_whole(record["step"]), _time(began), _time(ended), tuple(spans), tuple(background))
+
+
+def _span_of(record: Any) -> tuple[str, str, float, float]:
+    kind, name, began, ended = record
+    return _text(kind), _text(name), _time(began), _time(ended)
+
+
+def _numbers(records: Iterator[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """Return the numbers in records of metrics by name, each with its step."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for name, step, value in _checked(_point_of, _pairs(records)):
+        found.setdefault(name, []).append((step, value))
+    return found
+
+
+def _pairs(records: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield each value of records of metrics by itself."""
+    for record in records:
+        for name, value in record.items():
+            if name not in ("step", "epoch"):
+                yield {"name": name, "step": record.get("step"), "value": value}
+
+
+def _point_of(pair: dict[str, Any]) -> tuple[str, int, float]:
+    return _text(pair["name"]), _whole(pair["step"]), _number(pair["value"])
+
+
+def _rows_of(config: dict[str, Any]) -> tuple[tuple[str, str, str], ...]:
+    """Return what config.json says as rows: name, value, origin."""
+    program, hosts, settings, versions = (config.get(name) for name in ("program", "hosts", "settings", "versions"))
+    rows: list[tuple[str, Any, str]] = []
+    if isinstance(program, list):
+        rows += [("program", " ".join(map(str, program)), "")]
+    if isinstance(hosts, dict):
+        rows += [("hosts", ", ".join(f"{name} ({ranks})" for name, ranks in hosts.items()), "")]
+    if isinstance(settings, dict):
+        told = {name: one for name, one in settings.items() if isinstance(one, dict)}
+        rows += [(name, one.get("value"), str(one.get("from"))) for name, one in told.items()]
+    if isinstance(versions, dict):
+        rows += [(name, value, "") for name, value in versions.items() if value is not None]
+    return tuple((_text(name), _text(str(value)), _text(origin)) for name, value, origin in rows)

@@ -36,24 +36,29 @@ _VALUES = {
 
 
 def site_defaults(table: str) -> dict[str, Any]:
-    """Return what the file says in the table of a command; empty without a file.
+    """Return what the files say in the table of a command: of each key the first one, here before ~/.config.
 
     Raises:
-        ConfigurationError: for a file that is no TOML, or says something else.
+        ConfigurationError: if a file is not TOML, or says something else.
     """
-    paths = [Path("hpcdist.toml"), Path.home() / ".config" / "hpcdist.toml"]
-    path = next((one for one in paths if one.is_file()), None)
-    if path is None:
-        return {}
+    found: dict[str, Any] = {}
+    for path in (Path("hpcdist.toml"), Path.home() / ".config" / "hpcdist.toml"):
+        if path.is_file():
+            found = {**_table_of(path, table), **found}
+    return found
+
+
+def _table_of(path: Path, table: str) -> dict[str, Any]:
     try:
-        found = tomllib.loads(path.read_text()).get(table, {})
-        wrong = _wrong_keys(found, _KEYS[table])
+        content = tomllib.loads(path.read_text())
+        found = content.get(table, {})
+        wrong = [name for name in content if name not in _KEYS] or _wrong_keys(found, _KEYS[table])
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigurationError(f"hpcdist {table}: expected TOML in {path}, got {error}; correct it.") from error
     if wrong:
         raise ConfigurationError(
-            f"hpcdist {table}: expected {', '.join(_KEYS[table])} under [{table}] in {path}, lists as lists of texts, "
-            f"got {wrong[0]!r}; correct it."
+            f"hpcdist {table}: expected tables {', '.join(_KEYS)}, and {', '.join(_KEYS[table])} under [{table}] in "
+            f"{path}, got {wrong[0]!r}; correct it."
         )
     return dict(found)
 
@@ -66,5 +71,6 @@ def _wrong_keys(found: Mapping[str, Any], keys: Mapping[str, tuple[type, ...]]) 
         if not isinstance(value, keys.get(key, ()))
         or isinstance(value, bool)
         or value not in _VALUES.get(key, (value,))
+        or (isinstance(value, float) and not 0 < value < float("inf"))
         or (isinstance(value, list) and not all(isinstance(one, str) for one in value))
     ]

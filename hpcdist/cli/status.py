@@ -40,7 +40,7 @@ def status(run: str | None, is_json: bool) -> None:
         return
     facts = _facts_of(run_folder(run))
     if is_json:
-        click.echo(json.dumps(facts, indent=1))
+        click.echo(json.dumps(finite(facts), indent=1))
     else:
         for line in _lines(facts):
             click.echo(line)
@@ -89,7 +89,7 @@ def _require_run(folder: Path) -> Path:
     """
     if not (folder / "checkpoints").is_dir() and not (folder / "decision.json").exists():
         raise UsageError(
-            f"hpcdist: expected a run folder, with checkpoints or a decision.json, got {str(folder)!r}; correct it."
+            f"expected a run folder, with checkpoints or a decision.json, got {str(folder)!r}; correct it."
         )
     return folder
 
@@ -147,11 +147,20 @@ def _last_record(path: Path) -> dict[str, Any] | None:
     for line in reversed(lines):
         try:
             record = json.loads(line)
-        except ValueError:  # one that is being written
+        except (ValueError, RecursionError):  # one that is being written, or none of ours
             continue
         if isinstance(record, dict):
             return record
     return None
+
+
+def finite(facts: Any) -> Any:
+    """Return facts with None for numbers that JSON has no word for."""
+    if isinstance(facts, dict):
+        return {name: finite(value) for name, value in facts.items()}
+    if isinstance(facts, list | tuple):
+        return [finite(value) for value in facts]
+    return None if isinstance(facts, float) and not math.isfinite(facts) else facts
 
 
 def _batch_state(job: str) -> str | None:

@@ -28,29 +28,41 @@ _SYSTEMS = {
 #: What an option of sbatch may hold: sbatch has quoting rules of its own.
 _VALUE = re.compile(r"[\w.,:;@%+=/\[\]()*^~|&!{}-]+$")
 #: The same for PBS and LSF, whose options have their values behind a space.
-_SPACED = re.compile(r"-\w+ ?[\w.,:;@%+=/\[\]()*^~|&!\" -]*$")
+_SPACED = re.compile(r"-\w+ ?[\w.,:;@%+=/\[\]()<>*^~|&!\" -]*$")
+#: What the script itself asks of PBS and LSF.
+_TAKEN = {
+    "pbs": re.compile(r"-(N|l *(select|walltime))\b"),
+    "lsf": re.compile(r"-(J|n|W|r|wa|wt|o|R *\"span)( |$|\[)"),
+}
 #: What job.py replaces by the nodes of a launch, wherever it is in a command.
 _PLACES = ("%nodes", "%hosts", "%n_nodes", "%n_ranks")
 _NAME = re.compile(r"[\w.-]+$")
-_LIMIT = re.compile(r"\d+:\d\d(:\d\d)?$")
+_LIMIT = re.compile(r"\d+:\d\d:\d\d$")
+#: What LSF says when it has taken a job.
+_LSF_JOB = re.compile(r"Job <(\d+)>")
 _SUBMIT_S = 60.0
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--ntasks-per-node", type=click.IntRange(1), default=1, show_default=True, help="Ranks of a node.")
+@click.option("--nodes", type=click.IntRange(1), help="Default: 1.")
+@click.option("--ntasks-per-node", type=click.IntRange(1), help="Ranks of a node; default: 1.")
 @click.option("--time", metavar="LIMIT", help="Time limit, such as 8:00:00.")
 @click.option("--name", help="Name of the job; default: that of the run folder.")
 @click.option("--run-dir", help="Run folder, if it is fixed in the program; default: the program's --run-dir.")
 @click.option("--ps", "n_servers", type=click.IntRange(0), default=0, help="Ranks that are parameter servers.")
-@click.option("--ps-nodes", type=click.IntRange(0), default=0, help="Nodes more, whose ranks are parameter servers.")
+@click.option("--ps-nodes", type=click.IntRange(0), default=0, help="Additional nodes, whose ranks all serve.")
 @click.option("--array", metavar="TASKS", default="", help="Several runs, such as 1-8; {task} is the number of one.")
 @click.option("--chain", is_flag=True, help="Each job submits its successor: for sites that requeue no jobs.")
 @click.option("--drill", type=click.IntRange(1), metavar="SECONDS", help="Preempt it once, this long after its start.")
 @click.option("--lead", type=click.IntRange(10), default=120, show_default=True, help="Seconds for the last save.")
 @click.option("--system", type=click.Choice(list(_SYSTEMS)), help="Default: slurm.")
 @click.option(
-    "--sbatch", "--option", "more", multiple=True, metavar="OPTION", help="Of the batch system; may be repeated."
+    "--sbatch",
+    "--option",
+    "more",
+    multiple=True,
+    metavar="OPTION",
+    help="Option for the batch system; may be repeated.",
 )
 @click.option("--launcher", type=click.Choice(["srun", "mpirun"]), help="Default: srun for MPICH, mpirun for Open MPI.")
 @click.option("--dry-run", is_flag=True, help="Show the script, and do not submit it.")
@@ -92,7 +104,9 @@ def _job_of(program: tuple[str, ...], options: dict[str, Any], site: dict[str, A
     """
     run_dir = _run_dir_of(program, options)
     name = options["name"] or "-".join(part for part in Path(run_dir.replace(TASK, "all")).parts if part not in "/..")
-    n_nodes, n_per_node = options["nodes"] + options["ps_nodes"], options["ntasks_per_node"]
+    of_site = dict(one.partition("=")[::2] for one in site.get("sbatch", ()) if system == "slurm")
+    n_nodes = _count(options["nodes"], of_site.get("--nodes")) + options["ps_nodes"]
+    n_per_node = _count(options["ntasks_per_node"], of_site.get("--ntasks-per-node"))
     n_servers = options["n_servers"] + options["ps_nodes"] * n_per_node
     limit = options["time"] or site.get("time", "")
     chosen = [*site.get("sbatch" if system == "slurm" else system, [])]
@@ -107,7 +121,7 @@ def _job_of(program: tuple[str, ...], options: dict[str, Any], site: dict[str, A
     _check_servers(n_servers, n_nodes * n_per_node, options)
     first = next((number for number, part in enumerate(Path(run_dir).parts) if TASK in part), None)
     where = Path(*Path(run_dir).parts[:first]) if first is not None else Path(run_dir)
-    asked = options["launcher"] or site.get("launcher") or (None if system == "slurm" else "mpirun")
+    asked = options["launcher"] or site.get("launcher") if system == "slurm" else "mpirun"
     return BatchJob(
         name=name,
         n_nodes=n_nodes,
@@ -127,6 +141,11 @@ def _job_of(program: tuple[str, ...], options: dict[str, Any], site: dict[str, A
         script=str((where / f"{name}.{'sbatch' if system == 'slurm' else system}").absolute()),
         folder=str(Path.cwd()),
     )
+
+
+def _count(asked: int | None, of_site: str | None) -> int:
+    """Return a number of nodes or ranks: of the command line, of the site's defaults, or 1."""
+    return asked or (int(of_site) if of_site and of_site.isdecimal() and int(of_site) else 1)
 
 
 def _run_dir_of(program: Sequence[str], options: dict[str, Any]) -> str:
@@ -168,7 +187,7 @@ def _check(name: str, chosen: Sequence[str], program: Sequence[str], options: di
             what = "of sbatch such as --partition=gpu, without spaces and quotes" if is_slurm else "such as '-q long'"
             raise UsageError(f"hpcdist submit: expected options {what}, got {option!r}; correct it.")
     if not is_slurm:
-        _check_other_system(options, system)
+        _check_other_system(options, chosen, system)
     for argument in program:
         if any(place in argument for place in _PLACES):
             raise UsageError(
@@ -177,12 +196,18 @@ def _check(name: str, chosen: Sequence[str], program: Sequence[str], options: di
             )
 
 
-def _check_other_system(options: dict[str, Any], system: str) -> None:
+def _check_other_system(options: dict[str, Any], chosen: Sequence[str], system: str) -> None:
     """Raise UsageError for what is written for Slurm only."""
     given = next((name for name in ("array", "chain", "drill") if options[name]), None)
     if given or options["launcher"] == "srun":
         name = f"--{given}" if given else "--launcher srun"
         raise UsageError(f"hpcdist submit: expected {name} with Slurm, got --system {system}; leave it out.")
+    taken = next((one for one in chosen if _TAKEN[system].match(one)), None)
+    if taken is not None:
+        raise UsageError(
+            f"hpcdist submit: expected options that the script has not made already, got {taken!r}; use --nodes, "
+            f"--ntasks-per-node, --time, --name and --lead."
+        )
     if options["time"] and not _LIMIT.match(options["time"]):
         raise UsageError(
             f"hpcdist submit: expected a time limit such as 8:00:00 for {system}, got {options['time']!r}; correct it."
@@ -250,5 +275,7 @@ def _submit(take: Sequence[str], script: str) -> int:
         raise ConfigurationError(
             f"hpcdist submit: expected {name} to take {script}, got {said!r}; correct the options."
         )
-    click.echo(f"submitted job {done.stdout.strip().partition(';')[0]}: {json.dumps(script)}", err=True)
+    answer = done.stdout.strip().partition(";")[0]
+    of_lsf = _LSF_JOB.search(answer)
+    click.echo(f"submitted job {of_lsf[1] if of_lsf else answer}: {json.dumps(script)}", err=True)
     return ExitCode.DONE

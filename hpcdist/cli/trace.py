@@ -9,12 +9,14 @@ from typing import Any
 import click
 
 from hpcdist.checkpoint import durable
-from hpcdist.cli.run_records import PARTS, AttemptRecords, RankRecords, read_run
+from hpcdist.cli.run_records import PARTS, AttemptRecords, RankRecords, StepRecord, read_run
 from hpcdist.errors import UsageError
 
 #: Tracks of a rank.
 _MAIN, _BACKGROUND, _WINDOWS = range(3)
 _TRACKS = {_MAIN: "steps", _BACKGROUND: "sums in the background", _WINDOWS: "windows"}
+#: Collectives that no rank leaves before all have entered them.
+_SUMS = ("gradients ", "all_reduce ", "shares of gradients ")
 
 
 @click.command()
@@ -32,51 +34,56 @@ def command(folder: Path, attempt: int | None, out: Path | None) -> None:
     hpcdist trace runs/train
     HPCDIST_TRACE=all hpcdist run -n 4 train.py --run-dir runs/a && hpcdist trace runs/a
     """
-    recorded = {one.number: one for one in read_run(folder).attempts if one.ranks}
-    number = attempt or max(recorded, default=0)
-    if number not in recorded:
+    run = read_run(folder, steps_of=lambda numbers: attempt or max(numbers, default=0))
+    found = next((one for one in reversed(run.attempts) if one.ranks and attempt in (None, one.number)), None)
+    if found is None:
         raise UsageError(
             f"hpcdist trace: expected records of steps of attempt {attempt or 'any'} in {folder / 'trace'}, got none; "
             f"have a PreemptionCheckpointHandler or BackupAndRestore in the program, without HPCDIST_TRACE=off."
         )
     path = out or folder / "trace.json"
-    events = events_of(recorded[number])
+    events = events_of(found)
     durable.replace_text(durable.Disk(), path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    n_steps = sum(1 for one in events if one.get("cat") == "step")
-    click.echo(f"{path}: {n_steps} steps of {len(recorded[number].ranks)} ranks; open it in ui.perfetto.dev")
+    n_steps = sum(len(one.steps) for one in found.ranks)
+    click.echo(f"{path}: {n_steps} steps of {len(found.ranks)} ranks; open it in ui.perfetto.dev")
 
 
 def events_of(attempt: AttemptRecords) -> list[dict[str, Any]]:
     """Return the events of an attempt in Chrome's format: times in microseconds since the first process began. Pure."""
     offsets = offsets_of(attempt.ranks)
-    zero = attempt.began or 0.0
+    corrections = {one.rank: offsets[one.host] - (one.clock[1] - one.clock[0]) for one in attempt.ranks}
+    zero = min(one.process_began + corrections[one.rank] for one in attempt.ranks)
     events = []
     for rank in attempt.ranks:
-        shift = offsets[rank.host] - zero
-        events += [{**one, "pid": rank.rank} for one in _events_of_rank(rank, shift, zero)]
+        of_rank = _events_of_rank(rank, offsets[rank.host] - zero, corrections[rank.rank] - zero)
+        events += [{**one, "pid": rank.rank} for one in of_rank]
     return events
 
 
-def _events_of_rank(rank: RankRecords, shift: float, zero: float) -> Iterator[dict[str, Any]]:
+def _events_of_rank(rank: RankRecords, of_monotonic: float, of_unix: float) -> Iterator[dict[str, Any]]:
+    """Yield the events of a rank.
+
+    Args:
+        rank: its records.
+        of_monotonic: what to add to times of its monotonic clock.
+        of_unix: what to add to its times since 1970.
+    """
     name = f"rank {rank.rank} ({rank.role}) on {rank.host}"
     yield {"ph": "M", "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "args": {"sort_index": rank.rank}}
     for track, title in _TRACKS.items():
         yield {"ph": "M", "name": "thread_name", "tid": track, "args": {"name": title}}
-    for record in rank.steps:
-        began, ended = record["time"]
-        yield _span(f"step {record['step']}", "step", began + shift, ended + shift, _MAIN)
-        for track, spans in ((_MAIN, record["spans"]), (_BACKGROUND, record.get("background", []))):
-            for kind, what, start, end in spans:
-                yield _span(what, kind, start + shift, end + shift, track)
+    for one in rank.steps:
+        yield _span(f"step {one.step}", "step", one.began + of_monotonic, one.ended + of_monotonic, _MAIN)
+        for track, spans in ((_MAIN, one.spans), (_BACKGROUND, one.background)):
+            for kind, what, began, ended in spans:
+                yield _span(what, kind, began + of_monotonic, ended + of_monotonic, track)
     for window in rank.windows:
-        if window.steps is None:
-            continue
-        shares = {part: round(window.seconds[part], 6) for part in PARTS}
-        title = f"steps {window.steps[0]}-{window.steps[1]}"
-        correction = shift + zero - (rank.clock[1] - rank.clock[0])  # windows are by the host's own clock
-        began, ended = window.began - zero + correction, window.ended - zero + correction
-        yield {**_span(title, "window", began, ended, _WINDOWS), "args": {**shares, "rows": window.rows}}
+        if window.steps is not None:
+            title = f"steps {window.steps[0]}-{window.steps[1]}"
+            event = _span(title, "window", window.began + of_unix, window.ended + of_unix, _WINDOWS)
+            shares = {part: round(window.seconds[part], 6) for part in PARTS}
+            yield {**event, "args": {**shares, "rows": window.rows}}
 
 
 def _span(name: str, kind: str, began: float, ended: float, track: int) -> dict[str, Any]:
@@ -88,13 +95,14 @@ def offsets_of(ranks: Sequence[RankRecords]) -> dict[str, float]:
     """Return what to add to each host's monotonic clock for seconds since 1970 by the clock of the first host.
 
     No rank leaves a sum over all ranks before all have entered it: each such sum bounds the difference of two clocks
-    from both sides. Without one, hosts' own clocks count. Ranks of a host share a clock.
+    from both sides. Where a host's own clock is within these bounds it counts, and so it does without any. Ranks of a
+    host share a clock.
     """
     first = ranks[0]
     sums: dict[str, dict[tuple[int, int], tuple[float, float]]] = {}
     for one in ranks:
         of_host = sums.setdefault(one.host, {})
-        for key, (began, ended) in _sums_of(one):
+        for key, (began, ended) in _sums_of(one.steps):
             last, soonest = of_host.get(key, (began, ended))
             of_host[key] = max(last, began), min(soonest, ended)
     own = {one.host: one.clock[1] - one.clock[0] for one in reversed(ranks)}
@@ -108,18 +116,17 @@ def offsets_of(ranks: Sequence[RankRecords]) -> dict[str, float]:
         if bounds:
             low, high = max(low for low, _ in bounds), min(high for _, high in bounds)
             if low > high:  # the clocks drift apart: as they were in the middle
-                middle = [(low + high) / 2 for low, high in bounds]
-                low = high = median(middle)
+                low = high = median((low + high) / 2 for low, high in bounds)
             difference = difference if low <= difference <= high else (low + high) / 2
         found[host] = own[first.host] + difference
     return found
 
 
-def _sums_of(rank: RankRecords) -> Iterator[tuple[tuple[int, int], tuple[float, float]]]:
+def _sums_of(steps: Sequence[StepRecord]) -> Iterator[tuple[tuple[int, int], tuple[float, float]]]:
     """Yield sums over all ranks: which step and its number there, and when it was entered and left."""
-    for record in rank.steps:
+    for one in steps:
         number = 0
-        for kind, name, began, ended in [*record["spans"], *record.get("background", [])]:
-            if kind == "communication" and name.startswith(("gradients ", "all_reduce ", "shares of gradients ")):
-                yield (record["step"], number), (began, ended)
+        for kind, name, began, ended in (*one.spans, *one.background):
+            if kind == "communication" and name.startswith(_SUMS):
+                yield (one.step, number), (began, ended)
                 number += 1

@@ -83,6 +83,8 @@ class Client:
         chunk_bytes: as given.
         clock: steps pushed so far.
         signal: the name of a signal that a server got and sent to this worker; empty before.
+        n_missed: how many pushes of others servers applied between the values that the last push was computed from and
+            that push.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Client:
         self._optimizers: dict[int, tuple[Optimizer, list[dict[str, Any]]]] = {}
         self._members: dict[int, list[list[int]]] = {}
         self.signal = ""
+        self.n_missed = 0
         self.has_left = False
         self._pid = os.getpid()
 
@@ -212,7 +215,12 @@ class Client:
                 asks = server == 0 and end == len(held)
                 requests.append((server, {**fields, "request": int(request if asks else Request.NONE)}))
         requests.sort(key=lambda request: int(request[1]["numbers"][1]))  # all servers have something to do at once
-        return self._take(self._answers("step", Kind.STEP, requests))
+        before = [held[0].version for held in self._shards if held]
+        due = self._take(self._answers("step", Kind.STEP, requests))
+        after = [held[0].version for held in self._shards if held]
+        newer = [now - was for now, was in zip(after, before, strict=True) if was >= 0]
+        self.n_missed = max(0, *newer, 1) - 1  # one of the versions is this push's own
+        return due
 
     def pull(self, number: int = 0) -> None:
         """Write the values that servers have now into the variables.

@@ -224,6 +224,7 @@ class ServedParameters:
         try:
             with time_spent.timed("communication", "push"):
                 due = self.client.step(number, settings_of(optimizer), request)
+            time_spent.stale += self.client.n_missed
         finally:
             self._note_written()
         self._act_on_signal()

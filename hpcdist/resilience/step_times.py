@@ -65,7 +65,7 @@ class Window:
         self._first: int | None = None
         self._last = self._n_steps = self._rows = 0
         self._step_s = self._input_s = self._communication_s = self._longest_s = 0.0
-        self._longest_step = 0
+        self._longest_step = self._stale = self._stalest = 0
 
     def add(self, step: int, n_steps: int, length_s: float, before: Totals, after: Totals) -> None:
         """Add the steps up to `step` that took `length_s` together, without saves, between two totals."""
@@ -75,6 +75,8 @@ class Window:
         self._input_s += after.input_s - before.input_s
         self._communication_s += after.communication_s - before.communication_s
         self._rows += after.rows - before.rows
+        stale = after.stale - before.stale
+        self._stale, self._stalest = self._stale + stale, max(self._stalest, stale)
         if length_s / n_steps > self._longest_s:
             self._longest_s, self._longest_step = length_s / n_steps, step
 
@@ -97,6 +99,7 @@ class Window:
             "between_s": _short(between_s),
             "longest": [self._longest_step, _short(self._longest_s)],
             "rows": self._rows,
+            "stale": [self._stale, self._stalest],
         }
 
 

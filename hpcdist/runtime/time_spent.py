@@ -23,12 +23,13 @@ class Span(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Seconds and global rows so far."""
+    """Seconds, global rows and staleness so far; see `TimeSpent`."""
 
     input_s: float
     communication_s: float
     save_s: float
     rows: int
+    stale: int
 
 
 class Recorded(Protocol):
@@ -50,6 +51,8 @@ class TimeSpent:
 
     Attributes:
         rows: global rows of the batches so far, where they are known.
+        stale: pushes of other workers that parameter servers had applied before this worker's own and after it had read
+            the values, summed over its pushes.
     """
 
     def __init__(self) -> None:
@@ -58,7 +61,7 @@ class TimeSpent:
         self._own: list[Recorded] = []
         self._background: list[Recorded] = []
         self._waiter: int | None = None
-        self.rows = 0
+        self.rows = self.stale = 0
 
     def watch(self, journal: Recorded, is_background: bool) -> None:
         """Count the collectives of a group, too, until `leave`."""
@@ -108,7 +111,7 @@ class TimeSpent:
     def totals(self) -> Totals:
         """The seconds and rows so far."""
         seconds = self._seconds
-        return Totals(seconds["input"], self.communication_s, seconds["save"], self.rows)
+        return Totals(seconds["input"], self.communication_s, seconds["save"], self.rows, self.stale)
 
     def spans_since(self, since_s: float) -> tuple[list[Span], list[Span]]:
         """Return what began since a time, and what background threads began; the last 64 of each."""

@@ -1,4 +1,4 @@
-"""`hpcdist bench`: which command each benchmark is. That the benchmarks measure: tests/fault/test_benchmarks.py."""
+"""`hpcdist bench`: which command each benchmark is. One is run in tests/fault/test_benchmarks.py."""
 
 import subprocess
 import sys
@@ -45,6 +45,18 @@ def test_the_command(started, hpcdist, arguments, first, last):
     assert command[: len(first)] == first
     assert [part.rpartition("/benchmarks/")[2] for part in command[-len(last) :]] == last
     assert error.startswith("+ OMP_NUM_THREADS=1 ")
+
+
+def test_hosts_say_how_many_ranks(started, hpcdist):
+    hpcdist("bench", "allreduce", "--hosts", "n1:4,n2:4")
+    assert started[0][1:5] == ["-n", "8", "-hosts", "n1:4,n2:4"]
+
+
+@pytest.mark.parametrize("name", ["ckpt", "ps"])
+def test_ranks_are_for_two_of_them(started, hpcdist, name):
+    code, _, error = hpcdist("bench", name, "-n", "4")
+    assert (code, error.count("\n"), started) == (2, 1, [])
+    assert f"expected -n and --hosts with allreduce and step, got {name}" in error
 
 
 def test_an_unknown_benchmark(hpcdist):

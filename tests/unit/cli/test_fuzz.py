@@ -3,10 +3,11 @@
 import contextlib
 import io
 import random
+import subprocess
 
 import pytest
 
-from hpcdist.cli import main, run, submit
+from hpcdist.cli import bench, main, run, submit
 from hpcdist.cli.launcher import Launcher
 
 COMMANDS = [
@@ -21,6 +22,7 @@ COMMANDS = [
     "ckpt diff",
     "ckpt export",
 ]
+COMMANDS += ["report", "trace", "logs", "bench allreduce", "bench ps", "bench"]
 COMMANDS += ["ckpt import", "ckpt prune", "doctor --no-such", "nothing", "", "--help"]
 OPTIONS = [
     "-n",
@@ -35,6 +37,7 @@ OPTIONS = [
     "--time",
     "--name",
 ]
+OPTIONS += ["--ps-nodes", "--system", "--option", "--attempt", "--out", "--quick", "--rank", "--level", "--tail"]
 OPTIONS += ["--ps", "--array", "--chain", "--drill", "--lead", "--sbatch", "--launcher", "--json", "--wait", "--keep"]
 OPTIONS += ["--keep-best", "--best-mode", "--object", "--key", "--yes", "--help", "-h", "--", "-", "--x=y", "-x"]
 VALUES = [
@@ -69,8 +72,13 @@ VALUES += [
     "\n",
 ]
 VALUES += ["/dev/null", "/proc/self/mem", "/", "..", "srun", "min", "true", "x" * 5000]
+VALUES += ["pbs", "lsf", "-q long", "17", "17_3", "info"]
 TOML = [
     "[submit]",
+    "[run]",
+    "trace",
+    "timeout_s",
+    "system",
     "sbatch",
     "setup",
     "launcher",
@@ -96,9 +104,11 @@ def here(tmp_path, monkeypatch):
     """Return a folder with files of several kinds, in which no command starts a job."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    for module in (run, submit):
+    for module in (run, submit, bench):
         monkeypatch.setattr(module, "mpi_library", lambda: "mpich")
         monkeypatch.setattr(module, "find_launcher", lambda library, environ: Launcher(library, "mpirun"))
+    done = subprocess.CompletedProcess([], 0, "", "")
+    monkeypatch.setattr(bench.subprocess, "run", lambda command, **_: done)
     (tmp_path / "train.py").write_text("")
     (tmp_path / "file").write_bytes(bytes(range(256)) * 40)
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
@@ -143,4 +153,4 @@ def test_files_of_defaults(here):
     for _ in range(500):
         text = " ".join(draws.choice(TOML) for _ in range(draws.randrange(12)))
         (here / "hpcdist.toml").write_text(text)
-        check(["submit", "--dry-run", "train.py", "--run-dir", "a"])
+        check([draws.choice(["submit", "run"]), "--dry-run", "train.py", "--run-dir", "a"])

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from hpcdist.cli.run_facts import StepClock, goodput_of, numbers_of, stragglers_of
-from hpcdist.cli.run_records import AttemptRecords, RankRecords, Run, Window, read_run
+from hpcdist.cli.run_facts import StepClock, goodput_of, stragglers_of
+from hpcdist.cli.run_records import AttemptRecords, Commit, RankRecords, Run, StepRecord, Window, read_run
 from hpcdist.cli.trace import events_of, offsets_of
 from hpcdist.errors import UsageError
 
@@ -17,12 +17,16 @@ def window(began, ended, steps, **seconds):
     return Window(began, ended, steps, n_steps, 0, (0, 0.0), parts)
 
 
-def rank(number, windows=(), host="n1", steps=(), clock=(0.0, 0.0), process_began=0.0):
-    return RankRecords(number, f"worker:{number}", host, process_began, clock, tuple(windows), tuple(steps))
+def rank(number, windows=(), host="n1", steps=(), clock=(0.0, 0.0), process_began=0.0, role="worker", first=0):
+    return RankRecords(number, f"{role}:{number}", host, process_began, clock, first, tuple(windows), tuple(steps))
+
+
+def attempt(number, *ranks, **more):
+    return AttemptRecords(number, ranks=ranks, **more)
 
 
 def run_of(*attempts):
-    return Run("run", attempts, (), {}, {})
+    return Run("run", attempts, {})
 
 
 # -- goodput -----------------------------------------------------------------------------------------------------------
@@ -30,7 +34,7 @@ def run_of(*attempts):
 
 def test_an_unbroken_run():
     windows = [window(10, 20, (1, 10), compute=8, save=1, between=1), window(20, 30, (11, 20), compute=10)]
-    found = goodput_of(run_of(AttemptRecords(1, (), (rank(0, windows),))))
+    found = goodput_of(run_of(attempt(1, rank(0, windows))))
     assert found.elapsed_s == 30.0
     assert found.share == pytest.approx(18 / 30)
     assert {name: s for name, s in found.parts.items() if s} == {
@@ -40,13 +44,9 @@ def test_an_unbroken_run():
 
 def test_steps_that_were_made_again_are_lost():
     """The second attempt resumes from step 15 of 20, ten seconds after the first one's last record."""
-    first = AttemptRecords(1, (), (rank(0, [window(0, 20, (1, 20), compute=20)]),))
-    second = AttemptRecords(
-        2,
-        ({"event": "resume", "step": 15},),
-        (rank(0, [window(32, 52, (16, 35), compute=20)], process_began=30.0),),
-    )
-    found = goodput_of(run_of(first, second))
+    first = attempt(1, rank(0, [window(0, 20, (1, 20), compute=20)]))
+    own = rank(0, [window(32, 52, (16, 35), compute=20)], process_began=30.0)
+    found = goodput_of(run_of(first, attempt(2, own, resumed_step=15)))
     assert (found.n_lost, found.elapsed_s) == (5, 52.0)
     assert found.parts["kept steps"] == pytest.approx(35.0)
     assert found.parts["lost steps"] == pytest.approx(5.0)
@@ -55,12 +55,38 @@ def test_steps_that_were_made_again_are_lost():
     assert sum(found.parts.values()) == pytest.approx(found.elapsed_s)
 
 
+def test_an_attempt_that_died_in_its_start_loses_nothing():
+    """Nor does one that starts now: it has no record, and its ledger says only when it began."""
+    first = attempt(1, rank(0, [window(0, 20, (1, 20), compute=20)]))
+    died = attempt(2, times=(25.0,))
+    third = attempt(3, rank(0, [window(40, 60, (21, 40), compute=20)], process_began=38.0), resumed_step=20)
+    assert goodput_of(run_of(first, died)).n_lost == 0
+    found = goodput_of(run_of(first, died, third))
+    assert (found.n_lost, found.parts["kept steps"]) == (0, 40.0)
+
+
+def test_an_earlier_checkpoint_that_a_later_attempt_went_back_to():
+    first = attempt(1, rank(0, [window(0, 100, (1, 100), compute=100)]))
+    second = attempt(2, rank(0, [], process_began=110.0, first=100), resumed_step=100)
+    third = attempt(3, rank(0, [window(120, 130, (51, 60), compute=10)], process_began=118.0), resumed_step=50)
+    found = goodput_of(run_of(first, second, third))
+    assert (found.n_lost, found.parts["kept steps"]) == (50, 60.0)
+
+
+def test_other_hosts_clocks_do_not_count():
+    """They may be wrong by minutes, and the chief need not be the first rank."""
+    windows = [window(10, 110, (1, 100), compute=100)]
+    wrong = [window(610, 710, (1, 100), compute=100)]
+    ranks = (rank(0, wrong, host="n2", process_began=600.0), rank(1, windows, role="chief"))
+    found = goodput_of(run_of(attempt(1, *ranks)))
+    assert (found.elapsed_s, found.parts["start-up"], found.parts["unrecorded"]) == (110.0, 10.0, 0.0)
+
+
 def test_attempts_without_records():
     """As of a run with HPCDIST_TRACE=off: only the ledger tells when it began and ended."""
-    events = ({"event": "begin", "time_s": 100.0}, {"event": "end", "how": "finished", "reason": "", "time_s": 160.0})
-    found = goodput_of(run_of(AttemptRecords(1, events, ())))
+    found = goodput_of(run_of(attempt(1, times=(100.0, 160.0))))
     assert (found.elapsed_s, found.share) == (60.0, 0.0)
-    assert goodput_of(run_of(AttemptRecords(1, (), ()))).elapsed_s == 0.0
+    assert goodput_of(run_of(attempt(1))).elapsed_s == 0.0
 
 
 # -- stragglers --------------------------------------------------------------------------------------------------------
@@ -89,34 +115,51 @@ def test_one_rank_is_no_straggler():
     assert stragglers_of([]) == []
 
 
+def test_of_two_ranks_the_slow_one_is_named():
+    ranks = [rank(n, [window(0, 10, (1, 100), compute=8 + 2 * n, communication=2 - 2 * n)]) for n in range(2)]
+    assert stragglers_of(ranks) == ["rank 1 on n1 computes 100 ms a step, the median 80 ms"]
+
+
 # -- times of steps ----------------------------------------------------------------------------------------------------
 
 
+def clock_of(*windows_of_attempts, **more):
+    """Return the clock of attempts with these windows, of which the first one has `more`."""
+    attempts = [
+        attempt(n, rank(0, windows), **(more if n == 1 else {})) for n, windows in enumerate(windows_of_attempts, 1)
+    ]
+    return StepClock(attempts)
+
+
 def test_when_steps_were_made():
-    clock = StepClock([window(100, 110, (1, 10)), window(110, 120, None), window(120, 130, (11, 15))])
+    clock = clock_of([window(100, 110, (1, 10)), window(110, 120, None), window(120, 130, (11, 15))])
     assert [clock.time_of(step) for step in (0, 5, 10, 15)] == [100, 105, 110, 130]
     assert clock.time_of(12) == pytest.approx(124.0)
     assert clock.time_of(16) is None
 
 
 def test_steps_that_were_made_again_count_the_last_time():
-    clock = StepClock([window(0, 10, (1, 10)), window(10, 20, (11, 20)), window(50, 70, (11, 30))])
+    clock = clock_of([window(0, 10, (1, 10)), window(10, 20, (11, 20))], [window(50, 70, (11, 30))])
     assert [clock.time_of(step) for step in (5, 10, 20, 30)] == [5, 10, 60, 70]
-    clock = StepClock([window(0, 20, (1, 20)), window(50, 60, (16, 25))])
+    clock = clock_of([window(0, 20, (1, 20))], [window(50, 60, (16, 25))])
     assert [clock.time_of(step) for step in (10, 15, 20, 25)] == [10, 15, 55, 60]
 
 
-def test_numbers_of_metrics():
-    records = [{"step": 1, "epoch": 0, "loss": 2, "name": "x", "ok": True}, {"step": 3, "loss": 1.5}]
-    assert numbers_of(records) == {"loss": [(1, 2.0), (3, 1.5)]}
+def test_what_a_killed_attempt_did_not_record_was_made_before_its_end():
+    """Its checkpoints tell when; without one its last record does, and never the wait in the queue."""
+    windows = [window(0, 100, (1, 100))], [window(50_000, 50_100, (151, 250))]
+    clock = clock_of(*windows, times=(130.0,))
+    assert [clock.time_of(step) for step in (125, 150, 151)] == [115.0, 130.0, 50_001.0]
+    clock = clock_of(*windows, times=(130.0,), commits=(Commit(150, 10, 1.0, 120.0),))
+    assert [clock.time_of(step) for step in (125, 150)] == [110.0, 120.0]
 
 
 # -- one clock ---------------------------------------------------------------------------------------------------------
 
 
 def step_of(number, began, ended, entered, left):
-    spans = [["input", "next batch", began, began], ["communication", "gradients float32 x 8", entered, left]]
-    return {"step": number, "time": [began, ended], "spans": spans}
+    spans = (("input", "next batch", began, began), ("communication", "gradients float32 x 8", entered, left))
+    return StepRecord(number, began, ended, spans)
 
 
 @pytest.mark.parametrize("offset", [0.0, -123.456, 5e6])
@@ -154,7 +197,7 @@ def test_events_of_a_trace():
     """In microseconds since the first process began, with a name for each rank, and waits within their step."""
     steps, windows = [step_of(1, 2.0, 3.0, 2.5, 2.75)], [window(102, 104, (1, 2), compute=1.5, input=0.5)]
     ranks = [rank(n, windows, f"n{n}", steps, (0, 100), 99) for n in range(2)]
-    events = events_of(AttemptRecords(1, (), tuple(ranks)))
+    events = events_of(attempt(1, *ranks))
     assert [one["args"]["name"] for one in events if one["name"] == "process_name"] == [
         *("rank 0 (worker:0) on n0", "rank 1 (worker:1) on n1")
     ]
@@ -168,40 +211,82 @@ def test_events_of_a_trace():
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
+HEADER = {"rank": 0, "role": "worker:0", "host": "n1", "process_began": 5.0, "clock": [1.0, 11.0], "step": 0}
+WINDOW = {
+    **{"window": [2.0, 5.0], "steps": [1, 3], "n_steps": 3, "longest": [1, 1.5], "rows": 6, "stale": [4, 2]},
+    **{"step_s": 3.0, "input_s": 1.0, "communication_s": 0.5, "save_s": 0.0, "between_s": 0.0},
+}
+STEP = {"step": 1, "time": [2.0, 3.0], "spans": [["input", "next batch", 2.0, 2.5]]}
+
+
+def write(path, *records):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in records))
+
 
 def test_records_that_are_torn_are_left_out(tmp_path):
     """As by a kill while they were written: of a line, and of a whole file."""
     trace = tmp_path / "trace" / "0001"
-    trace.mkdir(parents=True)
-    header = {"rank": 0, "role": "worker:0", "host": "n1", "process_began": 5.0, "clock": [1.0, 11.0]}
-    sums = {"step_s": 3.0, "input_s": 1.0, "communication_s": 0.5, "save_s": 0.0, "between_s": 0.0}
-    line = {"window": [2.0, 5.0], "steps": [1, 3], "n_steps": 3, "longest": [1, 1.5], "rows": 6, **sums}
-    text = json.dumps(header) + "\n" + json.dumps(line) + "\n" + json.dumps(line)[:40]
-    (trace / "rank-00000.jsonl").write_text(text)
-    (trace / "rank-00001.jsonl").write_text('{"rank": 1, "ro')
-    (trace / "rank-00002.jsonl").write_text("")
-    (tmp_path / "config.json").write_text("{")
+    write(trace / "rank-00000.jsonl", HEADER, WINDOW, json.dumps(WINDOW)[:40])
+    write(trace / "rank-00001.jsonl", '{"rank": 1, "ro')
+    write(trace / "rank-00002.jsonl")
+    write(tmp_path / "config.json", "{")
     run = read_run(tmp_path)
-    (attempt,) = run.attempts
-    (found,) = attempt.ranks
-    assert run.config == {}
+    (found,) = run.attempts[0].ranks
+    assert run.config == ()
     seconds = {"compute": 1.5, "input": 1.0, "communication": 0.5, "save": 0.0, "between": 0.0}
-    assert found.windows == (Window(12.0, 15.0, (1, 3), 3, 6, (1, 1.5), seconds),)
+    assert found.windows == (Window(12.0, 15.0, (1, 3), 3, 6, (1, 1.5), seconds, (4, 2)),)
+
+
+def test_single_steps_are_read_where_they_are_asked_for(tmp_path):
+    for number in (1, 2):
+        write(tmp_path / "trace" / f"000{number}" / "rank-00000.jsonl", HEADER, STEP, WINDOW)
+    assert [one.ranks[0].steps for one in read_run(tmp_path).attempts] == [(), ()]
+    first, second = read_run(tmp_path, steps_of=max).attempts
+    assert first.ranks[0].steps == ()
+    assert second.ranks[0].steps == (StepRecord(1, 2.0, 3.0, (("input", "next batch", 2.0, 2.5),)),)
+
+
+def test_records_of_an_earlier_run_in_the_same_folder(tmp_path):
+    """Its checkpoints were removed, and the next run's first attempt has the same number."""
+    later = {**HEADER, "process_began": 500.0, "host": "n2"}
+    write(tmp_path / "trace" / "0001" / "rank-00000.jsonl", HEADER, WINDOW, WINDOW, later, WINDOW)
+    (found,) = read_run(tmp_path).attempts[0].ranks
+    assert (found.host, found.n_steps) == ("n2", 3)
+
+
+def test_two_handlers_of_one_attempt(tmp_path):
+    """They have one process, and both count."""
+    write(tmp_path / "trace" / "0001" / "rank-00000.jsonl", HEADER, WINDOW, {**HEADER, "step": 3}, WINDOW)
+    assert read_run(tmp_path).attempts[0].ranks[0].n_steps == 6
+
+
+def test_numbers_of_metrics(tmp_path):
+    write(tmp_path / "trace" / "0001" / "rank-00000.jsonl", HEADER)
+    records = [{"step": 1, "epoch": 0, "loss": 2, "name": "x", "ok": True}, {"step": 3, "loss": 1.5, "big": 1e300}]
+    records += [
+        '{"step": 4, "loss": NaN}',
+        {"loss": 3},
+        {"step": "x", "loss": 3},
+        "[" * 60_000,
+        {"step": 10**400, "a": 1},
+    ]
+    write(tmp_path / "metrics.jsonl", *records)
+    assert read_run(tmp_path).metrics == {"loss": [(1, 2.0), (3, 1.5)]}
 
 
 @pytest.mark.parametrize("command", ["report", "trace"])
 def test_a_folder_of_something_else(hpcdist, tmp_path, command):
     code, _, error = hpcdist(command, tmp_path)
     assert (code, error.count("\n")) == (2, 1)
-    assert "expected the folder of a run, with checkpoints/attempts or trace" in error
+    assert error.startswith("hpcdist: expected the folder of a run, with checkpoints/attempts or trace")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UsageError):
         read_run(tmp_path)
 
 
 def test_a_trace_of_a_run_without_records(hpcdist, tmp_path):
-    (tmp_path / "checkpoints" / "attempts").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "attempts" / "0001.jsonl").write_text('{"event": "begin", "time_s": 1.0}\n')
+    write(tmp_path / "checkpoints" / "attempts" / "0001.jsonl", {"event": "begin", "time_s": 1.0})
     code, _, error = hpcdist("trace", tmp_path)
     assert (code, error.count("\n")) == (2, 1)
     assert "without HPCDIST_TRACE=off" in error

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from scale import SCALE
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 #: It looks for updates otherwise, and asks for a sandbox that containers lack.
@@ -27,6 +29,7 @@ def write(path, *records):
 def record_rank(folder, attempt, rank, first, last, began, own_s):
     """Write the records of a rank whose steps take a second, of which it computes `own_s`."""
     header = {"rank": rank, "role": f"worker:{rank}", "host": f"n{rank // 2 + 1}", "process_began": began - 5.0}
+    header["step"] = first
     windows = [
         {
             "window": [float(step), step + 10.0],
@@ -39,6 +42,7 @@ def record_rank(folder, attempt, rank, first, last, began, own_s):
             "between_s": 0.3,
             "longest": [step + 3, 1.5],
             "rows": 640,
+            "stale": [0, 0],
         }
         for step in range(first, last, 10)
     ]
@@ -100,7 +104,7 @@ def test_the_page_tells_the_run(run_dir, hpcdist):
         "10 steps were lost and made again",
         "90 2 3 MB 250 ms",  # step, attempt, size and time of a checkpoint
         "step 30 finished: done <i>",
-        "runs, or died without notice",
+        "died without notice",
         "roles worker:4 HPCDIST_ROLES",
     ):
         assert expected in said, expected
@@ -112,7 +116,12 @@ def test_the_page_tells_the_run(run_dir, hpcdist):
 def test_pictures_are_beside_it(run_dir, hpcdist, tmp_path):
     hpcdist("report", run_dir, "--out", tmp_path / "out")
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert names == ["goodput.png", "loss--x--step.png", "loss--x--time.png", "pace.png", "ranks.png", "report.html"]
+    assert names == [
+        "goodput.png",
+        "metric-1-loss--x--step.png",
+        "metric-1-loss--x--time.png",
+        *("pace.png", "ranks.png", "report.html"),
+    ]
     for name in names[:-1]:
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG"), name
     assert not (run_dir / "report").exists()
@@ -121,7 +130,36 @@ def test_pictures_are_beside_it(run_dir, hpcdist, tmp_path):
 def test_a_run_that_has_just_begun(tmp_path, hpcdist):
     write(tmp_path / "checkpoints" / "attempts" / "0001.jsonl", {"event": "begin", "time_s": 10.0, "nodes": ["n1"]})
     assert hpcdist("report", tmp_path)[0] == 0
-    assert "no decision: it has written none" in (tmp_path / "report" / "report.html").read_text()
+    assert "The job has written no decision yet" in (tmp_path / "report" / "report.html").read_text()
+
+
+def test_an_attempt_that_starts_hides_nothing(run_dir, hpcdist):
+    """Its ledger has a beginning alone: the numbers are those of the attempt before, and nothing is lost to it."""
+    begin = {"event": "begin", "time_s": 1300.0, "job": None, "nodes": ["n1"]}
+    write(run_dir / "checkpoints" / "attempts" / "0003.jsonl", begin)
+    assert hpcdist("report", run_dir)[0] == 0
+    said = " ".join(" ".join(Page((run_dir / "report" / "report.html").read_text()).texts).split())
+    for expected in (
+        "3 attempts",
+        "100 last step",
+        "rank 3 on n2 computes",
+        "10 steps were lost",
+        "nothing was restored",
+    ):
+        assert expected in said, expected
+    assert said.count("runs, or died without notice") == 1
+
+
+def test_staleness_of_parameter_servers(tmp_path, hpcdist):
+    for rank in range(2):
+        record_rank(tmp_path, 1, rank, 0, 20, 1000.0, 0.5)
+        path = tmp_path / "trace" / "0001" / f"rank-{rank:05d}.jsonl"
+        path.write_text(path.read_text().replace('"stale": [0, 0]', f'"stale": [{12 + rank}, 3]'))
+    assert hpcdist("report", tmp_path)[0] == 0
+    said = " ".join(Page((tmp_path / "report" / "report.html").read_text()).texts)
+    assert "Staleness is how many pushes of other workers a push had not seen." in said
+    assert "1.20" in said
+    assert "1.30" in said
 
 
 def test_many_ranks(tmp_path, hpcdist):
@@ -132,6 +170,50 @@ def test_many_ranks(tmp_path, hpcdist):
     text = " ".join(Page((tmp_path / "report" / "report.html").read_text()).texts)
     assert "Of 40 ranks the 32 with the longest own part." in text
     assert "rank 37" in text
+
+
+VALUES = [None, True, -1, 0, 3, 1e300, float("nan"), 10**400, [], [1], [3, 1], {}, {"a": []}]
+TEXTS = ["", "$\\frac", "\ud800", "x" * 300]
+
+
+def changed(value, draws):
+    """Return a value of JSON with one part of it, by chance, replaced, or a name."""
+    if isinstance(value, dict) and value and draws.random() < 0.9:
+        name = draws.choice(list(value))
+        new = draws.choice(TEXTS) if draws.random() < 0.1 else name
+        return {**{one: old for one, old in value.items() if one != name}, new: changed(value[name], draws)}
+    if isinstance(value, list) and value and draws.random() < 0.7:
+        place = draws.randrange(len(value))
+        return [changed(old, draws) if number == place else old for number, old in enumerate(value)]
+    return draws.choice(VALUES + TEXTS)
+
+
+@pytest.mark.timeout(300)
+def test_whatever_a_run_folder_holds(run_dir, hpcdist, monkeypatch):
+    """A few values of its files replaced by others: a page, a trace and a state, or one line; no traceback."""
+    from hpcdist.cli import charts
+
+    monkeypatch.setattr(charts.Chart, "save", lambda chart, folder: None)
+    files = [path for path in run_dir.rglob("*") if path.suffix in (".jsonl", ".json")]
+    texts = {path: path.read_text() for path in files}
+    for number in range(400 if SCALE.is_full else 25):
+        draws = random.Random(number)
+        for path in draws.sample(files, 3):
+            lines = texts[path].splitlines()
+            for _ in range(3):
+                place = draws.randrange(len(lines))
+                lines[place] = json.dumps(changed(json.loads(lines[place]), draws))
+            path.write_text("\n".join(lines) + "\n")
+        for command in ("report", "trace", "status"):
+            code, _, error = hpcdist(command, run_dir)
+            assert (code, error) == (0, "") or (code in (2, 74, 78) and error.count("\n") == 1), (
+                number,
+                command,
+                error,
+            )
+        json.loads((run_dir / "trace.json").read_text(), parse_constant=pytest.fail)
+        for path, text in texts.items():
+            path.write_text(text)
 
 
 def test_without_matplotlib(run_dir, hpcdist, monkeypatch):

@@ -74,8 +74,8 @@ def test_a_decision_that_is_written_again_is_another_one(tmp_path):
     ("arguments", "text"),
     [
         (["run"], "hpcdist run: Missing argument 'PROGRAM...'. See hpcdist run --help."),
-        (["run", "nothing.py"], "hpcdist run: expected a program, got 'nothing.py', which is not there"),
-        (["run", "nothing"], "hpcdist run: expected a program that ends in .py, or one that can be run, got 'nothing'"),
+        (["run", "nothing.py"], "hpcdist: expected a program, got 'nothing.py', which is not there"),
+        (["run", "nothing"], "hpcdist: expected a program that ends in .py, or one that can be run, got 'nothing'"),
         (["run", "-n", "0", "true"], "0 is not in the range x>=1"),
         (["run", "--rank", "2", "true"], "No such option '--rank'"),
         (["run", "--hosts", "a:x", "true"], "expected --hosts as n1:4,n2:4, got 'a:x'"),
@@ -122,7 +122,13 @@ def test_settings_of_a_file_are_variables(hpcdist, tmp_path, monkeypatch):
     }
 
 
-@pytest.mark.parametrize("text", ["[run]\ntimeout_s = 'x'", "[run]\ntimeout_s = true", "[run]\nlog = 'xml'", "run = 3"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[run]\ntimeout_s = 'x'", "[run]\ntimeout_s = true", "[run]\ntimeout_s = nan", "[run]\nlog = 'xml'"),
+        *("run = 3", "[runs]"),
+    ],
+)
 def test_files_that_are_refused(hpcdist, tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hpcdist.toml").write_text(text)

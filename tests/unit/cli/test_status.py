@@ -61,7 +61,7 @@ def test_the_state_of_a_batch_job(run_dir, hpcdist, monkeypatch):
     path.write_text(path.read_text().replace('"job": null', '"job": "17"'))
 
     def squeue(command, **options):
-        assert command[:4] == ("squeue", "--noheader", "--jobs", "17")
+        assert command[:5] == ("squeue", "--noheader", "--array", "--jobs", "17")
         return subprocess.CompletedProcess(command, 0, f"17\tN/A\tRUNNING\t58:00\tn1\thpcdist:{run_dir}\n", "")
 
     monkeypatch.setattr(subprocess, "run", squeue)
@@ -85,6 +85,18 @@ def test_jobs_of_this_user(hpcdist, monkeypatch):
         "21_2  PENDING, 10:00 left, (Resources)  /r/a-2",
     ]
     assert [one["run_dir"] for one in json.loads(hpcdist("status", "--json")[1])] == ["/r/a-1", "/r/a-2"]
+
+
+def test_a_whole_array_is_not_one_job(hpcdist, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, ARRAY, ""))
+    code, _, error = hpcdist("stop", "21")
+    assert (code, error) == (2, "hpcdist: expected one job, got 21, an array with 21_1, 21_2; name one of them.\n")
+
+
+def test_json_has_no_nan(run_dir, hpcdist):
+    (run_dir / "metrics.jsonl").write_text('{"step": 3, "loss": NaN}\n' + "[" * 60_000)
+    said = hpcdist("status", run_dir, "--json")[1]
+    assert json.loads(said, parse_constant=pytest.fail)["metrics"] == {"step": 3, "loss": None}
 
 
 def test_a_job_that_has_ended(run_dir, hpcdist, monkeypatch):

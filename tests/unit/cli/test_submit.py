@@ -157,22 +157,28 @@ def test_a_script_for_lsf(here, call):
     options = ("--nodes", 2, "--ntasks-per-node", 4, "--time", "8:00:00", "--ps-nodes", 1, "--lead", 90)
     lines = checked(call(*options, "--dry-run", "train.py", "--run-dir", "runs/a", *NASTY)[1])
     assert lines[2:10] == [
-        *("#BSUB -J runs-a", "#BSUB -n 12", '#BSUB -R "span[ptile=4]"', "#BSUB -W 8:00", "#BSUB -r"),
+        *("#BSUB -J runs-a", "#BSUB -n 12", '#BSUB -R "span[ptile=4]"', "#BSUB -W 480", "#BSUB -r"),
         *("#BSUB -wa USR1 -wt 2", "#BSUB -o %J.log", "#BSUB -q long"),
     ]
     assert "export HPCDIST_ROLES='ps:4,worker:*'" in lines
     assert "  '/opt/mpi bin/mpirun' -n \"$LSB_DJOB_NUMPROC\" \\" in lines
 
 
-@pytest.mark.parametrize(("system", "name", "takes"), [("pbs", "qsub", '"$1"'), ("lsf", "bsub", "/dev/stdin")])
-def test_other_systems_take_the_script(here, call, monkeypatch, system, name, takes):
+@pytest.mark.parametrize(
+    ("system", "name", "takes", "answer", "job"),
+    [
+        ("pbs", "qsub", '"$1"', "17.server", "17.server"),
+        ("lsf", "bsub", "/dev/stdin", "Job <17> is submitted to default queue <normal>.", "17"),
+    ],
+)
+def test_other_systems_take_the_script(here, call, monkeypatch, system, name, takes, answer, job):
     """qsub gets its path, and bsub reads it."""
-    (here / name).write_text(f"#!/bin/sh\ncat {takes} > {here}/taken\necho 17.server\n")
+    (here / name).write_text(f"#!/bin/sh\ncat {takes} > {here}/taken\necho '{answer}'\n")
     (here / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{here}:{os.environ['PATH']}")
     code, text, error = call("--system", system, "train.py", "--run-dir", "runs/a")
     assert (code, (here / "taken").read_text()) == (0, text), error
-    assert f'submitted job 17.server: "{here}/runs/a/runs-a.{system}"' in error
+    assert f'submitted job {job}: "{here}/runs/a/runs-a.{system}"' in error
 
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -231,6 +237,7 @@ def test_a_site_has_defaults(here, call):
         "submit = 1",
         "[submit]\nlead = 3",
         "[submit]\nlauncher = 'srunn'",
+        "[submits]\ntime = '1:00:00'",
     ],
 )
 def test_defaults_that_are_none(here, call, text):
@@ -266,6 +273,12 @@ def test_defaults_that_are_none(here, call, text):
             ["--system", "pbs", "--drill", "9", "train.py", "--run-dir", "a"],
             "expected --drill with Slurm, got",
         ),
+        (["--system", "lsf", "--time", "8:00", "train.py", "--run-dir", "a"], "expected a time limit such as 8:00:00"),
+        (
+            ["--system", "pbs", "--option", "-l select=2", "train.py", "--run-dir", "a"],
+            "expected options that the script has not made already, got '-l select=2'",
+        ),
+        (["--system", "lsf", "--option", "-W 9", "train.py", "--run-dir", "a"], "has not made already, got '-W 9'"),
         (["--system", "lsf", "--time", "5", "train.py", "--run-dir", "a"], "expected a time limit such as 8:00:00"),
         (
             ["--system", "pbs", "--option", "-q $(x)", "train.py", "--run-dir", "a"],
@@ -320,6 +333,32 @@ def test_what_is_asked_for_goes_before_what_every_job_has(here, call):
         found
     )
     assert len({one.partition("=")[0] for one in found}) == len(found)
+
+
+def test_numbers_of_the_site_and_of_the_command_line(here, call):
+    (here / "hpcdist.toml").write_text('[submit]\nsbatch = ["--ntasks-per-node=4", "--nodes=3"]\n')
+    found = headers(call("--nodes", 2, "--dry-run", "train.py", "--run-dir", "a")[1])
+    assert {"nodes=2", "ntasks-per-node=4"} <= set(found)
+
+
+def test_two_files_of_defaults(here, call):
+    """What the one here does not say, the one in ~/.config does."""
+    (here / "home" / ".config").mkdir(parents=True)
+    (here / "home" / ".config" / "hpcdist.toml").write_text('[submit]\nsbatch = ["--account=abc"]\ntime = "9:00:00"\n')
+    (here / "hpcdist.toml").write_text('[run]\ntrace = "all"\n[submit]\ntime = "1:00:00"\n')
+    assert {"account=abc", "time=1:00:00"} <= set(headers(call("--dry-run", "train.py", "--run-dir", "a")[1]))
+
+
+@pytest.mark.parametrize("option", ['-R "select[mem>4000]"', "-q long", "-P project"])
+def test_options_of_lsf(here, call, option):
+    assert f"#BSUB {option}" in checked(
+        call("--system", "lsf", "--option", option, "--dry-run", "train.py", "--run-dir", "a")[1]
+    )
+
+
+def test_a_launcher_of_the_site_is_for_slurm(here, call):
+    (here / "hpcdist.toml").write_text('[submit]\nlauncher = "srun"\n')
+    assert "srun" not in call("--system", "pbs", "--dry-run", "train.py", "--run-dir", "a")[1]
 
 
 def test_a_library_that_the_job_loads(here, call, monkeypatch):
