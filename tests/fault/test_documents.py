@@ -30,6 +30,10 @@ COMMANDS = {
     "mpirun -n 4 python jobs/coordinated.py --roles 'ps:1,chief:1,worker:*'": "test_parameter_servers_as_in_the_readme",
     "mpirun -n 2 python -m pytest --with-mpi tests/test_mine.py": "test_pytest_plugin.py",
     "python -m pytest --with-mpi tests/test_mine.py": "test_pytest_plugin.py",
+    "pip install -e '.[mpich,jobs,report]'": "test_the_quickstart: the environment of make train has the same",
+    "hpcdist run -n 2 jobs/train.py --run-dir runs/quick --epochs 300": "test_the_quickstart",
+    "hpcdist status runs/quick": "test_the_quickstart",
+    "hpcdist report runs/quick": "test_the_quickstart",
     "hpcdist doctor": "test_the_command_as_on_its_page",
     "hpcdist run -n 2 jobs/train.py --run-dir runs/first --epochs 2": "test_the_command_as_on_its_page",
     "hpcdist status runs/first": "test_the_command_as_on_its_page",
@@ -200,6 +204,20 @@ def test_the_command_as_on_its_page(clone, clean_environ):
     for command, text in zip(block.splitlines(), expected, strict=True):
         output, seconds = run(command, clone, clean_environ, 60)
         assert text in output, output
+        print(f"{seconds:.1f} s: {command}")
+
+
+@pytest.mark.timeout(200)
+def test_the_quickstart(clone, clean_environ):
+    """The commands behind the installation, whose extras are those of make train, in whose environment they run."""
+    (block,) = blocks(ROOT / "docs" / "quickstart.md", "sh")
+    install, *commands = block.splitlines()
+    extras = re.search(r"\[(.*)\]", install)[1]
+    assert f"--editable '.[{extras}]'" in (ROOT / "Makefile").read_text().partition("train.installed: ")[2][:300]
+    expected = ("ok    world ", "epoch 300/300", "if it ends  finished", "report.html, and ")
+    for command, text in zip(commands, expected, strict=True):
+        output, seconds = run(command, clone, clean_environ, 120)
+        assert text in output, output[-2000:]
         print(f"{seconds:.1f} s: {command}")
 
 
