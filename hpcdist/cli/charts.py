@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("agg")
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 #: Colours on paper; a page replaces each by a variable of its style. The series are told apart by people who see no
 #: red or green, too.
@@ -103,7 +104,12 @@ def line_chart(
             plot.axvline(
                 mark, color=COLOURS["--muted"], linestyle=":", linewidth=1.2, label="restart" if not number else None
             )
-        plot.set(xlabel=axes[0], ylabel=axes[1], **({"yscale": "log"} if is_log else {}))
+        plot.set(xlabel=axes[0], ylabel=axes[1])
+        if is_log:
+            plot.set_yscale("log")
+            plot.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            plot.yaxis.set_major_formatter("{x:g}")
+            plot.yaxis.set_minor_formatter(NullFormatter())
         if len(lines) > 1 or marks:
             figure.legend(loc="outside upper right", ncols=6, fontsize=8.5)
     return Chart(name, title, figure)
