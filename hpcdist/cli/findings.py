@@ -49,6 +49,8 @@ class RankFacts:
         can_share: whether the ranks of its host can share memory.
         skew_s: its clock less that of rank 0.
         latency_s: one way of a small message between it and rank 0. link_bytes_s: of a large one; 0 on rank 0's host.
+        pmi: how the launcher tells ranks of each other: "PMI", "PMIx" or "" for none.
+        is_cuda_aware: whether the MPI library says that it takes GPU memory; None where it does not say.
         folder_error: why it does not see what rank 0 has put into the run folder; empty where it does.
     """
 
@@ -66,6 +68,8 @@ class RankFacts:
     latency_s: float = 0.0
     link_bytes_s: float = 0.0
     folder_error: str = ""
+    pmi: str = ""
+    is_cuda_aware: bool | None = None
 
 
 def findings_of(ranks: Sequence[RankFacts], folder: str) -> Iterator[Finding]:
@@ -81,6 +85,7 @@ def findings_of(ranks: Sequence[RankFacts], folder: str) -> Iterator[Finding]:
     per_host = ", ".join(f"{len(found)} on {host}" for host, found in hosts.items())
     yield Finding("ok", "world", f"{len(ranks)} ranks: {per_host}")
     yield _roles(ranks)
+    yield _launch(ranks)
     for host, found in hosts.items():
         yield from _cores(host, found)
     yield from _memory(hosts)
@@ -98,6 +103,16 @@ def _roles(ranks: Sequence[RankFacts]) -> Finding:
         role = one.task.split()[0]
         counts[role] = counts.get(role, 0) + 1
     return Finding("ok", "roles", ", ".join(f"{role} {count}" for role, count in counts.items()))
+
+
+def _launch(ranks: Sequence[RankFacts]) -> Finding:
+    """Return how the ranks found each other, and what the MPI library says of GPU memory, which it never gets."""
+    kinds = sorted({one.pmi or "neither PMI nor PMIx" for one in ranks})
+    words = {True: "takes GPU memory", False: "takes no GPU memory", None: "does not say whether it takes GPU memory"}
+    text = f"{', '.join(kinds)}; the MPI library {words[ranks[0].is_cuda_aware]}, which hpcdist does not need"
+    if len(kinds) > 1:
+        return Finding("warn", "launch", text, "start all ranks by one launcher")
+    return Finding("ok", "launch", text)
 
 
 def _cores(host: str, ranks: Sequence[RankFacts]) -> Iterator[Finding]:

@@ -4,8 +4,10 @@ python -m hpcdist.cli.probe facts [FOLDER]      rank 0: the facts of all ranks, 
 python -m hpcdist.cli.probe signals             each rank: that it is ready, and the signal that has come
 """
 
+import ctypes
 import json
 import os
+import re
 import secrets
 import signal
 import sys
@@ -28,6 +30,8 @@ from hpcdist.runtime.waiting import wait_until
 from hpcdist.runtime.world import World
 
 _COPY_BYTES, _LINK_BYTES, _N_ROUNDS = 64 << 20, 4 << 20, 20
+#: Variables of launchers, and what they stand for; Open MPI's mpirun sets both.
+_PMI = (("PMIX_RANK", "PMIx"), ("PMI_RANK", "PMI"))
 #: So long a host may take to see a name that another one has made.
 _SEEN_S = 10.0
 #: So long a rank waits for a signal.
@@ -70,7 +74,16 @@ def _facts_of(world: World, folder: str) -> RankFacts:
         latency_s=latency_s,
         link_bytes_s=link_bytes_s,
         folder_error=_look_for_folder(world, Path(folder)) if folder else "",
+        pmi=next((kind for name, kind in _PMI if name in environ), ""),
+        is_cuda_aware=_is_cuda_aware(),
     )
+
+
+def _is_cuda_aware() -> bool | None:
+    """Return what the MPI library says of GPU memory, by the function that Open MPI, MPICH and MVAPICH offer."""
+    loaded = re.search(r"\S+/libmpi\.so\S*", Path("/proc/self/maps").read_text())
+    query = None if loaded is None else getattr(ctypes.CDLL(loaded[0]), "MPIX_Query_cuda_support", None)
+    return None if query is None else bool(query())
 
 
 def _measure_copies(world: World) -> float:

@@ -162,3 +162,21 @@ def test_hpcdist_submit_of_a_program_of_ones_own(slurm, folder, root, data):
     assert found["attempt"]["resumed_step"] > 0
     slurm.client(sys.executable, *program[:-1], folder / "runs" / "whole", cwd=folder, timeout_s=240)
     assert final_state(folder / "runs" / "own") == final_state(folder / "runs" / "whole")
+
+
+def test_run_and_doctor_in_an_allocation(slurm, folder, root, data):
+    """`hpcdist run` takes srun and the tasks of the allocation, on two nodes; so do doctor, and srun before it."""
+    hpcdist = f"{sys.executable} -m hpcdist"
+    options = f"--data {data} --batch 16 --epochs 3 --save-every 20 --run-dir runs/inside"
+    script = (
+        f"{hpcdist} doctor --run-dir runs && srun --mpi=pmi2 {hpcdist} doctor && {hpcdist} run jobs/train.py {options}"
+    )
+    line = ("sbatch", "--wait", "--nodes=2", "--ntasks-per-node=1", "--output=inside.log", "--wrap", script)
+    slurm.client(*line, cwd=folder, environ={"MPIR_CVAR_CH4_NETMOD": "ofi"}, timeout_s=240)
+    log = (folder / "inside.log").read_text()
+    assert log.count("ok    world          2 ranks: ") == 2, log
+    assert "ok    run folder     runs: all hosts see it" in log
+    assert "/srun --mpi=pmi2 --kill-on-bad-exit=1 --overlap --ntasks=2 " in log
+    assert "2 replicas; new run" in log
+    assert "ok    launch         PMI; " in log
+    assert json.loads((folder / "runs" / "inside" / "decision.json").read_text())["decision"] == "finished"

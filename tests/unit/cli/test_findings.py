@@ -31,9 +31,10 @@ def bad(found, folder=""):
 @pytest.mark.parametrize("n_hosts", [1, 3])
 def test_all_is_well(n_hosts):
     assert bad(ranks(n_hosts), "runs/a") == []
-    assert lines(ranks())[:3] == [
+    assert lines(ranks(pmi="PMIx", is_cuda_aware=False))[:4] == [
         "ok    world          2 ranks: 2 on a",
         "ok    roles          worker 2",
+        "ok    launch         PMIx; the MPI library takes no GPU memory, which hpcdist does not need",
         "ok    cores          2 for each rank of a, of its own",
     ]
 
@@ -47,6 +48,12 @@ def test_every_finding_that_is_not_ok_has_a_cure():
         *("cores", "threads", "shared memory", "GPUs", "clock", "run folder")
     }
     assert all(one.cure for one in found if one.level != "ok")
+
+
+def test_ranks_of_two_launchers():
+    found = ranks(pmi="PMI")
+    found[1] = replace(found[1], pmi="")
+    assert [one[:2] for one in bad(found)] == [("warn", "launch")]
 
 
 def test_more_ranks_than_cores():
