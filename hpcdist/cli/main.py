@@ -10,7 +10,7 @@ from hpcdist.errors import ExitCode, HpcdistError
 #: Command -> what it does.
 COMMANDS = {
     "run": "Start a program on several ranks of this machine, of given hosts, or of a Slurm allocation.",
-    "submit": "Write a batch script for a program, show it, and submit it to Slurm.",
+    "submit": "Write a batch script for a program, show it, and submit it.",
     "status": "Show what a run has done: attempts, newest checkpoint, metrics, and what is to follow.",
     "stop": "Ask a job to save and to end.",
     "logs": "Print the log files of all ranks as one, by time.",

@@ -179,7 +179,7 @@ def _time_section(goodput: Goodput) -> Section | None:
     parts = {name: seconds / scale for name, seconds in goodput.parts.items()}
     chart = bar_chart("goodput", "The whole run", unit, {"run": parts})
     rows = [[name, _seconds(s), f"{100 * s / goodput.elapsed_s:.1f} %"] for name, s in goodput.parts.items()]
-    lost = f" {goodput.n_lost} steps were lost and made again." if goodput.n_lost else ""
+    lost = f" {goodput.n_lost} steps were lost and repeated." if goodput.n_lost else ""
     text = f"From the start of the first process to the last record of the chief.{lost}"
     return Section("Goodput", text, [chart], ["", "time", "share"], rows)
 

@@ -16,10 +16,10 @@ class Goodput:
     """Where the time of a whole run went, in seconds, from its first process to the last thing that is known.
 
     Attributes:
-        parts: kept steps, steps that were lost and made again, saves, time between steps, start-up, waiting between
+        parts: kept steps, steps that were lost and repeated, saves, time between steps, start-up, waiting between
             attempts, and what is in no record.
         elapsed_s: all of it.
-        n_lost: steps that were made again.
+        n_lost: steps that were repeated.
     """
 
     parts: dict[str, float]
@@ -56,7 +56,7 @@ def goodput_of(run: Run) -> Goodput:
 
 
 def _kept_up_to(later: Sequence[AttemptRecords]) -> int | None:
-    """Return the last step that no later attempt made again; None where none did."""
+    """Return the last step that no later attempt repeated; None where none did."""
     return min([one.first_step for one in later if one.first_step is not None], default=None)
 
 
@@ -91,14 +91,15 @@ def stragglers_of(ranks: Sequence[RankRecords]) -> list[str]:
         whole = {host for host in hosts if all(one in late for one in counted if one.host == host)}
         verb = "computes" if part == "compute" else "waits for input"
         for one in late:
-            others = ", as all ranks of that host," if one.host in whole and len(late) > 1 else ""
+            n_there = sum(other.host == one.host for other in counted)
+            others = ", as all ranks of that host," if one.host in whole and n_there > 1 else ""
             where = f"rank {one.rank} on {one.host}{others}"
             found.append(f"{where} {verb} {1e3 * own[one.rank]:.3g} ms a step, the median {1e3 * usual:.3g} ms")
     return found
 
 
 class StepClock:
-    """When steps were made, in seconds since 1970; of a step that was made again, the last time.
+    """When steps were made, in seconds since 1970; of a step that was repeated, the last time.
 
     Between windows of the chief, and its checkpoints, steps count as equally long. What a killed attempt made after its
     last record was made before its end.

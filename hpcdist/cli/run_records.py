@@ -174,12 +174,12 @@ class Run:
         return next((one for one in reversed(self.attempts) if any(rank.n_steps for rank in one.ranks)), None)
 
 
-def read_run(folder: Path, steps_of: Callable[[list[int]], int] | None = None) -> Run:
+def read_run(folder: Path, steps_of: int | None = None) -> Run:
     """Return what a run folder holds. Reads only.
 
     Args:
         folder: of the run.
-        steps_of: returns, for the numbers of the attempts with records, the one whose single steps are read.
+        steps_of: the number of the attempt of which single steps are read, too.
 
     Raises:
         UsageError: if the folder is not a run folder.
@@ -190,23 +190,22 @@ def read_run(folder: Path, steps_of: Callable[[list[int]], int] | None = None) -
         raise UsageError(
             f"expected the folder of a run, with checkpoints/attempts or trace, got {str(folder)!r}; correct it."
         )
-    chosen = None if steps_of is None else steps_of(sorted(traces))
     attempts = []
     for number in sorted({*ledgers, *traces}):
         files = sorted(traces[number].glob("rank-*.jsonl")) if number in traces else []
-        ranks = [_rank_of(path, has_steps=number == chosen) for path in files]
+        ranks = [_rank_of(path, has_steps=number == steps_of) for path in files]
         events = list(_records(ledgers[number])) if number in ledgers else []
         attempts.append(_attempt_of(number, events, tuple(one for one in ranks if one is not None)))
     config, decision = _content(folder / "config.json"), _content(folder / "decision.json")
-    said = [str(decision[name]) for name in ("decision", "reason") if isinstance(decision.get(name), str)]
-    told = config.get("attempt")
+    verdict = [str(decision[name]) for name in ("decision", "reason") if isinstance(decision.get(name), str)]
+    of_attempt = config.get("attempt")
     return Run(
         folder,
         tuple(attempts),
         _numbers(_records(folder / "metrics.jsonl")),
         _rows_of(config),
-        told if type(told) is int else 0,
-        ": ".join(said),
+        of_attempt if type(of_attempt) is int else 0,
+        ": ".join(verdict),
     )
 
 
@@ -283,7 +282,7 @@ def _text(value: Any) -> str:
 
 
 def _attempt_of(number: int, events: list[dict[str, Any]], ranks: tuple[RankRecords, ...]) -> AttemptRecords:
-    """Return an attempt as the events of its ledger tell it."""
+    """Return an attempt, given the events in its ledger."""
     times = _checked(lambda one: _time(one["time_s"]), iter(events))
     commits = _checked(_commit_of, (one for one in events if one.get("event") == "commit"))
     begins = _checked(_place_of, (one for one in events if one.get("event") == "begin"))
@@ -397,8 +396,8 @@ def _rows_of(config: dict[str, Any]) -> tuple[tuple[str, str, str], ...]:
     if isinstance(hosts, dict):
         rows += [("hosts", ", ".join(f"{name} ({ranks})" for name, ranks in hosts.items()), "")]
     if isinstance(settings, dict):
-        told = {name: one for name, one in settings.items() if isinstance(one, dict)}
-        rows += [(name, one.get("value"), str(one.get("from"))) for name, one in told.items()]
+        known = {name: one for name, one in settings.items() if isinstance(one, dict)}
+        rows += [(name, one.get("value"), str(one.get("from"))) for name, one in known.items()]
     if isinstance(versions, dict):
         rows += [(name, value, "") for name, value in versions.items() if value is not None]
     return tuple((_text(name), _text(str(value)), _text(origin)) for name, value, origin in rows)

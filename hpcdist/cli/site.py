@@ -1,5 +1,6 @@
 """hpcdist.toml: a site's defaults for commands, here or in ~/.config."""
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,7 +43,7 @@ def site_defaults(table: str) -> dict[str, Any]:
         ConfigurationError: if a file is not TOML, or says something else.
     """
     found: dict[str, Any] = {}
-    for path in (Path("hpcdist.toml"), Path.home() / ".config" / "hpcdist.toml"):
+    for path in (Path("hpcdist.toml"), Path(os.path.expanduser("~/.config/hpcdist.toml"))):
         if path.is_file():
             found = {**_table_of(path, table), **found}
     return found

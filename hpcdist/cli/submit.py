@@ -26,9 +26,9 @@ _SYSTEMS = {
     "lsf": (lsf_script, ("bsub",)),
 }
 #: What an option of sbatch may hold: sbatch has quoting rules of its own.
-_VALUE = re.compile(r"[\w.,:;@%+=/\[\]()*^~|&!{}-]+$")
+_VALUE = re.compile(r"[\w.,:;@%+=/\[\]()*^~|&!{}-]+")
 #: The same for PBS and LSF, whose options have their values behind a space.
-_SPACED = re.compile(r"-\w+ ?[\w.,:;@%+=/\[\]()<>*^~|&!\" -]*$")
+_SPACED = re.compile(r"-\w+ ?[\w.,:;@%+=/\[\]()<>*^~|&!\" -]*")
 #: What the script itself asks of PBS and LSF.
 _TAKEN = {
     "pbs": re.compile(r"-(N|l *(select|walltime))\b"),
@@ -36,8 +36,8 @@ _TAKEN = {
 }
 #: What job.py replaces by the nodes of a launch, wherever it is in a command.
 _PLACES = ("%nodes", "%hosts", "%n_nodes", "%n_ranks")
-_NAME = re.compile(r"[\w.-]+$")
-_LIMIT = re.compile(r"\d+:\d\d:\d\d$")
+_NAME = re.compile(r"[\w.-]+")
+_LIMIT = re.compile(r"\d+:[0-5]\d:[0-5]\d")
 #: What LSF says when it has taken a job.
 _LSF_JOB = re.compile(r"Job <(\d+)>")
 _SUBMIT_S = 60.0
@@ -104,9 +104,10 @@ def _job_of(program: tuple[str, ...], options: dict[str, Any], site: dict[str, A
     """
     run_dir = _run_dir_of(program, options)
     name = options["name"] or "-".join(part for part in Path(run_dir.replace(TASK, "all")).parts if part not in "/..")
-    of_site = dict(one.partition("=")[::2] for one in site.get("sbatch", ()) if system == "slurm")
-    n_nodes = _count(options["nodes"], of_site.get("--nodes")) + options["ps_nodes"]
-    n_per_node = _count(options["ntasks_per_node"], of_site.get("--ntasks-per-node"))
+    given = [*site.get("sbatch", ()), *options["more"]] if system == "slurm" else []
+    of_sbatch = dict(one.partition("=")[::2] for one in given)
+    n_nodes = _count(options["nodes"], of_sbatch.get("--nodes")) + options["ps_nodes"]
+    n_per_node = _count(options["ntasks_per_node"], of_sbatch.get("--ntasks-per-node"))
     n_servers = options["n_servers"] + options["ps_nodes"] * n_per_node
     limit = options["time"] or site.get("time", "")
     chosen = [*site.get("sbatch" if system == "slurm" else system, [])]
@@ -115,7 +116,7 @@ def _job_of(program: tuple[str, ...], options: dict[str, Any], site: dict[str, A
         chosen += [f"--time={limit}"] if limit else []
         chosen += [f"--array={options['array']}"] if options["array"] else []
         comment = f"--comment={COMMENT}{Path.cwd() / run_dir}"
-        chosen += [comment] if _VALUE.match(comment) else []
+        chosen += [comment] if _VALUE.fullmatch(comment) else []
     chosen = last_of_each([*chosen, *options["more"]]) if system == "slurm" else [*chosen, *options["more"]]
     _check(name, chosen, program, {**options, "time": limit}, system)
     _check_servers(n_servers, n_nodes * n_per_node, options)
@@ -143,9 +144,9 @@ def _job_of(program: tuple[str, ...], options: dict[str, Any], site: dict[str, A
     )
 
 
-def _count(asked: int | None, of_site: str | None) -> int:
-    """Return a number of nodes or ranks: of the command line, of the site's defaults, or 1."""
-    return asked or (int(of_site) if of_site and of_site.isdecimal() and int(of_site) else 1)
+def _count(asked: int | None, of_sbatch: str | None) -> int:
+    """Return a number of nodes or ranks: that of an option of its own, of an option of sbatch, or 1."""
+    return asked or (int(of_sbatch) if of_sbatch and of_sbatch.isdecimal() and int(of_sbatch) else 1)
 
 
 def _run_dir_of(program: Sequence[str], options: dict[str, Any]) -> str:
@@ -177,13 +178,13 @@ def _check(name: str, chosen: Sequence[str], program: Sequence[str], options: di
     """Raise UsageError for what the batch system or job.py would misunderstand."""
     if options["array"] and options["chain"]:
         raise UsageError("hpcdist submit: expected --array or --chain, got both; leave one out.")
-    if not _NAME.match(name):
+    if not _NAME.fullmatch(name):
         raise UsageError(
             f"hpcdist submit: expected letters, digits, . and - in the name of the job, got {name!r}; give it a --name."
         )
     is_slurm = system == "slurm"
     for option in chosen:
-        if not (option.startswith("--") and _VALUE.match(option) if is_slurm else _SPACED.match(option)):
+        if not (option.startswith("--") and _VALUE.fullmatch(option) if is_slurm else _SPACED.fullmatch(option)):
             what = "of sbatch such as --partition=gpu, without spaces and quotes" if is_slurm else "such as '-q long'"
             raise UsageError(f"hpcdist submit: expected options {what}, got {option!r}; correct it.")
     if not is_slurm:
@@ -208,7 +209,7 @@ def _check_other_system(options: dict[str, Any], chosen: Sequence[str], system: 
             f"hpcdist submit: expected options that the script has not made already, got {taken!r}; use --nodes, "
             f"--ntasks-per-node, --time, --name and --lead."
         )
-    if options["time"] and not _LIMIT.match(options["time"]):
+    if options["time"] and not _LIMIT.fullmatch(options["time"]):
         raise UsageError(
             f"hpcdist submit: expected a time limit such as 8:00:00 for {system}, got {options['time']!r}; correct it."
         )

@@ -34,18 +34,22 @@ def command(folder: Path, attempt: int | None, out: Path | None) -> None:
     hpcdist trace runs/train
     HPCDIST_TRACE=all hpcdist run -n 4 train.py --run-dir runs/a && hpcdist trace runs/a
     """
-    run = read_run(folder, steps_of=lambda numbers: attempt or max(numbers, default=0))
-    found = next((one for one in reversed(run.attempts) if one.ranks and attempt in (None, one.number)), None)
-    if found is None:
+    run = read_run(folder)
+    chosen = [one for one in run.attempts if one.ranks and attempt in (None, one.number)]
+    last = run.last_trained if attempt is None else None
+    if not chosen:
         raise UsageError(
             f"hpcdist trace: expected records of steps of attempt {attempt or 'any'} in {folder / 'trace'}, got none; "
             f"have a PreemptionCheckpointHandler or BackupAndRestore in the program, without HPCDIST_TRACE=off."
         )
+    number = (last or chosen[-1]).number
+    found = next(one for one in read_run(folder, steps_of=number).attempts if one.number == number)
     path = out or folder / "trace.json"
     events = events_of(found)
     durable.replace_text(durable.Disk(), path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     n_steps = sum(len(one.steps) for one in found.ranks)
-    click.echo(f"{path}: {n_steps} steps of {len(found.ranks)} ranks; open it in ui.perfetto.dev")
+    ranks = "rank" if len(found.ranks) == 1 else "ranks"
+    click.echo(f"{path}: {n_steps} steps of {len(found.ranks)} {ranks}; open it in ui.perfetto.dev")
 
 
 def events_of(attempt: AttemptRecords) -> list[dict[str, Any]]:

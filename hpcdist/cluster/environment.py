@@ -134,7 +134,7 @@ def timeout_s(environ: Mapping[str, str]) -> float:
 def job_end(environ: Mapping[str, str]) -> float | None:
     """Return when the batch system will end this job, in seconds since 1970; None if unknown."""
     text = environ.get("SLURM_JOB_END_TIME") or environ.get("HPCDIST_JOB_END_S", "")
-    return float(text) if text.isdecimal() else None
+    return float(text) if text.isdecimal() and len(text) <= 11 else None  # else it is no time that there is
 
 
 def job_end_origin(environ: Mapping[str, str]) -> str:

@@ -70,7 +70,7 @@ class FailureLog:
     The file is that of `log_to`, in the format that HPCDIST_LOG asks for. Not collective.
 
     Args:
-        path: of the file. Its folder is made if the run folder, which that is in, exists.
+        path: of the file. Its folder is created if the run folder exists.
         world: who this rank is.
     """
 

@@ -27,6 +27,9 @@ from hpcdist.resilience.termination import TerminationConfig
 from hpcdist.runtime.process import call_on_uncaught, call_when_done, end_of_training
 from hpcdist.runtime.step_flags import Request
 
+#: A time limit beyond this is none.
+_FAR_S = 1e9
+
 
 class PreemptionCheckpointHandler:
     """Saves and exits on a stop request to any rank, after the same step on all ranks.
@@ -103,7 +106,7 @@ class PreemptionCheckpointHandler:
             raise
 
     def _make_deadline(self, time_limit_s: float | None) -> Deadline | None:
-        self._program_end = None if time_limit_s is None else time.time() + time_limit_s
+        self._program_end = None if time_limit_s is None or time_limit_s > _FAR_S else time.time() + time_limit_s
         ends = [job_end(read_environment()), self._program_end]
         known = [end for end in ends if end is not None]
         return self._deadline_at(min(known)) if known else None

@@ -30,8 +30,8 @@ _N_NAMED = 8
 def settings_of(world: World, environ: Mapping[str, str], program_end: float | None) -> dict[str, tuple[str, str]]:
     """Return each setting of a run as its value and its origin.
 
-    The program's own arguments come first, then TF_CONFIG (roles only), variables HPCDIST_*, hpcdist.toml, the batch
-    system, and defaults.
+    The program's own arguments come first, then TF_CONFIG (roles only), variables HPCDIST_*, hpcdist.toml, defaults. Of
+    two times at which the job ends the earlier one counts.
 
     Args:
         world: of the job.
@@ -58,11 +58,13 @@ def hosts_of(world: World) -> dict[str, str]:
 
     Collective: the ranks of the role, right after they have agreed on something.
     """
-    names = world.role_comm.gather(MPI.Get_processor_name() if world.node_comm.rank == 0 else None) or []
+    named = world.node_comm.rank == 0
+    told = world.role_comm.gather((world.rank, MPI.Get_processor_name() if named else "")) or []
     found: dict[str, str] = {}
-    for ranks in world.hosts.placement.hosts if names else ():
-        name, text = names[ranks[0]] or "unknown", ",".join(map(str, ranks))
-        if len(ranks) > 1 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+    for local in world.hosts.placement.hosts if told else ():
+        name, ranks = told[local[0]][1] or "unknown", [told[one][0] for one in local]
+        text = ",".join(map(str, ranks))
+        if len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1)):
             text = f"{ranks[0]}-{ranks[-1]}"
         found[name] = f"{found[name]},{text}" if name in found else text  # containers may share a name
     return found
@@ -105,7 +107,7 @@ def begin_config(
                     "versions": facts(),
                 },
             )
-            log(_line(folder, attempt, job_id(environ), hosts, world.size, settings))
+            log(_line(folder, attempt, job_id(environ), hosts, world.role_comm.size, settings))
 
 
 def _line(

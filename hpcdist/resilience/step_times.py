@@ -242,25 +242,28 @@ class RecordFile:
         if self._is_over:
             return
         if len(self._lines) >= MAX_WAITING:
-            if not self._is_behind:
-                logger.warning("trace: expected %s to take records, got no answer; records are lost.", self._path)
+            self._start()
+        if len(self._lines) < MAX_WAITING:
+            self._lines.append(json.dumps(record, separators=(",", ":")) + "\n")
+        elif not self._is_behind:
             self._is_behind = True
-            return
-        self._lines.append(json.dumps(record, separators=(",", ":")) + "\n")
-        is_busy = self._appending is not None and not self._appending.done()
-        if not is_busy and self._clock() >= self._next_s:
+            logger.warning("trace: expected %s to take records, got no answer; records are lost.", self._path)
+        if self._clock() >= self._next_s:
             self._start()
 
     def _start(self) -> None:
-        lines, self._lines, self._next_s = self._lines, [], self._clock() + self._every_s
-        self._appending = self._thread.submit(lambda: self._append("".join(lines).encode()))
+        """Let the thread append what is queued, unless it is still busy with what was queued before."""
+        if self._lines and (self._appending is None or self._appending.done()):
+            lines, self._lines, self._next_s = self._lines, [], self._clock() + self._every_s
+            self._appending = self._thread.submit(lambda: self._append("".join(lines).encode()))
 
     def flush(self, for_s: float) -> None:
-        """Write what there is, and wait up to `for_s` seconds for it."""
+        """Write what there is; wait up to `for_s` seconds for the disk to answer, and as long again for the rest."""
         if os.getpid() != self._pid or self._is_over:  # a forked child does not have the thread
             return
-        if self._lines:
-            self._start()
+        if self._appending is not None:
+            wait([self._appending], for_s)
+        self._start()
         if self._appending is not None:
             wait([self._appending], for_s)
 

@@ -86,7 +86,7 @@ class ExitHooks:
     def call_on_uncaught(self, act: Callable[[str, str], None]) -> None:
         """Call act(what, traceback) for each uncaught exception of this rank, before it ends the job. Not collective.
 
-        It must be bounded in time.
+        `act` must return within a bounded time.
         """
         self._on_uncaught = act
 

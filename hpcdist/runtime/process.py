@@ -71,7 +71,7 @@ def call_on_failure(act: Callable[[], None]) -> None:
 def call_on_uncaught(act: Callable[[str, str], None]) -> None:
     """Have act(what, traceback) called, in place of an earlier one, for each uncaught exception of this rank.
 
-    It must be bounded in time. Not collective.
+    `act` must return within a bounded time. Not collective.
     """
     if _hooks is not None:
         _hooks.call_on_uncaught(act)

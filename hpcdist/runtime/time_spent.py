@@ -9,6 +9,9 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
+#: The name of the threads in which replicas of one process run.
+REPLICA_THREAD = "hpcdist-replica"
+_MAIN = threading.main_thread().ident
 #: Waits that are remembered, for the steps of which each is recorded.
 N_KEPT = 64
 
@@ -45,9 +48,9 @@ class Recorded(Protocol):
 class TimeSpent:
     """The waits of one process.
 
-    Collectives of background threads are kept apart. A wait or collective inside another wait counts as part of the
-    outer one. While one thread waits, waits of other threads are not counted: replicas take turns, and what else a
-    program starts threads for is not what its steps wait for. Not collective.
+    The waits of the main thread count, and those of replicas, which take turns: no step waits for a thread of the
+    program's own. Collectives of background threads are kept apart. A wait or collective inside another wait counts as
+    part of the outer one. Not collective.
 
     Attributes:
         rows: global rows of the batches so far, where they are known.
@@ -60,7 +63,7 @@ class TimeSpent:
         self._spans: deque[Span] = deque(maxlen=N_KEPT)
         self._own: list[Recorded] = []
         self._background: list[Recorded] = []
-        self._waiter: int | None = None
+        self._is_waiting = False
         self.rows = self.stale = 0
 
     def watch(self, journal: Recorded, is_background: bool) -> None:
@@ -80,10 +83,12 @@ class TimeSpent:
         return Wait(self, kind, name)
 
     def begin(self) -> float | None:
-        """Begin a wait; return `communication_s`, or None if another wait is under way, of which it is a part."""
-        if self._waiter is not None:
+        """Begin a wait; return `communication_s`, or None for one that does not count by itself."""
+        if self._is_waiting or not (
+            threading.get_ident() == _MAIN or threading.current_thread().name == REPLICA_THREAD
+        ):
             return None
-        self._waiter = threading.get_ident()
+        self._is_waiting = True
         return self.communication_s
 
     def end(self, span: Span, communication_before_s: float) -> None:
@@ -93,7 +98,7 @@ class TimeSpent:
             span: the wait.
             communication_before_s: what `begin` returned.
         """
-        self._waiter = None
+        self._is_waiting = False
         self._spans.append(span)
         inner_s = self.communication_s - communication_before_s
         self._seconds["communication"] -= inner_s

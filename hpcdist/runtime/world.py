@@ -17,6 +17,7 @@ from hpcdist.cluster.environment import (
     check_names,
     debug_names,
     launcher_of,
+    logs_json,
     origin_of,
     read_environment,
     timeout_s,
@@ -216,6 +217,7 @@ class World:
             self.timeout_s = timeout_s(environ)
             self.debug = debug_names(environ)
             trace_mode(environ)
+            logs_json(environ)
             launcher = launcher_of(environ)
             if launcher and launcher.size > 1 and MPI.COMM_WORLD.size == 1:
                 raise ConfigurationError(

@@ -157,7 +157,8 @@ def test_doctor_says_what_is_wrong(start, environ, text):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["run", "--help"], ["ckpt", "--help"], ["doctor", "--help"], ["--version"]]
+    "arguments",
+    [["--help"], ["run", "--help"], ["ckpt", "--help"], ["doctor", "--help"], ["report", "--help"], ["--version"]],
 )
 def test_help_answers_at_once(arguments, clean_environ):
     """In half a second on a quiet machine; the best of five tries, as other programs run here, too."""

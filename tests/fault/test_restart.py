@@ -1,6 +1,7 @@
 """The main job is killed with SIGKILL and started again by the same command: it ends with the same bits."""
 
 import random
+import re
 import subprocess
 import time
 
@@ -134,7 +135,7 @@ def test_a_finished_job_only_reports(start, root, tmp_path):
 
 
 def ended_with_74(outcome, text):
-    lines = [line for line in outcome.output.splitlines() if line.startswith("hpcdist:")]
+    lines = re.findall(r"^hpcdist: (?!attempt \d).*$", outcome.output, re.MULTILINE)  # but for the one at the start
     assert outcome.code == 74, outcome.output
     assert len(lines) == 1, outcome.output
     assert text in lines[0]

@@ -143,7 +143,7 @@ def test_without_records(run, tmp_path):
 
 
 def test_records_that_cannot_be_written(run, tmp_path):
-    """A file is where the folder would be: training goes on, and says so once on each rank."""
+    """A file is where the folder would be: training continues, with one warning on each rank."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "trace").write_text("")
     outcome = run(2)
@@ -152,8 +152,33 @@ def test_records_that_cannot_be_written(run, tmp_path):
     assert json.loads((tmp_path / "run" / "decision.json").read_text())["decision"] == "finished"
 
 
-def test_an_unknown_mode(run, tmp_path):
-    outcome = run(2, environ={"HPCDIST_TRACE": "always"})
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("HPCDIST_TRACE", "always", "expected HPCDIST_TRACE as some, all or off, got 'always'"),
+        ("HPCDIST_LOG", "xml", "expected HPCDIST_LOG as json or text, got 'xml'"),
+    ],
+)
+def test_an_unknown_value_is_refused_before_an_attempt_begins(run, tmp_path, name, value, text):
+    outcome = run(2, environ={name: value})
     assert outcome.code == 78
     assert not (tmp_path / "run").exists(), "no attempt has begun"
-    assert "expected HPCDIST_TRACE as some, all or off, got 'always'" in outcome.output
+    assert text in outcome.output
+    assert "Traceback" not in outcome.output
+
+
+@pytest.mark.slow
+def test_ranks_beside_parameter_servers_are_named_as_elsewhere(start, root, tmp_path):
+    """They are ranks of the whole job, as in logs and records."""
+    options = ("--strategy", "ps", "--roles", "ps:1,worker:*", "--epochs", "2", "--run-dir", tmp_path / "run")
+    outcome = start(3, root / "jobs" / "train.py", *options).wait(60)
+    assert outcome.code == 0, outcome.output
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["ranks"], list(config["hosts"].values())) == (3, ["1-2"])
+    assert ": 2 ranks on " in outcome.output
+    assert sorted(path.name for path in (tmp_path / "run" / "trace" / "0001").iterdir()) == [
+        *("rank-00001.jsonl", "rank-00002.jsonl")
+    ]
+    windows = [one for one in records(tmp_path / "run" / "trace" / "0001" / "rank-00001.jsonl") if "window" in one]
+    assert sum(one["communication_s"] for one in windows) > 0
+    assert sum(one["stale"][0] for one in windows) > 0, "two workers push, and each misses some of the other's"

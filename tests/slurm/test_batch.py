@@ -224,6 +224,7 @@ def test_a_preemption_that_cancels_is_one_that_requeues(slurm, submit, preempt, 
     assert job.final_state() == unbroken
 
 
+@pytest.mark.sweep
 def test_of_two_jobs_in_one_run_folder_the_older_ends(submit, options, unbroken):
     """As when Slurm gives up a node that is alive, and starts the job again elsewhere."""
     shared = {"RUN_DIR": "runs/shared"}

@@ -80,15 +80,15 @@ def test_a_newcomers_first_half_hour(slurm, root, tmp_path, pytestconfig):
 
     terminal.say("A script of your own", "`plain.py` is a loop in plain torch. An import and two lines distribute it.")
     terminal.type("diff plain.py mine.py", code=1)
-    assert "epoch 25  loss" in terminal.type("hpcdist run -n 4 mine.py", 400)
+    assert "epoch 10  step 25  loss" in terminal.type("hpcdist run -n 4 mine.py 10", 400)
 
     terminal.say("Restarts", "Two more lines save it every 500 steps, and whenever it is asked to stop.")
     terminal.type("diff mine.py restarts.py", code=1)
-    terminal.say("A batch job", "A drill preempts it once, 10 s after its start.")
-    options = "--nodes 2 --ntasks-per-node 2 --time 0:15:00 --drill 10 --run-dir runs/mine"
+    terminal.say("A batch job", "A drill preempts it once, 8 s after its start.")
+    options = "--nodes 2 --ntasks-per-node 2 --time 0:15:00 --drill 8 --run-dir runs/mine"
     folder = tmp_path / "runs" / "mine"
     try:
-        job = re.search(r"submitted job (\d+)", terminal.type(f"hpcdist submit {options} restarts.py"))[1]
+        job = re.search(r"submitted job (\d+)", terminal.type(f"hpcdist submit {options} restarts.py 40"))[1]
         slurm.wait_for("the run", lambda: (folder / "trace").exists(), 60)
         assert "runs/mine" in terminal.type("hpcdist status")
         slurm.wait_for("its end", lambda: slurm.fact(job, "JobState") in ("COMPLETED", "FAILED"), 500)
@@ -98,7 +98,7 @@ def test_a_newcomers_first_half_hour(slurm, root, tmp_path, pytestconfig):
     assert "finished: the program has finished" in said
     assert "attempt     2 in job" in said
     terminal.say("What it did")
-    assert "epoch 25  loss" in terminal.type("tail -n 3 runs-mine-*.log")
+    assert "epoch 40  step 25  loss" in terminal.type("tail -n 3 runs-mine-*.log")
     terminal.type("hpcdist ckpt ls runs/mine")
     assert "pictures beside it" in terminal.type("hpcdist report runs/mine")
     assert "steps of 4 ranks" in terminal.type("hpcdist trace runs/mine")

@@ -72,6 +72,7 @@ def test_open_mpi_preempted(slurm, submit, root, options, unbroken, preempt):
     print(next(line for line in text.splitlines() if "to be requeued" in line))
 
 
+@pytest.mark.sweep
 def test_a_task_of_an_array_is_requeued_on_its_own(slurm, submit, data):
     small = ("--data", data, "--batch", 16, "--epochs", 40, "--save-every", 8)
     job = submit("train-array", *small, nodes=1, sbatch=("--array=1-2",))

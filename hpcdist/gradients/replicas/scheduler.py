@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from hpcdist.errors import DesyncError, UsageError
+from hpcdist.runtime.time_spent import REPLICA_THREAD
 
 
 class Switched(Protocol):
@@ -112,7 +113,12 @@ class ReplicaScheduler:
     def _run_in_threads(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         round_ = self._round
         threads = [
-            threading.Thread(target=self._thread, args=(round_, index, call, contextvars.copy_context()), daemon=True)
+            threading.Thread(
+                target=self._thread,
+                args=(round_, index, call, contextvars.copy_context()),
+                name=REPLICA_THREAD,
+                daemon=True,
+            )
             for index, call in enumerate(map(_with_torch_modes, calls))
         ]
         try:

@@ -1,3 +1,5 @@
+import sys
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -9,10 +11,11 @@ loader = DataLoader(TensorDataset(x, y), batch_size=128, shuffle=True)
 model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
 
-for epoch in range(25):
-    for rows, labels in loader:
+for epoch in range(int(sys.argv[1])):
+    for step, (rows, labels) in enumerate(loader):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(rows), labels)
         loss.backward()
         optimizer.step()
-    print(f"epoch {epoch + 1}  loss {loss.item():.4f}", flush=True)
+        if step % 25 == 0:
+            print(f"epoch {epoch + 1}  step {step}  loss {loss.item():.4f}", flush=True)

@@ -1,3 +1,5 @@
+import sys
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,11 +17,11 @@ optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
 checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, data=loader, strategy=hpcdist.get_strategy())
 handler = hpcdist.PreemptionCheckpointHandler(None, checkpoint, "runs/mine/checkpoints", save_every_steps=500)
 
-for epoch in range(loader.epoch, 25):
-    for rows, labels in loader:
+for epoch in range(loader.epoch, int(sys.argv[1])):
+    for step, (rows, labels) in enumerate(loader):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(rows), labels)
         loss.backward()
         optimizer.step()
-    if hpcdist.get_strategy().is_chief:
-        print(f"epoch {epoch + 1}  loss {loss.item():.4f}", flush=True)
+        if step % 25 == 0 and hpcdist.get_strategy().is_chief:
+            print(f"epoch {epoch + 1}  step {step}  loss {loss.item():.4f}", flush=True)

@@ -14,6 +14,7 @@ from hpcdist.errors import ConfigurationError
 def started(monkeypatch):
     """Return a list of the commands that are started; mpi4py loads MPICH."""
     commands = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     def run(command, **options):
         commands.append([str(part) for part in command])

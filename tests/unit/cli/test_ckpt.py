@@ -195,7 +195,17 @@ def test_a_pickle_is_not_run(call, tmp_path):
     assert not (tmp_path / "harm").exists()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["ckpt", "ls", "RUN"], ["ckpt", "show", "RUN"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["run", "--help"],
+        ["status", "RUN"],
+        ["report", "RUN"],
+        ["ckpt", "ls", "RUN"],
+        ["ckpt", "show", "RUN"],
+    ],
+)
 def test_help_and_inspection_load_neither_mpi_nor_torch(run_dir, arguments):
     code = (
         "import sys\nfrom hpcdist.cli.main import main\ntry:\n main(sys.argv[1:])\nexcept SystemExit as end:\n"

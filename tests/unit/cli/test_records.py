@@ -242,9 +242,19 @@ def test_single_steps_are_read_where_they_are_asked_for(tmp_path):
     for number in (1, 2):
         write(tmp_path / "trace" / f"000{number}" / "rank-00000.jsonl", HEADER, STEP, WINDOW)
     assert [one.ranks[0].steps for one in read_run(tmp_path).attempts] == [(), ()]
-    first, second = read_run(tmp_path, steps_of=max).attempts
+    first, second = read_run(tmp_path, steps_of=2).attempts
     assert first.ranks[0].steps == ()
     assert second.ranks[0].steps == (StepRecord(1, 2.0, 3.0, (("input", "next batch", 2.0, 2.5),)),)
+
+
+def test_the_trace_is_of_the_last_attempt_with_steps(tmp_path, hpcdist):
+    """The one after it died in its start, or has just begun."""
+    write(tmp_path / "trace" / "0001" / "rank-00000.jsonl", HEADER, STEP, WINDOW)
+    write(tmp_path / "trace" / "0002" / "rank-00000.jsonl", {**HEADER, "process_began": 9.0})
+    write(tmp_path / "trace" / "0003" / "rank-00000.jsonl")
+    assert ": 1 steps of 1 rank; " in hpcdist("trace", tmp_path)[1]
+    assert ": 0 steps of 1 rank; " in hpcdist("trace", tmp_path, "--attempt", "2")[1]
+    assert hpcdist("trace", tmp_path, "--attempt", "3")[0] == 2
 
 
 def test_records_of_an_earlier_run_in_the_same_folder(tmp_path):

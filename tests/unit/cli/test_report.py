@@ -101,7 +101,7 @@ def test_the_page_tells_the_run(run_dir, hpcdist):
         "100 last step",
         "64 rows a second",
         "rank 3 on n2 computes 900 ms a step, the median 500 ms",
-        "10 steps were lost and made again",
+        "10 steps were lost and repeated",
         "90 2 3 MB 250 ms",  # step, attempt, size and time of a checkpoint
         "step 30 finished: done <i>",
         "died without notice",

@@ -135,3 +135,15 @@ def test_files_that_are_refused(hpcdist, tmp_path, monkeypatch, text):
     code, _, error = hpcdist("run", "-n", "2", "--dry-run", "true")
     assert (code, error.count("\n")) == (78, 1)
     assert "under [run] in hpcdist.toml" in error or "expected TOML in hpcdist.toml" in error
+
+
+CHECKPOINTS = ("ls", "show", "verify", "diff", "export", "import", "prune")
+
+
+@pytest.mark.parametrize(
+    "name", [*(one for one in main.COMMANDS if one != "ckpt"), *(f"ckpt {one}" for one in CHECKPOINTS)]
+)
+def test_each_command_has_an_example(hpcdist, name):
+    code, out, _ = hpcdist(*name.split(), "--help")
+    assert code == 0
+    assert re.search(rf"^  hpcdist {name}\b", out, re.MULTILINE), out

@@ -257,6 +257,8 @@ def test_defaults_that_are_none(here, call, text):
         (["--name", "a b", "train.py", "--run-dir", "a"], "expected letters, digits, . and - in the name"),
         (["--sbatch", "--x=a\n#SBATCH --y", "train.py", "--run-dir", "a"], "expected options of sbatch"),
         (["--sbatch", "x", "train.py", "--run-dir", "a"], "expected options of sbatch"),
+        (["--sbatch", "--partition=a\n", "train.py", "--run-dir", "a"], "expected options of sbatch"),
+        (["--system", "lsf", "--time", "9:99:99", "train.py", "--run-dir", "a"], "expected a time limit such as"),
         (["--time", "$(x)", "train.py", "--run-dir", "a"], "expected options of sbatch"),
         (["--nodes", "0", "train.py", "--run-dir", "a"], "0 is not in the range"),
         (
@@ -339,6 +341,9 @@ def test_numbers_of_the_site_and_of_the_command_line(here, call):
     (here / "hpcdist.toml").write_text('[submit]\nsbatch = ["--ntasks-per-node=4", "--nodes=3"]\n')
     found = headers(call("--nodes", 2, "--dry-run", "train.py", "--run-dir", "a")[1])
     assert {"nodes=2", "ntasks-per-node=4"} <= set(found)
+    text = call("--sbatch", "--nodes=5", "--ps", 18, "--dry-run", "train.py", "--run-dir", "a")[1]
+    assert "nodes=5" in headers(text)
+    assert "'ps:18,worker:*'" in text
 
 
 def test_two_files_of_defaults(here, call):

@@ -310,5 +310,23 @@ def test_a_disk_that_hangs_is_not_waited_for(tmp_path, caplog, monkeypatch):
     assert not path_in(tmp_path).exists()
     assert caplog.text.count("records are lost") == 1
     is_over.set()
+    for number in range(100):  # it writes again, without being asked to
+        file._appending.result(10)
+        file.add({"number": number})
     file.flush(10)
-    assert path_in(tmp_path).read_text().count("\n") == 11
+    *_, last = path_in(tmp_path).read_text().splitlines()
+    assert json.loads(last) == {"number": 99}
+    assert path_in(tmp_path).read_text().count("\n") == 1 + 10 + 100
+
+
+def test_many_records_between_two_writes(tmp_path, monkeypatch, caplog):
+    """Writes are rare on many ranks, and each step is recorded: it writes when there are too many to keep."""
+    monkeypatch.setattr(step_times, "MAX_WAITING", 10)
+    file = RecordFile(path_in(tmp_path), 1000.0, 1000.0, clock=lambda: 0.0)
+    for _ in range(100):
+        file.add({"a": 1})
+        if file._appending is not None:
+            file._appending.result(10)
+    file.flush(10)
+    assert path_in(tmp_path).read_text().count("\n") == 100
+    assert caplog.text == ""
