@@ -25,16 +25,6 @@ class Span(NamedTuple):
     ended_s: float
 
 
-class Totals(NamedTuple):
-    """Seconds, global rows and staleness so far; see `TimeSpent`."""
-
-    input_s: float
-    communication_s: float
-    save_s: float
-    rows: int
-    stale: int
-
-
 class Recorded(Protocol):
     """A journal of collectives; see `diagnostics/journal.py`."""
 
@@ -53,14 +43,15 @@ class TimeSpent:
     part of the outer one. Not collective.
 
     Attributes:
+        input_s: seconds in which no batch was there. save_s: seconds in saves.
         rows: global rows of the batches so far, where they are known.
         stale: pushes of other workers that parameter servers had applied before this worker's own and after it had read
             the values, summed over its pushes.
     """
 
     def __init__(self) -> None:
-        self._seconds = {"input": 0.0, "communication": 0.0, "save": 0.0}
-        self._spans: deque[Span] = deque(maxlen=N_KEPT)
+        self.input_s = self.save_s = self._communication_s = 0.0
+        self._spans: deque[tuple[str, str, float, float]] = deque(maxlen=N_KEPT)
         self._own: list[Recorded] = []
         self._background: list[Recorded] = []
         self._is_waiting = False
@@ -74,7 +65,7 @@ class TimeSpent:
         """Count no more collectives of a group, which is freed; keep what they took."""
         if journal in self._own:
             self._own.remove(journal)
-            self._seconds["communication"] += journal.spent_s
+            self._communication_s += journal.spent_s
         elif journal in self._background:
             self._background.remove(journal)
 
@@ -84,43 +75,42 @@ class TimeSpent:
 
     def begin(self) -> float | None:
         """Begin a wait; return `communication_s`, or None for one that does not count by itself."""
-        if self._is_waiting or not (
-            threading.get_ident() == _MAIN or threading.current_thread().name == REPLICA_THREAD
-        ):
+        if self._is_waiting or (threading.get_ident() != _MAIN and threading.current_thread().name != REPLICA_THREAD):
             return None
         self._is_waiting = True
         return self.communication_s
 
-    def end(self, span: Span, communication_before_s: float) -> None:
+    def end(self, kind: str, name: str, began_s: float, ended_s: float, communication_before_s: float) -> None:
         """Count a wait that has ended.
 
         Args:
-            span: the wait.
+            kind: see `Span`.
+            name: see `Span`.
+            began_s: see `Span`.
+            ended_s: see `Span`.
             communication_before_s: what `begin` returned.
         """
         self._is_waiting = False
-        self._spans.append(span)
-        inner_s = self.communication_s - communication_before_s
-        self._seconds["communication"] -= inner_s
-        self._seconds[span.kind] += span.ended_s - span.began_s
+        self._spans.append((kind, name, began_s, ended_s))
+        self._communication_s -= self.communication_s - communication_before_s
+        if kind == "input":
+            self.input_s += ended_s - began_s
+        elif kind == "save":
+            self.save_s += ended_s - began_s
+        else:
+            self._communication_s += ended_s - began_s
 
     @property
     def communication_s(self) -> float:
         """Seconds in collectives, and in waits for them, outside of input and saves."""
-        total = self._seconds["communication"]
+        total = self._communication_s
         for journal in self._own:
             total += journal.spent_s
         return total
 
-    @property
-    def totals(self) -> Totals:
-        """The seconds and rows so far."""
-        seconds = self._seconds
-        return Totals(seconds["input"], self.communication_s, seconds["save"], self.rows, self.stale)
-
     def spans_since(self, since_s: float) -> tuple[list[Span], list[Span]]:
         """Return what began since a time, and what background threads began; the last 64 of each."""
-        own = [span for span in self._spans.copy() if span.began_s >= since_s]
+        own = [Span(*one) for one in self._spans.copy() if one[2] >= since_s]
         for journal in self._own:
             own += _spans_of(journal, since_s)
         own.sort(key=lambda span: span.began_s)
@@ -140,7 +130,7 @@ class Wait:
 
     def __exit__(self, *error: object) -> None:
         if self._before_s is not None:
-            self._spent.end(Span(self._kind, self._name, self._began_s, time.monotonic()), self._before_s)
+            self._spent.end(self._kind, self._name, self._began_s, time.monotonic(), self._before_s)
 
 
 def _spans_of(journal: Recorded, since_s: float) -> list[Span]:

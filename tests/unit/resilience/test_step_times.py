@@ -10,7 +10,7 @@ import pytest
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.resilience import step_times
 from hpcdist.resilience.step_times import RecordFile, StepTimes, is_recorded, pace_of, trace_folder
-from hpcdist.runtime.time_spent import Span, TimeSpent
+from hpcdist.runtime.time_spent import TimeSpent
 
 HEADER = {"attempt": 1, "rank": 0}
 
@@ -38,9 +38,9 @@ class Program:
         self.step = step
 
     def wait(self, kind, seconds):
-        self.spent.begin()
+        before_s = self.spent.begin()
         self.now += seconds
-        self.spent.end(Span(kind, kind, self.now - seconds, self.now), self.spent.communication_s)
+        self.spent.end(kind, kind, self.now - seconds, self.now, before_s)
 
     def make_step(self, compute_s, input_s=0.0, communication_s=0.0, save_s=0.0, rows=0):
         self.wait("input", input_s)
