@@ -76,10 +76,11 @@ def test_an_earlier_checkpoint_that_a_later_attempt_went_back_to():
 def test_other_hosts_clocks_do_not_count():
     """They may be wrong by minutes, and the chief need not be the first rank."""
     windows = [window(10, 110, (1, 100), compute=100)]
-    wrong = [window(610, 710, (1, 100), compute=100)]
+    wrong = [window(610, 720, (1, 100), compute=50, between=60)]
     ranks = (rank(0, wrong, host="n2", process_began=600.0), rank(1, windows, role="chief"))
     found = goodput_of(run_of(attempt(1, *ranks)))
     assert (found.elapsed_s, found.parts["start-up"], found.parts["unrecorded"]) == (110.0, 10.0, 0.0)
+    assert found.parts["kept steps"] == 100.0
 
 
 def test_attempts_without_records():
@@ -178,6 +179,15 @@ def test_clocks_of_hosts_are_set_by_their_sums(offset, error):
     found = offsets_of(ranks)
     assert found["n1"] == 1e9
     assert found["n2"] == pytest.approx(1e9 - offset, abs=0.0015)  # half of the shortest sum that bounds it
+
+
+def test_all_ranks_of_a_host_bound_its_clock():
+    """One enters early, and another one leaves soon after the last has entered: together they say within 2 ms."""
+    early, late = step_of(1, 0.0, 2.0, 1.0, 1.5), step_of(1, 0.0, 2.0, 1.399, 1.4)
+    own = [rank(0, steps=[early]), rank(1, steps=[late])]
+    other = rank(2, host="n2", steps=[step_of(1, 10.0, 12.0, 11.399, 11.4)])  # ten seconds ahead
+    for ranks in ([*own, other], [*own[::-1], other]):
+        assert offsets_of(ranks)["n2"] == pytest.approx(-10.0, abs=0.002)
 
 
 def test_clocks_without_a_common_sum_are_the_hosts_own():

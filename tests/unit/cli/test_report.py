@@ -110,6 +110,9 @@ def test_the_page_tells_the_run(run_dir, hpcdist):
         assert expected in said, expected
     assert not {"i", "x", "b", "script", "link", "img"} & set(page.tags) - {"b"}, "names are texts, and not tags"
     assert [one for one in page.references if not one.startswith("#")] == [], "it needs no other file"
+    drawn = text[text.index("<svg") :]
+    assert "var(--series-1)" in drawn
+    assert not re.search(r"(fill|stroke): #", drawn), "each colour is one of the page's, for light and dark"
     assert not re.search(r"https?://(?!www\.w3\.org|purl\.org|creativecommons\.org|matplotlib\.org)", text)
 
 
@@ -173,7 +176,7 @@ def test_many_ranks(tmp_path, hpcdist):
 
 
 VALUES = [None, True, -1, 0, 3, 1e300, float("nan"), 10**400, [], [1], [3, 1], {}, {"a": []}]
-TEXTS = ["", "$\\frac", "\ud800", "x" * 300]
+TEXTS = ["", "$\\frac$", "\ud800", "x" * 300]
 
 
 def changed(value, draws):
@@ -214,6 +217,16 @@ def test_whatever_a_run_folder_holds(run_dir, hpcdist, monkeypatch):
         json.loads((run_dir / "trace.json").read_text(), parse_constant=pytest.fail)
         for path, text in texts.items():
             path.write_text(text)
+
+
+@pytest.mark.parametrize("name", [r"$\frac$", "\ud800", "a/b", "x" * 300, "損失"])
+def test_names_of_metrics(run_dir, hpcdist, name):
+    write(
+        run_dir / "metrics.jsonl", *({"step": step, name: 1e300 if step == 40 else step} for step in range(5, 100, 5))
+    )
+    code, out, _ = hpcdist("report", run_dir)
+    assert (code, "and 5 pictures" in out) == (0, True)
+    assert len(list((run_dir / "report").glob("metric-1-*.png"))) == 2
 
 
 def test_without_matplotlib(run_dir, hpcdist, monkeypatch):

@@ -361,6 +361,11 @@ def test_options_of_lsf(here, call, option):
     )
 
 
+def test_seconds_of_a_limit_are_rounded_up(here, call):
+    text = call("--system", "lsf", "--time", "1:00:45", "--dry-run", "train.py", "--run-dir", "a")[1]
+    assert "#BSUB -W 61" in checked(text)
+
+
 def test_a_launcher_of_the_site_is_for_slurm(here, call):
     (here / "hpcdist.toml").write_text('[submit]\nlauncher = "srun"\n')
     assert "srun" not in call("--system", "pbs", "--dry-run", "train.py", "--run-dir", "a")[1]
