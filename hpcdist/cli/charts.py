@@ -1,6 +1,7 @@
 """The pictures of a report, by matplotlib: as SVG whose colours a page sets, for light and dark, and as PNG."""
 
 import io
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +59,7 @@ class Chart:
     def svg(self) -> str:
         """The picture for a page whose style has the variables of `COLOURS`."""
         buffer = io.StringIO()
-        with matplotlib.rc_context(_STYLE):
-            self.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        self._save(buffer, format="svg", transparent=True, metadata={"Date": None})
         text = buffer.getvalue()
         text = text[text.index("<svg") :]
         for name, colour in COLOURS.items():
@@ -69,9 +69,13 @@ class Chart:
     def save(self, folder: Path) -> Path:
         """Write the picture as PNG; return its path."""
         path = folder / f"{self.name}.png"
-        with matplotlib.rc_context(_STYLE):
-            self.figure.savefig(path, dpi=150, facecolor="white")
+        self._save(path, dpi=150, facecolor="white")
         return path
+
+    def _save(self, target: Any, **options: Any) -> None:
+        with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing")  # a page has the reader's fonts
+            self.figure.savefig(target, **options)
 
 
 def line_chart(
