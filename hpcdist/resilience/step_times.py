@@ -67,12 +67,38 @@ class Window:
 
     def __init__(self, began_s: float, spent: TimeSpent) -> None:
         self.began_s = began_s
-        self.first: int | None = None
-        self.last = self.n_steps = self.longest_step = self.stalest = 0
-        self.step_s = self.between_s = self.longest_s = 0.0
-        self.other_input_s = self.other_communication_s = 0.0
-        self.other_rows = 0
+        self._first: int | None = None
+        self._last = self._n_steps = self._longest_step = self._stalest = 0
+        self._step_s = self._between_s = self._longest_s = 0.0
+        self._other_input_s = self._other_communication_s = 0.0
+        self._other_rows = 0
         self._before = spent.input_s, spent.communication_s, spent.save_s, spent.rows, spent.stale
+
+    def add_steps(self, step: int, n_steps: int, length_s: float, stale: int) -> None:
+        """Add the `n_steps` steps up to `step`.
+
+        Args:
+            step: the last of them.
+            n_steps: how many.
+            length_s: what they took together, without saves.
+            stale: pushes of other workers that theirs had not seen.
+        """
+        if self._first is None:
+            self._first = step - n_steps + 1
+        self._last = step
+        self._n_steps += n_steps
+        self._step_s += length_s
+        if length_s > n_steps * self._longest_s:
+            self._longest_s, self._longest_step = length_s / n_steps, step
+        if stale > self._stalest:
+            self._stalest = stale
+
+    def add_between(self, length_s: float, input_s: float, communication_s: float, rows: int) -> None:
+        """Add time between steps, without saves, and what was waited for and read in it."""
+        self._between_s += length_s
+        self._other_input_s += input_s
+        self._other_communication_s += communication_s
+        self._other_rows += rows
 
     def facts(self, ended_s: float, spent: TimeSpent) -> dict[str, Any]:
         """Return the sums, in seconds.
@@ -84,16 +110,16 @@ class Window:
         input_s, communication_s, save_s, rows, stale = self._before
         return {
             "window": [_short(self.began_s), _short(ended_s)],
-            "steps": None if self.first is None else [self.first, self.last],
-            "n_steps": self.n_steps,
-            "step_s": _short(self.step_s),
-            "input_s": _short(spent.input_s - input_s - self.other_input_s),
-            "communication_s": _short(max(0.0, spent.communication_s - communication_s - self.other_communication_s)),
+            "steps": None if self._first is None else [self._first, self._last],
+            "n_steps": self._n_steps,
+            "step_s": _short(self._step_s),
+            "input_s": _short(spent.input_s - input_s - self._other_input_s),
+            "communication_s": _short(max(0.0, spent.communication_s - communication_s - self._other_communication_s)),
             "save_s": _short(spent.save_s - save_s),
-            "between_s": _short(self.between_s),
-            "longest": [self.longest_step, _short(self.longest_s)],
-            "rows": spent.rows - rows - self.other_rows,
-            "stale": [spent.stale - stale, self.stalest],
+            "between_s": _short(self._between_s),
+            "longest": [self._longest_step, _short(self._longest_s)],
+            "rows": spent.rows - rows - self._other_rows,
+            "stale": [spent.stale - stale, self._stalest],
         }
 
 
@@ -146,33 +172,19 @@ class StepTimes:
 
     def arrive(self, step: int) -> None:
         """Record that the program is between two steps, with `step` done."""
-        now, spent, window = self._clock(), self._spent, self._window
+        now, spent = self._clock(), self._spent
         save_s, communication_s = spent.save_s, spent.communication_s
         length_s = now - self._left_s - (save_s - self._save_s)
         if step > self._step:
-            self._add(step, length_s)
+            self._window.add_steps(step, step - self._step, length_s, spent.stale - self._stale)
             if self._records_all or is_recorded(self._n_polls):
                 self._record_step(step, now)
             self._n_polls += 1
         else:
-            window.between_s += length_s
-            window.other_input_s += spent.input_s - self._input_s
-            window.other_communication_s += communication_s - self._communication_s
-            window.other_rows += spent.rows - self._rows
+            waited_s = communication_s - self._communication_s
+            self._window.add_between(length_s, spent.input_s - self._input_s, waited_s, spent.rows - self._rows)
         self._step, self._left_s, self._save_s, self._communication_s = step, now, save_s, communication_s
         self._input_s, self._rows, self._stale = spent.input_s, spent.rows, spent.stale
-
-    def _add(self, step: int, length_s: float) -> None:
-        """Add the steps up to `step`, which took `length_s` together, to the window."""
-        window, n_steps = self._window, step - self._step
-        if window.first is None:
-            window.first = self._step + 1
-        window.last = step
-        window.n_steps += n_steps
-        window.step_s += length_s
-        if length_s > n_steps * window.longest_s:
-            window.longest_s, window.longest_step = length_s / n_steps, step
-        window.stalest = max(window.stalest, self._spent.stale - self._stale)
 
     def leave(self) -> str | None:
         """Record that the program resumes: what happened since `arrive` is a save, or time between steps.
@@ -184,8 +196,8 @@ class StepTimes:
         if now - self._left_s < _NOTHING_S and now < self._due_s:  # as at almost every step: a part of the next one
             return None
         spent = self._spent
-        self._window.between_s += now - self._left_s - (spent.save_s - self._save_s)
-        self._window.other_communication_s += spent.communication_s - self._communication_s
+        length_s = now - self._left_s - (spent.save_s - self._save_s)
+        self._window.add_between(length_s, 0.0, spent.communication_s - self._communication_s, 0)
         self._left_s, self._save_s, self._communication_s = now, spent.save_s, spent.communication_s
         if now < self._due_s:
             return None
