@@ -7,6 +7,7 @@ file of a day is hardly larger than that of an hour.
 
 import atexit
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -363,6 +364,7 @@ def trace_folder(run_folder: Path, attempt: int) -> Path:
     return run_folder / "trace" / f"{attempt:04d}"
 
 
+@functools.cache  # readers tell the records of one process by it
 def process_began() -> float:
     """Return when this process was started, in seconds since 1970; now, where Linux does not tell."""
     try:
