@@ -147,8 +147,8 @@ class StepTimes:
         spent: the waits of this process.
         clock: monotonic seconds.
 
-    Cost: with the waits 1.8 microseconds a step in a loop of their own, and 29 for one that is recorded by itself; a
-        training step of 1.1 ms took 0.6 to 1.1 % longer (2 ranks, three launches, one core each of an AMD Zen 5).
+    Cost: with the waits 1.6 microseconds a step in a loop of their own, and 29 for one that is recorded by itself; a
+        training step of 1 ms took 0.6 to 1.2 % longer (2 ranks, three launches, one core each of an AMD Zen 5).
     """
 
     def __init__(
