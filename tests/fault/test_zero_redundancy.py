@@ -65,8 +65,9 @@ def harmed(start, program, run, draws):
         if number <= 3:
             job.wait_until(lambda number=number: (run / "checkpoints" / "attempts" / f"{number:04d}.jsonl").exists())
             time.sleep(draws.uniform(0, 1.2))
-            if job.process.poll() is None:
-                victim = job.pid_of(draws.choice([0, 1]))
+            ranks = sorted(job.ranks())
+            if len(ranks) == 2:  # else the program is at its end, or has ended
+                victim = draws.choice(ranks)
                 os.kill(victim, draws.choice([signal.SIGKILL, signal.SIGSTOP]))
                 n_harms += 1
                 wake_at_the_end(job, victim, run)
