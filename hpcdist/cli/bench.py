@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-import hpcdist
 from hpcdist.cli.launcher import (
     as_text,
     find_launcher,
@@ -16,8 +15,9 @@ from hpcdist.cli.launcher import (
     require_no_launcher,
 )
 from hpcdist.cli.run import n_ranks_on
+from hpcdist.cli.shipped import shipped_folder
 from hpcdist.cluster.environment import read_environment
-from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.errors import UsageError
 
 #: Name -> the script and its part, whether it is started on ranks, and its options for a first look.
 _BENCHES: dict[str, tuple[tuple[str, ...], bool, tuple[str, ...]]] = {
@@ -62,7 +62,13 @@ def command(
     (script, *part), is_on_ranks, look = _BENCHES[name]
     if not is_on_ranks and (ranks or hosts):
         raise UsageError(f"hpcdist bench: expected -n and --hosts with allreduce and step, got {name}; leave them out.")
-    program = [sys.executable, str(_scripts() / script), *part, "--out", str(out or Path("out") / "bench")]
+    program = [
+        sys.executable,
+        str(shipped_folder("benchmarks", "allreduce.py") / script),
+        *part,
+        "--out",
+        str(out or Path("out") / "bench"),
+    ]
     program += [*(look if quick else ()), *options]
     threads = {} if environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": "1"}
     n_ranks = ranks or (n_ranks_on(hosts) if hosts else 2)
@@ -76,18 +82,3 @@ def command(
         added |= _CROWDED if launcher.kind == "openmpi" else {}
     click.echo(f"+ {as_text(line, added)}", err=True)
     return subprocess.run(line, env={**environ, **added}).returncode
-
-
-def _scripts() -> Path:
-    """Return the folder of the benchmarks: in the package, or beside it in a clone.
-
-    Raises:
-        ConfigurationError: where it is missing.
-    """
-    package = Path(hpcdist.__file__).parent
-    for folder in (package / "benchmarks", package.parent / "benchmarks"):
-        if (folder / "allreduce.py").is_file():
-            return folder
-    raise ConfigurationError(
-        f"hpcdist bench: expected benchmarks/allreduce.py in {package} or beside it, got none; install hpcdist again."
-    )

@@ -10,11 +10,11 @@ from typing import Any
 
 import click
 
-import hpcdist
 from hpcdist.checkpoint import durable
 from hpcdist.cli.batch_scripts import COMMENT, TASK, BatchJob, last_of_each, lsf_script, pbs_script, slurm_script
 from hpcdist.cli.launcher import find_launcher, mpi_library
 from hpcdist.cli.run import command_of, run_dir_of
+from hpcdist.cli.shipped import shipped_folder
 from hpcdist.cli.site import site_defaults
 from hpcdist.cluster.environment import read_environment
 from hpcdist.errors import ConfigurationError, ExitCode, UsageError
@@ -132,7 +132,7 @@ def _job_of(program: tuple[str, ...], options: dict[str, Any], site: dict[str, A
         run_dir=run_dir,
         command=command_of(program, is_module=False),
         launcher=_launcher_of(asked, site.get("library")),
-        job_program=str(_parts() / "job.py"),
+        job_program=str(shipped_folder("slurm", "job.py") / "job.py"),
         lead_s=options["lead"],
         setup=tuple(site.get("setup", [])),
         array=options["array"],
@@ -237,21 +237,6 @@ def _launcher_of(asked: str | None, library: str | None) -> tuple[str, ...]:
         return ("srun", "--mpi=pmi2" if found == "mpich" else "--mpi=pmix")
     path = "mpirun" if library else find_launcher(found, {}).path
     return (path, "--bind-to", "none") if found == "openmpi" else (path,)
-
-
-def _parts() -> Path:
-    """Return the folder with job.py: in the package, or beside it in a clone.
-
-    Raises:
-        ConfigurationError: where it is missing.
-    """
-    package = Path(hpcdist.__file__).parent
-    for folder in (package / "slurm", package.parent / "slurm"):
-        if (folder / "job.py").is_file():
-            return folder
-    raise ConfigurationError(
-        f"hpcdist submit: expected slurm/job.py in {package} or beside it, got none; install hpcdist again."
-    )
 
 
 def _submit(take: Sequence[str], script: str) -> int:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.cli import submit
+from hpcdist.cli import shipped, submit
 from hpcdist.cli.launcher import Launcher
+from hpcdist.cli.shipped import shipped_folder
 from hpcdist.cli.site import site_defaults
 from hpcdist.errors import ConfigurationError
 
@@ -105,7 +106,7 @@ def test_the_shell_changes_no_argument(here, call, tmp_path, monkeypatch):
     parts = tmp_path / "a folder" / "parts"
     parts.mkdir(parents=True)
     (parts / "job.py").write_text("import json, os, sys\nprint(json.dumps([os.environ['RUN_DIR'], sys.argv[1:]]))\n")
-    monkeypatch.setattr(submit, "_parts", lambda: parts)
+    monkeypatch.setattr(submit, "shipped_folder", lambda name, file: parts)
     code, text, _ = call("--name", "x", "--dry-run", "train.py", "--run-dir", "a b$HOME", *NASTY, "{task}")
     assert code == 0
     done = subprocess.run(["bash", "-eu"], input=text, capture_output=True, text=True, check=True, timeout=30)
@@ -312,16 +313,17 @@ def test_what_sbatch_refuses_is_said(here, call, monkeypatch):
 
 
 def test_job_py_is_found_and_its_parts_are_in_the_wheel():
-    parts = submit._parts()
+    parts = shipped_folder("slurm", "job.py")
     wheel = (parts.parent / "pyproject.toml").read_text()
     for path in parts.glob("*.py"):
         assert f'"slurm/{path.name}" = "hpcdist/slurm/{path.name}"' in wheel
 
 
-def test_a_package_without_its_parts(monkeypatch, tmp_path):
-    monkeypatch.setattr(submit.hpcdist, "__file__", str(tmp_path / "hpcdist" / "__init__.py"))
-    with pytest.raises(ConfigurationError, match="expected slurm/job.py in .*; install hpcdist again"):
-        submit._parts()
+@pytest.mark.parametrize(("name", "file"), [("slurm", "job.py"), ("benchmarks", "allreduce.py")])
+def test_a_package_without_what_it_carries(monkeypatch, tmp_path, name, file):
+    monkeypatch.setattr(shipped.hpcdist, "__file__", str(tmp_path / "hpcdist" / "__init__.py"))
+    with pytest.raises(ConfigurationError, match=f"expected {name}/{file} in .*; install hpcdist again"):
+        shipped_folder(name, file)
 
 
 def test_what_is_asked_for_goes_before_what_every_job_has(here, call):
