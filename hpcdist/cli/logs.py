@@ -32,7 +32,8 @@ class Record(NamedTuple):
 @click.option("--rank", "ranks", type=click.IntRange(0), multiple=True, help="Of this rank only; may be repeated.")
 @click.option("--level", type=click.Choice(_LEVELS, case_sensitive=False), help="From this level on.")
 @click.option("--tail", type=click.IntRange(1), metavar="N", help="The last N records only.")
-def command(folder: Path, ranks: tuple[int, ...], level: str | None, tail: int | None) -> None:
+@click.option("--json", "is_json", is_flag=True, help="Print JSON, an object for each record.")
+def command(folder: Path, ranks: tuple[int, ...], level: str | None, tail: int | None, is_json: bool) -> None:
     """Print the log files of all ranks, merged by time: those that `hpcdist.log_to(RUN_DIR / "logs")` writes.
 
     \b
@@ -53,7 +54,8 @@ def command(folder: Path, ranks: tuple[int, ...], level: str | None, tail: int |
     least = _LEVELS.index(level.upper()) if level else 0
     found = (one for one in heapq.merge(*chosen) if one.level not in _LEVELS or _LEVELS.index(one.level) >= least)
     for record in found if tail is None else list(found)[-tail:]:
-        click.echo(record.text)
+        facts = {"time": record.time, "rank": record.rank, "level": record.level, "text": record.text}
+        click.echo(json.dumps(facts) if is_json else record.text)
 
 
 def _records(path: Path, rank: int) -> Iterator[Record]:
