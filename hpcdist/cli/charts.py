@@ -14,8 +14,7 @@ matplotlib.use("agg")
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-#: Colours on paper; a page replaces each by a variable of its style. The series are told apart by people who see no
-#: red or green, too.
+#: Colours of PNG files; in the page each becomes a CSS variable. Series stay distinct with red-green colour blindness.
 COLOURS = {
     "--text": "#1d1d22",
     "--muted": "#6b6b74",

@@ -133,7 +133,7 @@ def test_no_library_is_an_error_with_the_cure(machine):
 
 @pytest.fixture
 def cores(monkeypatch):
-    """Return have(n, n_all): this process may use n of so many cores."""
+    """Return have(n_own, n_all), which lets this process use n_own of the n_all cores of the machine."""
 
     def have(n_own, n_all):
         monkeypatch.setattr(launcher.os, "sched_getaffinity", lambda pid: set(range(n_own)))
