@@ -191,10 +191,12 @@ oracle: .venv/test.installed .venv-tensorflow/oracle.installed
 mpi-all: .venv/test.installed
 	for ranks in 1 2 3 4; do $(BIN)/mpirun -n $$ranks $(BIN)/$(MPI_TESTS) || exit; done
 
-# Takes a GPU, and cupy and NCCL in .venv (pip install 'hpcdist[cuda]' nvidia-nccl-cu12). Without them everything is skipped
-# with the reason, in CI too, as it has no GPU.
-gpu: .venv/test.installed
-	for ranks in 1 2; do $(BIN)/mpirun -n $$ranks $(BIN)/$(PYTEST) --with-mpi tests/gpu || exit; done
+# With the interpreter PYTHON and the torch, cupy, NCCL and MPI that it finds; WHEELS is a folder of wheels, for machines
+# that reach no package index. Without a GPU everything is skipped with the reason.
+WHEELS ?=
+REPORT ?= out/gpu/report.md
+gpu:
+	$(PYTHON) tests/support/gpu_session.py --report $(REPORT) $(if $(WHEELS),--find-links $(WHEELS))
 
 # Whether the benchmarks work and their results are right: at most 45 s, and no figure to quote.
 bench-quick: .venv/test.installed
@@ -203,4 +205,4 @@ bench-quick: .venv/test.installed
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step.py --single --rounds 3 --steps 20 --out out/bench-quick/single
 
 clean:
-	rm -rf .venv .venv-openmpi .venv-frameworks .venv-tensorflow .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv $(wildcard .venv-*) .mypy_cache .ruff_cache .pytest_cache

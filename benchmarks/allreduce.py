@@ -3,6 +3,7 @@
 mpirun -n 2 python benchmarks/allreduce.py --out out/allreduce
 mpirun -n 4 python benchmarks/allreduce.py --out out/allreduce-4 --sizes 64M
 mpirun -n 4 python benchmarks/allreduce.py --out out/algorithms --algorithms RING,HALVING,HIERARCHICAL,SHARED_MEMORY
+mpirun -n 2 python benchmarks/allreduce.py --device cuda --out out/gpu
 python benchmarks/allreduce.py --merge out/a/allreduce.json out/b/allreduce.json --out out/both
 
 Every block fills all its buffers with fresh random values, which is not timed, calls once per buffer, and checks every
@@ -31,7 +32,9 @@ from hpcdist.runtime.process import make_world
 SIZES = "4,64,1K,4K,16K,64K,256K,1M,4M,16M,64M,256M"
 QUICK_SIZES = "1K,256K,4M"
 MPI_IN_PLACE = "MPI_Allreduce in place"
-BASELINES = [MPI_IN_PLACE, "MPI_Allreduce", "torch gloo"]
+#: For buffers on a GPU, without NCCL.
+COPY_AND_MPI = "copy to the host, MPI_Allreduce, copy back"
+BASELINES = [MPI_IN_PLACE, "MPI_Allreduce", COPY_AND_MPI, "torch gloo", "torch nccl"]
 
 
 @dataclass
@@ -41,6 +44,24 @@ class Contender:
     call: Callable[[int], object]
     sources: list[np.ndarray]
     results: list[np.ndarray]
+    #: Buffers on a GPU that are summed instead of `sources`: filled from these before, and copied to `results` after.
+    on_device: list[torch.Tensor] | None = None
+
+    def upload(self) -> None:
+        """Copy the sources to the GPU, if that is where they are summed."""
+        for tensor, array in zip(self.on_device or (), self.sources, strict=False):
+            tensor.copy_(torch.from_numpy(array))
+        self.synchronize()
+
+    def download(self) -> None:
+        """Copy what is on the GPU to the results."""
+        for tensor, array in zip(self.on_device or (), self.results, strict=False):
+            torch.from_numpy(array).copy_(tensor)
+
+    def synchronize(self) -> None:
+        """Wait for the GPU, if there is one at work."""
+        if self.on_device:
+            torch.cuda.synchronize()
 
 
 def parse_args():
@@ -53,6 +74,7 @@ def parse_args():
     parser.add_argument(
         "--algorithms", help="built-in algorithms to time beside AUTO, such as RING,HALVING,HIERARCHICAL"
     )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="memory that the buffers are in")
     parser.add_argument("--label", default="", help="what this launch is called when several are merged")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="JSON", help="time nothing, merge these reports")
     return parser.parse_args()
@@ -99,6 +121,25 @@ def make_contenders(comm, nbytes, n_sets, algorithms):
     }
 
 
+def make_device_contenders(comm, nbytes, n_sets):
+    """Return the calls on buffers in device memory: name -> contender."""
+    n_elements = nbytes // 4
+    sets = private_sets(n_elements, n_sets)
+    tensors = [torch.zeros(n_elements, device="cuda") for _ in sets]
+
+    def sum_on_host(number):
+        on_host = tensors[number].cpu()
+        comm.Allreduce(MPI.IN_PLACE, on_host.numpy())
+        tensors[number].copy_(on_host)
+
+    calls = {
+        COPY_AND_MPI: sum_on_host,
+        f"torch {torch.distributed.get_backend()}": lambda number: torch.distributed.all_reduce(tensors[number]),
+        "hpcdist AUTO": lambda number: hpcdist.all_reduce(tensors[number]),
+    }
+    return {name: Contender(call, sets, sets, tensors) for name, call in calls.items()}
+
+
 def sum_by(sets, algorithm, number):
     hpcdist.all_reduce(sets[number], implementation=algorithm)
 
@@ -106,13 +147,16 @@ def sum_by(sets, algorithm, number):
 def run_block(comm, contender, values, numbers):
     """Fill all sets, time a call on those of `numbers`, check their results; return what `timed_block` does."""
     values.fill(contender.sources)
+    contender.upload()
     call = contender.call
 
     def run():
         for number in numbers:
             call(number)
+        contender.synchronize()
 
     times = timed_block(comm, run, len(numbers))
+    contender.download()
     for number in numbers:
         values.check(number, contender.results[number])
     return times
@@ -133,14 +177,19 @@ def time_size(comm, nbytes, args):
     """Return the case of one size. Collective: `comm`."""
     n_sets = max(3, 2 * last_cache_bytes() // nbytes + 1)
     n_sets = min(n_sets, 64 if args.quick else 4096)
-    contenders = make_contenders(comm, nbytes, n_sets, args.algorithms.split(",") if args.algorithms else [])
+    if args.device == "cuda":
+        n_sets = min(n_sets, 64)
+        contenders, reference = make_device_contenders(comm, nbytes, n_sets), COPY_AND_MPI
+    else:
+        algorithms = args.algorithms.split(",") if args.algorithms else []
+        contenders, reference = make_contenders(comm, nbytes, n_sets, algorithms), MPI_IN_PLACE
     values = RandomSets(comm, nbytes // 4, seed=nbytes)
     limit_s = args.seconds / (2 * args.rounds * (len(contenders) + 1))
     blocks = {}
     for name, contender in contenders.items():
         numbers = calls_per_block(comm, contender, values, n_sets, limit_s)
         blocks[name] = partial(run_block, comm, contender, values, numbers)
-    blocks[MPI_IN_PLACE + AGAIN] = blocks[MPI_IN_PLACE]
+    blocks[reference + AGAIN] = blocks[reference]
     wall, cpu = run_rounds(blocks, args.rounds)
     return case(name_bytes(nbytes), wall, cpu, BASELINES, nbytes)
 
@@ -151,12 +200,16 @@ def time_all(args):
     if args.quick:
         args.rounds, args.seconds = min(args.rounds, 3), min(args.seconds, 2.0)
     environment = Environment(comm)
-    with start_gloo(comm):
+    is_nccl = args.device == "cuda" and torch.cuda.device_count() >= comm.size
+    if args.device == "cuda":
+        torch.cuda.set_device(comm.rank % torch.cuda.device_count())
+    with start_gloo(comm, "nccl" if is_nccl else "gloo"):
         sizes = [parse_bytes(text) for text in (args.sizes or (QUICK_SIZES if args.quick else SIZES)).split(",")]
         cases = [time_size(comm, nbytes, args) for nbytes in sizes]
     record = environment.record()
     if comm.rank == 0:
-        publish({"label": args.label or record["mpi"], "environment": record, "cases": cases}, args.out, "allreduce")
+        stem = "allreduce" if args.device == "cpu" else f"allreduce-{args.device}"
+        publish({"label": args.label or record["mpi"], "environment": record, "cases": cases}, args.out, stem)
 
 
 def main():

@@ -17,16 +17,20 @@ _TIMEOUT = timedelta(seconds=60)
 
 
 @contextmanager
-def start_gloo(comm: MPI.Comm) -> Iterator[None]:
+def start_gloo(comm: MPI.Comm, backend: str = "gloo") -> Iterator[None]:
     """Make the ranks of `comm`, all on one host, torch's default process group for the time of the block.
 
-    Collective: `comm`.
+    Collective over `comm`.
+
+    Args:
+        comm: ranks of the group.
+        backend: backend of the group; "nccl" needs a GPU for each rank.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     folder = Path(comm.bcast(tempfile.mkdtemp(prefix="hpcdist-gloo-") if comm.rank == 0 else None))
     meeting = f"file://{folder / 'meeting'}"
     report = sys.excepthook
-    dist.init_process_group("gloo", init_method=meeting, rank=comm.rank, world_size=comm.size, timeout=_TIMEOUT)
+    dist.init_process_group(backend, init_method=meeting, rank=comm.rank, world_size=comm.size, timeout=_TIMEOUT)
     sys.excepthook = report  # torch's holds back what is printed until the hook returns; a hook that aborts never does
     yield
     dist.destroy_process_group()  # not after an error: other ranks would not be there

@@ -2,6 +2,7 @@
 
 mpirun -n 2 python benchmarks/step.py --model mlp --out out/step
 python benchmarks/step.py --single --model mlp --out out/single     (what wrapping a single rank costs)
+python benchmarks/step.py --single --device cuda --out out/gpu      (models on the rank's GPU)
 python benchmarks/step.py --merge out/step/step-mlp.json out/peers/*.json --out out/all
 
 Before any timing, the contenders train side by side for some steps and must agree with plain torch. After every block
@@ -21,11 +22,14 @@ from measure import Environment, timed_block
 from models import MODELS, N_BATCHES, adam, batches, build, train_step
 from report import case, merge, publish
 from step_contenders import (
+    ALL,
     BARE,
     BASELINES,
     CEILING,
     CONTENDERS,
+    DDP_NCCL,
     HPCDIST,
+    ON_GPUS,
     SHARDED,
     SINGLE,
     step_hooks,
@@ -50,6 +54,7 @@ def parse_args():
     parser.add_argument("--rounds", type=int, default=10, help="pairs of blocks of every contender")
     parser.add_argument("--steps", type=int, default=100, help="steps of a block")
     parser.add_argument("--single", action="store_true", help="one rank: hpcdist against bare torch")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where models compute")
     parser.add_argument("--label", default="", help="what this launch is called when several are merged")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="JSON", help="time nothing, merge these reports")
     return parser.parse_args()
@@ -61,7 +66,7 @@ class Trainer:
     def __init__(self, name, args, comm, data):
         self.name, self._comm, self._data, self._n_taken = name, comm, data, 0
         before = step_hooks()
-        self.model, self._optimizer = {**CONTENDERS, **SINGLE}[name](args.model, comm)
+        self.model, self._optimizer = ALL[name](args.model, args.device, comm)
         own = step_hooks() - before
         self._guard = partial(with_step_hooks, own) if name in (HPCDIST, SHARDED) else without_step_hooks
 
@@ -71,6 +76,8 @@ class Trainer:
             for _ in range(n_steps):
                 loss = train_step(self.model, self._optimizer, self._data[self._n_taken % N_BATCHES])
                 self._n_taken += 1
+        if loss.is_cuda:
+            torch.cuda.synchronize()
         return loss
 
     def block(self, n_steps):
@@ -108,13 +115,13 @@ def flat(model):
     """Return all weights in one array, and all gradients; no gradients where each rank has a share of them only."""
     parameters = list(model.parameters())
     kinds = ([p.detach() for p in parameters], [p.grad for p in parameters if type(p.grad) is torch.Tensor])
-    return [torch.cat([torch.empty(0), *(tensor.reshape(-1) for tensor in tensors)]).numpy() for tensors in kinds]
+    return [torch.cat([torch.empty(0), *(tensor.reshape(-1).cpu() for tensor in tensors)]).numpy() for tensors in kinds]
 
 
 def reference_training(args, comm, n_steps):
     """Return loss on this rank's rows, weights and gradients, after steps on whole global batches in plain torch."""
-    model, rows = build(args.model), batches(args.batch, 0, 1)
-    optimizer, mine = adam(model), batches(args.batch, comm.rank, comm.size)
+    model, rows = build(args.model, args.device), batches(args.batch, 0, 1, args.device)
+    optimizer, mine = adam(model), batches(args.batch, comm.rank, comm.size, args.device)
     with without_step_hooks():
         for number in range(n_steps):
             with torch.no_grad():
@@ -125,7 +132,7 @@ def reference_training(args, comm, n_steps):
 
 def time_contenders(names, baselines, args, comm):
     """Return the case of one model. Collective: `comm`."""
-    data = batches(args.batch, comm.rank, comm.size)
+    data = batches(args.batch, comm.rank, comm.size, args.device)
     trainers = {name: Trainer(name, args, comm, data) for name in names}
     reference = reference_training(args, comm, N_CHECKED_STEPS)
     for trainer in trainers.values():
@@ -137,6 +144,8 @@ def time_contenders(names, baselines, args, comm):
     blocks[baselines[0] + AGAIN] = blocks[baselines[0]]
     wall, cpu = run_rounds(blocks, args.rounds)
     name = f"{args.model}, one rank" if args.single else args.model
+    if args.device == "cuda":
+        name += f", {torch.cuda.get_device_name()}"
     return case(name, wall, cpu, baselines)
 
 
@@ -146,15 +155,20 @@ def time_all(args):
         raise SystemExit(f"step: expected one rank with --single, got {comm.size}; start without mpirun.")
     torch.set_num_threads(1)
     environment = Environment(comm)
-    if args.single:
-        cases = [time_contenders(list(SINGLE), [BARE], args, comm)]
+    if args.single and args.device == "cpu":
+        cases = [time_contenders(SINGLE, [BARE], args, comm)]
+    elif args.single:
+        with start_gloo(comm, "nccl"):
+            cases = [time_contenders([*SINGLE, DDP_NCCL], [BARE, DDP_NCCL], args, comm)]
     else:
         with start_gloo(comm):
-            cases = [time_contenders(list(CONTENDERS), BASELINES, args, comm)]
+            names = ON_GPUS if args.device == "cuda" else CONTENDERS
+            cases = [time_contenders(names, BASELINES, args, comm)]
     record = environment.record()
     if comm.rank == 0:
         label = args.label or record["mpi"]
-        publish({"label": label, "environment": record, "cases": cases}, args.out, f"step-{args.model}")
+        stem = f"step-{args.model}" if args.device == "cpu" else f"step-{args.model}-{args.device}"
+        publish({"label": label, "environment": record, "cases": cases}, args.out, stem)
 
 
 def main():

@@ -24,67 +24,71 @@ CEILING = "no synchronization (the ceiling)"
 #: The same where there is one rank.
 BARE = "torch alone"
 DDP = "DDP gloo"
+DDP_NCCL = "DDP nccl"
 
 
-def replicated(name: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+def replicated(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
     """Return the model of a strategy of ours; losses are means over the local batch, as with DDP."""
-    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op=hpcdist.ReduceOp.MEAN)
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op=hpcdist.ReduceOp.MEAN, device=device)
     with strategy.scope():
-        model = build(name)
+        model = build(name, device)
         return model, adam(model)
 
 
-def sharded(name: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+def sharded(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
     """Return the same with an optimizer that steps this rank's share."""
-    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op=hpcdist.ReduceOp.MEAN)
+    strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op=hpcdist.ReduceOp.MEAN, device=device)
     with strategy.scope():
-        model = build(name)
+        model = build(name, device)
         optimizer = hpcdist.optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3, fused=True)
         return model, optimizer
 
 
-def alone(name: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+def alone(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
     """Return a model that knows of no other."""
-    model = build(name)
+    model = build(name, device)
     return model, adam(model)
 
 
-def ddp(name: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+def ddp(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
     """Return torch's own as it comes."""
-    model = DistributedDataParallel(build(name))
+    model = DistributedDataParallel(build(name, device))
     return model, adam(model)
 
 
-def ddp_static(name: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+def ddp_static(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
     """Return torch's own with the options that make it fastest."""
-    model = DistributedDataParallel(build(name), static_graph=True, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(build(name, device), static_graph=True, gradient_as_bucket_view=True)
     return model, adam(model)
 
 
-def ddp_mpi(name: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+def ddp_mpi(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
     """Return torch's own with its buckets summed by MPI_Allreduce, in place."""
-    model = DistributedDataParallel(build(name), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(build(name, device), gradient_as_bucket_view=True)
     model.register_comm_hook(comm, _sum_by_mpi)
     return model, adam(model)
 
 
-def ddp_backend(name: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
+def ddp_backend(name: str, device: str, comm: MPI.Comm) -> tuple[nn.Module, Optimizer]:
     """Return torch's own over our collectives, as a backend of torch.distributed."""
     group = dist.new_group(backend="hpcdist")
-    model = DistributedDataParallel(build(name), process_group=group, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(build(name, device), process_group=group, gradient_as_bucket_view=True)
     return model, adam(model)
 
 
 def _sum_by_mpi(comm: MPI.Comm, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
     flat = bucket.buffer().div_(comm.size)
-    comm.Allreduce(MPI.IN_PLACE, flat.numpy())
+    on_host = flat.cpu()
+    comm.Allreduce(MPI.IN_PLACE, on_host.numpy())
+    if on_host is not flat:
+        flat.copy_(on_host)
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(flat)
     return done
 
 
-#: Name -> what makes it.
-CONTENDERS: dict[str, Callable[[str, MPI.Comm], tuple[nn.Module, Optimizer]]] = {
+#: Name -> function that makes the model and its optimizer.
+ALL: dict[str, Callable[[str, str, MPI.Comm], tuple[nn.Module, Optimizer]]] = {
     DDP: ddp,
     "DDP gloo, static graph, bucket views": ddp_static,
     "DDP, hook: MPI_Allreduce in place": ddp_mpi,
@@ -92,9 +96,15 @@ CONTENDERS: dict[str, Callable[[str, MPI.Comm], tuple[nn.Module, Optimizer]]] = 
     HPCDIST: replicated,
     SHARDED: sharded,
     CEILING: alone,
+    BARE: alone,
+    DDP_NCCL: ddp,
 }
+#: The contenders for models on the host, on several ranks.
+CONTENDERS = [name for name in ALL if name not in (BARE, DDP_NCCL)]
+#: The contenders for models on GPUs; the others compute on the host only.
+ON_GPUS = [DDP, "DDP gloo, static graph, bucket views", "DDP, hook: MPI_Allreduce in place", HPCDIST, CEILING]
 #: What is compared on one rank.
-SINGLE = {BARE: alone, HPCDIST: replicated}
+SINGLE = [BARE, HPCDIST]
 BASELINES = [DDP, "DDP gloo, static graph, bucket views", "DDP, hook: MPI_Allreduce in place"]
 
 

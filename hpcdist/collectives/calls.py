@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from hpcdist.collectives import algorithms
 from hpcdist.collectives.buffers import host_array, shared_array
-from hpcdist.collectives.gpu.cupy_door import is_device_buffer
+from hpcdist.collectives.gpu.cupy_door import behind_producers, is_device_buffer
 from hpcdist.collectives.gpu.nccl_setup import find_nccl
 from hpcdist.collectives.group import Group, group_of, thread_of
 from hpcdist.collectives.ops import MEAN, Op, parse_op
@@ -104,7 +104,11 @@ def all_reduce_async(
     """
     reduction, options = parse_op(op), _options_of(implementation)
     thread = thread_of(group_of(comm))
-    return thread.submit(lambda: _reduce_scaled(buffer, reduction, options, thread.group, prescale, postscale))
+    return thread.submit(
+        behind_producers(
+            [buffer], lambda: _reduce_scaled(buffer, reduction, options, thread.group, prescale, postscale)
+        )
+    )
 
 
 def grouped_all_reduce(
@@ -151,7 +155,11 @@ def grouped_all_reduce_async(
     Collective: `comm`.
     """
     reduction, options, thread = parse_op(op), _options_of(implementation), thread_of(group_of(comm))
-    return thread.submit(lambda: _reduce_grouped(buffers, reduction, options, thread.group, prescale, postscale))
+    return thread.submit(
+        behind_producers(
+            buffers, lambda: _reduce_grouped(buffers, reduction, options, thread.group, prescale, postscale)
+        )
+    )
 
 
 def _reduce_grouped(

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from hpcdist.collectives import library
 from hpcdist.collectives.buffers import from_host, host_array, to_host
+from hpcdist.collectives.gpu.cupy_door import behind_producers
 from hpcdist.collectives.group import Group, group_of, thread_of
 from hpcdist.collectives.ops import MEAN, Op, parse_op
 from hpcdist.errors import CollectiveError
@@ -45,7 +46,7 @@ def broadcast(buffer: Any, root: int = 0, comm: MPI.Comm | None = None) -> None:
 def broadcast_async(buffer: Any, root: int = 0, comm: MPI.Comm | None = None) -> Handle:
     """Start a `broadcast` in a background thread, and return at once; see `all_reduce_async`. Collective: `comm`."""
     thread = thread_of(group_of(comm))
-    return thread.submit(lambda: _broadcast(buffer, root, thread.group))
+    return thread.submit(behind_producers([buffer], lambda: _broadcast(buffer, root, thread.group)))
 
 
 def _broadcast(buffer: Any, root: int, group: Group) -> None:
@@ -76,7 +77,7 @@ def all_gather(array: Any, comm: MPI.Comm | None = None) -> Any:
 def all_gather_async(array: Any, comm: MPI.Comm | None = None) -> Handle:
     """Start an `all_gather` in a background thread; `wait` of the handle returns its result. Collective: `comm`."""
     thread = thread_of(group_of(comm))
-    return thread.submit(lambda: _all_gather(array, thread.group))
+    return thread.submit(behind_producers([array], lambda: _all_gather(array, thread.group)))
 
 
 def _all_gather(array: Any, group: Group) -> Any:
@@ -136,7 +137,7 @@ def scatter(array: Any, root: int = 0, comm: MPI.Comm | None = None) -> Any:
 def scatter_async(array: Any, root: int = 0, comm: MPI.Comm | None = None) -> Handle:
     """Start a `scatter` in a background thread; `wait` of the handle returns its result. Collective: `comm`."""
     thread = thread_of(group_of(comm))
-    return thread.submit(lambda: _scatter(array, root, thread.group))
+    return thread.submit(behind_producers([array], lambda: _scatter(array, root, thread.group)))
 
 
 def _scatter(array: Any, root: int, group: Group) -> Any:
@@ -186,7 +187,7 @@ def alltoall(array: Any, counts: Sequence[int] | None = None, comm: MPI.Comm | N
 def alltoall_async(array: Any, counts: Sequence[int] | None = None, comm: MPI.Comm | None = None) -> Handle:
     """Start an `alltoall` in a background thread; `wait` of the handle returns its result. Collective: `comm`."""
     thread = thread_of(group_of(comm))
-    return thread.submit(lambda: _alltoall(array, counts, thread.group))
+    return thread.submit(behind_producers([array], lambda: _alltoall(array, counts, thread.group)))
 
 
 def _alltoall(array: Any, counts: Sequence[int] | None, group: Group) -> tuple[Any, list[int]]:
@@ -255,7 +256,7 @@ def reduce_scatter(array: Any, op: Any = "sum", comm: MPI.Comm | None = None) ->
 def reduce_scatter_async(array: Any, op: Any = "sum", comm: MPI.Comm | None = None) -> Handle:
     """Start a `reduce_scatter` in a background thread; `wait` of the handle returns its result. Collective: `comm`."""
     reduction, thread = parse_op(op), thread_of(group_of(comm))
-    return thread.submit(lambda: _reduce_scatter(array, reduction, thread.group))
+    return thread.submit(behind_producers([array], lambda: _reduce_scatter(array, reduction, thread.group)))
 
 
 def _reduce_scatter(array: Any, op: Op, group: Group) -> Any:

@@ -11,7 +11,7 @@ from hpcdist.dtypes import SUM_DTYPES, dtype_name
 from hpcdist.gradients.comm_hook import GradBucket, HookedSum
 from hpcdist.gradients.record import ParameterRecord
 from hpcdist.gradients.reducer import Reducer
-from hpcdist.plan.buckets import Entry, plan_buckets
+from hpcdist.plan.buckets import BucketShape, Entry, plan_buckets
 
 
 class BucketSet:
@@ -48,9 +48,12 @@ class BucketSet:
             limits = replace(limits, last_bytes=1)
         plan = plan_buckets(entries, limits)
         self._reducer, self._hook = reducer, hook
+        # where the counts are alone in their bucket, the host reads them before anything else is summed
+        devices = [device] * len(plan.buckets)
+        if self.is_counted_first and not reducer.route.is_on_device:
+            devices[plan.slots[0].bucket] = torch.device("cpu")
         self._flat = [
-            None if shape.is_direct else torch.zeros(shape.n_elements, dtype=getattr(torch, shape.dtype), device=device)
-            for shape in plan.buckets
+            _new_buffer(shape, bucket_device) for shape, bucket_device in zip(plan.buckets, devices, strict=True)
         ]
         self._members: list[list[ParameterRecord]] = [[] for _ in plan.buckets]
         for (record, parameter), slot in zip(records, plan.slots[1:], strict=True):
@@ -200,6 +203,13 @@ def _entry(parameter: Tensor, device: torch.device) -> Entry:
     dtype = SUM_DTYPES[dtype_name(parameter)]
     is_direct = parameter.device.type == device.type and dtype == dtype_name(parameter)
     return Entry(parameter.numel(), dtype, is_direct)
+
+
+def _new_buffer(shape: BucketShape, device: torch.device) -> Tensor | None:
+    """Return the flat buffer of a bucket, or None for one that is summed where torch made its only gradient."""
+    if shape.is_direct:
+        return None
+    return torch.zeros(shape.n_elements, dtype=getattr(torch, shape.dtype), device=device)
 
 
 def _array(tensor: Tensor) -> Any:

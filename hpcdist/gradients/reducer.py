@@ -19,6 +19,7 @@ from hpcdist.collectives.options import CommunicationImplementation as Implement
 from hpcdist.collectives.options import CommunicationOptions
 from hpcdist.collectives.route import Route, choose_route
 from hpcdist.collectives.wire import PLAIN, Wire
+from hpcdist.gradients.device_staging import DeviceStaging
 from hpcdist.gradients.half_wire import HalfWire
 from hpcdist.plan.buckets import Limits, best_bucket_bytes
 from hpcdist.plan.replicas import ReplicaPlan, Subtree
@@ -95,7 +96,12 @@ class Reducer:
         self._wire: Wire = PLAIN
         if self.route.is_on_device and not is_on_gpu:
             device = torch.device("cuda", nccl_setup.choose_device(group))
-        self.device = device if self.route.is_on_device and device is not None else torch.device("cpu")
+        self.device = torch.device("cpu")
+        if device is not None and (self.route.is_on_device or are_on_gpus):
+            self.device = device
+        self._staging: DeviceStaging | None = None
+        if are_on_gpus and not self.route.is_on_device:
+            self._staging = DeviceStaging(self.device)
 
     @property
     def group(self) -> Group:
@@ -125,7 +131,8 @@ class Reducer:
         Collective: the group, in the order of calls.
 
         Args:
-            array: flat, on the host, or for NCCL on the device: of this rank's replica, or the sum over its replicas.
+            array: flat, on the host or the GPU of the models: of this rank's replica, or the sum over its replicas. A
+                tensor on a GPU without NCCL is summed in pinned host memory.
                 Where sums go by subtrees a rank of several replicas uses `replicas/local_sums.py` instead.
             bucket: names the array to a wire that rounds.
             is_exact: the sum must not be rounded.
@@ -136,6 +143,11 @@ class Reducer:
             A handle; None where the sum is there already.
         """
         wire = PLAIN if is_exact else self._wire
+        if self._staging is not None and isinstance(array, torch.Tensor):
+            run_staged = self._staging.behind_producer(array)
+            return self.submit(
+                lambda group: run_staged(lambda host: self._reduce(host, group, wire, bucket, divisor)), array, title
+            )
         given = array if self._thread is None or not self.route.is_on_device else nccl.hand_over(array, self._group)
         return self.submit(lambda group: self._reduce(given, group, wire, bucket, divisor), array, title)
 

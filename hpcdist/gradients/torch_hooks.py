@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules import module as module_hooks
 from torch.optim.optimizer import (
@@ -220,12 +221,17 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def is_nested_backward() -> bool:
-    """Return whether a backward runs inside another one, as with reentrant activation checkpointing."""
+    """Return whether a backward runs inside another one, as with reentrant activation checkpointing.
+
+    In the thread that called both, each has a frame of torch's engine. Gradients of a GPU are computed in a thread that
+    autograd has for the device: the outer backward has no frame there, and what called the inner one has the outermost.
+    """
     frame, n_running = sys._getframe(), 0
     while frame.f_back is not None:
         n_running += frame.f_code is _engine_run_backward.__code__
         frame = frame.f_back
-    return n_running > 1
+    is_called_by_autograd = frame.f_code is BackwardCFunction.apply.__code__
+    return n_running > 1 or (n_running == 1 and is_called_by_autograd)
 
 
 def is_step_of_scaler() -> bool:

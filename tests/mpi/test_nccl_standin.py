@@ -389,7 +389,31 @@ def test_what_auto_takes_for_gradients(comm, monkeypatch, make_group, options, l
     install(monkeypatch, comm, **{name: value for name, value in own.items() if name != "device"})
     reducer = Reducer(make_group(), CommunicationOptions(**options), device=device)
     assert (reducer.route.algorithm, reducer.route.is_on_device) == (chosen, chosen is Implementation.NCCL)
-    assert reducer.device == (device if chosen is Implementation.NCCL else torch.device("cpu"))
+    are_all_on_gpus = last.get("device") != "cpu"
+    assert reducer.device == (device if are_all_on_gpus else torch.device("cpu"))  # sums by others are staged
+
+
+@pytest.mark.parametrize("kind", ["cupy", "torch"])
+def test_calls_in_the_background_wait_for_what_made_their_buffers(comm, cupy, monkeypatch, kind):
+    """Streams of the thread wait for no stream of this one."""
+    host = np.zeros(8, np.float32)
+    buffer = cupy.array(host) if kind == "cupy" else gpu_tensor(host)
+    memory = buffer.host if kind == "cupy" else host
+    producer = cupy.stream if kind == "cupy" else cupy.producer
+    producer.queue.append(lambda: memory.fill(comm.rank + 1))
+    seen = []
+    call = cupy_door.behind_producers([np.ones(3), buffer], lambda: seen.append(memory.tolist()))
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert seen == [[comm.rank + 1.0] * 8]
+
+
+def test_calls_on_host_buffers_are_made_as_they_are():
+    def call():
+        return 3
+
+    assert cupy_door.behind_producers([np.ones(3), torch.ones(3)], call) is call
 
 
 def test_ranks_that_were_given_one_gpu_do_not_use_nccl(comm, monkeypatch, make_group):

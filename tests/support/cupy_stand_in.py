@@ -38,10 +38,10 @@ class Current(threading.local):
 class Stream:
     """Work that runs when it is waited for."""
 
-    ptr = 0
-
     def __init__(self, cupy, non_blocking=False):
         self.cupy, self.queue = cupy, []
+        self.ptr = len(cupy.streams)
+        cupy.streams.append(self)
 
     def __enter__(self):
         self.cupy.local.streams = (*self.cupy.local.streams, self)
@@ -148,6 +148,16 @@ class CudaTensor:
     def numel(self):
         return self.values.size
 
+    def reshape(self, *shape):
+        return CudaTensor(self.values.reshape(*shape), self.dtype.removeprefix("torch."), self.device.type)
+
+    def __getitem__(self, part):
+        return CudaTensor(self.values[part], self.dtype.removeprefix("torch."), self.device.type)
+
+    def __dlpack__(self, stream):
+        cupy = sys.modules["cupy"]
+        cupy.streams[stream].wait_event(cupy.producer.record())
+
     def new_empty(self, n):
         return self
 
@@ -181,6 +191,7 @@ def make_cupy(devices=("gpu-0",), *, mpi=None, has_nccl=True, id_form=bytes):
     cupy.__path__ = cuda.__path__ = []
     cupy.cuda, cuda.nccl = cuda, nccl
     cupy.local, cupy.seen_dlpack, cupy.made = Current(), [], []
+    cupy.streams = []
     cupy.stream, cupy.producer = Stream(cupy), Stream(cupy)  # the latter is torch's
 
     class Device:
@@ -218,6 +229,7 @@ def make_cupy(devices=("gpu-0",), *, mpi=None, has_nccl=True, id_form=bytes):
         CUDARuntimeError=CUDARuntimeError,
     )
     cuda.Device, cuda.Stream = Device, functools.partial(Stream, cupy)
+    cuda.Stream.null = cupy.stream
     cuda.get_current_stream = lambda: cupy.local.streams[-1] if cupy.local.streams else cupy.stream
 
     def asarray(array, dtype=None):

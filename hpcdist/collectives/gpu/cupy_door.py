@@ -5,7 +5,7 @@ imported here.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +67,7 @@ def load_cupy() -> Any:
     except ImportError as error:
         raise ConfigurationError(
             f"nccl: expected cupy for buffers on a GPU, got none ({' '.join(str(error).split())}); "
-            f"pip install 'hpcdist[cuda]'."
+            f"pip install 'hpcdist[cuda]' ('hpcdist[cuda12]' beside a torch for CUDA 12)."
         ) from error
     return cupy
 
@@ -87,8 +87,8 @@ def load_nccl() -> Any:
             nccl = None
     if nccl is None or not nccl.available:
         raise ConfigurationError(
-            "nccl: expected cupy with NCCL, got a cupy that does not find libnccl; pip install nvidia-nccl-cu12 "
-            "(nvidia-nccl-cu13 for cupy-cuda13x)."
+            "nccl: expected cupy with NCCL, got a cupy that does not find libnccl; pip install nvidia-nccl-cu13 "
+            "(nvidia-nccl-cu12 for cupy-cuda12x)."
         )
     return nccl
 
@@ -203,6 +203,65 @@ def handed_over(buffer: Any, stream: Any) -> DeviceArray:
     with stream:
         array = device_array(buffer)
         return DeviceArray(array.array, array.dtype, stream.record())
+
+
+def behind_producers(buffers: Sequence[Any], call: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a function that makes a call in another thread, behind what this thread has queued for device buffers.
+
+    Streams of another thread do not wait for this one's. The function also waits until the results are in device
+    memory, so that any stream may read them. Where all buffers are on the host, `call` itself is returned.
+
+    Args:
+        buffers: arrays and tensors that the call reads or writes.
+        call: the call.
+
+    Raises:
+        ConfigurationError: without cupy, for a buffer on a GPU; on this rank only.
+    """
+    dense_buffers = [
+        buffer for buffer in buffers if not getattr(buffer, "is_sparse", False)
+    ]  # calls refuse sparse ones
+    device_buffers = [buffer for buffer in dense_buffers if is_device_buffer(buffer)]
+    if not device_buffers:
+        return call
+    events = [_event_behind_producer(buffer) for buffer in device_buffers]
+
+    def call_when_ready() -> Any:
+        for event in events:
+            event.synchronize()
+        result = call()
+        for event in events:
+            with on_device(event.device_id):
+                load_cupy().cuda.Stream.null.synchronize()
+        return result
+
+    return call_when_ready
+
+
+@dataclass(frozen=True)
+class _ProducerEvent:
+    """An event behind what the producer of a buffer had queued, and the index of its device."""
+
+    event: Any
+    device_id: int
+
+    def synchronize(self) -> None:
+        """Wait for the event."""
+        with on_device(self.device_id):
+            self.event.synchronize()
+
+
+def _event_behind_producer(buffer: Any) -> _ProducerEvent:
+    cupy = load_cupy()
+    is_torch = hasattr(buffer, "new_tensor")
+    device_id = int(buffer.device.index if is_torch else buffer.device.id)
+    with on_device(device_id):
+        stream = make_stream()
+        if is_torch:
+            buffer.detach().reshape(-1)[:1].__dlpack__(stream=stream.ptr)  # makes the stream wait for torch's
+        else:
+            stream.wait_event(cupy.cuda.get_current_stream().record())
+        return _ProducerEvent(stream.record(), device_id)
 
 
 @contextmanager
