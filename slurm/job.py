@@ -26,18 +26,19 @@ from collections.abc import Mapping, Sequence
 from typing import IO, TextIO
 
 from batch_systems import SLURM, WAITED_FOR, Facts, batch_system, output_of, receive_signals
-from rules import (
+from placement import failed_node, filled, restart_nodes
+from restart_rule import (
+    FINISHED,
+    HAND_BACK,
+    JOB,
+    RESTART,
     RUN_AGAIN,
-    End,
-    Ended,
-    Requeue,
+    STOP,
+    Launch,
+    Situation,
     action_after,
-    failed_node,
-    filled,
-    has_died,
     is_of_signal,
     not_begun,
-    restart_nodes,
 )
 from run_folder import Decision, RunFolder, UnreadableError
 
@@ -110,7 +111,7 @@ class Job:
 
     # -- one launch ------------------------------------------------------------------------------------------------
 
-    def launch(self, command: Sequence[str]) -> tuple[Ended, str | None]:
+    def launch(self, command: Sequence[str]) -> tuple[Launch, str | None]:
         """Run a command; return how it ended, and the node whose rank a signal ended first, by what it printed."""
         before = None
         with contextlib.suppress(UnreadableError):
@@ -131,19 +132,19 @@ class Job:
         failed = [node for node in (failed_node(stream.text()) for stream in printed) if node is not None]
         return self._ended(code, is_of_signal(code, command[0]), before), next(iter(failed), None)
 
-    def _ended(self, code: int, is_signalled: bool, before: Decision | None) -> Ended:
+    def _ended(self, code: int, is_signalled: bool, before: Decision | None) -> Launch:
         try:
             decision = self.folder.decision()
         except UnreadableError:
             decision = before
         if decision is None:  # a person may have removed it, to try again
-            return Ended(code, is_signalled=is_signalled)
+            return Launch(code, is_signalled=is_signalled)
         if before is not None and decision.stamp == before.stamp:
-            return Ended(code, earlier=before.verdict, is_signalled=is_signalled)
+            return Launch(code, earlier=before.verdict, is_signalled=is_signalled)
         if decision.job != self.id:
-            return Ended(code, "another", decision.job, is_signalled=is_signalled)
+            return Launch(code, "another", decision.job, is_signalled=is_signalled)
         self.folder.forget_early_deaths()
-        return Ended(code, decision.verdict, decision.reason, is_signalled=is_signalled)
+        return Launch(code, decision.verdict, decision.reason, is_signalled=is_signalled)
 
     def _wait_for(self, process: "subprocess.Popen[bytes]") -> None:
         """Wait for the program's end, and guard the time limit.
@@ -194,19 +195,22 @@ class Job:
         nodes: Sequence[str] = self.names_of(self.environ.get("SLURM_JOB_NODELIST", ""))
         for restart in range(1, MAX_RESTARTS + 2):
             self._watch_from(nodes)
-            ended, failed = self.launch(self._filled(command, nodes))
+            launch, failed = self.launch(self._filled(command, nodes))
             os.environ.pop("HPCDIST_PREEMPTED", None)
             facts = self.look()
-            if not has_died(ended) or facts.is_preempted or is_out_of_time(facts):
+            situation = Situation(JOB, facts.is_preempted, is_out_of_time(facts))
+            remaining = None
+            if launch.has_died and not (situation.is_preempted or situation.is_out_of_time):
+                remaining = restart_nodes(launch, nodes, self._answering(nodes), failed)
+            may_restart = remaining is not None and restart <= MAX_RESTARTS
+            situation = situation._replace(may_restart=may_restart, has_lost_node=remaining != nodes)
+            if action_after(launch, situation).verb != RESTART or remaining is None:
                 break
-            left = restart_nodes(ended, nodes, self._answering(nodes), failed)
-            if left is None or restart > MAX_RESTARTS:
-                break
-            nodes = left
-            self.log(f"exit code {ended.code}: restart {restart} inside the allocation, on {','.join(nodes) or 'it'}")
-        if ended.decision != "finished" and ended.code != RUN_AGAIN:
+            nodes = remaining
+            self.log(f"exit code {launch.code}: restart {restart} inside the allocation, on {','.join(nodes) or 'it'}")
+        if launch.decision != "finished" and launch.code != RUN_AGAIN:
             self._forget_copies(nodes)
-        return self.leave(ended)
+        return self.leave(launch)
 
     def _filled(self, command: Sequence[str], nodes: Sequence[str]) -> list[str]:
         """Fill in the nodes; without scontrol, whose names are not known, the whole allocation."""
@@ -268,21 +272,21 @@ class Job:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def leave(self, ended: Ended, is_script_lost: bool = False) -> int:
+    def leave(self, launch: Launch, is_script_lost: bool = False) -> int:
         """Have the job requeued, or not; return its exit code."""
         facts = self.look()
-        action = action_after(ended, facts.is_preempted, is_out_of_time(facts))
-        note = f"job {self.id}: exit code {ended.code}"
-        if isinstance(action, Requeue) and action.is_early and not self.folder.may_repeat(note):
-            action = not_begun(ended.code)
-        if isinstance(action, End):
+        action = action_after(launch, Situation(JOB, facts.is_preempted, is_out_of_time(facts)))
+        note = f"job {self.id}: exit code {launch.code}"
+        if action.verb == HAND_BACK and action.is_early and not self.folder.may_repeat(note):
+            action = not_begun(launch.code)
+        if action.verb in (FINISHED, STOP):
             if action.why:
                 self.log(f"not run again: {action.why}")
             return action.code
         if self.successor:
-            self.log(f"exit code {ended.code}, job {self.successor} continues: {action.why}")
+            self.log(f"exit code {launch.code}, job {self.successor} continues: {action.why}")
             return RUN_AGAIN
-        self.log(f"exit code {ended.code}, to be requeued: {action.why}")
+        self.log(f"exit code {launch.code}, to be requeued: {action.why}")
         if not (facts.is_preempted or is_script_lost):
             self.folder.note_requeue(self.n_restarts)
         return self._requeue()

@@ -11,7 +11,7 @@ import time
 
 from batch_systems import Facts
 from job import Job
-from rules import RUN_AGAIN, Ended
+from restart_rule import RUN_AGAIN, Launch
 from run_folder import UnreadableError
 
 
@@ -33,8 +33,8 @@ def act(job: Job, facts: Facts) -> None:
         return
     verdict, reason = ("none", "") if decision is None else (decision.verdict, decision.reason)
     is_own = decision is not None and decision.job == job.id
-    ended = Ended(137, verdict if is_own else "none", reason, earlier=verdict, is_signalled=True)
-    code = job.leave(ended, is_script_lost=True)
+    launch = Launch(137, verdict if is_own else "none", reason, earlier=verdict, is_signalled=True)
+    code = job.leave(launch, is_script_lost=True)
     if code != RUN_AGAIN and job.successor:
         job.withdraw_successor()
     facts = job.look()

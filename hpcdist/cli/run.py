@@ -28,11 +28,7 @@ from hpcdist.cli.site import site_defaults
 from hpcdist.cluster.environment import check_names, read_environment
 from hpcdist.cluster.slurm import node_names
 from hpcdist.errors import ConfigurationError, ExitCode, UsageError
-
-#: Codes of the job that launchers pass through, and after which another launch would end likewise.
-_OWN = (ExitCode.USAGE, ExitCode.INTERNAL, ExitCode.CHECKPOINT_IO, ExitCode.DO_NOT_REQUEUE, ExitCode.BAD_CONFIGURATION)
-#: Codes of launchers for a rank that a signal has ended, besides 128 + n: MPICH's mpirun gives its number.
-_SIGNALS = (signal.SIGABRT, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
+from hpcdist.restart_rule import RESTART, RUN, Launch, Situation, action_after, is_of_signal
 
 
 @dataclass(frozen=True)
@@ -42,15 +38,6 @@ class Decision:
     verdict: str
     reason: str
     stamp: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a launch ended: the exit code to leave with, and whether it died, so that another one may go on."""
-
-    code: int
-    has_died: bool
-    reason: str = ""
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -184,17 +171,17 @@ def _run(
     for n_left in range(n_restarts, -1, -1):
         click.echo(f"+ {text}", err=True)
         before = None if folder is None else read_decision(folder)
-        code, is_signalled = _launch(launcher, line, environ)
+        code, is_interrupted = _launch(launcher, line, environ)
         after = None if folder is None else read_decision(folder)
-        outcome = outcome_of(code, None if after == before else after, before)
-        is_again = outcome.has_died and n_left > 0 and not is_signalled
-        if outcome.reason or is_again:
-            reason = f": {outcome.reason}" if outcome.reason else ""
+        launch = launch_of(code, launcher.path, None if after == before else after, before)
+        action = action_after(launch, Situation(RUN, may_restart=n_left > 0 and not is_interrupted))
+        is_again = action.verb == RESTART
+        if action.why:
             again = f"; starting again, {n_left} restarts left" if is_again else ""
-            click.echo(f"hpcdist run: exit code {outcome.code}{reason}{again}", err=True)
+            click.echo(f"hpcdist run: exit code {action.code}: {action.why}{again}", err=True)
         if not is_again:
             break
-    return outcome.code
+    return action.code
 
 
 def _launch(launcher: Launcher, line: Sequence[str], environ: Mapping[str, str]) -> tuple[int, bool]:
@@ -245,38 +232,17 @@ def read_decision(folder: Path) -> Decision | None:
         return None
 
 
-def outcome_of(code: int, decision: Decision | None, earlier: Decision | None = None) -> Outcome:
-    """Return how a launch ended. Pure.
-
-    | decision of this launch | launcher           | code           | died                                      |
-    |-------------------------|--------------------|----------------|-------------------------------------------|
-    | finished                | any                | 0              | no                                        |
-    | stop                    | 76, 78             | the launcher's | no                                        |
-    | stop                    | other              | 76             | no                                        |
-    | requeue, died           | 0                  | 1              | yes                                       |
-    | requeue, died           | other              | the launcher's | yes                                       |
-    | requeue, other          | 2, 70, 74, 76, 78  | the launcher's | no                                        |
-    | requeue, other          | other              | 75             | no                                        |
-    | none                    | 0                  | 0; 1 after an earlier "requeue" | then                     |
-    | none                    | other              | the launcher's | by a signal, or after an earlier "requeue" |
+def launch_of(code: int, launcher: str, decision: Decision | None, earlier: Decision | None) -> Launch:
+    """Return how a launch ended, as the rule of restarts takes it.
 
     Args:
-        code: the launcher's; of one that a signal ended, its negative number.
+        code: exit code of the launcher; if a signal ended it, the signal's negative number.
+        launcher: path of the launcher.
         decision: what this launch has written; None if nothing.
         earlier: what an earlier one had written; None if nothing.
     """
     code = 128 - code if code < 0 else code
-    if decision is None:
-        was_under_way = earlier is not None and earlier.verdict == "requeue"
-        if code == 0:
-            return Outcome(ExitCode.UNCAUGHT if was_under_way else ExitCode.DONE, was_under_way)
-        is_final = code in _OWN or code == ExitCode.RUN_AGAIN
-        return Outcome(code, not is_final and (was_under_way or code > 128 or code in _SIGNALS))
-    if decision.verdict == "finished":
-        return Outcome(ExitCode.DONE, False)
-    if decision.verdict == "stop":
-        is_said = code in (ExitCode.DO_NOT_REQUEUE, ExitCode.BAD_CONFIGURATION)
-        return Outcome(code if is_said else ExitCode.DO_NOT_REQUEUE, False, decision.reason)
-    if decision.reason.startswith("died"):
-        return Outcome(code or ExitCode.UNCAUGHT, True, decision.reason)
-    return Outcome(code if code in _OWN else ExitCode.RUN_AGAIN, False, decision.reason)
+    is_signalled = is_of_signal(code, launcher)
+    if decision is not None:
+        return Launch(code, decision.verdict, decision.reason, is_signalled=is_signalled)
+    return Launch(code, earlier="none" if earlier is None else earlier.verdict, is_signalled=is_signalled)

@@ -1,4 +1,4 @@
-"""`hpcdist run`: what becomes of exit codes, and wrong command lines. Real jobs: tests/fault/test_command.py."""
+"""`hpcdist run`: what it knows of the end of a launch, and wrong command lines. Real jobs: test_command.py."""
 
 import json
 import re
@@ -7,49 +7,16 @@ import shlex
 import pytest
 
 from hpcdist.cli import main
-from hpcdist.cli.run import Decision, Outcome, outcome_of, read_decision
-
-DIED = Decision("requeue", "died without notice, after a newer checkpoint", (1, 1))
-STOPPED = Decision("requeue", "SIGTERM on rank 3", (1, 1))
-FINISHED, STOP = Decision("finished", "", (1, 1)), Decision("stop", "ranks differ", (1, 1))
+from hpcdist.cli.run import Decision, launch_of, read_decision
+from hpcdist.restart_rule import Launch
 
 
-@pytest.mark.parametrize(
-    ("code", "decision", "expected"),
-    [
-        (9, FINISHED, Outcome(0, False)),
-        (0, STOP, Outcome(76, False, "ranks differ")),
-        (78, STOP, Outcome(78, False, "ranks differ")),
-        (0, DIED, Outcome(1, True, DIED.reason)),
-        (-9, DIED, Outcome(137, True, DIED.reason)),
-        (0, STOPPED, Outcome(75, False, STOPPED.reason)),
-        (1, STOPPED, Outcome(75, False, STOPPED.reason)),
-        (0, None, Outcome(0, False)),
-        (1, None, Outcome(1, False)),
-        (9, None, Outcome(9, True)),
-        (137, None, Outcome(137, True)),
-        (75, None, Outcome(75, False)),
-        (78, None, Outcome(78, False)),
-        (2, None, Outcome(2, False)),
-        (
-            74,
-            Decision("requeue", "restore: expected a checkpoint", (1, 1)),
-            Outcome(74, False, "restore: expected a checkpoint"),
-        ),
-    ],
-)
-def test_the_decision_counts_where_there_is_one(code, decision, expected):
-    assert outcome_of(code, decision) == expected
-
-
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [(0, Outcome(1, True)), (1, Outcome(1, True)), (74, Outcome(74, False)), (75, Outcome(75, False))],
-)
-def test_a_run_that_was_under_way_and_wrote_nothing_now(code, expected):
-    """The launcher's 0 is no success then: an mpirun was seen to exit 0 after its ranks were killed."""
-    assert outcome_of(code, None, DIED) == expected
-    assert outcome_of(0, None, FINISHED) == Outcome(0, False)
+def test_the_end_of_a_launch():
+    stop, earlier = Decision("stop", "ranks differ", (2, 2)), Decision("requeue", "SIGTERM on rank 3", (1, 1))
+    assert launch_of(0, "mpirun", stop, earlier) == Launch(0, "stop", "ranks differ")
+    assert launch_of(-9, "srun", None, earlier) == Launch(137, earlier="requeue", is_signalled=True)
+    assert launch_of(7, "/opt/bin/mpirun", None, None) == Launch(7, is_signalled=True)
+    assert launch_of(7, "/usr/bin/srun", None, None) == Launch(7)
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", "{", '{"decision": "finished"}', "\x00"])

@@ -17,6 +17,7 @@ LAYERS = {
     "background": 0,
     "child_processes": 0,
     "nest": 0,
+    "restart_rule": 0,
     "cluster": 1,
     "plan": 1,
     "checkpoint": 1,

@@ -10,7 +10,7 @@ import time
 import job
 import pytest
 from batch_systems import Facts
-from rules import Ended
+from restart_rule import Launch
 from stand_ins import JOB, SCONTROL, add_program
 
 from hpcdist.resilience.decision import Decision, DecisionFile, Verdict
@@ -356,7 +356,7 @@ def test_a_busy_slurmctld_has_a_minute(tmp_path, monkeypatch):
     busy = job.Job({"SLURM_JOB_ID": "7", "RUN_DIR": str(tmp_path)})
     busy.folder.make_marker()
     tries.clear()
-    assert busy.leave(Ended(75, "requeue", "why")) == 75
+    assert busy.leave(Launch(75, "requeue", "why")) == 75
     assert pauses[0] == 0
     assert 45 <= sum(pauses) <= 90
     assert len(tries) - 1 == len(pauses) > 3

@@ -1,0 +1,1 @@
+../slurm/restart_rule.py

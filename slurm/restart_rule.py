@@ -1,0 +1,175 @@
+"""The one rule of restarts: what follows the end of a launch. job.py and `hpcdist run` obey it; nobody else decides.
+
+The first row that fits counts. "Died" is a launch that neither stopped on request nor ended with an error of its own.
+
+| decision of the launch | exit code | besides | then | exit code afterwards |
+|---|---|---|---|---|
+| finished | 0, or of a signal | | finished | 0 |
+| finished | other | | finished | the launch's |
+| any | 2, 76, 78 | | stop | the launch's |
+| stop, or another job's | any | | stop | 76 |
+| requeue, as it died | but 74, 75 | a restart is possible | restart now | |
+| requeue, as it died | any | | hand back | job.py: 75; `hpcdist run`: the launch's, 1 for 0 |
+| requeue, other reason | any | | hand back | 75; `hpcdist run`: 70 and 74 stay |
+| none | 0 | `hpcdist run`, no earlier "requeue" | finished | 0 |
+| none | but 74, 75 | job.py: a node is lost, a restart is possible | restart now | |
+| none | 0, or of a signal | preempted | hand back | 75 |
+| none | 0, or of a signal | out of time | hand back, few times | 75 |
+| none | of a signal | `hpcdist run`, a restart is possible | restart now | |
+| none | but 75 | the same, after an earlier "requeue" | restart now | |
+| none | of a signal | | hand back, few times | as above |
+| none | any | an earlier "requeue" | hand back, few times | as above |
+| none | any | | stop | the launch's, 1 for 0 |
+
+"Hand back" has job.py requeue the job; `hpcdist run` has no batch system, and ends. So it restarts at once what died
+before it had begun, which job.py hands back. A restart is possible where restarts and nodes are left, the job is not
+preempted or out of time, and nobody has asked `hpcdist run` to end (Ctrl-C). "Few times" is counted in the run folder.
+
+Needs the standard library only: job.py starts as `python -E -S`.
+"""
+
+import os
+from typing import NamedTuple
+
+#: Exit codes of hpcdist after which the same command would end in the same way: usage, "do not requeue", configuration.
+FINAL_CODES = (2, 76, 78)
+#: Exit codes of an internal error, and of a file system that did not read or write a checkpoint.
+INTERNAL, CHECKPOINT_IO = 70, 74
+#: The exit code that asks to be run again.
+RUN_AGAIN = 75
+#: The exit code after which nothing may be run again.
+DO_NOT_REQUEUE = 76
+
+#: What follows a launch.
+FINISHED, RESTART, HAND_BACK, STOP = "finished", "restart now", "hand back", "stop"
+#: Who asks.
+JOB, RUN = "job.py", "hpcdist run"
+#: Signals by whose numbers MPICH's mpirun exits: ILL, ABRT, BUS, FPE, KILL, USR1, SEGV, USR2, TERM.
+_MPIRUN_SIGNALS = (4, 6, 7, 8, 9, 10, 11, 12, 15)
+
+
+class Launch(NamedTuple):
+    """How a launch ended.
+
+    Attributes:
+        code: exit code of the launcher; 128 + n if signal n ended it.
+        decision: "requeue", "stop" or "finished"; "none" if the launch wrote no decision, "another" if another job has
+            taken over the run.
+        reason: reason of the decision; for "another", the other job's id.
+        earlier: decision before the launch, of any job; "none" if there was none, or the launch has replaced it.
+        is_signalled: whether the exit code is that of a signal.
+    """
+
+    code: int
+    decision: str = "none"
+    reason: str = ""
+    earlier: str = "none"
+    is_signalled: bool = False
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the launch died: it neither stopped on request nor ended with an error of its own."""
+        if self.code in (*FINAL_CODES, CHECKPOINT_IO, RUN_AGAIN):
+            return False
+        return self.decision == "none" or (self.decision == "requeue" and self.reason.startswith("died"))
+
+
+class Situation(NamedTuple):
+    """What is known besides the launch.
+
+    Attributes:
+        caller: JOB or RUN.
+        is_preempted: whether the batch system is taking the job's nodes away.
+        is_out_of_time: whether the time limit is near.
+        may_restart: whether restarts and nodes are left, and nobody has asked the caller to end.
+        has_lost_node: whether a node of the launch does not answer any more.
+    """
+
+    caller: str
+    is_preempted: bool = False
+    is_out_of_time: bool = False
+    may_restart: bool = False
+    has_lost_node: bool = False
+
+
+class Action(NamedTuple):
+    """What follows a launch.
+
+    Attributes:
+        verb: FINISHED, RESTART, HAND_BACK or STOP.
+        code: exit code to leave with; that of the launch where it is restarted.
+        why: reason, for the log; empty at a good end.
+        is_early: whether the program had not begun, so that it is handed back only a few times in a row.
+    """
+
+    verb: str
+    code: int
+    why: str = ""
+    is_early: bool = False
+
+
+def action_after(launch: Launch, situation: Situation) -> Action:
+    """Return what follows a launch, by the table above."""
+    if launch.decision == "finished":
+        is_good = launch.code == 0 or launch.is_signalled
+        return Action(FINISHED, 0 if is_good else launch.code)
+    if launch.code in FINAL_CODES:
+        is_explained = launch.decision == "stop"
+        return Action(STOP, launch.code, launch.reason if is_explained else f"exit code {launch.code}")
+    if launch.decision == "stop":
+        return Action(STOP, DO_NOT_REQUEUE, launch.reason)
+    if launch.decision == "another":
+        return Action(STOP, DO_NOT_REQUEUE, f"job {launch.reason} has taken over the run folder")
+    if launch.decision == "requeue":
+        return _after_requeue(launch, situation)
+    return _after_no_decision(launch, situation)
+
+
+def _after_requeue(launch: Launch, situation: Situation) -> Action:
+    if launch.has_died and _is_restart_possible(situation):
+        return Action(RESTART, launch.code, launch.reason)
+    if situation.caller == JOB:
+        return Action(HAND_BACK, RUN_AGAIN, launch.reason)
+    if launch.has_died:
+        return Action(HAND_BACK, launch.code or 1, launch.reason)
+    keeps_code = launch.code in (INTERNAL, CHECKPOINT_IO)
+    return Action(HAND_BACK, launch.code if keeps_code else RUN_AGAIN, launch.reason)
+
+
+def _after_no_decision(launch: Launch, situation: Situation) -> Action:
+    was_under_way = launch.earlier == "requeue"
+    is_run = situation.caller == RUN
+    if is_run and launch.code == 0 and not was_under_way:
+        return Action(FINISHED, 0)
+    can_restart = _is_restart_possible(situation) and launch.code != RUN_AGAIN
+    if can_restart and not is_run and situation.has_lost_node and launch.has_died:
+        return Action(RESTART, launch.code, "a node is lost")
+    code = launch.code or 1 if is_run else RUN_AGAIN
+    if (launch.code == 0 or launch.is_signalled) and situation.is_preempted:
+        return Action(HAND_BACK, code, "preempted before it had begun")
+    if (launch.code == 0 or launch.is_signalled) and situation.is_out_of_time:
+        return Action(HAND_BACK, code, "out of time before it had begun", is_early=True)
+    if launch.is_signalled or was_under_way:
+        why = "died before it had begun"
+        return Action(RESTART, code, why) if can_restart and is_run else Action(HAND_BACK, code, why, is_early=True)
+    return not_begun(launch.code)
+
+
+def _is_restart_possible(situation: Situation) -> bool:
+    return situation.may_restart and not situation.is_preempted and not situation.is_out_of_time
+
+
+def not_begun(code: int) -> Action:
+    """Return the end of a job whose program did not begin. It is no success, whatever the launcher says."""
+    return Action(STOP, code or 1, f"exit code {code} before it had begun")
+
+
+def is_of_signal(code: int, launcher: str) -> bool:
+    """Return whether an exit code is that of a signal.
+
+    Args:
+        code: exit code of the launcher.
+        launcher: its path. MPICH's mpirun exits with the number of a rank's signal; 128 + n means a signal everywhere.
+    """
+    is_mpirun = os.path.basename(launcher).startswith("mpi")
+    return code > 128 or (is_mpirun and code in _MPIRUN_SIGNALS)

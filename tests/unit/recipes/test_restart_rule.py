@@ -1,0 +1,228 @@
+"""The rule of restarts: its table, and both callers obeying it for every end of a launch."""
+
+import itertools
+import re
+from types import SimpleNamespace
+
+import pytest
+from batch_systems import Facts
+from job import Job
+from restart_rule import (
+    FINAL_CODES,
+    FINISHED,
+    HAND_BACK,
+    JOB,
+    RESTART,
+    RUN,
+    STOP,
+    Action,
+    Launch,
+    Situation,
+    action_after,
+    is_of_signal,
+)
+
+import hpcdist.restart_rule
+from hpcdist.cli import run
+from hpcdist.errors import ExitCode
+
+#: Exit codes of hpcdist, of shells, of signals, and those by which MPICH's mpirun names a signal.
+CODES = (0, 1, 2, 70, 74, 75, 76, 78, 127, 134, 135, 137, 143, 4, 6, 7, 8, 9, 10, 11, 12, 15)
+DECISIONS = [
+    ("none", ""),
+    ("requeue", "died without notice"),
+    ("requeue", "SIGTERM on rank 0"),
+    ("stop", "ranks differ"),
+    ("finished", ""),
+]
+EARLIER = ("none", "requeue", "stop", "finished")
+LAUNCHERS = ("/usr/bin/srun", "/opt/bin/mpirun")
+
+
+def launches():
+    """Yield every end of a launch; of the decision before it only what the launch has not replaced."""
+    for code, launcher, (decision, reason) in itertools.product(CODES, LAUNCHERS, DECISIONS):
+        for earlier in EARLIER if decision == "none" else ("none",):
+            yield Launch(code, decision, reason, earlier, is_of_signal(code, launcher))
+
+
+def situations(caller):
+    for is_preempted, is_out_of_time, may_restart, has_lost_node in itertools.product((False, True), repeat=4):
+        yield Situation(caller, is_preempted, is_out_of_time, may_restart, has_lost_node)
+
+
+@pytest.mark.parametrize("caller", [JOB, RUN])
+def test_what_holds_for_every_end_of_a_launch(caller):
+    for launch, situation in itertools.product(launches(), situations(caller)):
+        action = action_after(launch, situation)
+        if launch.decision == "finished":
+            assert action.verb == FINISHED
+            assert action.code == (0 if launch.is_signalled else launch.code)
+        elif launch.code in FINAL_CODES:
+            assert (action.verb, action.code) == (STOP, launch.code), "the same command would end in the same way"
+        elif launch.decision == "stop":
+            assert (action.verb, action.code) == (STOP, 76)
+        elif launch.decision == "requeue":
+            assert action.verb in (RESTART, HAND_BACK)
+        assert action.why or action.verb == FINISHED
+        assert action.code or action.verb in (FINISHED, RESTART), "0 means finished"
+        if action.verb == RESTART:
+            assert situation.may_restart
+            assert not situation.is_preempted
+            assert not situation.is_out_of_time
+            assert launch.code != 75
+        if action.verb == HAND_BACK and launch.decision == "none" and not action.is_early:
+            assert situation.is_preempted, "what is not bounded by a count is not this job's doing"
+
+
+def test_the_callers_differ_where_the_table_names_them():
+    """job.py hands back to the batch system what had not begun; `hpcdist run` has none, and starts it again."""
+    for launch, situation in itertools.product(launches(), situations(JOB)):
+        job = action_after(launch, situation)
+        command = action_after(launch, situation._replace(caller=RUN))
+        if job.verb == command.verb:
+            continue
+        assert launch.decision == "none"
+        if launch.code == 0 and launch.earlier != "requeue":
+            assert command == Action(FINISHED, 0), "a program that is not hpcdist's writes no decision"
+        elif job.verb == HAND_BACK:
+            assert job.is_early
+            assert command.verb == RESTART
+        else:
+            assert job.verb == RESTART
+            assert situation.has_lost_node
+
+
+@pytest.mark.parametrize(
+    ("launch", "facts", "expected"),
+    [
+        (Launch(1), {}, Action(STOP, 1, "exit code 1 before it had begun")),
+        (Launch(0), {}, Action(STOP, 1, "exit code 0 before it had begun")),
+        (Launch(127), {"is_preempted": True}, Action(STOP, 127, "exit code 127 before it had begun")),
+        (Launch(137, is_signalled=True), {}, Action(HAND_BACK, 75, "died before it had begun", is_early=True)),
+        (Launch(1, earlier="requeue"), {}, Action(HAND_BACK, 75, "died before it had begun", is_early=True)),
+        (Launch(1, earlier="stop"), {}, Action(STOP, 1, "exit code 1 before it had begun")),
+        (Launch(0), {"is_preempted": True}, Action(HAND_BACK, 75, "preempted before it had begun")),
+        (Launch(0), {"is_out_of_time": True}, Action(HAND_BACK, 75, "out of time before it had begun", True)),
+        (Launch(143, "finished", is_signalled=True), {}, Action(FINISHED, 0)),
+        (Launch(1, "finished"), {}, Action(FINISHED, 1)),
+        (Launch(137, "another", "8"), {}, Action(STOP, 76, "job 8 has taken over the run folder")),
+        (Launch(1), {"may_restart": True, "has_lost_node": True}, Action(RESTART, 1, "a node is lost")),
+        (Launch(74, "requeue", "died"), {"may_restart": True}, Action(HAND_BACK, 75, "died")),
+    ],
+)
+def test_rows_of_job_py(launch, facts, expected):
+    assert action_after(launch, Situation(JOB, **facts)) == expected
+
+
+@pytest.mark.parametrize("code", [4, 7, 8, 10, 12, 70, 74])
+def test_mpirun_s_codes_of_signals_and_of_file_systems_start_again(code):
+    """A bus error is what a full /dev/shm gives."""
+    is_signalled = is_of_signal(code, "/opt/bin/mpirun")
+    launch = Launch(code, earlier="requeue", is_signalled=is_signalled)
+    assert action_after(launch, Situation(RUN, may_restart=True)).verb == RESTART
+    assert action_after(launch, Situation(JOB)).verb == HAND_BACK
+
+
+def test_job_py_obeys_the_rule(monkeypatch, tmp_path):
+    for launch, situation in itertools.product(launches(), situations(JOB)):
+        job = Job.__new__(Job)
+        nodes = ["n1", "n2"]
+        answering = ["n1"] if situation.has_lost_node else nodes
+        if not situation.may_restart:
+            answering = []
+        facts = Facts(is_preempted=situation.is_preempted, end_s=1.0 if situation.is_out_of_time else None)
+        n_launches = run_job(monkeypatch, job, launch, facts, nodes, answering)
+        expected = action_after(launch, situation)
+        assert (n_launches > 1) == (expected.verb == RESTART), (launch, situation)
+        if expected.verb != RESTART:
+            assert job.code == expected.code, (launch, situation)
+            assert job.n_requeues == (expected.verb == HAND_BACK)
+
+
+def run_job(monkeypatch, job, launch, facts, nodes, answering):
+    """Run `Job.train` where each launch ends alike, without a batch system; return the number of launches."""
+    seen = []
+
+    def fake_launch(command):
+        seen.append(command)
+        return (launch if len(seen) == 1 else Launch(2)), None
+
+    def requeue():
+        job.n_requeues += 1
+        return 75
+
+    job.n_requeues, job.id, job.successor, job.n_restarts, job.environ = 0, "7", "", 0, {"SLURM_JOB_NODELIST": "n"}
+    job.folder = SimpleNamespace(may_repeat=lambda note: True, note_requeue=lambda n_restarts: None)
+    replaced = {
+        "launch": fake_launch,
+        "look": lambda: facts,
+        "names_of": lambda nodelist: nodes,
+        "log": lambda text: None,
+        "_answering": lambda names: answering,
+        "_watch_from": lambda names: None,
+        "_forget_copies": lambda names: None,
+        "_requeue": requeue,
+    }
+    for name, function in replaced.items():
+        monkeypatch.setattr(job, name, function, raising=False)
+    job.code = job.train(["srun", "program"])
+    return len(seen)
+
+
+def test_hpcdist_run_obeys_the_rule(monkeypatch, tmp_path, capsys):
+    for launch, may_restart, is_interrupted in itertools.product(launches(), (False, True), (False, True)):
+        launcher = SimpleNamespace(path="/opt/bin/mpirun" if launch.is_signalled else "/usr/bin/srun")
+        if is_of_signal(launch.code, launcher.path) != launch.is_signalled:
+            continue
+        seen = run_command(monkeypatch, launch, launcher, tmp_path, int(may_restart), is_interrupted)
+        expected = action_after(launch, Situation(RUN, may_restart=may_restart and not is_interrupted))
+        assert (len(seen.launches) > 1) == (expected.verb == RESTART), launch
+        if expected.verb != RESTART:
+            assert seen.code == expected.code, launch
+            assert expected.why in capsys.readouterr().err
+
+
+def run_command(monkeypatch, launch, launcher, folder, n_restarts, is_interrupted):
+    """Run `hpcdist run`'s loop where the first launch ends so, and writes its decision; return what was seen."""
+    launches_seen = []
+    decisions = {"earlier": None, "none": None}
+    if launch.earlier != "none":
+        decisions["earlier"] = run.Decision(launch.earlier, "died without notice", (1, 1))
+
+    def fake_launch(launcher, line, environ):
+        launches_seen.append(line)
+        return (launch.code if len(launches_seen) == 1 else 2), is_interrupted
+
+    def read(path):
+        if launches_seen and launch.decision != "none":
+            return run.Decision(launch.decision, launch.reason, (2, 2))
+        return decisions["earlier"]
+
+    monkeypatch.setattr(run, "_launch", fake_launch)
+    monkeypatch.setattr(run, "read_decision", read)
+    code = run._run(launcher, ["program"], {}, "program", folder, n_restarts)
+    return SimpleNamespace(code=code, launches=launches_seen)
+
+
+def test_exit_codes_of_signals():
+    assert [is_of_signal(code, "srun") for code in (9, 15, 75, 129, 143)] == [False, False, False, True, True]
+    assert [is_of_signal(code, "/opt/bin/mpirun") for code in (9, 15, 3, 75, 143)] == [True, True, False, False, True]
+
+
+def test_the_codes_are_those_of_the_package():
+    final = {ExitCode.USAGE, ExitCode.DO_NOT_REQUEUE, ExitCode.BAD_CONFIGURATION}
+    assert {int(code) for code in final} == set(FINAL_CODES)
+    rule = hpcdist.restart_rule
+    codes = (rule.RUN_AGAIN, rule.INTERNAL, rule.CHECKPOINT_IO, rule.DO_NOT_REQUEUE)
+    assert codes == (ExitCode.RUN_AGAIN, ExitCode.INTERNAL, ExitCode.CHECKPOINT_IO, ExitCode.DO_NOT_REQUEUE)
+
+
+def test_the_docs_show_the_table(root):
+    table = re.findall(r"^\|.*\|$", hpcdist.restart_rule.__doc__, re.MULTILINE)
+    assert len(table) > 10
+    assert "\n".join(table) in (root / "docs" / "slurm.md").read_text()
+
+
+def test_one_file_is_the_rule_of_both(root):
+    assert (root / "hpcdist" / "restart_rule.py").resolve() == root / "slurm" / "restart_rule.py"
