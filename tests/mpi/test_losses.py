@@ -37,13 +37,16 @@ def test_a_regularization_loss_outside_all_strategies_must_be_unambiguous(comm):
         hpcdist.scale_regularization_loss(1.0)
 
 
-def test_a_strategy_that_waits_for_the_garbage_collector_has_no_say_in_a_loss():
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_strategy_that_waits_for_the_garbage_collector_has_no_say_in_a_loss(is_frozen):
     gc.collect()
     averaging = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
     gc.disable()
     try:
         circle = [hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")]
         circle.append(circle)
+        if is_frozen:
+            gc.freeze()
         del circle
         assert float(hpcdist.scale_regularization_loss(6.0)) == 6.0
     finally:

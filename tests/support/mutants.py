@@ -21,7 +21,7 @@ LIMIT_S = 400
 def make_copy(folder):
     """Copy what tests need into a folder."""
     for name in ("hpcdist", "slurm", "tests", "docs", "jobs"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
 
 

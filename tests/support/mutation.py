@@ -44,6 +44,8 @@ def _definitions(root):
     """Return the files, relative to `root`, in which each qualified name is defined; one for each definition."""
     found = {}
     for path in sorted([*(root / "hpcdist").rglob("*.py"), *(root / "slurm").glob("*.py")]):
+        if path.is_symlink():
+            continue
         for name, _ in _named_nodes(ast.parse(path.read_text())):
             found.setdefault(name, []).append(path.relative_to(root))
     return found

@@ -14,7 +14,8 @@ import pytest
 from hpcdist.checkpoint.store import Store
 
 PYTHON = Path(sys.executable)
-MPIRUN = PYTHON.parent / "mpirun"
+#: The launcher beside the interpreter, or a site's own: then MPI4PY_LIBMPI names its library.
+MPIRUN = Path(os.environ.get("TEST_MPIRUN", PYTHON.parent / "mpirun"))
 _MARK = "HPC_TEST_JOB"
 
 

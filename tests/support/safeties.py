@@ -9,7 +9,9 @@ _CHECKPOINT, _RESILIENCE = "unit/checkpoint/test_{}.py".format, "unit/resilience
 STORE, FILE, TREE = map(_CHECKPOINT, ("store", "checkpoint_file", "checkpoint_tree"))
 CUTS, FAULTS, HOSTILE = map(_CHECKPOINT, ("power_cuts", "disk_faults", "hostile_files"))
 STOP, DEADLINE, DECISION, LEDGER = map(_RESILIENCE, ("stop", "deadline", "decision", "ledger"))
-JOB, RULES, SYSTEMS, FILES = map("unit/recipes/test_{}.py".format, ("job", "rules", "batch_systems", "recipe_files"))
+JOB, RULES, PLACEMENT, SYSTEMS, FILES = map(
+    "unit/recipes/test_{}.py".format, ("job", "restart_rule", "placement", "batch_systems", "recipe_files")
+)
 OLD_LISTINGS, SAVER = _CHECKPOINT("old_listings"), _RESILIENCE("saver")
 METRICS, OWN_MEMORY = _RESILIENCE("metrics_file"), _CHECKPOINT("memory_of_others")
 RANKS, MEMORY, DESYNC = "mpi/test_checkpoint.py", "mpi/test_fast_tier.py", "mpi/test_desync.py"
@@ -228,9 +230,9 @@ COPIES_AND_METRICS = [
 
 IN_RECIPES = [
     Mutant("only this job's decision", "Job._ended", "decision.job != self.id", "False", JOB),
-    Mutant("codes that end a chain", "action_after", "code in FINAL_CODES", "False", RULES),
+    Mutant("codes that end a chain", "action_after", "launch.code in FINAL_CODES", "False", RULES),
     Mutant("early deaths end a chain", "RunFolder.may_repeat", "n_deaths <= MAX_EARLY_DEATHS", "True", JOB),
-    Mutant("no code 0 without a decision", "not_begun", "code or 1", "code", RULES),
+    Mutant("no code 0 without a decision", "restart_rule:not_begun", "code or 1", "code", RULES),
     Mutant(
         "a cancelled job stays cancelled", "facts_of_slurm", "state in ('CANCELLED', 'COMPLETING')", "False", SYSTEMS
     ),
@@ -256,7 +258,7 @@ IN_RECIPES = [
     Mutant("what Slurm ends does not count", "job:begin", "not job.folder.was_requeued(...)", "False", JOB),
     Mutant("a cancelled job is not requeued as out of time", "Job._guard_limit", "facts.is_ending", "False", JOB),
     Mutant("a job is requeued before its limit", "Job._guard_limit", "left_s > 0", "True", JOB),
-    Mutant("a node whose rank failed is left out", "restart_nodes", "node != failed", "True", RULES),
+    Mutant("a node whose rank failed is left out", "restart_nodes", "node != failed_node", "True", PLACEMENT),
     Mutant("the successor is withdrawn", "job:main", "code != RUN_AGAIN", "False", FILES),
 ]
 
