@@ -28,7 +28,7 @@ OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA
 unit mpi mpi-3 mpi-ranks openmpi system-mpi one-rank-fails documents fault slurm hosts: export CUDA_VISIBLE_DEVICES =
 mpi mpi-3 mpi-ranks openmpi system-mpi: export OMP_NUM_THREADS = 1
 
-.PHONY: train test test-ci test-all stubs docs lint unit mpi mpi-3 mpi-ranks openmpi system-mpi one-rank-fails \
+.PHONY: train test test-ci test-all stubs docs dist lint unit mpi mpi-3 mpi-ranks openmpi system-mpi one-rank-fails \
 	documents fault slurm hosts \
 	transcript frameworks kills crashes mutants soak fuzz ways slurm-all mpi-all gpu bench-quick oracle clean
 
@@ -80,6 +80,10 @@ stubs: .venv/test.installed
 
 docs: .venv/test.installed
 	$(BIN)/python tests/support/api_index.py
+
+# A wheel and a source distribution in dist/.
+dist: .venv/test.installed
+	$(BIN)/python -m build --outdir dist
 
 # -- parts of make test and make test-all ----------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from pathlib import Path
 OUT = Path("out/tests")
 TIMES = OUT / "times.jsonl"
 #: Names of unstable tests, one list for each run, the newest last; it outlives a clone.
-HISTORY = Path(os.environ.get("HPCDIST_TEST_HISTORY", "~/.cache/hpcdist-tests/unstable.json")).expanduser()
+HISTORY = Path(os.environ.get("TEST_HISTORY", "~/.cache/hpcdist-tests/unstable.json")).expanduser()
 N_SLOWEST = 20
 #: Unstable tests that a run may have, and runs of the last ones in which one test may be unstable.
 MAX_UNSTABLE, MAX_RUNS, N_RUNS = 2, 2, 20
@@ -64,7 +64,7 @@ def run_part(name: str) -> Part:
     unstable_path = OUT / target / "unstable.json"
     unstable_path.unlink(missing_ok=True)
     started = time.monotonic()
-    environment = {**os.environ, "HPCDIST_TEST_TIMES": str(TIMES.resolve())}
+    environment = {**os.environ, "TEST_TIMES": str(TIMES.resolve())}
     command = ["make", "--no-print-directory", target, f"SELECT={SELECTED[selection]}"]
     code = subprocess.run(command, env=environment, check=False).returncode
     seconds = time.monotonic() - started

@@ -1,0 +1,72 @@
+"""The wheel, as an index would have it: built from the source distribution, and installed in empty environments."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+#: What hpcdist needs besides torch, which is several GB for interpreters that no CPU build is at hand for.
+LIGHT_PACKAGES = ["numpy", "mpi4py", "h5py", "xxhash", "cloudpickle", "tqdm", "click", "tomli", "mpich"]
+
+
+def run(*command, cwd, **options):
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=140, **options)
+
+
+def interpreters():
+    """Return the oldest and the newest Python that hpcdist supports and this machine has."""
+    paths = []
+    for minor in range(10, 20):
+        on_path = shutil.which(f"python3.{minor}")
+        installed = sorted(Path("~/.pyenv/versions").expanduser().glob(f"3.{minor}.*/bin/python3"))
+        candidates = [*installed, *([Path(on_path)] if on_path else [])]
+        working = [path for path in candidates if run(path, "-c", "import venv", cwd="/").returncode == 0]
+        paths += working[:1]
+    paths = paths or [Path(sys.executable)]
+    return [paths[0], paths[-1]] if len(paths) > 1 else paths
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Return the path of the wheel that is built from the source distribution."""
+    folder = tmp_path_factory.mktemp("dist")
+    built = run(sys.executable, "-m", "build", "--outdir", folder, ROOT, cwd=folder)
+    assert built.returncode == 0, built.stderr
+    return next(folder.glob("*.whl"))
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("python", interpreters(), ids=lambda path: path.parent.parent.name)
+def test_the_wheel_in_an_empty_environment(wheel, tmp_path, clean_environ, python):
+    run(python, "-m", "venv", tmp_path / "venv", cwd=tmp_path, check=True)
+    programs = tmp_path / "venv" / "bin"
+    installed = run(programs / "python", "-m", "pip", "install", "--quiet", *LIGHT_PACKAGES, cwd=tmp_path)
+    assert installed.returncode == 0, installed.stderr
+    run(programs / "python", "-m", "pip", "install", "--quiet", "--no-deps", wheel, cwd=tmp_path, check=True)
+    doctor = run(programs / "hpcdist", "doctor", cwd=tmp_path, env=clean_environ)
+    lines = doctor.stdout.splitlines()
+    assert [line for line in lines if line.startswith("fail")] == [
+        "fail  packages       torch is not installed; pip install torch"
+    ], doctor.stdout + doctor.stderr
+    assert any(line.startswith("ok    world") and "2 ranks" in line for line in lines), doctor.stdout
+    rule = (
+        "import hpcdist.restart_rule as rule; print(rule.action_after(rule.Launch(75), rule.Situation(rule.RUN)).verb)"
+    )
+    assert run(programs / "python", "-c", rule, cwd=tmp_path, env=clean_environ, check=True).stdout == "stop\n"
+
+
+@pytest.mark.timeout(400)
+def test_what_the_wheel_carries(wheel, tmp_path):
+    shutil.unpack_archive(wheel, tmp_path, "zip")
+    metadata = next(tmp_path.glob("*.dist-info/METADATA")).read_text()
+    assert "License-Expression: Apache-2.0" in metadata
+    assert "Author: The hpcdist authors" in metadata
+    assert next(tmp_path.glob("*.dist-info/licenses/LICENSE")).is_file()
+    for name in ("job.py", "watch.py", "restart_rule.py", "placement.py", "run_folder.py", "batch_systems.py"):
+        assert (tmp_path / "hpcdist" / "slurm" / name).is_file()
+    help_text = run(sys.executable, "-E", "-S", tmp_path / "hpcdist" / "slurm" / "job.py", cwd=tmp_path, env={})
+    assert "ImportError" not in help_text.stderr
+    assert "ModuleNotFoundError" not in help_text.stderr
