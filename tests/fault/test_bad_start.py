@@ -70,12 +70,14 @@ def test_a_misspelt_variable(start):
     refused(start(2, "-c", PROGRAM, environ={"HPCDIST_ROLE": "worker:*"}).wait(40), "write HPCDIST_ROLES")
 
 
+@pytest.mark.feature("launch.tf-config")
 def test_tf_config_that_is_right(start):
     outcome = start(2, "-c", PROGRAM, environ={"TF_CONFIG": json.dumps(cluster(chief=1, worker=1))}).wait(40)
     assert outcome.code == 0
     assert outcome.output.count("2 replicas") == 2
 
 
+@pytest.mark.feature("launch.launcher-mismatch", "complaints.jobs-of-one")
 def test_a_launcher_of_another_mpi(start):
     """Debian's Open MPI starts processes whose MPI library is the MPICH wheel, which cannot be started so."""
     if not SITE_MPIRUN.exists() and not os.environ.get("CI"):
@@ -85,6 +87,7 @@ def test_a_launcher_of_another_mpi(start):
     refused(outcome, "expected a launcher that speaks PMI, got one that speaks PMIx only", "mpirun of the environment")
 
 
+@pytest.mark.feature("launch.launcher-mismatch", "complaints.jobs-of-one")
 def test_mpich_s_launcher_with_a_site_s_open_mpi(start):
     """The other way round: every process starts, and each is rank 0 of 1."""
     libraries = sorted(Path("/usr/lib").glob("*/libmpi.so.40"))
@@ -94,12 +97,14 @@ def test_mpich_s_launcher_with_a_site_s_open_mpi(start):
     refused(outcome, "expected 2 ranks as started by an MPICH-like mpirun", "got a world of 1 with Open MPI")
 
 
+@pytest.mark.feature("launch.launcher-mismatch", "complaints.jobs-of-one")
 def test_slurm_without_an_mpi_plugin(start):
     """`srun --mpi=none` starts processes that know only Slurm's variables."""
     step = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
     refused(start(1, command=[PYTHON, "-c", PROGRAM], environ=step).wait(40), "started by srun", "--mpi=pmi2 (MPICH)")
 
 
+@pytest.mark.feature("launch.launcher-mismatch", "complaints.jobs-of-one")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_torchrun(start, rank):
     """Each of its processes would train alone; the first one reports."""
@@ -110,12 +115,14 @@ def test_torchrun(start, rank):
     assert outcome.code == 78
 
 
+@pytest.mark.feature("launch.launcher-mismatch")
 def test_an_allocation_without_srun(start):
     job = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
     outcome = start(1, command=[PYTHON, "-c", PROGRAM], environ=job).wait(40)
     refused(outcome, "expected 4 ranks, one for each task of this Slurm job", "srun -n 1")
 
 
+@pytest.mark.feature("launch.tf-config")
 def test_an_evaluator_that_the_cluster_does_not_list(start):
     """Started alone, or as one more rank of the job, it is a cluster of one."""
     alone = json.dumps({**cluster(worker=2), "task": {"type": "evaluator", "index": 0}})

@@ -5,6 +5,7 @@ import json
 import pytest
 
 
+@pytest.mark.feature("observability.benchmark-of-collectives")
 @pytest.mark.slow
 def test_all_reduce_by_size_and_algorithm(start, root, tmp_path):
     options = ["--quick", "--sizes", "1K,64K", "--rounds", "1", "--seconds", "1", "--algorithms", "RING,HIERARCHICAL"]

@@ -142,6 +142,7 @@ def test_doctor_under_a_launcher(start):
     assert outcome.output.count("2 ranks: 2 on") == 1, "rank 0 alone prints"
 
 
+@pytest.mark.feature("launch.installation-report")
 @pytest.mark.parametrize(
     ("environ", "text"),
     [

@@ -27,6 +27,7 @@ def last_accuracy(outcome):
     return float(outcome.output.rpartition("accuracy ")[2].split()[0])
 
 
+@pytest.mark.feature("parameter-servers.evaluation-by-the-coordinator")
 @SWEEP
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_stop_request_to_any_rank_saves_in_join_and_the_next_job_resumes(start, tmp_path, victim):
@@ -47,6 +48,7 @@ def test_a_stop_request_to_any_rank_saves_in_join_and_the_next_job_resumes(start
     assert last_accuracy(outcome) > 0.9
 
 
+@pytest.mark.feature("semantics.lost-worker")
 @pytest.mark.parametrize(
     "victim", [pytest.param(2, id="a worker", marks=SWEEP), pytest.param(0, id="the server", marks=SWEEP)]
 )
@@ -63,6 +65,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_one_resumes(start, nothing_left
     assert last_accuracy(outcome) > 0.85
 
 
+@pytest.mark.feature("semantics.lost-worker")
 @pytest.mark.sweep
 def test_what_a_suspended_worker_ran_goes_to_another_one_until_it_is_back(start, tmp_path):
     job = start(4, *command(tmp_path / "run", epochs=150), environ={"HPCDIST_TIMEOUT_S": "60"})
@@ -100,6 +103,7 @@ print("it returned", result.fetch(), flush=True)
 """
 
 
+@pytest.mark.feature("semantics.closure-watchdog")
 def test_a_function_that_takes_long_is_reported_with_its_stack_and_waited_for(start, tmp_path):
     program = tmp_path / "late.py"
     program.write_text(LATE)
@@ -144,6 +148,7 @@ except PSUnavailable as error:
 """
 
 
+@pytest.mark.feature("semantics.lost-server", "semantics.transient-server-errors")
 @pytest.mark.sweep
 def test_a_server_that_does_not_answer_is_psunavailable_and_stays_so(start, tmp_path):
     program, pid_file = tmp_path / "silent.py", tmp_path / "pid"

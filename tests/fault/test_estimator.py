@@ -27,6 +27,7 @@ def has_begun(folder, attempt):
     return (folder / "checkpoints" / "attempts" / f"{attempt:04d}.jsonl").exists()
 
 
+@pytest.mark.feature("training.estimator")
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(2, 8))])
 def test_a_run_that_is_harmed_ends_as_an_unbroken_one(start, tmp_path, seed):
     whole = start(2, JOB, "--model-dir", tmp_path / "whole", *OPTIONS).wait(90)
@@ -152,6 +153,7 @@ runpy.run_path(os.environ["JOB"], run_name="__main__")
 """
 
 
+@pytest.mark.feature("training.estimator")
 @pytest.mark.parametrize("kind", ["all-reduce", "parameter servers"])
 def test_roles_come_from_tf_config_alone(start, tmp_path, kind):
     """Chief, worker and evaluator, with and without a server: the program is the same."""

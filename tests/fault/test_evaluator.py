@@ -53,6 +53,7 @@ with handler:
 """
 
 
+@pytest.mark.feature("evaluation.evaluator-apart-from-training", "complaints.servers-and-evaluators-end")
 @pytest.mark.timeout(100)
 def test_a_preemption_beside_an_evaluator_saves_the_last_step(start, tmp_path):
     """Saving takes longer than a rank that leaves early waits for others that fail."""
@@ -72,6 +73,9 @@ def test_a_preemption_beside_an_evaluator_saves_the_last_step(start, tmp_path):
     assert outcome.code == 75
 
 
+@pytest.mark.feature(
+    "evaluation.evaluator-role", "evaluation.evaluator-ends-by-itself", "complaints.servers-and-evaluators-end"
+)
 @pytest.mark.timeout(60)
 def test_an_evaluator_that_loops_sees_the_last_checkpoint_and_ends_with_the_job(start, tmp_path):
     run = tmp_path / "run"

@@ -156,6 +156,12 @@ def test_a_stop_at_any_point_of_an_epoch(start, tmp_path, options, moments):
         assert end_of(start(2, "-c", PROGRAM, run, "", options)) == (0, unbroken), moment
 
 
+@pytest.mark.feature(
+    "evaluation.evaluator-role",
+    "evaluation.sidecar-evaluator",
+    "evaluation.best-checkpoint-export",
+    "semantics.sidecar-rules",
+)
 def test_an_evaluator_sees_the_last_checkpoint_and_ends_with_the_job(start, tmp_path, unbroken):
     run = tmp_path / "run"
     outcome = start(3, *command(run, "--save-every", 7, "--roles", "worker:2,evaluator:1")).wait(90)
@@ -169,6 +175,7 @@ def test_an_evaluator_sees_the_last_checkpoint_and_ends_with_the_job(start, tmp_
     assert [step for tag, step, _ in events_of(run / "evaluation") if tag == "evaluation_loss"] == steps
 
 
+@pytest.mark.feature("evaluation.sidecar-evaluator")
 def test_an_evaluator_in_a_job_of_its_own_ends_when_the_run_is_finished(start, tmp_path, root):
     """Its folder is that of a ModelCheckpoint; while the run is not finished it stops at a signal."""
     run = tmp_path / "run"
@@ -194,6 +201,9 @@ print(len(evaluator.evaluations), "evaluations")
 SEEDS = [2, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in (1, *range(3, 26)))]
 
 
+@pytest.mark.feature(
+    "training.backup-and-restore-callback", "training.tensorboard-callback", "semantics.backup-callback-rules"
+)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_harm_at_random_moments_changes_nothing(start, tmp_path, unbroken, seed):
     run = tmp_path / "run"

@@ -34,6 +34,7 @@ def test_the_same_digits_on_any_number_of_ranks(clean_environ, name, options):
     assert re.search(r"[0-9]\.[0-9]{6}", on_one)
 
 
+@pytest.mark.feature("checkpoints.resume-on-other-ranks")
 @pytest.mark.sweep
 def test_the_main_job_has_the_same_bits_on_any_number_of_ranks(clean_environ, tmp_path):
     """Also when it goes on on another number of ranks."""
@@ -56,6 +57,7 @@ def newest_arrays(folder):
     return arrays
 
 
+@pytest.mark.feature("training.custom-loops")
 def test_the_custom_loop_learns(clean_environ):
     out = run(clean_environ, 2, "custom_loop.py", "--epochs", "4")
     assert float(re.findall(r"test accuracy ([0-9.]+)", out)[-1]) > 0.93
@@ -150,6 +152,7 @@ if strategy.is_chief:
 """
 
 
+@pytest.mark.feature("launch.server")
 @pytest.mark.parametrize(
     ("guide", "mode"),
     [

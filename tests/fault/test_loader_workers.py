@@ -43,6 +43,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.feature("complaints.no-save-in-a-handler")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "method",

@@ -82,6 +82,7 @@ def marks_of(name):
     return [pytest.mark.quick] if name in QUICK else [pytest.mark.sweep] if name in LIKE_ANOTHER else []
 
 
+@pytest.mark.feature("tf.error-replica-stops", "debugging.exception-hook", "complaints.one-dead-rank")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in FAILURES])
 def test_the_job_ends(name, start, nothing_left, tmp_path):
     how, after, reason, code = FAILURES[name]
@@ -124,6 +125,7 @@ GONE = re.compile(
 )
 
 
+@pytest.mark.feature("slurm.end-on-a-rank-s-death", "complaints.one-dead-rank")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "how", [pytest.param("os._exit(0)", marks=pytest.mark.sweep), "os.kill(os.getpid(), signal.SIGKILL)"]
@@ -144,6 +146,7 @@ def test_a_rank_that_is_gone_is_named_and_the_job_ends_though_the_launcher_does_
     nothing_left(job)
 
 
+@pytest.mark.feature("semantics.health-check", "complaints.one-dead-rank")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_killed_from_outside_while_it_is_in_a_collective(start, nothing_left, tmp_path, victim):
     """Both ranks do nothing but reduce 8 MB again and again: the signal finds the victim inside MPI."""
@@ -182,6 +185,7 @@ def run(start, tmp_path, text, n_ranks=2, first=""):
 WORLD = "strategy = hpcdist.MultiWorkerMirroredStrategy()\nrank = strategy.world.rank\n"
 
 
+@pytest.mark.feature("debugging.exception-hook")
 def test_all_ranks_raise_and_it_is_printed_once(start, nothing_left, tmp_path):
     job, outcome = run(start, tmp_path, WORLD + "raise ValueError('on purpose')")
     assert outcome.code in (1, KILLED_OTHERS)
@@ -299,6 +303,7 @@ def test_a_single_process_fails_as_python_does(start, tmp_path):
     assert "hpcdist:" not in outcome.output
 
 
+@pytest.mark.feature("debugging.exception-hook")
 def test_the_step_is_named(start, tmp_path):
     text = (
         WORLD

@@ -44,6 +44,7 @@ def unbroken(tmp_path_factory):
 SWEEP = pytest.mark.sweep
 
 
+@pytest.mark.feature("parameter-servers.servers-on-spare-cpus")
 @pytest.mark.parametrize("victims", ["server", pytest.param("all", marks=SWEEP), pytest.param("worker", marks=SWEEP)])
 def test_a_stop_request_to_any_rank_saves_and_another_job_with_more_servers_resumes(start, tmp_path, victims, unbroken):
     run = tmp_path / "run"
@@ -62,6 +63,7 @@ def test_a_stop_request_to_any_rank_saves_and_another_job_with_more_servers_resu
     assert same(final_state(run), unbroken)
 
 
+@pytest.mark.feature("parameter-servers.worker-and-server-failures", "complaints.servers-and-evaluators-end")
 @pytest.mark.parametrize("victim", [pytest.param(0, id="a server"), pytest.param(2, id="a worker", marks=SWEEP)])
 def test_a_killed_rank_ends_the_job_and_the_next_one_has_the_bits_of_an_unbroken_run(
     start, nothing_left, tmp_path, victim, unbroken
@@ -77,6 +79,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_one_has_the_bits_of_an_unbroken
     assert same(final_state(run), unbroken)
 
 
+@pytest.mark.feature("strategies.parameter-server-each-worker-loops")
 @pytest.mark.sweep
 def test_asynchronous_workers_stop_after_the_same_step(start, tmp_path):
     run = tmp_path / "run"

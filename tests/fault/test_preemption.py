@@ -60,6 +60,7 @@ def ends_with_the_same_bits(launch, run_dir, unbroken):
     assert (told["decision"], told["attempt"]) == ("finished", 2)
 
 
+@pytest.mark.feature("checkpoints.preemption-handler", "slurm.signal-before-the-limit")
 @pytest.mark.parametrize(
     ("number", "rank"),
     [
@@ -100,6 +101,7 @@ def test_the_stop_file(launch, tmp_path, unbroken):
     assert not (tmp_path / "run" / "stop").exists()
 
 
+@pytest.mark.feature("checkpoints.stop-before-the-time-limit", "complaints.time-limit-known")
 def test_the_end_of_the_batch_job(launch, tmp_path):
     end = int(time.time()) + 30
     job = launch(environ={"SLURM_JOB_END_TIME": str(end)}, epochs=10**6)

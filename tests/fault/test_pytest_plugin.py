@@ -65,6 +65,7 @@ def run(start, tmp_path):
     return run
 
 
+@pytest.mark.feature("debugging.pytest-plugin")
 def test_failures_are_those_of_all_ranks_and_reported_once(run):
     outcome = run(FAILING, "--with-mpi")
     assert outcome.code != 0
@@ -74,6 +75,7 @@ def test_failures_are_those_of_all_ranks_and_reported_once(run):
     assert outcome.output.count(" passed") == 1
 
 
+@pytest.mark.feature("debugging.pytest-plugin")
 @pytest.mark.parametrize(
     ("options", "is_marked"),
     [([], True), (["-p", "no:timeout"], True), (["-o", "mpi_timeout=2"], False)],

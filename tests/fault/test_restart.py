@@ -59,6 +59,7 @@ class Kill:
             time.sleep(0.0002)
 
 
+@pytest.mark.feature("checkpoints.exact-resume", "semantics.health-check", "complaints.mid-epoch-resume")
 @pytest.mark.quick
 @pytest.mark.timeout(600)
 def test_killed_again_and_again_it_ends_with_the_same_bits(start, root, tmp_path):
@@ -107,6 +108,12 @@ def test_the_cnn_resumes_on_four_ranks(start, root, tmp_path):
     assert final_state(tmp_path / "killed") == final_state(tmp_path / "unbroken")
 
 
+@pytest.mark.feature(
+    "input.data-cursor",
+    "checkpoints.snapshot-of-replicas",
+    "checkpoints.resume-on-other-ranks",
+    "complaints.resume-on-another-count",
+)
 @pytest.mark.timeout(200)
 def test_another_number_of_ranks_resumes_at_the_same_sample(start, root, tmp_path):
     """Sample-exact, and equal within rounding: sums are taken in another order, and the job says so."""

@@ -81,6 +81,7 @@ def test_what_it_was_started_with(run, tmp_path):
     assert "roles chief:1,worker:1 (HPCDIST_ROLES), timeout_s 90 (hpcdist.toml), debug nothing (default)" in line
 
 
+@pytest.mark.feature("observability.timeline", "observability.merged-timeline", "observability.stragglers")
 def test_where_the_time_of_the_slow_rank_goes(run, tmp_path):
     """Three ranks; the second takes 20 ms longer, for which the others wait: each has recorded its own part."""
     outcome = run(3, slow_s=0.02)

@@ -101,6 +101,14 @@ def check_waiting(
     report_of(output, rank, rf"{head}, {entered}")
 
 
+@pytest.mark.feature(
+    "tf.other-calls-another",
+    "debugging.stall-detection",
+    "debugging.hang-report",
+    "debugging.log-of-calls",
+    "complaints.stalled-collective",
+    "complaints.save-under-if-chief",
+)
 @pytest.mark.quick
 def test_every_rank_of_the_node_reports(start, nothing_left, root, tmp_path):
     """One sleeps elsewhere, one waits since the limit, one waits but not for so long: it came later."""
@@ -119,6 +127,7 @@ def test_every_rank_of_the_node_reports(start, nothing_left, root, tmp_path):
     nothing_left(job)
 
 
+@pytest.mark.feature("debugging.hang-report")
 def test_a_rank_that_holds_the_interpreter_lock_is_shown(start, nothing_left, root, tmp_path):
     job = run(start, root, tmp_path, HOLDS_THE_INTERPRETER)
     output = check_end(job, tmp_path)
@@ -129,6 +138,7 @@ def test_a_rank_that_holds_the_interpreter_lock_is_shown(start, nothing_left, ro
     nothing_left(job)
 
 
+@pytest.mark.feature("debugging.stall-detection")
 def test_a_rank_that_is_stopped_is_named(start, nothing_left, root, tmp_path):
     job = run(start, root, tmp_path, STOPS)
     output = check_end(job, tmp_path)
@@ -137,6 +147,7 @@ def test_a_rank_that_is_stopped_is_named(start, nothing_left, root, tmp_path):
     nothing_left(job)
 
 
+@pytest.mark.feature("complaints.stalled-collective")
 def test_a_rank_that_hangs_alone_on_its_node_shows_itself(start, nothing_left, root, tmp_path):
     """Every rank has a host of its own: nobody can ask it."""
     job = run(start, root, tmp_path, SLEEPS, is_alone=True)
@@ -171,6 +182,7 @@ if make_world().rank == int(sys.argv[1]):
 """
 
 
+@pytest.mark.feature("complaints.long-work-on-one-rank")
 @pytest.mark.parametrize("busy", [0, 1])
 def test_a_rank_that_works_on_while_others_are_done_is_no_fault(start, root, tmp_path, busy):
     """As in a long last evaluation: nothing is reported, of it or of those that wait at their exit."""
@@ -215,6 +227,7 @@ def test_a_chief_that_hangs_while_a_model_is_made_equal_is_seen(start, nothing_l
     nothing_left(job)
 
 
+@pytest.mark.feature("debugging.hang-report")
 def test_the_collectives_of_all_threads_are_reported(start, root, tmp_path):
     outcome = begin(start, root, tmp_path, THREADS).wait(40)
     assert outcome.code != 0
@@ -271,6 +284,7 @@ ODD = {
 }
 
 
+@pytest.mark.feature("debugging.mismatch-detection")
 @pytest.mark.parametrize("name", ODD)
 def test_the_odd_rank_is_named_under_debug(start, nothing_left, tmp_path, name):
     odd, number, call = ODD[name]
@@ -317,6 +331,7 @@ hpcdist.all_reduce(np.ones(3))
 """
 
 
+@pytest.mark.feature("debugging.mismatch-detection", "complaints.save-under-if-chief")
 @pytest.mark.parametrize(
     ("chiefs", "theirs"),
     [
@@ -371,6 +386,7 @@ hpcdist.MultiWorkerMirroredStrategy(hpcdist.SimpleClusterResolver(hpcdist.Cluste
 """
 
 
+@pytest.mark.feature("complaints.hang-at-the-start")
 @pytest.mark.parametrize("where", ["to the first world", "to a second world"])
 def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(start, tmp_path, where):
     """Nor where MPICH's mpirun leaves the late rank alone, as was seen once in 90 times: it then ends itself."""
@@ -393,6 +409,7 @@ hpcdist.all_reduce([1.0])
 """
 
 
+@pytest.mark.feature("complaints.hang-at-the-start")
 def test_a_rank_that_does_not_start_mpi_is_not_waited_for_for_ever(start, root, tmp_path):
     """Before MPI has started no rank can ask another: each ends itself."""
     outcome = begin(start, root, tmp_path, NEVER_STARTS).wait(30)

@@ -95,6 +95,7 @@ def unbroken(start, program, tmp_path):
     return (tmp_path / "unbroken" / "digest").read_text()
 
 
+@pytest.mark.feature("strategies.sharded-optimizer-state")
 def test_a_run_that_is_killed_or_stopped_ends_with_the_bits_of_an_unbroken_one(start, program, tmp_path, unbroken):
     digest, n_harms = harmed(start, program, tmp_path / "run", random.Random(1))
     assert digest == unbroken

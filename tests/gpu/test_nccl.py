@@ -23,6 +23,7 @@ def total(size, count):
     return sum(values(rank, count) for rank in range(size))
 
 
+@pytest.mark.feature("collectives.nccl-all-reduce")
 @pytest.mark.parametrize("dtype", [dtype for dtype in nccl.DTYPES if dtype != "bfloat16"])
 def test_nccl_all_reduce(comm, nccl_ranks, on_gpu, make_group, dtype):
     group = make_group()
@@ -71,6 +72,7 @@ def test_hierarchical_through_host_memory(comm, cupy, on_gpu, make_group, dtype)
         assert np.array_equal(array.get(), total(comm.size, count).astype(dtype))
 
 
+@pytest.mark.feature("gpu.staged-copies")
 @pytest.mark.parametrize("n_bytes", [8, cuda.PIECE_BYTES, 3 * cuda.PIECE_BYTES + 8])
 def test_staged_copies(comm, cupy, on_gpu, n_bytes):
     host = values(comm.rank, n_bytes // 8).astype(np.float64)
@@ -113,6 +115,7 @@ def test_memory_of_another_rank_by_cuda_ipc(comm, cupy):
     assert (seen == neighbour).all()
 
 
+@pytest.mark.feature("gpu.zero-copy-tensors")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64"])
 def test_torch_tensors_of_a_side_stream(comm, nccl_ranks, make_group, dtype):
     torch = pytest.importorskip("torch")

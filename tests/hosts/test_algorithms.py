@@ -8,6 +8,7 @@ N_ELEMENTS = 1 << 20
 OVERHEAD = 1.05
 
 
+@pytest.mark.feature("collectives.hierarchical-all-reduce", "collectives.half-precision-wire")
 @pytest.mark.parametrize("ranks_per_host", [[2, 2], [3, 1]], ids=["2 + 2", "3 + 1"])
 def test_sums_and_bytes_between_hosts(hosts, library, ranks_per_host):
     found = library.run(hosts, "algorithms.py", N_ELEMENTS, ranks_per_host=ranks_per_host).result
@@ -25,6 +26,7 @@ def test_sums_and_bytes_between_hosts(hosts, library, ranks_per_host):
     assert min(min(way["sent"]) for way in ways.values()) >= bound / 2
 
 
+@pytest.mark.feature("collectives.layout-independent-sums")
 def test_the_ordered_sum_has_the_bits_of_one_host(hosts, mpich):
     bits = [
         mpich.run(hosts, "algorithms.py", 100_003, ranks_per_host=ranks).result["ways"]["ordered"]["bits"]

@@ -22,6 +22,7 @@ def copies_in(host):
     return sorted(path.name for path in memory_of(host).glob("hpcdist-*/step-*.h5"))
 
 
+@pytest.mark.feature("checkpoints.checkpointer-with-a-file-per-rank")
 @pytest.mark.parametrize("lost", [0, 1], ids=["the chief's host", "another host"])
 def test_a_host_whose_memory_is_lost_restores_from_another_one(hosts, mpich, run_dir, lost):
     job = hosts.start([mpich.bin / "python", PROGRAMS / "copies.py", run_dir, "die"], 2, mpirun=mpich.bin / "mpirun")

@@ -57,6 +57,7 @@ def test_servers_and_workers_on_two_hosts_train_as_in_one_and_end(hosts, mpich):
     assert apart["weights"] == together["weights"]
 
 
+@pytest.mark.feature("semantics.health-check")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_job_on_all_hosts(hosts, mpich, victim):
     job = hosts.start([mpich.bin / "python", PROGRAMS / "reduce_forever.py"], 2, mpirun=mpich.bin / "mpirun")

@@ -31,6 +31,7 @@ def is_rank(pid):
     return b"python" in line[0] and any(part.endswith(b"reduce_forever.py") for part in line)
 
 
+@pytest.mark.feature("debugging.stall-detection", "semantics.health-check", "complaints.stalled-collective")
 def test_the_ranks_of_all_hosts_end(own_hosts, library):
     """Those that are cut off too. MPICH's launcher ends with the code; Open MPI's waits for the daemon that is gone."""
     command = [library.bin / "python", PROGRAMS / "reduce_forever.py"]

@@ -83,6 +83,7 @@ def trained_alone(n_steps):
     return torch.cat([parameter.detach().reshape(-1) for parameter in [*model.parameters(), *first.parameters()]])
 
 
+@pytest.mark.feature("collectives.accumulation-without-sync")
 @pytest.mark.parametrize("way", [Trained.train_in_one_run, Trained.train_in_several_runs])
 @pytest.mark.parametrize("n_replicas", [None, 4, 8])
 def test_it_trains_as_in_one_process(comm, way, n_replicas):
@@ -100,6 +101,7 @@ def test_means_of_equal_micro_batches(comm, way):
     assert len(set(comm.allgather(found.numpy().tobytes()))) == 1
 
 
+@pytest.mark.feature("collectives.accumulation-without-sync")
 def test_zero_grad_between_runs_drops_what_all_replicas_have(comm):
     trained, fresh = Trained(8), Trained(8)
     rows = micro_batches(1)[0]

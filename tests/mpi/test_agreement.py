@@ -62,6 +62,9 @@ def same_everywhere(comm, value):
     return value
 
 
+@pytest.mark.feature(
+    "strategies.strategy-combinations", "checkpoints.one-rank-s-signal-suffices", "semantics.handler-agrees-on-a-step"
+)
 @pytest.mark.parametrize(
     ("make_strategy", "more_replicas"),
     [
@@ -112,6 +115,7 @@ def test_a_stop_by_one_rank_is_heard_beside_a_save_by_another(comm, watcher):
     assert all(Request.STOP in want for _, want in heard)
 
 
+@pytest.mark.feature("checkpoints.one-rank-s-signal-suffices")
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_a_loop_without_gradients_agrees_by_messages(comm, watcher, is_fast):
     _, model, batches, _ = build()
@@ -156,6 +160,7 @@ def test_micro_batches_under_no_sync(comm, watcher):
     assert [parameter.grad is not None for parameter in model.parameters()] == [True, True]
 
 
+@pytest.mark.feature("complaints.flag-seen-in-time")
 def test_datasets_from_a_function_and_optionals_poll(comm, watcher):
     strategy, _, _, _ = build()
     rows = torch.zeros(3 + comm.rank, 3)

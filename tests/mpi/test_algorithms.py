@@ -51,6 +51,7 @@ def expected(op, size, n_elements):
     return {"sum": rows.sum, "min": rows.min, "max": rows.max, "product": rows.prod}[op](axis=0)
 
 
+@pytest.mark.feature("collectives.ring-all-reduce")
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize(("dtype", "op"), DTYPES_AND_OPS)
 @pytest.mark.parametrize("name", ON_HOST, ids=lambda name: name.value.lower())
@@ -61,6 +62,7 @@ def test_on_this_host(comm, tiny, make_group, name, dtype, op, count):
     assert np.array_equal(buffer, expected(op, comm.size, len(buffer)).astype(dtype))
 
 
+@pytest.mark.feature("collectives.hierarchical-all-reduce")
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("is_ordered", [True, False, None])
 @pytest.mark.parametrize("hosts", HOSTS)
@@ -101,6 +103,7 @@ def test_small_arrays_are_summed_in_the_same_tree(comm, make_group):
         assert buffer.tobytes() == tree_sum(rows).tobytes()
 
 
+@pytest.mark.feature("collectives.layout-independent-sums")
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_ordered_sums_have_the_same_bits_on_any_placement(comm, tiny, make_group, hosts):
     rows = random_rows(comm, 3001, seed=1)
@@ -168,6 +171,7 @@ def test_slots_are_not_used_again_before_all_have_read_them(comm, tiny, make_gro
         assert np.array_equal(buffer, np.arange(128 * 20) * factor + number * comm.size)
 
 
+@pytest.mark.feature("collectives.hierarchical-all-reduce")
 @pytest.mark.parametrize("hosts", ["2 each", "1 and rest"])
 def test_bytes_that_leave_a_host_are_the_formula(comm, tiny, make_group, monkeypatch, hosts):
     group, sent = make_group(hosts), []
@@ -187,6 +191,7 @@ def test_bytes_that_leave_a_host_are_the_formula(comm, tiny, make_group, monkeyp
     assert of_host == 2 * (n_hosts - 1) * 4 * n_elements // n_hosts
 
 
+@pytest.mark.feature("debugging.mismatch-detection")
 def test_differing_calls_in_one_node_raise_on_all_ranks(comm):
     if comm.size == 1:
         return
@@ -224,6 +229,7 @@ def test_nccl_without_a_gpu_says_what_is_missing():
         hpcdist.all_reduce(np.ones(3), implementation="NCCL")
 
 
+@pytest.mark.feature("collectives.auto-algorithm", "collectives.autotuner")
 def test_auto_is_the_same_table_on_all_ranks_measured_once(comm):
     own = comm.Dup()
     group = group_of(own)
@@ -235,6 +241,7 @@ def test_auto_is_the_same_table_on_all_ranks_measured_once(comm):
     own.Free()
 
 
+@pytest.mark.feature("collectives.autotuner")
 def test_what_was_measured_is_logged_by_rank_0(comm, caplog):
     own = comm.Dup()
     with caplog.at_level("INFO", logger="hpcdist"):
@@ -274,6 +281,7 @@ def test_chunks_hold_whole_numbers_of_any_dtype():
         assert all(shared_memory.chunk_bytes(n_ranks) % size == 0 for size in sizes)
 
 
+@pytest.mark.feature("launch.process-sets")
 def test_a_group_is_freed_with_its_communicator(comm):
     own = comm.Dup()
     group = group_of(own)

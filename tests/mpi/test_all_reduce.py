@@ -27,6 +27,7 @@ DTYPES = ["float32", "float64", "float16", "int64", "int32", "uint8"]
 OPS = ["sum", "mean", "min", "max", "product"]
 
 
+@pytest.mark.feature("collectives.reduction-ops")
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize(
     ("dtype", "op"), [(dtype, op) for dtype in DTYPES for op in OPS if op != "mean" or "int" not in dtype]
@@ -39,6 +40,7 @@ def test_numpy(comm, dtype, op, count):
     assert np.allclose(buffer, wanted, rtol=1e-3)
 
 
+@pytest.mark.feature("collectives.reduction-ops")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4)])
 def test_torch(comm, dtype, shape):
@@ -75,12 +77,14 @@ class DeviceArray:
         self._values = host
 
 
+@pytest.mark.feature("gpu.staged-copies", "complaints.cuda-aware-or-not")
 def test_device_arrays_travel_through_the_host(comm):
     array = DeviceArray(np.full(3, comm.rank, np.float32))
     hpcdist.all_reduce(array)
     assert array.get().tolist() == [comm.size * (comm.size - 1) / 2] * 3
 
 
+@pytest.mark.feature("collectives.reduction-ops")
 def test_ops_by_enum_and_any_case(comm):
     buffer = np.ones(2)
     hpcdist.all_reduce(buffer, hpcdist.ReduceOp.MEAN)
@@ -88,6 +92,7 @@ def test_ops_by_enum_and_any_case(comm):
     assert buffer.tolist() == [comm.size] * 2
 
 
+@pytest.mark.feature("launch.process-sets", "launch.own-communicators")
 def test_over_a_communicator_of_the_users(comm):
     own = comm.Split(comm.rank % 2)
     buffer = np.ones(2)
@@ -116,6 +121,7 @@ def test_refuses_before_anything_is_sent(buffer, op, text):
         hpcdist.all_reduce(buffer, op)
 
 
+@pytest.mark.feature("collectives.large-and-persistent-collectives", "complaints.large-and-half-messages")
 def test_large_arrays_go_in_pieces(comm, monkeypatch):
     monkeypatch.setattr(library, "PIECE_BYTES", 64)
     buffer = np.arange(1001, dtype=np.float64).reshape(7, 143)

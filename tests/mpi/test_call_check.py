@@ -68,6 +68,7 @@ CALLS = {
 }
 
 
+@pytest.mark.feature("debugging.mismatch-detection", "debugging.finite-and-shape-checks")
 @pytest.mark.parametrize("name", CALLS)
 def test_another_call_on_one_rank(comm, call_check, odd, name):
     right = ("all_reduce sum", "float32", 6, (2, 3))

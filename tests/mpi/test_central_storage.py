@@ -41,6 +41,12 @@ def train(strategy, optimizer_class=torch.optim.Adam, steps=4):
     return model, optimizer
 
 
+@pytest.mark.feature(
+    "tf.centralstoragestrategy-variables-once",
+    "tf.optimizer-s-slots",
+    "strategies.central-storage-strategy",
+    "strategies.strategy-combinations",
+)
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adam])
 @pytest.mark.parametrize("replicas", [None, 4])
 def test_weights_are_those_of_mirrored_replicas(comm, optimizer_class, replicas):
@@ -57,6 +63,7 @@ def test_weights_are_those_of_mirrored_replicas(comm, optimizer_class, replicas)
     assert bool(optimizer.state) == (comm.rank == 0 or comm.size == 1) or optimizer_class is torch.optim.SGD
 
 
+@pytest.mark.feature("tf.centralstoragestrategy-variables-once", "strategies.central-storage-strategy")
 def test_all_ranks_see_the_same_memory(comm):
     model, _ = train(hpcdist.CentralStorageStrategy())
     private = copy.deepcopy(model)
@@ -106,6 +113,7 @@ def test_parameters_on_devices_are_taken_anew_after_each_step(comm, monkeypatch)
     assert copied[0].weight.eq(9.0).all() == (comm.rank == 0)
 
 
+@pytest.mark.feature("tf.centralstoragestrategy-variables-once", "strategies.central-storage-strategy")
 def test_an_update_is_made_once(comm):
     strategy = hpcdist.CentralStorageStrategy()
     model, _ = train(strategy)
@@ -148,6 +156,7 @@ def test_a_closure_is_refused_where_others_step(comm, make_linear):
     strategy._storage.end_change()  # the chief waits
 
 
+@pytest.mark.feature("tf.centralstoragestrategy-device-everything")
 def test_devices_are_those_of_the_ranks(comm):
     strategy = hpcdist.CentralStorageStrategy(["/cpu:0"] * comm.size, "/cpu:0")
     assert strategy.num_replicas_in_sync == comm.size

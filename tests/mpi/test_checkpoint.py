@@ -86,6 +86,15 @@ class Job:
         return [value.numpy().tobytes() for value in state.values()] + [self.history.tobytes()]
 
 
+@pytest.mark.feature(
+    "tf.save-works-outside",
+    "training.make-or-restore",
+    "training.broadcast-of-initial-state",
+    "checkpoints.checkpoint-manager",
+    "checkpoints.exact-resume",
+    "semantics.models-know-their-strategy",
+    "complaints.mid-epoch-resume",
+)
 @pytest.mark.parametrize("stop", [1, 5, 7, 10])
 def test_a_restart_resumes_bit_for_bit(comm, shared_path, stop):
     unbroken = Job(comm)
@@ -103,12 +112,14 @@ def test_a_restart_resumes_bit_for_bit(comm, shared_path, stop):
     assert len(set(comm.allgather(b"".join(second.bits())))) == 1
 
 
+@pytest.mark.feature("training.make-or-restore")
 def test_nothing_to_restore(comm, shared_path):
     manager = Job(comm).manager(shared_path)
     assert manager.restore_or_initialize() is None
     assert hpcdist.latest_checkpoint(manager.directory) is None
 
 
+@pytest.mark.feature("checkpoints.chief-writes-hdf5", "checkpoints.checkpoint-manager", "semantics.save-on-all-ranks")
 def test_keeps_the_last_few_and_says_who_wrote_them(comm, shared_path):
     job = Job(comm)
     manager = job.manager(shared_path, max_to_keep=2)
@@ -124,6 +135,7 @@ def test_keeps_the_last_few_and_says_who_wrote_them(comm, shared_path):
     assert hpcdist.latest_checkpoint(shared_path).endswith("step-00000003-0001.h5")
 
 
+@pytest.mark.feature("checkpoints.checkpoint-manager")
 def test_saves_keep_an_interval(comm, shared_path):
     job = Job(comm)
     manager = job.manager(shared_path, max_to_keep=None, checkpoint_interval=5)
@@ -181,6 +193,7 @@ def test_of_another_model(comm, shared_path):
     assert hpcdist.latest_checkpoint(shared_path) is not None
 
 
+@pytest.mark.feature("checkpoints.checkpoint-manager")
 def test_of_other_objects(comm, shared_path):
     Job(comm).manager(shared_path).save(1)
     text = raised_everywhere(comm, Job(comm, extra=np.zeros(2)).manager(shared_path).restore_or_initialize)
@@ -223,6 +236,7 @@ def test_steps_are_whole_numbers(comm, shared_path):
         manager.save(1.5)
 
 
+@pytest.mark.feature("evaluation.evaluator-apart-from-training", "complaints.servers-and-evaluators-end")
 def test_an_evaluator_does_not_take_part_in_the_workers_saves(comm, shared_path):
     if comm.size == 1:
         pytest.skip("an evaluator and a worker need two ranks")
@@ -239,6 +253,7 @@ def test_an_evaluator_does_not_take_part_in_the_workers_saves(comm, shared_path)
     assert [path.name for path in (shared_path / "disk" / "attempts").iterdir()] == ["0001.jsonl"]
 
 
+@pytest.mark.feature("checkpoints.background-save")
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_the_end_waits_for_a_save_whose_manager_nobody_holds(comm, shared_path, monkeypatch, caplog, is_replaced):
     """Who lets go of it, maybe the thread that writes, waits for nothing; that it was replaced ends no job."""
@@ -290,6 +305,7 @@ def test_of_other_data(comm, shared_path):
     assert "seed 1 as in the checkpoint, got 2" in text
 
 
+@pytest.mark.feature("checkpoints.checksums-and-fallback")
 def test_a_damaged_newest_one_is_stepped_over_and_set_aside(comm, shared_path, caplog):
     job = Job(comm)
     job.train(2)
@@ -343,6 +359,12 @@ def test_a_folder_that_cannot_be_made(comm, shared_path):
     assert "expected a folder that can be" in text
 
 
+@pytest.mark.feature(
+    "tf.save-called-all",
+    "checkpoints.chief-writes-hdf5",
+    "semantics.handler-grace-period",
+    "complaints.save-under-if-chief",
+)
 def test_a_save_that_fails_on_the_chief_is_an_error_on_all_ranks(comm, shared_path, monkeypatch):
     job = Job(comm)
     manager = job.manager(shared_path)
@@ -359,6 +381,7 @@ def test_a_save_that_fails_on_the_chief_is_an_error_on_all_ranks(comm, shared_pa
     assert manager.restore_or_initialize().endswith("step-00000001-0001.h5")
 
 
+@pytest.mark.feature("checkpoints.background-save")
 def test_a_save_continues_in_the_background(comm, shared_path, monkeypatch):
     """What is written is the state at the call, whatever becomes of it while the file is written."""
     values = np.full(1000, 1.0)
@@ -382,6 +405,7 @@ def test_a_save_continues_in_the_background(comm, shared_path, monkeypatch):
     assert (values == 1.0).all()
 
 
+@pytest.mark.feature("checkpoints.background-save")
 def test_a_background_save_that_fails_is_raised_by_the_next_call_on_all_ranks(comm, shared_path, monkeypatch):
     manager = Job(comm).manager(shared_path)
     manager.begin_attempt()
@@ -399,6 +423,7 @@ def test_a_background_save_that_fails_is_raised_by_the_next_call_on_all_ranks(co
     assert manager.save(3).endswith("step-00000003-0001.h5")
 
 
+@pytest.mark.feature("complaints.long-work-on-one-rank")
 def test_a_disk_that_is_slow_is_waited_for_and_one_that_is_stuck_is_not(comm, shared_path, monkeypatch):
     """The limit is for one block, not for the file: whoever waits hears from the chief that it comes forward."""
     values, at_end, told = np.zeros(5 << 20), [], []  # 10 blocks
@@ -445,6 +470,7 @@ def test_a_file_that_changed_on_the_disk_is_noticed_before_older_ones_go(comm, s
     assert manager.restore_or_initialize().endswith("step-00000001-0001.h5")
 
 
+@pytest.mark.feature("checkpoints.save-and-retention-policy", "evaluation.best-checkpoint-export")
 def test_the_best_is_kept(comm, shared_path):
     manager = Job(comm).manager(shared_path, max_to_keep=1, keep_best="loss")
     for step, loss in enumerate((0.5, 0.2, 0.9), 1):
@@ -483,6 +509,7 @@ def without_progress_of(manager):
     return len(without_progress(manager.ledger.attempts()))
 
 
+@pytest.mark.feature("checkpoints.suspect-checkpoints", "complaints.broken-checkpoint-files")
 def test_attempts_that_die_are_counted_and_their_checkpoint_is_stepped_over(comm, shared_path, caplog, monkeypatch):
     """Two deaths in different jobs make a suspect."""
     first = Job(comm).manager(shared_path)
@@ -543,6 +570,7 @@ def files_in(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+@pytest.mark.feature("training.make-or-restore")
 def test_a_checkpoint_is_read_without_writing(comm, shared_path):
     """Not even a manager's constructor writes: a job that runs goes on, whoever looks at its folder."""
     job = Job(comm)
@@ -582,6 +610,7 @@ def test_reading_leaves_the_metrics_of_a_job_that_runs_alone(comm, shared_path):
     assert steps == [1, 2]
 
 
+@pytest.mark.feature("complaints.hdf5-locks")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_a_folder_of_another_user_that_is_read_only_is_read(comm, shared_path):
     path = Job(comm).manager(shared_path).save(3)
@@ -616,6 +645,7 @@ def test_what_cannot_be_read_is_an_error_on_all_ranks(comm, shared_path):
     assert "got 5000 bytes" in raised_everywhere(comm, lambda: checkpoint.restore(path))
 
 
+@pytest.mark.feature("training.make-or-restore")
 def test_a_person_who_goes_back_makes_progress_from_there(comm, shared_path):
     first = Job(comm).manager(shared_path, max_to_keep=9)
     paths = [first.save(step) for step in (10, 20)]
@@ -777,6 +807,7 @@ def test_a_step_saved_again_because_something_changed_keeps_its_metrics(comm, sh
     assert found()[1] == {}
 
 
+@pytest.mark.feature("checkpoints.suspect-checkpoints")
 def test_a_checkpoint_that_kills_who_loads_it_twice_is_stepped_over(comm, shared_path, monkeypatch):
     """What an attempt reads is noted before it is loaded."""
     job = Job(comm)
@@ -797,6 +828,7 @@ def test_a_checkpoint_that_kills_who_loads_it_twice_is_stepped_over(comm, shared
     assert job.manager(shared_path).restore_or_initialize().endswith("step-00000001-0001.h5")
 
 
+@pytest.mark.feature("complaints.long-work-on-one-rank")
 def test_a_large_file_may_take_longer_to_read_than_a_collective(comm, shared_path, monkeypatch):
     values = np.arange(5 << 20, dtype=float)  # 10 blocks
     manager = Manager(hpcdist.Checkpoint(values=values), shared_path)

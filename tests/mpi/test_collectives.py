@@ -19,6 +19,7 @@ from hpcdist.runtime.process import make_world
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 
 
+@pytest.mark.feature("collectives.broadcast-and-gathers")
 @pytest.mark.parametrize("root", [0, -1])
 def test_broadcast(comm, root):
     root %= comm.size
@@ -29,6 +30,7 @@ def test_broadcast(comm, root):
     assert tensor.tolist() == [root] * 3
 
 
+@pytest.mark.feature("collectives.broadcast-and-gathers")
 def test_all_gather_of_unequal_rows(comm):
     own = np.full((comm.rank, 2), comm.rank, np.int32)
     joined = hpcdist.all_gather(own)
@@ -37,6 +39,7 @@ def test_all_gather_of_unequal_rows(comm):
     assert hpcdist.all_gather(np.empty((0, 3))).shape == (0, 3)
 
 
+@pytest.mark.feature("collectives.broadcast-and-gathers")
 def test_all_gather_takes_rows_that_fit(comm):
     with pytest.raises(CollectiveError, match="expected rows, got a single number"):
         hpcdist.all_gather(np.float32(1))
@@ -45,6 +48,7 @@ def test_all_gather_takes_rows_that_fit(comm):
             hpcdist.all_gather(np.zeros((1, 2 + comm.rank)))
 
 
+@pytest.mark.feature("collectives.other-collectives")
 @pytest.mark.parametrize("n_rows", [0, 1, 7])
 def test_reduce_scatter(comm, n_rows):
     array = np.arange(3.0 * n_rows).reshape(n_rows, 3) + comm.rank
@@ -59,11 +63,13 @@ def test_reduce_scatter(comm, n_rows):
         hpcdist.reduce_scatter(np.array(1.0))
 
 
+@pytest.mark.feature("collectives.other-collectives")
 def test_gather_objects(comm):
     found = hpcdist.gather_objects({"rank": comm.rank}, root=comm.size - 1)
     assert found == ([{"rank": rank} for rank in range(comm.size)] if comm.rank == comm.size - 1 else None)
 
 
+@pytest.mark.feature("collectives.async-handles")
 @pytest.mark.parametrize("implementation", ["auto", "mpi", "shared_memory", "ring"])
 def test_async_handles_end_in_any_order_of_waits(comm, implementation):
     buffers = [np.full(10_000 + number, comm.rank + number, np.float32) for number in range(5)]
@@ -75,6 +81,7 @@ def test_async_handles_end_in_any_order_of_waits(comm, implementation):
         assert set(buffers[number].tolist()) == {sum(range(comm.size)) + number * comm.size}
 
 
+@pytest.mark.feature("collectives.async-handles")
 def test_async_mean_and_error(comm):
     buffer = np.full(3, comm.rank, np.float64)
     hpcdist.all_reduce_async(buffer, "mean").wait()
@@ -85,6 +92,7 @@ def test_async_mean_and_error(comm):
         hpcdist.all_reduce_async(np.ones(3), "xor")
 
 
+@pytest.mark.feature("collectives.async-handles")
 def test_a_wait_for_a_handle_can_be_bounded(comm):
     if comm.size == 1:
         return
@@ -99,6 +107,7 @@ def test_a_wait_for_a_handle_can_be_bounded(comm):
     assert buffer.tolist() == [comm.size] * 3
 
 
+@pytest.mark.feature("collectives.large-and-persistent-collectives", "complaints.large-and-half-messages")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["mpi", "shared_memory", "hierarchical", "ring", "halving"])
 def test_more_than_2_gib(comm, name):
@@ -123,6 +132,7 @@ def test_non_contiguous_zero_length_and_scalar_buffers(comm):
         assert one == comm.size * (comm.size + 1) / 2
 
 
+@pytest.mark.feature("complaints.large-and-half-messages")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64", "bool"])
 @pytest.mark.parametrize("name", ["shared_memory", "hierarchical", "ring", "halving"])
 def test_torch_dtypes(comm, name, dtype):
@@ -135,6 +145,7 @@ def test_torch_dtypes(comm, name, dtype):
     assert set(tensor.tolist()) == {comm.size}
 
 
+@pytest.mark.feature("collectives.communication-options", "semantics.options-per-call")
 def test_options_that_cannot_be_are_refused():
     for wrong, text in [
         ({"bytes_per_pack": -1}, "bytes_per_pack of 0 or more, got -1"),
@@ -148,6 +159,7 @@ def test_options_that_cannot_be_are_refused():
     assert hpcdist.CollectiveCommunication is hpcdist.CommunicationImplementation
 
 
+@pytest.mark.feature("collectives.communication-options")
 def test_a_time_limit_is_the_groups_own(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy(
         communication_options=hpcdist.CommunicationOptions(timeout_seconds=33.0)
@@ -156,6 +168,7 @@ def test_a_time_limit_is_the_groups_own(comm):
     assert group_of(strategy.world.role_comm).timeout_s == make_world().timeout_s
 
 
+@pytest.mark.feature("semantics.options-per-call")
 def test_waits_for_ranks_of_the_node_are_bounded(comm, monkeypatch):
     """One rank stays away from a barrier of the node; the others give up in time and say for whom they waited."""
     monkeypatch.setattr(group, "LATE_S", 0.0)
@@ -187,6 +200,7 @@ def test_without_shared_memory_the_others_still_work(comm, monkeypatch):
     own.free()
 
 
+@pytest.mark.feature("debugging.log-of-calls")
 def test_journals_hold_what_was_called(comm):
     own = comm.Dup()
     hpcdist.all_reduce(np.ones(7, np.float32), "max", comm=own)
@@ -198,6 +212,7 @@ def test_journals_hold_what_was_called(comm):
     own.Free()
 
 
+@pytest.mark.feature("tf.other-calls-another")
 def test_debug_names_the_rank_that_calls_something_else(comm, monkeypatch):
     world = make_world()
     monkeypatch.setattr(world, "debug", frozenset(["collectives"]))
@@ -209,6 +224,7 @@ def test_debug_names_the_rank_that_calls_something_else(comm, monkeypatch):
     own.Free()
 
 
+@pytest.mark.feature("launch.process-sets")
 def test_threads_end_with_their_group(comm):
     def threads():
         return {thread for thread in threading.enumerate() if thread.name == "hpcdist-communication"}
@@ -224,6 +240,7 @@ def test_threads_end_with_their_group(comm):
     assert not threads() & made
 
 
+@pytest.mark.feature("collectives.broadcast-and-gathers")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool, torch.uint8])
 def test_tensors_are_gathered_as_tensors(comm, dtype):
     """Ranks give as many rows as their number: rank 0 none."""
@@ -235,6 +252,7 @@ def test_tensors_are_gathered_as_tensors(comm, dtype):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.feature("collectives.broadcast-and-gathers")
 @pytest.mark.parametrize("make", [np.array, torch.tensor])
 def test_bools_are_broadcast_and_gathered(comm, make):
     values = make([comm.rank == 0, False])
@@ -243,6 +261,7 @@ def test_bools_are_broadcast_and_gathered(comm, make):
     assert hpcdist.all_gather(values).tolist() == [True, False] * comm.size
 
 
+@pytest.mark.feature("debugging.log-of-calls")
 def test_debug_logs_each_call_as_it_ends(comm, monkeypatch, make_group, capfd):
     monkeypatch.setattr(make_world(), "debug", frozenset(["calls"]))
     group = make_group()
@@ -257,6 +276,7 @@ def test_debug_logs_each_call_as_it_ends(comm, monkeypatch, make_group, capfd):
     assert second.startswith(f"{who}2  barrier any x 0  ")
 
 
+@pytest.mark.feature("observability.communication-summary")
 def test_debug_counts_calls_bytes_and_seconds(comm, monkeypatch, make_group):
     monkeypatch.setattr(make_world(), "debug", frozenset(["summary"]))
     monkeypatch.setattr(summary, "_totals", summary.CallTotals())

@@ -66,6 +66,7 @@ def in_place(state, bucket):
         gradient.copy_(total)
 
 
+@pytest.mark.feature("collectives.communication-hook")
 @pytest.mark.parametrize("hook", [blocking, background, future, in_place])
 @pytest.mark.parametrize("gradient_op", ["sum", "mean"])
 @pytest.mark.parametrize("bytes_per_pack", [0, 2048])
@@ -75,6 +76,7 @@ def test_a_hook_that_sums_trains_as_without_one(comm, hook, gradient_op, bytes_p
     assert len(set(comm.allgather(hooked.numpy().tobytes()))) == 1
 
 
+@pytest.mark.feature("collectives.communication-hook")
 def test_what_a_hook_sees(comm):
     seen = []
 
@@ -104,6 +106,7 @@ def test_a_result_that_is_no_sum_is_an_error(comm):
             trained.backward()
 
 
+@pytest.mark.feature("collectives.communication-hook")
 @pytest.mark.parametrize(
     ("start", "message"),
     [
@@ -128,17 +131,20 @@ def test_a_hook_comes_before_the_first_use(comm):
 # -- compressions -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("collectives.powersgd")
 def test_power_sgd_of_full_rank_is_the_sum(comm):
     state = hpcdist.PowerSGDState(matrix_approximation_rank=64, start_step=0, min_compression_rate=0)
     hooked = Trained(hpcdist.power_sgd_hook, state).backward()
     torch.testing.assert_close(hooked, Trained().backward(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.feature("collectives.sparsifying-compression")
 def test_top_k_of_all_is_the_sum(comm):
     hooked = Trained(hpcdist.top_k_hook, hpcdist.TopKState(1.0)).backward()
     torch.testing.assert_close(hooked, Trained().backward(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.feature("collectives.sparsifying-compression", "collectives.powersgd")
 @pytest.mark.parametrize(
     ("hook", "make"),
     [
@@ -208,6 +214,7 @@ def test_nothing_is_lost_between_models_in_turn_and_batches_of_any_size(comm, ho
     assert comm.size == 1 or n_remembered >= 2
 
 
+@pytest.mark.feature("collectives.sparsifying-compression")
 def test_overflow_is_not_remembered(comm):
     trained = Trained(hpcdist.top_k_hook, hpcdist.TopKState(0.5))
     with torch.no_grad():
@@ -229,6 +236,7 @@ def test_values_out_of_range(make):
         make()
 
 
+@pytest.mark.feature("collectives.sparsifying-compression", "collectives.powersgd")
 @pytest.mark.parametrize(
     ("hook", "make"),
     [

@@ -87,6 +87,12 @@ def weights(model):
 # -- the guide -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature(
+    "tf.parameterserverstrategy-cluster-resolver",
+    "strategies.parameter-server-strategy",
+    "parameter-servers.cluster-coordinator",
+    "semantics.coordinator-is-one",
+)
 def test_the_guides_custom_loop_runs(coordinated):
     """ "Parameter server training with ParameterServerStrategy": a custom training loop, but for torch's modules."""
     feature_vocab = ["avenger", "ironman", "batman", "hulk", "spiderman", "kingkong", "wonder_woman"]
@@ -150,6 +156,7 @@ def test_the_guides_custom_loop_runs(coordinated):
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("parameter-servers.remote-values", "semantics.fetch-and-worker-datasets")
 def test_results_are_tensors_by_get_and_arrays_by_fetch(coordinated):
     def body(coordinator):
         wide = torch.arange(1000.0)
@@ -171,6 +178,7 @@ def test_results_are_tensors_by_get_and_arrays_by_fetch(coordinated):
     coordinated(body)
 
 
+@pytest.mark.feature("parameter-servers.remote-values")
 def test_as_many_functions_run_at_once_as_there_are_workers(coordinated):
     def body(coordinator):
         def slow():
@@ -190,6 +198,7 @@ def test_as_many_functions_run_at_once_as_there_are_workers(coordinated):
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("semantics.join-and-errors")
 @pytest.mark.parametrize("call", ["join", "schedule", "done"])
 def test_the_first_error_is_raised_once_and_what_has_not_begun_is_cancelled(coordinated, call):
     def fail():
@@ -249,6 +258,7 @@ def test_errors_that_cannot_travel_and_exits_are_told_as_text(coordinated):
     coordinated(body)
 
 
+@pytest.mark.feature("semantics.schedule-rules")
 def test_what_cannot_be_sent_is_refused_by_schedule(coordinated):
     def body(coordinator):
         _, optimizer = make_model(coordinator.strategy)
@@ -375,6 +385,7 @@ def test_steps_one_after_another_have_the_bits_of_one_process(coordinated, parti
     coordinated(body, variable_partitioner=partitioner)
 
 
+@pytest.mark.feature("tf.parameterserverstrategy-cluster-resolver")
 def test_every_push_is_applied_once_and_seen_after_join(coordinated):
     """Whole numbers add up exactly, in any order."""
 
@@ -647,6 +658,12 @@ def numbers_dataset():
     return hpcdist.Dataset.from_tensor_slices(np.arange(6)).batch(2)
 
 
+@pytest.mark.feature(
+    "tf.under-parameter-servers",
+    "parameter-servers.cluster-coordinator",
+    "semantics.schedule-rules",
+    "semantics.fetch-and-worker-datasets",
+)
 @pytest.mark.parametrize("kind", ["function", "dataset", "distributed", "from function", "distributed in function"])
 def test_each_worker_has_all_of_a_dataset(coordinated, kind):
     def body(coordinator):
@@ -675,6 +692,7 @@ def test_each_worker_has_all_of_a_dataset(coordinated, kind):
     coordinated(body)
 
 
+@pytest.mark.feature("tf.under-parameter-servers")
 def test_the_input_pipeline_of_a_worker_is_the_only_one(coordinated):
     def body(coordinator):
         strategy = coordinator.strategy
@@ -716,6 +734,7 @@ def test_a_dataset_without_a_seed_has_an_order_on_each_worker(coordinated):
     coordinated(body)
 
 
+@pytest.mark.feature("semantics.closure-errors")
 def test_a_resource_that_cannot_be_made(coordinated):
     def body(coordinator):
         def make():
@@ -859,6 +878,7 @@ def test_a_restore_between_functions_reaches_the_workers(coordinated, tmp_path):
 # -- set-up ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("semantics.coordinator-is-one")
 def test_other_strategies_have_no_coordinator(comm):
     with pytest.raises(UsageError, match="expected a ParameterServerStrategy, got Strategy"):
         hpcdist.ClusterCoordinator(hpcdist.get_strategy())

@@ -33,6 +33,7 @@ def test_equal_states_pass_and_a_ranks_own_arrays_do_not_count(job):
     manager.check_equal()
 
 
+@pytest.mark.feature("debugging.replica-divergence")
 @pytest.mark.parametrize("part", ["parameter", "buffer", "optimizer", "sign of zero"])
 def test_one_bit_on_one_rank_is_named(comm, job, part):
     model, optimizer, manager = job

@@ -47,6 +47,14 @@ def train(model, batches, optimizer, reduced, after_step=lambda: None):
     return np.concatenate([p.detach().numpy().reshape(-1) for p in model.parameters()])
 
 
+@pytest.mark.feature(
+    "tf.multiworkermirroredstrategy-cluster-resolver",
+    "tf.loss-carries-factor",
+    "tf.short-last-batch",
+    "strategies.multi-worker-mirrored-strategy",
+    "gpu.without-gpus",
+    "semantics.gradients-are-summed",
+)
 @pytest.mark.parametrize("name", sorted(MODELS))
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 def test_n_ranks_train_as_one(comm, name, kind):

@@ -100,6 +100,7 @@ def close(made, expected):
         torch.testing.assert_close(torch.from_numpy(own), other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.feature("training.estimator")
 def test_the_guides_regressor(config):
     """As in the guide, but for its features' key: rows of ones, SGD with rate 0.2, weights from 0."""
     regressor = LinearRegressor([numeric_column("feats")], optimizer="SGD", config=config)
@@ -122,6 +123,7 @@ def test_the_guides_regressor(config):
         assert row["predictions"] == pytest.approx(weight + bias, rel=1e-5)
 
 
+@pytest.mark.feature("training.estimator")
 @pytest.mark.core
 def test_every_worker_sees_its_own_input_whole(config, ranks):
     seen = []
@@ -202,6 +204,7 @@ def test_a_model_becomes_an_estimator(config, shared_path):
         estimator.model_to_estimator(nn.Linear(3, 1))
 
 
+@pytest.mark.feature("training.estimator")
 @pytest.mark.core
 @pytest.mark.parametrize("synchronous", [False, True])
 def test_parameter_servers(comm, shared_path, synchronous):

@@ -49,6 +49,7 @@ def save(run, manager, step, is_fast):
     manager.wait()
 
 
+@pytest.mark.feature("checkpoints.checkpointer-with-a-file-per-rank")
 @pytest.mark.parametrize(
     ("saves", "found"),
     [

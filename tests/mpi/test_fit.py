@@ -67,6 +67,7 @@ def by_hand(rows, epochs, make_optimizer=lambda parameters: torch.optim.Adam(par
     return found, net
 
 
+@pytest.mark.feature("tf.fit-evaluate-predict", "training.compile-and-fit", "semantics.models-know-their-strategy")
 def test_the_history_is_that_of_a_loop_by_hand(strategy, rows):
     model = make_model(strategy)
     history = model.fit(*rows, batch_size=16, epochs=3, shuffle=False, verbose=0)
@@ -79,6 +80,7 @@ def test_the_history_is_that_of_a_loop_by_hand(strategy, rows):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.feature("training.history")
 def test_four_replicas_have_one_history_on_any_number_of_ranks(comm, rows):
     """Compared with four replicas in this process alone, to the last digit."""
 
@@ -96,6 +98,7 @@ def test_four_replicas_have_one_history_on_any_number_of_ranks(comm, rows):
     assert all(map(torch.equal, own[1], other[1]))
 
 
+@pytest.mark.feature("tf.fit-evaluate-predict", "training.compile-and-fit")
 def test_each_row_is_evaluated_once_and_predictions_are_in_order(strategy, rows):
     x, y = rows
     model = make_model(strategy)
@@ -112,6 +115,7 @@ def test_each_row_is_evaluated_once_and_predictions_are_in_order(strategy, rows)
     assert model.training, "evaluate and predict leave the mode as it was"
 
 
+@pytest.mark.feature("training.compile-and-fit")
 def test_weights_of_rows_and_classes(strategy, rows):
     x, y = rows
     weights = np.linspace(0.5, 2, N_ROWS)
@@ -142,6 +146,7 @@ def test_datasets_and_loaders_are_taken_as_they_are(strategy, rows):
         make_model(strategy).fit(dataset, rows[1], batch_size=3, verbose=0)
 
 
+@pytest.mark.feature("training.compile-and-fit")
 def test_steps_of_an_epoch_go_on_where_the_last_one_ended(strategy, rows):
     numbers = np.arange(N_ROWS, dtype=np.float32).reshape(-1, 1).repeat(5, 1)
     seen = []
@@ -168,6 +173,7 @@ def test_steps_of_an_epoch_go_on_where_the_last_one_ended(strategy, rows):
     assert len(make().fit(data.repeat(), epochs=2, steps_per_epoch=6, verbose=0).epoch) == 2
 
 
+@pytest.mark.feature("training.compile-and-fit")
 def test_a_validation_of_some_steps_sees_the_same_rows_each_time(strategy, rows):
     model = make_model(strategy, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
     history = model.fit(
@@ -180,6 +186,7 @@ def test_a_validation_of_some_steps_sees_the_same_rows_each_time(strategy, rows)
     assert set(split) == {"loss", "accuracy", "val_loss", "val_accuracy"}
 
 
+@pytest.mark.feature("training.other-callbacks")
 def test_one_rank_that_stops_stops_all(comm, strategy, rows):
     class Stopping(Callback):
         def on_train_batch_end(self, batch, logs):
@@ -218,6 +225,7 @@ def test_callbacks_are_called_in_the_order_of_keras(strategy, rows):
     ]
 
 
+@pytest.mark.feature("training.other-callbacks")
 def test_the_best_weights_come_back(strategy, rows):
     seen = {}
     stopping = EarlyStopping("loss", mode="max", patience=1, restore_best_weights=True)
@@ -229,6 +237,7 @@ def test_the_best_weights_come_back(strategy, rows):
     assert not all(map(np.array_equal, seen[1], seen[0]))
 
 
+@pytest.mark.feature("training.learning-rate-warm-up")
 def test_the_learning_rate_warms_up_to_that_of_all_replicas(strategy, rows):
     rates = []
     model = make_model(strategy, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
@@ -241,6 +250,7 @@ def test_the_learning_rate_warms_up_to_that_of_all_replicas(strategy, rows):
     assert rates[2:] == pytest.approx([0.01 * n] * 2)
 
 
+@pytest.mark.feature("training.model-checkpoint-callback", "semantics.checkpoint-callback-rules")
 def test_a_model_is_saved_and_loaded_with_its_optimizer(strategy, rows, shared_path):
     folder = shared_path / "models"
     model = make_model(strategy)

@@ -122,6 +122,7 @@ def test_pieces_with_servers(comm, rows):
     on_workers(comm, train)
 
 
+@pytest.mark.feature("training.mixed-precision")
 @pytest.mark.parametrize(
     ("policy", "dtype"), [("mixed_bfloat16", torch.bfloat16), ("mixed_float16", torch.float16)], ids=str
 )
@@ -136,6 +137,7 @@ def test_layers_compute_in_half_precision(strategy, rows, policy, dtype, monkeyp
         torch.testing.assert_close(own, other, rtol=0.05, atol=0.02)
 
 
+@pytest.mark.feature("training.mixed-precision")
 @pytest.mark.core
 def test_an_overflow_on_one_replica_is_skipped_on_all(comm, strategy, rows):
     """Its gradient is infinite in float16 with the scale of that step; half of it is not."""

@@ -71,6 +71,7 @@ def assert_same_on_all_ranks(comm, tensors):
     assert len(set(comm.allgather(bits))) == 1
 
 
+@pytest.mark.feature("training.broadcast-of-initial-state")
 def test_models_start_identical_from_the_chief(pair, comm):
     model, _ = pair
     assert_same_on_all_ranks(comm, model.parameters())
@@ -78,6 +79,7 @@ def test_models_start_identical_from_the_chief(pair, comm):
     assert_close([p.detach() for p in model.parameters()], [p.detach() for p in build().parameters()])
 
 
+@pytest.mark.feature("tf.gradients-summed-over", "semantics.gradients-are-summed")
 def test_grad_is_the_sum_over_replicas_when_backward_returns(pair, comm):
     model, reference = pair
     mine, whole = local_rows(comm)
@@ -144,6 +146,7 @@ def test_a_second_backward_through_other_parameters_keeps_the_first_sum(pair, co
     assert_close(gradients(model), gradients(reference))
 
 
+@pytest.mark.feature("collectives.accumulation-without-sync")
 def test_no_sync_defers_the_sum(pair, comm):
     model, reference = pair
     mine, whole = local_rows(comm)
@@ -165,6 +168,7 @@ def model_strategy(pair):
     return next(one for one in context.alive() if pair[0] in one.engine.modules)
 
 
+@pytest.mark.feature("collectives.accumulation-without-sync")
 def test_a_parameter_touched_only_under_no_sync_is_summed_too(pair, comm):
     model, reference = pair
     mine, whole = local_rows(comm)
@@ -279,6 +283,7 @@ def test_weights_loaded_and_moved_between_scope_and_first_use(strategy, comm):
     assert (model[0].weight == 5).all()
 
 
+@pytest.mark.feature("training.mixed-precision")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_dtypes(strategy, comm, dtype):
     with strategy.scope():
@@ -562,6 +567,7 @@ def test_mean_refuses_parts_of_unequal_length_between_two_backwards(comm):
         model(ahead[0]).mean().backward()
 
 
+@pytest.mark.feature("collectives.accumulation-without-sync")
 def test_mean_under_no_sync_weighs_equal_parts_and_refuses_others(comm):
     strategy, model, dataset = mean_job(comm, 3 * comm.size, 2 * comm.size)
     if comm.size == 1:
@@ -687,6 +693,7 @@ def scaled(model, rows=1):
     return hpcdist.compute_average_loss(model(torch.ones(rows, 2))[:, 0])
 
 
+@pytest.mark.feature("tf.gradients-summed-over", "semantics.loss-scaling")
 def test_nobody_said_how_gradients_combine(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     with strategy.scope():
@@ -705,6 +712,7 @@ def test_nobody_said_how_gradients_combine(comm):
     assert model.bias.grad.item() == pytest.approx(1.0)
 
 
+@pytest.mark.feature("semantics.loss-scaling")
 @pytest.mark.parametrize("n_local", [None, 2])
 def test_a_second_kind_of_loss_is_an_error(comm, n_local):
     """After scaled losses, the mean over local rows would give a gradient that is too large by the replicas."""
@@ -775,6 +783,7 @@ def test_mean_weighs_replicas_by_the_rows_they_were_handed(comm):
     assert_close(gradients(model), gradients(reference))
 
 
+@pytest.mark.feature("input.zero-weight-participation")
 def test_mean_of_an_empty_part_adds_zero_not_nan(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
     with strategy.scope():
@@ -816,6 +825,7 @@ def test_mean_without_a_distributed_dataset_is_the_mean_over_replicas(comm):
     assert model.weight.grad.tolist() == [pytest.approx([(comm.size - 1) / 2] * 2)]
 
 
+@pytest.mark.feature("tf.moving-statistics-those")
 def test_batch_norm_statistics_are_averaged_and_other_buffers_keep_their_bits(strategy, comm):
     with strategy.scope():
         model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
@@ -836,6 +846,7 @@ def test_batch_norm_statistics_are_averaged_and_other_buffers_keep_their_bits(st
     assert torch.equal(model.constant, frozen)
 
 
+@pytest.mark.feature("debugging.finite-and-shape-checks")
 def test_a_model_built_differently_on_one_rank(strategy, comm):
     if comm.size == 1:
         pytest.skip("one rank cannot differ")
@@ -881,6 +892,7 @@ def test_nothing_is_said_of_one_rank_that_has_several_replicas(caplog):
     assert caplog.records == []
 
 
+@pytest.mark.feature("debugging.determinism")
 def test_dropout_draws_by_seed_step_and_replica(comm):
     def draws(seed):
         strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
@@ -941,6 +953,7 @@ def test_an_unused_strategy_takes_its_hooks_away(comm):
     assert len(torch_hooks._before_steps) == before
 
 
+@pytest.mark.feature("tf.variables-models-remember", "semantics.models-know-their-strategy")
 def test_a_model_keeps_summing_when_its_strategy_is_out_of_sight(comm):
     import gc
 
@@ -1003,6 +1016,7 @@ def test_nan_of_an_empty_part_is_not_added(comm):
     assert model.weight.grad.tolist() == [[1.0, 1.0]]
 
 
+@pytest.mark.feature("debugging.finite-and-shape-checks")
 @pytest.mark.parametrize("num_replicas", [None, 4])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_debug_names_the_parameter_whose_gradient_is_not_finite(comm, monkeypatch, num_replicas, value):
@@ -1046,6 +1060,7 @@ def test_a_grad_scaler_outside_of_run_with_several_replicas_is_that_of_one_proce
     torch.testing.assert_close(model.weight, expected)
 
 
+@pytest.mark.feature("training.mixed-precision")
 def test_a_grad_scaler_skips_a_step_on_all_ranks_when_one_overflows(comm):
     """Gradients are sums, so that all ranks see the infinity of one."""
     torch.manual_seed(1)  # ranks are compared before the first forward, too

@@ -90,6 +90,12 @@ def execute(line, comm):
     return names
 
 
+@pytest.mark.feature(
+    "tf.multiworkermirroredstrategy-cluster-resolver",
+    "strategies.multi-worker-mirrored-strategy",
+    "collectives.cross-device-ops",
+    "collectives.communication-options",
+)
 @pytest.mark.parametrize("line", LINES)
 def test_lines_of_the_guides(line, comm):
     names = execute(line, comm)
@@ -104,6 +110,7 @@ def test_lines_of_the_guides(line, comm):
         assert strategy.reduce(hpcdist.ReduceOp.SUM, 1.0, axis=None) == n_replicas
 
 
+@pytest.mark.feature("gpu.without-gpus")
 @pytest.mark.parametrize("line", LACKING)
 def test_lines_that_need_what_is_not_here(line, comm, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_xla", None)
@@ -112,6 +119,7 @@ def test_lines_that_need_what_is_not_here(line, comm, monkeypatch):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.feature("tf.mirroredstrategy-devices-cross", "tf.reduce-result-same", "training.custom-loops")
 def test_the_custom_training_loop(comm):
     """Custom training with tf.distribute.Strategy: dataset, scope, train_step, distributed_train_step, epochs."""
     strategy = hpcdist.MirroredStrategy()

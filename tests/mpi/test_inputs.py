@@ -34,6 +34,13 @@ def uneven(number, comm):
     return rows, batch, rng.random() < 0.3, rng.randint(0, 9)
 
 
+@pytest.mark.feature(
+    "tf.replicas-empty-part",
+    "tf.without-drop-remainder",
+    "input.zero-weight-participation",
+    "input.gather-without-duplicates",
+    "evaluation.multi-node-evaluator",
+)
 @pytest.mark.parametrize("first", range(0, 40, 10))
 def test_uneven_inputs_every_sample_once_and_exact_metrics(strategy, comm, first):
     for number in range(first, first + 10):
@@ -49,6 +56,7 @@ def test_uneven_inputs_every_sample_once_and_exact_metrics(strategy, comm, first
         assert means == pytest.approx([np.mean(step) for step in whole], rel=1e-15), number
 
 
+@pytest.mark.feature("tf.replicas-empty-part", "input.zero-weight-participation", "complaints.last-uneven-batch")
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 def test_gradients_of_uneven_parts_are_those_of_the_global_batch(comm, op):
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op=op)
@@ -100,6 +108,7 @@ def test_parts_of_several_replicas_on_a_rank(comm, op):
         torch.testing.assert_close(grads, list(expected), rtol=1e-12, atol=0)
 
 
+@pytest.mark.feature("input.datasets-from-function", "input.input-options")
 @pytest.mark.parametrize("mode", hpcdist.InputReplicationMode)
 def test_datasets_from_a_function_for_several_replicas_on_a_rank(comm, mode):
     n_replicas = 2 * comm.size
@@ -119,6 +128,7 @@ def test_datasets_from_a_function_for_several_replicas_on_a_rank(comm, mode):
     assert sorted(seen) == list(range(3 * n_replicas + 1))
 
 
+@pytest.mark.feature("tf.next-ends-all", "semantics.end-of-data")
 def test_a_dataset_without_batches_ends_everywhere(strategy):
     rows = hpcdist.Dataset.from_tensor_slices(torch.ones(0, 3))
     few = hpcdist.Dataset.from_tensor_slices(torch.ones(2, 3)).batch(4, drop_remainder=True)
@@ -127,6 +137,7 @@ def test_a_dataset_without_batches_ends_everywhere(strategy):
         assert not iterator.get_next_as_optional().has_value()
 
 
+@pytest.mark.feature("tf.replicas-empty-part", "semantics.splitting-of-batches")
 def test_one_row_is_enough_for_all_replicas(strategy, comm):
     dataset = hpcdist.Dataset.from_tensor_slices((np.ones((1, 3), np.float32), np.ones(1))).batch(8)
     ((x, y),) = strategy.experimental_distribute_dataset(dataset)
@@ -146,6 +157,15 @@ def own_rows(comm, n_rows):
     return dataset_fn
 
 
+@pytest.mark.feature(
+    "tf.next-ends-all",
+    "tf.get-next-optional",
+    "input.datasets-from-function",
+    "input.input-context",
+    "input.join-of-uneven-inputs",
+    "semantics.end-of-data",
+    "complaints.last-uneven-batch",
+)
 @pytest.mark.parametrize("is_shortest_first", [True, False])
 def test_datasets_from_a_function_end_together(strategy, comm, is_shortest_first):
     place = comm.rank if is_shortest_first else comm.size - 1 - comm.rank
@@ -159,6 +179,7 @@ def test_datasets_from_a_function_end_together(strategy, comm, is_shortest_first
     assert values == [True] * comm.size + [False]
 
 
+@pytest.mark.feature("input.join-of-uneven-inputs")
 def test_ranks_out_of_data_take_part_in_the_mean_with_weight_zero(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="MEAN")
     with strategy.scope():
@@ -211,6 +232,7 @@ def test_generators_are_divided_and_restarted(strategy, comm):
     assert sorted(rows[:7]) == sorted(rows[7:]) == list(range(7))
 
 
+@pytest.mark.feature("tf.auto-data-experimental", "input.hdf5-source")
 def test_hdf5_files_are_read_in_one_global_order(strategy, comm, shared_path):
     if comm.rank == 0:
         for number in range(3):
@@ -235,6 +257,7 @@ def test_policies_must_be_those_of_the_chief(strategy, comm):
     assert "AutoShardPolicy.OFF" in raised_everywhere(comm, lambda: strategy.experimental_distribute_dataset(dataset))
 
 
+@pytest.mark.feature("complaints.fork-after-mpi")
 def test_worker_processes_do_not_inherit_mpi(strategy, comm):
     """They are not forks of this process, in which MPI runs."""
     assert "mpi4py.MPI" in sys.modules
@@ -260,6 +283,7 @@ class Modules(torch.utils.data.Dataset):
         return index, bool(module and module.Is_initialized())
 
 
+@pytest.mark.feature("input.distributed-sampler")
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_samplers_divide_the_rows_of_an_epoch_among_the_ranks(comm, drop_last):
     rows = torch.utils.data.TensorDataset(torch.arange(11))

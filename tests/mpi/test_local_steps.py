@@ -77,6 +77,7 @@ def trained_by_hand(comm, n_steps, n_in_round, first_local_step=0):
     return torch.cat([value.reshape(-1).double() for value in model.state_dict().values()])
 
 
+@pytest.mark.feature("strategies.local-sgd")
 @pytest.mark.parametrize("gradient_op", ["sum", "mean"])
 @pytest.mark.parametrize(("n_in_round", "first"), [(4, 0), (3, 5)])
 def test_they_are_the_local_steps_of_every_rank_and_their_mean(comm, gradient_op, n_in_round, first):
@@ -90,6 +91,7 @@ def test_they_are_the_local_steps_of_every_rank_and_their_mean(comm, gradient_op
     assert len(set(comm.allgather(trained.weights().numpy().tobytes()))) == comm.size
 
 
+@pytest.mark.feature("strategies.local-sgd")
 def test_nothing_is_sent_inside_a_round(comm):
     trained = Trained(5)
     trained.step()
@@ -102,6 +104,7 @@ def test_nothing_is_sent_inside_a_round(comm):
     assert (journal.n_entered > before) == (comm.size > 1)
 
 
+@pytest.mark.feature("strategies.local-sgd")
 def test_a_save_waits_for_the_average_and_a_restart_has_the_bits(comm, shared_path):
     """The handler saves every 3 steps: at the end of the round that it falls into."""
 
@@ -184,6 +187,7 @@ def test_one_replica_per_rank(options):
         hpcdist.CommunicationOptions(local_steps=0)
 
 
+@pytest.mark.feature("strategies.local-sgd")
 def test_digits_are_learned(comm):
     images, labels = sklearn_datasets.load_digits(return_X_y=True)
     images, labels = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)

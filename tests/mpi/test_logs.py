@@ -26,6 +26,7 @@ def root_logger():
     root.handlers, root.level = handlers, level
 
 
+@pytest.mark.feature("observability.logs-by-rank")
 def test_each_rank_has_a_file_and_the_chief_the_screen(comm, shared_path, root_logger, capfd, monkeypatch):
     monkeypatch.setattr(make_world(), "step", None)  # that of another test
     path = hpcdist.log_to(shared_path / "logs")

@@ -22,6 +22,7 @@ def total(strategy, function):
     return float(strategy.reduce("sum", strategy.run(function), axis=None))
 
 
+@pytest.mark.feature("tf.scale-regularization-loss", "semantics.loss-scaling")
 @pytest.mark.parametrize("loss", [torch.tensor([[1.0, 2.0], [3.0, 0.5]]), np.array([2.5, 4.0]), torch.tensor(6.5), 6.5])
 def test_parts_of_a_regularization_loss_add_up_to_it(strategy, loss):
     assert total(strategy, lambda: hpcdist.scale_regularization_loss(loss)) == pytest.approx(6.5)
@@ -66,6 +67,7 @@ def test_a_regularization_loss_of_strategies_that_average_and_that_sum_is_refuse
         assert float(hpcdist.scale_regularization_loss(6.0)) == 6.0 / comm.size
 
 
+@pytest.mark.feature("tf.compute-average-loss", "tf.weights-scale-do", "semantics.average-loss")
 @pytest.mark.parametrize(
     ("shape", "weights", "expected"),
     [

@@ -163,6 +163,13 @@ def test_predictions_that_are_no_probabilities_are_refused():
     assert float(metrics.AUC().result()) == 0
 
 
+@pytest.mark.feature(
+    "tf.read-metrics-such",
+    "training.metric-averaging",
+    "evaluation.multi-node-evaluator",
+    "observability.metrics-across-ranks",
+    "complaints.metrics-without-padding",
+)
 @pytest.mark.parametrize(("kind", "tensors", "expected"), CASES)
 def test_it_is_that_of_all_rows(strategy, comm, kind, tensors, expected):
     metric = make(strategy, kind)
@@ -174,6 +181,7 @@ def test_it_is_that_of_all_rows(strategy, comm, kind, tensors, expected):
     assert float(result) == pytest.approx(in_one_process(kind, *tensors), rel=1e-13)
 
 
+@pytest.mark.feature("training.metric-averaging", "observability.metrics-across-ranks")
 @pytest.mark.parametrize(("kind", "tensors", "expected"), CASES)
 def test_weights(strategy, kind, tensors, expected):
     metric = make(strategy, kind)
@@ -216,6 +224,7 @@ def test_it_adds_up_over_steps_until_it_is_reset(strategy):
     assert float(metric.result()) == 0.0
 
 
+@pytest.mark.feature("tf.read-metrics-such")
 def test_a_replica_sees_its_own(strategy):
     metric = make(strategy, metrics.Sum)
 
@@ -227,6 +236,7 @@ def test_a_replica_sees_its_own(strategy):
     assert float(metric.result()) == sum(range(strategy.num_replicas_in_sync))
 
 
+@pytest.mark.feature("observability.metrics-across-ranks")
 def test_it_has_the_same_bits_on_any_number_of_ranks():
     strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=7)
     metric = make(strategy, metrics.Sum)
@@ -237,6 +247,7 @@ def test_it_has_the_same_bits_on_any_number_of_ranks():
     assert float(metric.result()) == tree != sum(v)
 
 
+@pytest.mark.feature("training.metric-averaging", "complaints.metrics-without-padding")
 def test_small_values_are_not_lost_beside_large_ones(strategy):
     metric = make(strategy, metrics.Sum)
     strategy.run(lambda: metric.update_state([2.0**30]))
@@ -244,6 +255,7 @@ def test_small_values_are_not_lost_beside_large_ones(strategy):
     assert float(metric.result()) == (2.0**30 + 1) * strategy.num_replicas_in_sync
 
 
+@pytest.mark.feature("tf.save-works-outside", "checkpoints.exact-resume")
 @pytest.mark.parametrize("restarted", [None, 4, 9])
 def test_it_comes_back_from_a_checkpoint(strategy, shared_path, restarted):
     metric = make(strategy, metrics.Mean)

@@ -76,6 +76,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.feature("debugging.mismatch-detection")
 @pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_calls_in_different_orders_are_refused_on_all_ranks(values, comm, one, other):
     own = values.calls()[one if comm.rank else other]

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.core]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool]
 
 
+@pytest.mark.feature("collectives.other-collectives")
 @pytest.mark.parametrize("n_rows", [0, 1, 7])
 @pytest.mark.parametrize("root", [0, -1])
 def test_scatter_divides_roots_rows(comm, n_rows, root):
@@ -45,6 +46,7 @@ def test_scatter_takes_rows(comm):
         hpcdist.scatter([[1.0], [1.0, 2.0]])
 
 
+@pytest.mark.feature("collectives.other-collectives")
 @pytest.mark.parametrize("make", [np.asarray, torch.tensor])
 def test_alltoall_sends_rows_to_each_rank(comm, make):
     counts = [(comm.rank + to) % 3 for to in range(comm.size)]
@@ -72,6 +74,7 @@ def test_alltoall_that_does_not_fit_is_refused_on_all_ranks(comm):
             hpcdist.alltoall(np.zeros(comm.size, "f4" if comm.rank else "f8"))
 
 
+@pytest.mark.feature("collectives.other-collectives")
 @pytest.mark.parametrize("dtype", DTYPES[:-1])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_reduce_scatter_of_a_tensor_gives_a_tensor(comm, dtype, is_async):
@@ -90,6 +93,7 @@ def test_reduce_scatter_takes_numbers():
         hpcdist.reduce_scatter(torch.eye(2).to_sparse())
 
 
+@pytest.mark.feature("collectives.async-handles")
 def test_moves_in_the_background_return_their_results(comm):
     buffer = np.full(2, comm.rank)
     handles = [
@@ -119,6 +123,7 @@ def test_all_gather_keeps_half_precision_and_forgets_the_graph(comm):
     assert hpcdist.all_gather(np.full((1,), comm.rank, np.float16)).dtype == np.float16
 
 
+@pytest.mark.feature("collectives.other-collectives", "training.broadcast-of-initial-state")
 def test_objects_go_everywhere(comm):
     last = comm.size - 1
     assert hpcdist.broadcast_object({"from": comm.rank}, last) == {"from": last}
@@ -136,6 +141,7 @@ def test_objects_for_another_number_of_ranks_are_refused_on_all(comm):
         hpcdist.alltoall_objects([1] * (comm.size + (comm.rank == 0)))
 
 
+@pytest.mark.feature("training.broadcast-of-initial-state")
 def test_an_optimizers_state_is_taken_from_the_chief(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     model = torch.nn.Linear(2, 1)
@@ -148,6 +154,7 @@ def test_an_optimizers_state_is_taken_from_the_chief(comm):
     assert [optimizer.state[p]["momentum_buffer"].numel() for p in model.parameters()] == [2, 1]
 
 
+@pytest.mark.feature("input.scatter-dataset")
 @pytest.mark.parametrize("is_equal", [True, False])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_dataset_that_only_root_has_is_dealt_out(comm, shuffle, is_equal):
@@ -162,6 +169,7 @@ def test_a_dataset_that_only_root_has_is_dealt_out(comm, shuffle, is_equal):
     assert (joined == list(range(n_items))) is not (shuffle and n_items > 1)
 
 
+@pytest.mark.feature("input.scatter-dataset")
 def test_a_dataset_without_items_is_refused_on_all_ranks():
     with pytest.raises(CollectiveError, match="scatter_dataset: expected items by number on root"):
         hpcdist.scatter_dataset([])
@@ -170,6 +178,7 @@ def test_a_dataset_without_items_is_refused_on_all_ranks():
 # -- several buffers, scales -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("collectives.grouped-collectives")
 def test_several_buffers_are_reduced_as_one(comm):
     arrays = [np.full((2, 3), comm.rank, np.float32), np.full(4, 2.0), np.zeros((0, 2), np.float32)]
     tensors = [torch.full((3,), float(comm.rank)), torch.ones(2, dtype=torch.bfloat16)]
@@ -183,6 +192,7 @@ def test_several_buffers_are_reduced_as_one(comm):
     assert journal.n_entered == before + 2  # float32 and float64
 
 
+@pytest.mark.feature("collectives.grouped-collectives")
 def test_nothing_of_a_group_is_sent_when_one_buffer_does_not_fit(comm):
     buffers = [np.ones(3), np.array(["text"])]
     with pytest.raises(CollectiveError, match="expected numbers"):
@@ -190,6 +200,7 @@ def test_nothing_of_a_group_is_sent_when_one_buffer_does_not_fit(comm):
     assert buffers[0].tolist() == [1.0] * 3
 
 
+@pytest.mark.feature("collectives.scaling-before-and-after")
 @pytest.mark.parametrize("make", [lambda: np.full(3, 2.0), lambda: torch.full((3,), 2.0, dtype=torch.float16)])
 def test_values_are_scaled_before_and_after(comm, make):
     buffers = [make() for _ in range(3)]
@@ -199,6 +210,7 @@ def test_values_are_scaled_before_and_after(comm, make):
     assert [buffer.tolist() for buffer in buffers] == [[8.0 * comm.size] * 3] * 3
 
 
+@pytest.mark.feature("collectives.scaling-before-and-after")
 def test_what_is_scaled_down_afterwards_does_not_overflow_half_precision(comm):
     buffer = torch.full((2,), 60000.0, dtype=torch.float16)
     hpcdist.all_reduce(buffer, postscale=1 / comm.size)
@@ -213,6 +225,7 @@ def test_integers_are_not_scaled():
 # -- barriers --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("collectives.other-collectives")
 def test_a_barrier_waits_for_all(comm):
     began = comm.allreduce(time.monotonic()) / comm.size
     time.sleep(0.2 * (comm.rank == comm.size - 1))
@@ -221,6 +234,7 @@ def test_a_barrier_waits_for_all(comm):
     assert time.monotonic() - began > 0.15
 
 
+@pytest.mark.feature("debugging.monitored-barrier")
 @pytest.mark.parametrize("absent", [0, -1])
 def test_a_monitored_barrier_names_who_is_absent(comm, absent):
     absent %= comm.size
@@ -241,6 +255,7 @@ def test_a_monitored_barrier_names_who_is_absent(comm, absent):
     hpcdist.monitored_barrier(30)  # messages of the earlier one are left alone
 
 
+@pytest.mark.feature("complaints.long-work-on-one-rank")
 @pytest.mark.parametrize("per_host", [False, True])
 def test_rank_zero_goes_first(comm, per_host):
     times = []
@@ -261,6 +276,7 @@ def test_an_error_of_the_first_rank_is_known_to_all(comm):
         fail_at_first()
 
 
+@pytest.mark.feature("launch.ranks-within-and-between-hosts")
 def test_strategies_know_their_ranks(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     assert (strategy.rank, strategy.size) == (comm.rank, comm.size)
@@ -274,6 +290,7 @@ def test_strategies_know_their_ranks(comm):
         pass
 
 
+@pytest.mark.feature("launch.ranks-within-and-between-hosts")
 def test_ranks_of_several_hosts(comm, over_hosts):
     over_hosts("1 each")
     strategy = hpcdist.MultiWorkerMirroredStrategy()
@@ -305,6 +322,7 @@ class SumInOrder(hpcdist.CrossDeviceOps):
         return sum(reversed(per_replica_value.values))
 
 
+@pytest.mark.feature("collectives.cross-device-ops")
 @pytest.mark.parametrize("num_replicas", [None, 4])
 def test_gradients_are_summed_by_a_subclass_of_cross_device_ops(comm, num_replicas):
     ops = SumInOrder()
@@ -326,6 +344,7 @@ def test_gradients_are_summed_by_a_subclass_of_cross_device_ops(comm, num_replic
     assert buffer.tolist() == [comm.size] * 3
 
 
+@pytest.mark.feature("collectives.cross-device-ops")
 def test_a_subclass_of_cross_device_ops_returns_as_many_elements(comm):
     class Short(hpcdist.CrossDeviceOps):
         def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
@@ -339,6 +358,7 @@ def test_a_subclass_of_cross_device_ops_returns_as_many_elements(comm):
         hpcdist.all_reduce(np.ones(3), implementation=hpcdist.CrossDeviceOps())
 
 
+@pytest.mark.feature("evaluation.multi-node-evaluator")
 def test_an_evaluation_has_one_result_on_all_ranks(comm):
     evaluate = hpcdist.create_multi_node_evaluator(lambda offset: {"loss": comm.rank + offset, "accuracy": 0.5})
     assert evaluate(1) == {"loss": (comm.size - 1) / 2 + 1, "accuracy": 0.5}

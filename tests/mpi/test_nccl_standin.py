@@ -42,6 +42,7 @@ def expected(op, size, count):
     return {"sum": rows.sum, "min": rows.min, "max": rows.max, "product": rows.prod}[op](axis=0)
 
 
+@pytest.mark.feature("collectives.nccl-all-reduce")
 @pytest.mark.parametrize("op", nccl.OPS)
 @pytest.mark.parametrize("dtype", [dtype for dtype in nccl.DTYPES if dtype != "bfloat16"])
 def test_all_reduce(comm, cupy, make_group, dtype, op):
@@ -66,6 +67,7 @@ def test_bfloat16_tensors(comm, cupy, make_group):
     assert cupy_stand_in.from_bfloat16(bits).tolist() == expected("sum", comm.size, 10).tolist()
 
 
+@pytest.mark.feature("collectives.nccl-all-reduce")
 @pytest.mark.parametrize("id_form", [bytes, tuple])
 def test_one_communicator_and_one_unique_id(comm, monkeypatch, make_group, id_form):
     cupy = install(monkeypatch, comm, id_form=id_form)
@@ -117,6 +119,7 @@ def test_hierarchical_bfloat16(comm, cupy, make_group):
     assert cupy_stand_in.from_bfloat16(bits).tolist() == expected("sum", comm.size, 10).tolist()
 
 
+@pytest.mark.feature("gpu.ordered-device-collectives", "complaints.nccl-beside-mpi")
 def test_the_lane_gets_host_memory_and_this_ranks_part_only(comm, cupy, make_group):
     group, seen = make_group(1), []
 
@@ -162,6 +165,7 @@ def test_uneven_hosts_are_refused_on_all_ranks(comm, cupy, make_group):
         gpu_hierarchical.all_reduce(cupy.array(np.ones(3)), group)
 
 
+@pytest.mark.feature("collectives.nccl-all-reduce")
 @pytest.mark.parametrize(
     ("implementation", "ranks_per_host", "nccl_calls"),
     [
@@ -214,6 +218,7 @@ def test_without_a_gpu_each_auto_goes_through_the_host(comm, monkeypatch, make_g
     assert cupy.made == []
 
 
+@pytest.mark.feature("gpu.device-binding", "complaints.gpu-binding")
 def test_two_ranks_on_one_gpu(comm, monkeypatch, make_group):
     """Rank 1 is put on rank 0's GPU: refused everywhere, unless NCCL was told."""
     cupy = install(monkeypatch, comm, devices=(f"gpu-{max(0, comm.rank - 1)}",))
@@ -243,6 +248,7 @@ def test_what_one_rank_lacks_is_said_by_all(comm, monkeypatch, make_group, optio
         nccl.all_reduce(cupy.array(np.ones(3)), make_group())
 
 
+@pytest.mark.feature("gpu.device-binding", "complaints.gpu-binding")
 def test_devices_are_chosen_by_local_rank(comm, monkeypatch, make_group):
     group = make_group()
     install(monkeypatch, comm, devices=[f"gpu-{index}" for index in range(comm.size)])
@@ -254,6 +260,7 @@ def test_devices_are_chosen_by_local_rank(comm, monkeypatch, make_group):
         nccl_setup.choose_device(group)
 
 
+@pytest.mark.feature("complaints.nccl-beside-mpi")
 def test_a_rank_that_nccl_fails_on_frees_those_that_wait_for_it(comm, cupy, monkeypatch, make_group):
     released = threading.Event()
 
@@ -309,6 +316,7 @@ def test_a_peer_that_fails_is_reported(comm, cupy, monkeypatch, make_group):
     assert aborted == [True]
 
 
+@pytest.mark.feature("gpu.ordered-device-collectives", "complaints.nccl-beside-mpi")
 def test_waiting_for_nccl_is_bounded(comm, cupy, monkeypatch, make_group):
     group = make_group()
     group.timeout_s = 0.2

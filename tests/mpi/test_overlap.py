@@ -73,6 +73,7 @@ def train(comm, n_steps=4, gradient_op="sum", n_micro=1, **options):
     return b"".join(value.numpy().tobytes() for value in model.state_dict().values()), strategy
 
 
+@pytest.mark.feature("collectives.overlap-with-backward")
 @pytest.mark.parametrize("n_micro", [1, 2])
 @pytest.mark.parametrize("gradient_op", ["sum", "mean"])
 @pytest.mark.parametrize("hosts", ["1 each", "2 each", "3 and rest"])
@@ -137,6 +138,7 @@ def test_what_the_bits_depend_on_is_described(comm, over_hosts):
     assert described(wire_dtype="bfloat16") == {"all_reduce": "in the order of replicas", "wire": None}
 
 
+@pytest.mark.feature("collectives.ring-all-reduce")
 @pytest.mark.parametrize("implementation", ["mpi", "ring", "halving", "hierarchical"])
 def test_every_algorithm_trains_to_the_same_weights_on_all_ranks(comm, over_hosts, implementation):
     over_hosts(None)
@@ -148,6 +150,7 @@ def test_every_algorithm_trains_to_the_same_weights_on_all_ranks(comm, over_host
     assert np.allclose(as_numbers(found), as_numbers(expected), atol=1e-3)
 
 
+@pytest.mark.feature("collectives.gradient-buckets", "collectives.overlap-with-backward")
 def test_buckets_start_while_backward_runs_in_one_order(comm, over_hosts, monkeypatch):
     """The order of events: a bucket is started when its last gradient is there, also while others are missing."""
     events = []
@@ -177,6 +180,12 @@ def test_buckets_start_while_backward_runs_in_one_order(comm, over_hosts, monkey
         assert events == ["gradient", 0, "gradient", 1, "gradient", 2, "gradient", 3, "counts"]
 
 
+@pytest.mark.feature(
+    "collectives.communication-options",
+    "collectives.gradient-buckets",
+    "collectives.autotuner",
+    "semantics.options-per-call",
+)
 def test_bucket_sizes_follow_the_measured_link(comm, over_hosts):
     over_hosts("1 each")
     _, strategy = train(comm, n_steps=1)
@@ -189,6 +198,7 @@ def test_bucket_sizes_follow_the_measured_link(comm, over_hosts):
     assert given.begin_buckets(1) == Limits(1000, 1 << 20, 250)
 
 
+@pytest.mark.feature("collectives.half-precision-wire")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_what_a_half_wire_rounds_away_comes_later(comm, over_hosts, dtype):
     """The mean of many sums comes near the exact one; a single rounded sum does not."""
@@ -209,6 +219,7 @@ def test_what_a_half_wire_rounds_away_comes_later(comm, over_hosts, dtype):
         assert np.abs(once - exact).max() > 5 * np.abs(total / n_sums - exact).max()
 
 
+@pytest.mark.feature("collectives.half-precision-wire")
 def test_a_half_wire_halves_the_bytes_and_leaves_other_dtypes_alone(comm):
     wire = HalfWire("bfloat16")
     assert wire.encode(np.ones(8, np.float32), ()).nbytes == 16
@@ -223,6 +234,7 @@ def test_a_half_wire_halves_the_bytes_and_leaves_other_dtypes_alone(comm):
     assert values.tolist() == [1, 1]
 
 
+@pytest.mark.feature("collectives.half-precision-wire")
 @pytest.mark.parametrize("wire_dtype", [None, "bfloat16", "float16"])
 def test_digits_are_learned_over_a_half_wire(comm, over_hosts, wire_dtype):
     sklearn_datasets = pytest.importorskip("sklearn.datasets")
@@ -265,6 +277,12 @@ def gradient_of(strategy):
     return model.weight.grad.reshape(-1).tolist()
 
 
+@pytest.mark.feature(
+    "tf.mirroredstrategy-devices-cross",
+    "strategies.mirrored-strategy",
+    "collectives.cross-device-ops",
+    "collectives.communication-hook",
+)
 def test_cross_device_ops(comm):
     made = {
         "own": Counting(),
@@ -278,6 +296,7 @@ def test_cross_device_ops(comm):
     assert comm.size == 1 or made["own"].n_calls > 0
 
 
+@pytest.mark.feature("tf.mirroredstrategy-devices-cross", "strategies.mirrored-strategy")
 def test_mirrored_strategy_is_for_one_machine(comm, monkeypatch):
     assert hpcdist.MirroredStrategy([f"cpu:{rank}" for rank in range(comm.size)]).num_replicas_in_sync == comm.size
     if comm.size > 1:  # one rank has a replica for each device
@@ -421,6 +440,7 @@ def test_options_that_contradict_each_other_are_refused():
         )
 
 
+@pytest.mark.feature("strategies.multi-worker-mirrored-strategy", "semantics.transport-of-gradients")
 @pytest.mark.skipif(visible_gpus(os.environ) > 0, reason="there is a GPU: tests/gpu")
 @pytest.mark.parametrize("how", ["operations", "options"])
 def test_nccl_without_any_gpu_warns_and_sums_otherwise(comm, caplog, how):
@@ -444,6 +464,7 @@ def test_nccl_with_gpus_and_without_cupy_is_refused_when_the_strategy_is_made(mo
         hpcdist.MultiWorkerMirroredStrategy(communication_options=hpcdist.CommunicationOptions(implementation="NCCL"))
 
 
+@pytest.mark.feature("collectives.autotuner")
 def test_a_restart_chooses_as_the_run_before(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     hpcdist.all_reduce(np.ones(5000))

@@ -86,6 +86,7 @@ def by_sums(trained):
     trained.optimizer.apply_gradients(zip(sums, trained.parameters, strict=True))
 
 
+@pytest.mark.feature("training.custom-loops", "semantics.gradients-are-summed")
 @pytest.mark.parametrize("step", [by_strategy, by_optimizer, by_all_reduce, by_sums])
 def test_the_weights_are_those_of_one_process(trained, step):
     for _ in range(3):

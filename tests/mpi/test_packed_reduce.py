@@ -67,6 +67,7 @@ def of_all(strategy, function):
     return found
 
 
+@pytest.mark.feature("tf.all-reduce-packs", "collectives.grouped-collectives", "semantics.all-reduce-in-replicas")
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_a_nest_is_summed_once_for_each_dtype(strategy, sums, op):
     reduced = of_all(strategy, lambda: bits(hpcdist.get_replica_context().all_reduce(op, make_nest())))
@@ -81,6 +82,7 @@ def test_a_nest_is_summed_once_for_each_dtype(strategy, sums, op):
     assert len(sums) == 2 * 8
 
 
+@pytest.mark.feature("tf.all-reduce-packs")
 def test_packed_sums_are_in_the_order_of_replicas():
     strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=5)
     values = torch.randn(5, 2, 3, generator=torch.Generator().manual_seed(1))
@@ -89,6 +91,7 @@ def test_packed_sums_are_in_the_order_of_replicas():
         assert torch.equal(torch.stack(found), expected)
 
 
+@pytest.mark.feature("tf.all-reduce-packs")
 def test_gradients_of_a_nest_are_summed_once_for_each_dtype(strategy, sums):
     n = strategy.num_replicas_in_sync
 
@@ -108,6 +111,7 @@ def test_gradients_of_a_nest_are_summed_once_for_each_dtype(strategy, sums):
         assert summed == ["shapes", "float32"]
 
 
+@pytest.mark.feature("tf.batch-reduce-packs", "strategies.extended", "collectives.grouped-collectives")
 def test_a_batch_of_values_is_reduced_in_one_go(strategy, sums):
     ones = strategy.run(lambda: (torch.ones(2), torch.ones(3), np.ones(1)))
     pairs = [(ones[0], None), (ones[1], torch.empty(0, device="meta")), (ones[2], "cpu")]
@@ -117,6 +121,7 @@ def test_a_batch_of_values_is_reduced_in_one_go(strategy, sums):
     assert (first.tolist(), second.device.type, third.tolist()) == ([n, n], "meta", [n])
 
 
+@pytest.mark.feature("semantics.all-reduce-in-replicas")
 def test_leaves_that_differ_are_an_error_on_all(strategy):
     if strategy.num_replicas_in_sync == 1:
         pytest.skip("one replica cannot differ")
@@ -185,6 +190,12 @@ def own_rows():
     return torch.sparse_coo_tensor(torch.tensor([rows]), values, (6, 2), check_invariants=True)
 
 
+@pytest.mark.feature(
+    "tf.all-reduce-reduce",
+    "collectives.sparse-gradients",
+    "semantics.all-reduce-in-replicas",
+    "semantics.transport-of-gradients",
+)
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_entries_of_sparse_tensors_are_joined(strategy, sums, op):
     n = strategy.num_replicas_in_sync
@@ -203,6 +214,7 @@ def test_entries_of_sparse_tensors_are_joined(strategy, sums, op):
     assert sums == ["shapes", "float32"]
 
 
+@pytest.mark.feature("tf.all-reduce-reduce", "collectives.sparse-gradients")
 def test_gradients_of_an_embedding_are_summed_as_they_are(strategy):
     rows = 1 << 40  # as dense tensors these would need terabytes
 
@@ -220,6 +232,7 @@ def test_gradients_of_an_embedding_are_summed_as_they_are(strategy):
     assert strategy.reduce("sum", gradients, axis=None).to_dense()[1].tolist() == [2 * n, 2 * n]
 
 
+@pytest.mark.feature("tf.all-reduce-reduce")
 def test_sparse_and_dense_are_not_added(strategy, comm):
     if strategy.num_replicas_in_sync == 1:
         pytest.skip("one replica cannot differ")
@@ -233,6 +246,7 @@ def test_sparse_and_dense_are_not_added(strategy, comm):
         strategy.reduce("sum", hpcdist.PerReplica([torch.eye(2).to_sparse()] * len(strategy.own_replicas)), axis=0)
 
 
+@pytest.mark.feature("tf.all-reduce-sparse")
 def test_sparse_tensors_beside_ones_with_gradients(strategy):
     def fn():
         x = torch.ones(2, requires_grad=True)

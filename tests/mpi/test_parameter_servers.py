@@ -101,6 +101,11 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.feature(
+    "parameter-servers.partitioners",
+    "parameter-servers.round-robin-placement",
+    "parameter-servers.optimizer-on-the-server",
+)
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("n_shards", [None, 2])
 def test_synchronous_training_has_the_bits_of_the_all_reduce(comm, on_servers, across, make_optimizer, n_shards):
@@ -151,6 +156,7 @@ def test_chunks_of_a_shard_have_the_bits_of_the_all_reduce_also_from_a_checkpoin
     workers.Free()
 
 
+@pytest.mark.feature("tf.parameterserverstrategy-tensorflow-1", "strategies.parameter-server-each-worker-loops")
 def test_one_worker_alone_is_plain_training(comm, on_servers, across):
     """Asynchronous, too: each push is a step of the optimizer."""
 
@@ -170,6 +176,14 @@ def test_one_worker_alone_is_plain_training(comm, on_servers, across):
     on_servers(body)
 
 
+@pytest.mark.feature(
+    "tf.parameterserverstrategy-tensorflow-1",
+    "strategies.parameter-server-strategy",
+    "strategies.parameter-server-each-worker-loops",
+    "parameter-servers.load-aware-placement",
+    "parameter-servers.asynchronous-push-and-pull",
+    "parameter-servers.staleness-report",
+)
 @pytest.mark.parametrize("options", [{}, {"max_staleness": 1}, {"placement": "bytes"}], ids=str)
 def test_workers_learn_digits_together(on_servers, options):
     images, labels = sklearn_datasets.load_digits(return_X_y=True)
@@ -202,6 +216,7 @@ def test_workers_learn_digits_together(on_servers, options):
         assert right > 0.94
 
 
+@pytest.mark.feature("parameter-servers.sharded-variable")
 def test_embeddings_push_and_pull_the_rows_that_were_used(on_servers, across):
     """Each worker uses rows of its own; both have all of them in the end."""
 
@@ -261,6 +276,9 @@ def test_a_second_model_and_optimizer(on_servers):
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature(
+    "parameter-servers.sharded-variable", "parameter-servers.other-number-of-shards", "semantics.partition-division"
+)
 @pytest.mark.parametrize("synchronous", [False, True])
 def test_a_checkpoint_is_one_state_and_loads_with_other_shards(comm, on_servers, across, shared_path, synchronous):
     def saved(strategy):
@@ -295,6 +313,7 @@ def test_a_checkpoint_is_one_state_and_loads_with_other_shards(comm, on_servers,
                 assert all(torch.equal(value, other[1][number][name]) for name, value in state.items())
 
 
+@pytest.mark.feature("parameter-servers.other-number-of-shards")
 def test_training_goes_on_from_a_checkpoint_with_the_bits_of_an_unbroken_run(on_servers, across, shared_path):
     def run(strategy, until, first, is_new):
         model, optimizer = make_model(strategy)
@@ -501,6 +520,7 @@ def test_a_model_alone_is_loaded_and_the_other_one_stays(on_servers, shared_path
     on_servers(body)
 
 
+@pytest.mark.feature("parameter-servers.partitioners")
 @pytest.mark.parametrize("found", [[0, 1], [1, 2], "2", [2.0, 1]], ids=str)
 def test_partitioners_that_return_nonsense(on_servers, found):
     def body(strategy):
@@ -530,6 +550,7 @@ def test_clusters_and_options_that_do_not_add_up(comm, roles, options, text):
         hpcdist.ParameterServerStrategy(hpcdist.MPIClusterResolver(roles=roles), **options)
 
 
+@pytest.mark.feature("parameter-servers.exact-evaluation-beside-servers")
 def test_metrics_and_values_are_those_of_all_workers(on_servers):
     def body(strategy):
         with strategy.scope():
@@ -543,6 +564,7 @@ def test_metrics_and_values_are_those_of_all_workers(on_servers):
     on_servers(body)
 
 
+@pytest.mark.feature("parameter-servers.exact-evaluation-beside-servers", "semantics.input-of-parameter-servers")
 def test_rows_are_divided_as_by_an_all_reduce_strategy(on_servers):
     def body(strategy):
         dataset = hpcdist.Dataset.from_tensor_slices(np.arange(12)).batch(6)
@@ -572,6 +594,7 @@ def in_entries(comm, on_servers):
     return run
 
 
+@pytest.mark.feature("parameter-servers.replicas-of-a-worker")
 def test_ranks_of_an_entry_are_one_worker(comm, in_entries, across):
     """Their steps are those of one worker with the rows of both; their values are always the same."""
 
@@ -631,6 +654,7 @@ def test_an_entry_joins_rows_and_keeps_what_none_of_its_ranks_used(comm, in_entr
     in_entries(body, variable_partitioner=hpcdist.FixedShardsPartitioner(2))
 
 
+@pytest.mark.feature("parameter-servers.replicas-of-a-worker")
 def test_one_replicas_error_is_that_of_its_entry(comm, in_entries):
     def body(strategy):
         model, optimizer = make_model(strategy)

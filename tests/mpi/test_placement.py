@@ -69,6 +69,13 @@ def train(strategy):
     return {name: value.clone() for name, value in model.state_dict().items()}, float(steps)
 
 
+@pytest.mark.feature(
+    "tf.mirroredstrategy-devices-what",
+    "tf.centralstoragestrategy-device-everything",
+    "strategies.mirrored-strategy",
+    "strategies.central-storage-strategy",
+    "strategies.strategy-combinations",
+)
 @pytest.mark.parametrize("kind", STRATEGIES)
 @pytest.mark.parametrize("replicas", [None, 4])
 def test_what_is_made_and_run_is_on_the_devices_given(comm, default_device, kind, replicas):
@@ -82,6 +89,7 @@ def test_what_is_made_and_run_is_on_the_devices_given(comm, default_device, kind
     assert counted == n_steps == 2 * strategy.num_replicas_in_sync
 
 
+@pytest.mark.feature("tf.mirroredstrategy-devices-what", "strategies.values-from-function")
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_values_and_threads_of_replicas_are_there_too(comm, default_device, kind):
     strategy = kind(["cpu"] * comm.size, num_replicas=max(3, comm.size))
@@ -95,6 +103,7 @@ def test_values_and_threads_of_replicas_are_there_too(comm, default_device, kind
         assert torch.nn.Linear(1, 1).weight.device.type == "meta"
 
 
+@pytest.mark.feature("tf.mirroredstrategy-devices-what", "input.input-options")
 @pytest.mark.parametrize("replicas", [None, 3])
 @pytest.mark.parametrize("fetch", [None, False])
 def test_batches_are_moved_to_the_devices_given(comm, replicas, fetch):
@@ -113,6 +122,7 @@ def test_batches_are_moved_to_the_devices_given(comm, replicas, fetch):
     )
 
 
+@pytest.mark.feature("input.input-options")
 @pytest.mark.parametrize("n_ahead", [1, 3])
 def test_as_many_parts_are_read_ahead_as_the_options_say(comm, n_ahead):
     """With the part that waits to be handed over, and the one on its way to the device."""
@@ -184,6 +194,7 @@ def test_parts_weigh_by_their_rows_when_batches_are_moved(comm):
     assert next(batches)[0].shape[0] == strategy.engine.sums.row_counts[0].weight(is_mean=True)
 
 
+@pytest.mark.feature("tf.reduce-result-lies", "semantics.reduce-over-axes")
 @pytest.mark.parametrize("replicas", [None, 4])
 def test_reduced_values_lie_on_the_host_or_in_a_replica_where_they_were(comm, replicas):
     strategy = hpcdist.MirroredStrategy(num_replicas=replicas, gradient_op="sum")

@@ -108,6 +108,14 @@ def stopped(comm, run):
     return codes[0]
 
 
+@pytest.mark.feature(
+    "checkpoints.preemption-handler",
+    "checkpoints.one-rank-s-signal-suffices",
+    "checkpoints.exact-resume",
+    "semantics.handler-restores",
+    "semantics.handler-agrees-on-a-step",
+    "complaints.no-save-in-a-handler",
+)
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 @pytest.mark.parametrize(
     ("make_strategy", "more_replicas"),
@@ -147,6 +155,7 @@ def test_a_signal_to_one_rank_and_the_next_attempt_has_the_same_bits(
     assert (told["decision"], told["step"], told["attempt"]) == ("finished", 2 * N_STEPS, 2)
 
 
+@pytest.mark.feature("complaints.flag-seen-in-time")
 def test_a_stop_in_evaluation(comm, shared_path, make_job):
     job = make_job()
     job.train()
@@ -284,6 +293,7 @@ def test_an_early_end_by_sys_exit_saves_too(comm, shared_path, make_job, code):
     assert job.handler.latest_path.endswith("step-00000003-0001.h5")
 
 
+@pytest.mark.feature("evaluation.multi-node-evaluator")
 def test_an_evaluation_is_not_cut_in_two(comm, shared_path, make_job):
     job = make_job()
 
@@ -313,6 +323,7 @@ def test_a_loop_under_no_sync(comm, make_job):
     assert len(set(comm.allgather(done[-1]))) == 1
 
 
+@pytest.mark.feature("semantics.handler-restores")
 def test_a_numpy_loop_with_save_checkpoint_if_preempted(comm, shared_path):
     import numpy as np
 
@@ -366,6 +377,7 @@ def advance(monkeypatch):
     return move
 
 
+@pytest.mark.feature("checkpoints.stop-before-the-time-limit", "complaints.time-limit-known")
 def test_a_deadline(comm, shared_path, make_job, capfd, advance):
     job = make_job(time_limit_s=LIMIT_S)
     assert capfd.readouterr().err.count("hpcdist: job ends at ") == (comm.rank == 0)
@@ -394,6 +406,7 @@ def test_the_deadline_leaves_time_for_one_more_evaluation(comm, shared_path, mak
     assert decision(comm, shared_path)["reason"] == "deadline"
 
 
+@pytest.mark.feature("checkpoints.stop-before-the-time-limit", "complaints.time-to-save")
 def test_a_save_that_cannot_fit_is_not_begun(comm, shared_path, make_job, capfd):
     """A job that is ended in the middle of it is not run again on every site."""
     job = make_job(time_limit_s=600)
@@ -423,6 +436,7 @@ def test_a_deadline_that_comes_near_in_an_evaluation_lets_no_step_begin(comm, ma
     assert job.handler.step == before
 
 
+@pytest.mark.feature("checkpoints.preemption-handler", "semantics.handler-grace-period")
 def test_a_grace_period_is_used_for_training(comm, shared_path, make_job, advance):
     job = make_job(termination_config=hpcdist.TerminationConfig(grace_period=LIMIT_S))
 
@@ -439,6 +453,7 @@ def test_a_grace_period_is_used_for_training(comm, shared_path, make_job, advanc
     assert steps[-1] == f"step-{job.handler.step:08d}-0001.h5", "one at the end"
 
 
+@pytest.mark.feature("complaints.time-to-save")
 def test_what_a_save_costs_is_with_its_read_back(comm, make_job, monkeypatch):
     verify = CheckpointFile.verify
     monkeypatch.setattr(CheckpointFile, "verify", lambda *arguments: (time.sleep(0.5), verify(*arguments)))
@@ -464,6 +479,7 @@ def test_saves_that_become_slower_are_measured_too(comm, make_job, monkeypatch):
     assert (job.handler.deadline.save.p99 >= 0.5) == (comm.rank == 0), "the chief alone has to know"
 
 
+@pytest.mark.feature("checkpoints.preemption-handler", "semantics.handler-agrees-on-a-step")
 def test_watcher_save_fn_and_exit_fn(comm, make_job):
     calls = []
     config = hpcdist.TerminationConfig(
@@ -478,6 +494,7 @@ def test_watcher_save_fn_and_exit_fn(comm, make_job):
     assert calls.index("exit") == calls.index("save") + 1
 
 
+@pytest.mark.feature("checkpoints.save-and-retention-policy")
 @pytest.mark.parametrize("every", [{"save_every_steps": 3}, {"schedule": hpcdist.SaveSchedule(every_s=0.05)}])
 def test_periodic_saves(comm, shared_path, make_job, every):
     job = make_job(**every)
@@ -493,6 +510,7 @@ def test_periodic_saves(comm, shared_path, make_job, every):
     assert decision(comm, shared_path)["decision"] == "finished"
 
 
+@pytest.mark.feature("debugging.replica-divergence")
 def test_copies_and_comparisons_between_steps(comm, make_job):
     """One bit that changes on one rank ends all of them at the next comparison, with "do not requeue"."""
     job = make_job(schedule=hpcdist.SaveSchedule(in_memory_every_steps=2, compare_every_steps=3))
@@ -512,6 +530,7 @@ def test_copies_and_comparisons_between_steps(comm, make_job):
     assert copied == [2, 4]
 
 
+@pytest.mark.feature("checkpoints.signals-set-a-flag")
 def test_a_user_handler_is_called_too_and_gets_its_signal_back(comm, make_job):
     calls = []
     earlier = signal.signal(signal.SIGUSR2, lambda number, frame: calls.append(number))
@@ -526,6 +545,7 @@ def test_a_user_handler_is_called_too_and_gets_its_signal_back(comm, make_job):
         signal.signal(signal.SIGUSR2, earlier)
 
 
+@pytest.mark.feature("checkpoints.signals-set-a-flag")
 def test_a_second_signal_while_saving(comm, shared_path, make_job):
     job = make_job()
     save = job.manager.save
@@ -570,6 +590,7 @@ def in_batch_job(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
 
 
+@pytest.mark.feature("slurm.requeue-cap")
 @pytest.mark.usefixtures("in_batch_job")
 def test_attempts_that_die_again_and_again_are_not_started_a_fourth_time(comm, shared_path, make_job):
     for verdict in ("requeue", "requeue", "stop"):
@@ -608,6 +629,7 @@ def test_a_corrected_program_starts_after_three_that_died(shared_path, make_job,
         make_job().handler.close()
 
 
+@pytest.mark.feature("slurm.requeue-cap")
 @pytest.mark.usefixtures("in_batch_job")
 def test_preemptions_before_the_first_new_step_do_not_count(comm, shared_path, make_job, monkeypatch):
     """Asked by Slurm, or killed and restarted by Slurm, which the batch script tells."""

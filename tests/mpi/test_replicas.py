@@ -40,6 +40,7 @@ def alone():
     return Strategy(MPIClusterResolver(comm=MPI.COMM_SELF), num_replicas=bits.N_REPLICAS)
 
 
+@pytest.mark.feature("launch.simulated-replicas", "collectives.layout-independent-sums", "debugging.determinism")
 @pytest.mark.parametrize("hosts", [None, "2 each", "alternating"])
 @pytest.mark.parametrize("name", sorted(bits.MODELS))
 def test_bits_do_not_depend_on_ranks_or_hosts(comm, over_hosts, name, hosts):
@@ -71,6 +72,12 @@ def test_large_gradients_keep_their_bits(comm):
     assert train(Strategy(num_replicas=bits.N_REPLICAS)) == train(alone())
 
 
+@pytest.mark.feature(
+    "tf.optimizer-s-slots",
+    "checkpoints.snapshot-of-replicas",
+    "checkpoints.resume-on-other-ranks",
+    "complaints.resume-on-another-count",
+)
 def test_a_restart_on_other_ranks_resumes_with_the_same_bits(comm, shared_path):
     def step(model, optimizer, number, replica):
         optimizer.zero_grad()
@@ -111,6 +118,19 @@ def _moments(optimizer):
     return [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
 
 
+@pytest.mark.feature(
+    "tf.experimental-local-results",
+    "tf.every-distributedvalues-nests",
+    "tf.anything-else-goes",
+    "tf.results-nest-what",
+    "tf.same-object-all",
+    "tf.experimental-local-results-gives",
+    "launch.simulated-replicas",
+    "strategies.local-results",
+    "semantics.arguments-of-run",
+    "semantics.results-of-run",
+    "semantics.replica-context",
+)
 def test_run_gives_each_replica_its_own_and_returns_all(strategy, comm):
     found = strategy.run(lambda replica, fixed: {"id": replica, "fixed": fixed}, args=(ids(strategy), "x"))
     own = strategy.experimental_local_results(ids(strategy))
@@ -120,18 +140,21 @@ def test_run_gives_each_replica_its_own_and_returns_all(strategy, comm):
     assert strategy.num_replicas_in_sync == 5
 
 
+@pytest.mark.feature("tf.what-run-returns")
 def test_equal_numbers_are_values_of_every_replica(strategy):
     """Small whole numbers are one object in Python."""
     counts = strategy.run(lambda: (3, True, 1.5))
     assert [strategy.reduce("sum", one, axis=None) for one in counts] == [15, 5, 7.5]
 
 
+@pytest.mark.feature("tf.gather-misfit-among")
 def test_a_misfit_on_one_rank_is_an_error_on_all(strategy, comm):
     parts = strategy.run(lambda replica: torch.ones(1, 2 if replica == 1 else 3), args=(ids(strategy),))
     with pytest.raises(ValueError, match="gather: expected|all_gather: expected"):
         strategy.gather(parts, axis=0)
 
 
+@pytest.mark.feature("tf.run-fn-args", "tf.every-distributedvalues-nests", "semantics.arguments-of-run")
 def test_run_gives_each_replica_its_own_of_a_nest(strategy):
     own = ids(strategy)
 
@@ -158,6 +181,7 @@ class Rows:
         self.n_made += 1
 
 
+@pytest.mark.feature("strategies.values-from-function")
 def test_run_takes_dataclasses_and_keeps_counters_and_sizes_whole(strategy):
     own = strategy.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
     given = Rows(own), Rows([Rows(own)]), Rows(torch.ones(1))
@@ -176,6 +200,7 @@ def test_run_takes_dataclasses_and_keeps_counters_and_sizes_whole(strategy):
     assert rows.values == tuple(Rows(replica) for replica in replicas)
 
 
+@pytest.mark.feature("tf.reduce-mean-over", "tf.reduce-negative-axes", "semantics.reduce-over-axes")
 def test_reduce_weighs_every_replica_alike_and_every_row(strategy):
     rows = strategy.run(lambda replica: torch.full((replica + 1,), float(replica)), args=(ids(strategy),))
     assert strategy.reduce("sum", ids(strategy), axis=None) == 10
@@ -217,6 +242,16 @@ def test_a_sum_is_one_collective_with_a_name(strategy):
     assert (journal.n_entered - before, journal.entries[-1].op) == (1, "reduce")
 
 
+@pytest.mark.feature(
+    "tf.scope-run-reduce",
+    "tf.gather-cross-replica",
+    "tf.gather-least-dimension",
+    "tf.gather-parts-may",
+    "strategies.scope-run-reduce-gather",
+    "collectives.broadcast-and-gathers",
+    "input.gather-without-duplicates",
+    "semantics.gather-rules",
+)
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_gather_joins_in_the_order_of_replicas(strategy, axis):
     def part(replica):
@@ -233,6 +268,14 @@ def test_gather_joins_in_the_order_of_replicas(strategy, axis):
         strategy.gather(ids(strategy), axis=0)
 
 
+@pytest.mark.feature(
+    "tf.thread-begins-only",
+    "tf.scope-cross-replica",
+    "tf.run-puts-function",
+    "tf.replicacontext-replica-id",
+    "semantics.contexts",
+    "semantics.replica-context",
+)
 def test_replica_context(strategy):
     seen = []
 
@@ -253,6 +296,7 @@ def test_replica_context(strategy):
     assert not hpcdist.has_strategy()
 
 
+@pytest.mark.feature("tf.all-reduce-takes")
 def test_all_reduce_and_all_gather_in_replicas(strategy):
     def fn(replica):
         context = hpcdist.get_replica_context()
@@ -268,6 +312,7 @@ def test_all_reduce_and_all_gather_in_replicas(strategy):
     assert joined == [[[replica] * 2 for replica in range(5) for _ in range(replica)]]
 
 
+@pytest.mark.feature("tf.all-reduce-gradient", "semantics.all-reduce-in-replicas")
 def test_gradients_flow_through_all_reduce_and_all_gather(strategy):
     """Also the proof that a backward may wait in its middle while other replicas go on."""
 
@@ -284,6 +329,7 @@ def test_gradients_flow_through_all_reduce_and_all_gather(strategy):
         assert gradient.tolist() == [15 * 2 * replica + 5 * 3] * 2
 
 
+@pytest.mark.feature("tf.merge-call-leads", "tf.merge-call-waits", "semantics.contexts", "semantics.merge-call")
 def test_merge_call(strategy, comm):
     def merge(given, value, *, name):
         assert given is strategy
@@ -301,6 +347,7 @@ def test_merge_call(strategy, comm):
     )
 
 
+@pytest.mark.feature("tf.merge-call-inside", "semantics.merge-call")
 def test_merge_calls_in_loops_and_conditions(strategy):
     def add(strategy, own):
         return strategy.reduce("sum", own, axis=None)
@@ -451,6 +498,7 @@ def test_unused_parameters_and_replicas_without_rows(strategy):
     assert model["never"].weight.grad is None
 
 
+@pytest.mark.feature("tf.error-replica-stops")
 @pytest.mark.parametrize("stage", ["in the forward", "after the backward"])
 def test_an_error_in_all_replicas_leaves_nothing_behind(strategy, stage):
     with strategy.scope():
@@ -473,6 +521,7 @@ def test_an_error_in_all_replicas_leaves_nothing_behind(strategy, stage):
     assert model.weight.grad.tolist() == [[5, 5]]
 
 
+@pytest.mark.feature("training.custom-loops")
 def test_a_gan_s_two_optimizers(strategy):
     """Two models, each stepped by its own optimizer on gradients that reach both."""
     with strategy.scope():
@@ -514,6 +563,7 @@ def test_replicas_draw_their_own_numbers_and_code_outside_the_same_ones(strategy
     assert len(set(comm.allgather((before, torch.rand(1).item())))) == 1
 
 
+@pytest.mark.feature("debugging.determinism")
 def test_numbers_are_keyed_without_a_model(comm):
     """What a replica draws depends on seed, step and replica: not on ranks, nor on what was drawn before the run."""
 
@@ -595,6 +645,7 @@ def test_numbers_go_on_after_an_error_and_a_seed_set_meanwhile_is_used(comm, n_r
         assert len(set(comm.allgather(torch.rand(1).item()))) == comm.size
 
 
+@pytest.mark.feature("collectives.accumulation-without-sync")
 def test_what_takes_one_replica_per_rank_is_refused(strategy, comm):
     with strategy.scope():
         model = nn.Linear(2, 1)
@@ -634,6 +685,9 @@ def test_fewer_replicas_than_ranks_are_refused_on_all(comm):
             Strategy(num_replicas=comm.size - 1)
 
 
+@pytest.mark.feature(
+    "tf.merge-points-must", "tf.other-calls-another", "semantics.merge-call", "semantics.all-reduce-in-replicas"
+)
 def test_replicas_that_do_not_agree_are_named(strategy):
     own = ids(strategy).values
     strategy.run(lambda: None)  # the first one takes all ranks

@@ -533,6 +533,7 @@ def test_plain_values_are_refused_on_all_ranks_alike(comm):
     assert strategy.reduce("mean", total, axis=None).tolist() == total.tolist()
 
 
+@pytest.mark.feature("strategies.default-strategy", "semantics.reduce-of-nests")
 def test_nests_of_values(comm):
     """As in TensorFlow: values from a function are a nest of PerReplica values, and a nest is reduced at once."""
     strategy = Strategy(num_replicas=2 * comm.size)

@@ -69,6 +69,7 @@ def mean_square(found, step):
     return (found - step).square().mean()
 
 
+@pytest.mark.feature("collectives.sparse-gradients", "semantics.transport-of-gradients")
 @pytest.mark.parametrize("optimizer", [torch.optim.SparseAdam, torch.optim.SGD, torch.optim.Adagrad])
 @pytest.mark.parametrize("hosts", [None, "1 each", "2 each"])
 def test_weights_are_those_of_one_process(comm, over_hosts, optimizer, hosts):
@@ -118,6 +119,7 @@ def test_only_some_ranks_have_a_gradient(comm):
     assert model.table.weight.grad is None
 
 
+@pytest.mark.feature("collectives.sparse-gradients")
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_bits_are_those_of_dense_gradients_on_any_number_of_ranks(comm, kind, dtype):

@@ -31,6 +31,12 @@ def everywhere(strategy):
     hpcdist.experimental_set_strategy(None)
 
 
+@pytest.mark.feature(
+    "tf.another-strategy-inside",
+    "tf.experimental-set-strategy",
+    "tf.experimental-set-strategy-refused",
+    "semantics.strategy-for-all-code",
+)
 def test_a_strategy_may_be_set_for_all_code(everywhere):
     assert hpcdist.get_strategy() is everywhere
     assert hpcdist.has_strategy()
@@ -53,6 +59,7 @@ def test_a_strategy_may_be_set_for_all_code(everywhere):
     assert everywhere.run(lambda: hpcdist.get_replica_context().num_replicas_in_sync) == everywhere.num_replicas_in_sync
 
 
+@pytest.mark.feature("tf.experimental-set-strategy")
 def test_another_strategy_replaces_the_one_set(everywhere):
     one = hpcdist.OneDeviceStrategy("cpu")
     hpcdist.experimental_set_strategy(one)
@@ -65,11 +72,18 @@ def test_another_strategy_replaces_the_one_set(everywhere):
     assert not one.extended.variable_created_in_scope(torch.nn.Linear(2, 1).weight)
 
 
+@pytest.mark.feature("tf.experimental-set-strategy-refused", "semantics.strategy-for-all-code")
 def test_a_strategy_is_not_set_inside_run(strategy):
     with pytest.raises(RuntimeError, match="outside every strategy's scope and run"):
         strategy.run(lambda: hpcdist.experimental_set_strategy(None))
 
 
+@pytest.mark.feature(
+    "tf.default-strategy-object",
+    "tf.has-strategy-false",
+    "strategies.default-strategy",
+    "semantics.strategy-for-all-code",
+)
 def test_only_the_pass_through_strategy_is_none():
     default = hpcdist.get_strategy()
     assert default is hpcdist.get_strategy()
@@ -80,6 +94,7 @@ def test_only_the_pass_through_strategy_is_none():
         assert hpcdist.has_strategy()
 
 
+@pytest.mark.feature("tf.scope-may-entered", "semantics.wrong-context")
 def test_a_scope_may_be_entered_again_in_itself(strategy):
     with strategy.scope(), strategy.scope():
         pass
@@ -92,6 +107,7 @@ def test_a_scope_may_be_entered_again_in_itself(strategy):
     assert strategy.extended.variable_created_in_scope(model.weight)
 
 
+@pytest.mark.feature("tf.default-strategy-object", "tf.calls-wrong-context", "strategies.default-strategy")
 def test_the_replica_outside_all_strategies_reduces_with_itself():
     replica = hpcdist.get_replica_context()
     assert replica.replica_id_in_sync_group == 0
@@ -102,6 +118,7 @@ def test_the_replica_outside_all_strategies_reduces_with_itself():
         replica.all_reduce("sum", 1.0)
 
 
+@pytest.mark.feature("tf.thread-begins-only", "semantics.contexts")
 def test_a_thread_begins_outside_all_strategies(strategy):
     found = []
     with strategy.scope():
@@ -112,6 +129,7 @@ def test_a_thread_begins_outside_all_strategies(strategy):
     assert (found[0].replica_id_in_sync_group, found[0].num_replicas_in_sync) == (0, 1)
 
 
+@pytest.mark.feature("tf.plain-model-x", "semantics.models-know-their-strategy")
 def test_a_plain_call_of_a_model_does_not_enter_its_strategy(strategy):
     with strategy.scope():
         model = torch.nn.Linear(2, 1)
@@ -122,6 +140,7 @@ def test_a_plain_call_of_a_model_does_not_enter_its_strategy(strategy):
     assert found == [hpcdist.get_strategy(), strategy]
 
 
+@pytest.mark.feature("tf.calls-wrong-context", "semantics.wrong-context")
 @pytest.mark.parametrize(
     "call",
     [
@@ -146,6 +165,7 @@ def test_what_belongs_in_cross_replica_context_says_so(strategy, call):
 # -- extended ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("tf.extended-update-third", "strategies.extended", "semantics.contexts")
 def test_update_is_a_third_context(strategy):
     with strategy.scope():
         weight = torch.nn.Linear(2, 1, bias=False).weight
@@ -194,6 +214,7 @@ def test_a_copy_that_replicas_share_is_updated_once(comm):
     assert [copy.item() for copy in apart] == [2, 3, 4]
 
 
+@pytest.mark.feature("strategies.extended")
 def test_values_are_reduced_and_sent_to_devices(strategy, comm):
     total = comm.size * (comm.size + 1) / 2
     own = torch.full((2,), comm.rank + 1.0)
@@ -208,6 +229,7 @@ def test_values_are_reduced_and_sent_to_devices(strategy, comm):
     assert hpcdist.get_strategy().extended.broadcast_to(own, hpcdist.PerReplica([own])).tolist() == own.tolist()
 
 
+@pytest.mark.feature("tf.variables-models-remember", "strategies.extended", "semantics.models-know-their-strategy")
 def test_variables_know_their_strategy(strategy):
     outside = torch.nn.Linear(2, 1)
     with strategy.scope():
@@ -225,6 +247,7 @@ def test_variables_know_their_strategy(strategy):
             pass
 
 
+@pytest.mark.feature("strategies.extended")
 def test_colocated_means_on_the_same_device():
     one = hpcdist.OneDeviceStrategy("meta")
     with one.scope():
@@ -234,6 +257,7 @@ def test_colocated_means_on_the_same_device():
     assert torch.ones(1).device.type == "cpu"
 
 
+@pytest.mark.feature("tf.save-called-all", "semantics.save-on-all-ranks", "semantics.worker-numbers")
 def test_devices_and_who_writes(strategy, comm):
     device = "cuda:" if torch.cuda.is_available() else "cpu"
     assert strategy.extended.worker_devices[0].startswith(device)
@@ -264,6 +288,7 @@ def train(strategy):
     return model, optimizer, batches
 
 
+@pytest.mark.feature("tf.onedevicestrategy-device-what", "strategies.one-device-strategy")
 def test_one_device_places_modules_and_what_run_makes():
     strategy = hpcdist.OneDeviceStrategy("meta")
     assert strategy.num_replicas_in_sync == 1
@@ -345,6 +370,7 @@ weights = model.weight.detach().clone()
     assert torch.equal(cell["weights"], first)
 
 
+@pytest.mark.feature("tf.onedevicestrategy-device-inputs", "strategies.one-device-strategy")
 def test_inputs_are_moved():
     strategy, data = hpcdist.OneDeviceStrategy("meta"), make_data()
     kept = hpcdist.InputOptions(experimental_fetch_to_device=False)
@@ -356,6 +382,7 @@ def test_inputs_are_moved():
         assert next(iter(batches))[0].device.type == kind
 
 
+@pytest.mark.feature("strategies.mirrored-strategy")
 def test_several_host_devices_of_one_process_are_as_many_replicas(comm):
     if comm.size > 1:
         with pytest.raises(ConfigurationError, match="expected one rank for each of"):
@@ -367,6 +394,7 @@ def test_several_host_devices_of_one_process_are_as_many_replicas(comm):
     assert strategy.experimental_local_results(ids) == (0, 1)
 
 
+@pytest.mark.feature("strategies.multi-worker-mirrored-strategy")
 def test_the_algorithm_as_older_guides_write_it(comm):
     ring = hpcdist.CollectiveCommunication.RING
     for strategy in (

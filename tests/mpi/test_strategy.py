@@ -17,12 +17,21 @@ def strategy():
     return hpcdist.MultiWorkerMirroredStrategy()
 
 
+@pytest.mark.feature(
+    "tf.multiworkermirroredstrategy-cluster-resolver",
+    "strategies.multi-worker-mirrored-strategy",
+    "strategies.local-results",
+    "semantics.multi-worker-without-a-cluster",
+)
 def test_one_replica_per_rank(strategy, comm):
     assert strategy.num_replicas_in_sync == comm.size
     assert strategy.is_chief == (comm.rank == 0)
     assert strategy.cluster_resolver.task_type == "worker"
 
 
+@pytest.mark.feature(
+    "tf.scope-run-reduce", "tf.another-strategy-inside", "strategies.scope-run-reduce-gather", "semantics.wrong-context"
+)
 def test_current_strategy(strategy):
     default = hpcdist.get_strategy()
     assert type(default) is Strategy
@@ -38,6 +47,14 @@ def test_current_strategy(strategy):
     assert strategy.run(hpcdist.get_strategy) is strategy
 
 
+@pytest.mark.feature(
+    "tf.scope-run-reduce",
+    "tf.run-fn-args",
+    "tf.replica-per-process",
+    "strategies.scope-run-reduce-gather",
+    "semantics.arguments-of-run",
+    "semantics.results-of-run",
+)
 def test_run_gives_the_result_of_the_local_replica(strategy):
     assert strategy.run(lambda a, b=0: (a, b), args=(1,), kwargs={"b": 2}) == (1, 2)
     with pytest.raises(ValueError, match="args as a tuple or list"):
@@ -47,6 +64,13 @@ def test_run_gives_the_result_of_the_local_replica(strategy):
     assert hpcdist.get_strategy().num_replicas_in_sync == 1
 
 
+@pytest.mark.feature(
+    "tf.scope-run-reduce",
+    "tf.reduce-sum-mean",
+    "tf.reduce-axis-none",
+    "strategies.scope-run-reduce-gather",
+    "semantics.arguments-of-reduce",
+)
 @pytest.mark.parametrize("op", ["sum", "SUM", hpcdist.ReduceOp.SUM])
 def test_sum_over_replicas(strategy, comm, op):
     total = comm.size * (comm.size + 1) / 2
@@ -65,6 +89,9 @@ def test_the_value_itself_is_left_alone(strategy):
     assert value.tolist() == [1, 1, 1]
 
 
+@pytest.mark.feature(
+    "tf.reduce-int-tuple", "tf.reduce-mean-over", "tf.reduce-negative-axes", "semantics.reduce-over-axes"
+)
 def test_mean_over_an_axis_weighs_by_rows(strategy, comm):
     rows = comm.rank * 2 + 1  # 1, 3, 5, ... rows of value rank
     value = torch.full((rows, 2), float(comm.rank))
@@ -76,6 +103,7 @@ def test_mean_over_an_axis_weighs_by_rows(strategy, comm):
     assert float(strategy.reduce("sum", value, axis=(0, 1))) == 2 * sum(r * n for r, n in enumerate(counts))
 
 
+@pytest.mark.feature("tf.reduce-mean-over")
 def test_mean_over_replicas_with_some_empty(strategy, comm):
     assert strategy.reduce("mean", comm.rank, axis=None) == (comm.size - 1) / 2
     rows = torch.ones(2 if comm.rank == 0 else 0)
@@ -89,6 +117,13 @@ def test_the_dtype_is_kept(strategy, comm, dtype):
     assert found.tolist() == [comm.size] * 2
 
 
+@pytest.mark.feature(
+    "tf.reduce-min-max",
+    "tf.reduce-valueerror-axis",
+    "tf.reduce-typeerror-axis",
+    "semantics.arguments-of-reduce",
+    "semantics.reduce-over-axes",
+)
 @pytest.mark.parametrize(
     ("op", "value", "axis", "kind", "text"),
     [
@@ -107,11 +142,13 @@ def test_reduce_refuses(strategy, op, value, axis, kind, text):
         hpcdist.get_strategy().reduce(op, value, axis=axis)
 
 
+@pytest.mark.feature("tf.reduce-axis-has", "semantics.arguments-of-reduce")
 def test_reduce_must_be_given_an_axis(strategy):
     with pytest.raises(TypeError, match="axis"):
         strategy.reduce("sum", 1.0)
 
 
+@pytest.mark.feature("tf.gather-least-dimension", "semantics.gather-rules")
 def test_gather_refuses_what_does_not_fit_on_all_ranks(strategy, comm):
     if comm.size == 1:
         pytest.skip("one rank cannot differ")
@@ -121,6 +158,7 @@ def test_gather_refuses_what_does_not_fit_on_all_ranks(strategy, comm):
         strategy.gather(torch.ones((2,) * (1 + comm.rank)), axis=0)
 
 
+@pytest.mark.feature("tf.gather-sparse-values", "semantics.gather-rules")
 def test_sparse_values_are_refused(strategy):
     value = torch.eye(2).to_sparse()
     with pytest.raises(TypeError, match="Sparse layout"):
@@ -129,6 +167,7 @@ def test_sparse_values_are_refused(strategy):
         strategy.run(lambda: hpcdist.get_replica_context().all_gather(value, axis=0))
 
 
+@pytest.mark.feature("tf.reduce-nests-accepted", "semantics.reduce-of-nests")
 @pytest.mark.parametrize("nest", [[1.0, 2.0], (np.ones(2), np.ones(2)), {"a": 1.0}])
 def test_nests_are_reduced_over_replicas_only(strategy, nest, comm):
     total = strategy.reduce("sum", nest, axis=None)
@@ -140,6 +179,7 @@ def test_nests_are_reduced_over_replicas_only(strategy, nest, comm):
         strategy.reduce("sum", nest, axis=0)
 
 
+@pytest.mark.feature("debugging.finite-and-shape-checks")
 def test_shapes_that_differ_are_an_error_on_all_ranks(strategy, comm):
     if comm.size == 1:
         pytest.skip("one rank cannot differ")
@@ -147,15 +187,25 @@ def test_shapes_that_differ_are_an_error_on_all_ranks(strategy, comm):
         strategy.reduce("sum", torch.ones(1 + comm.rank % 2), axis=None)
 
 
+@pytest.mark.feature("tf.calls-wrong-context")
 def test_reduce_belongs_outside_run(strategy):
     with pytest.raises(RuntimeError, match="outside strategy.run"):
         strategy.run(lambda: strategy.reduce("sum", 1.0, axis=None))
 
 
+@pytest.mark.feature("tf.default-strategy-object", "strategies.default-strategy")
 def test_default_strategy_reduces_locally():
     assert hpcdist.get_strategy().reduce("mean", torch.tensor([1.0, 3.0]), axis=0).item() == 2.0
 
 
+@pytest.mark.feature(
+    "tf.compute-average-loss",
+    "tf.global-batch-local",
+    "tf.global-batch-zero",
+    "tf.loss-already-reduced",
+    "semantics.average-loss",
+    "semantics.loss-scaling",
+)
 def test_average_loss(strategy, comm):
     losses = torch.arange(4.0)
     with strategy.scope():
@@ -197,6 +247,12 @@ def test_average_loss_does_not_go_with_a_mean_of_gradients():
         hpcdist.compute_average_loss(torch.ones(2))
 
 
+@pytest.mark.feature(
+    "tf.experimental-distribute-dataset",
+    "tf.without-drop-remainder",
+    "input.distribute-dataset",
+    "semantics.dropped-remainders",
+)
 def test_parts_of_a_distributed_dataset(strategy, comm):
     rows = torch.arange(11)
     dataset = hpcdist.Dataset.from_tensor_slices((rows, rows * 2)).shuffle(seed=3).batch(4)
@@ -233,6 +289,7 @@ def test_another_dataset_on_one_rank_is_an_error_on_all(strategy, comm):
         strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(rows).batch(4))
 
 
+@pytest.mark.feature("tf.experimental-make-numpy", "strategies.numpy-dataset")
 def test_a_numpy_dataset_is_held_once_and_distributed(strategy, comm):
     rows = np.arange(6)
     dataset = strategy.experimental_make_numpy_dataset(rows).batch(4)
@@ -254,6 +311,12 @@ def test_ps_tasks_are_for_another_strategy(comm):
         hpcdist.MultiWorkerMirroredStrategy(resolver)
 
 
+@pytest.mark.feature(
+    "launch.chief-rules",
+    "evaluation.evaluator-role",
+    "evaluation.evaluator-apart-from-training",
+    "semantics.worker-numbers",
+)
 def test_an_evaluator_is_a_cluster_of_one(comm):
     if comm.size == 1:
         pytest.skip("an evaluator and a worker need two ranks")

@@ -71,6 +71,7 @@ def make_old(new, n_dims, **options):
     return old.train(new.training)
 
 
+@pytest.mark.feature("tf.moving-statistics-those", "collectives.sync-batch-norm")
 @pytest.mark.parametrize("n_dims", [2, 3, 4, 5])
 def test_it_is_torchs_of_the_whole_batch(strategy, n_dims):
     new = make(strategy)
@@ -140,6 +141,7 @@ def test_it_has_the_same_bits_on_any_number_of_ranks():
     assert torch.equal(strategy.gather(strategy.run(step), 0), expected)
 
 
+@pytest.mark.feature("collectives.sync-batch-norm")
 def test_a_model_is_trained_as_by_one_process(strategy, comm):
     with strategy.scope():
         model = hpcdist.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)))
@@ -215,6 +217,7 @@ def test_no_rows_at_all_leave_the_statistics_alone(strategy):
         assert new.running_mean.tolist() == [0.0] * N_CHANNELS
 
 
+@pytest.mark.feature("collectives.sync-batch-norm")
 def test_convert(strategy):
     model = nn.Sequential(nn.Conv2d(1, 3, 1), nn.ModuleDict({"norm": nn.BatchNorm2d(3, eps=0.5, momentum=None)})).eval()
     weight, mean = model[1]["norm"].weight, model[1]["norm"].running_mean

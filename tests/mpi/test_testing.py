@@ -36,10 +36,12 @@ def trained(strategy, n_steps):
     return model.weight.detach().clone()
 
 
+@pytest.mark.feature("strategies.strategy-combinations")
 def test_every_strategy_trains_alike(strategy):
     torch.testing.assert_close(trained(strategy, 4), trained(hpcdist.OneDeviceStrategy("cpu"), 4))
 
 
+@pytest.mark.feature("strategies.strategy-combinations")
 def test_every_strategy_reduces_and_gathers(strategy):
     n = strategy.num_replicas_in_sync
     numbers = strategy.run(lambda: torch.tensor([float(hpcdist.get_replica_context().replica_id_in_sync_group)]))
@@ -47,6 +49,7 @@ def test_every_strategy_reduces_and_gathers(strategy):
     assert strategy.gather(numbers, axis=0).tolist() == list(range(n))
 
 
+@pytest.mark.feature("debugging.determinism")
 def test_a_seed_is_for_all_random_numbers():
     drawn = []
     for _ in range(2):
@@ -55,6 +58,7 @@ def test_a_seed_is_for_all_random_numbers():
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.feature("debugging.determinism")
 def test_operations_are_deterministic_or_raise():
     try:
         hpcdist.enable_op_determinism()

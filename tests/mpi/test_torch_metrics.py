@@ -63,6 +63,7 @@ def update_all(kind, strategy, metric):
         )
 
 
+@pytest.mark.feature("training.metric-averaging")
 @pytest.mark.parametrize("n_replicas", [None, 5])
 @pytest.mark.parametrize("kind", METRICS)
 def test_it_is_that_of_all_rows(comm, kind, n_replicas):

@@ -11,6 +11,7 @@ from hpcdist.errors import ConfigurationError, UsageError
 pytestmark = pytest.mark.mpi
 
 
+@pytest.mark.feature("tf.tpustrategy-resolver-connect", "strategies.tpu-strategy")
 @pytest.mark.parametrize(
     "call",
     [hpcdist.TPUStrategy, lambda: hpcdist.TPUStrategy(hpcdist.TPUClusterResolver()), hpcdist.initialize_tpu_system],
@@ -24,6 +25,7 @@ def test_without_torch_xla(monkeypatch, call):
     assert "\n" not in str(e.value)
 
 
+@pytest.mark.feature("tf.tpustrategy-resolver-connect", "strategies.tpu-strategy")
 def test_there_is_nothing_to_connect_to():
     assert hpcdist.experimental_connect_to_cluster(hpcdist.TPUClusterResolver("local")) is None
     assert hpcdist.experimental_connect_to_cluster(hpcdist.ClusterSpec({"worker": ["a"]})) is None
@@ -31,6 +33,7 @@ def test_there_is_nothing_to_connect_to():
         hpcdist.experimental_connect_to_cluster("local")
 
 
+@pytest.mark.feature("tf.tpustrategy-resolver-connect", "strategies.tpu-strategy")
 def test_models_train_on_xla_devices(comm):
     pytest.importorskip("torch_xla")
     strategy = hpcdist.TPUStrategy(hpcdist.TPUClusterResolver("local"))
@@ -75,6 +78,7 @@ def test_random_numbers_are_keyed_by_step(make_linear):
     assert first != second
 
 
+@pytest.mark.feature("strategies.tpu-strategy")
 def test_weights_are_those_of_the_host():
     pytest.importorskip("torch_xla")
     rows = torch.randn(16, 600, generator=torch.Generator().manual_seed(2))

@@ -50,6 +50,7 @@ def same_everywhere(comm, value):
 # -- ON_WRITE ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("training.broadcast-of-initial-state")
 def test_all_begin_with_replica_0s_value(strategy, comm):
     variable = make(strategy, np.array([comm.rank, -0.0, np.nan]))
     assert variable.dtype is torch.float64
@@ -68,6 +69,13 @@ def test_of_no_elements(strategy, shared_path, aggregation):
         assert manager.restore_or_initialize()
 
 
+@pytest.mark.feature(
+    "tf.synchronization-auto-none",
+    "tf.assigned-replicas-aggregation",
+    "tf.only-first-replica",
+    "tf.replica-reads-own",
+    "semantics.mirrored-variables",
+)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_what_replicas_assign_is_aggregated(strategy, aggregation):
     variable, expected = make(strategy, 3.0, aggregation=aggregation), aggregate(strategy, aggregation)
@@ -79,6 +87,7 @@ def test_what_replicas_assign_is_aggregated(strategy, aggregation):
     assert results(strategy, variable.read_value) == pytest.approx([expected] * len(variable.local_copies))
 
 
+@pytest.mark.feature("tf.assigned-replica-without", "semantics.assign-without-aggregation")
 def test_without_aggregation_replicas_may_not_assign(strategy):
     variable = make(strategy)
     for write in (variable.assign, variable.assign_add, variable.assign_sub):
@@ -128,6 +137,7 @@ def test_refuses_what_does_not_fit(strategy, value, text):
         variable.assign(hpcdist.PerReplica([1.0]))
 
 
+@pytest.mark.feature("tf.auto-write", "semantics.variable-options")
 def test_what_it_is_made_of(strategy):
     assert make(strategy, lambda: 2, dtype=np.float16).dtype is torch.float16
     variable = make(strategy, [[1, 2]], name="steps", dtype="int32")
@@ -163,6 +173,7 @@ def alike(found, expected):
     return is_kind and torch.equal(found.nan_to_num(9.0), expected.nan_to_num(9.0))
 
 
+@pytest.mark.feature("tf.operators-torch-s")
 @pytest.mark.parametrize("sign", EXPRESSIONS)
 def test_it_stands_for_its_value_in_expressions(strategy, sign):
     variable = make(strategy, VALUES)
@@ -174,6 +185,7 @@ def test_it_stands_for_its_value_in_expressions(strategy, sign):
         assert alike(torch.as_tensor(expression(variable, array)), expression(VALUES, VALUES.T))
 
 
+@pytest.mark.feature("tf.operators-torch-s")
 def test_other_operators(strategy):
     variable, count = make(strategy, VALUES), make(strategy, 6)
     assert alike(variable @ VALUES, VALUES @ VALUES)
@@ -193,6 +205,7 @@ def test_other_operators(strategy):
     assert (variable == None) is False  # noqa: E711
 
 
+@pytest.mark.feature("tf.operators-torch-s")
 def test_torch_and_numpy_take_it(strategy):
     variable = make(strategy, VALUES)
     assert alike(torch.exp(variable), VALUES.exp())
@@ -206,6 +219,7 @@ def test_torch_and_numpy_take_it(strategy):
     assert variable.numpy().tolist() == VALUES.tolist()
 
 
+@pytest.mark.feature("tf.operators-torch-s")
 def test_an_expression_reads_what_the_caller_sees(strategy):
     variable = make(strategy, 0.0, synchronization="ON_READ", aggregation="SUM", dtype="float64")
     strategy.run(lambda: variable.assign(own_number()))
@@ -213,6 +227,7 @@ def test_an_expression_reads_what_the_caller_sees(strategy):
     assert float(variable * 2) == 2 * aggregate(strategy, "SUM")
 
 
+@pytest.mark.feature("tf.operators-torch-s")
 @pytest.mark.parametrize("sign", ["+=", "-=", "*=", "/=", "//=", "%=", "**=", "@="])
 def test_in_place_it_is_refused(strategy, sign):
     names = {"variable": make(strategy, VALUES)}
@@ -226,6 +241,9 @@ def test_in_place_it_is_refused(strategy, sign):
 # -- ON_READ ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature(
+    "tf.synchronization-auto-none", "tf.replica-reads-own", "tf.read-what-replicas", "semantics.variables-per-replica"
+)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_each_replica_writes_its_own_copy_and_reading_aggregates(strategy, comm, aggregation):
     variable = make(strategy, 1.0, synchronization="ON_READ", aggregation=aggregation, dtype="float64")
@@ -254,6 +272,7 @@ def test_without_aggregation_it_is_read_inside_run_only(strategy):
         variable.read_value()
 
 
+@pytest.mark.feature("tf.read-sum-cross", "tf.read-sum-cross-replica", "semantics.variables-per-replica")
 def test_a_total_is_divided_among_the_copies(strategy):
     n = strategy.num_replicas_in_sync
     variable = make(strategy, 0.0, synchronization="ON_READ", aggregation="SUM", dtype="float64")
@@ -282,6 +301,7 @@ def test_other_copies_are_written_alike_outside_run(strategy, aggregation):
     assert float(variable) == 5.0
 
 
+@pytest.mark.feature("tf.synchronization-auto-none", "tf.read-trainable-true", "semantics.variable-options")
 def test_it_is_not_trainable(strategy):
     with pytest.raises(ValueError, match="trainable=False with synchronization=ON_READ"):
         make(strategy, synchronization="ON_READ", trainable=True)
@@ -343,12 +363,14 @@ def test_scatter_of_replicas(strategy, aggregation, first):
     assert variable.numpy().tolist() == pytest.approx(first or [0, 5 + n / scale, sum(range(n)) / scale])
 
 
+@pytest.mark.feature("tf.scatter-update-none", "semantics.mirrored-variables")
 def test_scatter_update_of_the_first_replica(strategy):
     variable = make(strategy, [1.0, 2.0, 3.0], aggregation="ONLY_FIRST_REPLICA")
     strategy.run(lambda: variable.scatter_update(([int(own_number()) % 3], [own_number()])))
     assert variable.numpy().tolist() == [1.0, 1.0, 3.0]
 
 
+@pytest.mark.feature("tf.scatter-update-none", "semantics.mirrored-variables")
 @pytest.mark.parametrize("options", [{"aggregation": "SUM"}, {"aggregation": "MEAN"}, {"synchronization": "ON_READ"}])
 def test_scatter_update_is_for_some_only(strategy, options):
     variable = make(strategy, [1.0, 2.0], **options)
@@ -362,6 +384,7 @@ def test_scatter_update_is_for_some_only(strategy, options):
 # -- where it belongs -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("tf.variable-another-strategy", "tf.variables-models-remember", "semantics.wrong-context")
 def test_strategies_are_not_mixed(strategy):
     variable = make(strategy, aggregation="SUM")
     other = hpcdist.MultiWorkerMirroredStrategy()
@@ -376,6 +399,7 @@ def test_it_is_made_before_run(strategy):
         strategy.run(lambda: hpcdist.Variable(1.0))
 
 
+@pytest.mark.feature("tf.synchronization-auto-none", "semantics.variable-options")
 def test_outside_all_strategies_it_is_plain(strategy, comm):
     variable = hpcdist.Variable(float(comm.rank), synchronization="ON_READ", aggregation="SUM")
     assert float(variable.assign_add(2.0)) == comm.rank + 2
@@ -403,12 +427,20 @@ def restore(strategy, folder, **options):
     return variable
 
 
+@pytest.mark.feature(
+    "tf.read-sum-save",
+    "tf.save-called-all",
+    "checkpoints.chief-writes-hdf5",
+    "semantics.variables-per-replica",
+    "semantics.save-on-all-ranks",
+)
 @pytest.mark.parametrize("aggregation", ["NONE", *AGGREGATIONS])
 def test_every_replica_gets_its_copy_back(strategy, shared_path, aggregation):
     saved = save(strategy, shared_path, aggregation=aggregation)
     assert restore(strategy, shared_path, aggregation=aggregation).local_copies == saved.local_copies
 
 
+@pytest.mark.feature("tf.read-sum-save", "checkpoints.snapshot-of-replicas")
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_other_replicas_get_what_it_was_read_as(shared_path, aggregation):
     saved = save(hpcdist.MultiWorkerMirroredStrategy(num_replicas=4), shared_path, aggregation=aggregation)
@@ -433,6 +465,7 @@ def test_a_mirrored_variable_comes_back(strategy, shared_path):
     assert results(strategy, lambda: variable.read_value()[1]) == [2.5] * len(variable.local_copies)
 
 
+@pytest.mark.feature("strategies.extended")
 @pytest.mark.parametrize("synchronization", ["ON_WRITE", "ON_READ"])
 def test_extended_knows_variables(strategy, synchronization):
     """As in TensorFlow's own optimizers: update hands over the variable, which writes the copy that is meant."""

@@ -35,6 +35,12 @@ def tf_config(cluster, task=None):
     return TFConfigClusterResolver(environ={"TF_CONFIG": json.dumps(config)})
 
 
+@pytest.mark.feature(
+    "launch.roles-from-ranks",
+    "launch.mpi-cluster-resolver",
+    "launch.ranks-within-and-between-hosts",
+    "semantics.multi-worker-without-a-cluster",
+)
 def test_every_rank_a_worker_by_default(world, comm):
     made = world()
     assert (made.rank, made.size) == (comm.rank, comm.size)
@@ -45,6 +51,7 @@ def test_every_rank_a_worker_by_default(world, comm):
     assert made.cluster_resolver.task_id == comm.rank
 
 
+@pytest.mark.feature("launch.mpi-cluster-resolver", "launch.ranks-within-and-between-hosts", "launch.own-communicators")
 def test_communicators_are_its_own(world):
     made = world()
     for one in (made.comm, made.role_comm, made.node_comm, made.hosts.lane_comm):
@@ -54,6 +61,7 @@ def test_communicators_are_its_own(world):
     assert made.cores_per_rank >= 1
 
 
+@pytest.mark.feature("launch.chief-rules")
 @pytest.mark.parametrize("order", ["chief:1,worker:*", "worker:*,chief:1"])
 def test_chief_comes_first_in_the_worker_group(world, comm, order):
     if comm.size == 1:
@@ -65,6 +73,7 @@ def test_chief_comes_first_in_the_worker_group(world, comm, order):
     assert made.role_comm.size == comm.size
 
 
+@pytest.mark.feature("launch.roles-from-ranks")
 def test_roles_have_groups_of_their_own(world, comm):
     if comm.size < 4:
         pytest.skip("four roles need four ranks")
@@ -86,6 +95,7 @@ def test_tf_config_without_task_the_rank_decides(world, comm):
     assert made.task == Task("worker", comm.rank)
 
 
+@pytest.mark.feature("complaints.host-lists-and-addresses")
 def test_one_tf_config_worker_owns_the_ranks_of_its_host(world, comm):
     made = world(tf_config({"worker": ["here:1"]}, {"type": "worker", "index": 0}))
     assert made.task == Task("worker", 0)
@@ -167,6 +177,7 @@ def test_agreeing_names_the_lowest_failing_rank(world, comm, kind):
         )
 
 
+@pytest.mark.feature("complaints.hang-at-the-start")
 def test_a_rank_that_does_not_come_is_waited_for_only_so_long(world, comm):
     made = world()
     made.timeout_s = 0.2

@@ -101,6 +101,7 @@ def both(kind="Adam", **options):
     return [make(*CLASSES[kind], is_sharded=is_sharded, **options) for is_sharded in (True, False)]
 
 
+@pytest.mark.feature("strategies.sharded-optimizer-state")
 @pytest.mark.parametrize(
     ("kind", "width"), [*((kind, 40) for kind in CLASSES), *((kind, 600) for kind in ("SGD", "Adam", "Adam, fused"))]
 )
@@ -112,6 +113,7 @@ def test_weights_and_state_have_the_bits_of_the_plain_optimizer(kind, width):
     require_equal(optimizer.state_dict(), plain.state_dict())
 
 
+@pytest.mark.feature("strategies.sharded-optimizer-state")
 @pytest.mark.parametrize("hosts", ["1 each", "2 each", "1 and rest", "alternating"])
 @pytest.mark.parametrize("width", [40, 600], ids=["small", "large"])
 def test_over_hosts_too(comm, over_hosts, hosts, width):
@@ -463,6 +465,7 @@ def test_averages_of_weights_are_private(comm):
 # -- memory and checkpoints -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("strategies.sharded-optimizer-state")
 def test_parameters_and_state_are_there_once(comm):
     strategy, model, optimizer = make(*CLASSES["Adam"], is_sharded=True)
     train(strategy, model, optimizer, 2)
@@ -492,6 +495,7 @@ def test_a_large_gradient_is_freed_by_zero_grad(comm):
     assert kept() is None
 
 
+@pytest.mark.feature("strategies.sharded-optimizer-state")
 @pytest.mark.parametrize("is_sharded", [True, False])
 @pytest.mark.parametrize("is_first_sharded", [True, False])
 def test_checkpoints_are_those_of_the_plain_optimizer(shared_path, is_first_sharded, is_sharded):

@@ -32,6 +32,7 @@ def test_to_the_end_and_the_same_command_again(submit, data):
     assert [json.loads(row)["epoch"] for row in rows] == [0, 1, 2, 3]
 
 
+@pytest.mark.feature("checkpoints.requeue", "complaints.requeue-once")
 @pytest.mark.quick
 def test_preempted_again_and_again_it_ends_with_the_same_bits(folder, submit, preempt, options, run_unbroken):
     """No step is lost, and the log is not truncated."""
@@ -64,6 +65,7 @@ def test_preempted_again_and_again_it_ends_with_the_same_bits(folder, submit, pr
     )
 
 
+@pytest.mark.feature("checkpoints.elastic-ranks")
 @pytest.mark.sweep
 def test_a_job_that_lost_a_node_resumes_in_its_allocation(slurm, submit, options, unbroken):
     """On fewer ranks with as many replicas, with the same bits, without a way through the queue."""
@@ -107,6 +109,7 @@ def test_a_node_that_falls_silent_comes_back_during_the_next_attempt(slurm, subm
     assert job.decision["attempt"] in (2, 3), text + slurm.logs()
 
 
+@pytest.mark.feature("slurm.end-on-a-rank-s-death")
 @pytest.mark.sweep  # it measures; that a killed rank is recovered from is tested in test_recipes.py
 @pytest.mark.parametrize("recipe", ["train", "train-mpirun"])
 def test_the_time_from_a_ranks_death_to_the_next_step(slurm, submit, options, unbroken, recipe):
@@ -175,6 +178,7 @@ def test_a_lost_node_that_the_batch_script_was_on(slurm, submit, options, unbrok
     assert job.decision["attempt"] == 2
 
 
+@pytest.mark.feature("checkpoints.requeue", "slurm.requeue-cap", "complaints.requeue-once")
 def test_a_rank_that_dies_at_each_start_has_three_attempts(submit, options, folder):
     path = folder / "runs" / "hpcdist-train" / "decision.json"
     job = submit("train", *options, environ={"PROBE_DIE_AFTER": str(path)})
@@ -187,6 +191,7 @@ def test_a_rank_that_dies_at_each_start_has_three_attempts(submit, options, fold
     assert "not run again: attempt 3 in a row that died without progress" in job.log
 
 
+@pytest.mark.feature("checkpoints.elastic-ranks", "slurm.end-on-a-rank-s-death")
 @pytest.mark.sweep  # as after a kill under mpirun, in test_recipes.py
 def test_a_node_on_which_ranks_die_is_left_out(submit, options, unbroken, folder):
     """In this allocation: it may be sick though it answers."""
@@ -251,6 +256,7 @@ def test_a_job_that_cannot_stop_before_its_limit_is_requeued(submit, options, un
     assert job.decision["attempts_without_progress"] == 0
 
 
+@pytest.mark.feature("slurm.signal-before-the-limit", "complaints.time-to-save")
 @pytest.mark.sweep  # the limit: see above; a requeue is a SIGTERM, as a preemption
 def test_out_of_time_and_requeued_by_hand(slurm, submit, options, unbroken):
     """Slurm sends USR1 to all ranks when the time is nearly over; a requeue is a SIGTERM.

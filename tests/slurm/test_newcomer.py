@@ -56,6 +56,7 @@ class Terminal:
         return done.stdout
 
 
+@pytest.mark.feature("checkpoints.rehearsed-preemption", "slurm.script-writer")
 @pytest.mark.timeout(1200)
 def test_a_newcomers_first_half_hour(slurm, root, tmp_path, pytestconfig):
     """The commands do what they say: the drill preempts the job, which resumes and finishes."""

@@ -35,6 +35,7 @@ def ranks_of(slurm, job):
     return [pid for pid in found if "python" in name_of(pid).split("\0")[0] and "job.py" not in name_of(pid)]
 
 
+@pytest.mark.feature("slurm.signal-before-the-limit")
 @pytest.mark.sweep
 def test_mpirun_whose_exit_code_is_not_to_be_trusted(slurm, submit, options, unbroken, mpirun_that_exits_0):
     """The script alone gets USR1, and hands it on; and ranks that are killed are not taken for ones that finished."""
@@ -72,6 +73,7 @@ def test_open_mpi_preempted(slurm, submit, root, options, unbroken, preempt):
     print(next(line for line in text.splitlines() if "to be requeued" in line))
 
 
+@pytest.mark.feature("slurm.job-arrays")
 @pytest.mark.sweep
 def test_a_task_of_an_array_is_requeued_on_its_own(slurm, submit, data):
     small = ("--data", data, "--batch", 16, "--epochs", 40, "--save-every", 8)
@@ -92,6 +94,7 @@ def test_a_task_of_an_array_is_requeued_on_its_own(slurm, submit, data):
     assert final_state(first)[1] != final_state(second)[1], "their seeds differ"
 
 
+@pytest.mark.feature("complaints.requeue-once")
 @pytest.mark.sweep  # tests/unit/recipes has the same with a stand-in
 def test_without_scontrol_the_command_to_run_is_printed(slurm, submit, options, unbroken, folder):
     programs = folder / "bin"
@@ -126,6 +129,7 @@ def test_a_job_with_parameter_servers_is_preempted(slurm, submit, root, data, pr
     assert job.final_state()[:2] == final_state(tmp_path / "run")[:2]
 
 
+@pytest.mark.feature("slurm.chain-of-jobs", "complaints.requeue-once")
 def test_a_chain_of_jobs(slurm, submit, options, unbroken):
     job = submit("train-chain", *options)
     job.wait_for_training()
@@ -140,6 +144,7 @@ def test_a_chain_of_jobs(slurm, submit, options, unbroken):
     slurm.wait_for("an empty queue", lambda: not slurm.client("squeue", "-h").strip())
 
 
+@pytest.mark.feature("checkpoints.rehearsed-preemption", "slurm.script-writer")
 def test_hpcdist_submit_of_a_program_of_ones_own(slurm, folder, root, data):
     """A drill preempts it once; then `status` shows what became of it, and the bits are those of an unbroken run."""
     hpcdist = (sys.executable, "-m", "hpcdist")
@@ -165,6 +170,7 @@ def test_hpcdist_submit_of_a_program_of_ones_own(slurm, folder, root, data):
     assert final_state(folder / "runs" / "own") == final_state(folder / "runs" / "whole")
 
 
+@pytest.mark.feature("launch.installation-report")
 def test_run_and_doctor_in_an_allocation(slurm, folder, root, data):
     """`hpcdist run` takes srun and the tasks of the allocation, on two nodes; so do doctor, and srun before it."""
     hpcdist = f"{sys.executable} -m hpcdist"

@@ -1,69 +1,151 @@
-"""Counts the rows of tests/features.toml: by mark and state, then those that do not work (`--missing`: these alone)."""
+"""Print which features hpcdist has, by the tests that show them: a table, then what is not fully there.
+
+    python tests/support/features.py            the table
+    python tests/support/features.py --tests    every feature with its tests
+
+A test names what it shows: @pytest.mark.feature("GROUP.NAME"). tests/features.toml says what each name means, and
+tests/feature_notes.toml what falls short.
+"""
 
 import argparse
-from collections import Counter
+import ast
+import sys
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
 
-import tomllib
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
-FILE = Path(__file__).resolve().parents[1] / "features.toml"
+TESTS = Path(__file__).resolve().parents[1]
 MARKS = ("MUST", "MUST-M", "EXPECTED", "BEYOND", "CHECK")
 STATES = ("works", "partly", "differs", "missing")
 
 
-class Feature(TypedDict):
-    """One row of the file.
+@dataclass(frozen=True)
+class Feature:
+    """A feature, and what shows it.
 
     Attributes:
-        what: what a user can do.
-        mark: MUST: TensorFlow's guides use it. MUST-M: the purpose of hpcdist. EXPECTED: users of such libraries take
-            it for granted. BEYOND: few libraries have it. CHECK: behaviour that is easily overlooked.
-        state, before: one of STATES, now and in the first edition.
-        tests: what shows it, as FILE::FUNCTION or FILE::CLASS::METHOD.
-        note: what falls short; empty text for what works.
+        name: GROUP.NAME.
+        mark: one of MARKS; features.toml explains them.
+        meaning: what a user can do.
+        state: one of STATES.
+        note: what falls short; empty for what works.
+        tests: names of the tests that show it, as FILE::FUNCTION or FILE::CLASS::METHOD.
     """
 
     name: str
-    group: str
     mark: str
-    what: str
+    meaning: str
     state: str
-    tests: list[str]
     note: str
-    before: str
+    tests: tuple[str, ...]
 
 
-def read(file: Path = FILE) -> list[Feature]:
-    """Return the rows in the order of the file."""
-    rows: list[Feature] = tomllib.loads(file.read_text())["feature"]
-    return rows
+def read_features(folder: Path = TESTS) -> list[Feature]:
+    """Return the features in the order of features.toml.
+
+    Raises:
+        ValueError: if a test or a note names a feature that features.toml does not have.
+    """
+    groups = tomllib.loads((folder / "features.toml").read_text())
+    notes = tomllib.loads((folder / "feature_notes.toml").read_text())
+    tests = tests_by_feature(folder)
+    features = [
+        make_feature(f"{group}.{name}", text, notes, tests)
+        for group, names in groups.items()
+        for name, text in names.items()
+    ]
+    named = {*tests, *(name for state in notes.values() for name in state)}
+    unknown = named - {feature.name for feature in features}
+    if unknown:
+        raise ValueError(f"expected features of features.toml, got {sorted(unknown)}")
+    return features
 
 
-def table(rows: list[Feature]) -> str:
-    """Return a table of rows by mark and state, each cell as before -> now."""
-    before, now = (Counter((row["mark"], row[when]) for row in rows) for when in ("before", "state"))
-    lines = [f"{'mark':10}{'rows':>6}" + "".join(f"{state:>14}" for state in STATES)]
+def make_feature(name: str, text: str, notes: dict[str, dict[str, str]], tests: dict[str, list[str]]) -> Feature:
+    """Return a feature whose state follows from its notes.
+
+    Args:
+        name: GROUP.NAME.
+        text: its line, as "MARK: what a user can do".
+        notes: state -> name -> what falls short.
+        tests: name -> tests that show it.
+    """
+    mark, _, meaning = text.partition(": ")
+    states = [state for state in STATES if name in notes.get(state, {})]
+    state = states[0] if states else "works"
+    note = notes[state][name] if states else ""
+    return Feature(name, mark, meaning, state, note, tuple(tests.get(name, ())))
+
+
+def tests_by_feature(folder: Path) -> dict[str, list[str]]:
+    """Return the tests below a folder that carry the mark `feature`, by the names in it."""
+    tests: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(folder.rglob("test_*.py")):
+        for name, features in marked_functions(ast.parse(path.read_text())):
+            for feature in features:
+                tests[feature].append(f"{path.relative_to(folder.parent)}::{name}")
+    return tests
+
+
+def marked_functions(tree: ast.Module) -> list[tuple[str, list[str]]]:
+    """Return (name, features) of the functions, methods and classes of a file that carry the mark."""
+    marked = []
+    definitions = [(node.name, node) for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    for class_name, node in definitions:
+        methods = node.body if isinstance(node, ast.ClassDef) else []
+        inner = [(f"{class_name}::{method.name}", method) for method in methods if isinstance(method, ast.FunctionDef)]
+        for name, definition in [(class_name, node), *inner]:
+            features = features_of(definition.decorator_list)
+            if features:
+                marked.append((name, features))
+    return marked
+
+
+def features_of(decorators: list[ast.expr]) -> list[str]:
+    """Return the arguments of `@pytest.mark.feature(...)`."""
+    names: list[str] = []
+    for decorator in decorators:
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.feature":
+            names += [ast.literal_eval(argument) for argument in decorator.args]
+    return names
+
+
+def table_of(features: list[Feature]) -> str:
+    """Return the number of features by mark and state."""
+    counts = Counter((feature.mark, feature.state) for feature in features)
+    lines = [f"{'mark':10}{'features':>9}" + "".join(f"{state:>9}" for state in STATES)]
     for mark in MARKS:
-        cells = [f"{before[mark, state]} -> {now[mark, state]}" for state in STATES]
-        n_rows = sum(row["mark"] == mark for row in rows)
-        lines.append(f"{mark:10}{n_rows:>6}" + "".join(f"{cell:>14}" for cell in cells))
+        numbers = [counts[mark, state] for state in STATES]
+        lines.append(f"{mark:10}{sum(numbers):>9}" + "".join(f"{number:>9}" for number in numbers))
     return "\n".join(lines)
 
 
-def unfinished(rows: list[Feature]) -> str:
-    """Return the rows that do not work, by group."""
+def unfinished_of(features: list[Feature]) -> str:
+    """Return a line for each feature that does not fully work."""
+    unfinished = [feature for feature in features if feature.state != "works"]
+    return "\n".join(f"{item.state:8}{item.mark:9}{item.name}: {item.note}" for item in unfinished)
+
+
+def tests_of(features: list[Feature]) -> str:
+    """Return every feature with its tests."""
     lines = []
-    for group in dict.fromkeys(row["group"] for row in rows):
-        own = [row for row in rows if row["group"] == group and row["state"] != "works"]
-        lines += [f"\n{group}"] * bool(own)
-        lines += [f"  {row['mark']:8}  {row['state']:7}  {row['name']}: {row['note']}" for row in own]
+    for feature in features:
+        lines.append(f"{feature.state:8}{feature.name}: {feature.meaning}")
+        lines += [f"        {test}" for test in feature.tests]
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--missing", action="store_true", help="list the rows that do not work, without the table")
-    features = read()
-    is_list = parser.parse_args().missing
-    print(unfinished(features).lstrip() if is_list else f"{table(features)}\n{unfinished(features)}")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tests", action="store_true", help="print every feature with its tests")
+    arguments = parser.parse_args()
+    all_features = read_features()
+    if arguments.tests:
+        print(tests_of(all_features))
+    else:
+        print(table_of(all_features), unfinished_of(all_features), sep="\n\n")

@@ -86,6 +86,7 @@ def test_a_state_that_is_nested_deeper_than_any_is_saved(tmp_path, depth, is_rea
             read_file(path)
 
 
+@pytest.mark.feature("checkpoints.chief-writes-hdf5")
 def test_any_hdf5_reader_sees_arrays_under_their_names(path):
     with h5py.File(path) as file:
         assert set(file) == {"index", "model", "loose"}
@@ -111,6 +112,7 @@ def test_arrays_of_any_names(tmp_path):
         assert file["é/ü"][0] == NAMES.index("é/ü")
 
 
+@pytest.mark.feature("checkpoints.checksums-and-fallback")
 def test_every_flipped_bit_and_every_cut_is_noticed(path):
     """Metadata, data and padding: every byte of the file is tried."""
     data = path.read_bytes()

@@ -54,6 +54,7 @@ def test_a_dtype_that_is_not_stored_has_no_name(name):
         stored_dtype(name)
 
 
+@pytest.mark.feature("checkpoints.checksums-and-fallback")
 @pytest.mark.timeout(1800)
 def test_a_changed_checkpoint_is_refused_or_read_as_it_was(fast_folder, clean_environ):
     n_cases, n_lies = len(all_cases(Original(fast_folder / "original"))), len(list(lies()))

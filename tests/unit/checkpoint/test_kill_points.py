@@ -45,6 +45,7 @@ def sweep(folder, clean_environ, start, program, every):
     return found["points"]
 
 
+@pytest.mark.feature("complaints.broken-checkpoint-files")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("start", "more"), [("fresh", {"make_folder"}), ("broken", set())])
 def test_killed_before_and_after_every_operation(fast_folder, clean_environ, start, more):

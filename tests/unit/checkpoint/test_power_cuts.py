@@ -141,6 +141,7 @@ class Verdicts:
         return n_recovered
 
 
+@pytest.mark.feature("checkpoints.atomic-commit", "complaints.broken-checkpoint-files")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("start", ["fresh", "broken"])
 def test_power_is_cut_at_any_point(fast_folder, start):

@@ -111,6 +111,7 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
+@pytest.mark.feature("checkpoints.checksums-and-fallback", "complaints.broken-checkpoint-files")
 @pytest.mark.parametrize("harm", [damage, damage_index, damage_header, cut, os.unlink])
 def test_damage_is_stepped_over_and_explained(folder, harm, caplog):
     commit(folder, 1)
@@ -165,6 +166,7 @@ def test_prune_keeps_the_last(folder):
     assert names(folder) == [f"step-0000000{step}-0001.h5" for step in (4, 5)]
 
 
+@pytest.mark.feature("evaluation.best-checkpoint-export")
 def test_people_find_the_latest_and_the_best_by_name(folder):
     for step, loss in enumerate((0.5, 0.2, 0.9), 1):
         commit(folder, step, metrics={"loss": loss})
@@ -186,6 +188,7 @@ def test_a_file_system_without_links_is_good_enough(folder, disk):
     assert latest_value(folder) == 1
 
 
+@pytest.mark.feature("complaints.hdf5-locks")
 def test_a_file_that_is_replaced_while_it_is_read_is_read_as_it_was(folder):
     path = commit(folder, 1)
     with read.open_checkpoint(path) as file:
@@ -220,6 +223,7 @@ def test_a_later_attempt_leaves_nothing_to_prune(folder, caplog):
     assert steps(folder) == [1, 2, 3]
 
 
+@pytest.mark.feature("checkpoints.atomic-commit")
 def test_leftovers_of_killed_writers_are_swept(folder):
     (folder.path / "step-00000001-0001.h5.tmp-123").write_bytes(b"x")
     (folder.path / "notes.txt").write_text("mine")
@@ -227,6 +231,7 @@ def test_leftovers_of_killed_writers_are_swept(folder):
     assert names(later) == ["notes.txt"]
 
 
+@pytest.mark.feature("checkpoints.checkpoint-manager", "checkpoints.save-and-retention-policy")
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
@@ -272,6 +277,7 @@ def test_folder_that_cannot_be_made(tmp_path):
 OPERATIONS = ["create", "allocate", "write", "sync", "close", "rename", "sync_folder"]
 
 
+@pytest.mark.feature("checkpoints.atomic-commit")
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
 def test_any_failing_operation_leaves_the_previous_one_usable(folder, disk, operation, code):
@@ -371,6 +377,7 @@ def test_room_is_allocated_before_a_file_is_written(tmp_path):
         disk.allocate(descriptor, 1)
 
 
+@pytest.mark.feature("checkpoints.atomic-commit")
 def test_a_commit_is_the_file_then_its_name_then_the_folder(tmp_path):
     """Without any one of these syncs a power cut can leave a name whose file is not on the disk."""
     disk = RecordingDisk()

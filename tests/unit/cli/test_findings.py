@@ -28,6 +28,7 @@ def bad(found, folder=""):
     return [(one.level, one.topic, one.text) for one in findings_of(found, folder) if one.level != "ok"]
 
 
+@pytest.mark.feature("launch.installation-report")
 @pytest.mark.parametrize("n_hosts", [1, 3])
 def test_all_is_well(n_hosts):
     assert bad(ranks(n_hosts), "runs/a") == []
@@ -39,6 +40,7 @@ def test_all_is_well(n_hosts):
     ]
 
 
+@pytest.mark.feature("launch.installation-report")
 def test_every_finding_that_is_not_ok_has_a_cure():
     found = [
         *findings_of(ranks(1, 2, cores=(0,), omp_threads=9, shm_bytes=0, n_gpus=1), "runs/a"),

@@ -35,6 +35,7 @@ def messages(out):
     return [line.rpartition(": ")[2] for line in out.splitlines()]
 
 
+@pytest.mark.feature("slurm.status-log-cancel")
 def test_records_of_all_ranks_by_time(run_dir, call):
     code, out, _ = call(run_dir)
     assert code == 0

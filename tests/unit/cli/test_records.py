@@ -32,6 +32,7 @@ def run_of(*attempts):
 # -- goodput -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("observability.goodput")
 def test_an_unbroken_run():
     windows = [window(10, 20, (1, 10), compute=8, save=1, between=1), window(20, 30, (11, 20), compute=10)]
     found = goodput_of(run_of(attempt(1, rank(0, windows))))
@@ -42,6 +43,7 @@ def test_an_unbroken_run():
     }
 
 
+@pytest.mark.feature("observability.goodput")
 def test_steps_that_were_made_again_are_lost():
     """The second attempt resumes from step 15 of 20, ten seconds after the first one's last record."""
     first = attempt(1, rank(0, [window(0, 20, (1, 20), compute=20)]))
@@ -93,6 +95,7 @@ def test_attempts_without_records():
 # -- stragglers --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("observability.stragglers")
 def test_the_rank_that_others_wait_for_is_named():
     """All take equally long, as they wait for each other: what a rank does by itself tells."""
     ranks = [rank(n, [window(0, 10, (1, 10), compute=6, communication=4)], host=f"n{n // 2}") for n in range(4)]
@@ -101,6 +104,7 @@ def test_the_rank_that_others_wait_for_is_named():
     assert stragglers_of(ranks) == ["rank 3 on n1 computes 950 ms a step, the median 600 ms"]
 
 
+@pytest.mark.feature("observability.stragglers", "complaints.slowest-host-named")
 def test_a_slow_host_is_named_and_so_is_slow_input():
     ranks = [rank(n, [window(0, 10, (1, 10), compute=6, communication=4)], host=f"n{n // 2}") for n in range(6)]
     ranks[4:] = [rank(n, [window(0, 10, (1, 10), compute=9, communication=1)], host="n2") for n in (4, 5)]
@@ -163,6 +167,7 @@ def step_of(number, began, ended, entered, left):
     return StepRecord(number, began, ended, spans)
 
 
+@pytest.mark.feature("observability.merged-timeline")
 @pytest.mark.parametrize("offset", [0.0, -123.456, 5e6])
 @pytest.mark.parametrize("error", [0.0, 3.0, -0.5])
 def test_clocks_of_hosts_are_set_by_their_sums(offset, error):
@@ -181,6 +186,7 @@ def test_clocks_of_hosts_are_set_by_their_sums(offset, error):
     assert found["n2"] == pytest.approx(1e9 - offset, abs=0.0015)  # half of the shortest sum that bounds it
 
 
+@pytest.mark.feature("observability.merged-timeline")
 def test_all_ranks_of_a_host_bound_its_clock():
     """One enters early, and another one leaves soon after the last has entered: together they say within 2 ms."""
     early, late = step_of(1, 0.0, 2.0, 1.0, 1.5), step_of(1, 0.0, 2.0, 1.399, 1.4)
@@ -203,6 +209,7 @@ def test_clocks_that_drift_apart():
     assert offsets_of(ranks)["n2"] == pytest.approx(-0.5, abs=0.02)
 
 
+@pytest.mark.feature("observability.timeline")
 def test_events_of_a_trace():
     """In microseconds since the first process began, with a name for each rank, and waits within their step."""
     steps, windows = [step_of(1, 2.0, 3.0, 2.5, 2.75)], [window(102, 104, (1, 2), compute=1.5, input=0.5)]

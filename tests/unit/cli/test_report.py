@@ -90,6 +90,7 @@ class Page(HTMLParser):
         self.texts.append(data)
 
 
+@pytest.mark.feature("observability.goodput")
 def test_the_page_tells_the_run(run_dir, hpcdist):
     code, out, _ = hpcdist("report", run_dir)
     assert (code, out) == (0, f"{run_dir}/report/report.html, and 5 pictures beside it\n")

@@ -30,6 +30,7 @@ def run_dir(tmp_path):
     return folder
 
 
+@pytest.mark.feature("slurm.status-log-cancel")
 def test_status(run_dir, hpcdist):
     code, out, _ = hpcdist("status", run_dir)
     assert code == 0
@@ -76,6 +77,7 @@ def test_the_state_of_a_batch_job(run_dir, hpcdist, monkeypatch):
 ARRAY = "21_1\t1\tRUNNING\t9:00\tn1\thpcdist:/r/a-{task}\n21_2\t2\tPENDING\t10:00\t(Resources)\thpcdist:/r/a-{task}\n"
 
 
+@pytest.mark.feature("slurm.status-log-cancel")
 def test_jobs_of_this_user(hpcdist, monkeypatch):
     """Those of `hpcdist submit`, each with its run folder; what somebody else's script has as a comment is left out."""
     said = ARRAY + "22\tN/A\tRUNNING\t1:00\tn2\tmine\n"
@@ -99,6 +101,7 @@ def test_json_has_no_nan(run_dir, hpcdist):
     assert json.loads(said, parse_constant=pytest.fail)["metrics"] == {"step": 3, "loss": None}
 
 
+@pytest.mark.feature("slurm.status-log-cancel")
 def test_a_job_that_has_ended(run_dir, hpcdist, monkeypatch):
     def scontrol(command, **_):
         is_known = command[0] == "scontrol"
@@ -129,6 +132,7 @@ def test_stop_asks(run_dir, hpcdist):
     assert ", asked to stop" in hpcdist("status", run_dir)[1]
 
 
+@pytest.mark.feature("slurm.status-log-cancel")
 def test_stop_waits_until_the_job_has_ended(run_dir, hpcdist):
     def end():
         while not (run_dir / "stop").exists():

@@ -41,6 +41,7 @@ def headers(text):
     return [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")]
 
 
+@pytest.mark.feature("slurm.script-writer")
 def test_a_plain_job(here, call):
     code, text, _ = call(
         "--nodes", 4, "--ntasks-per-node", 8, "--time", "8:00:00", "--dry-run", "train.py", "--run-dir", "runs/a"
@@ -58,6 +59,7 @@ def test_a_plain_job(here, call):
     assert sorted(path.name for path in here.iterdir()) == ["train.py"], "a dry run writes nothing"
 
 
+@pytest.mark.feature("slurm.heterogeneous-jobs")
 @pytest.mark.parametrize(
     ("options", "there", "absent"),
     [
@@ -117,6 +119,7 @@ def test_the_shell_changes_no_argument(here, call, tmp_path, monkeypatch):
     assert not (here / "harm").exists()
 
 
+@pytest.mark.feature("slurm.script-writer")
 def test_shellcheck_has_nothing_to_say(here, call):
     if subprocess.run(["which", "shellcheck"], capture_output=True).returncode:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("shellcheck is not installed")
@@ -139,6 +142,7 @@ def checked(text):
     return text.splitlines()
 
 
+@pytest.mark.feature("slurm.recipes-for-other-batch-systems")
 def test_a_script_for_pbs(here, call):
     """Each job submits its successor, as users of PBS may not requeue."""
     options = ("--system", "pbs", "--nodes", 2, "--ntasks-per-node", 4, "--time", "8:00:00", "--option", "-q long")
@@ -152,6 +156,7 @@ def test_a_script_for_pbs(here, call):
     assert any(line.endswith('job.py --successor "$successor" \\') for line in lines)
 
 
+@pytest.mark.feature("slurm.recipes-for-other-batch-systems")
 def test_a_script_for_lsf(here, call):
     """LSF signals the job before its limit, which it takes in hours and minutes, and requeues it."""
     (here / "hpcdist.toml").write_text('[submit]\nsystem = "lsf"\nlsf = ["-q long"]\n')
@@ -165,6 +170,7 @@ def test_a_script_for_lsf(here, call):
     assert "  '/opt/mpi bin/mpirun' -n \"$LSB_DJOB_NUMPROC\" \\" in lines
 
 
+@pytest.mark.feature("slurm.recipes-for-other-batch-systems")
 @pytest.mark.parametrize(
     ("system", "name", "takes", "answer", "job"),
     [
@@ -380,6 +386,7 @@ def test_a_library_that_the_job_loads(here, call, monkeypatch):
     assert "  mpirun --bind-to none --host %hosts -n %n_ranks " in text
 
 
+@pytest.mark.feature("checkpoints.rehearsed-preemption")
 def test_a_drill_of_an_array_signals_its_own_task(here, call):
     text = call("--array", "1-2", "--drill", "5", "--dry-run", "train.py", "--run-dir", "a-{task}")[1]
     assert 'scancel --signal=USR1 "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"' in text

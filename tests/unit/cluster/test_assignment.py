@@ -20,6 +20,7 @@ def test_ranks_without_a_task_take_entries_in_order():
     assert names(FULL, [(NONE, 0, NONE)] * 3) == ["chief 0", "worker 0", "ps 0"]
 
 
+@pytest.mark.feature("complaints.host-lists-and-addresses")
 def test_an_entry_owns_the_ranks_of_its_host():
     rows = [(NONE, 0, NONE), (NONE, 0, NONE), (NONE, 2, NONE)]
     assert names(TWO, rows) == ["worker 0", "worker 0", "worker 1"]

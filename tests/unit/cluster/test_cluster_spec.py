@@ -4,6 +4,7 @@ from hpcdist.cluster.spec import ClusterSpec, Task
 from hpcdist.errors import ConfigurationError
 
 
+@pytest.mark.feature("launch.chief-rules", "launch.cluster-spec")
 def test_answers_by_type():
     spec = ClusterSpec({"ps": ["p:1"], "worker": ["a:1", "b:1"], "chief": ["c:1"]})
     assert spec.jobs == ["chief", "worker", "ps"]
@@ -20,6 +21,7 @@ def test_answers_by_type():
     assert ClusterSpec({"worker": ["a:1"]}).chief == Task("worker", 0)
 
 
+@pytest.mark.feature("launch.cluster-spec")
 def test_indices_may_be_left_out():
     spec = ClusterSpec({"worker": {3: "d:1", "1": "b:1"}, "ps": {0: "p:1"}})
     assert spec.as_dict() == {"worker": {1: "b:1", 3: "d:1"}, "ps": ["p:1"]}
@@ -44,6 +46,7 @@ def test_is_frozen_and_equal_by_value():
     assert spec.num_tasks("worker") == 1
 
 
+@pytest.mark.feature("launch.chief-rules")
 @pytest.mark.parametrize(
     ("jobs", "text"),
     [
@@ -74,6 +77,7 @@ def test_refuses_what_is_no_task(type_, index):
         Task(type_, index)
 
 
+@pytest.mark.feature("launch.cluster-spec", "semantics.worker-numbers")
 def test_refuses_a_task_it_does_not_have():
     spec = ClusterSpec({"worker": ["a:1"]})
     with pytest.raises(ConfigurationError, match="from 0 to 0, got 1"):

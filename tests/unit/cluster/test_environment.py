@@ -76,6 +76,7 @@ def test_unknown_debug_names_are_refused_with_the_valid_ones(text):
         debug_names({"HPCDIST_DEBUG": text})
 
 
+@pytest.mark.feature("complaints.time-limit-known")
 def test_the_end_of_the_job():
     assert job_end({"SLURM_JOB_END_TIME": "1795000000"}) == 1795000000.0
     assert job_end({"SLURM_JOB_END_TIME": "Unknown"}) is None

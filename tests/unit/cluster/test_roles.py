@@ -5,6 +5,7 @@ from hpcdist.cluster.spec import Task
 from hpcdist.errors import ConfigurationError
 
 
+@pytest.mark.feature("launch.roles-from-ranks")
 def test_map_is_given_to_ranks_in_its_order():
     tasks = tasks_of_roles(parse_roles("chief:1,ps:2, evaluator:1 ,worker:*"), 7)
     names = ["chief 0", "ps 0", "ps 1", "evaluator 0", "worker 0", "worker 1", "worker 2"]
@@ -12,6 +13,7 @@ def test_map_is_given_to_ranks_in_its_order():
     assert spec_of_tasks(tasks).as_dict()["ps"] == ["rank-1", "rank-2"]
 
 
+@pytest.mark.feature("launch.roles-from-ranks")
 def test_star_may_stand_anywhere():
     assert tasks_of_roles(parse_roles("worker:*,ps:1"), 3) == [Task("worker", 0), Task("worker", 1), Task("ps", 0)]
 
@@ -34,6 +36,7 @@ def test_refuses_another_number_of_ranks(text, size, wanted):
         tasks_of_roles(parse_roles(text), size)
 
 
+@pytest.mark.feature("launch.mpi-cluster-resolver")
 def test_resolver_asks_the_launcher_when_it_has_no_communicator():
     environ = {"PMI_SIZE": "3", "PMI_RANK": "2", "HPCDIST_ROLES": "chief:1,worker:*"}
     found = MPIClusterResolver(environ=environ)
@@ -41,6 +44,7 @@ def test_resolver_asks_the_launcher_when_it_has_no_communicator():
     assert found.cluster_spec().num_tasks("worker") == 2
 
 
+@pytest.mark.feature("launch.mpi-cluster-resolver")
 def test_resolver_alone_is_one_worker():
     found = MPIClusterResolver(environ={})
     assert (found.task_type, found.task_id) == ("worker", 0)

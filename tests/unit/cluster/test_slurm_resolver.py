@@ -11,6 +11,12 @@ STEP = {
 }
 
 
+@pytest.mark.feature(
+    "launch.slurm-cluster-resolver",
+    "slurm.host-lists",
+    "semantics.slurm-resolver-details",
+    "complaints.host-lists-and-addresses",
+)
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
@@ -27,18 +33,23 @@ def test_host_lists(text, hosts):
     assert parse_hostlist(text) == hosts.split()
 
 
+@pytest.mark.feature("slurm.host-lists")
 @pytest.mark.parametrize("text", ["", "n[1-2", "n[2-1]", "n[a-b]", "n 1", "n[]", "n]1["])
 def test_refuses_host_lists(text):
     with pytest.raises(ConfigurationError, match="slurm: expected"):
         parse_hostlist(text)
 
 
+@pytest.mark.feature("launch.slurm-cluster-resolver", "semantics.slurm-resolver-rules")
 def test_tasks_per_node():
     assert parse_tasks_per_node("3(x2),2") == [3, 3, 2]
     with pytest.raises(ConfigurationError, match="3\\(x2\\),2"):
         parse_tasks_per_node("3x2")
 
 
+@pytest.mark.feature(
+    "launch.slurm-cluster-resolver", "semantics.slurm-resolver-rules", "semantics.slurm-resolver-details"
+)
 def test_step():
     found = SlurmClusterResolver({"worker": 3, "chief": 1}, environ=STEP)
     assert found.cluster_spec().as_dict() == {
@@ -48,10 +59,12 @@ def test_step():
     assert found.get_task_info() == ("worker", 1)
 
 
+@pytest.mark.feature("launch.slurm-cluster-resolver", "semantics.slurm-resolver-details")
 def test_every_rank_a_worker_by_default():
     assert SlurmClusterResolver(environ=STEP).cluster_spec().num_tasks("worker") == 4
 
 
+@pytest.mark.feature("launch.slurm-cluster-resolver", "semantics.slurm-resolver-rules")
 @pytest.mark.parametrize(
     ("changes", "jobs", "expected"),
     [
@@ -69,6 +82,7 @@ def test_refuses(changes, jobs, expected):
     assert expected in str(caught.value)
 
 
+@pytest.mark.feature("launch.slurm-cluster-resolver", "semantics.slurm-resolver-rules")
 def test_gpus_of_a_task(monkeypatch):
     """The arguments in TensorFlow's order; a node's GPUs are divided by the tasks of the fullest node."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")

@@ -13,6 +13,7 @@ def resolver(config, **arguments):
     return TFConfigClusterResolver(environ={"TF_CONFIG": json.dumps(config)}, **arguments)
 
 
+@pytest.mark.feature("launch.tf-config")
 def test_reads_cluster_and_task():
     found = resolver({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}})
     assert found.cluster_spec().as_dict() == CLUSTER
@@ -20,12 +21,14 @@ def test_reads_cluster_and_task():
     assert found.resolve(0, 3) == (found.cluster_spec(), Task("worker", 1))
 
 
+@pytest.mark.feature("launch.tf-config", "launch.cluster-spec")
 def test_an_index_may_be_text():
     found = resolver({"cluster": CLUSTER, "task": {"type": "worker", "index": "1"}})
     assert found.task_id == 1
     assert found.cluster_spec().task_indices("worker") == [0, 1]
 
 
+@pytest.mark.feature("semantics.tf-config-resolver-rules")
 def test_master_is_the_address_of_a_task():
     found = resolver({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}})
     assert (found.master(), found.master(rpc_layer="grpc")) == ("h2:1", "grpc://h2:1")
@@ -36,6 +39,7 @@ def test_master_is_the_address_of_a_task():
         found.master("worker", 2)
 
 
+@pytest.mark.feature("semantics.tf-config-resolver-rules")
 def test_constructor_overrides_the_task():
     found = resolver({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}}, task_type="chief", task_id=0)
     assert (found.task_type, found.task_id) == ("chief", 0)
@@ -44,6 +48,7 @@ def test_constructor_overrides_the_task():
         wrong.cluster_spec()
 
 
+@pytest.mark.feature("launch.tf-config", "semantics.tf-config-resolver-rules")
 def test_the_variable_is_read_when_a_property_is_asked_for(monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     found = TFConfigClusterResolver()
@@ -53,6 +58,7 @@ def test_the_variable_is_read_when_a_property_is_asked_for(monkeypatch):
     assert found.cluster_spec().as_dict() == CLUSTER
 
 
+@pytest.mark.feature("launch.tf-config")
 def test_an_evaluator_need_not_be_listed():
     cluster = {"worker": ["a:1", "b:1"]}
     spec, task = parse_tf_config(json.dumps({"cluster": cluster, "task": {"type": "evaluator", "index": 0}}))
@@ -63,6 +69,7 @@ def test_an_evaluator_need_not_be_listed():
         parse_tf_config(json.dumps({"cluster": cluster, "task": {"type": "evaluator", "index": 1}}))
 
 
+@pytest.mark.feature("launch.tf-config", "semantics.tf-config-resolver-rules")
 @pytest.mark.parametrize("text", ["", "{}"])
 def test_nothing_means_no_cluster(text):
     spec, task = parse_tf_config(text)
@@ -74,6 +81,7 @@ def test_without_task_the_rank_decides():
     assert resolver({"cluster": CLUSTER}).task_type is None
 
 
+@pytest.mark.feature("semantics.tf-config-resolver-rules")
 def test_the_arguments_that_tensorflow_s_resolver_takes():
     assert TFConfigClusterResolver("worker", 1, rpc_layer="grpc", environment="", environ={}).task_id == 1
 

@@ -62,6 +62,7 @@ def test_devices_are_distinguished_by_bus_and_uuid(monkeypatch):
     assert cuda.visible_devices() == [f"{bus} (UUID {bus.encode().hex()})" for bus in ("0000:01:00.0", "0000:02:00.0")]
 
 
+@pytest.mark.feature("gpu.without-gpus")
 def test_nothing_imports_cupy_until_a_device_buffer_comes():
     code = """
 import sys, numpy, torch
@@ -81,6 +82,7 @@ def test_buffers_on_the_host_are_refused(buffer):
         device_array(buffer)
 
 
+@pytest.mark.feature("gpu.zero-copy-tensors")
 def test_a_cupy_array_is_shared(cupy):
     array = cupy.array(np.arange(6.0).reshape(2, 3))
     assert is_device_buffer(array)
@@ -95,6 +97,7 @@ def test_gaps_are_refused(cupy):
         device_array(cupy.array(np.ones((4, 4)))[:, ::2])
 
 
+@pytest.mark.feature("gpu.zero-copy-tensors")
 def test_torch_comes_by_dlpack_and_bfloat16_as_bits(cupy):
     values = np.arange(3, dtype=np.float32)
     tensor = cupy_stand_in.CudaTensor(values, "float32")
@@ -113,6 +116,7 @@ def test_padding_is_zero_and_copies_only_when_needed(cupy):
     assert longer.dtype == "float32"
 
 
+@pytest.mark.feature("gpu.staged-copies", "complaints.cuda-aware-or-not")
 @pytest.mark.parametrize("n_elements", [0, 1, 3, 4, 5, 8, 9, 41])
 def test_staged_copies_bring_every_piece_back(cupy, monkeypatch, n_elements):
     monkeypatch.setattr(cuda, "PIECE_BYTES", 32)
@@ -129,6 +133,7 @@ def test_staged_copies_bring_every_piece_back(cupy, monkeypatch, n_elements):
     assert array.host.tolist() == [2.0 * i for i in range(n_elements)]
 
 
+@pytest.mark.feature("gpu.staged-copies")
 def test_staged_copies_wait_for_what_is_queued(cupy):
     array = cupy.array(np.zeros(3))
     copy_into(device_array(array), device_array(cupy.array(np.ones(3))))
@@ -136,6 +141,7 @@ def test_staged_copies_wait_for_what_is_queued(cupy):
     assert array.host.tolist() == [2, 2, 2]
 
 
+@pytest.mark.feature("complaints.large-and-half-messages")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_is_reduced_in_float32(cupy, dtype):
     values = np.array([1.5, -2, np.inf, 0], np.float32)

@@ -73,11 +73,13 @@ def test_a_subclass_of_a_name_with_an_all_reduce_of_its_own_is_called():
     assert gradients(asked=given).algorithm is given
 
 
+@pytest.mark.feature("semantics.transport-of-gradients")
 def test_nccl_is_chosen_for_exactly_what_it_can_carry():
     assert set(NCCL_DTYPES) == set(nccl.DTYPES)
     assert set(NCCL_OPS) == set(nccl.OPS)
 
 
+@pytest.mark.feature("collectives.communication-hook")
 @pytest.mark.parametrize("given", [Own(), Named()])
 def test_an_algorithm_of_the_users_own(given):
     chosen = given.stands_for or given
@@ -88,6 +90,7 @@ def test_an_algorithm_of_the_users_own(given):
     assert gradients(asked=Own()).name == "Own"
 
 
+@pytest.mark.feature("collectives.auto-algorithm")
 @pytest.mark.parametrize(
     ("nbytes", "expected"),
     [(0, "MPI"), (SMALLEST_BYTES - 1, "MPI"), (SMALLEST_BYTES, "MPI"), (65535, "MPI"), (65536, "SHARED_MEMORY")],
@@ -152,6 +155,7 @@ def _host(number, n_ranks):
     return tuple(range(number * n_ranks, (number + 1) * n_ranks))
 
 
+@pytest.mark.feature("collectives.auto-algorithm")
 def test_gradients_do_not_go_by_size():
     """Else the bits would depend on how parameters are packed."""
     for nbytes in (0, 1, 1 << 30):
@@ -160,6 +164,7 @@ def test_gradients_do_not_go_by_size():
         assert gradients(TWO_HOSTS, nbytes=nbytes, can_share_memory=False).name == "MPI"
 
 
+@pytest.mark.feature("collectives.auto-algorithm")
 @pytest.mark.parametrize(("op", "dtype"), list(itertools.product(OPS.values(), [*NCCL_DTYPES, "int16", "complex64"])))
 def test_device_buffers_go_by_nccl_where_it_can_carry_them(op, dtype):
     def on_device(placement=ONE_HOST, asked="AUTO", has_nccl=True):
@@ -196,6 +201,7 @@ def test_ranks_contribute_subtrees_where_replicas_are_not_one_tree_of_ranks():
     assert not gradients(TWO_HOSTS, n_replicas=9, wire_dtype="bfloat16").by_subtrees
 
 
+@pytest.mark.feature("collectives.overlap-with-backward")
 def test_the_wire_and_the_background_thread_are_for_several_hosts():
     assert gradients(TWO_HOSTS, wire_dtype="bfloat16").wire_dtype == "bfloat16"
     assert gradients(ONE_HOST, wire_dtype="bfloat16").wire_dtype is None

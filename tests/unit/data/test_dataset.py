@@ -91,12 +91,14 @@ def test_refuses(build):
         build()
 
 
+@pytest.mark.feature("tf.global-batch-split", "semantics.splitting-of-batches")
 def test_parts_of_a_global_batch_as_in_tf_distribute():
     assert parts(slices(6).batch(4), 2) == [[[0, 1], [2, 3]], [[4], [5]]]
     assert parts(slices(4).batch(4), 3) == [[[0, 1], [2, 3], []]]
     assert parts(slices(4).batch(4), 5) == [[[0], [1], [2], [3], []]]
 
 
+@pytest.mark.feature("tf.experimental-distribute-dataset", "input.distribute-dataset")
 @pytest.mark.parametrize("n_replicas", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("drop_remainder", [False, True])
 def test_parts_join_to_the_global_batch(n_replicas, drop_remainder):
@@ -126,6 +128,7 @@ def test_a_pass_resumes_at_the_exact_sample(kill_at):
         assert interrupted(dataset, min(kill_at, len(whole))) == whole
 
 
+@pytest.mark.feature("input.data-cursor")
 def test_the_cursor_does_not_depend_on_batch_size_or_replicas():
     before = DistributedDataset(slices(12).shuffle(seed=1).batch(4), range(1, 2), 2)
     iterator = iter(before)

@@ -60,6 +60,15 @@ def rows_in(steps):
     return [row for step in steps for part in step for row in part[0].tolist()]
 
 
+@pytest.mark.feature(
+    "tf.many-steps-global",
+    "tf.drop-remainder-static",
+    "input.gather-without-duplicates",
+    "semantics.splitting-of-batches",
+    "semantics.dropped-remainders",
+    "complaints.last-uneven-batch",
+    "complaints.metrics-without-padding",
+)
 @pytest.mark.parametrize("first", range(0, 1000, 100))
 def test_uneven_inputs_every_sample_once_and_exact_metrics(first):
     for number in range(first, first + 100):
@@ -80,6 +89,7 @@ def test_uneven_inputs_every_sample_once_and_exact_metrics(first):
             assert all(len(part[0]) <= -(-batch // n_replicas) for step in steps for part in step), number
 
 
+@pytest.mark.feature("input.data-cursor", "complaints.resume-on-another-count")
 @pytest.mark.parametrize("first", range(0, 400, 100))
 def test_restart_in_mid_epoch_on_other_ranks_with_another_batch(first):
     for number in range(first, first + 100):
@@ -146,6 +156,7 @@ def test_several_local_replicas_need_what_joins_their_parts():
         DistributedDataset(dataset, range(1, 3), 3)
 
 
+@pytest.mark.feature("tf.iterators-iter-next", "input.iterators")
 def test_iterators():
     distributed = Strategy().experimental_distribute_dataset(Dataset.from_tensor_slices(np.arange(3)).batch(2))
     iterator = iter(distributed)
@@ -160,6 +171,9 @@ def test_iterators():
         iterator.get_next()
 
 
+@pytest.mark.feature(
+    "tf.iterators-distributed-datasets", "tf.drop-remainder-static", "input.iterators", "semantics.dropped-remainders"
+)
 def test_element_spec():
     rows = {"x": torch.zeros(6, 3), "y": np.zeros(6, np.int32)}
     dataset = Dataset.from_tensor_slices(rows)
@@ -171,6 +185,7 @@ def test_element_spec():
     assert mapped.element_spec == TensorSpec((4,), torch.float64)
 
 
+@pytest.mark.feature("tf.get-per-replica", "input.input-context", "semantics.per-pipeline-datasets")
 def test_input_context():
     context = hpcdist.InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=4)
     assert context.get_per_replica_batch_size(64) == 16
@@ -182,6 +197,7 @@ def test_input_context():
     assert contexts_of(None, range(2, 4), (1, 2), 4) == [context]
 
 
+@pytest.mark.feature("input.input-options")
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -214,6 +230,14 @@ def files(tmp_path):
 OWN_FILES = [[0, 1, 2, 3, 4, 7, 8, 9, 10], [5, 6]]
 
 
+@pytest.mark.feature(
+    "tf.file-divides-list",
+    "tf.data-every-worker",
+    "tf.off-gives-everyone",
+    "tf.auto-file-rows",
+    "input.auto-shard-policy",
+    "semantics.sharding-policies",
+)
 def test_shard_by_policy(files):
     policy = hpcdist.AutoShardPolicy
     rows = Dataset.from_hdf5(files, "x")
@@ -239,6 +263,7 @@ def parts_of(dataset, n_replicas):
     return [[part.tolist() for part in step] for step in whole]
 
 
+@pytest.mark.feature("tf.off-gives-everyone", "input.auto-shard-policy", "semantics.sharding-policies")
 @pytest.mark.parametrize("source", ["rows", "stream"])
 def test_policy_off_gives_every_replica_all_rows_in_parts_of_the_global_batch(source):
     """As TensorFlow does, so that a loss divided by the global batch is a mean."""
@@ -257,6 +282,7 @@ def test_policy_off_gives_every_replica_all_rows_in_parts_of_the_global_batch(so
     assert state["batch"] == 4
 
 
+@pytest.mark.feature("tf.file-divides-list", "input.auto-shard-policy", "semantics.sharding-policies")
 def test_policy_file_reads_own_files_in_as_many_steps_on_all(files):
     rows = with_policy(Dataset.from_hdf5(files, "x"), hpcdist.AutoShardPolicy.FILE)
     assert parts_of(rows.batch(6), 2) == [[[0, 1, 2], [5, 6]], [[3, 4, 7], []], [[8, 9, 10], []]]
@@ -289,6 +315,7 @@ def hinted(rows, policy=hpcdist.AutoShardPolicy.HINT):
     return with_policy(rows.shard(hpcdist.SHARD_HINT, hpcdist.SHARD_HINT), policy)
 
 
+@pytest.mark.feature("tf.hint-puts-real", "input.auto-shard-policy")
 def test_policy_hint_puts_the_real_shard_in_the_marked_place():
     seen = []
     rows = hinted(Dataset.from_tensor_slices(np.arange(11)).map(lambda x: seen.append(int(x)) or x).cache())
@@ -318,6 +345,7 @@ def test_policy_hint_resumes_at_the_same_step(n_steps):
         on_ranks(plain, 2, 1)[0].load_state_dict(before[0].state_dict())
 
 
+@pytest.mark.feature("tf.hint-puts-real")
 def test_a_marked_shard_and_the_policy_hint_go_together():
     rows = Dataset.from_tensor_slices(np.arange(4))
     marked = rows.shard(hpcdist.SHARD_HINT, hpcdist.SHARD_HINT)
@@ -352,6 +380,9 @@ def from_function(dataset_fn, n_ranks):
     return [DistributedFromFunction(one, range(1), n_ranks, Delivery(agree_end=agree)) for one in made], outs
 
 
+@pytest.mark.feature(
+    "tf.distribute-datasets-function", "input.datasets-from-function", "semantics.per-pipeline-datasets"
+)
 def test_datasets_from_a_function_are_left_as_they_are():
     def dataset_fn(context):
         rows = Dataset.from_tensor_slices(np.arange(7)).shard(context.num_input_pipelines, context.input_pipeline_id)
@@ -363,6 +394,7 @@ def test_datasets_from_a_function_are_left_as_they_are():
     assert outs == [False, False, True] * 2
 
 
+@pytest.mark.feature("semantics.end-of-data")
 def test_a_rank_that_is_out_of_data_gets_empty_parts_until_all_are():
     answers = iter([False, False, False, True])
     rows = Dataset.from_tensor_slices(torch.ones(2, 3)).batch(2)
@@ -432,6 +464,7 @@ def test_a_function_must_return_a_batched_dataset():
             Strategy().distribute_datasets_from_function(wrong)
 
 
+@pytest.mark.feature("tf.experimental-make-numpy", "strategies.numpy-dataset")
 def test_numpy_datasets():
     for make in (Strategy().experimental_make_numpy_dataset, Strategy().make_experimental_numpy_dataset):
         assert [int(row) for row in make(np.arange(3))] == [0, 1, 2]

@@ -46,6 +46,7 @@ def test_a_poll_that_raises_ends_the_pass_before_a_batch_is_read():
     assert batches.position == 4
 
 
+@pytest.mark.feature("tf.onedevicestrategy-device-inputs", "strategies.one-device-strategy", "input.prefetch-to-device")
 def test_batches_are_moved_and_the_cursor_counts_those_yielded():
     read = []
     dataset = rows().map(lambda x, y: read.append(len(x)) or (x, y))
@@ -57,6 +58,7 @@ def test_batches_are_moved_and_the_cursor_counts_those_yielded():
     assert (moved.position, moved.epoch) == (10, 1)
 
 
+@pytest.mark.feature("input.prefetch-to-device")
 def test_a_cursor_taken_while_a_batch_is_ahead_resumes_with_that_batch():
     def make():
         return DistributedDataset(rows(), range(1), 1, Delivery(device=META))
@@ -69,6 +71,7 @@ def test_a_cursor_taken_while_a_batch_is_ahead_resumes_with_that_batch():
     assert [x.shape[0] for x, _ in other] == [x.shape[0] for x, _ in batches] == [4, 2]
 
 
+@pytest.mark.feature("input.input-options")
 @pytest.mark.parametrize(
     ("device", "fetch", "kind"),
     [(META, None, "meta"), (META, True, "meta"), (META, False, "cpu"), (torch.device("cpu"), None, "cpu")],

@@ -67,6 +67,7 @@ def file(tmp_path):
     return str(tmp_path / "rows.h5")
 
 
+@pytest.mark.feature("input.hdf5-source")
 def test_hdf5_rows_in_order_and_shuffled(file):
     rows = Dataset.from_hdf5(file, {"x": "x", "y": "group/labels"})
     first = next(iter(rows.batch(3)))
@@ -89,6 +90,7 @@ def test_hdf5_files_follow_each_other_and_repeat_across_epochs(tmp_path):
     assert lists(chosen.batch(6)) == [[9, 10, 11, 0, 1, 2]]
 
 
+@pytest.mark.feature("input.hdf5-source")
 def test_hdf5_reads_one_slab_per_run_of_rows(file, monkeypatch):
     read, original = [], h5py.Dataset.read_direct
 
@@ -162,6 +164,7 @@ def test_shuffled_chunks_are_divided_and_resumed_at_any_sample(compressed):
             other.load_state_dict(first.state_dict())
 
 
+@pytest.mark.feature("input.hdf5-source")
 def test_hdf5_files_larger_than_memory(tmp_path):
     """A sparse file of 64 GiB is read with 1 GiB of address space to spare."""
     path = tmp_path / "large.h5"
@@ -216,6 +219,7 @@ def test_hdf5_refuses_files(file, tmp_path):
             Dataset.from_hdf5(wrong, "x")
 
 
+@pytest.mark.feature("complaints.hdf5-locks")
 def test_a_locked_hdf5_file_is_refused(file):
     code = f"import h5py, sys; f = h5py.File({file!r}, 'r+'); print(1, flush=True); sys.stdin.read()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -258,6 +262,7 @@ def test_torch_loaders_keep_batch_and_order():
     assert lists(Dataset.from_torch(torch.utils.data.DataLoader(Counting(), batch_size=2))) == [[0, 1], [2, 3], [4]]
 
 
+@pytest.mark.feature("complaints.fork-after-mpi")
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
@@ -272,6 +277,7 @@ def test_torch_loaders_that_cannot_be_kept(loader, message):
         Dataset.from_torch(torch.utils.data.DataLoader(Squares(), **loader))
 
 
+@pytest.mark.feature("complaints.fork-after-mpi")
 def test_the_default_start_method_counts():
     loader = torch.utils.data.DataLoader(Squares(), num_workers=1)
     assert multiprocessing.get_all_start_methods()[0] == "fork"
@@ -319,6 +325,7 @@ STREAMS = [
 ]
 
 
+@pytest.mark.feature("input.data-cursor", "complaints.mid-epoch-resume")
 @pytest.mark.parametrize("make", [slices, drawn])
 @pytest.mark.parametrize("form", STREAMS)
 def test_a_pass_resumes_at_the_exact_sample(make, form):
@@ -513,6 +520,7 @@ def wait_for(is_true):
     return False
 
 
+@pytest.mark.feature("tf.distributed-dataset-reads", "input.distribute-dataset")
 @pytest.mark.parametrize("make", [slices, drawn])
 def test_prefetch_reads_ahead_and_the_cursor_counts_what_was_handed_out(make):
     read = []
@@ -536,6 +544,7 @@ def test_the_thread_of_prefetch_ends_with_its_pass():
     assert not threads()
 
 
+@pytest.mark.feature("input.prefetch-to-device")
 def test_tensors_stay_as_they_are_where_torch_uses_no_gpu():
     rows = torch.arange(4)
     parts = list(Dataset.from_tensor_slices(rows).batch(4).prefetch(1))

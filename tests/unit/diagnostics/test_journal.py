@@ -24,6 +24,7 @@ def test_current_is_the_one_that_is_under_way():
     assert len(journal.entries) == 1
 
 
+@pytest.mark.feature("debugging.log-of-calls")
 def test_the_last_64_are_remembered():
     journal = Journal()
     run(journal, 100)

@@ -28,6 +28,7 @@ class Noted:
         self.events.append(f"+{replica}")
 
 
+@pytest.mark.feature("launch.simulated-replicas")
 def test_replicas_go_in_turn_and_the_last_one_acts():
     noted, log = Noted(), []
     scheduler = ReplicaScheduler(range(2, 5), [noted])
@@ -47,6 +48,7 @@ def test_replicas_go_in_turn_and_the_last_one_acts():
     assert scheduler.replica is None
 
 
+@pytest.mark.feature("tf.merge-call-waits", "semantics.merge-call")
 def test_merge_gives_each_its_part():
     scheduler = ReplicaScheduler(range(3), [])
     calls = [
@@ -61,6 +63,7 @@ def test_nobody_is_a_replica_in_what_a_merge_calls():
     assert seen == [None]
 
 
+@pytest.mark.feature("tf.error-replica-stops", "semantics.results-of-run")
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_an_error_in_one_replica_stops_the_others_and_is_raised_once(failing):
     scheduler, after = ReplicaScheduler(range(3), []), []
@@ -77,6 +80,7 @@ def test_an_error_in_one_replica_stops_the_others_and_is_raised_once(failing):
     assert not [thread for thread in threading.enumerate() if "_thread" in thread.name and thread.is_alive()]
 
 
+@pytest.mark.feature("tf.merge-points-must")
 def test_replicas_that_make_other_calls_are_named():
     scheduler = ReplicaScheduler(range(2), [])
     calls = [lambda: scheduler.barrier("a backward"), lambda: scheduler.barrier("an all_reduce")]

@@ -38,6 +38,7 @@ def test_a_linear_drift_cancels(harness):
     assert harness.paired_ratios(wall["c"], wall["b"]) == pytest.approx(1.0)
 
 
+@pytest.mark.feature("observability.benchmark-of-collectives")
 def test_every_contender_runs_twice_a_round_and_keeps_wall_and_cpu(harness):
     calls = []
 
@@ -97,6 +98,7 @@ def one_case(report, harness, again=1.0):
     return report.case("1 MiB", samples, samples, ["slow", "fast"], 1 << 20)
 
 
+@pytest.mark.feature("observability.benchmark-of-collectives")
 def test_the_strongest_baseline_leads_the_table(report, harness):
     lines = report.table(one_case(report, harness)).splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["fast", "ours", "slow"]

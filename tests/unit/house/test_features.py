@@ -1,112 +1,84 @@
-"""tests/features.toml: valid rows, of tests that exist."""
+"""Features: each has a test that shows it, or a note that says why not; tests name features that exist."""
 
-import ast
-import functools
-from collections import Counter
-from pathlib import Path
+import re
 
-import pytest
-
-pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
 import features
+import pytest
+from features import MARKS, STATES, Feature
 
-ROOT = Path(__file__).resolve().parents[3]
-ROWS = features.read()
-GROUPS = {
-    *("launch", "strategies", "collectives", "parameter-servers", "input", "training", "checkpoints", "slurm"),
-    *("evaluation", "observability", "debugging", "gpu"),
-}
-#: Groups of behaviour, whose rows are marked CHECK.
-CHECKED_GROUPS = {"semantics", "complaints"}
-VALID = {
-    "name": "a-name",
-    "group": "launch",
-    "mark": "MUST",
-    "what": "Users can do it.",
-    "state": "works",
-    "tests": ["tests/unit/house/test_features.py::test_wrong_rows_are_found"],
-    "note": "",
-    "before": "missing",
-}
+ALL = features.read_features()
 
 
-@functools.cache
-def definitions_of(path):
-    """Return the names that a file defines, methods as CLASS::METHOD; none if there is no file."""
-    if not (ROOT / path).is_file():
-        return set()
-    tree = ast.parse((ROOT / path).read_text())
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    methods = {f"{one.name}::{node.name}" for one in classes for node in one.body if isinstance(node, ast.FunctionDef)}
-    return methods | {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-
-
-def is_one_line(text):
-    return isinstance(text, str) and text == text.strip() != "" and "\n" not in text
-
-
-def is_test(test):
-    path, _, name = test.partition("::")
-    return Path(path).name.startswith("test_") and "test_" in name and name in definitions_of(path)
-
-
-def faults_of(row):
-    """Return what is wrong with a row, as texts that begin with its name."""
-    if set(row) != set(VALID):
-        return [f"{row.get('name')}: expected the keys {list(VALID)}, got {list(row)}"]
-    is_kebab = row["name"].replace("-", "").isalnum() and row["name"] == row["name"].lower().strip("-")
+def faults_of(feature):
+    """Return what is wrong with a feature, as texts."""
     faults = {
-        "name": not is_kebab,
-        "group": row["group"] not in GROUPS | CHECKED_GROUPS,
-        "mark": row["mark"] not in features.MARKS,
-        "mark of its group": (row["mark"] == "CHECK") != (row["group"] in CHECKED_GROUPS),
-        "what": not is_one_line(row["what"]),
-        "state": row["state"] not in features.STATES,
-        "before": row["before"] not in features.STATES,
-        "tests": row["state"] in ("works", "partly") and not row["tests"],
-        "tests listed twice": len(set(row["tests"])) < len(row["tests"]),
-        "note": row["note"] != "" if row["state"] == "works" else not is_one_line(row["note"]),
+        "name": not re.fullmatch(r"[a-z-]+\.[a-z0-9]+(-[a-z0-9]+)*", feature.name),
+        "mark": feature.mark not in MARKS,
+        "meaning": feature.meaning != feature.meaning.strip() or not feature.meaning or "\n" in feature.meaning,
+        "tests": feature.state in ("works", "partly") and not feature.tests,
+        "note": (feature.state == "works") != (feature.note == ""),
     }
-    missing = [f"{row['name']}: there is no {test}" for test in row["tests"] if not is_test(test)]
-    return [f"{row['name']}: wrong {key}" for key, is_wrong in faults.items() if is_wrong] + missing
+    return [f"{feature.name}: wrong {fault}" for fault, is_wrong in faults.items() if is_wrong]
 
 
-def test_every_row_is_valid_and_its_tests_exist():
-    assert [fault for row in ROWS for fault in faults_of(row)] == []
+def test_every_feature_is_shown_or_explained():
+    assert [fault for feature in ALL for fault in faults_of(feature)] == []
+    assert len(ALL) > 300
 
 
-def test_names_are_unique():
-    assert [name for name, times in Counter(row["name"] for row in ROWS).items() if times > 1] == []
+RIGHT = Feature("launch.a-name", "MUST", "Users can do it.", "works", "", ("tests/test_it.py::test_it",))
 
 
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({}, ""),
-        ({"state": "done", "note": "something"}, "wrong state"),
-        ({"before": ""}, "wrong before"),
-        ({"mark": "CHECK"}, "wrong mark of its group"),
-        ({"name": "A name"}, "wrong name"),
-        ({"what": "two\nlines"}, "wrong what"),
-        ({"tests": []}, "wrong tests"),
-        ({"state": "missing"}, "wrong note"),
-        ({"note": "something"}, "wrong note"),
-        ({"group": "other"}, "wrong group"),
-        ({"tests": ["tests/unit/house/test_features.py::test_nothing"]}, "there is no tests/unit/house"),
-        ({"tests": ["tests/unit/house/none.py::test_nothing"]}, "there is no tests/unit/house"),
-        ({"more": 1}, "expected the keys"),
+        ({}, None),
+        ({"mark": "SHOULD"}, "mark"),
+        ({"name": "launch.A name"}, "name"),
+        ({"meaning": "two\nlines"}, "meaning"),
+        ({"tests": ()}, "tests"),
+        ({"state": "missing"}, "note"),
+        ({"note": "something"}, "note"),
     ],
 )
-def test_wrong_rows_are_found(changes, fault):
-    faults = faults_of({**VALID, **changes})
-    assert len(faults) == bool(fault)
-    assert all(fault in text for text in faults)
+def test_wrong_features_are_found(changes, fault):
+    expected = [] if fault is None else [f"wrong {fault}"]
+    assert [text.split(": ")[1] for text in faults_of(Feature(**{**vars(RIGHT), **changes}))] == expected
 
 
-def test_the_table_counts_rows_before_and_now():
-    rows = [{**VALID, "before": "partly"}, {**VALID, "mark": "BEYOND"}, {**VALID, "state": "missing", "note": "all"}]
-    lines = {line.split()[0]: " ".join(line.split()[1:]) for line in features.table(rows).splitlines()}
-    assert lines["mark"] == "rows works partly differs missing"
-    assert lines["MUST"] == "2 0 -> 1 1 -> 0 0 -> 0 1 -> 1"
-    assert lines["BEYOND"] == "1 0 -> 1 0 -> 0 0 -> 0 1 -> 0"
-    assert features.unfinished(rows) == "\nlaunch\n  MUST      missing  a-name: all"
+@pytest.fixture
+def folder(tmp_path):
+    """Return a folder of tests with two features, one of them shown."""
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    (tests / "features.toml").write_text('[launch]\nfirst = "MUST: One: two."\nsecond = "CHECK: Three."\n')
+    (tests / "feature_notes.toml").write_text('[missing]\n"launch.second" = "Nobody asked."\n')
+    lines = ["import pytest", "class TestIt:", '    @pytest.mark.feature("launch.first", "launch.first")']
+    (tests / "test_it.py").write_text("\n".join([*lines, "    def test_method(self): ...", ""]))
+    return tests
+
+
+def test_marks_of_tests_are_read(folder):
+    first, second = features.read_features(folder)
+    assert first == Feature(
+        "launch.first", "MUST", "One: two.", "works", "", ("tests/test_it.py::TestIt::test_method",) * 2
+    )
+    assert (second.state, second.note, second.tests) == ("missing", "Nobody asked.", ())
+
+
+@pytest.mark.parametrize("where", ["test_it.py", "feature_notes.toml"])
+def test_a_name_that_is_no_feature_is_refused(folder, where):
+    path = folder / where
+    path.write_text(path.read_text().replace("launch.first", "launch.none").replace("launch.second", "launch.none"))
+    with pytest.raises(ValueError, match=re.escape("got ['launch.none']")):
+        features.read_features(folder)
+
+
+def test_the_table(folder):
+    pair = features.read_features(folder)
+    lines = {line.split()[0]: line.split()[1:] for line in features.table_of(pair).splitlines()}
+    assert lines["mark"] == ["features", *STATES]
+    assert lines["MUST"] == ["1", "1", "0", "0", "0"]
+    assert lines["CHECK"] == ["1", "0", "0", "0", "1"]
+    assert features.unfinished_of(pair) == "missing CHECK    launch.second: Nobody asked."
+    assert "tests/test_it.py::TestIt::test_method" in features.tests_of(pair)

@@ -8,6 +8,7 @@ from hpcdist.plan.buckets import ALIGNMENT_BYTES, BucketShape, Entry, Limits, be
 NEVER = 1 << 60
 
 
+@pytest.mark.feature("collectives.gradient-buckets")
 @pytest.mark.parametrize("last_bytes", [0, 100, 100_000])
 @pytest.mark.parametrize("direct_bytes", [NEVER, 64])
 def test_every_tensor_has_a_slot_of_its_own(last_bytes, direct_bytes):
@@ -31,6 +32,7 @@ def test_every_tensor_has_a_slot_of_its_own(last_bytes, direct_bytes):
     assert {slot.bucket for slot in plan.slots} == set(range(len(plan.buckets)))
 
 
+@pytest.mark.feature("collectives.gradient-buckets", "semantics.transport-of-gradients")
 def test_buckets_start_with_the_last_tensor_and_respect_their_size():
     plan = plan_buckets([Entry(256, "float32")] * 5, Limits(2048, NEVER))
     assert [slot.bucket for slot in plan.slots] == [2, 1, 1, 0, 0]

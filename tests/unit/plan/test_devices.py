@@ -5,6 +5,7 @@ import pytest
 from hpcdist.plan.devices import equal_part, piece_bounds, plan_devices, shared_devices
 
 
+@pytest.mark.feature("gpu.device-binding", "complaints.gpu-binding")
 def test_ranks_take_devices_in_turn():
     assert plan_devices(4, 4) == [0, 1, 2, 3]
     assert plan_devices(2, 3) == [0, 1]

@@ -41,6 +41,7 @@ def answer_of(case):
     return answer
 
 
+@pytest.mark.feature("semantics.partition-axis", "semantics.partition-counts", "semantics.partition-division")
 def test_shards_are_split_and_placed_as_tensorflow_does():
     cases = RECORDED["cases"]
     assert len(cases) >= 500
@@ -76,6 +77,7 @@ def test_a_colocated_variable_stays_whole_beside_the_other():
     assert shards[4] == Shard(2, 0, 4, 2)
 
 
+@pytest.mark.feature("parameter-servers.partitioners", "semantics.partition-axis")
 @pytest.mark.parametrize("returned", [None, 2, "2", [], [0], [-1], [1, 2], [2.0], {2: 1}])
 def test_what_a_partitioner_may_not_return(returned):
     variable = VariableSpec("wide", (4, 2), torch.float32)

@@ -22,6 +22,7 @@ def test_blocks_differ_by_at_most_one_and_long_ones_come_first():
     assert sizes == [3, 3, 3, 2, 2]
 
 
+@pytest.mark.feature("tf.global-batch-split")
 @pytest.mark.parametrize(("n_rows", "n_parts", "sizes"), [(4, 5, [1, 1, 1, 1, 0]), (4, 3, [2, 2, 0]), (2, 2, [1, 1])])
 def test_ceiling_split_of_tf_distribute(n_rows, n_parts, sizes):
     bounds = [ceiling_bounds(n_rows, n_parts, part) for part in range(n_parts)]

@@ -66,6 +66,7 @@ def take(turn, rank, buffer, arrived):
             buffer[part] = [mine + other for mine, other in zip(buffer[part], theirs, strict=True)]
 
 
+@pytest.mark.feature("collectives.ring-all-reduce")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_every_rank_ends_with_the_sum(plan, size):
@@ -93,6 +94,7 @@ def test_a_ring_has_the_same_bits_on_all_ranks(size):
     assert len({tuple(value.text for value in buffer) for buffer in buffers}) == 1
 
 
+@pytest.mark.feature("collectives.ring-all-reduce")
 @pytest.mark.parametrize("size", SIZES)
 def test_costs_are_the_closed_formulas(size):
     n_elements = 64 * 3 * size

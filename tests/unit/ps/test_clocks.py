@@ -4,6 +4,7 @@ from hpcdist.ps.clocks import Clocks, RequestClock
 from hpcdist.runtime.step_flags import Request
 
 
+@pytest.mark.feature("parameter-servers.bounded-staleness")
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
 def test_a_worker_begins_a_step_when_all_others_are_near_enough(max_staleness):
     clocks = Clocks(range(3), max_staleness)

@@ -10,6 +10,7 @@ from hpcdist.ps.messages import Kind
 from hpcdist.ps.server import Rules, Server
 
 
+@pytest.mark.feature("parameter-servers.asynchronous-push-and-pull", "parameter-servers.bounded-staleness")
 @pytest.mark.parametrize(("seed", "max_staleness"), [(1, 0), (2, 3), (3, None)])
 def test_each_push_is_applied_once_whatever_the_network_does(seed, max_staleness):
     history = History(seed, max_staleness=max_staleness)

@@ -60,6 +60,7 @@ def test_tensors_are_packed_and_read_again():
         assert all(torch.equal(payload.take(one.shape, one.dtype), one) for one in tensors)
 
 
+@pytest.mark.feature("parameter-servers.round-robin-placement")
 def test_specs_of_the_shards_of_each_server():
     variables = [VariableSpec("w", (5, 2), torch.float32), VariableSpec("b", (), torch.bfloat16)]
     shards = place(variables, 2, FixedShardsPartitioner(2))

@@ -70,6 +70,7 @@ def parts_of(answer):
     return found
 
 
+@pytest.mark.feature("parameter-servers.asynchronous-push-and-pull", "parameter-servers.staleness-report")
 def test_each_push_is_applied_as_it_comes_and_answered_with_what_changed():
     serving = Serving()
     (answer,) = serving.push(0, dense=1, rows={1: 2, 3: 4})
@@ -118,6 +119,7 @@ def test_messages_of_a_process_that_was_replaced_are_ignored():
     assert serving.values()[0] == 0.0
 
 
+@pytest.mark.feature("parameter-servers.optimizer-on-the-server")
 def test_settings_travel_with_the_push_of_each_worker():
     serving = Serving()
     serving.push(0, dense=1, text=json.dumps([{"lr": 0.5}]))
@@ -128,6 +130,7 @@ def test_settings_travel_with_the_push_of_each_worker():
     assert serving.values()[0] == -3.0
 
 
+@pytest.mark.feature("parameter-servers.bounded-staleness")
 def test_a_worker_that_is_ahead_waits_for_the_others_at_its_pull():
     serving = Serving(max_staleness=1)
     assert len(serving.push(0, dense=1)) == 1

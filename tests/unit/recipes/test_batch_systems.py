@@ -45,6 +45,7 @@ PBS_TEXT = """Job Id: 13.server
 """
 
 
+@pytest.mark.feature("launch.other-batch-systems", "complaints.time-limit-known")
 def test_pbs():
     started_s = time.mktime((2026, 11, 23, 2, 0, 0, 0, 0, -1))
     assert PBS.read(PBS_TEXT, 0) == Facts("RUNNING", n_restarts=1, end_s=started_s + 5405)
@@ -52,6 +53,7 @@ def test_pbs():
     assert PBS.read(PBS_TEXT.replace("01:30:05", "forever"), 0).end_s is None
 
 
+@pytest.mark.feature("launch.other-batch-systems", "complaints.time-limit-known")
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -65,11 +67,13 @@ def test_lsf(text, expected):
     assert LSF.read(text, 1000) == expected
 
 
+@pytest.mark.feature("launch.other-batch-systems")
 @pytest.mark.parametrize(("text", "end_s"), [("3600\n", 4600), ("12.5", 1012.5), ("infinity", None)])
 def test_flux(text, end_s):
     assert FLUX.read(text, 1000) == Facts("RUNNING", can_requeue=False, end_s=end_s)
 
 
+@pytest.mark.feature("launch.other-batch-systems")
 def test_which_batch_system():
     for system in (SLURM, PBS, LSF, FLUX):
         assert batch_system({system.id_variable: "7"}) is system

@@ -98,6 +98,7 @@ FINISHED = Decision(Verdict.FINISHED, "the program has finished")
 STOP = Decision(Verdict.STOP, "attempt 3 in a row that died without progress")
 
 
+@pytest.mark.feature("checkpoints.requeue")
 @pytest.mark.parametrize(
     ("code", "decision"), [(0, SAVED), (137, DIED), (74, DIED), (75, DIED), (0, STOPPED), (75, STOPPED), (143, STOPPED)]
 )
@@ -289,6 +290,7 @@ def test_a_task_of_an_array_whose_first_was_cancelled(leave):
     assert "requeued 7_3" in output
 
 
+@pytest.mark.feature("slurm.job-arrays")
 def test_a_task_of_an_array_whose_first_was_preempted(leave):
     assert leave(0, **ARRAY)[0] == 1
 

@@ -153,6 +153,7 @@ def chain(run_recipe, tmp_path):
     return lambda **environ: run_recipe("train-chain", **{"CODE": "0", "SUBMITTED": "8", "REFUSED": "none", **environ})
 
 
+@pytest.mark.feature("slurm.chain-of-jobs")
 @pytest.mark.parametrize(("submitted", "withdrawn"), [("8", "scancel 8"), ("8;c1", "scancel --clusters=c1 8")])
 def test_a_chain_that_is_finished_withdraws_its_next_job(chain, submitted, withdrawn):
     got, output = chain(SUBMITTED=submitted)

@@ -47,6 +47,7 @@ def test_slack_is_the_measured_spread_or_the_minimum():
     assert slack_s(durations(1.0, 1.0, 9.0), durations(2.0, 2.0, 6.0)) == pytest.approx(8.0 + 4.0)
 
 
+@pytest.mark.feature("checkpoints.stop-before-the-time-limit", "complaints.time-to-save")
 @pytest.mark.parametrize("left_s", [0.0, 11.9, 12.0, 12.1, 100.0])
 def test_the_rule(left_s):
     step, save = durations(3.0), durations(4.0)
@@ -54,6 +55,7 @@ def test_the_rule(left_s):
     assert must_stop(left_s, step, save) == (left_s <= 12.0)
 
 
+@pytest.mark.feature("semantics.handler-grace-period")
 def test_a_save_under_way_is_waited_for():
     step, save, n_saves = durations(1.0), durations(20.0), [1]
     assert needed_s(step, save, 2) == 1.0 + 2 * 20.0 + MIN_SLACK_S

@@ -110,6 +110,7 @@ def test_an_attempt_without_a_first_event_is_none():
 ON_5 = from_step(5)
 
 
+@pytest.mark.feature("checkpoints.suspect-checkpoints")
 @pytest.mark.parametrize(
     ("deaths", "is_suspect"),
     [

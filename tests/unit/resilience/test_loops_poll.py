@@ -70,6 +70,7 @@ def loops_that_do_not_poll(text):
     return found
 
 
+@pytest.mark.feature("complaints.flag-seen-in-time")
 @pytest.mark.parametrize("path", sorted(JOBS.glob("*.py")), ids=lambda path: path.name)
 def test_loops_of_the_jobs_poll(path):
     assert loops_that_do_not_poll(path.read_text()) == []

@@ -14,6 +14,7 @@ def test_whether_a_multiple_was_passed(every, step, last, expected):
     assert is_crossed(every, step, last) == expected
 
 
+@pytest.mark.feature("checkpoints.save-and-retention-policy")
 def test_youngs_rule():
     """A save of 2 s and a failure a day: every 588 s. The shorter of two intervals counts."""
     day_s = 86400.0

@@ -159,6 +159,7 @@ def test_which_steps_are_recorded():
     assert sum(is_recorded(step) for step in range(1 << 13, 1 << 14)) == 32
 
 
+@pytest.mark.feature("observability.timeline")
 def test_a_recorded_step_has_what_it_waited_for():
     program = Program(step=100)
     program.make_step(compute_s=0.1, input_s=0.2, communication_s=0.3)
@@ -185,6 +186,7 @@ def test_the_end_is_recorded_once():
     assert program.file.n_flushed == 1
 
 
+@pytest.mark.feature("complaints.slowest-host-named")
 def test_the_log_has_a_line_a_minute():
     program = Program()
     texts = [program.make_step(compute_s=0.5, input_s=0.5, rows=10) for _ in range(200)]

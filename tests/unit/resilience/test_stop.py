@@ -42,6 +42,9 @@ def earlier():
         signal.signal(number, handler)
 
 
+@pytest.mark.feature(
+    "checkpoints.signals-set-a-flag", "slurm.signal-before-the-limit", "complaints.no-save-in-a-handler"
+)
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_raises_the_flag_and_calls_the_earlier_handler(earlier, number):
     flag = StopFlag("rank 3")

@@ -36,6 +36,7 @@ def test_closures_go_out_in_order_and_results_come_back():
     assert [one.result.get() for one in made] == ["first", "second", "third"]
 
 
+@pytest.mark.feature("semantics.schedule-rules")
 def test_a_full_queue_says_so():
     queue, _ = filled(2, capacity=2)
     assert queue.is_full
@@ -43,6 +44,7 @@ def test_a_full_queue_says_so():
     assert not queue.is_full
 
 
+@pytest.mark.feature("semantics.join-and-errors")
 def test_an_error_is_taken_once_and_what_has_not_begun_is_cancelled():
     queue, made = filled(4)
     queue.take(0), queue.take(1)
@@ -69,6 +71,7 @@ def test_the_error_of_a_parameter_server_stays():
     assert isinstance(queue.take_error(), PSUnavailable)
 
 
+@pytest.mark.feature("semantics.lost-worker")
 def test_what_a_silent_worker_ran_goes_to_another_one_before_what_waits():
     queue, made = filled(3)
     queue.take(0)
@@ -92,6 +95,7 @@ def test_a_late_result_counts_where_nobody_else_has_begun():
     assert queue.take(1) is None
 
 
+@pytest.mark.feature("semantics.schedule-rules")
 @pytest.mark.parametrize("seed", range(20))
 def test_every_closure_is_run_and_has_the_first_result(seed):
     """Workers take up to two, fall silent, come back, and answer in their order, at random."""

@@ -143,6 +143,14 @@ def is_meant_otherwise(case: Case) -> bool:
     return False
 
 
+@pytest.mark.feature(
+    "strategies.scope-run-reduce-gather",
+    "input.distribute-dataset",
+    "semantics.arguments-of-reduce",
+    "semantics.gather-rules",
+    "semantics.splitting-of-batches",
+    "semantics.average-loss",
+)
 @pytest.mark.parametrize("kind", CALLS)
 def test_as_tensorflow(kind):
     compared = [case for case in cases(kind) if not is_meant_otherwise(case)]
@@ -262,6 +270,7 @@ def variable_difference(variable, action, expected, is_exact) -> str:
     return ""
 
 
+@pytest.mark.feature("semantics.mirrored-variables", "semantics.variables-per-replica")
 def test_variables_as_tensorflow():
     n_compared = n_made = 0
     for case in cases("variable"):

@@ -42,6 +42,9 @@ def replay(case, model):
     return {"files": files, "rates": rates, "stopped": stopped}
 
 
+@pytest.mark.feature(
+    "training.model-checkpoint-callback", "training.other-callbacks", "semantics.checkpoint-callback-rules"
+)
 @pytest.mark.parametrize("kind", ["EarlyStopping", "ReduceLROnPlateau", "ModelCheckpoint"])
 def test_callbacks_decide_as_those_of_keras(kind):
     cases = [case for case in CASES["callbacks"] if case["kind"] == kind]

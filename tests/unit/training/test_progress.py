@@ -33,6 +33,7 @@ model.fit(torch.ones(40, 4), torch.ones(40), batch_size=4, epochs=2, callbacks=c
 """
 
 
+@pytest.mark.feature("training.progress-for-batch-logs")
 def test_a_bar_on_a_terminal(tmp_path):
     """It counts steps, also where callbacks act after two of them, and says when fit saves; a line stays."""
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -73,6 +74,7 @@ def fit(model, **options):
     return model.fit(torch.ones(12, 4), torch.ones(12), batch_size=4, epochs=2, verbose=2, **options)
 
 
+@pytest.mark.feature("training.progress-for-batch-logs")
 def test_a_batch_log_has_a_line_for_each_epoch(model, capsys):
     fit(model)
     lines = capsys.readouterr().out.splitlines()
@@ -80,6 +82,7 @@ def test_a_batch_log_has_a_line_for_each_epoch(model, capsys):
     assert re.fullmatch(r"epoch 1/2  3 steps  [\d.]+ s  [\d.e+-]+ ms/step  loss [\d.e-]+", lines[0])
 
 
+@pytest.mark.feature("training.progress-for-batch-logs")
 def test_an_epoch_that_takes_long_is_reported_meanwhile(model, capsys, monkeypatch):
     monkeypatch.setattr(progress, "_REPORT_S", 0.0)
     fit(model)
