@@ -42,7 +42,7 @@ class PowerSGDState:
         if self.matrix_approximation_rank < 1 or self.start_step < 0:
             raise UsageError(
                 f"PowerSGDState: expected a matrix_approximation_rank of 1 or more and a start_step of 0 or more, got "
-                f"{self.matrix_approximation_rank} and {self.start_step}."
+                f"{self.matrix_approximation_rank} and {self.start_step}; raise the one that is too small."
             )
 
 
@@ -141,7 +141,7 @@ class TopKState:
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
-            raise UsageError(f"TopKState: expected a ratio above 0 and up to 1, got {self.ratio}.")
+            raise UsageError(f"TopKState: expected a ratio above 0 and up to 1, got {self.ratio}; 0.01 is usual.")
 
 
 def top_k_hook(state: TopKState, bucket: GradBucket) -> Tensor:

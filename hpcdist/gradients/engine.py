@@ -607,7 +607,9 @@ def prepare_modules(objects: Iterable[Any]) -> None:
 def _require_averageable(optimizer: Optimizer) -> None:
     """Raise GradientError for a local step whose state cannot be averaged, or that one rank may leave out."""
     if isinstance(optimizer, LBFGS):
-        raise GradientError("step: expected an optimizer whose state can be averaged with local_steps, got LBFGS.")
+        raise GradientError(
+            "step: expected an optimizer whose state can be averaged with local_steps, got LBFGS; take SGD or Adam."
+        )
     if torch_hooks.is_step_of_scaler():
         raise GradientError(
             "step: expected every rank to make each of its local_steps, got a GradScaler, which skips steps on the "

@@ -117,18 +117,10 @@ def _strategies() -> list[Strategy]:
     n_kinds = len({(strategy.is_summing, strategy.num_replicas_in_sync) for strategy in strategies})
     if n_kinds > 1 or (len(strategies) > 1 and not strategies[0].is_summing):
         del strategies  # it would keep them
-        _collect_garbage()
+        gc.unfreeze()  # what was frozen may have become garbage since
+        gc.collect()
         strategies = strategies_of_losses()
     return strategies
-
-
-def _collect_garbage() -> None:
-    """Run the garbage collector, also over what the program has frozen: it may have become garbage since."""
-    has_frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()
-    gc.collect()
-    if has_frozen:
-        gc.freeze()
 
 
 def _n_replicas(strategies: list[Strategy], call: str) -> int:

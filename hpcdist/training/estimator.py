@@ -240,7 +240,9 @@ class Estimator:
         """
         for name, value in (("steps", steps), ("max_steps", max_steps)):
             if value is not None and (value < 1 or (steps is not None and max_steps is not None)):
-                raise UsageError(f"train: expected {name} of at least 1, and one of steps and max_steps, got {value}.")
+                raise UsageError(
+                    f"train: expected {name} of at least 1, and one of steps and max_steps, got {value}; give one."
+                )
         if self.strategy.cluster_resolver.task_type == "evaluator":
             raise UsageError("train: expected chief or worker, got evaluator; call train_and_evaluate on all ranks.")
         model, checkpoint = self._make()

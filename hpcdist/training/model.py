@@ -562,11 +562,16 @@ class Model(nn.Module):
                 launcher.size,
             )
         if epochs < initial_epoch or epochs < 0:
-            raise UsageError(f"fit: expected epochs of at least initial_epoch, got {epochs} and {initial_epoch}.")
+            raise UsageError(
+                f"fit: expected epochs of at least initial_epoch, got {epochs} and {initial_epoch}; epochs count "
+                f"from 0."
+            )
         self._class_weights = None if class_weight is None else inputs.table_of_classes(class_weight)
         if validation_split:
             if validation_data is not None or not (is_nest(x) or hasattr(x, "shape")):
-                raise UsageError("fit: expected validation_split with arrays alone, got a dataset or validation_data.")
+                raise UsageError(
+                    "fit: expected validation_split with arrays alone, got a dataset or validation_data; give either."
+                )
             (x, y, sample_weight), validation_data = inputs.split_all(x, y, sample_weight, validation_split)
         with self.strategy.scope():
             train = inputs.distribute(
@@ -590,7 +595,8 @@ class Model(nn.Module):
         parts = given if isinstance(given, (tuple, list)) else (given,)
         if len(parts) > 3:
             raise UsageError(
-                f"fit: expected validation_data of (x, y) or (x, y, sample_weight), got {len(parts)} parts."
+                f"fit: expected validation_data of (x, y) or (x, y, sample_weight), got {len(parts)} parts; "
+                f"leave out the others."
             )
         is_dataset = len(parts) == 1
         return inputs.distribute(

@@ -111,7 +111,7 @@ class Objective:
         if self._loss is None:
             raise UsageError(
                 f"{self._owner}: expected a loss in compile, or a train_step of a subclass that needs none, got "
-                f"neither."
+                f"neither; give compile a loss."
             )
         if y is None:
             raise UsageError(f"{self._owner}: expected batches of (x, y), got x alone; give labels, or a train_step.")

@@ -44,7 +44,9 @@ def get(given: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:
         )
     made = make([one for one in parameters if one.requires_grad])
     if not isinstance(made, Optimizer):
-        raise UsageError(f"compile: expected a function that makes an optimizer, got {type(made).__name__} from it.")
+        raise UsageError(
+            f"compile: expected a function that makes an optimizer, got {type(made).__name__} from it; return it."
+        )
     return made
 
 

@@ -208,7 +208,7 @@ def test_differing_calls_in_one_node_raise_on_all_ranks(comm):
 def test_shared_memory_takes_one_host(comm, make_group):
     group = make_group("1 each")
     if comm.size > 1:
-        with pytest.raises(ConfigurationError, match="expected all ranks on one host for SHARED_MEMORY"):
+        with pytest.raises(ConfigurationError, match="SHARED_MEMORY"):
             shared_memory.all_reduce(np.ones(3), group)
 
 
@@ -220,7 +220,7 @@ def test_by_name(comm, name):
 
 
 def test_an_unknown_implementation_is_answered_with_the_valid_ones():
-    with pytest.raises(ConfigurationError, match="AUTO, RING, NCCL, MPI, SHARED_MEMORY, HIERARCHICAL.* got 'gloo'"):
+    with pytest.raises(ConfigurationError, match="AUTO.*RING.*NCCL.*MPI.*SHARED_MEMORY.*HIERARCHICAL.*'gloo'"):
         hpcdist.all_reduce(np.ones(3), implementation="gloo")
 
 

@@ -132,7 +132,7 @@ def test_weights_that_were_moved_are_refused(comm):
         pytest.skip("one rank shares nothing")
     model, optimizer = train(hpcdist.CentralStorageStrategy())
     model[0].weight.data = model[0].weight.data.clone()
-    with pytest.raises(GradientError, match="'0.weight' in the memory that all ranks share, got it moved"):
+    with pytest.raises(GradientError, match="'0.weight'"):
         optimizer.step()
 
 
@@ -161,21 +161,21 @@ def test_devices_are_those_of_the_ranks(comm):
     strategy = hpcdist.CentralStorageStrategy(["/cpu:0"] * comm.size, "/cpu:0")
     assert strategy.num_replicas_in_sync == comm.size
     assert strategy.extended.worker_devices == strategy.extended.parameter_devices == ("cpu",)
-    with pytest.raises(ConfigurationError, match="expected parameter_device 'cpu' with .* ranks, got '/gpu:0'"):
+    with pytest.raises(ConfigurationError, match="parameter_device.*'cpu'.*'/gpu:0'"):
         hpcdist.CentralStorageStrategy(["/cpu:0"] * comm.size, "/gpu:0")
     if comm.size == 1:  # several names of the host are as many replicas of one process
         assert hpcdist.CentralStorageStrategy(["/cpu:0", "/cpu:1"]).num_replicas_in_sync == 2
     else:
-        with pytest.raises(ConfigurationError, match="CentralStorageStrategy: expected one rank for each of"):
+        with pytest.raises(ConfigurationError, match="CentralStorageStrategy.*rank"):
             hpcdist.CentralStorageStrategy(["/cpu:0"] * (comm.size + 1))
-    with pytest.raises(ConfigurationError, match="CentralStorageStrategy: expected cuda:.* in this process"):
+    with pytest.raises(ConfigurationError, match="CentralStorageStrategy.*cuda.*process"):
         hpcdist.CentralStorageStrategy([f"/gpu:{77 + rank}" for rank in range(comm.size)])
 
 
 def test_several_hosts_are_for_another_strategy(monkeypatch):
     world = hpcdist.MirroredStrategy().world
     monkeypatch.setattr(world, "n_hosts", 2)
-    with pytest.raises(ConfigurationError, match="one host, got 2 hosts; use MultiWorkerMirroredStrategy"):
+    with pytest.raises(ConfigurationError, match="2.*MultiWorkerMirroredStrategy"):
         hpcdist.CentralStorageStrategy()
 
 
@@ -203,5 +203,5 @@ def test_a_write_in_run_is_refused(comm, write):
     if comm.size == 1:
         strategy.run(step, args=(True,))
         return
-    with pytest.raises(UsageError, match=r"run: expected replicas to leave .* got a write to parameter"):
+    with pytest.raises(UsageError, match=r"run.*replicas.*parameter"):
         strategy.run(step, args=(True,))

@@ -496,12 +496,12 @@ def test_numbers_and_texts_are_state(comm, shared_path):
     assert again.restore_or_initialize()
     names = ("epoch", "rate", "phase", "is_tuned")
     assert [again.checkpoint[name] for name in names] == [3, float("inf"), "täglich", True]
-    with pytest.raises(UsageError, match=r"one \('epoch', 'rate', 'phase', 'is_tuned'\), got str for 'epoch'"):
+    with pytest.raises(UsageError, match=r"'epoch'.*'rate'.*'phase'.*'epoch'"):
         again.checkpoint["epoch"] = "3"
-    with pytest.raises(UsageError, match="got int for 'other'"):
+    with pytest.raises(UsageError, match="'other'"):
         again.checkpoint["other"] = 1
     other = manager(epoch="", rate=0.1, phase="", is_tuned=False)
-    with pytest.raises(CheckpointMismatch, match="'epoch' text, got 1, 'epoch' number"):
+    with pytest.raises(CheckpointMismatch, match="'epoch'.*1.*'epoch'"):
         other.restore_or_initialize()
 
 
@@ -770,7 +770,7 @@ def test_a_checkpoint_that_does_not_tell_how_it_summed_is_not_said_to_differ(com
 
 @pytest.mark.parametrize("item", [None, object(), [1], b"bytes"])
 def test_refuses_what_has_no_state(item):
-    with pytest.raises(ValueError, match="expected objects with state_dict"):
+    with pytest.raises(ValueError, match="state_dict"):
         hpcdist.Checkpoint(item=item)
     with pytest.raises(ValueError, match="max_to_keep"):
         Manager(hpcdist.Checkpoint(), "x", max_to_keep=0)

@@ -41,10 +41,10 @@ def test_all_gather_of_unequal_rows(comm):
 
 @pytest.mark.feature("collectives.broadcast-and-gathers")
 def test_all_gather_takes_rows_that_fit(comm):
-    with pytest.raises(CollectiveError, match="expected rows, got a single number"):
+    with pytest.raises(CollectiveError, match="single.*number"):
         hpcdist.all_gather(np.float32(1))
     if comm.size > 1:
-        with pytest.raises(CollectiveError, match=r"expected float64 of shape \(\*, 2\) as on rank 0"):
+        with pytest.raises(CollectiveError, match=r"float.*shape.*2.*0"):
             hpcdist.all_gather(np.zeros((1, 2 + comm.rank)))
 
 
@@ -86,7 +86,7 @@ def test_async_mean_and_error(comm):
     buffer = np.full(3, comm.rank, np.float64)
     hpcdist.all_reduce_async(buffer, "mean").wait()
     assert buffer.tolist() == [(comm.size - 1) / 2] * 3
-    with pytest.raises(CollectiveError, match="floats for a mean"):
+    with pytest.raises(CollectiveError, match="floats.*mean"):
         hpcdist.all_reduce_async(np.ones(3, int), "mean").wait()
     with pytest.raises(CollectiveError, match="expected an op of"):
         hpcdist.all_reduce_async(np.ones(3), "xor")
@@ -98,7 +98,7 @@ def test_a_wait_for_a_handle_can_be_bounded(comm):
         return
     if comm.rank == 0:
         handle = hpcdist.all_reduce_async(buffer := np.ones(3))
-        with pytest.raises(CollectiveTimeoutError, match=r"end within 0.1 s"):
+        with pytest.raises(CollectiveTimeoutError, match=r"within.*0.1"):
             handle.wait(0.1)
     comm.Barrier()
     if comm.rank > 0:
@@ -195,7 +195,7 @@ def test_without_shared_memory_the_others_still_work(comm, monkeypatch):
     library.all_reduce(buffer, own)
     assert buffer[0] == comm.size
     if comm.size > 1:
-        with pytest.raises(CollectiveError, match="expected memory that the ranks of a node can share"):
+        with pytest.raises(CollectiveError, match="memory.*ranks"):
             shared_memory.all_reduce(buffer, own)
     own.free()
 
@@ -299,5 +299,5 @@ def test_debug_counts_calls_bytes_and_seconds(comm, monkeypatch, make_group):
 
 def test_a_summary_needs_counts(monkeypatch):
     monkeypatch.setattr(summary, "_totals", None)
-    with pytest.raises(UsageError, match="expected HPCDIST_DEBUG=summary"):
+    with pytest.raises(UsageError, match="HPCDIST_DEBUG=summary"):
         hpcdist.communication_summary()

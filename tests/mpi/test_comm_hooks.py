@@ -102,7 +102,7 @@ def test_what_a_hook_sees(comm):
 def test_a_result_that_is_no_sum_is_an_error(comm):
     trained = Trained(lambda state, bucket: bucket.buffer()[1:])
     if comm.size > 1:
-        with pytest.raises(GradientError, match=r"comm hook: expected a sum of \d+ elements"):
+        with pytest.raises(GradientError, match=r"comm.*elements"):
             trained.backward()
 
 
@@ -124,7 +124,7 @@ def test_a_hook_comes_before_the_first_use(comm):
     trained = Trained()
     trained.backward()
     if comm.size > 1:
-        with pytest.raises(UsageError, match="before the first use of a model, got a planned model"):
+        with pytest.raises(UsageError, match="first.*planned"):
             trained.strategy.register_comm_hook(None, blocking)
 
 

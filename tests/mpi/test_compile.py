@@ -85,7 +85,7 @@ def test_a_compiled_step_is_refused(comm, is_in_run):
     if comm.size == 1:  # there is nothing to sum
         step(torch.ones(2, 2))
         return
-    with pytest.raises(GradientError, match=r"expected a compiled model, got a compiled function that goes backward"):
+    with pytest.raises(GradientError, match=r"compiled.*compiled"):
         strategy.run(step, args=(torch.ones(2, 2),)) if is_in_run else step(torch.ones(2, 2))
 
 

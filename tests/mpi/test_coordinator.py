@@ -880,7 +880,7 @@ def test_a_restore_between_functions_reaches_the_workers(coordinated, tmp_path):
 
 @pytest.mark.feature("semantics.coordinator-is-one")
 def test_other_strategies_have_no_coordinator(comm):
-    with pytest.raises(UsageError, match="expected a ParameterServerStrategy, got Strategy"):
+    with pytest.raises(UsageError, match="ParameterServerStrategy.*Strategy"):
         hpcdist.ClusterCoordinator(hpcdist.get_strategy())
     with pytest.raises(UsageError, match="got MirroredStrategy"):
         hpcdist.ClusterCoordinator(hpcdist.MirroredStrategy())
@@ -894,7 +894,7 @@ def test_workers_that_run_the_program_have_no_coordinator(comm):
     except SystemExit:
         return
     try:
-        with pytest.raises(ConfigurationError, match="run the program themselves"):
+        with pytest.raises(ConfigurationError, match="program.*themselves"):
             hpcdist.ClusterCoordinator(strategy)
     finally:
         strategy.served.client.leave(0)
@@ -924,7 +924,7 @@ def test_two_programs_beside_workers_that_serve_are_refused(comm):
 
 
 def test_a_server_needs_its_task():
-    with pytest.raises(UsageError, match="task_type and resolver.task_id"):
+    with pytest.raises(UsageError, match="task_type.*resolver.task_id"):
         hpcdist.Server({"worker": ["a:1"], "ps": ["b:1"]})
     cluster = hpcdist.ClusterSpec({"worker": ["a:1"], "ps": ["b:1"], "chief": ["c:1"]})
     server = hpcdist.Server(cluster, job_name="worker", task_index=0, protocol="grpc")

@@ -198,9 +198,9 @@ def test_a_model_becomes_an_estimator(config, shared_path):
     assert copied.regularizers[0][1] is copied.net.weight
     assert copied.learning_rate == 0.03
     given.add_loss(lambda: torch.zeros(()))
-    with pytest.raises(UsageError, match="got more groups, add_loss or others"):
+    with pytest.raises(UsageError, match="add_loss"):
         estimator.model_to_estimator(given)
-    with pytest.raises(UsageError, match="expected a compiled hpcdist.Model of a module, got Linear"):
+    with pytest.raises(UsageError, match="hpcdist.Model.*Linear"):
         estimator.model_to_estimator(nn.Linear(3, 1))
 
 
@@ -239,11 +239,11 @@ def test_parameter_servers(comm, shared_path, synchronous):
 
 
 def test_what_is_refused(config):
-    with pytest.raises(UsageError, match=r"expected columns made by numeric_column, got \['x'\]"):
+    with pytest.raises(UsageError, match=r"numeric_column"):
         LinearRegressor(["x"])
-    with pytest.raises(UsageError, match="expected a known optimizer, got 'Sdg'; close ones are sgd"):
+    with pytest.raises(UsageError, match="known.*optimizer.*'Sdg'"):
         LinearRegressor([numeric_column("x")], optimizer="Sdg", config=config).train(endless, steps=1)
-    with pytest.raises(UsageError, match="expected a model_fn that returns a compiled hpcdist.Model, got Linear"):
+    with pytest.raises(UsageError, match="model_fn.*hpcdist.Model.*Linear"):
         Estimator(lambda: nn.Linear(3, 1), config=config).train(endless, steps=1)
     made = Estimator(linear, config=config)
     for options in ({"steps": 0}, {"steps": 1, "max_steps": 2}, {"max_steps": -1}):
@@ -252,7 +252,7 @@ def test_what_is_refused(config):
     regressor = LinearRegressor([numeric_column("z")], config=config)
     features = {"x": np.ones((4, 1), np.float32)}
     rows = hpcdist.Dataset.from_tensor_slices((features, np.ones(4, np.float32))).batch(2)
-    with pytest.raises(UsageError, match=r"expected features \['z'\], got \['x'\]"):
+    with pytest.raises(UsageError, match=r"features"):
         regressor.evaluate(lambda: rows)
 
 
@@ -359,12 +359,12 @@ def test_plain_settings(config, shared_path):
     some = RunConfig(shared_path, train_distribute=config.train_distribute, save_summary_steps=0)
     Estimator(linear, config=some).train(endless, steps=1)
     empty = hpcdist.Dataset.from_tensor_slices(draws()).take(0).batch(4)
-    with pytest.raises(DataError, match="train: expected batches, got none"):
+    with pytest.raises(DataError, match="train.*batches.*none"):
         Estimator(linear, config=some).train(lambda: empty)
-    with pytest.raises(UsageError, match="expected a model_fn that makes a compiled hpcdist.Model once"):
+    with pytest.raises(UsageError, match="model_fn.*hpcdist.Model"):
         Estimator(lambda features, labels, mode: None, config=some).train(endless, steps=1)
     regressor = LinearRegressor([numeric_column("x")], shared_path / "linear", config=some)
-    with pytest.raises(UsageError, match="got arrays without keys; return"):
+    with pytest.raises(UsageError, match="arrays.*return"):
         regressor.evaluate(once)
 
 
@@ -379,5 +379,5 @@ def test_an_evaluator_does_not_train(comm, shared_path):
             made.train(endless, steps=2)
     else:
         assert made.train(endless, steps=2).global_step == 2
-    with pytest.raises(UsageError, match="expected model_dir, as an evaluator looks there, got none"):
+    with pytest.raises(UsageError, match="model_dir.*none"):
         Estimator(linear, config=RunConfig(train_distribute=strategy))

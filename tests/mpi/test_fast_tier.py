@@ -165,7 +165,7 @@ def test_metrics_that_cannot_be_made_durable_end_copies_and_fail_a_save(comm, sh
         manager.save_fast(2)
         manager.wait()
         assert caplog.text.count("continues without copies in memory on this node: metrics") == (comm.rank == 0)
-        with pytest.raises(CheckpointError, match="metrics: expected to write .*, got Input/output error"):
+        with pytest.raises(CheckpointError, match="metrics.*Input.*/output"):
             manager.save(3)
 
 
@@ -176,7 +176,7 @@ def test_the_name_of_a_run_that_is_none_is_refused_on_all_ranks(comm, shared_pat
     comm.Barrier()
     checkpoint = hpcdist.Checkpoint(x=np.zeros(1))
     manager = hpcdist.CheckpointManager(checkpoint, shared_path / "disk", fast_directory=shared_path)
-    with pytest.raises(CheckpointError, match="expected the name of the run"):
+    with pytest.raises(CheckpointError, match="name"):
         manager.restore_or_initialize()
 
 

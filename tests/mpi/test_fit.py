@@ -142,7 +142,7 @@ def test_datasets_and_loaders_are_taken_as_they_are(strategy, rows):
     )
     for given in (dataset, loader, strategy.experimental_distribute_dataset(dataset)):
         assert make_model(strategy).fit(given, verbose=0).history == expected
-    with pytest.raises(UsageError, match="expected x alone where it is a dataset, got y, batch_size too"):
+    with pytest.raises(UsageError, match="batch_size"):
         make_model(strategy).fit(dataset, rows[1], batch_size=3, verbose=0)
 
 
@@ -168,7 +168,7 @@ def test_steps_of_an_epoch_go_on_where_the_last_one_ended(strategy, rows):
     assert model.n_steps_of_epoch == 2
     everywhere = sorted(hpcdist.all_gather(np.array(seen)).tolist())
     assert everywhere == sorted([*range(75), *range(16)]), "five steps are a pass, and the sixth begins the next one"
-    with pytest.raises(UsageError, match="expected steps_per_epoch of at most 5, the batches of the dataset, got 6"):
+    with pytest.raises(UsageError, match="steps_per_epoch.*5.*6"):
         make().fit(data, steps_per_epoch=6, verbose=0)
     assert len(make().fit(data.repeat(), epochs=2, steps_per_epoch=6, verbose=0).epoch) == 2
 
@@ -284,7 +284,7 @@ def test_a_model_that_needs_a_factory(strategy, rows, shared_path):
     path = shared_path / "own.h5"
     model.save(path)
     with strategy.scope():
-        with pytest.raises(UsageError, match="load_model: expected a factory for"):
+        with pytest.raises(UsageError, match="load_model.*factory"):
             hpcdist.load_model(path)
         loaded = hpcdist.load_model(path, Own)
     assert loaded.evaluate(*rows, verbose=0) == model.evaluate(*rows, verbose=0)
@@ -427,7 +427,7 @@ class Probabilities(nn.Module):
 )
 def test_a_last_layer_that_a_loss_of_logits_does_not_take(last, loss):
     model = hpcdist.Model(nn.Sequential(nn.Linear(5, 3), last))
-    with pytest.raises(UsageError, match="expected a last layer that makes logits, as .* is of logits, got S"):
+    with pytest.raises(UsageError, match="logits.*logits.*S"):
         model.compile("sgd", loss)
 
 
@@ -435,17 +435,15 @@ def test_a_last_layer_that_a_loss_of_logits_does_not_take(last, loss):
 def test_a_callback_by_a_name(rows, given):
     model = make_model(hpcdist.get_strategy())
     for call in (model.fit, model.evaluate):
-        with pytest.raises(
-            UsageError, match="expected callbacks, .*, got 'EarlyStoping'; close ones are EarlyStopping"
-        ):
+        with pytest.raises(UsageError, match="'EarlyStoping'.*EarlyStopping"):
             call(*rows, callbacks=given, verbose=0)
-    with pytest.raises(UsageError, match=r"got 'on_epoch_ends'; close ones are \['on_epoch_end'"):
+    with pytest.raises(UsageError, match=r"'on_epoch_ends'.*'on_epoch_end'"):
         hpcdist.callbacks.LambdaCallback(on_epoch_ends=print)
 
 
 def test_a_label_that_torch_would_ignore(rows):
     model = make_model(hpcdist.get_strategy())
-    with pytest.raises(UsageError, match="-100 is out of bounds"):
+    with pytest.raises(UsageError, match="100.*bounds"):
         model.fit(rows[0], np.full(N_ROWS, -100), verbose=0)
 
 
@@ -481,14 +479,12 @@ def test_outputs_that_are_not_what_a_loss_takes(strategy, rows):
     """On all ranks, as each has rows."""
     if strategy._has_fixed_replicas:
         pytest.skip("one kind of replicas is enough")
-    with pytest.raises(
-        UsageError, match=r"expected probabilities.*use SparseCategoricalCrossentropy\(from_logits=True\)"
-    ):
+    with pytest.raises(UsageError, match=r"SparseCategoricalCrossentropy\(from_logits=True\)"):
         make_model(strategy, loss="sparse_categorical_crossentropy").fit(*rows, batch_size=16, verbose=0)
     with strategy.scope():
         model = hpcdist.Model(Probabilities())
         model.compile("sgd", SparseCategoricalCrossentropy(from_logits=True))
-    with pytest.raises(UsageError, match="expected logits.*leave out the last Softmax"):
+    with pytest.raises(UsageError, match="Softmax"):
         model.fit(*rows, batch_size=16, verbose=0)
     model.compile("sgd", "sparse_categorical_crossentropy", ["accuracy"])
     model.fit(*rows, batch_size=16, verbose=0)
@@ -498,13 +494,13 @@ def test_data_that_does_not_fit(strategy, rows):
     if strategy._has_fixed_replicas:
         pytest.skip("one kind of replicas is enough")
     x, y = rows
-    with pytest.raises(UsageError, match=r"0: expected inputs that fit Linear\(in_features=5.*got \(\d+, 4\)"):
+    with pytest.raises(UsageError, match=r"0.*Linear\(in_features=5.*4"):
         make_model(strategy).fit(x[:, :4], y, batch_size=16, verbose=0)
-    with pytest.raises(UsageError, match="sparse_categorical_crossentropy: expected y_true that fits predictions"):
+    with pytest.raises(UsageError, match="sparse_categorical_crossentropy.*y_true"):
         make_model(strategy).fit(x, y + 7, batch_size=16, verbose=0)
-    with pytest.raises(DataError, match="expected rows, got arrays without any"):
+    with pytest.raises(DataError, match="rows.*arrays"):
         make_model(strategy).fit(x[:0], y[:0], verbose=0)
-    with pytest.raises(DataError, match="same number of rows"):
+    with pytest.raises(DataError, match="number.*rows"):
         make_model(strategy).fit(x, y[:-1], verbose=0)
     with strategy.scope(), pytest.raises(UsageError, match="expected model.compile"):
         hpcdist.Model(nn.Linear(5, 3)).fit(x, y)
@@ -587,16 +583,14 @@ def test_training_ends_at_a_loss_that_is_no_number(strategy, rows):
 def test_a_folder_that_cannot_be_written(strategy, rows, shared_path):
     (shared_path / "file").write_text("not a folder")
     model = make_model(strategy)
-    with pytest.raises(
-        hpcdist.errors.CheckpointError, match=r"write: expected to write \d+ bytes to .*Not a directory"
-    ):
+    with pytest.raises(hpcdist.errors.CheckpointError, match=r"write.*Not"):
         model.fit(*rows, callbacks=ModelCheckpoint(shared_path / "file" / "m.h5"), verbose=0)
 
 
 def test_more_than_one_backup(strategy, rows, shared_path):
     model = make_model(strategy)
     backup = hpcdist.callbacks.BackupAndRestore(shared_path / "run")
-    with pytest.raises(UsageError, match="expected at most one BackupAndRestore, got several"):
+    with pytest.raises(UsageError, match="BackupAndRestore.*several"):
         model.fit(*rows, callbacks=[backup, backup], verbose=0)
 
 
@@ -656,7 +650,7 @@ def test_what_a_file_cannot_hold_is_not_left_out(strategy, rows, shared_path):
     model.save(shared_path / "m.h5")
     with (
         strategy.scope(),
-        pytest.raises(UsageError, match=r"got \['regularizers'\] of the program's own; give a factory"),
+        pytest.raises(UsageError, match=r"regularizers.*program"),
     ):
         hpcdist.load_model(shared_path / "m.h5")
     frozen = make_model(strategy)
@@ -673,11 +667,11 @@ def test_what_a_file_cannot_hold_is_not_left_out(strategy, rows, shared_path):
 def test_data_without_end(strategy, rows):
     endless = hpcdist.Dataset.from_tensor_slices(rows).batch(16).repeat()
     model = make_model(strategy)
-    with pytest.raises(UsageError, match="fit: expected steps_per_epoch for a dataset without end"):
+    with pytest.raises(UsageError, match="fit.*steps_per_epoch"):
         model.fit(endless, verbose=0)
-    with pytest.raises(UsageError, match="fit: expected validation_steps for a dataset without end"):
+    with pytest.raises(UsageError, match="fit.*validation_steps"):
         model.fit(*rows, validation_data=endless, verbose=0)
-    with pytest.raises(UsageError, match="evaluate: expected steps for a dataset without end"):
+    with pytest.raises(UsageError, match="evaluate.*steps.*dataset"):
         model.evaluate(endless, verbose=0)
     model.fit(endless, steps_per_epoch=7, validation_data=endless, validation_steps=1, verbose=0)
 
@@ -717,10 +711,10 @@ def test_callbacks_that_differ_between_ranks(comm, rows):
         pytest.skip("two ranks")
     model = make_model(hpcdist.MultiWorkerMirroredStrategy())
     own = [hpcdist.callbacks.TerminateOnNaN()] if comm.rank == 0 else []
-    with pytest.raises(UsageError, match=r"of the chief, TerminateOnNaN \(after batches\), History, got"):
+    with pytest.raises(UsageError, match=r"TerminateOnNaN.*History"):
         model.fit(*rows, callbacks=own, verbose=0)
     hooks = {"on_train_batch_end": lambda batch, logs: None} if comm.rank == 0 else {}
-    with pytest.raises(UsageError, match=r"expected the callbacks of the chief, LambdaCallback \(after batches\), "):
+    with pytest.raises(UsageError, match=r"LambdaCallback"):
         model.fit(*rows, callbacks=[hpcdist.callbacks.LambdaCallback(**hooks)], verbose=0)
 
 
@@ -750,7 +744,7 @@ def test_predictions_go_to_a_file_row_by_row(comm, strategy, rows, shared_path):
     if strategy.is_chief:
         (shared_path / "file").write_text("")
     comm.barrier()
-    with pytest.raises(DataError, match="expected to write rows to .*file/out.h5, got"):
+    with pytest.raises(DataError, match="write.*rows.*/out.h5"):
         model.predict(x, batch_size=16, output_file=shared_path / "file" / "out.h5")
 
 
@@ -847,7 +841,7 @@ def test_a_layer_that_does_not_fit_is_named_without_another_call(strategy, rows)
     with strategy.scope():
         model = hpcdist.Model(nn.Sequential(Count(), nn.Linear(4, 3)))
         model.compile("sgd", SparseCategoricalCrossentropy(from_logits=True))
-    with pytest.raises(UsageError, match=r"1: expected inputs that fit Linear.*got \(\d+, 5\) torch.float32"):
+    with pytest.raises(UsageError, match=r"1.*Linear.*5.*torch.float32"):
         model.fit(*rows, batch_size=16, verbose=0)
     assert len(calls) <= 4, "one for each replica of this rank"
 

@@ -42,9 +42,7 @@ def test_losses_of_torch_and_functions(rows, loss):
 
 
 def test_a_loss_of_torch_that_is_a_sum_is_refused(rows):
-    with pytest.raises(
-        UsageError, match="expected a loss that is averaged over the rows of a batch, got reduction 'sum'"
-    ):
+    with pytest.raises(UsageError, match="averaged.*reduction.*'sum'"):
         fitted(rows, given={"loss": nn.MSELoss(reduction="sum")})
 
 

@@ -172,7 +172,7 @@ def test_gradients_that_are_no_numbers_are_no_overflow(strategy, rows):
         for _ in range(20):
             model.train_on_batch(x, rows[1][:16])
 
-    with pytest.raises(GradientError, match="with a loss scale of 1: it is no overflow"):
+    with pytest.raises(GradientError, match="scale.*1.*overflow"):
         train()
 
 
@@ -247,9 +247,9 @@ def test_a_step_of_its_own_does_not_ignore_options(strategy, rows):
     assert not torch.equal(train(False, global_clipnorm=0.1), train(False))
     assert torch.equal(train(True), train(False))
     for options in ({"global_clipnorm": 0.1}, {"dtype_policy": "mixed_float16"}):
-        with pytest.raises(UsageError, match=r"a train_step that calls self.backward\(loss\) and self.step\(\)"):
+        with pytest.raises(UsageError, match=r"train_step.*self.backward\(loss\).*self.step\(\)"):
             train(True, **options)
-    with pytest.raises(UsageError, match="no gradient_accumulation_steps for a model with a train_step of its own"):
+    with pytest.raises(UsageError, match="gradient_accumulation_steps.*train_step"):
         train(False, gradient_accumulation_steps=2)
 
 
@@ -322,7 +322,7 @@ def test_a_step_by_another_optimizer_does_not_ignore_options(comm, rows, options
         model.steps = steps
         model.compile("sgd", "mse", **options)
         model.other = torch.optim.Adam(model.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match=r"calls self.backward\(loss\) and self.step\(\), .* got a step of Adam"):
+    with pytest.raises(UsageError, match=r"self.backward\(loss\).*self.step\(\).*Adam"):
         model.fit(*rows, batch_size=16, verbose=0)
 
 
@@ -338,7 +338,7 @@ def test_a_step_that_calls_neither(comm, rows):
     with strategy.scope():
         model = NoStep(nn.Linear(5, 1))
         model.compile("sgd", "mse", global_clipnorm=1.0)
-    with pytest.raises(UsageError, match=r"calls self.backward\(loss\) and self.step\(\), .* got neither"):
+    with pytest.raises(UsageError, match=r"self.backward\(loss\).*self.step\(\).*neither"):
         model.fit(*rows, batch_size=16, verbose=0)
 
 
@@ -346,7 +346,7 @@ def test_options_that_do_not_go_together(comm):
     mean = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
     with mean.scope():
         model = hpcdist.Model(nn.Linear(5, 1))
-    with pytest.raises(UsageError, match="got one with gradient_op MEAN"):
+    with pytest.raises(UsageError, match="gradient_op.*MEAN"):
         model.compile("sgd", "mse", gradient_accumulation_steps=2)
-    with pytest.raises(UsageError, match="got a layer made with sparse=True"):
+    with pytest.raises(UsageError, match="sparse=True"):
         hpcdist.Model(nn.Embedding(3, 2, sparse=True)).compile("sgd", "mse", global_clipnorm=1.0)

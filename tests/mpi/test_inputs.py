@@ -263,7 +263,7 @@ def test_worker_processes_do_not_inherit_mpi(strategy, comm):
     assert "mpi4py.MPI" in sys.modules
     rows = torch.utils.data.TensorDataset(torch.arange(6))
     fork = torch.utils.data.DataLoader(rows, 4, num_workers=1, multiprocessing_context="fork")
-    with pytest.raises(DataError, match="do not inherit MPI"):
+    with pytest.raises(DataError, match="inherit.*MPI"):
         hpcdist.Dataset.from_torch(fork)
     loader = torch.utils.data.DataLoader(Modules(), 4, num_workers=1, multiprocessing_context="forkserver")
     distributed = strategy.experimental_distribute_dataset(hpcdist.Dataset.from_torch(loader))
@@ -312,7 +312,7 @@ def test_a_loader_is_distributed_as_it_is(comm):
     assert sorted(row for share in comm.allgather(own) for row in share) == list(range(4 * comm.size))
     made = strategy.distribute_datasets_from_function(lambda context: torch.utils.data.DataLoader(rows, batch_size=2))
     assert next(part.tolist() for (part,) in made) == [0, 1]
-    with pytest.raises(DataError, match=r"expected a dataset with batch\(global_batch\)"):
+    with pytest.raises(DataError, match=r"batch\(global_batch\)"):
         strategy.experimental_distribute_dataset(rows)
 
 

@@ -163,7 +163,7 @@ def test_what_cannot_be_averaged(comm):
     if comm.size == 1:
         return
     trained = Trained(2, make_optimizer=lambda parameters: torch.optim.LBFGS(parameters))
-    with pytest.raises(GradientError, match="expected an optimizer whose state can be averaged"):
+    with pytest.raises(GradientError, match="optimizer.*averaged"):
         trained.optimizer.step(trained.loss)
 
 
@@ -173,7 +173,7 @@ def test_a_scaler_that_would_skip_steps_on_one_rank(comm):
     trained = Trained(2)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(trained.loss()).backward()
-    with pytest.raises(GradientError, match="got a GradScaler, which skips steps"):
+    with pytest.raises(GradientError, match="GradScaler"):
         scaler.step(trained.optimizer)
     disabled = torch.amp.GradScaler("cpu", enabled=False)  # as programs have it that train in bfloat16
     disabled.step(trained.optimizer)
@@ -181,9 +181,9 @@ def test_a_scaler_that_would_skip_steps_on_one_rank(comm):
 
 @pytest.mark.parametrize("options", [{"num_replicas": 8}])
 def test_one_replica_per_rank(options):
-    with pytest.raises(ConfigurationError, match="expected one replica with weights of its own"):
+    with pytest.raises(ConfigurationError, match="replica.*weights"):
         make_strategy(4, **options)
-    with pytest.raises(ConfigurationError, match="expected local_steps of 1 or more"):
+    with pytest.raises(ConfigurationError, match="local_steps.*1"):
         hpcdist.CommunicationOptions(local_steps=0)
 
 

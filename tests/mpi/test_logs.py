@@ -73,5 +73,5 @@ def test_lines_of_json_have_the_step_and_the_traceback(comm, shared_path, root_l
 
 def test_another_kind_of_log_is_an_error(comm, shared_path, root_logger, monkeypatch):
     monkeypatch.setenv("HPCDIST_LOG", "xml")
-    with pytest.raises(ConfigurationError, match="expected HPCDIST_LOG as json or text, got 'xml'"):
+    with pytest.raises(ConfigurationError, match="HPCDIST_LOG.*'xml'"):
         hpcdist.log_to(shared_path / "logs")

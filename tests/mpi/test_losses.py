@@ -34,7 +34,7 @@ def test_a_regularization_loss_outside_all_strategies_must_be_unambiguous(comm):
     strategies = [hpcdist.MultiWorkerMirroredStrategy(num_replicas=comm.size + more) for more in (0, 1)]
     counts = {strategy.num_replicas_in_sync for strategy in strategies}
     assert len(counts) == 2
-    with pytest.raises(ValueError, match=r"scale_regularization_loss: expected one number of replicas.*run\(\)\.$"):
+    with pytest.raises(ValueError, match=r"scale_regularization_loss.*number.*replicas"):
         hpcdist.scale_regularization_loss(1.0)
 
 
@@ -59,7 +59,7 @@ def test_a_regularization_loss_of_strategies_that_average_and_that_sum_is_refuse
     averaging = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
     assert float(hpcdist.scale_regularization_loss(6.0)) == 6.0
     summing = hpcdist.MultiWorkerMirroredStrategy(gradient_op="sum")
-    with pytest.raises(UsageError, match=r"expected strategies with one gradient_op, got 2 alive of which 1 with"):
+    with pytest.raises(UsageError, match=r"gradient_op.*2.*1"):
         hpcdist.scale_regularization_loss(6.0)
     with averaging.scope():
         assert float(hpcdist.scale_regularization_loss(6.0)) == 6.0
@@ -93,7 +93,7 @@ def test_weights_of_an_average_loss(strategy, shape, weights, expected):
 @pytest.mark.parametrize("kind", [torch.ones, np.ones])
 def test_what_does_not_fit_a_loss_is_a_usage_error(strategy, kind):
     with strategy.scope():
-        with pytest.raises(UsageError, match=r"sample_weight that fits losses of shape \(3,\), got shape \(7,\)"):
+        with pytest.raises(UsageError, match=r"sample_weight.*3.*7"):
             hpcdist.compute_average_loss(kind(3), sample_weight=kind(7), global_batch_size=3)
-        with pytest.raises(UsageError, match="global_batch_size as a number"):
+        with pytest.raises(UsageError, match="global_batch_size"):
             hpcdist.compute_average_loss(kind(3), global_batch_size=np.array([4, 4]))

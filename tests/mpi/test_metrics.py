@@ -155,9 +155,9 @@ def test_several_thresholds_and_one_class(strategy):
 
 
 def test_predictions_that_are_no_probabilities_are_refused():
-    with pytest.raises(UsageError, match="expected predictions from 0 to 1, got -1 to 2"):
+    with pytest.raises(UsageError, match="predictions.*0.*1.*1.*2"):
         metrics.AUC().update_state([0, 1], [-1.0, 2.0])
-    with pytest.raises(UsageError, match="AUC: expected the curve ROC or PR"):
+    with pytest.raises(UsageError, match="AUC.*ROC.*PR"):
         metrics.AUC(curve="DET")
     assert float(metrics.Precision().result()) == 0
     assert float(metrics.AUC().result()) == 0
@@ -305,7 +305,7 @@ def test_rows_and_a_column_are_the_same(strategy):
 def test_where_it_is_made_and_updated(strategy, comm):
     metric = make(strategy, metrics.Mean)
     if strategy._has_fixed_replicas:
-        with pytest.raises(ValueError, match="a call inside strategy.run for"):
+        with pytest.raises(ValueError, match="strategy.run"):
             metric.update_state(1.0)
     else:  # README's loop, without run
         metric.update_state(torch.full((comm.rank,), float(comm.rank)))
@@ -313,7 +313,7 @@ def test_where_it_is_made_and_updated(strategy, comm):
         expected = sum(rank * rank for rank in range(comm.size)) / max(1, n_rows)
         assert float(metric.result()) == pytest.approx(expected)
     elsewhere = metrics.Mean()
-    with pytest.raises(RuntimeError, match="make it in strategy.scope"):
+    with pytest.raises(RuntimeError, match="strategy.scope"):
         strategy.run(lambda: elsewhere.update_state(1.0))
 
 

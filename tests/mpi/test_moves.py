@@ -38,11 +38,11 @@ def test_scatter_of_a_tensor_gives_tensors(comm, dtype):
 
 
 def test_scatter_takes_rows(comm):
-    with pytest.raises(CollectiveError, match="scatter: expected rows on root, got float"):
+    with pytest.raises(CollectiveError, match="scatter.*rows.*float"):
         hpcdist.scatter(1.0)
-    with pytest.raises(CollectiveError, match="scatter: expected numbers or bools, got dtype <U1"):
+    with pytest.raises(CollectiveError, match="scatter.*U1"):
         hpcdist.scatter(["a"])
-    with pytest.raises(CollectiveError, match="scatter: expected numbers or bools, got setting an array element"):
+    with pytest.raises(CollectiveError, match="scatter.*numbers.*setting"):
         hpcdist.scatter([[1.0], [1.0, 2.0]])
 
 
@@ -67,10 +67,10 @@ def test_alltoall_divides_evenly_by_default(comm):
 
 def test_alltoall_that_does_not_fit_is_refused_on_all_ranks(comm):
     counts = [1] * comm.size if comm.rank else [2] * comm.size
-    with pytest.raises(CollectiveError, match=r"alltoall: expected counts of \d+ ranks that add up to \d+ rows"):
+    with pytest.raises(CollectiveError, match=r"alltoall.*counts.*ranks"):
         hpcdist.alltoall(np.zeros(comm.size), counts)
     if comm.size > 1:
-        with pytest.raises(CollectiveError, match="alltoall: expected float64 of shape"):
+        with pytest.raises(CollectiveError, match="alltoall.*float.*shape"):
             hpcdist.alltoall(np.zeros(comm.size, "f4" if comm.rank else "f8"))
 
 
@@ -87,9 +87,9 @@ def test_reduce_scatter_of_a_tensor_gives_a_tensor(comm, dtype, is_async):
 
 
 def test_reduce_scatter_takes_numbers():
-    with pytest.raises(CollectiveError, match="reduce_scatter: expected rows of numbers"):
+    with pytest.raises(CollectiveError, match="reduce_scatter.*rows.*numbers"):
         hpcdist.reduce_scatter(np.ones(3, bool))
-    with pytest.raises(CollectiveError, match="reduce_scatter: expected a dense tensor"):
+    with pytest.raises(CollectiveError, match="reduce_scatter.*dense.*tensor"):
         hpcdist.reduce_scatter(torch.eye(2).to_sparse())
 
 
@@ -171,7 +171,7 @@ def test_a_dataset_that_only_root_has_is_dealt_out(comm, shuffle, is_equal):
 
 @pytest.mark.feature("input.scatter-dataset")
 def test_a_dataset_without_items_is_refused_on_all_ranks():
-    with pytest.raises(CollectiveError, match="scatter_dataset: expected items by number on root"):
+    with pytest.raises(CollectiveError, match="scatter_dataset.*items.*number"):
         hpcdist.scatter_dataset([])
 
 
@@ -218,7 +218,7 @@ def test_what_is_scaled_down_afterwards_does_not_overflow_half_precision(comm):
 
 
 def test_integers_are_not_scaled():
-    with pytest.raises(CollectiveError, match="expected floats to be scaled, got int64"):
+    with pytest.raises(CollectiveError, match="floats.*scaled.*int64"):
         hpcdist.all_reduce(np.ones(2, np.int64), postscale=0.5)
 
 
@@ -350,11 +350,11 @@ def test_a_subclass_of_cross_device_ops_returns_as_many_elements(comm):
         def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
             return per_replica_value.values[0][:1]
 
-    with pytest.raises(CollectiveError, match="expected reduce_implementation to return 3 elements"):
+    with pytest.raises(CollectiveError, match="reduce_implementation.*3"):
         hpcdist.all_reduce(np.ones(3), implementation=Short())
     with pytest.raises(CollectiveError, match="expected a sum"):
         hpcdist.all_reduce(np.ones(3), "max", implementation=Short())
-    with pytest.raises(NotImplementedError, match="override reduce_implementation or all_reduce"):
+    with pytest.raises(NotImplementedError, match="reduce_implementation.*all_reduce"):
         hpcdist.all_reduce(np.ones(3), implementation=hpcdist.CrossDeviceOps())
 
 
@@ -370,5 +370,5 @@ def test_an_evaluation_has_one_result_on_all_ranks(comm):
 def test_an_evaluation_without_an_aggregate_takes_dicts(comm, result):
     evaluate = hpcdist.create_multi_node_evaluator(lambda: result(comm.rank))
     if comm.size > 1 or not isinstance(result(0), dict):
-        with pytest.raises(CollectiveError, match="expected dicts with the same keys from all ranks"):
+        with pytest.raises(CollectiveError, match="dicts.*ranks"):
             evaluate()

@@ -303,7 +303,7 @@ def test_mirrored_strategy_is_for_one_machine(comm, monkeypatch):
         with pytest.raises(ValueError, match=f"one rank for each of {comm.size + 1} devices"):
             hpcdist.MirroredStrategy(["cpu"] * (comm.size + 1))
     monkeypatch.setattr(make_world(), "n_hosts", 2)
-    with pytest.raises(ValueError, match="expected all ranks on one host, got 2"):
+    with pytest.raises(ValueError, match="ranks.*host.*2"):
         hpcdist.MirroredStrategy()
 
 
@@ -389,9 +389,9 @@ def test_replicas_at_different_backwards_are_an_error(comm, over_hosts, hosts):
         model = nn.Linear(2, 1)
     model(torch.ones(1, 2)).sum().backward()
     strategy.engine.sums.n_sums += comm.rank == 0  # as if this rank had skipped one
-    with pytest.raises(hpcdist.errors.GradientError, match="expected every replica at the same backward"):
+    with pytest.raises(hpcdist.errors.GradientError, match="replica.*backward"):
         model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(hpcdist.errors.GradientError, match="expected earlier backwards to end"):
+    with pytest.raises(hpcdist.errors.GradientError, match="earlier.*backwards"):
         model(torch.ones(1, 2)).sum().backward()
 
 
@@ -425,16 +425,16 @@ def test_a_new_plan_owes_nothing_to_the_old_one(comm, over_hosts):
 
 def test_options_that_contradict_each_other_are_refused():
     for wrong in ({"wire_dtype": "bfloat16"}, {"is_ordered": True}):
-        with pytest.raises(ValueError, match="AUTO or HIERARCHICAL with wire_dtype or is_ordered"):
+        with pytest.raises(ValueError, match="AUTO.*HIERARCHICAL.*wire_dtype.*is_ordered"):
             hpcdist.CommunicationOptions(implementation="RING", **wrong)
-    with pytest.raises(ValueError, match="expected cross_device_ops or .*RING.*, got both"):
+    with pytest.raises(ValueError, match="cross_device_ops.*RING"):
         hpcdist.MultiWorkerMirroredStrategy(
             communication_options=hpcdist.CommunicationOptions(implementation="RING"),
             cross_device_ops=hpcdist.HierarchicalCopyAllReduce(),
         )
-    with pytest.raises(ValueError, match="as a CrossDeviceOps object"):
+    with pytest.raises(ValueError, match="CrossDeviceOps"):
         hpcdist.MirroredStrategy(cross_device_ops=hpcdist.ReductionToOneDevice)
-    with pytest.raises(ValueError, match="bfloat16 with ReduceOp.MEAN"):
+    with pytest.raises(ValueError, match="ReduceOp.MEAN"):
         hpcdist.MultiWorkerMirroredStrategy(
             communication_options=hpcdist.CommunicationOptions(wire_dtype="float16"), gradient_op="mean"
         )

@@ -143,7 +143,7 @@ def test_outside_of_run(comm):
     trained.optimizer.apply_gradients(zip(gradients_of(trained.model, rank_rows), trained.parameters, strict=True))
     torch.testing.assert_close(trained.parameters, trained_alone(1))
     fixed = Trained(comm.size)
-    with pytest.raises(RuntimeError, match="apply_gradients: expected a call inside strategy.run"):
+    with pytest.raises(RuntimeError, match="apply_gradients.*strategy.run"):
         fixed.optimizer.apply_gradients([])
 
 
@@ -156,7 +156,7 @@ def test_an_optimizer_does_not_keep_the_strategy_alive(comm):
     del strategy
     gc.collect()
     assert reference() is None
-    with pytest.raises(UsageError, match="apply_gradients: expected the optimizer, and a model"):
+    with pytest.raises(UsageError, match="apply_gradients.*optimizer.*model"):
         optimizer.apply_gradients([])
 
 
@@ -176,7 +176,7 @@ def test_a_sum_of_summed_gradients_is_refused(trained, comm):
         return hpcdist.get_replica_context().all_reduce("sum", [parameter.grad for parameter in trained.parameters])
 
     trained = Trained(trained.strategy.num_replicas_in_sync + 1)
-    with pytest.raises(UsageError, match="all_reduce: expected values of this replica, got a gradient that backward"):
+    with pytest.raises(UsageError, match="all_reduce.*gradient.*backward"):
         trained.strategy.run(step)
 
 
@@ -214,7 +214,7 @@ def test_gradients_that_were_not_summed_are_refused(comm):
         trained.optimizer.step()
 
     trained = Trained(comm.size + 1)
-    with pytest.raises(GradientError, match="step: expected the gradient of"):
+    with pytest.raises(GradientError, match="step.*gradient"):
         trained.strategy.run(step)
 
 
@@ -222,5 +222,5 @@ def test_gradients_that_were_not_summed_are_refused(comm):
 def test_other_ops_than_sums_are_refused(comm, gradient_op):
     """A mean is weighted by rows, which are unknown here."""
     trained = Trained(comm.size + 1, gradient_op)
-    with pytest.raises(UsageError, match="apply_gradients: expected a strategy that sums"):
+    with pytest.raises(UsageError, match="apply_gradients.*strategy.*sums"):
         trained.strategy.run(by_optimizer, args=(trained,))

@@ -166,7 +166,7 @@ def test_leaves_of_dicts_are_found_by_their_keys(strategy):
 def test_nests_and_kinds_that_differ_are_an_error_on_all(strategy, comm, first, other):
     if strategy.num_replicas_in_sync == 1:
         pytest.skip("one replica cannot differ")
-    with pytest.raises(ValueError, match="expected values of the same shape and dtype on every replica"):
+    with pytest.raises(ValueError, match="values.*replica"):
         strategy.run(lambda: hpcdist.get_replica_context().all_reduce("sum", other if number() else first))
 
 
@@ -240,7 +240,7 @@ def test_sparse_and_dense_are_not_added(strategy, comm):
     def fn(value):
         hpcdist.get_replica_context().all_reduce("sum", value() if number() else value().to_dense())
 
-    with pytest.raises(ValueError, match="expected values of the same shape and dtype"):
+    with pytest.raises(ValueError, match="values.*shape"):
         strategy.run(fn, args=(own_rows,))
     with pytest.raises(TypeError, match="Sparse layout"):
         strategy.reduce("sum", hpcdist.PerReplica([torch.eye(2).to_sparse()] * len(strategy.own_replicas)), axis=0)

@@ -386,9 +386,7 @@ def test_values_that_the_program_changes_are_an_error(on_servers):
         train(strategy, model, optimizer, range(1))
         with torch.no_grad():
             model[0].weight.clamp_(-0.1, 0.1)
-        with pytest.raises(
-            GradientError, match=r"expected '0.weight' as the parameter servers gave it, got it written"
-        ):
+        with pytest.raises(GradientError, match=r"'0.weight'"):
             train(strategy, model, optimizer, range(1))
 
     on_servers(body)
@@ -402,7 +400,7 @@ def test_gradients_that_are_not_finite(on_servers):
 
     def rejected(strategy):
         model, optimizer = make_model(strategy)
-        with pytest.raises(GradientError, match="expected finite gradients, got NaN or infinity on rank"):
+        with pytest.raises(GradientError, match="gradients.*NaN.*infinity"):
             step(model, optimizer, float("nan"))
 
     def skipped(strategy):
@@ -436,18 +434,18 @@ def test_a_loss_that_is_not_scaled_in_synchronous_training(on_servers):
 def test_optimizers_and_steps_that_servers_cannot_make(on_servers):
     def body(strategy):
         model, optimizer = make_model(strategy, lambda parameters: torch.optim.LBFGS(parameters))
-        with pytest.raises(GradientError, match="expected a step without a closure, which parameter servers make"):
+        with pytest.raises(GradientError, match="closure.*parameter"):
             optimizer.step(lambda: model(torch.ones(1, 3)).sum())
         with strategy.scope():
             whole = torch.optim.Adafactor(model.parameters())
         model(torch.ones(1, 3)).sum().backward()
-        with pytest.raises(UsageError, match="got Adafactor, which needs it whole; leave variable_partitioner out"):
+        with pytest.raises(UsageError, match="Adafactor.*variable_partitioner"):
             whole.step()
         outside = nn.Parameter(torch.ones(2))
         with strategy.scope():
             mixed = torch.optim.SGD([*model.parameters(), outside], lr=0.1)
         outside.grad = torch.ones(2)
-        with pytest.raises(GradientError, match=r"shape \(2,\) that no server holds"):
+        with pytest.raises(GradientError, match=r"shape.*2.*server"):
             mixed.step()
 
     on_servers(body, variable_partitioner=hpcdist.FixedShardsPartitioner(2))
@@ -461,7 +459,7 @@ def test_parameters_that_an_optimizer_gets_later(on_servers):
             later = nn.Linear(3, 1)
             optimizer.add_param_group({"params": later.parameters()})
         later(torch.ones(1, 3)).sum().backward()
-        with pytest.raises(UsageError, match="expected the parameters that Adam had at its first step, got others"):
+        with pytest.raises(UsageError, match="Adam.*others"):
             optimizer.step()
 
     on_servers(body)
@@ -472,9 +470,9 @@ def test_a_scaler_and_a_second_strategy_are_refused(on_servers):
         model, optimizer = make_model(strategy)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         scaler.scale(model(torch.ones(1, 3)).sum()).backward()
-        with pytest.raises(GradientError, match="got a GradScaler, which skips steps on workers"):
+        with pytest.raises(GradientError, match="GradScaler"):
             scaler.step(optimizer)
-        with pytest.raises(ConfigurationError, match="expected one for the ranks of a job, got another one on rank"):
+        with pytest.raises(ConfigurationError, match="ranks.*another"):
             strategy._check_cluster()
 
     on_servers(body)
@@ -525,7 +523,7 @@ def test_a_model_alone_is_loaded_and_the_other_one_stays(on_servers, shared_path
 def test_partitioners_that_return_nonsense(on_servers, found):
     def body(strategy):
         model, _ = make_model(strategy)
-        with pytest.raises(UsageError, match="variable_partitioner: expected a list of numbers of shards"):
+        with pytest.raises(UsageError, match="variable_partitioner.*numbers.*shards"):
             model(torch.ones(1, 3))
 
     on_servers(body, variable_partitioner=lambda shape, dtype: found if len(shape) == 2 else [1])

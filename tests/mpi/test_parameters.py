@@ -88,7 +88,7 @@ def test_without_run_the_step_says_what_to_do(comm):
     if comm.size == 1:
         trained.optimizer.step()
         return
-    with pytest.raises(GradientError, match=r"was not summed; .* call the model itself or strategy\.run"):
+    with pytest.raises(GradientError, match=r"strategy\.run"):
         trained.optimizer.step()
 
 
@@ -125,7 +125,7 @@ def test_what_replicas_assign_together_is_written_once(comm, aggregation, expect
             variable.parameter.mul_(0.5)
 
     if n_replicas > 1:
-        with pytest.raises(UsageError, match="got a write to parameter"):
+        with pytest.raises(UsageError, match="write.*parameter"):
             strategy.run(shrink_too)
 
 

@@ -596,7 +596,7 @@ def test_attempts_that_die_again_and_again_are_not_started_a_fourth_time(comm, s
     for verdict in ("requeue", "requeue", "stop"):
         make_job().handler.close()
         assert decision(comm, shared_path)["decision"] == verdict
-    with pytest.raises(NoProgressError, match="got 3 attempts in a row without progress") as refusal:
+    with pytest.raises(NoProgressError, match="3.*attempts.*progress") as refusal:
         make_job()
     assert refusal.value.exit_code == 76
     assert refusal.value.is_agreed
@@ -671,7 +671,7 @@ def test_a_restore_before_the_handler_keeps_the_rule(comm, shared_path, make_job
     for _ in range(3):
         make_job().handler.close()
     for _ in range(2):
-        with pytest.raises(NoProgressError, match="got 3 attempts in a row without progress"):
+        with pytest.raises(NoProgressError, match="3.*attempts.*progress"):
             make_job()
     comm.Barrier()
     if comm.rank == 0:
@@ -743,7 +743,7 @@ def test_attempts_that_die_while_they_restore_count_too(comm, shared_path, make_
         with pytest.raises(MemoryError):
             make_job()
         assert decision(comm, shared_path)["decision"] == verdict
-    with pytest.raises(NoProgressError, match="got 3 attempts in a row without progress"):
+    with pytest.raises(NoProgressError, match="3.*attempts.*progress"):
         make_job()
 
 
@@ -790,7 +790,7 @@ def test_a_later_handler_takes_over(comm, make_job):
 
 
 def test_what_cannot_be(comm, shared_path):
-    with pytest.raises(UsageError, match="expected a CheckpointManager, or a Checkpoint and a checkpoint_dir"):
+    with pytest.raises(UsageError, match="CheckpointManager.*Checkpoint.*checkpoint_dir"):
         hpcdist.PreemptionCheckpointHandler(None, hpcdist.Checkpoint())
     with pytest.raises(UsageError, match="got dict"):
         hpcdist.PreemptionCheckpointHandler(None, {}, shared_path)

@@ -149,7 +149,7 @@ def test_a_source_of_ones_own_says_what_is_compared(comm, strategy):
             return rows + comm.rank
 
     if comm.size > 1:
-        with pytest.raises(DataError, match="the same rows on every rank"):
+        with pytest.raises(DataError, match="rows.*rank"):
             distribute(strategy, hpcdist.Dataset.from_source(Own()))
     Own.to_compare = lambda self, rows: None
     distribute(strategy, hpcdist.Dataset.from_source(Own()))

@@ -72,7 +72,7 @@ WRITES = {
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_in_run_is_refused(trained, write, moment):
-    with pytest.raises(hpcdist.errors.UsageError, match=r"run: expected replicas to leave .* got a write to"):
+    with pytest.raises(hpcdist.errors.UsageError, match=r"run.*replicas.*leave"):
         trained.step(**{moment: lambda: WRITES[write](trained)})
 
 
@@ -139,5 +139,5 @@ def test_what_the_garbage_collector_takes_in_a_turn_is_no_write(trained):
 
     trained.step(after=drop)
     assert not dropped
-    with pytest.raises(hpcdist.errors.UsageError, match="got a write to an optimizer's 'lr'"):
+    with pytest.raises(hpcdist.errors.UsageError, match="write.*optimizer.*'s '"):
         trained.step(after=lambda: later.param_groups[0].update(lr=0.1))

@@ -72,7 +72,7 @@ def test_closures_take_a_replica_per_rank(comm):
         model = make_model()
         optimizer = optimizer_of(model, "LBFGS")
     x, y = rows()
-    with pytest.raises(GradientError, match="expected a step without a closure in strategy.run, as"):
+    with pytest.raises(GradientError, match="strategy.run"):
         strategy.run(lambda: train(model, optimizer, x, y, 1.0, n_steps=1))
 
 
@@ -149,7 +149,7 @@ def test_an_embedding_that_its_forward_changes_is_refused(comm, kind):
     if comm.size == 1:
         model(numbers).sum().backward()
         return
-    with pytest.raises(ConfigurationError, match="expected an embedding without max_norm.* got '0' with 0.5"):
+    with pytest.raises(ConfigurationError, match="max_norm.*'0'.*0.5"):
         model(numbers)
 
 
@@ -171,7 +171,7 @@ def test_what_replaces_local_gradients_is_not_summed_as_if_it_was_one(comm, way)
     else:
         gradients = torch.autograd.grad(model(x).sum(), list(model.parameters()))
         strategy.apply_gradients(optimizer, zip(gradients, model.parameters(), strict=True))
-    with pytest.raises(GradientError, match="as an earlier backward left it, got one set by hand"):
+    with pytest.raises(GradientError, match="earlier.*backward"):
         model(x).sum().backward()
 
 
@@ -206,7 +206,7 @@ def test_parts_that_are_used_after_their_pass_are_not_weighed_alike(comm, listed
     data = hpcdist.Dataset.from_tensor_slices(rows(2 * n_rows)).batch(n_rows)
     batches = strategy.experimental_distribute_dataset(data)
     if n > 1 and n_rows % n and listed == "list":
-        with pytest.raises(GradientError, match="after a pass whose parts no backward used"):
+        with pytest.raises(GradientError, match="parts.*backward"):
             train_on_lists(strategy, model, batches, listed)
         return
     train_on_lists(strategy, model, batches, listed)
@@ -292,7 +292,7 @@ def test_nests_of_other_forms_are_not_added(comm):
         return
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     nest = {"a": 1.0, "b": 2.0} if comm.rank == 0 else {"b": 1.0, "c": 2.0}
-    with pytest.raises(ValueError, match="the same nest of tensors"):
+    with pytest.raises(ValueError, match="nest.*tensors"):
         strategy.reduce("sum", nest, axis=None)
 
 
@@ -452,7 +452,7 @@ def test_sums_in_the_model_and_a_mean_over_parts_of_different_length(comm, n_row
     batches = strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(x).batch(n_rows))
     if n > 1 and n_rows % n:
         part = next(iter(batches))
-        with pytest.raises(GradientError, match="for a backward through all_reduce, all_gather or SyncBatchNorm"):
+        with pytest.raises(GradientError, match="all_reduce.*all_gather.*SyncBatchNorm"):
             strategy.run(step, args=(part,))
         return
     for part in batches:
@@ -511,7 +511,7 @@ def test_an_error_in_a_backward_through_a_sum_does_not_keep_the_strategy_alive(c
 @pytest.mark.parametrize("n_replicas", [None, 8])
 def test_run_inside_run_is_refused(comm, n_replicas):
     strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=n_replicas)
-    with pytest.raises(RuntimeError, match="run: expected a call outside strategy.run"):
+    with pytest.raises(RuntimeError, match="run.*strategy.run"):
         strategy.run(lambda: strategy.run(lambda: 1))
     default = hpcdist.get_strategy()
     assert default.run(lambda: default.run(lambda: 1)) == 1
@@ -522,9 +522,9 @@ def test_plain_values_are_refused_on_all_ranks_alike(comm):
     strategy = Strategy(num_replicas=comm.size + 1)
     total = strategy.reduce("sum", strategy.run(lambda: torch.ones(2)), axis=None)
     same = torch.ones(2)
-    with pytest.raises(ValueError, match="expected a PerReplica value"):
+    with pytest.raises(ValueError, match="PerReplica"):
         strategy.reduce("sum", total, axis=None)
-    with pytest.raises(ValueError, match="expected a PerReplica value"):
+    with pytest.raises(ValueError, match="PerReplica"):
         strategy.gather(total, axis=0)
     with pytest.raises(ValueError, match=r"expected"):  # where two replicas return one object, it is a plain value
         strategy.reduce("sum", strategy.run(lambda: same), axis=None)

@@ -220,7 +220,7 @@ def test_a_step_on_a_local_sparse_gradient_is_refused(comm):
     model(numbers_of(0))
     with strategy.no_sync():
         model(numbers_of(0)).sum().backward()
-    with pytest.raises(GradientError, match="expected gradients summed over the replicas"):
+    with pytest.raises(GradientError, match="gradients.*replicas"):
         optimizer.step()
 
 
@@ -237,7 +237,7 @@ def test_a_sparse_gradient_of_a_layer_that_does_not_say_so_is_refused(comm):
     with strategy.scope():
         model = Hidden()
     if comm.size > 1:
-        with pytest.raises(GradientError, match="the attribute sparse = True"):
+        with pytest.raises(GradientError, match="attribute.*sparse.*True"):
             model(numbers_of(0)).sum().backward()
     with strategy.scope():
         model = Hidden()

@@ -51,9 +51,9 @@ def test_a_strategy_may_be_set_for_all_code(everywhere):
     assert everywhere.extended.variable_created_in_scope(model.weight)
     with everywhere.scope():
         assert hpcdist.get_strategy() is everywhere
-        with pytest.raises(RuntimeError, match="must not be called inside one, got the scope of MultiWorker"):
+        with pytest.raises(RuntimeError, match="MultiWorker"):
             hpcdist.experimental_set_strategy(None)
-    with pytest.raises(RuntimeError, match="not a mix of different ones, got OneDeviceStrategy"):
+    with pytest.raises(RuntimeError, match="OneDeviceStrategy"):
         with hpcdist.OneDeviceStrategy("cpu").scope():
             pass
     assert everywhere.run(lambda: hpcdist.get_replica_context().num_replicas_in_sync) == everywhere.num_replicas_in_sync
@@ -74,7 +74,7 @@ def test_another_strategy_replaces_the_one_set(everywhere):
 
 @pytest.mark.feature("tf.experimental-set-strategy-refused", "semantics.strategy-for-all-code")
 def test_a_strategy_is_not_set_inside_run(strategy):
-    with pytest.raises(RuntimeError, match="outside every strategy's scope and run"):
+    with pytest.raises(RuntimeError, match="outside.*strategy"):
         strategy.run(lambda: hpcdist.experimental_set_strategy(None))
 
 
@@ -114,7 +114,7 @@ def test_the_replica_outside_all_strategies_reduces_with_itself():
     assert replica.all_reduce("sum", torch.ones(2)).tolist() == [1, 1]
     assert replica.all_gather(np.ones((2, 1)), axis=0).shape == (2, 1)
     assert replica.merge_call(lambda strategy, x: (type(strategy).__name__, x + 1), args=(1,)) == ("Strategy", 2)
-    with hpcdist.OneDeviceStrategy("cpu").scope(), pytest.raises(RuntimeError, match="the replica that the context"):
+    with hpcdist.OneDeviceStrategy("cpu").scope(), pytest.raises(RuntimeError, match="replica.*context"):
         replica.all_reduce("sum", 1.0)
 
 
@@ -156,9 +156,9 @@ def test_a_plain_call_of_a_model_does_not_enter_its_strategy(strategy):
 )
 def test_what_belongs_in_cross_replica_context_says_so(strategy, call):
     for one in (strategy, hpcdist.OneDeviceStrategy("cpu")):
-        with pytest.raises(RuntimeError, match="expected cross-replica context, .* got replica context, inside it"):
+        with pytest.raises(RuntimeError, match="replica.*context"):
             one.run(call, args=(one,))
-        with pytest.raises(RuntimeError, match="got update context, inside extended.update"):
+        with pytest.raises(RuntimeError, match="extended.update"):
             one.extended.update(torch.ones(1), lambda _, s=one: call(s))
 
 
@@ -206,7 +206,7 @@ def test_a_copy_that_replicas_share_is_updated_once(comm):
     shared = torch.ones(())
     strategy.extended.update(hpcdist.PerReplica([shared] * 3), add, args=(hpcdist.PerReplica([2.0] * 3),))
     assert shared == 3
-    with pytest.raises(ValueError, match="expected equal arguments for replicas that share a variable's copy"):
+    with pytest.raises(ValueError, match="arguments.*replicas"):
         strategy.extended.update(weight, add, args=(hpcdist.PerReplica([1.0, 1.0, 2.0]),))
     strategy.extended.update(weight, add, args=(hpcdist.PerReplica([torch.tensor([[float("nan")]])] * 3),))
     apart = [torch.ones(()) for _ in range(3)]
@@ -242,7 +242,7 @@ def test_variables_know_their_strategy(strategy):
     assert not default.variable_created_in_scope(inside.weight)
     with strategy.extended.colocate_vars_with(inside.weight):
         assert torch.ones(1).device == inside.weight.device
-    with pytest.raises(ValueError, match="made in this MultiWorkerMirroredStrategy's scope, got another Parameter"):
+    with pytest.raises(ValueError, match="MultiWorkerMirroredStrategy.*Parameter"):
         with strategy.extended.colocate_vars_with(outside.weight):
             pass
 
@@ -385,7 +385,7 @@ def test_inputs_are_moved():
 @pytest.mark.feature("strategies.mirrored-strategy")
 def test_several_host_devices_of_one_process_are_as_many_replicas(comm):
     if comm.size > 1:
-        with pytest.raises(ConfigurationError, match="expected one rank for each of"):
+        with pytest.raises(ConfigurationError, match="rank"):
             hpcdist.MirroredStrategy([f"/cpu:{index}" for index in range(comm.size + 1)])
         return
     strategy = hpcdist.MirroredStrategy(["/cpu:0", "/cpu:1"])
@@ -463,9 +463,7 @@ def test_the_host_when_it_is_asked_for(comm, gpus):
 
 def test_a_gpu_that_is_not_there_is_an_error_on_every_rank(comm, gpus):
     gpus(0)
-    with pytest.raises(
-        ConfigurationError, match=r"expected cuda:0 in this process, got 0 GPUs.*or pass 'cpu'"
-    ) as caught:
+    with pytest.raises(ConfigurationError, match=r"0.*0.*GPUs.*'cpu'") as caught:
         hpcdist.MultiWorkerMirroredStrategy(device="cuda")
     assert caught.value.is_agreed
 

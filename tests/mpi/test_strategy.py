@@ -41,7 +41,7 @@ def test_current_strategy(strategy):
         assert hpcdist.get_strategy() is strategy
         with strategy.scope():
             assert hpcdist.get_strategy() is strategy
-        with pytest.raises(RuntimeError, match="one strategy at a time"), default.scope():
+        with pytest.raises(RuntimeError, match="strategy.*time"), default.scope():
             pass
     assert hpcdist.get_strategy() is default
     assert strategy.run(hpcdist.get_strategy) is strategy
@@ -57,7 +57,7 @@ def test_current_strategy(strategy):
 )
 def test_run_gives_the_result_of_the_local_replica(strategy):
     assert strategy.run(lambda a, b=0: (a, b), args=(1,), kwargs={"b": 2}) == (1, 2)
-    with pytest.raises(ValueError, match="args as a tuple or list"):
+    with pytest.raises(ValueError, match="args.*tuple"):
         strategy.run(lambda a: a, args=1)
     with pytest.raises(ZeroDivisionError):
         strategy.run(lambda: 1 / 0)
@@ -152,7 +152,7 @@ def test_reduce_must_be_given_an_axis(strategy):
 def test_gather_refuses_what_does_not_fit_on_all_ranks(strategy, comm):
     if comm.size == 1:
         pytest.skip("one rank cannot differ")
-    with pytest.raises(ValueError, match="pass arrays that fit together"):
+    with pytest.raises(ValueError, match="arrays.*together"):
         strategy.gather(torch.ones(2, 2 + comm.rank), axis=0)
     with pytest.raises(ValueError, match=f"in the same call, got gather; axis 0 of {1 + comm.rank} here"):
         strategy.gather(torch.ones((2,) * (1 + comm.rank)), axis=0)
@@ -175,7 +175,7 @@ def test_nests_are_reduced_over_replicas_only(strategy, nest, comm):
     assert np.sum(list(total.values()) if isinstance(total, dict) else total) == comm.size * np.sum(
         list(nest.values()) if isinstance(nest, dict) else nest
     )
-    with pytest.raises(ValueError, match="reduce one value at a time"):
+    with pytest.raises(ValueError, match="reduce.*value"):
         strategy.reduce("sum", nest, axis=0)
 
 
@@ -183,7 +183,7 @@ def test_nests_are_reduced_over_replicas_only(strategy, nest, comm):
 def test_shapes_that_differ_are_an_error_on_all_ranks(strategy, comm):
     if comm.size == 1:
         pytest.skip("one rank cannot differ")
-    with pytest.raises(UsageError, match="same shape and dtype on every replica"):
+    with pytest.raises(UsageError, match="shape.*replica"):
         strategy.reduce("sum", torch.ones(1 + comm.rank % 2), axis=None)
 
 
@@ -215,7 +215,7 @@ def test_average_loss(strategy, comm):
         )
         assert weighted.item() == 3 / 12
         assert hpcdist.compute_average_loss(losses[:0], global_batch_size=0).item() == 0.0
-        with pytest.raises(ValueError, match="one loss for each example"):
+        with pytest.raises(ValueError, match="loss.*example"):
             hpcdist.compute_average_loss(losses.sum())
         with pytest.raises(ValueError, match="at least 0"):
             hpcdist.compute_average_loss(losses, global_batch_size=-1)
@@ -227,7 +227,7 @@ def test_average_loss_outside_the_scope_means_the_strategies_alive(comm, monkeyp
     assert hpcdist.compute_average_loss(torch.ones(2)).item() == pytest.approx(1 / comm.size)
     hpcdist.compute_average_loss(torch.ones(2, requires_grad=True)).backward()
     undecided = hpcdist.MultiWorkerMirroredStrategy()
-    with pytest.raises(ValueError, match="got 2 alive and none entered"):
+    with pytest.raises(ValueError, match="2.*alive.*entered"):
         hpcdist.compute_average_loss(torch.ones(2), global_batch_size=4)
     with undecided.scope():
         hpcdist.compute_average_loss(torch.ones(2))
@@ -285,7 +285,7 @@ def test_another_dataset_on_one_rank_is_an_error_on_all(strategy, comm):
     if comm.size == 1:
         pytest.skip("one rank cannot differ")
     rows = torch.arange(8 if comm.rank == 0 else 16)
-    with pytest.raises(DataError, match=r"expected the dataset of the chief, .*n_rows=8.* got .*n_rows=16"):
+    with pytest.raises(DataError, match=r"n_rows=8.*n_rows=16"):
         strategy.experimental_distribute_dataset(hpcdist.Dataset.from_tensor_slices(rows).batch(4))
 
 
@@ -299,7 +299,7 @@ def test_a_numpy_dataset_is_held_once_and_distributed(strategy, comm):
 
 
 def test_refuses_what_is_no_dataset(strategy):
-    with pytest.raises(DataError, match="expected an hpcdist.Dataset or a DataLoader, got list"):
+    with pytest.raises(DataError, match="hpcdist.Dataset.*DataLoader.*list"):
         strategy.experimental_distribute_dataset([1, 2])
 
 
@@ -307,7 +307,7 @@ def test_ps_tasks_are_for_another_strategy(comm):
     if comm.size == 1:
         pytest.skip("a ps and a worker need two ranks")
     resolver = hpcdist.MPIClusterResolver("ps:1,worker:*")
-    with pytest.raises(ValueError, match="expected chief, worker and evaluator tasks, got worker:.*ps:1"):
+    with pytest.raises(ValueError, match="worker.*evaluator.*1"):
         hpcdist.MultiWorkerMirroredStrategy(resolver)
 
 

@@ -184,7 +184,7 @@ def test_a_bare_loop_on_one_replica_per_rank(comm):
 def test_where_it_is_called(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy(num_replicas=2 * comm.size)
     new = make(strategy)
-    with pytest.raises(RuntimeError, match="inside strategy.run, as this process has 2 replicas"):
+    with pytest.raises(RuntimeError, match="strategy.run.*2"):
         new(torch.ones(2, N_CHANNELS))
     other = hpcdist.MultiWorkerMirroredStrategy()
     with pytest.raises(RuntimeError, match="mixing"):
@@ -194,7 +194,7 @@ def test_where_it_is_called(comm):
 
 @pytest.mark.parametrize("shape", [(3,), (3, 4), (2, 4, 3)])
 def test_refuses_other_shapes(strategy, shape):
-    with pytest.raises(ValueError, match=r"expected \(rows, 3, ...\)"):
+    with pytest.raises(ValueError, match=r"rows.*3"):
         make(strategy)(torch.ones(shape))
 
 
@@ -234,7 +234,7 @@ def test_convert(strategy):
         False,
     )
     assert (alone.weight, alone.running_mean, alone.training) == (None, None, True)
-    with strategy.scope(), pytest.raises(ValueError, match="feed the model one batch first"):
+    with strategy.scope(), pytest.raises(ValueError, match="model.*batch"):
         hpcdist.convert_sync_batchnorm(nn.LazyBatchNorm1d())
 
 

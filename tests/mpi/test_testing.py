@@ -63,7 +63,7 @@ def test_operations_are_deterministic_or_raise():
     try:
         hpcdist.enable_op_determinism()
         assert torch.are_deterministic_algorithms_enabled()
-        with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+        with pytest.raises(RuntimeError, match="deterministic.*implementation"):
             torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
     finally:
         torch.use_deterministic_algorithms(False)

@@ -120,16 +120,16 @@ def test_metrics_read_in_another_order_on_a_rank_are_refused_on_all(comm):
     if comm.size == 1:
         assert both[0].result() == 1
         return
-    with pytest.raises(DesyncError, match="got result of metric"):
+    with pytest.raises(DesyncError, match="result.*metric"):
         both[comm.rank == 1].result()
 
 
 def test_what_it_cannot_take_is_refused(comm):
     strategy = hpcdist.MultiWorkerMirroredStrategy()
     for wrong in (torchmetrics.MetricCollection([torchmetrics.SumMetric()]), torch.nn.Linear(1, 1)):
-        with pytest.raises(UsageError, match=r"expected a torchmetrics.Metric, got"):
+        with pytest.raises(UsageError, match=r"torchmetrics.Metric"):
             metrics.TorchMetric(wrong)
     with strategy.scope():
         metric = metrics.TorchMetric(torchmetrics.SumMetric(), name="total")
-    with pytest.raises(UsageError, match=r"expected a call outside of strategy.run for 'total'"):
+    with pytest.raises(UsageError, match=r"strategy.run.*'total'"):
         strategy.run(metric.result)

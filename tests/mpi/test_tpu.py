@@ -18,9 +18,7 @@ pytestmark = pytest.mark.mpi
 )
 def test_without_torch_xla(monkeypatch, call):
     monkeypatch.setitem(sys.modules, "torch_xla", None)
-    with pytest.raises(
-        ConfigurationError, match=r"expected torch_xla .*; install .* pip install 'torch_xla\[tpu\]'"
-    ) as e:
+    with pytest.raises(ConfigurationError, match=r"torch_xla.*'torch_xla\[tpu\]'") as e:
         call()
     assert "\n" not in str(e.value)
 
@@ -29,7 +27,7 @@ def test_without_torch_xla(monkeypatch, call):
 def test_there_is_nothing_to_connect_to():
     assert hpcdist.experimental_connect_to_cluster(hpcdist.TPUClusterResolver("local")) is None
     assert hpcdist.experimental_connect_to_cluster(hpcdist.ClusterSpec({"worker": ["a"]})) is None
-    with pytest.raises(UsageError, match="expected a ClusterSpec or a ClusterResolver, got str"):
+    with pytest.raises(UsageError, match="ClusterSpec.*ClusterResolver.*str"):
         hpcdist.experimental_connect_to_cluster("local")
 
 

@@ -91,13 +91,13 @@ def test_what_replicas_assign_is_aggregated(strategy, aggregation):
 def test_without_aggregation_replicas_may_not_assign(strategy):
     variable = make(strategy)
     for write in (variable.assign, variable.assign_add, variable.assign_sub):
-        with pytest.raises(ValueError, match="with an aggregation.*aggregation=VariableAggregation.MEAN"):
+        with pytest.raises(ValueError, match="aggregation=VariableAggregation.MEAN"):
             strategy.run(lambda write=write: write(1.0))
     assert float(variable) == 0.0
 
 
 def test_a_mean_of_whole_numbers_is_refused(strategy):
-    with pytest.raises(ValueError, match="expected floats for the mean over replicas, got torch.int64"):
+    with pytest.raises(ValueError, match="torch.int64"):
         make(strategy, 3, aggregation="MEAN")
     assert int(hpcdist.Variable(3, aggregation="MEAN")) == 3
 
@@ -131,9 +131,9 @@ def test_refuses_what_does_not_fit(strategy, value, text):
     variable = make(strategy)
     with pytest.raises(ValueError, match=text):
         variable.assign(value)
-    with pytest.raises(ValueError, match="float32; reshape or cast"):
+    with pytest.raises(ValueError, match="float.*reshape"):
         make(strategy, 1).assign(0.5)
-    with pytest.raises(ValueError, match="one value for all replicas outside"):
+    with pytest.raises(ValueError, match="replicas.*outside"):
         variable.assign(hpcdist.PerReplica([1.0]))
 
 
@@ -268,7 +268,7 @@ def test_reduce_takes_a_variable(strategy):
 def test_without_aggregation_it_is_read_inside_run_only(strategy):
     variable = make(strategy, synchronization="ON_READ")
     strategy.run(lambda: variable.assign(own_number()))
-    with pytest.raises(ValueError, match="a call inside strategy.run, or a variable with an aggregation"):
+    with pytest.raises(ValueError, match="strategy.run"):
         variable.read_value()
 
 
@@ -289,7 +289,7 @@ def test_a_total_is_divided_among_the_copies(strategy):
         assert float(variable) == pytest.approx(6.0 + n)
         return
     for write in (variable.assign_add, variable.assign_sub):
-        with pytest.raises(ValueError, match="inside strategy.run for .*, or assign the total"):
+        with pytest.raises(ValueError, match="strategy.run"):
             write(1.0)
 
 
@@ -303,11 +303,11 @@ def test_other_copies_are_written_alike_outside_run(strategy, aggregation):
 
 @pytest.mark.feature("tf.synchronization-auto-none", "tf.read-trainable-true", "semantics.variable-options")
 def test_it_is_not_trainable(strategy):
-    with pytest.raises(ValueError, match="trainable=False with synchronization=ON_READ"):
+    with pytest.raises(ValueError, match="trainable=False.*synchronization=ON_READ"):
         make(strategy, synchronization="ON_READ", trainable=True)
-    with pytest.raises(ValueError, match="AUTO, ON_WRITE or ON_READ in a strategy's scope, got NONE"):
+    with pytest.raises(ValueError, match="AUTO.*ON_WRITE.*ON_READ.*NONE"):
         make(strategy, synchronization="NONE")
-    with pytest.raises(ValueError, match="a VariableAggregation of NONE, SUM, MEAN, ONLY_FIRST_REPLICA, got 'MAX'"):
+    with pytest.raises(ValueError, match="VariableAggregation.*NONE.*SUM.*MEAN.*ONLY_FIRST_REPLICA.*'MAX'"):
         make(strategy, aggregation="MAX")
 
 
@@ -342,9 +342,9 @@ def test_scatter_outside_run(strategy):
     assert variable.numpy().tolist() == [[0, -1], [2, 2], [4, 5]]
     variable.scatter_update((np.array([1]), np.array([[8.0, 9.0]])))
     assert variable.numpy().tolist() == [[0, -1], [8, 9], [4, 5]]
-    with pytest.raises(ValueError, match="one index and one row"):
+    with pytest.raises(ValueError, match="index"):
         variable.scatter_add(([0], [1.0]))
-    with pytest.raises(ValueError, match="indices and values, got int"):
+    with pytest.raises(ValueError, match="indices.*values.*int"):
         variable.scatter_add(3)
 
 
@@ -374,7 +374,7 @@ def test_scatter_update_of_the_first_replica(strategy):
 @pytest.mark.parametrize("options", [{"aggregation": "SUM"}, {"aggregation": "MEAN"}, {"synchronization": "ON_READ"}])
 def test_scatter_update_is_for_some_only(strategy, options):
     variable = make(strategy, [1.0, 2.0], **options)
-    with pytest.raises(NotImplementedError, match="aggregation NONE or ONLY_FIRST_REPLICA for scatter_update"):
+    with pytest.raises(NotImplementedError, match="NONE.*ONLY_FIRST_REPLICA.*scatter_update"):
         variable.scatter_update(([0], [1.0]))
     if "synchronization" in options:
         with pytest.raises(NotImplementedError, match="an ON_WRITE variable"):
@@ -395,7 +395,7 @@ def test_strategies_are_not_mixed(strategy):
 
 
 def test_it_is_made_before_run(strategy):
-    with pytest.raises(RuntimeError, match="make it in strategy.scope"):
+    with pytest.raises(RuntimeError, match="strategy.scope"):
         strategy.run(lambda: hpcdist.Variable(1.0))
 
 
@@ -451,7 +451,7 @@ def test_other_replicas_get_what_it_was_read_as(shared_path, aggregation):
 
 def test_other_replicas_cannot_take_copies_without_aggregation(shared_path):
     save(hpcdist.MultiWorkerMirroredStrategy(num_replicas=4), shared_path)
-    with pytest.raises(CheckpointError, match="copies of 6 replicas.*restart with num_replicas=4"):
+    with pytest.raises(CheckpointError, match="6.*num_replicas=4"):
         restore(hpcdist.MultiWorkerMirroredStrategy(num_replicas=6), shared_path)
 
 

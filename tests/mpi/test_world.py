@@ -183,7 +183,7 @@ def test_a_rank_that_does_not_come_is_waited_for_only_so_long(world, comm):
     made.timeout_s = 0.2
     request = made.comm.Ibarrier() if comm.rank == 0 else None
     if comm.size > 1 and comm.rank == 0:
-        with pytest.raises(CollectiveTimeoutError, match=r"within 0.2 s, .*HPCDIST_TIMEOUT_S"):
+        with pytest.raises(CollectiveTimeoutError, match=r"0.2.*HPCDIST_TIMEOUT_S"):
             made.wait(request)
     comm.Barrier()
     made.timeout_s = 30

@@ -197,9 +197,9 @@ def test_reading_a_gradient_raises(comm, read):
     if comm.size == 1:
         READS[read](model)
         return
-    with pytest.raises(GradientError, match=r"expected nobody to use the gradient of '.*', of which each rank holds"):
+    with pytest.raises(GradientError, match=r"nobody.*gradient.*'.*'"):
         READS[read](model)
-    with pytest.raises(RuntimeError, match="not supported for tensor subclasses"):
+    with pytest.raises(RuntimeError, match="supported.*subclasses"):
         model.first.weight.grad.numpy()
     assert "ShardedGradient(of 'first.weight'" in repr(model.first.weight.grad)
     optimizer.step()
@@ -260,7 +260,7 @@ def test_values_are_clipped():
 def test_a_norm_that_is_not_finite(comm):
     strategy, model, optimizer = make(*CLASSES["SGD"], is_sharded=True)
     (loss_of(strategy, model, 0) * float("nan")).backward()
-    with pytest.raises(RuntimeError, match=r"expected a finite norm of order 2.0 of the gradients, got nan"):
+    with pytest.raises(RuntimeError, match=r"finite.*2.0.*gradients.*nan"):
         optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
@@ -323,7 +323,7 @@ def test_a_graph_that_is_kept_over_a_step_is_refused():
     loss.backward(retain_graph=True)
     optimizer.step()
     optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="modified.*operation"):
         loss.backward()
 
 
@@ -373,7 +373,7 @@ def test_local_gradients_are_refused_on_all_ranks(comm):
     with strategy.no_sync():
         loss_of(strategy, model, 0).backward()
     for call in (lambda: optimizer.clip_grad_norm_(1.0), lambda: optimizer.clip_grad_value_(1.0)):
-        with pytest.raises(GradientError, match="expected gradients summed over the replicas, got a local one in"):
+        with pytest.raises(GradientError, match="gradients.*replicas"):
             call()
 
 
@@ -446,7 +446,7 @@ def test_an_update_is_made_once(comm):
     assert torch.equal(model.last.weight, before / 2)
     comm.Barrier()  # the next lines write to what others look at
     if comm.size > 1:
-        with pytest.raises(UsageError, match="got a write to parameter 'last.weight' outside of an optimizer's step"):
+        with pytest.raises(UsageError, match="'last.weight'"):
             strategy.run(lambda: model.last.weight.data.mul_(0.5))
 
 
@@ -609,7 +609,7 @@ def test_a_class_of_its_own():
     class Undeclared(torch.optim.SGD):
         pass
 
-    with pytest.raises(UsageError, match="got Undeclared; use it as it is, or give the class the attribute"):
+    with pytest.raises(UsageError, match="Undeclared"):
         ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(3))], Undeclared, lr=0.1)
     found = []
     for is_sharded in (True, False):
@@ -664,7 +664,7 @@ NOT_ELEMENTWISE = [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseA
 
 @pytest.mark.parametrize("kind", [*NOT_ELEMENTWISE, *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else [])])
 def test_optimizers_that_are_not_element_by_element(kind):
-    with pytest.raises(UsageError, match="expected an optimizer that treats each element by itself"):
+    with pytest.raises(UsageError, match="optimizer.*element"):
         ZeroRedundancyOptimizer([nn.Parameter(torch.zeros(3))], kind, lr=0.1)
 
 
@@ -693,9 +693,7 @@ def test_an_optimizer_beside_a_model_in_use(comm):
     with strategy.scope():
         second = nn.Linear(3, 2)
         kept = ZeroRedundancyOptimizer([*first.parameters(), *second.parameters()], lr=0.1)
-    with pytest.raises(
-        UsageError, match="expected it to be made before the first use of any model of the scope, got 2"
-    ):
+    with pytest.raises(UsageError, match="first.*model.*2"):
         second(torch.ones(2, 3))
     assert kept
 
@@ -703,7 +701,7 @@ def test_an_optimizer_beside_a_model_in_use(comm):
 def test_steps_before_the_first_use_do_nothing():
     _, _, optimizer = make(*CLASSES["SGD"], is_sharded=True)
     optimizer.step()
-    with pytest.raises(UsageError, match="expected a norm_type above 0, got 0"):
+    with pytest.raises(UsageError, match="norm_type.*0.*0"):
         optimizer.clip_grad_norm_(1.0, 0)
 
 
@@ -757,7 +755,7 @@ def test_parameters_that_were_not_made_in_the_scope(comm):
     if comm.size == 1:
         optimizer.step()
         return
-    with pytest.raises(UsageError, match=r"expected parameters and optimizer made in the scope of a strategy"):
+    with pytest.raises(UsageError, match=r"parameters.*optimizer"):
         optimizer.step()
 
 
@@ -767,14 +765,14 @@ def test_an_optimizer_that_is_made_too_late(comm):
     strategy, model, _ = make(*CLASSES["SGD"], is_sharded=False)
     loss_of(strategy, model, 0).backward()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    with pytest.raises(UsageError, match="the optimizer before the first use of the model"):
+    with pytest.raises(UsageError, match="optimizer.*first"):
         optimizer.step()
 
 
 def test_a_group_that_comes_too_late():
     strategy, model, optimizer = make(*CLASSES["SGD"], is_sharded=True)
     train(strategy, model, optimizer, 1)
-    with pytest.raises(UsageError, match="expected all groups before the first use of the model"):
+    with pytest.raises(UsageError, match="groups.*first"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
 
@@ -784,7 +782,7 @@ def test_a_model_that_was_moved(comm):
     strategy, model, optimizer = make(*CLASSES["SGD"], is_sharded=True)
     train(strategy, model, optimizer, 1)
     model.first.weight.data = model.first.weight.data.clone()
-    with pytest.raises(GradientError, match=r"expected 'first.weight' in the memory that all ranks share"):
+    with pytest.raises(GradientError, match=r"'first.weight'"):
         optimizer.step()
 
 
@@ -792,11 +790,11 @@ def test_states_that_do_not_fit(shared_path):
     strategy, model, optimizer = make(*CLASSES["Adam"], is_sharded=True)
     train(strategy, model, optimizer, 1)
     state = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match=r"expected groups of \[.*\] parameters, got"):
+    with pytest.raises(ValueError, match=r"groups.*parameters"):
         optimizer.load_state_dict({**state, "param_groups": state["param_groups"][:1]})
     wrong = copy.deepcopy(state)
     wrong["state"][0]["exp_avg"] = torch.zeros(1)
-    with pytest.raises(ValueError, match=r"expected the state of parameter 0 in shape \(40, 7\), got \[\(1,\)\]"):
+    with pytest.raises(ValueError, match=r"state.*parameter.*0.*40.*7.*1"):
         optimizer.load_state_dict(wrong)
     hpcdist.Checkpoint(model=model, optimizer=optimizer).write(shared_path / "c.h5")
     _, other, others = make(*CLASSES["SGD"], is_sharded=True)

@@ -22,8 +22,8 @@ HISTORY = Path(os.environ.get("TEST_HISTORY", "~/.cache/hpcdist-tests/unstable.j
 N_SLOWEST = 20
 #: Unstable tests that a run may have, and runs of the last ones in which one test may be unstable.
 MAX_UNSTABLE, MAX_RUNS, N_RUNS = 2, 2, 20
-#: Which tests a part runs, by their markers.
-SELECTED = {"": "not slow and not sweep", "rest": "slow and not sweep"}
+#: PART:rest runs these tests of a part, by their markers; the Makefile selects others.
+REST = "slow and not sweep"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def run_part(name: str) -> Part:
     unstable_path.unlink(missing_ok=True)
     started = time.monotonic()
     environment = {**os.environ, "TEST_TIMES": str(TIMES.resolve())}
-    command = ["make", "--no-print-directory", target, f"SELECT={SELECTED[selection]}"]
+    command = ["make", "--no-print-directory", target, *([f"SELECT={REST}"] if selection == "rest" else [])]
     code = subprocess.run(command, env=environment, check=False).returncode
     seconds = time.monotonic() - started
     unstable = json.loads(unstable_path.read_text()) if unstable_path.is_file() else []

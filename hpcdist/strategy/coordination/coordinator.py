@@ -170,7 +170,9 @@ class ClusterCoordinator:
 
     def _require_running(self, call: str) -> None:
         if self._dispatcher.is_over:
-            raise UsageError(f"{call}: expected workers that serve, got a coordinator that has let them leave.")
+            raise UsageError(
+                f"{call}: expected workers that serve, got a coordinator that has let them leave; call it before that."
+            )
 
     def _raise_error(self) -> None:
         """Raise the first error, if there is one, once nothing runs any more."""

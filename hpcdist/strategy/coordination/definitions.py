@@ -134,13 +134,17 @@ class Definitions:
                 f"iter(coordinator.create_per_worker_dataset(...))."
             )
         if isinstance(obj, Strategy):
-            raise UsageError(f"schedule: expected a function of the coordinator's strategy, got another one, {obj!r}.")
+            raise UsageError(
+                f"schedule: expected a function of the coordinator's strategy, got another one, {obj!r}; use "
+                f"coordinator.strategy."
+            )
 
     def _define(self, kind: str, obj: Any, value: Any) -> Name:
         """Append the definition of an object to the log, after those of what it uses."""
         if id(obj) in self._unfinished:
             raise UsageError(
-                f"schedule: expected no two objects that use each other, got that in {type(obj).__name__}."
+                f"schedule: expected no two objects that use each other, got that in {type(obj).__name__}; pass one "
+                f"of them as an argument."
             )
         self._unfinished.add(id(obj))
         try:
@@ -286,5 +290,7 @@ def _forget(definitions: "weakref.ref[Definitions]", key: int, number: int) -> N
 
 def _input_error(error: BaseException) -> ClosureInputError:
     return ClosureInputError(
-        f"schedule: expected what the function uses on this worker, got {type(error).__name__}: {error}.", error
+        f"schedule: expected what the function uses on this worker, got {type(error).__name__}: {error}; make it "
+        f"there, or pass it as an argument.",
+        error,
     )

@@ -120,7 +120,8 @@ class _IteratorOf:
         made = self._make()
         if not hasattr(made, "__iter__"):
             raise UsageError(
-                f"create_per_worker_dataset: expected a function that returns a dataset, got {type(made).__name__}."
+                f"create_per_worker_dataset: expected a function that returns a dataset, got {type(made).__name__}; "
+                f"return what can be iterated."
             )
         return iter(made)
 

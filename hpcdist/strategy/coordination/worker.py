@@ -216,7 +216,9 @@ def _pickle_of(error: BaseException) -> Bytes:
         error.is_agreed = False  # on this worker alone
     error.__traceback__ = error.__cause__ = error.__context__ = None
     if isinstance(error, SystemExit):
-        error = UsageError(f"schedule: expected a function that returns or raises, got one that exits: {error}.")
+        error = UsageError(
+            f"schedule: expected a function that returns or raises, got one that exits: {error}; return instead."
+        )
     try:
         sent = pickles.dumps((error, trace))
         pickles.loads(sent)

@@ -71,7 +71,5 @@ def test_a_copy_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):
     monkeypatch.setattr(image, "available_bytes", lambda: 1 << 20)
     fits = FileImage()
     fits.resize(1 << 20, 4096, 4096)
-    with pytest.raises(
-        CheckpointError, match=r"expected 1052672 bytes of memory .* got 1048576 available; ask the batch"
-    ):
+    with pytest.raises(CheckpointError, match=r"1052672.*memory.*1048576.*available"):
         FileImage().resize((1 << 20) + 1, 4096, 4096)

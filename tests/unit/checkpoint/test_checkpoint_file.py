@@ -82,7 +82,7 @@ def test_a_state_that_is_nested_deeper_than_any_is_saved(tmp_path, depth, is_rea
     if is_read:
         assert read_file(path) == (state, [])
     else:
-        with pytest.raises(CheckpointDamaged, match="nesting that is too deep"):
+        with pytest.raises(CheckpointDamaged, match="nesting.*deep"):
             read_file(path)
 
 
@@ -190,7 +190,7 @@ def test_a_header_comes_back_and_any_other_bytes_do_not(tmp_path):
     assert parse_header(data, tmp_path) == Header(9000, 5000, 100, "a", "b")
     assert parse_header(data, tmp_path).to_bytes() == data
     for offset in range(HEADER_BYTES):
-        with pytest.raises(CheckpointDamaged, match="expected the header of a checkpoint"):
+        with pytest.raises(CheckpointDamaged, match="header.*checkpoint"):
             parse_header(data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :], tmp_path)
 
 
@@ -226,7 +226,7 @@ def test_refuses_a_header_that_no_save_writes(tmp_path, parts):
 
 
 def test_refuses_a_newer_format_and_says_what_to_do(tmp_path):
-    with pytest.raises(CheckpointMismatch, match="install the hpcdist that wrote it"):
+    with pytest.raises(CheckpointMismatch, match="install.*hpcdist"):
         parse_header(header_of(format=FORMAT + 1, more=True), tmp_path)
 
 

@@ -140,7 +140,7 @@ def test_a_newer_format_stops_instead_of_going_back(folder, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(header, "FORMAT", 99)
         commit(folder, 2)
-    with pytest.raises(CheckpointMismatch, match="expected checkpoint format 2, got 99") as caught:
+    with pytest.raises(CheckpointMismatch, match="checkpoint.*format.*2.*99") as caught:
         folder.read_latest()
     assert caught.value.exit_code == 78
 
@@ -200,7 +200,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_as_it_was(folder):
 def test_a_damaged_newest_one_is_noticed_before_others_are_removed(folder):
     commit(folder, 1)
     damage(commit(folder, 2))
-    with pytest.raises(CheckpointError, match="expected arrays as committed .*, got other bytes"):
+    with pytest.raises(CheckpointError, match="arrays.*committed"):
         prune(folder, 1)
     assert latest_value(folder) == 1
 
@@ -264,13 +264,13 @@ def test_what_is_kept(folder, options, kept):
     [{"max_to_keep": 0}, {"keep_every_n_hours": 0}, {"best_mode": "good"}, {"n_best": 0}, {"keep_every_n_steps": 0}],
 )
 def test_bad_retention(options):
-    with pytest.raises(UsageError, match="CheckpointManager: expected"):
+    with pytest.raises(UsageError, match="CheckpointManager"):
         Retention(**options)
 
 
 def test_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="expected a folder that can be written"):
+    with pytest.raises(CheckpointError, match="folder.*written"):
         attempt(tmp_path / "file" / "below")
 
 
@@ -283,7 +283,7 @@ OPERATIONS = ["create", "allocate", "write", "sync", "close", "rename", "sync_fo
 def test_any_failing_operation_leaves_the_previous_one_usable(folder, disk, operation, code):
     commit(folder, 1)
     disk.fail(operation, code)
-    with pytest.raises(CheckpointError, match="Earlier checkpoints are untouched") as caught:
+    with pytest.raises(CheckpointError, match="Earlier") as caught:
         commit(folder, 2)
     disk.fail("", 0)
     assert os.strerror(code) in str(caught.value)
@@ -295,7 +295,7 @@ def test_any_failing_operation_leaves_the_previous_one_usable(folder, disk, oper
 def test_a_full_disk_is_noticed_before_anything_is_written(folder, monkeypatch):
     commit(folder, 1)
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((4096, 4096, 9, 9, 9, 9, 9, 9, 0, 255)))
-    with pytest.raises(CheckpointError, match="bytes free in .*, got 36864"):
+    with pytest.raises(CheckpointError, match="bytes.*free.*36864"):
         commit(folder, 2)
     assert latest_value(folder) == 1
 
@@ -312,7 +312,7 @@ def test_missing_memory_for_a_copy_is_reported(monkeypatch):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(mmap, "mmap", refuse)
-    with pytest.raises(CheckpointError, match="expected 8192 bytes of memory for a copy .*, got Cannot"):
+    with pytest.raises(CheckpointError, match="8192.*Cannot"):
         FileImage().resize(5000, 0, 0)
 
 
@@ -339,7 +339,7 @@ def test_a_disk_that_fills_while_hdf5_writes(folder):
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
     try:
-        with pytest.raises(CheckpointError, match="Earlier checkpoints are untouched"):
+        with pytest.raises(CheckpointError, match="Earlier"):
             commit(folder, 2, n_elements=1 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -440,13 +440,13 @@ def test_an_attempt_that_goes_back_in_its_own_steps_can_save_the_next_one(folder
 def test_a_save_into_a_folder_that_was_removed_says_so(folder):
     commit(folder, 7)
     shutil.rmtree(folder.path)
-    with pytest.raises(CheckpointError, match=r"save: expected the folder .*, got none: it was removed, or its file"):
+    with pytest.raises(CheckpointError, match=r"save.*folder.*removed"):
         commit(folder, 8)
 
 
 def test_a_step_before_the_last_is_refused(folder):
     commit(folder, 300)
-    with pytest.raises(CheckpointError, match="expected a step after 300, .* got 5; restore first"):
+    with pytest.raises(CheckpointError, match="300.*5.*restore.*first"):
         commit(folder, 5)
     assert names(folder) == ["step-00000300-0001.h5"]
 
@@ -508,7 +508,7 @@ def test_reading_makes_nothing(tmp_path):
 def test_a_later_attempt_replaces_an_earlier_one(folder):
     commit(folder, 10)
     later = attempt(folder.path)
-    with pytest.raises(AttemptReplaced, match="expected attempt 1 to be the latest in .*, got 2: another") as caught:
+    with pytest.raises(AttemptReplaced, match="attempt.*1.*2.*another") as caught:
         commit(folder, 20)
     assert caught.value.exit_code == 76
     assert steps(folder) == [10]
@@ -605,7 +605,7 @@ class LastMomentDisk(Disk):
 
 @pytest.mark.parametrize("disk", [BesideDisk(), LostDisk(), LastMomentDisk()])
 def test_an_attempt_replaced_while_it_writes_commits_nothing(tmp_path, disk):
-    with pytest.raises(AttemptReplaced, match="expected attempt 1 to be the latest"):
+    with pytest.raises(AttemptReplaced, match="attempt.*1.*latest"):
         commit(attempt(tmp_path, disk), 1)
     assert names(Store(tmp_path)) == []
 
@@ -755,7 +755,7 @@ def test_a_writer_that_prunes_while_a_file_is_read_damages_none(folder, n_times,
 def test_a_writer_that_is_always_quicker_is_reported(folder):
     commit(folder, 1)
     reader = Overtaken(folder, 100)
-    with pytest.raises(CheckpointError, match="expected a checkpoint in .* that stays until it is read"):
+    with pytest.raises(CheckpointError, match="checkpoint.*stays"):
         reader.read_latest()
     assert reader.damaged == []
 

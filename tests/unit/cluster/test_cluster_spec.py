@@ -12,7 +12,7 @@ def test_answers_by_type():
     assert spec.num_tasks("worker") == 2
     assert spec.has_tasks("worker")
     assert not spec.has_tasks("evaluator")
-    with pytest.raises(ValueError, match="expected a task type of"):
+    with pytest.raises(ValueError, match="task.*type"):
         spec.num_tasks("evaluator")
     assert ClusterSpec(spec) == spec
     assert spec.task_address("worker", 1) == "b:1"
@@ -32,7 +32,7 @@ def test_indices_may_be_left_out():
     assert list(spec.tasks()) == [Task("worker", 1), Task("worker", 3), Task("ps", 0)]
     assert spec.chief == Task("worker", 1)
     assert ClusterSpec(spec) == spec
-    with pytest.raises(ConfigurationError, match="expected a worker index of 1, 3, got 0"):
+    with pytest.raises(ConfigurationError, match="worker.*index.*1.*3.*0"):
         spec.task_address("worker", 0)
 
 
@@ -73,14 +73,14 @@ def test_refuses(jobs, text):
 
 @pytest.mark.parametrize(("type_", "index"), [("boss", 0), ("worker", -1), ("worker", "0"), ("worker", True)])
 def test_refuses_what_is_no_task(type_, index):
-    with pytest.raises(ConfigurationError, match="task: expected a type of"):
+    with pytest.raises(ConfigurationError, match="task.*type"):
         Task(type_, index)
 
 
 @pytest.mark.feature("launch.cluster-spec", "semantics.worker-numbers")
 def test_refuses_a_task_it_does_not_have():
     spec = ClusterSpec({"worker": ["a:1"]})
-    with pytest.raises(ConfigurationError, match="from 0 to 0, got 1"):
+    with pytest.raises(ConfigurationError, match="0.*0.*1"):
         spec.task_address("worker", 1)
     with pytest.raises(ConfigurationError, match="got 'ps'"):
         spec.job_tasks("ps")

@@ -72,7 +72,7 @@ def test_debug_names(text):
 
 @pytest.mark.parametrize("text", ["1", "collective", "collectives,all", "Collectives"])
 def test_unknown_debug_names_are_refused_with_the_valid_ones(text):
-    with pytest.raises(ConfigurationError, match="to name some of collectives, calls, finite, summary, got"):
+    with pytest.raises(ConfigurationError, match="collectives.*summary"):
         debug_names({"HPCDIST_DEBUG": text})
 
 

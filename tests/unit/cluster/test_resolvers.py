@@ -36,13 +36,13 @@ def test_a_union_keeps_indices_where_some_are_left_out():
     union = hpcdist.UnionResolver(sparse, make_simple({"worker": ["a", "b"]}))
     assert union.cluster_spec().as_dict() == {"worker": ["a", "b", "c"]}
     assert (union.task_type, union.task_id) == ("worker", 2)
-    with pytest.raises(ConfigurationError, match="expected one address of worker 2, got 'c' and 'd'"):
+    with pytest.raises(ConfigurationError, match="address.*worker.*2.*'c'.*'d'"):
         hpcdist.UnionResolver(sparse, make_simple({"worker": {2: "d", 4: "e"}})).cluster_spec()
 
 
 @pytest.mark.parametrize("resolvers", [(), (1,), (make_simple({}), "worker")])
 def test_what_is_no_resolver_is_refused(resolvers):
-    with pytest.raises(UsageError, match="UnionResolver: expected cluster resolvers"):
+    with pytest.raises(UsageError, match="UnionResolver.*cluster.*resolvers"):
         hpcdist.UnionResolver(*resolvers)
 
 
@@ -59,7 +59,7 @@ def test_a_tpu_s_address_is_taken_for_the_local_one_with_a_warning(caplog):
     resolver = hpcdist.TPUClusterResolver(tpu="grpc://10.0.0.1:8470")
     assert "got the address 'grpc://10.0.0.1:8470'" in caplog.text
     assert resolver.cluster_spec().as_dict() == {"worker": ["rank-0"]}
-    with pytest.raises(ConfigurationError, match="expected job_name 'worker', got 'tpu_worker'"):
+    with pytest.raises(ConfigurationError, match="job_name.*'worker'.*'tpu_worker'"):
         hpcdist.TPUClusterResolver(job_name="tpu_worker")
 
 

@@ -29,19 +29,19 @@ def cupy(monkeypatch):
 def test_without_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     for call in (cuda.load_cupy, cuda.load_nccl, cuda.visible_devices, lambda: cuda.use_device(0)):
-        with pytest.raises(ConfigurationError, match=r"expected cupy.*pip install 'hpcdist\[cuda\]'"):
+        with pytest.raises(ConfigurationError, match=r"'hpcdist\[cuda\]'"):
             call()
 
 
 def test_without_nccl(monkeypatch):
     cupy_stand_in.install(monkeypatch, cupy_stand_in.make_cupy(has_nccl=False))
-    with pytest.raises(ConfigurationError, match="does not find libnccl"):
+    with pytest.raises(ConfigurationError, match="find.*libnccl"):
         cuda.load_nccl()
 
 
 def test_without_driver(monkeypatch):
     cupy_stand_in.install(monkeypatch, cupy_stand_in.make_cupy(devices=None))
-    with pytest.raises(ConfigurationError, match="a GPU and its driver, got cudaErrorInsufficientDriver.*nvidia-smi"):
+    with pytest.raises(ConfigurationError, match="GPU.*cudaErrorInsufficientDriver"):
         cuda.visible_devices()
 
 
@@ -53,7 +53,7 @@ def test_without_a_visible_gpu(monkeypatch):
 
 def test_a_device_that_cannot_be_used(cupy):
     cuda.use_device(0)
-    with pytest.raises(ConfigurationError, match="expected device 3 to be usable, got cudaErrorInvalidDevice"):
+    with pytest.raises(ConfigurationError, match="3.*cudaErrorInvalidDevice"):
         cuda.use_device(3)
 
 
@@ -93,7 +93,7 @@ def test_a_cupy_array_is_shared(cupy):
 
 
 def test_gaps_are_refused(cupy):
-    with pytest.raises(CollectiveError, match="expected a contiguous buffer"):
+    with pytest.raises(CollectiveError, match="contiguous.*buffer"):
         device_array(cupy.array(np.ones((4, 4)))[:, ::2])
 
 

@@ -92,7 +92,7 @@ def test_shards_of_files_hold_whole_files(number):
 def test_a_cursor_inside_a_batch_of_shards_is_refused():
     shards = [EveryNth(11, 2, index) for index in range(2)]
     plan = ShardedBatches(SampleOrder(11, batch_rows=6), shards, range(2))
-    with pytest.raises(DataError, match="expected the end of a batch of 3 rows per replica, got 4 samples in the run"):
+    with pytest.raises(DataError, match="3.*replica.*4.*samples"):
         list(plan.batches(Cursor(position=4)))
 
 

@@ -152,7 +152,7 @@ def test_several_local_replicas_need_what_joins_their_parts():
     joined = DistributedDataset(dataset, range(1, 3), 3, Delivery(on_batch=rows.append, wrap=tuple))
     assert [tuple(part.tolist() for part in step) for step in joined] == [([2, 3], [])]
     assert rows == [[2, 0], None]
-    with pytest.raises(DataError, match="expected wrap for the parts of 2 replicas"):
+    with pytest.raises(DataError, match="parts.*2.*replicas"):
         DistributedDataset(dataset, range(1, 3), 3)
 
 
@@ -250,11 +250,11 @@ def test_shard_by_policy(files):
     assert shards(with_policy(rows, policy.DATA)) == shards(rows) == every_second
     assert shards(with_policy(rows, policy.OFF)) == [list(range(11))] * 2
     for few in (policy.FILE, policy.AUTO):
-        with pytest.raises(DataError, match="at least 4 files"):
+        with pytest.raises(DataError, match="4.*files"):
             with_policy(rows, few).shard(4, 0)
     stream = with_policy(Dataset.from_generator(lambda: range(11)), policy.AUTO)
     assert shards(stream) == every_second
-    with pytest.raises(DataError, match="at least 2 files, one per input pipeline, got 0"):
+    with pytest.raises(DataError, match="2.*files.*pipeline.*0"):
         with_policy(stream, policy.FILE).shard(2, 0)
 
 
@@ -290,7 +290,7 @@ def test_policy_file_reads_own_files_in_as_many_steps_on_all(files):
     assert parts_of(rows.batch(20, drop_remainder=True).repeat(), 2) == []
     mixed = parts_of(rows.shuffle(seed=1).batch(6), 2)
     assert [sorted(sum((step[replica] for step in mixed), [])) for replica in range(2)] == OWN_FILES
-    with pytest.raises(DataError, match="at least 4 files"):
+    with pytest.raises(DataError, match="4.*files"):
         DistributedDataset(rows.batch(4), range(1), 4)
     with pytest.raises(DataError, match="got take"):
         DistributedDataset(rows.take(3).batch(4), range(1), 2)
@@ -307,7 +307,7 @@ def test_policy_file_resumes_at_the_same_step(files, n_steps):
     after[0].load_state_dict(before[0].state_dict())
     rest = steps_of(after)
     assert [[part.tolist() for part in step] for step in first + rest] == parts_of(dataset, 2)
-    with pytest.raises(DataError, match="file_shards 2 as in the checkpoint, got 3"):
+    with pytest.raises(DataError, match="file_shards.*2.*3"):
         on_ranks(dataset, 3, 1)[0].load_state_dict(before[0].state_dict())
 
 
@@ -338,10 +338,10 @@ def test_policy_hint_resumes_at_the_same_step(n_steps):
     after = on_ranks(dataset, 2, 1)
     after[0].load_state_dict(before[0].state_dict())
     assert [[part.tolist() for part in step] for step in first + steps_of(after)] == parts_of(dataset, 2)
-    with pytest.raises(DataError, match="hint_shards 2 as in the checkpoint, got 3"):
+    with pytest.raises(DataError, match="hint_shards.*2.*3"):
         on_ranks(dataset, 3, 1)[0].load_state_dict(before[0].state_dict())
     plain = Dataset.from_tensor_slices(np.arange(11)).shuffle(seed=1).batch(6)
-    with pytest.raises(DataError, match="hint_shards 2 as in the checkpoint, got None"):
+    with pytest.raises(DataError, match="hint_shards.*2.*None"):
         on_ranks(plain, 2, 1)[0].load_state_dict(before[0].state_dict())
 
 
@@ -350,21 +350,21 @@ def test_a_marked_shard_and_the_policy_hint_go_together():
     rows = Dataset.from_tensor_slices(np.arange(4))
     marked = rows.shard(hpcdist.SHARD_HINT, hpcdist.SHARD_HINT)
     for wrong in (marked, hinted(rows, hpcdist.AutoShardPolicy.DATA)):
-        with pytest.raises(DataError, match="got the shard alone; use both, or pass the numbers"):
+        with pytest.raises(DataError, match="shard.*numbers"):
             DistributedDataset(wrong.batch(2), range(1), 2)
-    with pytest.raises(DataError, match="got the policy alone; mark the shard"):
+    with pytest.raises(DataError, match="policy.*alone"):
         DistributedDataset(with_policy(rows, hpcdist.AutoShardPolicy.HINT).batch(2), range(1), 2)
-    with pytest.raises(DataError, match="got the shard alone"):
+    with pytest.raises(DataError, match="shard.*alone"):
         list(hinted(rows))
-    with pytest.raises(DataError, match="got the shard alone"):
+    with pytest.raises(DataError, match="shard.*alone"):
         from_function(lambda context: hinted(rows).batch(2), 1)
-    with pytest.raises(DataError, match="expected one marked shard, got a second one"):
+    with pytest.raises(DataError, match="marked.*second"):
         marked.shard(-1, -1)
-    with pytest.raises(DataError, match="expected an index from 0"):
+    with pytest.raises(DataError, match="index.*0"):
         rows.shard(hpcdist.SHARD_HINT, 0)
-    with pytest.raises(DataError, match="for SHARD_HINT, got a stream"):
+    with pytest.raises(DataError, match="SHARD_HINT"):
         Dataset.from_generator(lambda: range(3)).shard(-1, -1)
-    with pytest.raises(DataError, match="expected all rows of the source with AutoShardPolicy.HINT, got take"):
+    with pytest.raises(DataError, match="AutoShardPolicy.HINT.*take"):
         DistributedDataset(hinted(rows).take(2).batch(2), range(1), 2)
 
 
@@ -482,12 +482,12 @@ def test_of_two_iterators_the_older_one_raises(make):
     peeked = next(iter(distributed))
     assert len(peeked) == 2
     state = distributed.state_dict()
-    with pytest.raises(DataError, match="next: expected one iterator at a time"):
+    with pytest.raises(DataError, match="next.*iterator.*time"):
         next(training)
     assert distributed.state_dict() == state
     opened = iter(distributed)
     next(opened)
     distributed.load_state_dict(state)
-    with pytest.raises(DataError, match="or a cursor was loaded"):
+    with pytest.raises(DataError, match="cursor.*loaded"):
         next(opened)
     assert [part.tolist() for part in distributed] == [[2, 3], [4, 5]], "the rest of the pass of the cursor"

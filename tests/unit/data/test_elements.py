@@ -61,7 +61,7 @@ def test_skip_and_take_divide_rows_without_reading_them():
     assert not train.is_stream
     assert passes(train.take(2).skip(1)) == [[4]]
     assert sorted(passes(train.shuffle(seed=1))[0]) == [3, 4, 5, 6, 7, 8, 9]
-    with pytest.raises(DataError, match="skip: expected a count of at least 0, or -1, got -2"):
+    with pytest.raises(DataError, match="skip.*count.*0.*1.*2"):
         numbers().skip(-2)
 
 
@@ -88,16 +88,16 @@ def test_batches_are_zipped_and_joined_with_batches():
     ]
     assert passes(batches.concatenate(drawn(3).batch(3))) == [[[0, 1], [2, 3], [4], [0, 1, 2]]]
     for combine in (lambda one, other: Dataset.zip(one, other), lambda one, other: one.concatenate(other)):
-        with pytest.raises(DataError, match="expected datasets of rows, or of batches, got both"):
+        with pytest.raises(DataError, match="datasets.*batches"):
             combine(batches, drawn())
-    with pytest.raises(DataError, match="zip: expected a dataset, got ndarray"):
+    with pytest.raises(DataError, match="zip.*dataset.*ndarray"):
         Dataset.zip((numbers(), np.arange(3))[1])
 
 
 @pytest.mark.parametrize(("first", "second"), [*itertools.product([numbers, drawn], repeat=2)])
 def test_what_is_joined_has_one_form_and_dtype(first, second):
     for change in (lambda row: row * 0.5, lambda row: (row, row), lambda row: torch.tensor(row)):
-        with pytest.raises(DataError, match="concatenate: expected elements of one form and dtype, got"):
+        with pytest.raises(DataError, match="concatenate.*elements.*dtype"):
             list(first().concatenate(second().map(change)))
     assert passes(first(0).concatenate(second(2).map(lambda row: row * 0.5))) == [[0.0, 0.5]]
     texts = first(2).map(lambda row: np.array("a" * (row + 1)))
@@ -128,9 +128,9 @@ def test_interleave_of_the_documentation():
     made = Dataset.range(1, 6).interleave(lambda x: Dataset.from_tensors(x).repeat(6), cycle_length=2, block_length=4)
     assert passes(made) == [[1, 1, 1, 1, 2, 2, 2, 2, 1, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 3, 3, 4, 4, 5, 5, 5, 5, 5, 5]]
     assert passes(Dataset.range(3).flat_map(lambda x: Dataset.range(int(x)))) == [[0, 0, 1]]
-    with pytest.raises(DataError, match="cycle_length and block_length of at least 1, got 0 and 1"):
+    with pytest.raises(DataError, match="cycle_length.*block_length.*1.*0.*1"):
         Dataset.range(3).interleave(lambda x: numbers(), 0)
-    with pytest.raises(DataError, match="interleave: expected a dataset, got int64"):
+    with pytest.raises(DataError, match="interleave.*dataset.*int64"):
         list(Dataset.range(3).interleave(lambda x: x))
 
 
@@ -154,9 +154,9 @@ def test_padded_batch(make):
     pairs = rows.map(lambda row: {"x": row, "n": len(row) * make((), 1)})
     batch = passes(pairs.padded_batch(3, {"x": [None], "n": []}, {"x": 9, "n": 0}))[0][0]
     assert batch == {"x": [[1, 9, 9], [3, 3, 3], [2, 2, 9]], "n": [1, 3, 2]}
-    with pytest.raises(DataError, match=r"expected arrays of at most the shape \(2,\), got one of \(3,\)"):
+    with pytest.raises(DataError, match=r"arrays.*shape.*2.*3"):
         list(rows.padded_batch(3, (2,)))
-    with pytest.raises(DataError, match="expected rows and a batch_size of at least 1, got 2 for batches"):
+    with pytest.raises(DataError, match="batch_size.*1.*2"):
         rows.batch(1).padded_batch(2)
 
 
@@ -177,7 +177,7 @@ def test_shuffles_after_batch_and_repeat_mix_what_comes():
     assert sorted(mixed[:6]) != list(range(6))  # across the end of an epoch
     endless = numbers(4).repeat().shuffle(8, seed=2).batch(5)
     assert [len(one) for one in itertools.islice(endless, 7)] == [5] * 7
-    with pytest.raises(DataError, match="shuffle: expected a buffer_size for rows that come one by one"):
+    with pytest.raises(DataError, match="shuffle.*buffer_size"):
         numbers().batch(2).shuffle(seed=1)
 
 
@@ -190,7 +190,7 @@ def test_what_is_made_of_a_shuffle_needs_its_seed():
         lambda: Dataset.zip(shuffled, drawn()),
         lambda: drawn().concatenate(shuffled),
     ):
-        with pytest.raises(DataError, match=r"expected shuffle\(seed=\.\.\.\) before it, got a shuffle without a seed"):
+        with pytest.raises(DataError, match=r"shuffle.*shuffle"):
             make()
     seeded = numbers().shuffle(10, seed=4)
     both = passes(seeded.skip(3), 2)
@@ -235,7 +235,7 @@ def test_a_dataset_knows_its_length(change):
 def test_endless_and_drawn_datasets_have_no_length():
     for dataset, cardinality in ((numbers().repeat(), -1), (drawn(), -2), (drawn().repeat().batch(2), -1)):
         assert dataset.cardinality() == cardinality
-        with pytest.raises(TypeError, match="len: expected a dataset of known length"):
+        with pytest.raises(TypeError, match="len.*dataset.*length"):
             len(dataset)
     assert drawn().repeat().take(3).cardinality() == -2
 
@@ -251,9 +251,9 @@ def test_lists_are_arrays():
     assert passes(Dataset.from_tensors(([1.0], [1.0])).repeat(2)) == [[([1.0], [1.0])] * 2]
     tensors = next(iter(Dataset.from_tensor_slices({"x": [torch.ones(2), torch.zeros(2)]})))
     assert torch.equal(tensors["x"], torch.ones(2))
-    with pytest.raises(DataError, match="expected lists that are arrays"):
+    with pytest.raises(DataError, match="lists.*arrays"):
         Dataset.from_tensor_slices([[1, 2], [3]])
-    with pytest.raises(DataError, match="expected lists of numbers or texts, got one of other objects"):
+    with pytest.raises(DataError, match="numbers.*objects"):
         Dataset.from_tensor_slices([object(), object()])
 
 
@@ -266,7 +266,7 @@ def test_list_files(tmp_path):
     assert sorted(name[-5:] for name in passes(both)[0]) == ["a.txt", "c.csv"]
     lines = found.interleave(lambda name: Dataset.from_tensors(np.array(len(Path(str(name)).read_text()))))
     assert passes(lines) == [[5, 5]]
-    with pytest.raises(DataError, match="list_files: expected files of the name"):
+    with pytest.raises(DataError, match="list_files.*files.*name"):
         Dataset.list_files(str(tmp_path / "*.png"))
 
 
@@ -277,19 +277,19 @@ def test_open_hdf5_datasets_are_read_from_their_file(tmp_path):
     with h5py.File(tmp_path / "rows.h5") as file:
         dataset = Dataset.from_tensor_slices((file["x"], file["group/y"])).batch(4)
         mixed = (file["x"], np.arange(6))
-        with pytest.raises(DataError, match="expected arrays, or datasets of an h5py file, got both"):
+        with pytest.raises(DataError, match="arrays.*datasets"):
             Dataset.from_tensor_slices(mixed)
         whole = Dataset.from_tensor_slices(file).batch(4)
         named = Dataset.from_hdf5(file, "group/y").batch(4)
-        with pytest.raises(DataError, match="from_hdf5: expected files, got the open dataset '/x'; pass it to"):
+        with pytest.raises(DataError, match="from_hdf5.*'/x'"):
             Dataset.from_hdf5(file["x"], "x")
-        with pytest.raises(DataError, match="from_hdf5: expected files, got the open group '/group'; pass its file"):
+        with pytest.raises(DataError, match="from_hdf5.*'/group'"):
             Dataset.from_hdf5(file["group"], "y")
         assert len(Dataset.from_hdf5([file, tmp_path / "rows.h5"], "x")) == 12
     assert passes(dataset)[0][1] == ([[8.0, 9.0], [10.0, 11.0]], [4, 5])
     with h5py.File(tmp_path / "links.h5", "w") as file:
         file["gone"] = h5py.SoftLink("/nothing")
-        with pytest.raises(DataError, match="got the link 'gone'"):
+        with pytest.raises(DataError, match="link.*'gone'"):
             Dataset.from_tensor_slices(file)
     (first, _) = list(whole)
     assert first["group"]["y"].tolist() == [0, 1, 2, 3]
@@ -370,9 +370,9 @@ def test_what_batches_of_batches_cannot_do_is_refused():
     dataset = numbers(8).batch(4).shuffle(2, seed=1)
     options = Options()
     options.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
-    with pytest.raises(DataError, match="expected batch as the last grouping with AutoShardPolicy.OFF"):
+    with pytest.raises(DataError, match="AutoShardPolicy.OFF"):
         DistributedDataset(dataset.with_options(options), range(1), 1)
     state = DistributedDataset(dataset, range(1), 1).state_dict()
     other = DistributedDataset(numbers(8).batch(2).shuffle(2, seed=1), range(1), 1)
-    with pytest.raises(DataError, match="expected batches of 4 rows as in the checkpoint, got 2"):
+    with pytest.raises(DataError, match="batches.*4.*checkpoint.*2"):
         other.load_state_dict(state)

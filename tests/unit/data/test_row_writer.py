@@ -29,7 +29,7 @@ def test_a_file_that_is_not_published_is_not_there(tmp_path):
 def test_rows_that_do_not_fit(tmp_path, rows):
     with RowFile(tmp_path / "rows.h5") as file:
         file.append({"a": np.ones((2, 4))})
-        with pytest.raises(DataError, match="expected rows of numbers that fit to the earlier ones"):
+        with pytest.raises(DataError, match="numbers.*earlier"):
             file.append({"a" if rows.ndim > 1 else "b": rows})
 
 
@@ -41,5 +41,5 @@ def test_names_of_outputs():
         "predictions_1/b_0",
         "predictions_1/b_1",
     }
-    with pytest.raises(UsageError, match="expected outputs with different names, got two of 'a/b'"):
+    with pytest.raises(UsageError, match="outputs.*different.*'a/b'"):
         by_name({"a": {"b": 1}, "a/b": 2})

@@ -160,7 +160,7 @@ def test_shuffled_chunks_are_divided_and_resumed_at_any_sample(compressed):
     rest.load_state_dict(first.state_dict())
     assert [batch.tolist() for batch in rest] == whole[5:]
     for other in (distributed(0, 1, 50), distributed(0, 1, None)):
-        with pytest.raises(DataError, match=r"expected a dataset with mixing \[10, 2\] as in the checkpoint"):
+        with pytest.raises(DataError, match=r"dataset.*10.*2.*checkpoint"):
             other.load_state_dict(first.state_dict())
 
 
@@ -225,7 +225,7 @@ def test_a_locked_hdf5_file_is_refused(file):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as writer:
         writer.stdout.readline()
-        with pytest.raises(DataError, match="which is locked; wait until its writer has closed it"):
+        with pytest.raises(DataError, match="locked.*writer"):
             Dataset.from_hdf5(file, "x")
         writer.communicate(timeout=20)
     assert len(lists(Dataset.from_hdf5(file, "x"))) == 20
@@ -237,7 +237,7 @@ def test_a_damaged_chunk_is_named(file):
     with open(file, "r+b") as raw:
         raw.seek(place.byte_offset)
         raw.write(b"\xff" * place.size)
-    with pytest.raises(DataError, match="expected rows 6 to 9 of 'group/labels'"):
+    with pytest.raises(DataError, match="6.*9.*'group/labels'"):
         Dataset.from_hdf5(file, "group/labels").source.take(np.arange(6, 9))
 
 
@@ -281,9 +281,9 @@ def test_torch_loaders_that_cannot_be_kept(loader, message):
 def test_the_default_start_method_counts():
     loader = torch.utils.data.DataLoader(Squares(), num_workers=1)
     assert multiprocessing.get_all_start_methods()[0] == "fork"
-    with pytest.raises(DataError, match="1 started by fork"):
+    with pytest.raises(DataError, match="1.*started.*fork"):
         Dataset.from_torch(loader)
-    with pytest.raises(DataError, match="expected a torch dataset or DataLoader, got int"):
+    with pytest.raises(DataError, match="DataLoader.*int"):
         Dataset.from_torch(1)
 
 
@@ -312,7 +312,7 @@ def test_a_shuffled_generator_mixes_its_buffer_anew_in_every_epoch():
     assert first != second
     assert all(row <= place + 3 for place, row in enumerate(first))
     assert lists(drawn().shuffle(4, seed=1).batch(10)) == [first]
-    with pytest.raises(DataError, match="buffer_size for rows that come one by one"):
+    with pytest.raises(DataError, match="buffer_size"):
         drawn().shuffle()
 
 
@@ -376,7 +376,7 @@ def test_map_before_and_after_batch(make):
     assert lists(make(4).map(lambda x: x * 2).batch(3).map(lambda x: x + len(x))) == [[3, 5, 7], [7]]
     pairs = make(2).map(lambda x: (x, x + 1)).map(lambda a, b: {"sum": a + b})
     assert [int(row["sum"]) for row in pairs] == [1, 3]
-    with pytest.raises(DataError, match="expected rows of one form and shape"):
+    with pytest.raises(DataError, match="rows.*shape"):
         lists(make(4).map(lambda x: np.zeros(int(x))).batch(2))
 
 
@@ -403,7 +403,7 @@ def test_take(make):
     assert len(taken) == 8
     with pytest.raises(DataError, match="take: expected"):
         make(5).take(-2)
-    with pytest.raises(DataError, match="repeat: expected a call before take"):
+    with pytest.raises(DataError, match="repeat.*call.*take"):
         make(5).repeat(2).take(3).repeat(2)
 
 
@@ -411,7 +411,7 @@ def test_take_after_batch_and_repeat():
     assert lists(slices(5).batch(2).repeat(3).take(4)) == [[0, 1], [2, 3], [4], [0, 1]]
     assert lists(slices(5).batch(2, True).repeat().take(3)) == [[0, 1], [2, 3], [0, 1]]
     assert lists(slices(3).repeat().batch(2).repeat().take(2)) == [[0, 1], [2, 0]]
-    with pytest.raises(DataError, match="take: expected a call before repeat"):
+    with pytest.raises(DataError, match="take.*call.*repeat"):
         drawn(5).batch(2).repeat(2).take(1)
 
 
@@ -492,7 +492,7 @@ def test_a_source_must_be_one_and_define_take():
 
     with pytest.raises(TypeError, match="abstract.*take"):
         Source()
-    with pytest.raises(DataError, match="from_source: expected an hpcdist.RowSource, got list"):
+    with pytest.raises(DataError, match="from_source.*hpcdist.RowSource.*list"):
         Dataset.from_source([1, 2])
 
 
@@ -502,9 +502,9 @@ def test_a_cache_holds_what_this_process_has_read():
     part = DistributedDataset(dataset, range(1, 2), 2)
     assert lists(part) == lists(part) == [[2], []]
     assert calls == [2, 0]
-    with pytest.raises(DataError, match="cache: expected a call before the maps of whole batches"):
+    with pytest.raises(DataError, match="cache.*whole.*batches"):
         dataset.map(lambda x: x).cache()
-    with pytest.raises(DataError, match="expected a folder for '/none/cache'"):
+    with pytest.raises(DataError, match="'/none/cache'"):
         slices().cache("/none/cache")
 
 

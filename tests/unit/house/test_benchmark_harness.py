@@ -58,7 +58,7 @@ def test_every_contender_runs_twice_a_round_and_keeps_wall_and_cpu(harness):
 def test_a_ratio_above_one_means_faster_than_the_reference(harness):
     ratios = harness.paired_ratios([(4.0, 4.0), (6.0, 2.0)], [(1.0, 3.0), (1.0, 1.0)])
     assert ratios.tolist() == [2.0, 4.0]
-    with pytest.raises(ValueError, match="got 2 and 1"):
+    with pytest.raises(ValueError, match="2.*1"):
         harness.paired_ratios([(1.0, 1.0)] * 2, [(1.0, 1.0)])
 
 

@@ -59,7 +59,7 @@ def test_the_paths_of_tf_distribute_hold_aliases(path):
 
 
 def test_unknown_names_are_answered_with_the_valid_ones():
-    with pytest.raises(AttributeError, match="has no attribute 'MirrorStrategy'; it has .*all_reduce"):
+    with pytest.raises(AttributeError, match="'MirrorStrategy'.*all_reduce"):
         _ = hpcdist.MirrorStrategy
 
 

@@ -218,9 +218,9 @@ def test_optimizers_that_need_whole_variables_are_refused_for_parts():
     check_optimizer(NeedsAllOfIt, is_split=False)
     for kind in (torch.optim.Adam, torch.optim.SparseAdam):
         check_optimizer(kind, is_split=True)
-    with pytest.raises(UsageError, match="one of ASGD, .* got NeedsAllOfIt, which needs it whole"):
+    with pytest.raises(UsageError, match="ASGD.*NeedsAllOfIt"):
         check_optimizer(NeedsAllOfIt, is_split=True)
-    with pytest.raises(UsageError, match="without a closure on parameter servers, got LBFGS"):
+    with pytest.raises(UsageError, match="closure.*parameter.*LBFGS"):
         check_optimizer(torch.optim.LBFGS, is_split=False)
 
 

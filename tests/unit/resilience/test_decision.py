@@ -156,7 +156,7 @@ def test_the_file_is_replaced(tmp_path):
 
 
 def test_a_folder_that_is_gone(tmp_path):
-    with pytest.raises(CheckpointError, match=r"decision: expected to write .*decision.json, got No such file"):
+    with pytest.raises(CheckpointError, match=r"decision.*decision.json.*No"):
         DecisionFile(tmp_path / "gone").write(decide(run(DIES), True), 1)
 
 

@@ -52,7 +52,7 @@ def test_all_forms_give_the_same_arrays(tmp_path, arrays, form):
 def test_standard_places(tmp_path, arrays, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    with pytest.raises(DataError, match=r"expected fashion_mnist at fashion_mnist.npz, .*got none; put "):
+    with pytest.raises(DataError, match=r"fashion_mnist.*fashion_mnist.npz.*none"):
         hpcdist.datasets.fashion_mnist.load_data()
     (tmp_path / "home" / ".keras" / "datasets").mkdir(parents=True)
     np.savez(tmp_path / "home" / ".keras" / "datasets" / "fashion_mnist.npz", **arrays)
@@ -68,32 +68,32 @@ def test_files_that_are_not_whole(tmp_path, arrays):
     folder = write_idx(tmp_path / "mnist", arrays)
     labels = folder / NAMES["y_test"]
     labels.write_bytes(labels.read_bytes()[:-1])
-    with pytest.raises(DataError, match="expected a whole IDX file of bytes, got 10 bytes in .*t10k-labels"):
+    with pytest.raises(DataError, match="whole.*IDX.*10.*labels"):
         hpcdist.datasets.mnist.load_data(folder)
     labels.unlink()
-    with pytest.raises(DataError, match=r"expected t10k-labels-idx1-ubyte or t10k-labels-idx1-ubyte.gz in "):
+    with pytest.raises(DataError, match=r"ubyte.gz"):
         hpcdist.datasets.mnist.load_data(folder)
     write_idx(folder, {"y_test": arrays["y_train"]})
-    with pytest.raises(DataError, match="a label for each image, got 3 images and 6 labels"):
+    with pytest.raises(DataError, match="3.*images.*6.*labels"):
         hpcdist.datasets.mnist.load_data(folder)
     (folder / f"{NAMES['y_test']}.gz").write_bytes(b"no archive")
     labels.unlink()
-    with pytest.raises(DataError, match="expected to read .*fetch it again"):
+    with pytest.raises(DataError, match="fetch.*again"):
         hpcdist.datasets.mnist.load_data(folder)
     whole = gzip.compress(bytes(1000))
     (folder / f"{NAMES['y_test']}.gz").write_bytes(whole[:14] + b"\xff\xff\xff" + whole[17:])
-    with pytest.raises(DataError, match="expected to read .*fetch it again"):
+    with pytest.raises(DataError, match="fetch.*again"):
         hpcdist.datasets.mnist.load_data(folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4 cut off", b"text"], ids=["empty", "cut off", "text"])
 def test_an_npz_file_that_is_none(tmp_path, content):
     (tmp_path / "mnist.npz").write_bytes(content)
-    with pytest.raises(DataError, match="expected an .npz file with x_train, y_train, x_test, y_test"):
+    with pytest.raises(DataError, match="x_train.*y_train.*x_test.*y_test"):
         hpcdist.datasets.mnist.load_data(tmp_path / "mnist.npz")
 
 
 def test_an_npz_file_of_something_else(tmp_path):
     np.savez(tmp_path / "other.npz", x=np.zeros(3))
-    with pytest.raises(DataError, match="expected an .npz file with x_train"):
+    with pytest.raises(DataError, match="x_train"):
         hpcdist.datasets.mnist.load_data(tmp_path / "other.npz")

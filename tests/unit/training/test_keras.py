@@ -100,14 +100,14 @@ def test_callbacks_with_wrong_arguments(kind, arguments, text):
 def test_a_monitored_value_whose_best_is_not_known(model):
     stopping = hpcdist.callbacks.EarlyStopping("val_something")
     stopping.set_model(model)
-    with pytest.raises(hpcdist.errors.UsageError, match="got 'val_something'; give mode='min' or mode='max'"):
+    with pytest.raises(hpcdist.errors.UsageError, match="'val_something'.*mode='min'.*mode='max'"):
         stopping.on_epoch_end(0, {"val_something": 1.0})
 
 
 def test_names_in_a_file_name_that_are_no_logs(model):
     checkpoint = hpcdist.callbacks.ModelCheckpoint("{epoch}-{val_los}.h5")
     checkpoint.set_model(model)
-    with pytest.raises(hpcdist.errors.UsageError, match="expected names of epoch, loss in filepath, got 'val_los'"):
+    with pytest.raises(hpcdist.errors.UsageError, match="'val_los'"):
         checkpoint.on_epoch_end(0, {"loss": 1.0})
 
 

@@ -44,11 +44,11 @@ def test_what_may_be_written(tmp_path):
         assert hpcdist.summary.scalar("number", 1)
         hpcdist.summary.scalar("tensor", torch.ones(1, 1, requires_grad=True), step=4)
         hpcdist.summary.scalar("variable", hpcdist.Variable(2.0))
-        with pytest.raises(UsageError, match=r"expected one number for 'two', got shape \(2,\)"):
+        with pytest.raises(UsageError, match=r"number.*'two'.*shape.*2"):
             hpcdist.summary.scalar("two", torch.ones(2))
-        with pytest.raises(UsageError, match="got one for each replica; use strategy.reduce"):
+        with pytest.raises(UsageError, match="strategy.reduce"):
             hpcdist.summary.scalar("replicas", hpcdist.PerReplica([torch.ones(()), torch.ones(())]))
-    with writer.as_default(), pytest.raises(UsageError, match="expected a step for 'none'"):
+    with writer.as_default(), pytest.raises(UsageError, match="step.*'none'"):
         hpcdist.summary.scalar("none", 1.0)
     writer.close()
     found = {name: read(tmp_path, name) for name in ("number", "tensor", "variable")}
