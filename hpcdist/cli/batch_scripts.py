@@ -80,8 +80,9 @@ def slurm_script(job: BatchJob) -> str:
     if job.drill_s:
         this = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}" if job.array else "$SLURM_JOB_ID"
         preempt = f'scancel{"" if is_srun else " --batch"} --signal=USR1 "{this}"'
-        lines += [f"# A drill: preempted once, {job.drill_s} s after its first start."]
-        lines += [f'(sleep {job.drill_s}; mkdir "$RUN_DIR/drill" 2> /dev/null && {preempt}) &']
+        begun = 'for _ in $(seq 600); do [ -e "$RUN_DIR/decision.json" ] && break; sleep 1; done'
+        lines += [f"# A drill: preempted once, {job.drill_s} s after its first start, when the program has begun."]
+        lines += [f'(sleep {job.drill_s}; {begun}; mkdir "$RUN_DIR/drill" 2> /dev/null && {preempt}) &']
     if job.is_chained:
         after = f'sbatch --parsable --dependency=afterany:"$SLURM_JOB_ID" {shlex.quote(job.script)}'
         lines += [f"successor=$({after}) || exit 1"]

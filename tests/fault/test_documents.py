@@ -12,11 +12,14 @@ from api_index import page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+#: Kinds of the blocks on README's first screen: the program, and what it prints.
+KINDS = ("python", "console")
 LIMIT_FROM_NOTHING_S, LIMIT_INSTALLED_S = 180, 60
 #: Every command of the pages, and the test that runs it or what stands for it.
 COMMANDS = {
     "pip install -e .": "test_an_existing_environment",
-    "pip install -e '.[mpich]'": "test_make_train_from_nothing_and_again: what make train does",
+    "python3 -m venv env && . env/bin/activate": "test_make_train_from_nothing_and_again: what make train does",
+    "pip install -c constraints.txt -e '.[mpich]'": "test_make_train_from_nothing_and_again: what make train does",
     "make train": "test_make_train_from_nothing_and_again",
     "make test": "test_make_test_is_what_runs_here",
     "mpirun -n 2 python mine.py": "test_programs",
@@ -143,7 +146,7 @@ def test_the_diff_is_two_programs(clone, clean_environ):
     lines = diff.splitlines()
     before = "\n".join(line[1:] for line in lines if not line.startswith("+"))
     after = "\n".join(line[1:] for line in lines if not line.startswith("-"))
-    assert sum(line.startswith("+") for line in lines) <= 8
+    assert sum(line.startswith("+") for line in lines) <= 9
     # With gloo's threads alive, torch aborts while Python shuts down (7 of 28 runs beside two busy processes, with or
     # without destroy_process_group), so its ranks leave without that shutdown.
     (clone / "before.py").write_text(before + "\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n")
@@ -152,6 +155,25 @@ def test_the_diff_is_two_programs(clone, clean_environ):
     assert re.fullmatch(r"loss [23]\.\d+\n", own), own
     torchs = run("python -m torch.distributed.run --nproc-per-node 2 before.py", clone, clean_environ, 100)[0]
     assert re.search(r"loss [23]\.\d+\n", torchs), torchs
+
+
+def test_the_first_screen(clone, clean_environ):
+    """The digits are this machine's; tests/slurm/test_readme.py submits the program."""
+    page = (ROOT / "README.md").read_text()
+    program, shown = (re.search(rf"^```{kind}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1] for kind in KINDS)
+    assert 12 <= sum(bool(line) for line in program.splitlines()) <= 15
+    (clone / "train.py").write_text(program)
+    command = shown.splitlines()[0].removeprefix("$ ")
+    output, _ = run(command, clone, clean_environ, 90)
+    pattern = re.compile(r"epoch (\d)/5  128 steps  .* ms/step  loss (\S+)  accuracy (\S+)$", re.MULTILINE)
+    expected, printed = pattern.findall(shown), pattern.findall(output)
+    assert [epoch for epoch, _, _ in printed] == [epoch for epoch, _, _ in expected]
+    assert float(printed[-1][1]) == pytest.approx(float(expected[-1][1]), rel=0.05)
+
+
+def test_the_readme_fits_a_terminal():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert [line for line in lines if len(line) > 100 and not line.startswith("|")] == []
 
 
 @pytest.mark.parametrize("code", programs())
