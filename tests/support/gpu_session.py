@@ -153,7 +153,7 @@ def site_folders() -> list[str]:
 
 def steps_of_session(folder: Path) -> list[Step]:
     """Return the tests and benchmarks, the tests first."""
-    steps = [Step(f"tests/gpu, {ranks} ranks", [*mpirun(ranks), *pytest()], 120) for ranks in (1, 2)]
+    steps = [Step(f"tests/gpu, {n_ranks(count)}", [*mpirun(count), *pytest()], 120) for count in (1, 2)]
     benchmarks = str(ROOT / "benchmarks")
     step = [python(), f"{benchmarks}/step.py", "--device", "cuda", "--rounds", "4"]
     all_reduce = [python(), f"{benchmarks}/allreduce.py", "--device", "cuda", "--rounds", "4", "--seconds", "4"]
@@ -162,10 +162,15 @@ def steps_of_session(folder: Path) -> list[Step]:
         steps.append(Step(f"step of {model}, 1 rank", single, 60, needs_gpu=True))
         pair = [*mpirun(2), *step, "--model", model, "--steps", "20", "--out", str(folder / "pair")]
         steps.append(Step(f"step of {model}, 2 ranks", pair, 60, needs_gpu=True))
-    for ranks in (1, 2):
-        sizes = ["--sizes", "4K,256K,4M", "--out", str(folder / f"ranks-{ranks}")]
-        steps.append(Step(f"all-reduce, {ranks} ranks", [*mpirun(ranks), *all_reduce, *sizes], 60, needs_gpu=True))
+    for count in (1, 2):
+        sizes = ["--sizes", "4K,256K,4M", "--out", str(folder / f"ranks-{count}")]
+        steps.append(Step(f"all-reduce, {n_ranks(count)}", [*mpirun(count), *all_reduce, *sizes], 60, needs_gpu=True))
     return steps
+
+
+def n_ranks(count: int) -> str:
+    """Return a number of ranks in words."""
+    return f"{count} rank" if count == 1 else f"{count} ranks"
 
 
 def mpirun(ranks: int) -> list[str]:
