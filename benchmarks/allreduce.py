@@ -179,10 +179,12 @@ def time_size(comm, nbytes, args):
     n_sets = min(n_sets, 64 if args.quick else 4096)
     if args.device == "cuda":
         n_sets = min(n_sets, 64)
-        contenders, reference = make_device_contenders(comm, nbytes, n_sets), COPY_AND_MPI
+        contenders = make_device_contenders(comm, nbytes, n_sets)
+        reference = COPY_AND_MPI
     else:
         algorithms = args.algorithms.split(",") if args.algorithms else []
-        contenders, reference = make_contenders(comm, nbytes, n_sets, algorithms), MPI_IN_PLACE
+        contenders = make_contenders(comm, nbytes, n_sets, algorithms)
+        reference = MPI_IN_PLACE
     values = RandomSets(comm, nbytes // 4, seed=nbytes)
     limit_s = args.seconds / (2 * args.rounds * (len(contenders) + 1))
     blocks = {}

@@ -120,12 +120,14 @@ def flat(model):
 
 def reference_training(args, comm, n_steps):
     """Return loss on this rank's rows, weights and gradients, after steps on whole global batches in plain torch."""
-    model, rows = build(args.model, args.device), batches(args.batch, 0, 1, args.device)
-    optimizer, mine = adam(model), batches(args.batch, comm.rank, comm.size, args.device)
+    model = build(args.model, args.device)
+    rows = batches(args.batch, 0, 1, args.device)
+    optimizer = adam(model)
+    rank_rows = batches(args.batch, comm.rank, comm.size, args.device)
     with without_step_hooks():
         for number in range(n_steps):
             with torch.no_grad():
-                loss = torch.nn.functional.cross_entropy(model(mine[number][0]), mine[number][1])
+                loss = torch.nn.functional.cross_entropy(model(rank_rows[number][0]), rank_rows[number][1])
             train_step(model, optimizer, rows[number])
     return loss.item(), *flat(model)
 

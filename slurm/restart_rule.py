@@ -33,17 +33,23 @@ from typing import NamedTuple
 
 #: Exit codes of hpcdist after which the same command would end in the same way: usage, "do not requeue", configuration.
 FINAL_CODES = (2, 76, 78)
-#: Exit codes of an internal error, and of a file system that did not read or write a checkpoint.
-INTERNAL, CHECKPOINT_IO = 70, 74
+#: The exit code of an internal error.
+INTERNAL = 70
+#: The exit code of a file system that did not read or write a checkpoint.
+CHECKPOINT_IO = 74
 #: The exit code that asks to be run again.
 RUN_AGAIN = 75
 #: The exit code after which nothing may be run again.
 DO_NOT_REQUEUE = 76
 
 #: What follows a launch.
-FINISHED, RESTART, HAND_BACK, STOP = "finished", "restart now", "hand back", "stop"
+FINISHED = "finished"
+RESTART = "restart now"
+HAND_BACK = "hand back"
+STOP = "stop"
 #: Who asks.
-JOB, RUN = "job.py", "hpcdist run"
+JOB = "job.py"
+RUN = "hpcdist run"
 #: Signals by whose numbers MPICH's mpirun exits: ILL, ABRT, BUS, FPE, KILL, USR1, SEGV, USR2, TERM.
 _MPIRUN_SIGNALS = (4, 6, 7, 8, 9, 10, 11, 12, 15)
 
@@ -111,11 +117,14 @@ class Action(NamedTuple):
 def action_after(launch: Launch, situation: Situation) -> Action:
     """Return what follows a launch, by the table above."""
     if launch.decision == "finished":
-        is_good = launch.code == 0 or launch.is_signalled
-        return Action(FINISHED, 0 if is_good else launch.code)
+        if launch.is_signalled:
+            return Action(FINISHED, 0)
+        return Action(FINISHED, launch.code)
     if launch.code in FINAL_CODES:
-        is_explained = launch.decision == "stop"
-        return Action(STOP, launch.code, launch.reason if is_explained else f"exit code {launch.code}")
+        reason = f"exit code {launch.code}"
+        if launch.decision == "stop":
+            reason = launch.reason
+        return Action(STOP, launch.code, reason)
     if launch.decision == "stop":
         return Action(STOP, DO_NOT_REQUEUE, launch.reason)
     if launch.decision == "another":
@@ -132,8 +141,9 @@ def _after_requeue(launch: Launch, situation: Situation) -> Action:
         return Action(HAND_BACK, RUN_AGAIN, launch.reason)
     if launch.has_died:
         return Action(HAND_BACK, launch.code or 1, launch.reason)
-    keeps_code = launch.code in (INTERNAL, CHECKPOINT_IO)
-    return Action(HAND_BACK, launch.code if keeps_code else RUN_AGAIN, launch.reason)
+    if launch.code in (INTERNAL, CHECKPOINT_IO):
+        return Action(HAND_BACK, launch.code, launch.reason)
+    return Action(HAND_BACK, RUN_AGAIN, launch.reason)
 
 
 def _after_no_decision(launch: Launch, situation: Situation) -> Action:
@@ -144,15 +154,19 @@ def _after_no_decision(launch: Launch, situation: Situation) -> Action:
     can_restart = _is_restart_possible(situation) and launch.code != RUN_AGAIN
     if can_restart and not is_run and situation.has_lost_node and launch.has_died:
         return Action(RESTART, launch.code, "a node is lost")
-    code = launch.code or 1 if is_run else RUN_AGAIN
-    if (launch.code == 0 or launch.is_signalled) and situation.is_preempted:
+    code = RUN_AGAIN
+    if is_run:
+        code = launch.code or 1
+    may_have_been_ended = launch.code == 0 or launch.is_signalled
+    if may_have_been_ended and situation.is_preempted:
         return Action(HAND_BACK, code, "preempted before it had begun")
-    if (launch.code == 0 or launch.is_signalled) and situation.is_out_of_time:
+    if may_have_been_ended and situation.is_out_of_time:
         return Action(HAND_BACK, code, "out of time before it had begun", is_early=True)
-    if launch.is_signalled or was_under_way:
-        why = "died before it had begun"
-        return Action(RESTART, code, why) if can_restart and is_run else Action(HAND_BACK, code, why, is_early=True)
-    return not_begun(launch.code)
+    if not launch.is_signalled and not was_under_way:
+        return not_begun(launch.code)
+    if can_restart and is_run:
+        return Action(RESTART, code, "died before it had begun")
+    return Action(HAND_BACK, code, "died before it had begun", is_early=True)
 
 
 def _is_restart_possible(situation: Situation) -> bool:

@@ -268,7 +268,7 @@ def test_moves_of_cuda_tensors(comm, gpu):
     own = torch.full((2, 3), float(comm.rank), device=gpu)
     gathered = hpcdist.all_gather(own)
     assert gathered.device.type == "cuda"
-    assert gathered[:, 0].tolist() == [float(rank) for rank in range(comm.size) for _ in range(2)]
+    assert gathered[:, 0].tolist() == np.repeat(np.arange(comm.size, dtype=float), 2).tolist()
     everywhere = torch.full((4,), float(comm.rank + 1), device=gpu)
     hpcdist.broadcast(everywhere)
     assert everywhere.tolist() == [1.0] * 4
@@ -322,14 +322,12 @@ def test_activation_checkpointing(comm, gpu):
     inputs, _ = global_batch(2, strategy.device)
     outputs = behind(checkpoint(inside, before(rows_of_rank(comm, inputs)), use_reentrant=False))
     (outputs.square().sum() / N_ROWS).backward()
-    layers = before, inside, behind
-    summed = [parameter.grad.clone() for layer in layers for parameter in layer.parameters()]
-    alone = [nn.Linear(N_INPUTS, N_INPUTS).to(strategy.device) for _ in layers]
-    for layer, copy in zip(layers, alone, strict=True):
-        copy.load_state_dict(layer.state_dict())
-    (alone[2](alone[1](alone[0](inputs))).square().sum() / N_ROWS).backward()
-    expected = [parameter.grad for layer in alone for parameter in layer.parameters()]
-    assert_close(summed, expected, 1e-3)
+    layers = nn.Sequential(before, inside, behind)
+    summed = [parameter.grad.clone() for parameter in layers.parameters()]
+    alone = nn.Sequential(*(nn.Linear(N_INPUTS, N_INPUTS) for _ in layers)).to(strategy.device)
+    alone.load_state_dict(layers.state_dict())
+    (alone(inputs).square().sum() / N_ROWS).backward()
+    assert_close(summed, [parameter.grad for parameter in alone.parameters()], 1e-3)
 
 
 def test_what_computes_on_the_host_only_says_so(comm, gpu):

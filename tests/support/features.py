@@ -54,12 +54,12 @@ def read_features(folder: Path = TESTS) -> list[Feature]:
     groups = tomllib.loads((folder / "features.toml").read_text())
     notes = tomllib.loads((folder / "feature_notes.toml").read_text())
     tests = tests_by_feature(folder)
-    features = [
-        make_feature(f"{group}.{name}", text, notes, tests)
-        for group, names in groups.items()
-        for name, text in names.items()
-    ]
-    named = {*tests, *(name for state in notes.values() for name in state)}
+    features = []
+    for group, names in groups.items():
+        features += [make_feature(f"{group}.{name}", text, notes, tests) for name, text in names.items()]
+    named = set(tests)
+    for state in notes.values():
+        named.update(state)
     unknown = named - {feature.name for feature in features}
     if unknown:
         raise ValueError(f"expected features of features.toml, got {sorted(unknown)}")

@@ -23,7 +23,9 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(N_BUSY)]
     try:
-        verdicts = [run_part(part, number, args) for number in range(1, args.runs + 1) for part in args.parts]
+        verdicts = []
+        for number in range(1, args.runs + 1):
+            verdicts += [run_part(part, number, args) for part in args.parts]
     finally:
         for process in busy:
             process.kill()

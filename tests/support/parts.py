@@ -49,7 +49,7 @@ def main(names: list[str]) -> int:
     TIMES.unlink(missing_ok=True)
     parts = [run_part(name) for name in names]
     print(table_of(parts, read_times()), flush=True)
-    unstable = [name for part in parts for name in part.unstable]
+    unstable = unstable_of(parts)
     history = [*read_history(), unstable][-N_RUNS:]
     write_history(history)
     reasons = failures_of(parts, history)
@@ -73,6 +73,14 @@ def run_part(name: str) -> Part:
     return Part(name, code == 0, seconds, tuple(unstable))
 
 
+def unstable_of(parts: list[Part]) -> list[str]:
+    """Return the names of the unstable tests of all parts."""
+    names: list[str] = []
+    for part in parts:
+        names += part.unstable
+    return names
+
+
 def read_times() -> list[tuple[float, str]]:
     """Return (seconds, name) of the tests that were run, the slowest first; conftest.py notes them."""
     if not TIMES.is_file():
@@ -90,7 +98,7 @@ def table_of(parts: list[Part], times: list[tuple[float, str]]) -> str:
     lines.append(f"{sum(part.seconds for part in parts):7.0f}  together")
     lines += ["", f"seconds  the {N_SLOWEST} slowest tests"]
     lines += [f"{seconds:7.1f}  {name}" for seconds, name in times[:N_SLOWEST]]
-    lines += [f"unstable: {name}" for part in parts for name in part.unstable]
+    lines += [f"unstable: {name}" for name in unstable_of(parts)]
     return "\n".join([*lines, ""])
 
 
@@ -117,7 +125,7 @@ def read_history() -> list[list[str]]:
     """Return the unstable tests of the last runs; a file that cannot be read counts as none."""
     try:
         history = json.loads(HISTORY.read_text())
-        return [[str(name) for name in names] for names in history]
+        return [list(names) for names in history]
     except (OSError, ValueError, TypeError):
         return []
 
