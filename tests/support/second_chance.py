@@ -8,6 +8,7 @@ kept under out/tests/PART. parts.py, which adds up the parts of a run, allows tw
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -45,12 +46,14 @@ def run_pytest(arguments: list[str], folder: Path, log: str) -> int:
     """Run pytest; its output goes to the screen and to a file. Return its exit code."""
     (folder / "unstable.json").unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-o", f"cache_dir={(folder / 'cache').resolve()}", *arguments]
-    with (folder / log).open("w") as file:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with (folder / log).open("wb") as file:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert process.stdout is not None
-        for line in process.stdout:
-            file.write(line)
-            print(line, end="", flush=True)
+        while piece := os.read(process.stdout.fileno(), 1 << 12):  # not by lines: a line of dots takes minutes
+            file.write(piece)
+            sys.stdout.buffer.write(piece)
+            sys.stdout.buffer.flush()
+        process.stdout.close()
         return process.wait()
 
 
