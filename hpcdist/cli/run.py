@@ -66,8 +66,8 @@ def command(
     """Start PROGRAM, with its arguments, on several ranks, by the launcher of the MPI library that mpi4py loads.
 
     A program that ends in .py is run by this Python. The command is printed. Scripts written for torchrun find RANK,
-    WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. The exit code is that of the job: launchers change codes, so
-    decision.json in its run folder counts where this run has written one.
+    WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Launchers change exit codes, so decision.json in the run folder
+    counts where this run has written one: docs/slurm.md has the rule.
 
     \b
     hpcdist run -n 4 train.py --epochs 3

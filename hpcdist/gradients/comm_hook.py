@@ -16,7 +16,7 @@ class GradBucket:
 
     Args:
         index: its number, counted in the order in which buckets are summed.
-        tensor: (n_elements,) the gradients side by side, on the host, or on the GPU where NCCL sums. Where there are
+        tensor: (n_elements,) the gradients side by side, on the host, or on the GPU of the models. Where there are
             several, each starts at a multiple of 64 bytes, with zeros in between, whose sum is not used.
         records: the parameters that the backward has reached on any rank, in the order of their gradients. The others
             have zeros in the buffer, whose sum is not used.

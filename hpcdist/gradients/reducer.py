@@ -97,11 +97,10 @@ class Reducer:
         if self.route.is_on_device and not is_on_gpu:
             device = torch.device("cuda", nccl_setup.choose_device(group))
         self.device = torch.device("cpu")
-        if device is not None and (self.route.is_on_device or are_on_gpus):
+        is_staged = are_on_gpus and not self.route.is_on_device and len(self.own_replicas) == 1
+        if device is not None and (self.route.is_on_device or is_staged):
             self.device = device
-        self._staging: DeviceStaging | None = None
-        if are_on_gpus and not self.route.is_on_device:
-            self._staging = DeviceStaging(self.device)
+        self._staging = DeviceStaging(self.device) if is_staged else None
 
     @property
     def group(self) -> Group:

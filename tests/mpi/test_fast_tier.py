@@ -176,7 +176,7 @@ def test_the_name_of_a_run_that_is_none_is_refused_on_all_ranks(comm, shared_pat
     comm.Barrier()
     checkpoint = hpcdist.Checkpoint(x=np.zeros(1))
     manager = hpcdist.CheckpointManager(checkpoint, shared_path / "disk", fast_directory=shared_path)
-    with pytest.raises(CheckpointError, match="name"):
+    with pytest.raises(CheckpointError, match="run-id"):
         manager.restore_or_initialize()
 
 

@@ -384,7 +384,7 @@ def test_a_gradient_set_by_hand_is_refused(pair, comm):
     model[0].weight.grad = model[0].weight.grad * 2
     with pytest.raises(GradientError, match="backward.*another"):
         optimizer.step()
-    with pytest.raises(GradientError, match="hand"):
+    with pytest.raises(GradientError, match="set by hand"):
         loss_of(model, local_rows(comm)[0]).backward()
 
 
@@ -761,7 +761,7 @@ def test_a_regularizer_settles_nothing_and_is_right_with_a_mean_too(comm):
 
     assert grad(mean_and_penalty, gradient_op="mean") == pytest.approx(3.0)
     if comm.size > 1:
-        with pytest.raises(GradientError, match="know"):
+        with pytest.raises(GradientError, match="gradient_op"):
             grad(mean_and_penalty)
 
 

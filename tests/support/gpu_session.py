@@ -137,7 +137,7 @@ def steps_of_install(wheel_folders: list[str]) -> list[Step]:
     pip = [python(), "-m", "pip", "install", "--quiet", *offline]
     launcher = [] if found_mpirun() else ["mpich>=5.0"]
     return [
-        Step("environment", [sys.executable, "-m", "venv", str(ENVIRONMENT)], 60),
+        Step("environment", [sys.executable, "-m", "venv", "--clear", str(ENVIRONMENT)], 60),
         # Python 3.11 and older give a new environment an old setuptools, which would hide the interpreter's.
         Step("no old setuptools", [python(), "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools"], 30),
         Step("packages of this interpreter", [python(), "-c", see_packages, *site_folders()], 30),

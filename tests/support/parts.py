@@ -53,6 +53,7 @@ def main(names: list[str]) -> int:
     history = [*read_history(), unstable][-N_RUNS:]
     write_history(history)
     reasons = failures_of(parts, history)
+    print(f"{len(history)} runs in {HISTORY}")
     print("\n".join(reasons or [f"all parts passed: {' '.join(names)}"]))
     return int(bool(reasons))
 
@@ -61,11 +62,14 @@ def run_part(name: str) -> Part:
     """Run the target of a part."""
     target, _, selection = name.partition(":")
     print(f"== make {name}", flush=True)
-    unstable_path = OUT / target / "unstable.json"
+    folder = name.replace(":", "-")
+    unstable_path = OUT / folder / "unstable.json"
     unstable_path.unlink(missing_ok=True)
     started = time.monotonic()
     environment = {**os.environ, "TEST_TIMES": str(TIMES.resolve())}
-    command = ["make", "--no-print-directory", target, *([f"SELECT={REST}"] if selection == "rest" else [])]
+    command = ["make", "--no-print-directory", target, f"OUT_NAME={folder}"]
+    if selection == "rest":
+        command.append(f"SELECT={REST}")
     code = subprocess.run(command, env=environment, check=False).returncode
     seconds = time.monotonic() - started
     unstable = json.loads(unstable_path.read_text()) if unstable_path.is_file() else []

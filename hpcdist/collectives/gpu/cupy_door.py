@@ -209,14 +209,12 @@ def behind_producers(buffers: Sequence[Any], call: Callable[[], Any]) -> Callabl
     """Return a function that makes a call in another thread, behind what this thread has queued for device buffers.
 
     Streams of another thread do not wait for this one's. The function also waits until the results are in device
-    memory, so that any stream may read them. Where all buffers are on the host, `call` itself is returned.
+    memory, so that any stream may read them. Where all buffers are on the host, `call` itself is returned. Without
+    cupy, this thread waits for what is queued for torch tensors.
 
     Args:
         buffers: arrays and tensors that the call reads or writes.
         call: the call.
-
-    Raises:
-        ConfigurationError: without cupy, for a buffer on a GPU; on this rank only.
     """
     dense_buffers = [
         buffer for buffer in buffers if not getattr(buffer, "is_sparse", False)
@@ -224,44 +222,68 @@ def behind_producers(buffers: Sequence[Any], call: Callable[[], Any]) -> Callabl
     device_buffers = [buffer for buffer in dense_buffers if is_device_buffer(buffer)]
     if not device_buffers:
         return call
-    events = [_event_behind_producer(buffer) for buffer in device_buffers]
+    waits: Sequence[_WaitByEvent | _WaitByReading]
+    try:
+        waits = [_wait_by_event(buffer) for buffer in device_buffers]
+    except ConfigurationError:
+        waits = [_WaitByReading(buffer) for buffer in device_buffers]
 
     def call_when_ready() -> Any:
-        for event in events:
-            event.synchronize()
+        for wait in waits:
+            wait.for_producer()
         result = call()
-        for event in events:
-            with on_device(event.device_id):
-                load_cupy().cuda.Stream.null.synchronize()
+        for wait in waits:
+            wait.for_result()
         return result
 
     return call_when_ready
 
 
-@dataclass(frozen=True)
-class _ProducerEvent:
-    """An event behind what the producer of a buffer had queued, and the index of its device."""
+class _WaitByEvent:
+    """Waits, in another thread, for an event behind what a buffer's producer had queued."""
 
-    event: Any
-    device_id: int
+    def __init__(self, event: Any, device_id: int) -> None:
+        self._event = event
+        self._device_id = device_id
 
-    def synchronize(self) -> None:
+    def for_producer(self) -> None:
         """Wait for the event."""
-        with on_device(self.device_id):
-            self.event.synchronize()
+        with on_device(self._device_id):
+            self._event.synchronize()
+
+    def for_result(self) -> None:
+        """Wait for the default stream, which calls in other threads use."""
+        with on_device(self._device_id):
+            load_cupy().cuda.Stream.null.synchronize()
 
 
-def _event_behind_producer(buffer: Any) -> _ProducerEvent:
+class _WaitByReading:
+    """Waits by reading a torch tensor's first element: it arrives behind all that is queued on the current stream."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._first = tensor.detach().reshape(-1)[:1]
+        self._first.cpu()
+
+    def for_producer(self) -> None:
+        """Return at once: the producer's thread has waited."""
+
+    def for_result(self) -> None:
+        """Wait for the current stream of this thread."""
+        self._first.cpu()
+
+
+def _wait_by_event(buffer: Any) -> _WaitByEvent:
     cupy = load_cupy()
-    is_torch = hasattr(buffer, "new_tensor")
-    device_id = int(buffer.device.index if is_torch else buffer.device.id)
-    with on_device(device_id):
-        stream = make_stream()
-        if is_torch:
+    if hasattr(buffer, "new_tensor"):
+        device_id = int(buffer.device.index)
+        with on_device(device_id):
+            stream = make_stream()
             buffer.detach().reshape(-1)[:1].__dlpack__(stream=stream.ptr)  # makes the stream wait for torch's
-        else:
-            stream.wait_event(cupy.cuda.get_current_stream().record())
-        return _ProducerEvent(stream.record(), device_id)
+            return _WaitByEvent(stream.record(), device_id)
+    array = cupy.asarray(buffer)  # waits for the stream that other libraries name
+    device_id = int(array.device.id)
+    with on_device(device_id):
+        return _WaitByEvent(cupy.cuda.get_current_stream().record(), device_id)
 
 
 @contextmanager

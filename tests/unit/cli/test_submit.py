@@ -77,7 +77,9 @@ def test_a_plain_job(here, call):
         ),
         (
             ["--drill", 60],
-            ['break; sleep 1; done; mkdir "$RUN_DIR/drill" 2> /dev/null && scancel --signal=USR1 "$SLURM_JOB_ID") &'],
+            [
+                'mkdir "$RUN_DIR/drill" 2> /dev/null && scancel --signal=USR1 "$SLURM_JOB_ID"; break; }; sleep 1; done) &'
+            ],
             [],
         ),
         (["--drill", 60, "--launcher", "mpirun"], ["&& scancel --batch --signal=USR1"], []),

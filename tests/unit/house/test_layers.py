@@ -177,7 +177,7 @@ def test_layers_0_and_1_load_neither_mpi_nor_torch():
 
 
 def test_slow_and_sweep_tests_are_where_a_part_runs_them():
-    """`make test-rest` runs slow tests in tests/fault, tests/slurm and tests/hosts; `make ways` sweeps tests/fault."""
+    """`make test-all` runs slow tests in tests/fault, tests/slurm and tests/hosts; `make ways` sweeps tests/fault."""
     marks = {"unit": "slow|sweep|quick", "mpi": "slow|sweep|quick", "gpu": "slow|sweep|quick", "hosts": "sweep"}
     for folder, unwanted in marks.items():
         for path in sorted((TESTS / folder).rglob("*.py")):

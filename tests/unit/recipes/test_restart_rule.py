@@ -44,6 +44,8 @@ def launches():
     for code, launcher, (decision, reason) in itertools.product(CODES, LAUNCHERS, DECISIONS):
         for earlier in EARLIER if decision == "none" else ("none",):
             yield Launch(code, decision, reason, earlier, is_of_signal(code, launcher))
+    for code in CODES:
+        yield Launch(code, "another", "8", is_signalled=code > 128)
 
 
 def situations(caller):
@@ -60,7 +62,7 @@ def test_what_holds_for_every_end_of_a_launch(caller):
             assert action.code == (0 if launch.is_signalled else launch.code)
         elif launch.code in FINAL_CODES:
             assert (action.verb, action.code) == (STOP, launch.code), "the same command would end in the same way"
-        elif launch.decision == "stop":
+        elif launch.decision in ("stop", "another"):
             assert (action.verb, action.code) == (STOP, 76)
         elif launch.decision == "requeue":
             assert action.verb in (RESTART, HAND_BACK)
@@ -81,6 +83,10 @@ def test_the_callers_differ_where_the_table_names_them():
         job = action_after(launch, situation)
         command = action_after(launch, situation._replace(caller=RUN))
         if job.verb == command.verb:
+            continue
+        if launch.decision == "requeue":
+            assert launch.code == 74, "a job waits for a disk by being requeued"
+            assert (job.verb, command.verb) == (HAND_BACK, RESTART)
             continue
         assert launch.decision == "none"
         if launch.code == 0 and launch.earlier != "requeue":
@@ -105,7 +111,7 @@ def test_the_callers_differ_where_the_table_names_them():
         (Launch(0), {"is_preempted": True}, Action(HAND_BACK, 75, "preempted before it had begun")),
         (Launch(0), {"is_out_of_time": True}, Action(HAND_BACK, 75, "out of time before it had begun", True)),
         (Launch(143, "finished", is_signalled=True), {}, Action(FINISHED, 0)),
-        (Launch(1, "finished"), {}, Action(FINISHED, 1)),
+        (Launch(1, "finished"), {}, Action(FINISHED, 1, "finished, and then exit code 1")),
         (Launch(137, "another", "8"), {}, Action(STOP, 76, "job 8 has taken over the run folder")),
         (Launch(1), {"may_restart": True, "has_lost_node": True}, Action(RESTART, 1, "a node is lost")),
         (Launch(74, "requeue", "died"), {"may_restart": True}, Action(HAND_BACK, 75, "died")),
@@ -113,6 +119,39 @@ def test_the_callers_differ_where_the_table_names_them():
 )
 def test_rows_of_job_py(launch, facts, expected):
     assert action_after(launch, Situation(JOB, **facts)) == expected
+
+
+DIED, STOPPED = "died without notice", "SIGTERM on rank 3"
+
+
+@pytest.mark.parametrize(
+    ("launch", "may_restart", "expected"),
+    [
+        (Launch(0), False, Action(FINISHED, 0)),
+        (Launch(0, earlier="finished"), True, Action(FINISHED, 0)),
+        (Launch(9, "finished", is_signalled=True), True, Action(FINISHED, 0)),
+        (Launch(0, "stop", "ranks differ"), True, Action(STOP, 76, "ranks differ")),
+        (Launch(78, "stop", "another model"), True, Action(STOP, 78, "another model")),
+        (Launch(2), True, Action(STOP, 2, "exit code 2")),
+        (Launch(1), True, Action(STOP, 1, "exit code 1 before it had begun")),
+        (Launch(0, "requeue", DIED), True, Action(RESTART, 0, DIED)),
+        (Launch(0, "requeue", DIED), False, Action(HAND_BACK, 1, DIED)),
+        (Launch(137, "requeue", DIED, is_signalled=True), False, Action(HAND_BACK, 137, DIED)),
+        (Launch(74, "requeue", DIED), True, Action(RESTART, 74, DIED)),
+        (Launch(75, "requeue", DIED), True, Action(HAND_BACK, 75, DIED)),
+        (Launch(0, "requeue", STOPPED), True, Action(HAND_BACK, 75, STOPPED)),
+        (Launch(1, "requeue", STOPPED), True, Action(HAND_BACK, 75, STOPPED)),
+        (Launch(70, "requeue", "an error"), True, Action(HAND_BACK, 70, "an error")),
+        (Launch(74, "requeue", "an error"), True, Action(HAND_BACK, 74, "an error")),
+        (Launch(137, is_signalled=True), True, Action(RESTART, 137, "died before it had begun")),
+        (Launch(137, is_signalled=True), False, Action(HAND_BACK, 137, "died before it had begun", True)),
+        (Launch(0, earlier="requeue"), True, Action(RESTART, 1, "died before it had begun")),
+        (Launch(0, earlier="requeue"), False, Action(HAND_BACK, 1, "died before it had begun", True)),
+        (Launch(75, earlier="requeue"), True, Action(HAND_BACK, 75, "died before it had begun", True)),
+    ],
+)
+def test_rows_of_hpcdist_run(launch, may_restart, expected):
+    assert action_after(launch, Situation(RUN, may_restart=may_restart)) == expected
 
 
 @pytest.mark.parametrize("code", [4, 7, 8, 10, 12, 70, 74])
@@ -172,23 +211,24 @@ def run_job(monkeypatch, job, launch, facts, nodes, answering):
 
 def test_hpcdist_run_obeys_the_rule(monkeypatch, tmp_path, capsys):
     for launch, may_restart, is_interrupted in itertools.product(launches(), (False, True), (False, True)):
-        launcher = SimpleNamespace(path="/opt/bin/mpirun" if launch.is_signalled else "/usr/bin/srun")
-        if is_of_signal(launch.code, launcher.path) != launch.is_signalled:
+        if launch.decision == "another":  # there is no other job
             continue
+        launcher = SimpleNamespace(path="/opt/bin/mpirun" if launch.is_signalled else "/usr/bin/srun")
         seen = run_command(monkeypatch, launch, launcher, tmp_path, int(may_restart), is_interrupted)
         expected = action_after(launch, Situation(RUN, may_restart=may_restart and not is_interrupted))
         assert (len(seen.launches) > 1) == (expected.verb == RESTART), launch
+        printed = capsys.readouterr().err
         if expected.verb != RESTART:
             assert seen.code == expected.code, launch
-            assert expected.why in capsys.readouterr().err
+            assert expected.why in printed
 
 
 def run_command(monkeypatch, launch, launcher, folder, n_restarts, is_interrupted):
     """Run `hpcdist run`'s loop where the first launch ends so, and writes its decision; return what was seen."""
     launches_seen = []
-    decisions = {"earlier": None, "none": None}
+    earlier = None
     if launch.earlier != "none":
-        decisions["earlier"] = run.Decision(launch.earlier, "died without notice", (1, 1))
+        earlier = run.Decision(launch.earlier, "died without notice", (1, 1))
 
     def fake_launch(launcher, line, environ):
         launches_seen.append(line)
@@ -197,7 +237,7 @@ def run_command(monkeypatch, launch, launcher, folder, n_restarts, is_interrupte
     def read(path):
         if launches_seen and launch.decision != "none":
             return run.Decision(launch.decision, launch.reason, (2, 2))
-        return decisions["earlier"]
+        return earlier
 
     monkeypatch.setattr(run, "_launch", fake_launch)
     monkeypatch.setattr(run, "read_decision", read)
