@@ -216,17 +216,13 @@ def behind_producers(buffers: Sequence[Any], call: Callable[[], Any]) -> Callabl
         buffers: arrays and tensors that the call reads or writes.
         call: the call.
     """
-    dense_buffers = [
-        buffer for buffer in buffers if not getattr(buffer, "is_sparse", False)
-    ]  # calls refuse sparse ones
-    device_buffers = [buffer for buffer in dense_buffers if is_device_buffer(buffer)]
-    if not device_buffers:
+    waits = []
+    for buffer in buffers:
+        is_sparse = getattr(buffer, "is_sparse", False)  # calls refuse it
+        if is_device_buffer(buffer) and not is_sparse:
+            waits.append(_wait_of(buffer))
+    if not waits:
         return call
-    waits: Sequence[_WaitByEvent | _WaitByReading]
-    try:
-        waits = [_wait_by_event(buffer) for buffer in device_buffers]
-    except ConfigurationError:
-        waits = [_WaitByReading(buffer) for buffer in device_buffers]
 
     def call_when_ready() -> Any:
         for wait in waits:
@@ -270,6 +266,13 @@ class _WaitByReading:
     def for_result(self) -> None:
         """Wait for the current stream of this thread."""
         self._first.cpu()
+
+
+def _wait_of(buffer: Any) -> "_WaitByEvent | _WaitByReading":
+    try:
+        return _wait_by_event(buffer)
+    except ConfigurationError:  # without cupy it is a torch tensor
+        return _WaitByReading(buffer)
 
 
 def _wait_by_event(buffer: Any) -> _WaitByEvent:

@@ -77,9 +77,7 @@ def test_a_plain_job(here, call):
         ),
         (
             ["--drill", 60],
-            [
-                'mkdir "$RUN_DIR/drill" 2> /dev/null && scancel --signal=USR1 "$SLURM_JOB_ID"; break; }; sleep 1; done) &'
-            ],
+            ['/drill" 2> /dev/null && scancel --signal=USR1 "$SLURM_JOB_ID"; break; }; sleep 1; done) &'],
             [],
         ),
         (["--drill", 60, "--launcher", "mpirun"], ["&& scancel --batch --signal=USR1"], []),
