@@ -84,7 +84,7 @@ class ParameterRecord:
         return self._shaped(self.part)
 
     def assign_slot(self, bucket: int, slot: Tensor | None, parameter: nn.Parameter) -> None:
-        """Take a new slot: a flat tensor of as many elements, on the host or the GPU; None to be summed where torch made it."""
+        """Take a new slot: a flat tensor of as many elements, or None to be summed where torch made it."""
         self.bucket = bucket
         self._slot = self.part = slot
         self._device, self._dtype = parameter.device, parameter.dtype
