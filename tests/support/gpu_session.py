@@ -174,7 +174,7 @@ def n_ranks(count: int) -> str:
 
 
 def mpirun(ranks: int) -> list[str]:
-    """Return the command that starts so many ranks."""
+    """Return the command that starts `ranks` ranks."""
     return [found_mpirun() or "mpirun", "-n", str(ranks)]
 
 
