@@ -13,14 +13,14 @@ import ctypes
 import errno
 import fcntl
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-#: Files being written are named NAME.tmp-PID; readers ignore them.
-_TEMPORARY = re.compile(r"\.tmp-\d+$")
+from hpcdist.checkpoint import temporary
+from hpcdist.checkpoint.temporary import temporary_path
+
 #: Errors of file systems that do not support O_DIRECT or fallocate.
 _NOT_OFFERED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 #: Errors that may be over when the call is repeated: a server restarted, or did not answer in time.
@@ -29,6 +29,8 @@ _PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO)
 _PAUSES_S = (0.1, 0.4)
 #: Direct writes start and end at multiples of this, in the file and in memory.
 ALIGNMENT_BYTES = 4096
+#: Most names that are tried for a temporary file.
+_MAX_NAMES = 100
 #: Writes through the page cache are synced every N bytes, so that the last sync is short: a save in which no block is
 #: written for long counts as stuck.
 SYNC_EVERY_BYTES = 256 << 20
@@ -86,8 +88,12 @@ class Disk:
         _repeat(os.mkdir, path, mode)
 
     def create(self, path: Path) -> int:
-        """Make an empty file and return its descriptor."""
-        return os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        """Make an empty file and return its descriptor.
+
+        Raises:
+            FileExistsError: if the name is taken.
+        """
+        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
 
     def make_new(self, path: Path) -> None:
         """Make an empty file, whose name no other process can take then; its name is durable once its folder is synced.
@@ -103,13 +109,11 @@ class Disk:
 
     def replace_link(self, path: Path, target: str) -> None:
         """Make a symbolic link, in place of any file of that name. It is not made durable."""
-        temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-        with contextlib.suppress(FileNotFoundError):
-            _repeat(os.unlink, temporary)
+        link = temporary_path(path)
         with contextlib.suppress(FileExistsError):  # made, and the answer was lost
-            _repeat(os.symlink, target, temporary)
+            _repeat(os.symlink, target, link)
         with contextlib.suppress(FileNotFoundError):  # renamed, and the answer was lost
-            _repeat(os.replace, temporary, path)
+            _repeat(os.replace, link, path)
 
     def allocate(self, descriptor: int, nbytes: int) -> None:
         """Allocate the blocks of a new file, if the file system supports it."""
@@ -182,7 +186,7 @@ def replace_file(
     nbytes: int | None = None,
     before_rename: Callable[[], None] = lambda: None,
     *,
-    is_listed: bool = False,
+    is_swept: bool = False,
 ) -> None:
     """Atomically make `path` a file of the given content.
 
@@ -193,36 +197,50 @@ def replace_file(
             the file system supports it: 400 MB are durable in 0.77 of the time, for a fifth of the processor time.
         nbytes: total size, if known: the file's blocks are then allocated at once.
         before_rename: called once the content is durable; if it raises, `path` is unchanged.
-        is_listed: whether programs take every name in the folder for a whole file: what is written lies beside the
-            folder then, where that is the same file system and can be written to.
+        is_swept: whether the caller removes what killed writers have left; otherwise that of this file is removed.
 
     Raises:
         OSError: if the file system refuses; `path` is then unchanged or, if only its name could not be made durable,
             the new file.
     """
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    if is_listed:
-        temporary = _beside(path.parent) / temporary.name
+    descriptor, written_path = create_temporary(disk, path, is_swept)
     try:
-        written = _write_file(disk, temporary, blocks, nbytes)
+        written = _write_file(disk, descriptor, blocks, nbytes)
         before_rename()
         try:
-            disk.rename(temporary, path)
+            disk.rename(written_path, path)
         except FileNotFoundError:
             if not path.exists() or not os.path.samestat(written, os.stat(path)):
                 raise  # else it was renamed, and the answer was lost
     except BaseException:
-        with contextlib.suppress(OSError):  # otherwise the next attempt cleans it up
-            disk.remove(temporary)
+        with contextlib.suppress(OSError):  # otherwise a later writer cleans it up
+            disk.remove(written_path)
         raise
     disk.sync_folder(path.parent)
 
 
-def _beside(folder: Path) -> Path:
-    """Return the parent of a folder, if files can be renamed from there into it; else the folder itself."""
-    parent = folder.resolve().parent
-    is_same = os.stat(parent).st_dev == os.stat(folder).st_dev
-    return parent if is_same and os.access(parent, os.W_OK | os.X_OK) else folder
+def create_temporary(disk: Disk, path: Path, is_swept: bool = False) -> tuple[int, Path]:
+    """Make a file beside `path` that no other process has, and lock it; return its descriptor and its path.
+
+    Args:
+        disk: file system calls.
+        path: the file that it is to become.
+        is_swept: see `replace_file`.
+
+    Raises:
+        OSError: if the file system refuses.
+    """
+    if not is_swept:
+        with contextlib.suppress(OSError):  # what stays is removed another time
+            sweep_abandoned(disk, path.parent, path.name)
+    for _ in range(_MAX_NAMES):
+        written_path = temporary_path(path)
+        with contextlib.suppress(FileExistsError):  # made, and the answer was lost
+            descriptor = disk.create(written_path)
+            if temporary.hold(descriptor):
+                return descriptor, written_path
+            disk.close(descriptor)
+    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
 
 
 def in_order(pieces: Iterable[memoryview]) -> Iterator[Block]:
@@ -233,9 +251,8 @@ def in_order(pieces: Iterable[memoryview]) -> Iterator[Block]:
         offset += len(piece)
 
 
-def _write_file(disk: Disk, path: Path, blocks: Iterable[Block], nbytes: int | None) -> os.stat_result:
-    """Write a new file, and make its content durable; return its status, which identifies it."""
-    descriptor = disk.create(path)
+def _write_file(disk: Disk, descriptor: int, blocks: Iterable[Block], nbytes: int | None) -> os.stat_result:
+    """Write a new file, make its content durable, and close it; return its status, which identifies it."""
     try:
         if nbytes is not None:
             disk.allocate(descriptor, nbytes)
@@ -328,15 +345,42 @@ def sweep_temporary(disk: Disk, folder: Path, of: str = "") -> None:
     Args:
         disk: file system calls.
         folder: the folder to clean up.
-        of: prefix of the names to remove; default: all temporary files.
+        of: the start of the names of the files that were written; default: all.
 
     Raises:
         OSError: if the file system refuses.
     """
-    for name in os.listdir(folder):
-        if _TEMPORARY.search(name) and name.startswith(of):
+    for name in _temporary_names(folder):
+        if name.startswith(f".{of}"):
             with contextlib.suppress(FileNotFoundError):  # the listing is old, or an answer was lost
                 disk.remove(folder / name)
+
+
+def sweep_abandoned(disk: Disk, folder: Path, file_name: str) -> None:
+    """Remove temporary files of a file whose writers have died; others may be writing it.
+
+    Writers on other hosts count as dead once they have written nothing for an hour.
+
+    Args:
+        disk: file system calls.
+        folder: the folder of the file.
+        file_name: the name of the file; with a "*" at its end: of all files whose names begin so.
+
+    Raises:
+        OSError: if the file system refuses.
+    """
+    for name in _temporary_names(folder):
+        written_name = temporary.file_of(name) or ""
+        if not (file_name == written_name or (file_name[-1:] == "*" and written_name.startswith(file_name[:-1]))):
+            continue
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # it is gone, or another user's
+            with temporary.abandoned(folder / name) as is_abandoned:
+                if is_abandoned:
+                    disk.remove(folder / name)
+
+
+def _temporary_names(folder: Path) -> list[str]:
+    return [name for name in os.listdir(folder) if temporary.file_of(name) is not None]
 
 
 def refresh_listing(disk: Disk, folder: Path) -> None:
@@ -344,7 +388,7 @@ def refresh_listing(disk: Disk, folder: Path) -> None:
 
     A folder that is not there, or cannot be changed, is left as it is.
     """
-    path = folder / f"listing.tmp-{os.getpid()}"
+    path = temporary_path(folder / "listing")
     with contextlib.suppress(OSError):  # what stays is swept
         disk.close(disk.create(path))
         disk.remove(path)

@@ -412,7 +412,10 @@ class Store:
 
     def _write(self, saved: Saved, image: FileImage) -> None:
         self._check_space(image.nbytes)
-        durable.replace_file(self._disk, self.path / str(saved), image.blocks(), image.nbytes, self.check_current)
+        path = self.path / str(saved)
+        durable.replace_file(
+            self._disk, path, image.blocks(), image.nbytes, before_rename=self.check_current, is_swept=True
+        )
 
     def _note_save(self, step: int) -> None:
         """Record, once, that this attempt reached a save: the checkpoint it restored can be trained on."""

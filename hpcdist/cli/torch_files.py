@@ -53,7 +53,7 @@ def import_tensors(source: Path, target: Path, name: str, key: str | None) -> in
     facts = {"step": 0, "time_s": time.time(), "metrics": {}, "written": {"imported_from": source.name}}
     image = FileImage()
     lay_out(image, facts, {"objects": {name: node}, "kinds": {name: "module"}}, arrays)
-    durable.replace_file(durable.Disk(), target, image.blocks(), image.nbytes, is_listed=True)
+    durable.replace_file(durable.Disk(), target, image.blocks(), image.nbytes)
     return len(arrays)
 
 

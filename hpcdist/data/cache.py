@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from xxhash import xxh3_64_intdigest
 
-from hpcdist.checkpoint.durable import Disk, in_order, replace_file
+from hpcdist.checkpoint.durable import Disk, in_order, replace_file, sweep_abandoned
 from hpcdist.data.row_file import StoredRow, blocks, content_of_file, pack, read_at, read_index, unpack, write_at
 from hpcdist.data.rows import no_rows, stack, unstack
 from hpcdist.data.sources import Description, RowSource
@@ -173,6 +173,7 @@ class FileStore:
         try:
             folder = os.path.dirname(filename) or "."
             self._spool = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed below
+            sweep_abandoned(Disk(), Path(folder), f"{os.path.basename(filename)}.*")
         except OSError as error:
             raise DataError(
                 f"cache: expected a folder for {filename!r} in which files can be made, got {error}; make the folder."
@@ -283,7 +284,7 @@ class FileStore:
             header = {"description": self._description, "key": self._key, "total": total}
             try:
                 pieces = blocks(content_of_file(header, self._new, self._read))
-                replace_file(Disk(), Path(path), in_order(pieces))
+                replace_file(Disk(), Path(path), in_order(pieces), is_swept=True)
             except OSError as error:
                 raise self._no_room(path, error) from None
             self._seen.add(path)

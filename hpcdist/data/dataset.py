@@ -387,7 +387,7 @@ class Dataset(Elements):
         the absolute path, size and time of change of HDF5 files. **What is not noticed: a changed function of `map`, a
         changed generator or its arguments, changed values of arrays, and what a torch dataset or a source of your own
         reads, unless it overrides `describe`. Change the key or the filename then, or remove the files.**
-        A process that is killed while it writes may leave FILENAME.*.tmp-PID behind.
+        A process that is killed while it writes may leave a hidden file behind, which the next one removes.
 
         Args:
             filename: what the names of the files begin with; default: rows are kept in the memory of this process.

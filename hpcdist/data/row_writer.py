@@ -35,7 +35,7 @@ class RowFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
-        self._temporary = self._path.with_name(f"{self._path.name}.tmp-{os.getpid()}")
+        self._temporary: Path | None = None
         self._file: Any = None
         self._disk, self._descriptor = Disk(), -1
 
@@ -46,7 +46,9 @@ class RowFile:
         with contextlib.suppress(OSError, RuntimeError):  # an error that came before publish is raised
             if self._file is not None:
                 self._file.close()
-        with contextlib.suppress(OSError):  # it has its name now, or was never made
+        if self._temporary is None:
+            return
+        with contextlib.suppress(OSError):  # it has its name now
             self._disk.close(self._descriptor)
             self._disk.remove(self._temporary)
 
@@ -59,7 +61,7 @@ class RowFile:
         try:
             if self._file is None:
                 durable.make_folders(self._disk, self._path.parent)
-                self._descriptor = self._disk.create(self._temporary)
+                self._descriptor, self._temporary = durable.create_temporary(self._disk, self._path)
                 self._file = h5py.File(self._temporary, "w", locking=False)
                 self._disk.allocate(self._descriptor, _MARGIN_BYTES)
             for name, array in rows.items():
@@ -100,6 +102,7 @@ class RowFile:
             self._file = None
             self._disk.truncate(self._descriptor, n_bytes)  # without what was allocated and not used
             self._disk.sync(self._descriptor)
+            assert self._temporary is not None, "appended to"
             self._disk.rename(self._temporary, self._path)
             self._disk.sync_folder(self._path.parent)
         except (OSError, RuntimeError) as error:  # HDF5 raises both

@@ -222,8 +222,9 @@ class Checkpoint:
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the state as one checkpoint file at `path`, in place of what is there, for `read` and `restore`.
 
-        A crash leaves the old file or the new one; no other name is ever in its folder, if the folder's parent can be
-        written to. Runs are saved by a CheckpointManager, which keeps several, and writes in the background.
+        A crash leaves the old file or the new one, and at most a hidden file beside it, `.NAME.tmp-...`, which the next
+        write of this file removes. Runs are saved by a CheckpointManager, which keeps several, and writes in the
+        background.
 
         Collective: chief and workers, of whom the chief writes; on an evaluator by itself.
 
@@ -242,7 +243,7 @@ class Checkpoint:
                 lay_out(image, facts, *self.collect(gathered))
                 try:
                     durable.make_folders(Disk(), path.parent)
-                    durable.replace_file(Disk(), path, image.blocks(), image.nbytes, is_listed=True)
+                    durable.replace_file(Disk(), path, image.blocks(), image.nbytes)
                 except OSError as error:
                     raise CheckpointError(
                         f"write: expected to write {image.nbytes} bytes to {path}, got {error.strerror}; free space, "

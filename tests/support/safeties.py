@@ -44,7 +44,7 @@ ON_DISK = [
     Mutant("fsync of a folder", "Disk.sync_folder", "os.fsync(...)", "pass", FAULTS),
     Mutant("sync before rename", "_write_file", "disk.sync(...)", "pass", STORE),
     Mutant("sync of the folder after rename", "replace_file", "disk.sync_folder(...)", "pass", STORE),
-    Mutant("write to a temporary name", "replace_file", "path.with_name(...)", "path", STORE),
+    Mutant("write to a temporary name", "create_temporary", "temporary_path(...)", "path", STORE),
     Mutant("new folders are synced", "make_folders", "disk.sync_folder(...)", "pass", CUTS),
     Mutant("folders of a killed attempt are synced", "make_folders", "_sync_name_if_new(...)", "pass", CUTS),
     Mutant("errors that pass", "patiently", "error.errno not in _PASSING", "True", FAULTS),

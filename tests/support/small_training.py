@@ -129,7 +129,7 @@ def make_broken(path):
         died.begin(launch)
         died.resume(4)
     damage(path / str(Saved(1, 6)))
-    (path / f"{Saved(3, 6)}.tmp-1").write_bytes(b"half")
+    (path / f".{Saved(3, 6)}.tmp-00000000-0123456789abcdef").write_bytes(b"half")
     Store(path).begin()
     (path / "attempts" / "0004.jsonl").write_text('{"event": "be')
     return Saved(1, 4)

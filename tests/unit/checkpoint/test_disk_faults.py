@@ -70,7 +70,7 @@ class FaultyOs:
 def is_of_a_listing(target, *more):
     """Return whether a call is one that only makes a listing fresh: it may fail, see below."""
     path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else str(target)
-    return "listing.tmp-" in path
+    return ".listing.tmp-" in path
 
 
 def test_a_listing_that_cannot_be_made_fresh_is_used_as_it_is(fast_folder, monkeypatch):

@@ -225,7 +225,7 @@ def test_a_later_attempt_leaves_nothing_to_prune(folder, caplog):
 
 @pytest.mark.feature("checkpoints.atomic-commit")
 def test_leftovers_of_killed_writers_are_swept(folder):
-    (folder.path / "step-00000001-0001.h5.tmp-123").write_bytes(b"x")
+    (folder.path / ".step-00000001-0001.h5.tmp-00000000-0123456789abcdef").write_bytes(b"x")
     (folder.path / "notes.txt").write_text("mine")
     later = attempt(folder.path)
     assert names(later) == ["notes.txt"]
@@ -359,7 +359,7 @@ class RecordingDisk(Disk):
 
         def operation(*arguments):
             target = next((str(a) for a in arguments if isinstance(a, os.PathLike)), "")
-            self.done.append((name, target.rpartition("/")[2].partition(".tmp")[0]))
+            self.done.append((name, target.rpartition("/")[2].partition(".tmp")[0].lstrip(".")))
             return real(*arguments)
 
         return operation
@@ -611,7 +611,7 @@ def test_an_attempt_replaced_while_it_writes_commits_nothing(tmp_path, disk):
 
 
 def test_what_cannot_be_removed_is_reported(tmp_path, disk, caplog):
-    (commit(attempt(tmp_path), 1).parent / "step-00000002-0001.h5.tmp-9").write_bytes(b"half")
+    (commit(attempt(tmp_path), 1).parent / ".step-00000002-0001.h5.tmp-00000000-0123456789abcdef").write_bytes(b"half")
     disk.fail("remove", errno.EIO)
     assert attempt(tmp_path, disk).attempt == 2
     assert "incomplete files stay in " in caplog.text

@@ -161,7 +161,10 @@ def test_a_folder_that_is_gone(tmp_path):
 
 
 def test_what_a_killed_writer_left_is_swept(tmp_path):
-    (tmp_path / "decision.json.tmp-123").write_text("half")
-    (tmp_path / "mine.tmp-123").write_text("another's")
+    (tmp_path / ".decision.json.tmp-00000000-0123456789abcdef").write_text("half")
+    (tmp_path / ".mine.tmp-00000000-0123456789abcdef").write_text("another's")
     DecisionFile(tmp_path).write(decide(run(DIES), True), 3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["decision.json", "mine.tmp-123"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".mine.tmp-00000000-0123456789abcdef",
+        "decision.json",
+    ]

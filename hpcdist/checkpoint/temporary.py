@@ -1,0 +1,80 @@
+"""Names of files that are being written, and whether their writer is still alive.
+
+A process id is no identity: containers have namespaces of their own, and two hosts may write in one folder. So names
+are random, and a writer holds a lock on its file for as long as it lives. Locks are sound among the processes of one
+kernel, whose boot the name tells; of other hosts only the age of a file says something.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+#: Names are .FILE.tmp-BOOT-RANDOM: hidden, and in the folder of the file, as no other folder is ours.
+_TEMPORARY = re.compile(r"\.(.+)\.tmp-([0-9a-f]{8})-[0-9a-f]{16}")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+#: A file of another host that has not changed for this long has no writer.
+ABANDONED_AFTER_S = 3600.0
+#: Errors of file systems that have no locks.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
+
+
+def _boot() -> str:
+    """Return the first digits of the random identifier of this boot of the kernel; zeros where it is unknown."""
+    try:
+        return _BOOT_ID.read_text()[:8]
+    except OSError:
+        return "0" * 8
+
+
+def temporary_path(path: Path) -> Path:
+    """Return a new name, beside a file, for its content while that is written."""
+    return path.with_name(f".{path.name}.tmp-{_boot()}-{secrets.token_hex(8)}")
+
+
+def file_of(name: str) -> str | None:
+    """Return the name of the file that a temporary file was to become; None if `name` is none of ours."""
+    match = _TEMPORARY.fullmatch(name)
+    return None if match is None else match[1]
+
+
+def hold(descriptor: int) -> bool:
+    """Lock a new file until its descriptor is closed; return False if a sweeper came first, and removes it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return os.fstat(descriptor).st_nlink > 0
+
+
+@contextlib.contextmanager
+def abandoned(path: Path) -> Iterator[bool]:
+    """Yield whether the writer of a temporary file has died; it cannot come back in the block."""
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        yield _is_abandoned(path, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_abandoned(path: Path, descriptor: int) -> bool:
+    is_old = time.time() - os.fstat(descriptor).st_mtime > ABANDONED_AFTER_S
+    match = _TEMPORARY.fullmatch(path.name)
+    is_of_this_kernel = match is not None and match[2] == _boot() != "0" * 8
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return is_old
+    return is_of_this_kernel or is_old
