@@ -30,7 +30,7 @@ class FileWriter:
     """
 
     def __init__(self, logdir: Any) -> None:
-        self._folder = Path(logdir)
+        self._folder = Path(logdir).absolute()  # the program may change its folder
         self._writer: Any = None
 
     @contextmanager

@@ -35,7 +35,7 @@ class RunFolder:
     """
 
     def __init__(self, environ: Mapping[str, str], job: str) -> None:
-        self.path = environ["RUN_DIR"]
+        self.path = os.path.join(os.getcwd(), environ["RUN_DIR"])
         self.marker = os.path.join(self.path, "jobs", job)
         self._early_deaths = os.path.join(self.path, "early-deaths")
         self._pauses_s = [float(pause) for pause in environ.get("READ_PAUSES_S", "2 4 8 16 32").split()]

@@ -172,6 +172,16 @@ def make_folders(disk: Disk, path: Path) -> None:
         disk.sync_folder(folder.parent)
 
 
+def is_same(path: Path, other: Path) -> bool:
+    """Return whether two names are of one file or folder, which need not exist yet: links and mounts count."""
+    if path.resolve() == other.resolve():
+        return True
+    try:
+        return os.path.samefile(path, other)
+    except OSError:  # one of them does not exist
+        return False
+
+
 def _sync_name_if_new(disk: Disk, folder: Path) -> None:
     """Make the name of an empty folder durable: its creator may have been killed before doing so."""
     if not os.listdir(folder):

@@ -90,7 +90,7 @@ class Store:
     """
 
     def __init__(self, folder: str | os.PathLike[str], disk: Disk | None = None) -> None:
-        self.path = Path(folder)
+        self.path = Path(folder).absolute()  # the program may change its folder
         self.attempt = 0
         self.damaged: list[Saved] = []
         self.n_blocks_read = 0

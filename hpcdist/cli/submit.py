@@ -162,7 +162,7 @@ def _run_dir_of(program: Sequence[str], options: dict[str, Any]) -> str:
             "hpcdist submit: expected the run folder, got none; give the program --run-dir, or put --run-dir before it "
             "with the folder that `checkpoints` is in."
         )
-    if given and of_program and Path(given) != of_program:
+    if given and of_program and Path(given).resolve() != of_program.resolve():
         raise UsageError(
             f"hpcdist submit: expected one run folder, got {given!r} before the program and {str(of_program)!r} in its "
             f"arguments; leave out the first."

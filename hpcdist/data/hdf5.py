@@ -35,7 +35,7 @@ def expand(paths: Any) -> list[str]:
             f"from_hdf5: expected files, got the open group {paths.name!r}; pass its file, and names with the group's."
         )
     if is_h5py_group(paths):
-        return [os.path.abspath(paths.filename)]
+        return [_absolute(paths.filename)]
     if isinstance(paths, (str, os.PathLike)):
         text = os.fspath(paths)
         found = sorted(glob.glob(text)) if glob.has_magic(text) and not os.path.exists(text) else [text]
@@ -43,7 +43,12 @@ def expand(paths: Any) -> list[str]:
         found = [file for path in paths for file in (expand(path) if is_h5py_group(path) else [os.fspath(path)])]
     if not found:
         raise DataError(f"from_hdf5: expected at least one file, got none for {paths!r}; check the pattern.")
-    return found
+    return [_absolute(path) for path in found]
+
+
+def _absolute(path: str) -> str:
+    """Return a path that stays right when the program changes its folder."""
+    return os.path.join(os.getcwd(), path)
 
 
 def is_h5py_dataset(value: Any) -> bool:
@@ -78,7 +83,7 @@ def paths_and_names(nest: Nest) -> tuple[list[str], Nest]:
         raise DataError(
             "from_tensor_slices: expected arrays, or datasets of an h5py file, got both; read the small ones by [:]."
         )
-    files = sorted({os.path.abspath(leaf.file.filename) for leaf in leaves(nest)})
+    files = sorted({os.path.realpath(leaf.file.filename) for leaf in leaves(nest)})
     if len(files) > 1:
         raise DataError(f"from_tensor_slices: expected datasets of one file, got {files}; zip two datasets.")
     return files, map_nest(lambda leaf: leaf.name, nest)
@@ -122,7 +127,7 @@ class Hdf5Source(RowSource):
 
     def describe(self) -> Description:
         """Return the files with their size and time of change, the names in them and their rows."""
-        stats = [(os.path.abspath(path), os.stat(path)) for path in self._paths]
+        stats = [(os.path.realpath(path), os.stat(path)) for path in self._paths]
         files = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
         return {**super().describe(), "files": files, "datasets": repr(self._names)}
 

@@ -34,7 +34,7 @@ class RowFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
+        self._path = Path(path).absolute()  # the program may change its folder
         self._temporary: Path | None = None
         self._file: Any = None
         self._disk, self._descriptor = Disk(), -1

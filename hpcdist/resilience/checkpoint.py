@@ -216,7 +216,8 @@ class Checkpoint:
         for name, item in self._objects.items():
             if isinstance(item, MetricsFile):
                 item.resume(decode(index.state["objects"][name], from_array, []))
-        self.step, self.chosen_path = index.step, str(path)
+        self.step = index.step
+        self.chosen_path = str(Path(path).absolute())
         return index.step
 
     def write(self, path: str | os.PathLike[str]) -> None:
@@ -233,7 +234,8 @@ class Checkpoint:
 
         Cost: one copy of the arrays on the rank that writes, and the time to write them.
         """
-        path, image = Path(path), FileImage()
+        path = Path(path).absolute()  # the program may change its folder, or this be a thread
+        image = FileImage()
         self.make_equal()
         gathered = self.gather()
         with self.world.agreed(self.world.role_comm):

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from hpcdist.checkpoint.available_memory import available_bytes
@@ -99,7 +100,7 @@ class CheckpointManager:
         self._saver = Saver(self._world, Store(directory), self._retention, prepare)
         weakref.finalize(self, self._saver.release).atexit = False
         self.ledger = Ledger(self._saver.store)
-        self._fast_directory = fast_directory
+        self._fast_directory = None if fast_directory is None else Path(fast_directory).absolute()
         self._has_begun = self._is_behind = False
         self.latest_path: str | None = None
         self.note_saved(checkpoint.step)
@@ -137,7 +138,7 @@ class CheckpointManager:
             if self._is_writer:
                 self.ledger.try_again()
 
-    def _begin_fast_tier(self, directory: str | os.PathLike[str]) -> FastTier | None:
+    def _begin_fast_tier(self, directory: Path) -> FastTier | None:
         """Return this node's fast tier on its first rank, None on others."""
         if self._world.task.type not in ("chief", "worker"):  # an evaluator only reads
             return None

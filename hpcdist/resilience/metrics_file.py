@@ -59,7 +59,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], world: World | None = None, *, disk: Disk | None = None) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # the program may change its folder
         self._disk = disk or Disk()
         world = world or make_world()
         self._is_writer, self._timeout_s = world.is_chief, world.timeout_s

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hpcdist.checkpoint.durable import is_same
 from hpcdist.errors import UsageError, log
 from hpcdist.resilience.checkpoint import Checkpoint
 from hpcdist.resilience.manager import CheckpointManager
@@ -15,8 +16,8 @@ from hpcdist.runtime.process import call_when_done
 from hpcdist.strategy.base import Strategy
 from hpcdist.training.callbacks import Callback
 
-#: Folders in use by fits of this program.
-_used: set[str] = set()
+#: Resolved paths of the folders of this program's fits. On the chief alone, whose paths count.
+_used: list[Path] = []
 #: Of the runs that have ended, by their managers: what records the end of the program, and whether checkpoints go then.
 _ended: dict[CheckpointManager, tuple[PreemptionCheckpointHandler, bool]] = {}
 
@@ -53,7 +54,9 @@ class BackupAndRestore(Callback):
     ) -> None:
         if save_freq != "epoch" and (not isinstance(save_freq, int) or save_freq < 1):
             raise UsageError(f"BackupAndRestore: expected save_freq 'epoch' or steps, got {save_freq!r}; correct it.")
-        self._folder, self._save_freq, self._schedule = Path(backup_dir), save_freq, schedule
+        self._folder = Path(backup_dir).absolute()  # the program may change its folder
+        self._save_freq = save_freq
+        self._schedule = schedule
         self._deletes = delete_checkpoint
         self._manager: CheckpointManager | None = None
         self._handler: PreemptionCheckpointHandler | None = None
@@ -72,18 +75,15 @@ class BackupAndRestore(Callback):
             objects: what is saved, by name.
             callbacks: whose states are saved too.
         """
-        if str(self._folder) in _used:
-            raise UsageError(
-                f"BackupAndRestore: expected a folder for each fit of a program, got {self._folder} twice; a run that "
-                f"goes on would not know which one it belongs to."
-            )
         if type(self.model.strategy) is Strategy:
             raise UsageError(
                 "BackupAndRestore: expected a model made in strategy.scope(), whose random numbers and steps are "
                 "known, got one without a strategy; OneDeviceStrategy() will do."
             )
-        _used.add(str(self._folder))
         checkpoint = Checkpoint(**objects, callbacks=_States(callbacks))
+        with checkpoint.world.agreed(checkpoint.world.role_comm):
+            if checkpoint.world.is_chief:
+                _claim(self._folder)
         self._manager = CheckpointManager(checkpoint, self._folder / "checkpoints")
         every_steps = self._save_freq if isinstance(self._save_freq, int) else None
         schedule = self._schedule or SaveSchedule(every_steps=every_steps)
@@ -115,6 +115,22 @@ class BackupAndRestore(Callback):
             assert self._manager is not None, "in the block"
             assert self._handler is not None, "in the block"
             self._manager.save(self._handler.step, blocking=False)
+
+
+def _claim(folder: Path) -> None:
+    """Note that a fit of this program uses a folder.
+
+    Raises:
+        UsageError: if an earlier fit has used it, also by another name: a link, or a path relative to elsewhere.
+    """
+    for used_folder in _used:
+        if is_same(folder, used_folder):
+            also = "" if folder == used_folder else f", also as {used_folder}"
+            raise UsageError(
+                f"BackupAndRestore: expected a folder for each fit of a program, got {folder} twice{also}; give each "
+                f"fit its own, as a restart would not know which one a checkpoint belongs to."
+            )
+    _used.append(folder.resolve())
 
 
 class _States:

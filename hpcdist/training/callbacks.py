@@ -472,7 +472,9 @@ class CSVLogger(Callback):
     """
 
     def __init__(self, filename: str, separator: str = ",", append: bool = False) -> None:
-        self._path, self._separator, self.append = Path(filename), separator, append
+        self._path = Path(filename).absolute()  # the program may change its folder
+        self._separator = separator
+        self.append = append
         self._rows: list[dict[str, Any]] = []
 
     def on_train_begin(self, logs: Logs | None = None) -> None:

@@ -151,7 +151,8 @@ class Estimator:
     ) -> None:
         self.config, self.params, self._model_fn = config or RunConfig(), params, model_fn
         self.strategy = self.config.strategy()
-        self.model_dir = Path(model_dir or self.config.model_dir or self._temporary_folder())
+        folder = Path(model_dir or self.config.model_dir or self._temporary_folder())
+        self.model_dir = folder.absolute()  # the program may change its folder
         self._call = _TrainCall()
         self._n_calls = 0
         self._made: tuple[Model, Checkpoint] | None = None

@@ -66,15 +66,21 @@ class SidecarEvaluator:
         log_dir: Any = None,
         poll_s: float = 1.0,
     ) -> None:
-        self._model, self._folder, self._steps, self._most = model, Path(checkpoint_dir), steps, max_evaluations
-        self._callbacks, self._log_dir, self._poll_s = list(callbacks or []), log_dir and Path(log_dir), poll_s
+        self._model = model
+        self._folder = Path(checkpoint_dir).absolute()  # the program may change its folder
+        self._steps = steps
+        self._most = max_evaluations
+        self._callbacks = list(callbacks or [])
+        self._log_dir = None if log_dir is None else Path(log_dir).absolute()
+        self._poll_s = poll_s
         parts = data if isinstance(data, (tuple, list)) else (data,)
         model.require_compiled("SidecarEvaluator")
         with model.strategy.scope():
             self._batches = inputs.distribute(model.strategy, *parts, call="SidecarEvaluator")
         self.evaluations: list[dict[str, Any]] = self._earlier()
         self._n_earlier = len(self.evaluations)
-        self._seen = {(Path(one["path"]), int(one["saved_ns"])) for one in self.evaluations}  # a file may be replaced
+        #: Evaluated files: name in the folder, which may have several names, and time, as a file may be replaced.
+        self._seen = {(Path(entry["path"]).name, int(entry["saved_ns"])) for entry in self.evaluations}
         self._damaged: set[tuple[Path, int]] = set()
         self._writer: Any = None
 
@@ -92,7 +98,7 @@ class SidecarEvaluator:
                 code, is_finished = end_of_training(), self._is_finished()  # before the look: none comes after it then
                 found = self._next()
                 if found is not None:
-                    self._seen.add(found)
+                    self._seen.add((found[0].name, found[1]))
                     self._evaluate(*found)
                 elif code is not None:
                     sys.exit(code)
@@ -134,7 +140,9 @@ class SidecarEvaluator:
         """Return the newest checkpoint that is not damaged, with its time; None if it was evaluated, or without one."""
         whole = (one for one in self._newest_first() if one not in self._damaged)
         newest = next(whole, None)
-        return None if newest in self._seen else newest
+        if newest is None or (newest[0].name, newest[1]) in self._seen:
+            return None
+        return newest
 
     def _newest_first(self) -> list[tuple[Path, int]]:
         """Return the checkpoints, unverified, with their times, in the order of their names, or of their times."""

@@ -30,7 +30,8 @@ class TensorBoard(Callback):
             raise UsageError(
                 f"TensorBoard: expected update_freq 'epoch', 'batch' or steps, got {update_freq!r}; correct it."
             )
-        self._folder, self._every = Path(log_dir), steps
+        self._folder = Path(log_dir).absolute()  # the program may change its folder
+        self._every = steps
         self._writers: dict[str, Any] = {}
         self.n_steps = 0
 

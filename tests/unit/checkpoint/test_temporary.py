@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import hpcdist
+from hpcdist import Dataset
 from hpcdist.checkpoint import durable, temporary
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.data.row_writer import RowFile
-from hpcdist import Dataset
 
 SOURCE = Path(hpcdist.__file__).parent
 #: Begins to write a file, and waits to be killed.
@@ -133,7 +133,11 @@ def test_rows_and_caches_remove_what_their_killed_writers_left(tmp_path):
 def test_no_name_is_made_of_a_process_id():
     """Process ids repeat in containers and on other hosts. In /proc they name what they should."""
     found = []
-    for path in [*SOURCE.rglob("*.py"), *(SOURCE.parent / "slurm").glob("*.py"), *(SOURCE.parent / "jobs").glob("*.py")]:
+    for path in [
+        *SOURCE.rglob("*.py"),
+        *(SOURCE.parent / "slurm").glob("*.py"),
+        *(SOURCE.parent / "jobs").glob("*.py"),
+    ]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr) and "pid" in ast.unparse(node) and not is_for_people_or_proc(node):
                 found.append(f"{path.relative_to(SOURCE.parent)}:{node.lineno}: {ast.unparse(node)}")
