@@ -5,14 +5,16 @@ Source: keras/src/callbacks (Keras 3), whose decisions these are.
 
 import csv
 import difflib
+import io
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
+from hpcdist.checkpoint.read import read_text
 from hpcdist.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hpcdist")
 
 Logs = Mapping[str, float]
+#: Longest CSV file that is read again.
+_MAX_TABLE_BYTES = 1 << 30
 
 
 class Callback:
@@ -460,38 +464,59 @@ class LearningRateWarmup(Callback):
 
 
 class CSVLogger(Callback):
-    """Writes a line for each epoch to a CSV file, on the chief alone. A run that goes on writes none twice.
+    """Writes a line for each epoch to a CSV file, on the chief alone. A resumed run writes none twice.
+
+    Columns are "epoch", then the names of the first epoch's logs in alphabetical order, then later names. A value that
+    an epoch does not have is NA. A list is one field, such as "[0.5, 0.25]".
 
     Args:
         filename: path of the file.
-        separator: between values.
+        separator: one character between values.
         append: whether lines of earlier runs stay.
 
     Raises:
-        CheckpointError: when it cannot be written; at the end of the epoch.
+        UsageError: for another separator.
+        CheckpointError: if the file cannot be read when fit begins, or cannot be written at the end of an epoch.
+
+    Source: keras/src/callbacks/csv_logger.py (Keras 3), whose columns and fields these are.
     """
 
     def __init__(self, filename: str, separator: str = ",", append: bool = False) -> None:
+        if len(separator) != 1 or separator in '"\r\n':
+            raise UsageError(
+                f"CSVLogger: expected one character as separator, and no quote or line end, got {separator!r}; "
+                f"choose a comma, a semicolon or a tab."
+            )
         self._path = Path(filename).absolute()  # the program may change its folder
         self._separator = separator
         self.append = append
-        self._rows: list[dict[str, Any]] = []
+        self._columns = ["epoch"]
+        self._rows: list[dict[str, str]] = []
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Read the lines that stay."""
+        self._columns = ["epoch"]
         self._rows = []
-        if self.append and self.model.strategy.is_chief and self._path.exists():
+        if self.append:
             self._read()
 
     def _read(self) -> None:
-        with self._path.open(newline="") as file:
-            self._rows = list(csv.DictReader(file, delimiter=self._separator))
+        """Read the file, on the chief, if there is one."""
+        if not self.model.strategy.is_chief or not self._path.exists():
+            return
+        try:
+            table = read_text(self._path, _MAX_TABLE_BYTES)
+            self._columns, self._rows = _parse_table(table, self._separator)
+        except (OSError, ValueError, csv.Error) as error:
+            raise CheckpointError(
+                f"CSVLogger: expected a table that CSVLogger wrote in {self._path}, got {error}; move the file away, "
+                f"and the table begins anew."
+            ) from error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep the lines of the run that goes on: later ones come again."""
-        if self.model.strategy.is_chief and self._path.exists():
-            self._read()
-            self._rows = self._rows[: state["n_rows"]]
+        """Keep the lines of the run that resumes: later ones come again."""
+        self._read()
+        self._rows = self._rows[: state["n_rows"]]
 
     def state_dict(self) -> dict[str, Any]:
         """Return how many lines there are."""
@@ -499,16 +524,52 @@ class CSVLogger(Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         """Write the file with one more line, whole: a crash leaves the old one or the new one."""
-        self._rows.append({"epoch": epoch, **logs})
+        self._columns += sorted(name for name in logs if name not in self._columns)
+        self._rows.append({"epoch": str(epoch), **{name: _field_of(value) for name, value in logs.items()}})
         if not self.model.strategy.is_chief:
             return
-        names = list(dict.fromkeys(name for row in self._rows for name in row))
-        lines = [self._separator.join(names)]
-        lines += [self._separator.join(str(row.get(name, "")) for name in names) for row in self._rows]
         try:
             durable.make_folders(Disk(), self._path.parent)
-            durable.replace_text(Disk(), self._path, "\n".join(lines) + "\n")
+            durable.replace_text(Disk(), self._path, self._table())
         except OSError as error:
             raise CheckpointError(
                 f"CSVLogger: expected to write {self._path}, got {error.strerror}; choose another file."
             ) from error
+
+    def _table(self) -> str:
+        """Return the content of the file."""
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(
+            text, self._columns, restval="NA", extrasaction="ignore", delimiter=self._separator, lineterminator="\n"
+        )
+        writer.writeheader()
+        writer.writerows(self._rows)
+        return text.getvalue()
+
+
+def _field_of(value: Any) -> str:
+    """Return a value of the logs as the text of a field."""
+    is_list = isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "ndim", 1) > 0
+    if is_list:
+        items = ", ".join(str(item) for item in value)
+        return f'"[{items}]"'
+    return "" if value is None else str(value)
+
+
+def _parse_table(table: str, separator: str) -> tuple[list[str], list[dict[str, str]]]:
+    """Return the columns and the rows of a CSV file.
+
+    Raises:
+        ValueError: if it is no table of epochs.
+        csv.Error: likewise.
+    """
+    limit_before = csv.field_size_limit(_MAX_TABLE_BYTES)  # a list in the logs may be long
+    try:
+        reader = csv.DictReader(io.StringIO(table, newline=""), delimiter=separator)
+        columns = list(reader.fieldnames or ["epoch"])
+        rows = list(reader)
+    finally:
+        csv.field_size_limit(limit_before)
+    if columns[0] != "epoch" or any(None in row or None in row.values() for row in rows):
+        raise ValueError(f"columns {columns} and {len(rows)} rows, some of another length")
+    return columns, rows
