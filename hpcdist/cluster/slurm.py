@@ -5,6 +5,8 @@ differences: it keeps the zero padding of host names and Slurm's order of hosts,
 """
 
 import re
+import subprocess
+import time
 from collections.abc import Mapping
 
 from hpcdist.cluster.environment import read_environment
@@ -12,6 +14,8 @@ from hpcdist.cluster.resolvers import ClusterResolver
 from hpcdist.cluster.spec import ClusterSpec, Task
 from hpcdist.errors import ConfigurationError
 
+#: Longest wait for an answer of Slurm's controller.
+_ANSWER_S = 10.0
 _PART = re.compile(r"((?:[^,\[]|\[[^\]]*\])+)(?:,|$)")
 
 
@@ -35,6 +39,31 @@ def node_names(environ: Mapping[str, str]) -> tuple[str, ...]:
         return tuple(parse_hostlist(text)) if text else ()
     except ConfigurationError:
         return (text,)  # to tell it from another one, it need not be expanded
+
+
+def time_left_s(environ: Mapping[str, str]) -> float | None:
+    """Return how long Slurm lets this job run, in seconds; None outside Slurm, without a limit, or without an answer.
+
+    Cost: a request to Slurm's controller, of at most 10 s.
+    """
+    job = environ.get("SLURM_JOB_ID")
+    if not job:
+        return None
+    command = ["scontrol", "--oneliner", "show", "job", job]
+    try:
+        answer = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_ANSWER_S,
+            env={**environ, "SLURM_TIME_FORMAT": "%s"},
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    end = re.search(r"\bEndTime=(\d{1,11})\b", answer.stdout)
+    return None if end is None else float(end[1]) - time.time()
 
 
 def _expand(part: str) -> list[str]:

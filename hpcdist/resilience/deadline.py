@@ -5,6 +5,10 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+
+from hpcdist.background import BackgroundThread
+from hpcdist.resilience.running_clock import RunningClock
 
 #: Durations kept of each kind: only recent ones, as the cost of a step changes with the data.
 N_REMEMBERED = 500
@@ -108,18 +112,48 @@ def must_stop(left_s: float, step: Durations, save: Durations, n_saves: int = 1,
     return left_s <= needed_s(step, save, n_saves, call_s)
 
 
+class BatchEnd:
+    """Asks the batch system for the end of this job after each interruption: a pause may have moved it.
+
+    Not collective: the chief asks, in a thread.
+
+    Args:
+        clock: counts interruptions.
+        ask: returns the seconds that the batch system leaves this job; None if it does not say.
+    """
+
+    def __init__(self, clock: RunningClock, ask: Callable[[], float | None]) -> None:
+        self._clock = clock
+        self._ask = ask
+        self._n_seen = clock.n_interruptions
+        self._thread = BackgroundThread("hpcdist-batch-end")
+        self._answer: Future[float | None] | None = None
+
+    def new_left_s(self) -> float | None:
+        """Return the seconds left, once after an interruption when the answer has come; otherwise None."""
+        self._clock.look()
+        if self._answer is None and self._clock.n_interruptions != self._n_seen:
+            self._n_seen = self._clock.n_interruptions
+            self._answer = self._thread.submit(self._ask)
+        if self._answer is None or not self._answer.done():
+            return None
+        left_s = self._answer.result()
+        self._answer = None
+        return left_s
+
+
 class Deadline:
     """The time at which the job will be ended, and the work that must fit in before it.
 
     Args:
         end: in seconds of `clock`.
         step, save: measured durations, which the caller keeps adding to. A save includes its read-back.
-        clock: seconds since 1970, as batch systems report the end.
+        clock: seconds in which the job runs, see `RunningClock`; not the time of day, which may be set.
         n_saves: returns the number of saves at the end: 2 if an earlier one must finish first.
         calls: uninterrupted calls that may take the place of a step; also kept up to date by the caller.
 
     Attributes:
-        end: see above; may be moved if the batch system changes the time limit.
+        end: see above; moved when the batch system reports another end.
         step, save, n_saves, calls: see above.
     """
 
@@ -128,7 +162,7 @@ class Deadline:
         end: float,
         step: Durations,
         save: Durations,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
         n_saves: Callable[[], int] = lambda: 1,
         calls: Calls | None = None,
     ) -> None:

@@ -1,6 +1,7 @@
 """PreemptionCheckpointHandler: on a stop request the job saves and exits with code 75; run again, it resumes."""
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -11,13 +12,15 @@ from types import TracebackType
 from typing import Any
 
 from hpcdist.cluster.environment import job_end, launcher_of, read_environment
+from hpcdist.cluster.slurm import time_left_s
 from hpcdist.diagnostics.logs import FailureLog, log_file
 from hpcdist.errors import AttemptReplaced, CheckpointError, DesyncError, ExitCode, UsageError, log
 from hpcdist.resilience.agreement import Agreement
 from hpcdist.resilience.attempt import RunAttempt
 from hpcdist.resilience.checkpoint import Checkpoint
-from hpcdist.resilience.deadline import Calls, Deadline, Durations
+from hpcdist.resilience.deadline import BatchEnd, Calls, Deadline, Durations
 from hpcdist.resilience.manager import CheckpointManager
+from hpcdist.resilience.running_clock import RunningClock
 from hpcdist.resilience.saves import AttemptSaves
 from hpcdist.resilience.schedule import SaveSchedule
 from hpcdist.resilience.step_times import begin_step_times
@@ -38,7 +41,7 @@ class PreemptionCheckpointHandler:
     `time_limit_s`, a file named `stop` in the run folder (the parent of the checkpoints' folder), or a call of `stop`.
     It takes effect between two steps: when a distributed dataset is asked for its next batch (in evaluation too), when
     `run` is called with no batch taken since the last step, and in `poll`. All ranks must reach these points equally
-    often. If the time left is too short for a save, none is begun: the last one counts.
+    often. If the time left seems too short for a save, one is tried, and the end is recorded before it is done.
 
     Code after an interrupted loop does not run in this attempt. Pass work that must not be interrupted as a whole: an
     evaluation to `evaluate`; to `run` the backward passes that accumulate gradients for one optimizer step, as no
@@ -90,9 +93,14 @@ class PreemptionCheckpointHandler:
         if save_every_steps is not None:
             schedule = replace(schedule, every_steps=save_every_steps)
         self._attempt = RunAttempt(self._world, self._manager, knows_progress=self._config.save_fn is None)
-        self._saves = AttemptSaves(self._manager, self._attempt, schedule, self._config.save_fn)
-        self._step_times, self._calls = Durations(), Calls()
-        self.deadline = self._make_deadline(time_limit_s)
+        self._clock = RunningClock()
+        self._saves = AttemptSaves(self._manager, self._attempt, schedule, self._config.save_fn, self._clock)
+        self._step_times = Durations()
+        self._calls = Calls(self._clock)
+        self._program_left_s = None if time_limit_s is None or time_limit_s > _FAR_S else time_limit_s
+        self._program_end_s = None if self._program_left_s is None else self._clock() + self._program_left_s
+        self._batch_end: BatchEnd | None = None
+        self.deadline = self._make_deadline()
         self._attempt.begin()
         if isinstance(self._world.step_flags.requester, PreemptionCheckpointHandler):
             self._world.step_flags.requester.close()
@@ -105,15 +113,39 @@ class PreemptionCheckpointHandler:
             self._flag.close()
             raise
 
-    def _make_deadline(self, time_limit_s: float | None) -> Deadline | None:
-        self._program_end = None if time_limit_s is None or time_limit_s > _FAR_S else time.time() + time_limit_s
-        ends = [job_end(read_environment()), self._program_end]
-        known = [end for end in ends if end is not None]
-        return self._deadline_at(min(known)) if known else None
+    def _make_deadline(self) -> Deadline | None:
+        """Return the deadline of the batch job or of the program, whichever comes first; None without one."""
+        environ = read_environment()
+        batch_end = job_end(environ)
+        ends = [] if self._program_end_s is None else [self._program_end_s]
+        if batch_end is not None:
+            ends.append(self._clock() + batch_end - time.time())
+            if self._world.is_chief:
+                self._batch_end = BatchEnd(self._clock, functools.partial(time_left_s, environ))
+        if not ends:
+            return None
+        self._clock.start()
+        return self._deadline_at(min(ends))
 
-    def _deadline_at(self, end: float) -> Deadline:
-        times = (self._step_times, self._saves.times)
-        return Deadline(end, *times, n_saves=lambda: self._saves.n_at_end(self.step), calls=self._calls)
+    def _deadline_at(self, end_s: float) -> Deadline:
+        """Return the deadline at a time of the clock of this handler."""
+        return Deadline(
+            end_s,
+            self._step_times,
+            self._saves.times,
+            self._clock,
+            n_saves=lambda: self._saves.n_at_end(self.step),
+            calls=self._calls,
+        )
+
+    def _follow_batch_end(self) -> None:
+        """Move the deadline, on the chief, if the job was suspended or the clock was set, and Slurm reports its end."""
+        left_s = None if self._batch_end is None else self._batch_end.new_left_s()
+        if left_s is None or self.deadline is None:
+            return
+        end_s = self._clock() + left_s
+        self.deadline.end = end_s if self._program_end_s is None else min(end_s, self._program_end_s)
+        self._log(f"the job was suspended, or the clock was set: {self.deadline.describe()}")
 
     def _begin(self) -> None:
         """Restore the latest checkpoint and start to act on requests."""
@@ -123,7 +155,7 @@ class PreemptionCheckpointHandler:
             self._attempt.refused(error)
             raise
         self._attempt.renew()
-        self._manager.begin_config(self._program_end)
+        self._manager.begin_config(None if self._program_left_s is None else time.time() + self._program_left_s)
         call_on_uncaught(FailureLog(log_file(self._attempt.folder / "logs", self._world), self._world).write)
         self._first_step = self._manager.checkpoint.step
         self._times = begin_step_times(
@@ -134,7 +166,7 @@ class PreemptionCheckpointHandler:
         self._countdown: Deadline | None = None
         self._is_counting_down = self._knows_of_end = False
         self._agreement = Agreement(self._world, self.requested)
-        self._polled_at = time.monotonic()
+        self._polled_at = self._clock()
         self._step_at_poll = self.step
         self._saves.begin(self.step, is_restored=self.restored_path is not None)
         self._world.step_flags.attach(self)
@@ -202,7 +234,7 @@ class PreemptionCheckpointHandler:
         with self._steps.evaluation(), self._busy():
             result = fn(*args, **kwargs)
         if self.step > self._first_step:  # else a call of half the time limit would prevent every step
-            self._calls.add(time.monotonic() - self._polled_at)  # including the time between the last poll and the call
+            self._calls.add(self._clock() - self._polled_at)  # including the time between the last poll and the call
         self._is_long_since, self._is_polled = True, False
         return result
 
@@ -251,6 +283,7 @@ class PreemptionCheckpointHandler:
         """Return this rank's request to all ranks after the step. Not collective."""
         if self._is_done:
             return Request.NONE
+        self._follow_batch_end()
         must_stop = self._is_end_near if self._is_counting_down else self._is_end_near or self._flag.reason is not None
         is_late = (
             self._world.is_chief and not self._saves_no_more and (self._saves.is_late(self.step) or self._needs_measure)
@@ -313,7 +346,7 @@ class PreemptionCheckpointHandler:
                     self._saves.copy(self.step)
         if self._times is not None:
             self._log_pace(self._times.leave())
-        self._polled_at = time.monotonic()
+        self._polled_at = self._clock()
 
     def _log_pace(self, pace: str | None) -> None:
         """Log where the time goes, on the chief, where there is something to say."""
@@ -337,7 +370,7 @@ class PreemptionCheckpointHandler:
         """Return whether a step was made since the last poll, and record its duration."""
         has_stepped, self._step_at_poll = self.step > self._step_at_poll, self.step
         if has_stepped:
-            self._step_times.add(time.monotonic() - self._polled_at)
+            self._step_times.add(self._clock() - self._polled_at)
         return has_stepped
 
     def _leave_after_training(self) -> None:
@@ -367,14 +400,20 @@ class PreemptionCheckpointHandler:
             return
         self._is_done = True
         is_too_late = self._agreement.any_rank(self._is_too_late)  # the chief knows what a save costs
-        if not is_too_late and not self._saves_no_more:
+        last_step = self._manager.saved_step
+        if is_too_late and not self._saves_no_more and not self._agreement.any_rank(self._manager.is_saving):
+            self._saves.try_to_save(self.step, *args, **kwargs)
+        elif not is_too_late and not self._saves_no_more:
             self._saves.save(self.step, True, *args, **kwargs)
+            last_step = self.step
         self._remove_stop_file()
         is_excused = (
             reason.startswith("SIGTERM ") and not is_urgent
         )  # preempted: not the deadline, nor a person's request
-        code, why = self._attempt.stopped(reason, self._manager.saved_step, is_excused, is_too_late)
-        saved = "too late for a save: the last one is step " + str(self._manager.saved_step) if is_too_late else "saved"
+        code, why = self._attempt.stopped(reason, last_step, is_excused, is_too_late)
+        saved = "saved"
+        if is_too_late:
+            saved = f"too late for a save, which it tries; the last one is step {last_step}"
         self._log(f"{reason}: stopped after step {self.step}, {saved} in {self._manager.directory}")
         if code is ExitCode.DO_NOT_REQUEUE:
             self._log(f"do not run again: {why}; allow time for a save, or look at what takes so long")
@@ -387,8 +426,8 @@ class PreemptionCheckpointHandler:
     def _count_down(self, grace_s: float) -> None:
         self._is_counting_down = True
         if self._flag.since is not None:
-            end = time.time() + grace_s - (time.monotonic() - self._flag.since)
-            self._countdown = self._deadline_at(end)
+            since_s = time.monotonic() - self._flag.since
+            self._countdown = self._deadline_at(self._clock() + grace_s - since_s)
 
     def _remove_stop_file(self) -> None:
         """Remove the stop file, so that the next attempt runs."""
@@ -418,6 +457,7 @@ class PreemptionCheckpointHandler:
     def close(self) -> None:
         """Stop acting on requests, and reinstall the earlier signal handlers. Not collective."""
         self._flag.close()
+        self._clock.stop()
         self._world.step_flags.detach(self)
         if self._times is not None:
             self._times.arrive(self.step)  # of a loop that has not polled since its last step

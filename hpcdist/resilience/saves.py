@@ -18,6 +18,7 @@ class AttemptSaves:
         attempt: records the first checkpoint.
         schedule: when to save, copy and compare.
         save_fn: the user's function that saves in place of the manager, or None.
+        clock: seconds in which the job runs.
 
     Attributes:
         times: durations of saves, read-back included: the first save on all ranks, every save on the chief.
@@ -29,11 +30,13 @@ class AttemptSaves:
         attempt: RunAttempt,
         schedule: SaveSchedule,
         save_fn: Callable[..., Any] | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._manager = manager
         self._attempt = attempt
         self._schedule = schedule
         self._save_fn = save_fn
+        self._clock = clock
         self.times, self._stalls = Durations(), Durations()
         self.begin(0, is_restored=False)
 
@@ -122,6 +125,26 @@ class AttemptSaves:
         elif self._save_fn is None:
             self._manager.save(step, if_changed=True, check_interval=False)
 
+    def try_to_save(self, step: int, *args: Any, **kwargs: Any) -> None:
+        """Begin a last save for which the time may be too short, and do not wait for it.
+
+        The program's exit waits, as long as the batch system lets it.
+
+        Collective: chief and workers. Raises as `save`.
+
+        Args:
+            step: steps so far.
+            args: passed to `save_fn` or, after the step, to `manager.save`.
+            kwargs: likewise.
+        """
+        if self._is_saved(step):
+            return
+        if self._save_fn is not None:
+            self._save_fn(*args, **kwargs)
+            self._manager.note_saved(step)
+        else:
+            self._manager.save(step, *args, **{"blocking": False, "check_interval": False, **kwargs})
+
     def save(self, step: int, is_last: bool, *args: Any, in_memory: bool = False, **kwargs: Any) -> None:
         """Save, unless this step is saved. The first save waits for the disk, to measure the cost of a save.
 
@@ -142,9 +165,10 @@ class AttemptSaves:
         """
         if self._is_saved(step):
             return
-        started, is_first = time.monotonic(), not self._has_saved
+        started = self._clock()
+        is_first = not self._has_saved
         self._compare_before_save(step)
-        compare_s = time.monotonic() - started
+        compare_s = self._clock() - started
         if self._save_fn is not None:
             self._save_fn(*args, **kwargs)
             self._manager.note_saved(step)
@@ -153,11 +177,12 @@ class AttemptSaves:
         else:
             options = {"blocking": is_last or is_first, "in_memory": in_memory, "check_interval": False, **kwargs}
             self._manager.save(step, *args, **options)
-        self._has_saved, stall_s = True, time.monotonic() - started
+        self._has_saved = True
+        stall_s = self._clock() - started
         if is_first or not self._attempt.has_progress:
             self._attempt.committed(step)
         if is_first:
-            self.times.add(time.monotonic() - started)  # `committed` has waited for the read-back
+            self.times.add(self._clock() - started)  # `committed` has waited for the read-back
         elif self._manager.last_save_s is not None:  # of the last save that was read back
             self.times.add(compare_s + self._manager.last_save_s)
         if not is_last:

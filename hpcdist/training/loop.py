@@ -52,6 +52,7 @@ class Position:
         logs: of its steps, once these are done.
         step_logs: means of what the last step, or test step, has returned that is no metric, where an earlier run made
             it.
+        has_begun_test: whether its validation has begun.
         test_step: batches of its validation.
         is_over: whether `stop_training` has ended fit.
 
@@ -68,7 +69,8 @@ class Position:
         self.epoch = epoch
         self.step_logs: dict[str, float] = {}
         self.step = self.test_step = 0
-        self.has_begun = self.is_validating = self.is_over = False
+        self.has_begun = self.has_begun_test = False
+        self.is_validating = self.is_over = False
         self.logs: dict[str, Any] = {}
 
     def count_step(self, returned: Any) -> None:
@@ -97,7 +99,7 @@ class Position:
         """Move to the start of the next epoch."""
         self.epoch += 1
         self.step = self.test_step = 0
-        self.has_begun = self.is_validating = False
+        self.has_begun = self.has_begun_test = self.is_validating = False
         self.logs, self._last, self.step_logs = {}, None, {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -369,7 +371,9 @@ def _evaluate(
         call: calls a hook of all callbacks.
         position: counts the batches.
     """
-    call("on_test_begin")
+    if not position.has_begun_test:
+        call("on_test_begin")
+        position.has_begun_test = True
     local = LocalLogs(model)
     left = None if steps is None else steps - position.test_step
     with model.evaluating(), _dropping_last(batches):

@@ -111,6 +111,24 @@ def test_the_end_of_the_batch_job(launch, tmp_path):
     assert job.log.read_text().count("hpcdist: job ends at ") == 1
 
 
+@pytest.mark.slow
+@pytest.mark.feature("checkpoints.stop-before-the-time-limit")
+def test_a_job_that_was_suspended_beyond_its_end_trains_on(launch, tmp_path):
+    """Its time of day is over when it wakes up, and its time to run is not: it saves when that is over."""
+    job = launch(environ={"SLURM_JOB_END_TIME": str(int(time.time()) + 40)}, epochs=10**6)
+    in_training(job)
+    pids = job.ranks()
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(45)
+    n_before = job.log.read_text().count("epoch ")
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    job.wait_until(lambda: job.log.read_text().count("epoch ") > n_before + 20)
+    stopped_well(job, tmp_path / "run", "deadline")
+    assert "too late for a save" not in job.log.read_text()
+
+
 HANDLERS = """
 import signal, sys, time
 import torch

@@ -1,6 +1,5 @@
 """PreemptionCheckpointHandler: one rank is asked, all save after the same step and leave; the next attempt resumes."""
 
-import functools
 import gc
 import json
 import os
@@ -16,6 +15,7 @@ from torch import nn
 
 import hpcdist
 from hpcdist.checkpoint.read import CheckpointFile
+from hpcdist.checkpoint.store import Store
 from hpcdist.child_processes import STOP_SIGNALS
 from hpcdist.errors import CheckpointMismatch, DesyncError, ExitCode, NoProgressError, UsageError
 from hpcdist.resilience.deadline import MIN_SLACK_S, Deadline
@@ -372,8 +372,10 @@ def advance(monkeypatch):
     def move(seconds):
         ahead_s[0] += seconds
 
-    with_clock = functools.partial(Deadline, clock=lambda: time.time() + ahead_s[0])
-    monkeypatch.setattr("hpcdist.resilience.preemption.Deadline", with_clock)
+    def ahead(end_s, step, save, clock, **options):
+        return Deadline(end_s, step, save, lambda: clock() + ahead_s[0], **options)
+
+    monkeypatch.setattr("hpcdist.resilience.preemption.Deadline", ahead)
     return move
 
 
@@ -385,6 +387,11 @@ def test_a_deadline(comm, shared_path, make_job, capfd, advance):
     assert 36 <= job.handler.step <= 41
     assert decision(comm, shared_path)["reason"] == "deadline"
     assert len(list(shared_path.rglob("step-*.h5"))) == 2, "a first save was made to know what one costs"
+
+
+def let_end_in(job, seconds):
+    """Move the deadline of a job."""
+    job.handler.deadline.end += seconds - job.handler.deadline.left_s
 
 
 @pytest.mark.parametrize("is_in_run", [False, True])
@@ -401,24 +408,32 @@ def test_the_deadline_leaves_time_for_one_more_evaluation(comm, shared_path, mak
     assert job.handler.deadline.calls.longest_s == 0.0, "calls that are steps have their p99"
     job.handler.evaluate(time.sleep, 3)
     train(1)
-    job.handler.deadline.end = time.time() + MIN_SLACK_S + 2.9
+    let_end_in(job, MIN_SLACK_S + 2.9)
     assert stopped(comm, lambda: train(1)) == 75
     assert decision(comm, shared_path)["reason"] == "deadline"
 
 
 @pytest.mark.feature("checkpoints.stop-before-the-time-limit", "complaints.time-to-save")
-def test_a_save_that_cannot_fit_is_not_begun(comm, shared_path, make_job, capfd):
-    """A job that is ended in the middle of it is not run again on every site."""
+def test_a_save_that_may_not_fit_is_tried_and_not_waited_for(comm, shared_path, make_job, capfd, monkeypatch):
+    """A job that is ended in the middle of it has said before that it is to run again."""
     job = make_job(time_limit_s=600)
     job.train(1, lambda step: job.manager.save(step) if step == 3 else None)
     job.handler.deadline.save.add(200)
-    job.handler.deadline.end = time.time() + 100
+    let_end_in(job, 100)
+    writes = threading.Event()
+    if comm.rank == 0:
+        commit = Store.commit
+        monkeypatch.setattr(Store, "commit", lambda *arguments: writes.wait(60) and commit(*arguments))
     assert stopped(comm, lambda: job.train(2)) == 75
     assert job.handler.step > 3
     told = decision(comm, shared_path)
-    assert (told["decision"], told["step"]) == ("requeue", 3)
-    assert hpcdist.latest_checkpoint(job.manager.directory).endswith("step-00000003-0001.h5")
-    too_late = "too late for a save: the last one is step 3 in "
+    assert (told["decision"], told["step"]) == ("requeue", 3), "a kill now loses nothing that was saved"
+    writes.set()
+    job.manager.wait()
+    assert decision(comm, shared_path)["step"] == job.handler.step
+    newest = hpcdist.latest_checkpoint(job.manager.directory)
+    assert newest.endswith(f"step-{job.handler.step:08d}-0001.h5")
+    too_late = "too late for a save, which it tries; the last one is step 3 in "
     assert capfd.readouterr().err.count(too_late) == (1 if comm.rank == 0 else 0)
 
 
@@ -428,7 +443,7 @@ def test_a_deadline_that_comes_near_in_an_evaluation_lets_no_step_begin(comm, ma
     job.train(1)
 
     def evaluate():
-        job.handler.deadline.end = time.time() + MIN_SLACK_S
+        let_end_in(job, MIN_SLACK_S)
 
     job.handler.evaluate(evaluate)
     before = job.handler.step

@@ -65,6 +65,27 @@ def test_preempted_again_and_again_it_ends_with_the_same_bits(folder, submit, pr
     )
 
 
+@pytest.mark.feature("checkpoints.stop-before-the-time-limit")
+@pytest.mark.slow
+def test_a_job_that_slurm_suspends_beyond_its_end_trains_on(slurm, submit, options, unbroken):
+    """Slurm moves the end of a job that it suspends; SLURM_JOB_END_TIME stays, and the job asks for the new end."""
+    job = submit(
+        "train",
+        *options,
+        sbatch=("--time=1", "--signal=URG@1"),
+        environ={"PROBE_PACE_S": "0.05", "LIMIT_MARGIN_S": "5"},
+    )
+    job.wait_for_training()
+    slurm.client("scontrol", "suspend", job.id)
+    job.wait_for("a suspension", lambda: job.state == "SUSPENDED")
+    time.sleep(65)
+    slurm.client("scontrol", "resume", job.id)
+    job.wait_for_text("the job was suspended, or the clock was set: job ends at", 1, 30)
+    job.finish()
+    assert job.final_state() == unbroken
+    assert job.n_restarts == 0, job.log
+
+
 @pytest.mark.feature("checkpoints.elastic-ranks")
 @pytest.mark.sweep
 def test_a_job_that_lost_a_node_resumes_in_its_allocation(slurm, submit, options, unbroken):
