@@ -110,7 +110,8 @@ class GradientEngine:
         self._broadcast_already: IdentitySet[Tensor] = IdentitySet()
         self._own_sums: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._shapes: frozenset[torch.Size] = frozenset()
-        self._forward_handle: torch_hooks.Handle | None = None
+        #: Ends the watch for the next forward when it is called, or when this object is gone.
+        self._end_forward_watch: weakref.finalize[[], GradientEngine] | None = None
         self._has_warned = False
         self._hook_name: str | None = None
         #: Of the group, and of its communication thread, when the last part of a batch came.
@@ -154,7 +155,7 @@ class GradientEngine:
     @property
     def has_plan(self) -> bool:
         """Whether every module of the scope is planned, so that no forward will plan again."""
-        return self._forward_handle is None
+        return self._end_forward_watch is None
 
     def has_made(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a parameter made in the scope, or a buffer of a module built there."""
@@ -162,11 +163,11 @@ class GradientEngine:
 
     def _plan_at_next_forward(self) -> None:
         """Prepare at the next forward of a managed module. Modules keep the engine alive until then."""
-        if self._forward_handle is None:
+        if self._end_forward_watch is None:
             for module in self.modules:
                 self._engines[module] = self
-            self._forward_handle = torch_hooks.before_any_forward(functools.partial(_prepare_engine, self._engines))
-            weakref.finalize(self, self._forward_handle.remove)
+            handle = torch_hooks.before_any_forward(functools.partial(_prepare_engine, self._engines))
+            self._end_forward_watch = weakref.finalize(self, handle.remove)
 
     def prepare_run(self, batch: Any) -> None:
         """Do what `prepare` does; draw random numbers by replica from the first call on, with or without a model.
@@ -192,10 +193,10 @@ class GradientEngine:
             DesyncError, ConfigurationError: on every rank alike, when the models differ or cannot be summed.
         """
         is_in_backward = torch_hooks.backward_id() != -1  # activation checkpointing runs a forward again
-        if self._forward_handle is None or is_in_backward:
+        if self._end_forward_watch is None or is_in_backward:
             return
-        self._forward_handle.remove()
-        self._forward_handle = None
+        self._end_forward_watch()
+        self._end_forward_watch = None
         self._engines.clear()
         plan = self._agreed_plan()
         sharded = self._sharded_optimizers(plan)

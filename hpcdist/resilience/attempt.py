@@ -4,14 +4,91 @@ import logging
 import threading
 from pathlib import Path
 
-from hpcdist.errors import CheckpointError, CheckpointMismatch, DesyncError, ExitCode, NoProgressError
+from hpcdist.checkpoint.store import Store
+from hpcdist.errors import (
+    AttemptReplaced,
+    CheckpointError,
+    CheckpointMismatch,
+    DesyncError,
+    ExitCode,
+    NoProgressError,
+    log,
+)
 from hpcdist.resilience.decision import Decision, DecisionFile, decide, has_progress, without_progress
-from hpcdist.resilience.ledger import Launch
+from hpcdist.resilience.ledger import Launch, Ledger
 from hpcdist.resilience.manager import CheckpointManager
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.world import World
 
 logger = logging.getLogger("hpcdist")
+
+
+class RunRecord:
+    """Writes `decision.json` of a run from its ledger. It holds no model, buffer or thread. Chief only.
+
+    Args:
+        store: the folder of the checkpoints, with this attempt's number once it has begun.
+        is_counted: whether attempts without progress end the run.
+        job: id of the batch job; None outside of one.
+
+    Attributes:
+        file: decision.json, in the folder above.
+    """
+
+    def __init__(self, store: Store, is_counted: bool, job: str | None) -> None:
+        self._store = store
+        self._ledger = Ledger(store)
+        self._is_counted = is_counted
+        self._job = job
+        self._writing = threading.Lock()  # the saver's thread writes too
+        self.file = DecisionFile(store.path.parent)
+
+    def end(self, how: str, reason: str) -> None:
+        """Record how the attempt ends; see `Ledger.end`."""
+        self._ledger.end(how, reason)
+
+    def write(self, step: int | None) -> Decision:
+        """Write the decision that follows from the ledger, and return it.
+
+        Args:
+            step: step of the last checkpoint; default: the last that an attempt is known to have reached.
+
+        Raises:
+            AttemptReplaced: if a later attempt has begun.
+            CheckpointError: if it cannot be written.
+        """
+        with self._writing:
+            self._store.check_current(has_time=True)
+            attempts = self._ledger.attempts()
+            decision = decide(attempts, self._is_counted)
+            if step is None and attempts[-1].reached_step >= 0:
+                step = attempts[-1].reached_step
+            n_without_progress = len(without_progress(attempts))
+            facts = {
+                "attempt": self._store.attempt,
+                "attempts_without_progress": n_without_progress,
+                "job": self._job,
+            }
+            self.file.write(decision, step, **facts)
+            return decision
+
+    def finish(self, step: int) -> None:
+        """Record that the run is finished, unless a later attempt has begun. A failure is logged.
+
+        Args:
+            step: step of the last checkpoint.
+        """
+        try:
+            self.end("finished", "the program has finished")
+            self.write(step)
+        except AttemptReplaced:
+            return  # the later attempt records what follows
+        except CheckpointError as error:
+            log(str(error))
+
+    def remove_checkpoints(self) -> None:
+        """Remove all checkpoints, of a run that is not to be resumed. A failed removal is logged."""
+        self._store.remove_all()
 
 
 class RunAttempt:
@@ -28,6 +105,7 @@ class RunAttempt:
 
     Attributes:
         folder: the run folder.
+        record: decision.json.
         has_progress: whether the attempt is known to have made progress, or it does not matter; equal on all ranks.
     """
 
@@ -35,10 +113,9 @@ class RunAttempt:
         self._world = world
         self._manager = manager
         self.folder = Path(manager.directory).parent
-        self._file = DecisionFile(self.folder)
-        self._writing = threading.Lock()
         self._launch = Launch.of_this_process()
         self._is_counted = knows_progress and self._launch.job is not None
+        self.record = RunRecord(manager.store, self._is_counted, self._launch.job)
         self._warns = knows_progress and not self._is_counted
         self.has_progress = not knows_progress
 
@@ -52,7 +129,7 @@ class RunAttempt:
         is_new_try = False
         with self._world.agreed(self._world.role_comm):
             if self._world.is_chief:
-                is_new_try = not self._file.is_there()
+                is_new_try = not self.record.file.is_there()
                 if not is_new_try:
                     self._manager.ledger.refresh()
                     self._require_progress()
@@ -70,14 +147,14 @@ class RunAttempt:
                 self._manager.ledger.end("refused", decision.reason)
             raise NoProgressError(
                 f"PreemptionCheckpointHandler: expected attempts that make progress, got {decision.reason}; fix what "
-                f"ends them, then remove {self._file.path} to try again."
+                f"ends them, then remove {self.record.file.path} to try again."
             )
         n_earlier = len(without_progress(attempts)) - 1
         if self._warns and n_earlier >= 3:
             logger.warning(
                 "%d attempts in a row made no progress: as a batch job this one would not start, unless you remove %s.",
                 n_earlier,
-                self._file.path,
+                self.record.file.path,
             )
 
     def renew(self) -> None:
@@ -88,7 +165,7 @@ class RunAttempt:
         """
         with self._world.agreed(self._world.role_comm):
             if self._world.is_chief:
-                self._write(None)
+                self.record.write(None)
 
     def refused(self, error: CheckpointError) -> None:
         """Note that this attempt failed to restore, or that its checkpoint is of another program.
@@ -109,13 +186,13 @@ class RunAttempt:
         is_reached = False
         with self._world.agreed(self._world.role_comm):
             if self._world.is_chief:
-                self._write(step)
+                self.record.write(step)
                 is_reached = has_progress(self._manager.ledger.attempts()[-1])
         self.has_progress = self._any(is_reached) or self.has_progress
 
     def _note_commit(self, step: int) -> None:
         """Write the decision again after a commit: it tells the step of the last checkpoint."""
-        self._write(step)
+        self.record.write(step)
 
     def _any(self, is_true: bool) -> bool:
         """Return whether something holds on any rank. Collective: chief and workers."""
@@ -155,7 +232,7 @@ class RunAttempt:
         decision = None
         with self._world.agreed(self._world.role_comm):
             if self._world.is_chief:
-                decision = self._write(step)
+                decision = self.record.write(step)
         return decision
 
     def record_desync(self, error: DesyncError) -> None:
@@ -169,36 +246,15 @@ class RunAttempt:
     def _try_to_end(self, how: str, reason: str) -> None:
         try:
             self._manager.ledger.end(how, reason)
-            self._write(None)
+            self.record.write(None)
         except CheckpointError as unwritten:
             logger.warning("%s", unwritten)
 
     def record_end(self, step: int) -> None:
         """Record, while this rank exits, that the program has finished, unless a later attempt has begun.
 
-        Removes copies in memory. Not collective.
-
-        Raises:
-            CheckpointError: as `stopped`.
+        Removes copies in memory. Not collective. A failure is logged.
         """
         self._manager.forget_copies()
         if self._world.is_chief:
-            self._manager.ledger.end("finished", "the program has finished")
-            self._write(step)
-
-    def _write(self, step: int | None) -> Decision:
-        """Write what follows from the ledger.
-
-        Args:
-            step: step of the last checkpoint; default: the last that an attempt is known to have reached.
-        """
-        with self._writing:  # the saver's thread writes too
-            self._manager.check_current()
-            attempts = self._manager.ledger.attempts()
-            decision = decide(attempts, self._is_counted)
-            if step is None and attempts[-1].reached_step >= 0:
-                step = attempts[-1].reached_step
-            n = len(without_progress(attempts))
-            facts = {"attempt": self._manager.attempt, "attempts_without_progress": n, "job": self._launch.job}
-            self._file.write(decision, step, **facts)
-            return decision
+            self.record.finish(step)

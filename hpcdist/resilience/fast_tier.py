@@ -50,9 +50,9 @@ class FastTier:
         is_kept: whether copies are made: False after the first failure, or `stop`.
     """
 
-    def __init__(self, directory: Path, name: str, attempt: int) -> None:
+    def __init__(self, directory: str | os.PathLike[str], name: str, attempt: int) -> None:
         name = re.sub(r"\W", "-", name)  # a part was read from a file, which may hold any characters
-        self._path = directory / f"{_PREFIX}-{os.getuid()}-{name}"
+        self._path = Path(directory).absolute() / f"{_PREFIX}-{os.getuid()}-{name}"
         self._disk = Disk()
         self._store = Store(self._path, self._disk)
         self.is_kept = True

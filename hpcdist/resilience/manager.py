@@ -153,6 +153,11 @@ class CheckpointManager:
         return FastTier(directory, f"{job}-{run_id}", int(attempt))
 
     @property
+    def store(self) -> Store:
+        """The files of the checkpoints' folder; the chief alone writes there."""
+        return self._saver.store
+
+    @property
     def directory(self) -> str:
         """The checkpoints' folder."""
         return str(self._saver.store.path)

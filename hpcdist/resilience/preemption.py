@@ -14,9 +14,9 @@ from typing import Any
 from hpcdist.cluster.environment import job_end, launcher_of, read_environment
 from hpcdist.cluster.slurm import time_left_s
 from hpcdist.diagnostics.logs import FailureLog, log_file
-from hpcdist.errors import AttemptReplaced, CheckpointError, DesyncError, ExitCode, UsageError, log
+from hpcdist.errors import CheckpointError, DesyncError, ExitCode, UsageError, log
 from hpcdist.resilience.agreement import Agreement
-from hpcdist.resilience.attempt import RunAttempt
+from hpcdist.resilience.attempt import RunAttempt, RunRecord
 from hpcdist.resilience.checkpoint import Checkpoint
 from hpcdist.resilience.deadline import BatchEnd, Calls, Deadline, Durations
 from hpcdist.resilience.manager import CheckpointManager
@@ -273,9 +273,15 @@ class PreemptionCheckpointHandler:
         """Return a context manager in whose block requests wait. Not collective; the same on all ranks."""
         return self._busy()
 
-    def end_saving(self) -> None:
-        """From now on save nothing: a stop request ends the program, and the last save counts. Not collective."""
+    def end_saving(self) -> RunRecord:
+        """From now on save nothing: a stop request ends the program, and the last save counts. Not collective.
+
+        Returns:
+            What records that the run is finished once the program has ended well.
+        """
         self._saves_no_more = True
+        self._manager.forget_copies()
+        return self._attempt.record
 
     # -- between steps --------------------------------------------------------------------------------------------
 
@@ -447,12 +453,7 @@ class PreemptionCheckpointHandler:
         """
         if self._is_done:  # finished or stopped, and recorded
             return
-        try:
-            self._attempt.record_end(self._manager.saved_step)
-        except AttemptReplaced:
-            return  # what follows is for the later attempt to say
-        except CheckpointError as error:
-            log(str(error))
+        self._attempt.record_end(self._manager.saved_step)
 
     def close(self) -> None:
         """Stop acting on requests, and reinstall the earlier signal handlers. Not collective."""

@@ -282,11 +282,14 @@ class Saver:
         if durable is not None and durable.exception() is not None:
             atexit.unregister(self._wait_at_exit)  # it is reported now
             durable.result()
+        done = None
         if not until_durable:
-            done, self._done = self._done, None
+            done = self._done
+            self._done = None
+        if self._done is None:  # nothing is left to wait for at the program's exit, which would keep this object
             atexit.unregister(self._wait_at_exit)
-            if done is not None:
-                done.result()
+        if done is not None:
+            done.result()
 
     def _start_to_wait(self) -> None:
         self._n_blocks, self._waited_s, self._looked_s = self._n_blocks_so_far, 0.0, time.monotonic()

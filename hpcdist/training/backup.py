@@ -3,11 +3,13 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpcdist.checkpoint.durable import is_same
 from hpcdist.errors import UsageError, log
+from hpcdist.resilience.attempt import RunRecord
 from hpcdist.resilience.checkpoint import Checkpoint
 from hpcdist.resilience.manager import CheckpointManager
 from hpcdist.resilience.preemption import PreemptionCheckpointHandler
@@ -18,8 +20,8 @@ from hpcdist.training.callbacks import Callback
 
 #: Resolved paths of the folders of this program's fits. On the chief alone, whose paths count.
 _used: list[Path] = []
-#: Of the runs that have ended, by their managers: what records the end of the program, and whether checkpoints go then.
-_ended: dict[CheckpointManager, tuple[PreemptionCheckpointHandler, bool]] = {}
+#: The runs of this program that train no more, by their folders. Empty on other ranks than the chief.
+_ended: dict[str, "EndedRun"] = {}
 
 
 class BackupAndRestore(Callback):
@@ -96,6 +98,8 @@ class BackupAndRestore(Callback):
             stack.pop_all()
         self._manager.save(self._handler.step, if_changed=True)
         end_when_done(self._handler, self._manager, self._deletes)
+        self._manager = None  # a program that makes many fits keeps none of them
+        self._handler = None
 
     def busy(self) -> contextlib.AbstractContextManager[None]:
         """Let stop requests wait for the end of a block."""
@@ -155,22 +159,42 @@ class _States:
         return [type(one).__name__ for one in self._callbacks]
 
 
+@dataclass(frozen=True)
+class EndedRun:
+    """A run that trains no more, and is finished once its program has ended with code 0.
+
+    Attributes:
+        record: its decision.json.
+        step: step of its last checkpoint.
+        is_removed: whether its checkpoints are removed then.
+    """
+
+    record: RunRecord
+    step: int
+    is_removed: bool
+
+    def finish(self) -> None:
+        """Record that the program has ended well."""
+        self.record.finish(self.step)
+        if self.is_removed:
+            self.record.remove_checkpoints()
+
+
 def end_when_done(handler: PreemptionCheckpointHandler, manager: CheckpointManager, is_removed: bool = False) -> None:
     """Let a run save no more, and be finished once the program has ended with code 0: it may have more to do.
 
     Args:
-        handler: of the run; stop requests still end the program.
-        manager: of its checkpoints.
-        is_removed: whether these are removed then.
+        handler: handler of the run; stop requests still end the program.
+        manager: manager of its checkpoints, which is not kept.
+        is_removed: whether the checkpoints are removed when the program has ended.
     """
-    handler.end_saving()  # what the program trains from here on is not this run
-    _ended[manager] = handler, is_removed
-    call_when_done(_end_all)
+    record = handler.end_saving()  # what the program trains from here on is not this run
+    if manager.checkpoint.world.is_chief:
+        _ended[manager.directory] = EndedRun(record, manager.saved_step, is_removed)
+    call_when_done(_finish_all)
 
 
-def _end_all() -> None:
+def _finish_all() -> None:
     """Record that runs are finished, and remove their checkpoints: the program has ended well."""
-    for manager, (handler, is_removed) in _ended.items():
-        handler.record_end()
-        if is_removed:
-            manager.remove_all()
+    for run in _ended.values():
+        run.finish()

@@ -42,7 +42,8 @@ class ModelCheckpoint(_Monitor):
         super().__init__(monitor, mode, initial_value_threshold)
         if save_freq != "epoch" and (not isinstance(save_freq, int) or save_freq < 1):
             raise UsageError(f"ModelCheckpoint: expected save_freq 'epoch' or steps, got {save_freq!r}; correct it.")
-        self._filepath = str(Path(filepath).absolute())  # the program may change its folder
+        self._filepath = str(Path(filepath))
+        self._folder = Path().absolute()  # the program may change it
         self.verbose, self.save_best_only, self.save_weights_only = verbose, save_best_only, save_weights_only
         self._save_freq = save_freq
         self.epoch = self.n_steps = 0
@@ -97,7 +98,7 @@ class ModelCheckpoint(_Monitor):
     def _path_of(self, batch: int | None, logs: dict[str, Any]) -> str:
         numbers = {} if batch is None else {"batch": batch + 1}
         try:
-            return self._filepath.format(epoch=self.epoch + 1, **{**numbers, **logs})
+            return str(self._folder / self._filepath.format(epoch=self.epoch + 1, **{**numbers, **logs}))
         except (KeyError, IndexError) as error:
             known = ", ".join(["epoch", *numbers, *logs])
             raise UsageError(
