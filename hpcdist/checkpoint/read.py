@@ -268,6 +268,21 @@ def read_text(path: Path, max_bytes: int, errors: str = "strict") -> str:
         return file.read().decode(errors=errors)
 
 
+def read_end(path: Path, n_bytes: int) -> str:
+    """Return the text of the last bytes of a path that may be anything, or all of it; it never waits for a pipe.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is not a regular file.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("no regular file")
+        file.seek(max(0, status.st_size - n_bytes))
+        return file.read(n_bytes).decode(errors="replace")
+
+
 def _read(descriptor: int, nbytes: int, offset: int) -> bytes:
     """Return bytes of a file; fewer at its end only."""
     found = b""

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
+from hpcdist.checkpoint.event_lines import LIMIT_BYTES, SHORT_BYTES, FollowedFile, thinned, with_last_commit
 from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.read import CheckpointFile, Index, open_checkpoint, read_patiently, read_text
 from hpcdist.checkpoint.retention import Retention, SaveFacts
@@ -43,7 +44,6 @@ _LOOK_AGAIN_S = 0.1
 #: Longest time for which a client of a network file system lists a folder as it was, and the pause between two looks.
 _OLD_LISTING_S, _LOOK_LATER_S = 65.0, 1.0
 _MAX_RUN_ID_BYTES = 1 << 10
-_MAX_LEDGER_BYTES = 16 << 20
 _CHECKPOINT = re.compile(r"step-(\d{8,19})-(\d{4,18})\.h5$")
 _ATTEMPT = re.compile(r"(\d{4,18})\.jsonl$")
 _Result = TypeVar("_Result")
@@ -97,6 +97,7 @@ class Store:
         self._disk = disk or Disk()
         self._last_before = self._last_saved = -1
         self._has_saved = False
+        self._thinned_bytes = 0
         self._noting = threading.Lock()  # the saver's thread notes commits
         self._facts: dict[Saved, SaveFacts] = {}
 
@@ -216,28 +217,22 @@ class Store:
             f"one from a backup, or start with a new run folder."
         )
 
-    def ledger(self, n_latest: int) -> list[tuple[int, list[str]]]:
-        """Return number and lines of the latest attempts, oldest first.
+    def latest_attempts(self, n_latest: int) -> list[int]:
+        """Return the numbers of the latest attempts, oldest first.
 
         Raises:
             CheckpointError: if the folder exists and cannot be read.
         """
         with self.explained("restore", "a folder that can be read"):
-            return durable.patiently(
-                lambda: [(number, self._lines_of(number)) for number in self._attempts()[-n_latest:]]
-            )
+            return durable.patiently(self._attempts)[-n_latest:]
 
-    def _lines_of(self, number: int) -> list[str]:
-        with contextlib.suppress(FileNotFoundError, ValueError):  # not a regular file: no events
-            return read_text(self._ledger_of(number), _MAX_LEDGER_BYTES, errors="replace").splitlines()
-        return []
+    def ledger_of(self, number: int) -> Path:
+        """Return the path of an attempt's ledger."""
+        return self.path / "attempts" / f"{number:04d}.jsonl"
 
     def _attempts(self) -> list[int]:
         found = (_ATTEMPT.match(name) for name in _names_in(self.path / "attempts"))
         return sorted(int(match[1]) for match in found if match)
-
-    def _ledger_of(self, number: int) -> Path:
-        return self.path / "attempts" / f"{number:04d}.jsonl"
 
     @contextmanager
     def explained(self, operation: str, expected: str) -> Iterator[None]:
@@ -285,7 +280,7 @@ class Store:
             number = self._take_number()
         else:
             with contextlib.suppress(FileExistsError):  # made by another node, which shares this memory
-                self._disk.make_new(self._ledger_of(number))
+                self._disk.make_new(self.ledger_of(number))
         self._disk.sync_folder(self.path / "attempts")
         return number
 
@@ -299,7 +294,7 @@ class Store:
         while True:
             number += 1
             with contextlib.suppress(FileExistsError):  # another attempt's; or ours, and the answer was lost: skip it
-                self._disk.make_new(self._ledger_of(number))
+                self._disk.make_new(self.ledger_of(number))
                 return number
 
     def note(self, event: str, **facts: Any) -> None:
@@ -312,7 +307,30 @@ class Store:
         self.check_current()
         with self._noting, self.explained("save", "to note the attempt"):
             line = json.dumps({"event": event, **facts})
-            durable.patiently(lambda: durable.append_line(self._disk, self._ledger_of(self.attempt), line))
+            path = self.ledger_of(self.attempt)
+            durable.patiently(lambda: durable.append_line(self._disk, path, line))
+            if os.stat(path).st_size > max(LIMIT_BYTES, 1.25 * self._thinned_bytes):
+                self._thinned_bytes = durable.patiently(lambda: self._replace_ledger(path, thinned))
+
+    def _replace_ledger(self, path: Path, shorten: Callable[[list[str]], list[str]]) -> int:
+        """Replace a ledger by a shorter one of the same facts; return its length in bytes."""
+        _, lines = FollowedFile(path).new_lines()
+        content = "".join(f"{line}\n" for line in shorten(list(lines))).encode()
+        blocks = [(0, memoryview(content))]
+        durable.replace_file(self._disk, path, blocks, before_rename=self.check_current, is_swept=True)
+        return len(content)
+
+    def shorten_ledgers(self, n_latest: int) -> None:
+        """Drop all commits but the last from ledgers of old attempts. A failure is only logged.
+
+        Args:
+            n_latest: number of the latest attempts, whose ledgers stay as they are.
+        """
+        with self._tolerated("long ledgers stay"):
+            for number in self._attempts()[:-n_latest]:
+                path = self.ledger_of(number)
+                if os.stat(path).st_size > SHORT_BYTES:
+                    self._replace_ledger(path, with_last_commit)
 
     def check_current(self, has_time: bool = False) -> None:
         """Raise AttemptReplaced if a later attempt of the job has begun, so that two never write.

@@ -211,7 +211,7 @@ def _checkpoints_section(run: Run) -> Section | None:
     if not rows:
         return None
     text = "Time from the request until the file was read back. Training waits only while the state is copied."
-    left = f" The last 20 of {len(rows)}." if len(rows) > 20 else ""
+    left = " The last 20." if len(rows) > 20 else ""
     return Section("Checkpoints", text + left, (), ["step", "attempt", "size", "time"], rows[-20:])
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +10,14 @@ from typing import Any
 import click
 
 from hpcdist.checkpoint import durable
+from hpcdist.checkpoint.read import read_end
 from hpcdist.checkpoint.store import Saved, Store, use_one
 from hpcdist.cli.batch_jobs import own_jobs, run_folder, state_of
 from hpcdist.cli.run import read_decision
 from hpcdist.errors import CheckpointDamaged, UsageError
 from hpcdist.resilience.ledger import Attempt, Ledger
 
-#: The end of a file of metrics that is read: records are short.
+#: The end of a file of metrics that is read first: most records are short.
 _TAIL_BYTES = 64 << 10
 _POLL_S = 0.5
 
@@ -138,20 +138,22 @@ def _newest(store: Store, saved: list[Saved]) -> dict[str, Any] | None:
 
 def _last_record(path: Path) -> dict[str, Any] | None:
     """Return the last whole record of a file of metrics; None if there is none."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
+    n_bytes = _TAIL_BYTES
+    while True:
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):  # one that is being written, or none of ours
-            continue
-        if isinstance(record, dict):
-            return record
-    return None
+            text = read_end(path, n_bytes)
+        except (OSError, ValueError):
+            return None
+        for line in reversed(text.splitlines()):
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):  # one that is being written, cut off, or none of ours
+                continue
+            if isinstance(record, dict):
+                return record
+        if len(text) < n_bytes // 4:  # it was the whole file, of characters of up to four bytes
+            return None
+        n_bytes *= 8
 
 
 def finite(facts: Any) -> Any:

@@ -13,9 +13,11 @@ An attempt appends to its own file only, one line of JSON per event. The store i
 Lines that are torn or that are no events are ignored: a crash may leave them.
 """
 
+import functools
 import json
 import platform
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -24,6 +26,8 @@ from typing import Any
 
 import xxhash
 
+from hpcdist.checkpoint import durable
+from hpcdist.checkpoint.event_lines import FollowedFile
 from hpcdist.checkpoint.store import Store
 from hpcdist.cluster.environment import is_after_preemption, job_id, read_environment
 from hpcdist.cluster.slurm import node_names
@@ -105,8 +109,12 @@ def _digest_of_program() -> str | None:
 
 
 def parse_attempt(number: int, lines: Iterable[str]) -> Attempt:
-    """Return the attempt that the lines of a ledger tell of. Ignores lines that are no events."""
-    attempt = Attempt(number)
+    """Return the attempt that the lines of a ledger describe. Ignores lines that are no events."""
+    return after_lines(Attempt(number), lines)
+
+
+def after_lines(attempt: Attempt, lines: Iterable[str]) -> Attempt:
+    """Return an attempt after more lines of its ledger."""
     for line in lines:
         try:
             said = json.loads(line)
@@ -160,14 +168,36 @@ class Ledger:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._followed: dict[int, FollowedFile] = {}
+        self._known: dict[int, Attempt] = {}
+        self._reading = threading.Lock()  # the saver's thread reads too
 
     def refresh(self) -> None:
         """Let the next look find attempts of other nodes, whatever this one has listed before."""
         self._store.refresh_listings()
 
     def attempts(self) -> list[Attempt]:
-        """Return the latest attempts, oldest first; this one, if it has begun, comes last."""
-        return [parse_attempt(number, lines) for number, lines in self._store.ledger(_N_READ)]
+        """Return the latest attempts, oldest first; this one, if it has begun, comes last.
+
+        Cost: the first call reads their ledgers, later ones what has been appended.
+        """
+        with self._reading:
+            numbers = self._store.latest_attempts(_N_READ)
+            for number in set(self._followed) - set(numbers):
+                del self._followed[number]
+            with self._store.explained("restore", "a folder that can be read"):
+                return [durable.patiently(functools.partial(self._follow, number)) for number in numbers]
+
+    def _follow(self, number: int) -> Attempt:
+        """Return an attempt, after what has been appended to its ledger."""
+        followed = self._followed.pop(number, None)  # if reading fails, the next call begins anew
+        if followed is None:
+            followed = FollowedFile(self._store.ledger_of(number))
+        is_other, lines = followed.new_lines()
+        attempt = Attempt(number) if is_other else self._known[number]
+        self._known[number] = after_lines(attempt, lines)
+        self._followed[number] = followed
+        return self._known[number]
 
     def begin(self, launch: Launch, is_new_try: bool = False) -> None:
         """Begin this attempt: take the next number.
@@ -177,6 +207,7 @@ class Ledger:
             is_new_try: see `Attempt`.
         """
         self._store.begin()  # which also makes the listing fresh
+        self._store.shorten_ledgers(_N_READ)
         earlier = [attempt for attempt in self.attempts() if attempt.has_begun]
         base = earlier[-1].reached_step if earlier else -1
         self._store.note("begin", base=base, is_new_try=is_new_try, time_s=time.time(), **vars(launch))

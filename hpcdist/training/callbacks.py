@@ -8,7 +8,7 @@ import difflib
 import io
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -492,11 +492,13 @@ class CSVLogger(Callback):
         self.append = append
         self._columns = ["epoch"]
         self._rows: list[dict[str, str]] = []
+        self._is_written = False
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Read the lines that stay."""
         self._columns = ["epoch"]
         self._rows = []
+        self._is_written = False
         if self.append:
             self._read()
 
@@ -517,33 +519,40 @@ class CSVLogger(Callback):
         """Keep the lines of the run that resumes: later ones come again."""
         self._read()
         self._rows = self._rows[: state["n_rows"]]
+        self._is_written = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return how many lines there are."""
         return {"n_rows": len(self._rows)}
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
-        """Write the file with one more line, whole: a crash leaves the old one or the new one."""
-        self._columns += sorted(name for name in logs if name not in self._columns)
+        """Append a line; where the file may be another one, or columns come, write it whole and at once."""
+        new_columns = sorted(name for name in logs if name not in self._columns)
+        self._columns += new_columns
         self._rows.append({"epoch": str(epoch), **{name: _field_of(value) for name, value in logs.items()}})
         if not self.model.strategy.is_chief:
             return
         try:
-            durable.make_folders(Disk(), self._path.parent)
-            durable.replace_text(Disk(), self._path, self._table())
+            if self._is_written and not new_columns and self._path.exists():
+                durable.append_line(Disk(), self._path, self._text_of(self._rows[-1:]).rstrip("\n"))
+            else:
+                durable.make_folders(Disk(), self._path.parent)
+                durable.replace_text(Disk(), self._path, self._text_of(self._rows, has_header=True))
+            self._is_written = True
         except OSError as error:
             raise CheckpointError(
                 f"CSVLogger: expected to write {self._path}, got {error.strerror}; choose another file."
             ) from error
 
-    def _table(self) -> str:
-        """Return the content of the file."""
+    def _text_of(self, rows: Sequence[dict[str, str]], has_header: bool = False) -> str:
+        """Return rows as lines of the file."""
         text = io.StringIO(newline="")
         writer = csv.DictWriter(
             text, self._columns, restval="NA", extrasaction="ignore", delimiter=self._separator, lineterminator="\n"
         )
-        writer.writeheader()
-        writer.writerows(self._rows)
+        if has_header:
+            writer.writeheader()
+        writer.writerows(rows)
         return text.getvalue()
 
 
@@ -570,6 +579,9 @@ def _parse_table(table: str, separator: str) -> tuple[list[str], list[dict[str, 
         rows = list(reader)
     finally:
         csv.field_size_limit(limit_before)
+    is_torn = not table.endswith("\n") or (rows and (None in rows[-1] or None in rows[-1].values()))
+    if rows and is_torn:  # by a crash while it was appended
+        rows.pop()
     if columns[0] != "epoch" or any(None in row or None in row.values() for row in rows):
         raise ValueError(f"columns {columns} and {len(rows)} rows, some of another length")
     return columns, rows

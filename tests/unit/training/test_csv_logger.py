@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hpcdist.callbacks import CSVLogger
+from hpcdist.checkpoint.durable import Disk
 from hpcdist.errors import CheckpointError, UsageError
 
 SEED = 20261126
@@ -107,13 +108,39 @@ def test_lines_of_an_earlier_run_stay(tmp_path):
     assert [row[0] for row in table_of(path)] == ["epoch", "0", "0"]
 
 
-@pytest.mark.parametrize("content", [b"epoch,loss\n0\n", b"loss\n1\n", b"epoch,loss\n0,1,2\n", b"\xff\xfe", b'a"b\n'])
+@pytest.mark.parametrize(
+    "content", [b"epoch,loss\n0\n1,2\n", b"loss\n1\n", b"epoch,loss\n0,1,2\n1,2\n", b"\xff\xfe", b'a"b\n']
+)
 def test_a_file_that_is_no_such_table_is_refused_with_a_cure(tmp_path, content):
     path = tmp_path / "log.csv"
     path.write_bytes(content)
     made = logger(path, append=True)
     with pytest.raises(CheckpointError, match=r"log\.csv.*move the file away"):
         made.on_train_begin()
+
+
+def test_a_line_that_a_crash_has_cut_off_is_left_out(tmp_path):
+    whole = "epoch,loss\n0,0.5\n1,0.25\n"
+    for length in range(len("epoch,loss\n0,0.5\n"), len(whole)):
+        path = tmp_path / f"{length}.csv"
+        path.write_text(whole[:length])
+        again = logger(path, append=True)
+        again.on_train_begin()
+        again.on_epoch_end(1, {"loss": 0.25})
+        assert path.read_text() == whole, length
+
+
+def test_an_epoch_costs_the_same_however_many_there_were(tmp_path, monkeypatch):
+    written = []
+    write = Disk.write
+    monkeypatch.setattr(Disk, "write", lambda disk, *arguments: written.append(write(disk, *arguments)) or written[-1])
+    made = logger(tmp_path / "log.csv")
+    made.on_train_begin()
+    for epoch in range(200):
+        written.clear()
+        made.on_epoch_end(epoch, {"loss": 0.5})
+    assert sum(written) == len("199,0.5\n")
+    assert len(table_of(tmp_path / "log.csv")) == 201
 
 
 def test_a_long_list_is_read_again(tmp_path):
