@@ -16,7 +16,7 @@ from hpcdist.runtime.process import make_world
 from hpcdist.strategy.base import get_replica_context
 from hpcdist.strategy.values import DistributedValues
 from hpcdist.tf_compat.variables import as_tensor
-from hpcdist.training.tensorboard import open_writer
+from hpcdist.training.event_file import EventWriter, open_writer
 
 #: The writer and the step of the `as_default` blocks that are entered, the innermost last.
 _entered: ContextVar[tuple[tuple["FileWriter", int | None], ...]] = ContextVar("entered", default=())
@@ -31,7 +31,7 @@ class FileWriter:
 
     def __init__(self, logdir: Any) -> None:
         self._folder = Path(logdir).absolute()  # the program may change its folder
-        self._writer: Any = None
+        self._writer: EventWriter | None = None
 
     @contextmanager
     def as_default(self, step: int | None = None) -> Iterator["FileWriter"]:
@@ -50,6 +50,7 @@ class FileWriter:
         world = make_world()  # not before: a strategy that is made meanwhile may bring roles
         if world.is_chief or world.task.type == "evaluator":
             self._writer = self._writer or open_writer(self._folder, step)
+            assert self._writer is not None, "it is needed"
             self._writer.add_scalar(name, float(tensor), step)
             self._writer.flush()  # else a restart, which purges later steps, would find earlier ones missing
 
@@ -87,7 +88,9 @@ def scalar(name: str, data: Any, step: int | None = None) -> bool:
 
     Raises:
         UsageError: without a step; for more than one number, or for values of several replicas.
-        ConfigurationError: without the package tensorboard, or when the folder cannot be written; on the chief.
+        ConfigurationError: without the package tensorboard, on the chief.
+
+    Where the folder cannot be written, that is logged and tried again later.
 
     Cost: about 0.1 ms on the chief; a tensor on a GPU is waited for.
     """

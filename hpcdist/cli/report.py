@@ -77,7 +77,10 @@ def command(folder: Path, out: Path | None) -> None:
         title=f"Run {folder.resolve()}",
         subtitle=f"{run.verdict or 'The job has written no decision yet'}. Report of {_date(time.time())}.",
         tiles=_tiles(run, goodput),
-        findings=stragglers_of(run.last_trained.ranks) if run.last_trained else [],
+        findings=[
+            *(str(error) for error in run.side_errors),
+            *(stragglers_of(run.last_trained.ranks) if run.last_trained else []),
+        ],
         sections=sections,
         light=_style(COLOURS),
         dark=_style(_DARK),

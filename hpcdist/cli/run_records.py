@@ -149,6 +149,49 @@ class AttemptRecords:
 
 
 @dataclass(frozen=True)
+class SideError:
+    """The last error of an evaluator, TensorBoard or a metrics file, from RUN/errors.
+
+    Attributes:
+        name: name of the thing, such as "evaluator-0".
+        error: one line.
+        n_failures: how often in a row.
+        time_s: time of the error, or of its end, in seconds since 1970.
+        is_over: whether it works again.
+    """
+
+    name: str
+    error: str
+    n_failures: int
+    time_s: float
+    is_over: bool
+
+    def __str__(self) -> str:
+        if self.is_over:
+            return f"{self.name} works again, after {self.n_failures} failures: {self.error}"
+        return f"{self.name} has failed {self.n_failures} times in a row: {self.error}"
+
+
+def read_side_errors(folder: Path) -> list[SideError]:
+    """Return the errors beside training that a run folder holds."""
+    errors = []
+    for path in sorted((folder / "errors").glob("*.json")):
+        content = {"name": path.stem, **_content(path)}
+        errors += _checked(_side_error_of, iter([content]))
+    return errors
+
+
+def _side_error_of(content: dict[str, Any]) -> SideError:
+    return SideError(
+        _text(content["name"]),
+        _text(content["error"]),
+        _whole(content["n_failures"]),
+        _time(content["time_s"]),
+        content.get("is_over") is True,
+    )
+
+
+@dataclass(frozen=True)
 class Run:
     """All that is recorded of a run.
 
@@ -159,6 +202,7 @@ class Run:
         config: rows of config.json: name, value, origin.
         config_attempt: the attempt that these are of; 0 without any.
         verdict: what decision.json says, and why; empty without any.
+        side_errors: last errors of what runs beside training.
     """
 
     folder: Path
@@ -167,6 +211,7 @@ class Run:
     config: tuple[tuple[str, str, str], ...] = ()
     config_attempt: int = 0
     verdict: str = ""
+    side_errors: tuple["SideError", ...] = ()
 
     @property
     def last_trained(self) -> AttemptRecords | None:
@@ -206,6 +251,7 @@ def read_run(folder: Path, steps_of: int | None = None) -> Run:
         _rows_of(config),
         of_attempt if type(of_attempt) is int else 0,
         ": ".join(verdict),
+        tuple(read_side_errors(folder)),
     )
 
 

@@ -1,5 +1,6 @@
 """`hpcdist status` and `hpcdist stop`: what a run has done, from the files of its run folder; and asking it to save."""
 
+import dataclasses
 import json
 import math
 import time
@@ -14,6 +15,7 @@ from hpcdist.checkpoint.read import read_end
 from hpcdist.checkpoint.store import Saved, Store, use_one
 from hpcdist.cli.batch_jobs import own_jobs, run_folder, state_of
 from hpcdist.cli.run import read_decision
+from hpcdist.cli.run_records import SideError, read_side_errors
 from hpcdist.errors import CheckpointDamaged, UsageError
 from hpcdist.resilience.ledger import Attempt, Ledger
 
@@ -108,6 +110,7 @@ def _facts_of(folder: Path) -> dict[str, Any]:
         "checkpoint": _newest(store, saved) if saved else None,
         "metrics": _last_record(folder / "metrics.jsonl"),
         "batch": None if last is None or last.job is None else _batch_state(last.job),
+        "errors": [dataclasses.asdict(error) for error in read_side_errors(folder)],
         "is_asked_to_stop": (folder / "stop").exists(),
     }
 
@@ -193,6 +196,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         yield f"attempt     {attempt['number']}{where} on {nodes}, {began}; {end}"
     if facts["batch"]:
         yield f"Slurm       {facts['batch']}"
+    for error in facts["errors"]:
+        yield f"beside it   {SideError(**error)}, {_ago(time.time() - error['time_s'])} ago"
     checkpoint = facts["checkpoint"]
     if checkpoint:
         yield f"checkpoint  step {checkpoint['step']}, {_ago(time.time() - checkpoint['time_s'])} ago"

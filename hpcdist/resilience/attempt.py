@@ -17,6 +17,7 @@ from hpcdist.errors import (
 from hpcdist.resilience.decision import Decision, DecisionFile, decide, has_progress, without_progress
 from hpcdist.resilience.ledger import Launch, Ledger
 from hpcdist.resilience.manager import CheckpointManager
+from hpcdist.resilience.side_errors import SideErrors
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.world import World
 
@@ -118,6 +119,7 @@ class RunAttempt:
         self.record = RunRecord(manager.store, self._is_counted, self._launch.job)
         self._warns = knows_progress and not self._is_counted
         self.has_progress = not knows_progress
+        self._file_errors: dict[Path, SideErrors] = {}
 
     def begin(self) -> None:
         """Begin the attempt, and write the decision that applies if it dies before its first checkpoint.
@@ -191,8 +193,12 @@ class RunAttempt:
         self.has_progress = self._any(is_reached) or self.has_progress
 
     def _note_commit(self, step: int) -> None:
-        """Write the decision again after a commit: it tells the step of the last checkpoint."""
+        """Write the decision again after a commit, with its step, and what a metrics file could not take."""
         self.record.write(step)
+        for file in self._manager.checkpoint.files():
+            if file.path not in self._file_errors:
+                self._file_errors[file.path] = SideErrors(self.folder, file.path.stem)
+            self._file_errors[file.path].update(file.failure, file.n_failures)
 
     def _any(self, is_true: bool) -> bool:
         """Return whether something holds on any rank. Collective: chief and workers."""

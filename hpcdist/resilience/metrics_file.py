@@ -26,11 +26,14 @@ from hpcdist.background import BackgroundThread
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.errors import CheckpointDamaged, CheckpointError, UsageError
-from hpcdist.runtime.process import end_job, make_world, send_heartbeat
+from hpcdist.retries import Retries
+from hpcdist.runtime.process import make_world, send_heartbeat
 from hpcdist.runtime.world import World
 
 logger = logging.getLogger("hpcdist")
 
+#: Records that are kept in memory while they cannot be written.
+MAX_WAITING = 100_000
 _Result = TypeVar("_Result")
 
 
@@ -53,9 +56,11 @@ class MetricsFile:
     Attributes:
         path: see above.
 
+        failure: the last error; None if records get into the file. Where they do not, they are kept in memory, and
+            tried again after longer and longer pauses: training and its checkpoints go on.
+
     Raises:
-        CheckpointError: if the file cannot be written, on the chief only: from `flush`, from a restore, and from the
-            `write` after the failure was seen. A save then fails on all ranks, and the end of the program ends the job.
+        CheckpointError: from `flush` alone, if the file cannot be written; on the chief.
     """
 
     def __init__(self, path: str | os.PathLike[str], world: World | None = None, *, disk: Disk | None = None) -> None:
@@ -78,7 +83,8 @@ class MetricsFile:
         self._step_in_file = -1
         self._is_cut = self._is_earlier_run_kept = False
         self._is_durable = True
-        self._lost: OSError | None = None
+        self._retries = Retries(f"metrics: writing records to {self.path}")
+        self._unanswered: Future[Any] | None = None
         if self._is_writer:  # for records that hooks of the program write, which run before this one
             atexit.register(_flush_if_alive, weakref.ref(self))
 
@@ -92,8 +98,6 @@ class MetricsFile:
         Raises:
             UsageError: if the step is not after the last record's.
             TypeError: if the step is not an integer.
-            CheckpointError: if an earlier record could not be written, on the chief. This one is then not added; the
-                next call tries again.
         """
         step = operator.index(step)
         if step <= self._last_step:
@@ -103,28 +107,36 @@ class MetricsFile:
             )
         if self._is_writer:
             line = (json.dumps({"step": step, **values}) + "\n").encode()
-            self._raise_failure()
             with self._lock:
                 self._queue.append((step, line))
-                self._start_to_append()
+                if len(self._queue) > MAX_WAITING:
+                    self._drop_oldest()
+                if self._retries.is_due:
+                    self._start_to_append()
         self._n_records, self._last_step = self._n_records + 1, step
+
+    def _drop_oldest(self) -> None:
+        """Forget half of the records that cannot be written. The caller holds the lock."""
+        n_dropped = len(self._queue) // 2
+        del self._queue[:n_dropped]
+        logger.warning("metrics: %d records that %s did not take are lost.", n_dropped, self.path)
 
     def _start_to_append(self) -> None:
         """Let the thread append what is queued, unless it will anyway. The caller holds the lock."""
         if not self._will_append:
             atexit.register(self.flush_at_exit)  # also keeps this object alive until all is in the file
             self._will_append = True
-            self._appending = self._thread.submit(self._append_queued)
+            self._appending = self._thread.submit(functools.partial(self._try, self._append_queued))
 
-    def _raise_failure(self, for_s: float = 0) -> None:
-        """Wait up to `for_s` seconds for the last append, and raise its error, once."""
-        with self._lock:
-            appending = self._appending
-        if appending is not None:
-            wait([appending], for_s)
-            if appending.done() or for_s > 0:
-                self._appending = None
-                self._require(appending)
+    @property
+    def failure(self) -> str | None:
+        """The last error; None if records get into the file."""
+        return self._retries.failure
+
+    @property
+    def n_failures(self) -> int:
+        """Failures in a row."""
+        return self._retries.n_failures
 
     def flush(self) -> None:
         """Wait until the records so far are in the file. Not collective, and free on other ranks than the chief.
@@ -132,15 +144,16 @@ class MetricsFile:
         Raises:
             CheckpointError: if they cannot be written, or are not within the timeout; on the chief.
         """
-        self._raise_failure(self._timeout_s)
-        if not self.is_written(0):  # of a try that failed before
-            self._call(self._append_queued)
+        if self._is_writer:
+            self._require(self._wait_for(self._append_queued))
 
     def is_written(self, for_s: float) -> bool:
         """Wait up to `for_s` seconds; return whether all records so far are in the file, as on ranks that do not write.
 
-        Raises nothing: failures are raised by `flush` and `write`.
+        Raises nothing. While writing fails, nothing waits for it: it counts as written.
         """
+        if self._retries.failure is not None:
+            return True
         with self._lock:
             appending = self._appending
         if appending is not None:
@@ -151,30 +164,48 @@ class MetricsFile:
     def make_durable(self) -> None:
         """Make the records durable: a checkpoint that counts them relies on it. From any thread; chief only.
 
-        Raises:
-            CheckpointError: if the file system refuses, or does not answer within the timeout.
+        Where that fails, it is logged, and the checkpoint is written: a restart may then miss records.
         """
         if self._is_writer:
-            self._call(self._sync)
+            self._attempt(self._sync)
 
     def claim(self) -> None:
         """Replace the file by this attempt's own copy, with the complete records of the old one.
 
         A process left over from an earlier attempt still has the old file open, so its writes have no effect. A
-        CheckpointManager calls this when it replaces earlier managers; otherwise the first record does.
-
-        Raises:
-            CheckpointError: if it cannot be written.
+        CheckpointManager calls this when it replaces earlier managers; otherwise the first record does. Where it fails,
+        that is logged, and tried again with the next records.
         """
         if self._is_writer:
-            self._call(self._append_queued)
-            self._call(functools.partial(durable.patiently, self._claim))
+            self._attempt(self._append_queued)
+            self._attempt(functools.partial(durable.patiently, self._claim))
 
-    def _call(self, act: Callable[[], _Result]) -> _Result:
-        """Return act() of the thread; raise CheckpointError if it fails, or is not done within the timeout."""
+    def _attempt(self, act: Callable[[], _Result]) -> _Result | None:
+        """Return act() of the thread; None if it fails, which is logged, or is not done within the timeout."""
+        if self._unanswered is not None and not self._unanswered.done():
+            return None  # the file system hangs, and was waited for once
+        called = self._wait_for(functools.partial(self._try, act))
+        if called.done():
+            return called.result()
+        self._unanswered = called
+        self._retries.failed(f"no answer for {self._timeout_s:g} s")
+        return None
+
+    def _try(self, act: Callable[[], _Result]) -> _Result | None:
+        """Return act(); None if the file system refuses, which is logged. In the thread."""
+        try:
+            result = act()
+        except OSError as error:
+            self._retries.failed(error)
+            return None
+        self._retries.succeeded()
+        return result
+
+    def _wait_for(self, act: Callable[[], _Result]) -> "Future[_Result]":
+        """Let the thread call `act`, and wait at most for the timeout."""
         called: Future[_Result] = self._thread.submit(act)
         wait([called], self._timeout_s)
-        return self._require(called)
+        return called
 
     def _require(self, called: "Future[_Result]") -> _Result:
         if not called.done():
@@ -191,17 +222,21 @@ class MetricsFile:
             ) from None
 
     def flush_at_exit(self) -> None:
-        """Write what is queued; end the job if it cannot be written. Not collective."""
-        if os.getpid() != self._pid or self.is_written(0):  # a forked child does not have the thread
+        """Write what is queued. Where that fails, it is logged: the job's exit code is that of the training."""
+        if os.getpid() != self._pid:  # a forked child does not have the thread
             return
-        try:
-            until = time.monotonic() + self._timeout_s
-            last = self._thread.submit(self._append_queued)
-            while wait([last], 1.0).not_done and time.monotonic() < until:
-                send_heartbeat()
-            self._require(last)
-        except CheckpointError as error:  # raising here would make Python print the error and exit with 0
-            end_job(f"hpcdist: {error}\n", int(error.exit_code))
+        with self._lock:
+            is_written = not self._queue and not self._will_append
+        if is_written or (self._unanswered is not None and not self._unanswered.done()):
+            return
+        until = time.monotonic() + self._timeout_s
+        last = self._thread.submit(functools.partial(self._try, self._append_queued))
+        while wait([last], 1.0).not_done and time.monotonic() < until:
+            send_heartbeat()
+        with self._lock:
+            n_lost = len(self._queue)
+        if n_lost:
+            logger.warning("metrics: %d records that %s did not take are lost.", n_lost, self.path)
 
     # -- in the thread --------------------------------------------------------------------------------------------
 
@@ -239,15 +274,11 @@ class MetricsFile:
 
     def _sync(self) -> None:
         self._append_queued()
-        if self._lost is not None:
-            raise OSError(
-                self._lost.errno, f"{self._lost.strerror} before, and records may be lost: start the job again"
-            )
         if self._file is not None and not self._is_durable:
             try:
                 self._disk.sync(self._file)
-            except OSError as error:
-                self._lost = error  # what was written since the last sync may be lost: a later sync would not tell
+            except OSError:
+                self._forget_file()  # what was written may be lost, and a later sync would not tell: write it again
                 raise
             self._is_durable = True
 
@@ -259,14 +290,19 @@ class MetricsFile:
         if len(sound) < len(lines):  # set them aside before the file is replaced without them
             self._set_aside({number: line for number, line in enumerate(lines, 1) if number not in sound})
         self._replace(self.path, b"".join(sound.values()))
-        self._file = None
-        with contextlib.suppress(OSError):  # of the file that was replaced
-            self._close()
-        self._file, self._is_durable, self._lost = self._disk.open_end(self.path), True, None
+        self._forget_file()
+        self._file = self._disk.open_end(self.path)
+        self._is_durable = True
         closing = weakref.finalize(self, self._disk.close, self._file)
         closing.atexit = False  # it would come before the last append
         self._close = closing
         return self._file
+
+    def _forget_file(self) -> None:
+        """Close the file: the next append makes this attempt's own copy of it anew."""
+        self._file = None
+        with contextlib.suppress(OSError):  # of a file that is replaced
+            self._close()
 
     def _set_aside(self, damaged: dict[int, bytes]) -> None:
         """Append damaged lines, given by their numbers, to NAME.bad, unless its end has them."""
@@ -327,8 +363,8 @@ class MetricsFile:
         self.resume(state)
         if not self._is_writer:
             return
-        n_kept = self._call(functools.partial(durable.patiently, self._cut_after_restore))
-        if n_kept < self._n_records:
+        n_kept = self._attempt(functools.partial(durable.patiently, self._cut_after_restore))
+        if n_kept is not None and n_kept < self._n_records:
             logger.warning(
                 "metrics: expected %d records in %s, as when the checkpoint was saved, got %d; the job continues "
                 "without the others.",
@@ -348,8 +384,8 @@ class MetricsFile:
         """
         self._n_records, self._last_step = _counts_in(state, self.path)
         if self._is_writer:
-            self._call(self._append_queued)
-            self._call(self._expect_later_steps)
+            self._attempt(self._append_queued)
+            self._attempt(self._expect_later_steps)
 
     def _expect_later_steps(self) -> None:
         self._step_in_file, self._is_cut = self._last_step, False

@@ -23,6 +23,7 @@ from hpcdist.resilience.manager import CheckpointManager
 from hpcdist.resilience.running_clock import RunningClock
 from hpcdist.resilience.saves import AttemptSaves
 from hpcdist.resilience.schedule import SaveSchedule
+from hpcdist.resilience.side_errors import SideErrors
 from hpcdist.resilience.step_times import begin_step_times
 from hpcdist.resilience.steps import StepCount
 from hpcdist.resilience.stop import StopFlag, wrapper_of
@@ -156,7 +157,11 @@ class PreemptionCheckpointHandler:
             raise
         self._attempt.renew()
         self._manager.begin_config(None if self._program_left_s is None else time.time() + self._program_left_s)
-        call_on_uncaught(FailureLog(log_file(self._attempt.folder / "logs", self._world), self._world).write)
+        failure_log = FailureLog(log_file(self._attempt.folder / "logs", self._world), self._world)
+        side_errors = None
+        if self._world.task.type == "evaluator":
+            side_errors = SideErrors(self._attempt.folder, f"evaluator-{self._world.task.index}")
+        call_on_uncaught(functools.partial(_note_uncaught, failure_log, side_errors))
         self._first_step = self._manager.checkpoint.step
         self._times = begin_step_times(
             self._world, self._attempt.folder, self._manager.attempt if self._world.is_chief else 0, self._first_step
@@ -486,6 +491,13 @@ class PreemptionCheckpointHandler:
                 call_when_done(None)
         finally:
             self.close()
+
+
+def _note_uncaught(failure_log: FailureLog, side_errors: SideErrors | None, what: str, report: str) -> None:
+    """Write an uncaught exception of this rank to its log and, of an evaluator, to the run folder."""
+    failure_log.write(what, report)
+    if side_errors is not None:
+        side_errors.record(report.rstrip().rpartition("\n")[2], 1)
 
 
 def _manager_of(given: Any, directory: str | os.PathLike[str] | None) -> CheckpointManager:

@@ -56,6 +56,7 @@ class ExitHooks:
         describe: returns who this rank is, such as "rank 3 (worker 3)".
         is_reporter: whether this process prints an error that all ranks share.
         on_leave: called when all ranks have reached their exit; may communicate.
+        is_beside_training: returns whether this rank is an evaluator, whose errors end no training.
 
     Attributes:
         is_leaving: whether this rank has left its program, and waits for others to leave theirs.
@@ -67,11 +68,13 @@ class ExitHooks:
         describe: Callable[[], str],
         is_reporter: bool,
         on_leave: Callable[[], None],
+        is_beside_training: Callable[[], bool] = lambda: False,
     ) -> None:
         self._comm = comm
         self._describe = describe
         self._is_reporter = is_reporter
         self._on_leave = on_leave
+        self._is_beside_training = is_beside_training
         self._on_done: Callable[[], None] | None = None
         self._on_failure: list[Callable[[], None]] = []
         self._main_frame = _outermost_frame()
@@ -141,6 +144,9 @@ class ExitHooks:
             if isinstance(error, HpcdistError) and not is_interactive:
                 self._exit_recorded(int(error.exit_code))
             return
+        if isinstance(error, Exception) and self._is_beside_training():
+            self._log_beside("uncaught exception", report)
+            self._exit_recorded(int(ExitCode.DONE))  # the job's exit code is that of the training
         report_agreed(error, self._is_reporter)
         self._abort("uncaught exception", report, _code_of(error))
 
@@ -152,6 +158,9 @@ class ExitHooks:
         self._note_uncaught(f"uncaught exception in thread {name}", report)
         if self._comm.size == 1 or self._is_forked:
             threading.__excepthook__(args)
+            return
+        if self._is_beside_training():
+            self._log_beside(f"uncaught exception in thread {name}", report)
             return
         self._abort(f"uncaught exception in thread {name}", report, _code_of(args.exc_value))
 
@@ -234,6 +243,11 @@ class ExitHooks:
         if self._exit:
             return self._exit.status
         return ExitCode.UNCAUGHT if _was_unwound(self._main_frame) else ExitCode.DONE
+
+    def _log_beside(self, what: str, report: list[str]) -> None:
+        """Log an error of a rank beside the training, which goes on."""
+        where = f"{self._describe()} on {MPI.Get_processor_name()}: {what}; training goes on without this rank"
+        log("\n".join([where, *"".join(report).splitlines()]))
 
     def _abort(self, what: str, report: list[str], code: int) -> NoReturn:
         if self._comm.rank > 0:

@@ -97,7 +97,7 @@ def _install_hooks() -> None:
         end_job(f"hpcdist: {error}\n", int(error.exit_code))
     launcher, comm = launcher_of(read_environment()), MPI.COMM_WORLD.Dup()
     is_reporter = comm.rank == 0 and (launcher is None or comm.size > 1 or launcher.rank == 0)
-    _hooks = ExitHooks(comm, _describe_process, is_reporter, _free_process_world)
+    _hooks = ExitHooks(comm, _describe_process, is_reporter, _free_process_world, _is_beside_training)
     _hooks.install()
     atexit.register(_announce_end)  # runs before the hooks wait for the others
 
@@ -118,6 +118,11 @@ def end_of_training() -> int | None:
 
 def _describe_process() -> str:
     return _process_world.describe() if _process_world else f"rank {MPI.COMM_WORLD.rank}"
+
+
+def _is_beside_training() -> bool:
+    """Return whether this rank is an evaluator beside others that train."""
+    return _process_world is not None and _process_world.task.type == "evaluator" and MPI.COMM_WORLD.size > 1
 
 
 def _free_process_world() -> None:

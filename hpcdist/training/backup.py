@@ -14,6 +14,7 @@ from hpcdist.resilience.checkpoint import Checkpoint
 from hpcdist.resilience.manager import CheckpointManager
 from hpcdist.resilience.preemption import PreemptionCheckpointHandler
 from hpcdist.resilience.schedule import SaveSchedule
+from hpcdist.resilience.side_errors import SideErrors
 from hpcdist.runtime.process import call_when_done
 from hpcdist.strategy.base import Strategy
 from hpcdist.training.callbacks import Callback
@@ -62,6 +63,7 @@ class BackupAndRestore(Callback):
         self._deletes = delete_checkpoint
         self._manager: CheckpointManager | None = None
         self._handler: PreemptionCheckpointHandler | None = None
+        self._errors: list[tuple[Any, SideErrors]] = []
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: what it saves is the others'."""
@@ -90,6 +92,9 @@ class BackupAndRestore(Callback):
         every_steps = self._save_freq if isinstance(self._save_freq, int) else None
         schedule = self._schedule or SaveSchedule(every_steps=every_steps)
         self._handler = PreemptionCheckpointHandler(None, self._manager, schedule=schedule)
+        if self.model.strategy.is_chief:
+            watched = [callback for callback in callbacks if hasattr(callback, "failure")]
+            self._errors = [(callback, SideErrors(self._folder, type(callback).__name__)) for callback in watched]
         if self._handler.restored_path is not None and self.model.strategy.is_chief:
             log(f"fit: resuming at step {self._handler.step} from {self._handler.restored_path}")
         with contextlib.ExitStack() as stack:
@@ -100,6 +105,7 @@ class BackupAndRestore(Callback):
         end_when_done(self._handler, self._manager, self._deletes)
         self._manager = None  # a program that makes many fits keeps none of them
         self._handler = None
+        self._errors = []
 
     def busy(self) -> contextlib.AbstractContextManager[None]:
         """Let stop requests wait for the end of a block."""
@@ -114,7 +120,9 @@ class BackupAndRestore(Callback):
         return "save after the epoch"
 
     def after_epoch(self) -> None:
-        """Save after an epoch. Collective: chief and workers."""
+        """Save after an epoch, and record what callbacks could not write. Collective: chief and workers."""
+        for callback, errors in self._errors:
+            errors.update(callback.failure, 1)
         if self._save_freq == "epoch" and self._schedule is None:
             assert self._manager is not None, "in the block"
             assert self._handler is not None, "in the block"

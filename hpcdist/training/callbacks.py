@@ -3,6 +3,7 @@
 Source: keras/src/callbacks (Keras 3), whose decisions these are.
 """
 
+import contextlib
 import csv
 import difflib
 import io
@@ -16,6 +17,7 @@ from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.checkpoint.read import read_text
 from hpcdist.errors import CheckpointError, UsageError
+from hpcdist.retries import Retries
 
 if TYPE_CHECKING:
     from hpcdist.training.model import Model
@@ -474,9 +476,11 @@ class CSVLogger(Callback):
         separator: one character between values.
         append: whether lines of earlier runs stay.
 
+    Where the file cannot be written, that is logged and tried again with a later epoch, and training goes on.
+
     Raises:
         UsageError: for another separator.
-        CheckpointError: if the file cannot be read when fit begins, or cannot be written at the end of an epoch.
+        CheckpointError: if a file that is there cannot be read when fit begins; on the chief.
 
     Source: keras/src/callbacks/csv_logger.py (Keras 3), whose columns and fields these are.
     """
@@ -493,6 +497,7 @@ class CSVLogger(Callback):
         self._columns = ["epoch"]
         self._rows: list[dict[str, str]] = []
         self._is_written = False
+        self._retries = Retries(f"CSVLogger: writing {self._path}")
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Read the lines that stay."""
@@ -530,7 +535,8 @@ class CSVLogger(Callback):
         new_columns = sorted(name for name in logs if name not in self._columns)
         self._columns += new_columns
         self._rows.append({"epoch": str(epoch), **{name: _field_of(value) for name, value in logs.items()}})
-        if not self.model.strategy.is_chief:
+        if not self.model.strategy.is_chief or not self._retries.is_due:
+            self._is_written = False
             return
         try:
             if self._is_written and not new_columns and self._path.exists():
@@ -538,11 +544,24 @@ class CSVLogger(Callback):
             else:
                 durable.make_folders(Disk(), self._path.parent)
                 durable.replace_text(Disk(), self._path, self._text_of(self._rows, has_header=True))
-            self._is_written = True
         except OSError as error:
-            raise CheckpointError(
-                f"CSVLogger: expected to write {self._path}, got {error.strerror}; choose another file."
-            ) from error
+            self._is_written = False
+            self._retries.failed(error)
+        else:
+            self._is_written = True
+            self._retries.succeeded()
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """Write what could not be written before, a last time."""
+        if self.failure is not None:
+            with contextlib.suppress(OSError):  # it was logged before
+                durable.replace_text(Disk(), self._path, self._text_of(self._rows, has_header=True))
+                self._retries.succeeded()
+
+    @property
+    def failure(self) -> str | None:
+        """The last error, if lines could not be written; otherwise None."""
+        return self._retries.failure
 
     def _text_of(self, rows: Sequence[dict[str, str]], has_header: bool = False) -> str:
         """Return rows as lines of the file."""

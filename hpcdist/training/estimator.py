@@ -34,11 +34,11 @@ from hpcdist.strategy.base import Strategy
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 from hpcdist.strategy.parameter_server import ParameterServerStrategy
 from hpcdist.training.backup import end_when_done
+from hpcdist.training.event_file import open_writer
 from hpcdist.training.inputs import rows_of_batches
 from hpcdist.training.loop import evaluation
 from hpcdist.training.model import Model
 from hpcdist.training.sidecar import SidecarEvaluator
-from hpcdist.training.tensorboard import open_writer
 
 InputFunction = Callable[..., Any]
 

@@ -16,13 +16,15 @@ from hpcdist.checkpoint.store import Store
 from hpcdist.errors import CheckpointDamaged, CheckpointError, ExitCode
 from hpcdist.ps.serve import StopSignals
 from hpcdist.resilience.checkpoint import load_checkpoint
+from hpcdist.resilience.side_errors import SideErrors
+from hpcdist.retries import Retries
 from hpcdist.runtime.process import end_of_training
 from hpcdist.strategy.multi_worker import MultiWorkerMirroredStrategy
 from hpcdist.training import inputs
 from hpcdist.training.callbacks import Callback
+from hpcdist.training.event_file import EventWriter, open_writer
 from hpcdist.training.loop import evaluation
 from hpcdist.training.model import Model
-from hpcdist.training.tensorboard import open_writer
 
 logger = logging.getLogger("hpcdist")
 
@@ -50,7 +52,7 @@ class SidecarEvaluator:
         poll_s: seconds between two looks for a new checkpoint.
 
     Attributes:
-        evaluations: the logs of each, with "step", "path" and "saved_ns", the time of the file; first those of earlier
+        evaluations: after `start`, the logs of each, with "step", "path" and "saved_ns", the time of the file; first those of earlier
             jobs with the same log_dir.
     """
 
@@ -77,30 +79,43 @@ class SidecarEvaluator:
         model.require_compiled("SidecarEvaluator")
         with model.strategy.scope():
             self._batches = inputs.distribute(model.strategy, *parts, call="SidecarEvaluator")
-        self.evaluations: list[dict[str, Any]] = self._earlier()
-        self._n_earlier = len(self.evaluations)
+        self.evaluations: list[dict[str, Any]] = []
+        self._n_earlier = 0
+        self._has_read_earlier = False
         #: Evaluated files: name in the folder, which may have several names, and time, as a file may be replaced.
-        self._seen = {(Path(entry["path"]).name, int(entry["saved_ns"])) for entry in self.evaluations}
+        self._seen: set[tuple[str, int]] = set()
         self._damaged: set[tuple[Path, int]] = set()
-        self._writer: Any = None
+        self._writer: EventWriter | None = None
+        self._retries = Retries("evaluating the newest checkpoint")
+        resolver = model.strategy.cluster_resolver
+        index = 0 if resolver is None else resolver.task_id
+        self._errors = SideErrors(self._run_folder(), f"evaluator-{index or 0}")
+
+    def _run_folder(self) -> Path:
+        """Return the run folder: that of the checkpoints, or the one above."""
+        is_above = self._folder.name == "checkpoints" or (self._folder.parent / "decision.json").exists()
+        return self._folder.parent if is_above else self._folder
 
     def start(self) -> None:
         """Evaluate until training has ended, or max_evaluations are made.
 
+        On an evaluator rank an error is logged, `hpcdist status` shows it, and the evaluation is tried again, after
+        longer and longer pauses: training goes on.
+
         Raises:
             SystemExit: on an evaluator rank, once the chief has left; in a job of its own at a signal.
-            CheckpointError: when the folder cannot be read, or log_dir cannot be written.
+            Exception: in a job of its own, whatever an evaluation raises.
+            CheckpointError: in a job of its own, if the folder cannot be read or log_dir cannot be written.
         """
         strategy = self._model.strategy
         is_beside = isinstance(strategy, MultiWorkerMirroredStrategy) and strategy.world.size > 1
         with StopSignals() as signals:
             while self._most is None or len(self.evaluations) - self._n_earlier < self._most:
-                code, is_finished = end_of_training(), self._is_finished()  # before the look: none comes after it then
-                found = self._next()
-                if found is not None:
-                    self._seen.add((found[0].name, found[1]))
-                    self._evaluate(*found)
-                elif code is not None:
+                code = end_of_training()  # before the look: no checkpoint comes after it then
+                is_finished = self._is_finished()
+                if self._try_next(is_beside, is_last=code is not None):
+                    continue
+                if code is not None:
                     sys.exit(code)
                 elif is_finished and not is_beside:
                     return
@@ -108,6 +123,42 @@ class SidecarEvaluator:
                     sys.exit(int(ExitCode.RUN_AGAIN))
                 else:
                     time.sleep(self._poll_s)
+
+    def _try_next(self, is_beside: bool, is_last: bool) -> bool:
+        """Evaluate the newest checkpoint, unless that was done, or has just failed; return whether it was evaluated.
+
+        Args:
+            is_beside: whether training goes on beside it if that fails.
+            is_last: whether there is no time for a pause, as training has ended.
+        """
+        if not (self._retries.is_due or is_last):
+            return False
+        try:
+            self._read_earlier()
+            newest = self._next()
+            if newest is None:
+                return False
+            self._batches.leave_pass()  # of an evaluation that has failed
+            self._evaluate(*newest)
+        except Exception as error:
+            if not is_beside:
+                raise
+            self._retries.failed(f"{type(error).__name__}: {error}")
+            self._errors.record(str(self._retries.failure), self._retries.n_failures)
+            return False
+        self._seen.add((newest[0].name, newest[1]))
+        self._retries.succeeded()
+        self._errors.record_recovery()
+        return True
+
+    def _read_earlier(self) -> None:
+        """Take the evaluations of earlier jobs with the same log_dir, once."""
+        if self._has_read_earlier:
+            return
+        self.evaluations = self._earlier()
+        self._n_earlier = len(self.evaluations)
+        self._seen = {(Path(entry["path"]).name, int(entry["saved_ns"])) for entry in self.evaluations}
+        self._has_read_earlier = True
 
     def _earlier(self) -> list[dict[str, Any]]:
         """Return the evaluations of earlier jobs with the same log_dir."""
@@ -166,31 +217,33 @@ class SidecarEvaluator:
         step = step or len(self.evaluations) + 1  # files of a ModelCheckpoint have none
         losses = [one["loss"] for one in self.evaluations if math.isfinite(one.get("loss", math.nan))]
         is_best = math.isfinite(logs.get("loss", math.nan)) and all(logs["loss"] < one for one in losses)
-        self.evaluations.append({"step": step, "path": str(path), "saved_ns": saved_ns, **logs})
+        record = {"step": step, "path": str(path), "saved_ns": saved_ns, **logs}
+        if self._log_dir is not None:
+            self._write(self._log_dir, record, is_best)
+        self.evaluations.append(record)
         text = "  ".join(f"{name} {value:.4g}" for name, value in logs.items())
         self._model.print_once(f"evaluation  step {step}  {text}")
-        if self._log_dir is not None:
-            self._write(self._log_dir, is_best)
 
-    def _write(self, folder: Path, is_best: bool) -> None:
-        """Write the last evaluation; its line, with which it counts as made, after the rest."""
-        last, path, disk = self.evaluations[-1], folder / "evaluations.jsonl", Disk()
+    def _write(self, folder: Path, record: dict[str, Any], is_best: bool) -> None:
+        """Write an evaluation; its line, with which it counts as made, after the rest."""
+        path = folder / "evaluations.jsonl"
+        disk = Disk()
         try:
             durable.make_folders(disk, folder)
         except OSError as error:
             raise self._refusal(folder, error) from error
         if is_best:
             self._model.save_weights(folder / "best.h5")
-        self._writer = self._writer or open_writer(folder, last["step"], is_needed=False)
+        self._writer = self._writer or open_writer(folder, record["step"], is_needed=False)
         if self._writer is not None:
-            for name, value in last.items():
+            for name, value in record.items():
                 if isinstance(value, (int, float)) and name not in ("step", "saved_ns"):
-                    self._writer.add_scalar(f"evaluation_{name}", value, last["step"])
+                    self._writer.add_scalar(f"evaluation_{name}", value, record["step"])
             self._writer.flush()
         try:
             if not path.exists():
                 disk.make_new(path)
-            durable.append_line(disk, path, json.dumps(last))
+            durable.append_line(disk, path, json.dumps(record))
         except OSError as error:
             raise self._refusal(folder, error) from error
 

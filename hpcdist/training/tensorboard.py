@@ -1,25 +1,27 @@
-"""TensorBoard: event files of the logs, by torch.utils.tensorboard, which takes the package tensorboard."""
+"""TensorBoard: event files of the logs, which take the package tensorboard."""
 
 from pathlib import Path
 from typing import Any
 
-from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.errors import UsageError
 from hpcdist.training.callbacks import Callback, Logs
+from hpcdist.training.event_file import EventWriter, open_writer
 
 
 class TensorBoard(Callback):
     """Writes logs for TensorBoard, on the chief alone: `train/` and `validation/` by epoch, `batches/` by step.
 
     What is there of the steps that it writes is purged, so that a reader sees each step once, also in a run that goes
-    on. Values by step are those of the chief's replicas.
+    on. Values by step are those of the chief's replicas. Where the folder cannot be written, that is logged and tried
+    again, and training goes on.
 
     Args:
         log_dir: the folder. Paths of other ranks do not count.
         update_freq: "epoch"; or "batch", or a number of steps, after which values are written too.
 
     Raises:
-        UsageError: for another update_freq. ConfigurationError: without the package tensorboard, or when the folder
-            cannot be written; on the chief.
+        UsageError: for another update_freq.
+        ConfigurationError: without the package tensorboard, on the chief when fit begins.
     """
 
     saved = ("n_steps",)
@@ -32,7 +34,7 @@ class TensorBoard(Callback):
             )
         self._folder = Path(log_dir).absolute()  # the program may change its folder
         self._every = steps
-        self._writers: dict[str, Any] = {}
+        self._writers: dict[str, EventWriter] = {}
         self.n_steps = 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -75,35 +77,16 @@ class TensorBoard(Callback):
             writer.close()
         self._writers = {}
 
-    def _writer(self, kind: str, step: int) -> Any:
+    def _writer(self, kind: str, step: int) -> EventWriter:
         """Return what writes events of a kind; those of this step and later ones that are there are purged."""
         if kind not in self._writers:
-            self._writers[kind] = open_writer(self._folder / kind, step)
+            writer = open_writer(self._folder / kind, step)
+            assert writer is not None, "it is needed"
+            self._writers[kind] = writer
         return self._writers[kind]
 
-
-def open_writer(folder: Path, step: int, is_needed: bool = True) -> Any:
-    """Return what writes events into a folder, from a step on.
-
-    Args:
-        folder: where.
-        step: events of it, and later ones, that are there are purged.
-        is_needed: whether a missing package is an error; else None is returned.
-
-    Raises:
-        ConfigurationError: when there is no such package, or the folder cannot be written.
-    """
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        if not is_needed:
-            return None
-        raise ConfigurationError(
-            "TensorBoard: expected the package tensorboard, got none; pip install tensorboard."
-        ) from error
-    try:
-        return SummaryWriter(str(folder), purge_step=step)
-    except OSError as error:
-        raise ConfigurationError(
-            f"TensorBoard: expected to write in {folder}, got {error.strerror}; choose another folder."
-        ) from error
+    @property
+    def failure(self) -> str | None:
+        """The last error, of what cannot be written now; None if all is written."""
+        failures = [writer.retries.failure for writer in self._writers.values()]
+        return next((failure for failure in failures if failure is not None), None)

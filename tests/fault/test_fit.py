@@ -266,7 +266,7 @@ import sys
 import numpy as np
 import torch
 import hpcdist
-from hpcdist.callbacks import CSVLogger, LambdaCallback, TensorBoard
+from hpcdist.callbacks import LambdaCallback
 
 strategy = hpcdist.MultiWorkerMirroredStrategy()
 with strategy.scope():
@@ -277,32 +277,16 @@ def fail(epoch, logs):
     if strategy.rank == 1 and epoch == 1:
         raise ValueError("on purpose")
 
-given = {
-    "raises": lambda: LambdaCallback(on_epoch_end=fail),
-    "no folder for events": lambda: TensorBoard("/proc/events"),
-    "no folder for lines": lambda: CSVLogger("/proc/lines.csv"),
-}
 x = np.ones((64, 4), np.float32)
-model.fit(x, x[:, :1], 16, epochs=3, callbacks=[given[sys.argv[1]]()], verbose=0)
+model.fit(x, x[:, :1], 16, epochs=3, callbacks=[LambdaCallback(on_epoch_end=fail)], verbose=0)
 """
 
 
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        ("raises", "ValueError: on purpose"),
-        ("no folder for events", "expected"),
-        ("no folder for lines", "expected"),
-    ],
-)
-def test_a_callback_that_fails_on_one_rank_ends_the_job(start, tmp_path, nothing_left, what, text):
+def test_a_callback_that_fails_on_one_rank_ends_the_job(start, tmp_path, nothing_left):
     program = tmp_path / "program.py"
     program.write_text(ONE_RANK)
-    job = start(2, program, what)
+    job = start(2, program)
     outcome = job.wait(40)
     assert outcome.code != 0
-    errors = [line for line in outcome.output.splitlines() if text in line]
-    assert len(errors) == 1, outcome.output
-    if what != "raises":
-        assert "/proc" in errors[0]
+    assert outcome.output.count("ValueError: on purpose") == 1, outcome.output
     nothing_left(job)

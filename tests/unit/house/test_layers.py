@@ -15,6 +15,7 @@ LAYERS = {
     "public_names": 0,
     "dtypes": 0,
     "background": 0,
+    "retries": 0,
     "child_processes": 0,
     "nest": 0,
     "restart_rule": 0,
@@ -73,6 +74,7 @@ DOORS = {
     "jinja2": {"cli.report"},
     "pytest": {"pytest_plugin"},
     "safetensors": {"cli.torch_files"},
+    "tensorboard": {"training.event_file"},
     "pickle": {"ps.pickles"},
     "cloudpickle": {"ps.pickles"},
 }

@@ -1,0 +1,68 @@
+"""Errors beside training, in the run folder: what an evaluator, TensorBoard or a metrics file could not do.
+
+They end no run, so `hpcdist status` and `hpcdist report` show them: `errors/evaluator-0.json` and so on.
+"""
+
+import json
+import time
+from pathlib import Path
+
+from hpcdist.checkpoint import durable
+from hpcdist.checkpoint.durable import Disk
+from hpcdist.errors import log
+
+_FOLDER = "errors"
+
+
+class SideErrors:
+    """Records the last error of one thing beside training.
+
+    Args:
+        run_folder: the run folder, which exists; otherwise nothing is recorded.
+        name: name of the thing, such as "evaluator-0".
+    """
+
+    def __init__(self, run_folder: Path, name: str) -> None:
+        self._path = run_folder.absolute() / _FOLDER / f"{name}.json"
+        self._is_recorded = False
+
+    def update(self, error: str | None, n_failures: int) -> None:
+        """Record an error or, without one, that an earlier one is over."""
+        if error is None:
+            self.record_recovery()
+        else:
+            self.record(error, n_failures)
+
+    def record(self, error: str, n_failures: int) -> None:
+        """Record an error. Where that cannot be written, the log has to do.
+
+        Args:
+            error: one line.
+            n_failures: how often in a row.
+        """
+        self._write(error, n_failures, is_over=False)
+
+    def record_recovery(self) -> None:
+        """Record that the error is over, if there was one."""
+        if self._is_recorded:
+            self._write("", 0, is_over=True)
+
+    def _write(self, error: str, n_failures: int, is_over: bool) -> None:
+        try:
+            if not self._path.parents[1].is_dir():
+                return
+            earlier = _content_of(self._path) if is_over else {}
+            content = {"error": error, "n_failures": n_failures, "time_s": time.time(), **earlier, "is_over": is_over}
+            durable.make_folders(Disk(), self._path.parent)
+            durable.replace_text(Disk(), self._path, json.dumps(content) + "\n")
+            self._is_recorded = not is_over
+        except OSError as failure:
+            log(f"expected to record an error in {self._path}, got {failure.strerror}; see the log")
+
+
+def _content_of(path: Path) -> dict[str, object]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

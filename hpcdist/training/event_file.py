@@ -1,0 +1,189 @@
+"""Event files for TensorBoard, written at once and by no thread: an error comes where it can be handled.
+
+The record format, and the events, are those of the packages tensorboard and torch.
+"""
+
+import contextlib
+import secrets
+import time
+import weakref
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpcdist.errors import ConfigurationError
+from hpcdist.retries import Retries
+
+#: Events are written when so many wait, and the oldest are dropped when so many cannot be written.
+_N_WRITTEN, _N_KEPT = 100, 100_000
+
+
+class Scalar(NamedTuple):
+    """A number of a curve: its tag, its value, its step, and the time, in seconds since 1970."""
+
+    tag: str
+    value: float
+    step: int
+    time_s: float
+
+
+class EventFile:
+    """One event file, new in its folder.
+
+    Args:
+        folder: made if it is not there.
+        purge_step: events of this step and later ones in older files are hidden from readers. None hides nothing.
+
+    Raises:
+        ImportError: without the package tensorboard.
+        OSError: here and from all methods, if the file system refuses.
+    """
+
+    def __init__(self, folder: Path, purge_step: int | None) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._make_event = Event
+        folder.mkdir(parents=True, exist_ok=True)
+        now_ns = time.time_ns()
+        # readers take the files of a folder in the order of their names
+        name = f"events.out.tfevents.{now_ns // 10**9:010d}.{now_ns % 10**9:09d}.{secrets.token_hex(8)}"
+        self._file = open(folder / name, "xb")  # noqa: SIM115  closed by `close`
+        self._records = RecordWriter(self._file)
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if purge_step is not None:
+            start = SessionLog(status=SessionLog.START)
+            self._write(Event(wall_time=time.time(), step=purge_step, session_log=start))
+        self._file.flush()
+
+    def _write(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+
+    def write(self, scalar: Scalar) -> None:
+        """Write a number."""
+        from torch.utils.tensorboard.summary import scalar as summary_of
+
+        summary = summary_of(scalar.tag, scalar.value)  # type: ignore[no-untyped-call]
+        self._write(self._make_event(wall_time=scalar.time_s, step=scalar.step, summary=summary))
+
+    def flush(self) -> None:
+        """Hand what was written to the file system."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class EventWriter:
+    """Writes numbers for TensorBoard beside training: what cannot be written now is kept, and tried again later.
+
+    What waits is also written when this object is dropped, and when the program ends.
+
+    Args:
+        folder: where the event files are; made at the first number.
+        purge_step: events of this step and later ones that are there are hidden from readers.
+
+    Attributes:
+        retries: what has failed, and when it is tried again.
+
+    Raises:
+        ImportError: without the package tensorboard.
+    """
+
+    def __init__(self, folder: Path, purge_step: int) -> None:
+        import tensorboard  # noqa: F401  whether it is there
+
+        self.retries = Retries(f"TensorBoard: writing events to {folder}")
+        self._events = _Events(folder, purge_step, self.retries)
+        weakref.finalize(self, self._events.close)
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """Add a number to a curve."""
+        self._events.add(Scalar(tag, float(value), step, time.time()))
+
+    def flush(self) -> None:
+        """Write what waits, unless that has just failed."""
+        self._events.flush()
+
+    def close(self) -> None:
+        """Write what waits, a last time, and close the file."""
+        self._events.close()
+
+
+class _Events:
+    """The events of a writer that wait, and the file in progress.
+
+    Args:
+        folder: see `EventWriter`.
+        purge_step: see `EventWriter`.
+        retries: see `EventWriter`.
+    """
+
+    def __init__(self, folder: Path, purge_step: int, retries: Retries) -> None:
+        self._retries = retries
+        self._folder = folder
+        self._purge_step: int | None = purge_step
+        self._file: EventFile | None = None
+        self._waiting: list[Scalar] = []
+
+    def add(self, scalar: Scalar) -> None:
+        """Add a number."""
+        self._waiting.append(scalar)
+        if len(self._waiting) >= _N_WRITTEN:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits, unless that has just failed."""
+        if self._waiting and self._retries.is_due:
+            self._try_to_write()
+
+    def _try_to_write(self) -> None:
+        try:
+            if self._file is None:
+                self._file = EventFile(self._folder, self._purge_step)
+                self._purge_step = None
+            for scalar in self._waiting:
+                self._file.write(scalar)
+            self._file.flush()
+        except OSError as error:
+            self._abandon()
+            del self._waiting[:-_N_KEPT]
+            self._retries.failed(error)
+        else:
+            self._waiting = []
+            self._retries.succeeded()
+
+    def _abandon(self) -> None:
+        """Leave a file that may end in a torn record, where readers stop: the next try makes a new one."""
+        file = self._file
+        self._file = None
+        if file is not None:
+            with contextlib.suppress(OSError):  # what it holds is written again
+                file.close()
+
+    def close(self) -> None:
+        """Write what waits, a last time, and close the file."""
+        if self._waiting:
+            self._try_to_write()
+        self._abandon()
+
+
+def open_writer(folder: Path, step: int, is_needed: bool = True) -> EventWriter | None:
+    """Return a writer of events in a folder, from a step on.
+
+    Args:
+        folder: where.
+        step: events of this step and later ones that are there are hidden from readers.
+        is_needed: whether a missing package is an error; else None is returned.
+
+    Raises:
+        ConfigurationError: if there is no such package.
+    """
+    try:
+        return EventWriter(folder, step)
+    except ImportError as error:
+        if not is_needed:
+            return None
+        raise ConfigurationError(
+            "TensorBoard: expected the package tensorboard, got none; pip install tensorboard."
+        ) from error
