@@ -12,6 +12,7 @@ HpcdistError                70  an internal fault, and the base of all below
 │   └── PSUnavailable       70  a parameter server does not answer
 ├── ClosureInputError       70  a resource that a closure needs cannot be built on its worker
 ├── ClosureCancelledError   70  a closure was not run, as another one failed
+├── ClosureTimeoutError     70  a closure ran longer than closure_timeout_s
 └── CheckpointError         74  a checkpoint cannot be written or read
     ├── CheckpointDamaged   74  the file is not what was committed
     │   └── CheckpointMissing 74  the file is not there
@@ -114,6 +115,10 @@ class ClosureInputError(HpcdistError, RuntimeError):
 
 class ClosureCancelledError(HpcdistError, RuntimeError):
     """A closure was not run, as another one had failed: schedule it again."""
+
+
+class ClosureTimeoutError(HpcdistError, TimeoutError):
+    """A closure ran longer than `closure_timeout_s` of its coordinator."""
 
 
 class CheckpointError(HpcdistError, RuntimeError):

@@ -3,6 +3,7 @@
 import functools
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -48,6 +49,30 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.last = signal.Signals(number).name
+
+
+class Drain:
+    """How long a rank that serves still waits for messages once the chief's program has ended: some are on their way.
+
+    Args:
+        timeout_s: HPCDIST_TIMEOUT_S; it waits a tenth of that, at most ten seconds.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s = min(10.0, timeout_s / 10)
+        self._clock = clock
+        self._since_s: float | None = None
+
+    def is_over(self, code: int | None) -> bool:
+        """Return whether to leave.
+
+        Args:
+            code: exit code that the chief has announced; None before.
+        """
+        if code is not None and self._since_s is None:
+            self._since_s = self._clock()
+        return self._since_s is not None and self._clock() - self._since_s > self._limit_s
 
 
 def serve(world: World, mailbox: Mailbox, server: Server, workers: list[int]) -> int:

@@ -249,9 +249,19 @@ class RunAttempt:
         if self._world.is_chief:
             self._try_to_end("diverged", str(error))
 
-    def _try_to_end(self, how: str, reason: str) -> None:
+    def record_stop(self, reason: str, is_excused: bool) -> None:
+        """Record that the attempt was asked to stop, and did so without a save. Not collective. Failures are logged.
+
+        Args:
+            reason: source of the request.
+            is_excused: whether the batch system asked, at a time of its own choice.
+        """
+        if self._world.is_chief:
+            self._try_to_end("stopped", reason, is_excused and self._launch.job is not None)
+
+    def _try_to_end(self, how: str, reason: str, is_excused: bool = False) -> None:
         try:
-            self._manager.ledger.end(how, reason)
+            self._manager.ledger.end(how, reason, is_excused)
             self.record.write(None)
         except CheckpointError as unwritten:
             logger.warning("%s", unwritten)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from hpcdist.cluster.environment import job_end, launcher_of, read_environment
 from hpcdist.cluster.slurm import time_left_s
@@ -28,9 +28,14 @@ from hpcdist.resilience.step_times import begin_step_times
 from hpcdist.resilience.steps import StepCount
 from hpcdist.resilience.stop import StopFlag, wrapper_of
 from hpcdist.resilience.termination import TerminationConfig
-from hpcdist.runtime.process import call_on_uncaught, call_when_done, end_of_training
+from hpcdist.runtime.process import call_on_uncaught, call_when_done, end_job, end_of_training
 from hpcdist.runtime.step_flags import Request
 
+#: How long a stop request waits for work that cannot be interrupted, if no grace period is given: batch systems leave
+#: 30 s or more between their first signal and the last one.
+STOP_GRACE_S = 20.0
+#: What a launcher takes to print a line: the end of the job discards others.
+_PRINT_S = 0.5
 #: A time limit beyond this is none.
 _FAR_S = 1e9
 
@@ -287,6 +292,29 @@ class PreemptionCheckpointHandler:
         self._saves_no_more = True
         self._manager.forget_copies()
         return self._attempt.record
+
+    def overdue_stop(self) -> str | None:
+        """Return why to stop, if that was requested longer ago than the grace period; otherwise None.
+
+        Not collective; from any thread. Whoever waits for work that does not end asks: see `ClusterCoordinator`.
+        """
+        reason = self._flag.reason
+        if self._is_done or reason is None or self._flag.since is None:
+            return None
+        grace_s = self._config.grace_period or STOP_GRACE_S
+        return reason if time.monotonic() - self._flag.since > grace_s else None
+
+    def leave_at_once(self, reason: str) -> NoReturn:
+        """Record that the job was stopped, save nothing, and end all ranks with code 75. From any thread.
+
+        The last save counts. Not collective.
+        """
+        self._is_done = True
+        self._attempt.record_stop(reason, is_excused=reason.startswith("SIGTERM "))
+        last_save = f"the last save is step {self._manager.saved_step} in {self._manager.directory}"
+        log(f"{reason}: stopped without a save, as the work in progress does not end: {last_save}")
+        time.sleep(_PRINT_S)
+        end_job("", int(ExitCode.RUN_AGAIN))
 
     # -- between steps --------------------------------------------------------------------------------------------
 

@@ -90,6 +90,7 @@ class StopFlag:
         self._file_looked_at = self._watcher_looked_at = -float("inf")
         self._looker = BackgroundThread("hpcdist-stop-file")
         self._look: Future[bool] | None = None
+        self._looking = threading.Lock()
         self._has_warned = False
         self.since: float | None = None
 
@@ -138,11 +139,15 @@ class StopFlag:
         """
         if self._file is None:
             return False
+        with self._looking:
+            return self._look_for_file(self._file)
+
+    def _look_for_file(self, file: Path) -> bool:
         now = self._clock()
         if self._look is None and now - self._file_looked_at >= FILE_LOOK_S:
             self._file_looked_at, self._has_warned = now, False
             # False on an I/O error too, where Path.exists would raise
-            self._look = self._looker.submit(functools.partial(os.path.exists, self._file))
+            self._look = self._looker.submit(functools.partial(os.path.exists, file))
             wait([self._look], FILE_WAIT_S)
         if self._look is None:
             return False
@@ -153,7 +158,7 @@ class StopFlag:
             self._has_warned = True
             logger.warning(
                 "stop: expected %s to answer, got none for %d s; training goes on until the next save is due.",
-                self._file.parent,
+                file.parent,
                 SILENCE_S,
             )
         return False

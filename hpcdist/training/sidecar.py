@@ -52,8 +52,8 @@ class SidecarEvaluator:
         poll_s: seconds between two looks for a new checkpoint.
 
     Attributes:
-        evaluations: after `start`, the logs of each, with "step", "path" and "saved_ns", the time of the file; first those of earlier
-            jobs with the same log_dir.
+        evaluations: after `start`, the logs of each, with "step", "path" and "saved_ns", the time of the file; first
+            those of earlier jobs with the same log_dir.
     """
 
     def __init__(  # noqa: PLR0913  Keras' names, and two

@@ -156,3 +156,91 @@ def test_a_server_that_does_not_answer_is_psunavailable_and_stays_so(start, tmp_
     outcome = start(3, program, pid_file, environ={"HPCDIST_TIMEOUT_S": "2"}).wait(120)
     assert "first pull: expected answers of 1 parameter servers" in outcome.output, outcome.output
     assert "again pull: expected answers" in outcome.output
+
+
+NO_COORDINATOR = """
+import hpcdist
+resolver = hpcdist.MPIClusterResolver(roles="ps:1,chief:1,worker:*")
+if resolver.task_type != "chief":
+    hpcdist.Server(resolver).join()
+strategy = hpcdist.ParameterServerStrategy(resolver)
+print("the chief's program ends here", flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(3)"], ids=["0", "3"])
+def test_ranks_that_serve_end_with_a_chief_that_makes_no_coordinator(start, nothing_left, end):
+    job = start(3, "-c", NO_COORDINATOR + end, environ={"HPCDIST_TIMEOUT_S": "20"})
+    outcome = job.wait(30)
+    assert (outcome.code == 0) == (end == ""), outcome.output
+    if end == "":
+        assert "the chief's program has ended without a ClusterCoordinator" in outcome.output
+    nothing_left(job)
+
+
+HUNG = """
+import os, signal, sys, threading, time
+import hpcdist, torch
+resolver = hpcdist.MPIClusterResolver(roles="ps:1,chief:1,worker:*")
+if resolver.task_type != "chief":
+    hpcdist.Server(resolver).join()
+strategy = hpcdist.ParameterServerStrategy(resolver)
+limit_s = float(sys.argv[3]) or None
+coordinator = hpcdist.ClusterCoordinator(strategy, closure_timeout_s=limit_s)
+with strategy.scope():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, strategy=strategy)
+config = hpcdist.TerminationConfig(grace_period=3)
+handler = hpcdist.PreemptionCheckpointHandler(None, checkpoint, sys.argv[1] + "/checkpoints", config, save_every_steps=1)
+
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+def hangs():
+    time.sleep(10_000)
+
+for _ in range(3):
+    coordinator.schedule(step)
+    coordinator.join()
+result = coordinator.schedule(hangs)
+print("scheduled", flush=True)
+try:
+    getattr(coordinator if sys.argv[2] == "join" else result, sys.argv[2])()
+except hpcdist.errors.ClosureTimeoutError as error:
+    print("raised", error, flush=True)
+    coordinator.schedule(step)
+    coordinator.join()
+    print("the other worker has made a step", handler.step, flush=True)
+"""
+
+
+@pytest.mark.feature("semantics.closure-watchdog")
+@pytest.mark.parametrize("waits_in", ["join", pytest.param("fetch", marks=pytest.mark.slow)])
+def test_a_stop_request_is_obeyed_although_a_function_hangs(start, tmp_path, nothing_left, waits_in):
+    run = tmp_path / "run"
+    job = start(3, "-c", HUNG, run, waits_in, 0)
+    job.wait_for_line("scheduled")
+    asked_s = time.monotonic()
+    os.kill(job.pid_of(1), signal.SIGTERM)
+    outcome = job.wait(30)
+    assert time.monotonic() - asked_s < 20, "the grace period is 3 s"
+    assert outcome.code == 75, outcome.output
+    assert "stopped without a save, as the work in progress does not end: the last save is step 3" in outcome.output
+    decision = json.loads((run / "decision.json").read_text())
+    assert (decision["decision"], decision["step"]) == ("requeue", 3)
+    assert decision["reason"].startswith("SIGTERM on rank ")
+    nothing_left(job)
+
+
+@pytest.mark.feature("semantics.closure-watchdog")
+def test_a_function_that_runs_too_long_fails_and_others_go_on(start, tmp_path, nothing_left):
+    job = start(4, "-c", HUNG, tmp_path / "run", "join", 2, environ={"HPCDIST_TIMEOUT_S": "6"})
+    outcome = job.wait(60)
+    assert "raised schedule: expected 'hangs' to end within closure_timeout_s=2 s" in outcome.output, outcome.output
+    assert "the other worker has made a step 4" in outcome.output
+    assert outcome.code == 70, "the worker that hangs cannot leave"
+    assert "have not ended within 6 s: ending the job" in outcome.output
+    nothing_left(job)

@@ -34,8 +34,9 @@ class ClusterCoordinator:
     that dies ends the job, which starts again from its last checkpoint.
 
     A stop request, to whichever rank, is acted on in `join`, when all functions have ended: a
-    `PreemptionCheckpointHandler` saves there. Its steps are those of the optimizers. Schedule no more between two
-    `join` than the time of grace of a preemption allows.
+    `PreemptionCheckpointHandler` saves there. Its steps are those of the optimizers. Functions that have not ended
+    within the grace period of its TerminationConfig, or 20 s, are waited for no longer: the job ends with code 75, and
+    the last save counts. Schedule no more between two `join` than that time allows.
 
     >>> coordinator = hpcdist.ClusterCoordinator(strategy)
     >>> iterator = iter(coordinator.create_per_worker_dataset(make_dataset))
@@ -47,6 +48,9 @@ class ClusterCoordinator:
 
     Args:
         strategy: the only one of a job whose workers and servers are in `hpcdist.Server(resolver).join()`.
+        closure_timeout_s: seconds after which a function counts as failed: `schedule`, `join` or `done` raise
+            ClosureTimeoutError, and its worker is given nothing until it is done. Default: no limit. A second call
+            with another value changes nothing.
 
     Raises:
         UsageError: for another kind of strategy.
@@ -55,7 +59,7 @@ class ClusterCoordinator:
 
     _dispatcher: Dispatcher
 
-    def __new__(cls, strategy: Strategy) -> "ClusterCoordinator":
+    def __new__(cls, strategy: Strategy, closure_timeout_s: float | None = None) -> "ClusterCoordinator":
         """Return the coordinator of a strategy."""
         if not isinstance(strategy, ParameterServerStrategy):
             raise UsageError(
@@ -63,7 +67,7 @@ class ClusterCoordinator:
             )
         return strategy.the_coordinator(lambda: object.__new__(cls))
 
-    def __init__(self, strategy: ParameterServerStrategy) -> None:
+    def __init__(self, strategy: ParameterServerStrategy, closure_timeout_s: float | None = None) -> None:
         if hasattr(self, "_dispatcher"):  # it was there
             return
         world, comm = strategy.world, strategy.closures_comm
@@ -74,7 +78,12 @@ class ClusterCoordinator:
             )
         self._strategy, self._world = strategy, world
         self._definitions = Definitions(strategy, strategy.engine, strategy.served)
-        self._dispatcher = Dispatcher(world, comm, strategy.client_ranks[1:], self._definitions)
+        if closure_timeout_s is not None and not closure_timeout_s > 0:
+            raise UsageError(
+                f"ClusterCoordinator: expected closure_timeout_s above 0, got {closure_timeout_s}; leave it out for no "
+                f"limit."
+            )
+        self._dispatcher = Dispatcher(world, comm, strategy.client_ranks[1:], self._definitions, closure_timeout_s)
         self._n_scheduled = self._n_steps = 0
         atexit.register(self.leave)
 

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from hpcdist.errors import CollectiveTimeoutError, ExitCode, HpcdistError, log
+from hpcdist.errors import ClosureTimeoutError, CollectiveTimeoutError, ExitCode, HpcdistError, log
 from hpcdist.ps import pickles
 from hpcdist.ps.messages import Bytes, Kind, Message
 from hpcdist.ps.served import stop_for
@@ -63,6 +63,7 @@ class _Worker:
         self.last_s, self.answered_at = _SHORT_S, 0.0
         self.heard_at = 0.0
         self.is_silent = False
+        self.is_stuck = False
 
 
 class Dispatcher:
@@ -73,14 +74,25 @@ class Dispatcher:
         comm: all ranks, for functions and their results alone.
         ranks: those of the workers, in the order of their numbers.
         definitions: what functions use by name.
+        closure_timeout_s: longest time of a function, in seconds; None for no limit.
 
     Attributes:
         queue: the closures. changed: guards it, and is notified whenever a closure is over.
         n_steps: steps of optimizers in functions that have ended.
     """
 
-    def __init__(self, world: World, comm: MPI.Comm, ranks: list[int], definitions: Definitions) -> None:
-        self._world, self._comm, self._definitions = world, comm, definitions
+    def __init__(
+        self,
+        world: World,
+        comm: MPI.Comm,
+        ranks: list[int],
+        definitions: Definitions,
+        closure_timeout_s: float | None = None,
+    ) -> None:
+        self._world = world
+        self._comm = comm
+        self._definitions = definitions
+        self._closure_timeout_s = closure_timeout_s
         self._mailbox = Mailbox(comm)
         self._workers = {rank: _Worker(rank, number) for number, rank in enumerate(ranks)}
         self.queue = ClosureQueue()
@@ -115,10 +127,23 @@ class Dispatcher:
         began_s = self._now
         while self._is_any_busy and self._now - began_s < self._world.timeout_s:
             self._look()
+        self._require_all_done()
         for worker in self._workers.values():
             self._mailbox.send(worker.rank, Message(Kind.LEAVE, worker.number, numbers=np.array([self._exit_code])))
         wait_until(lambda: self._mailbox.is_sent, self._world.timeout_s, 0)
         self._wait_for_silent()
+
+    def _require_all_done(self) -> None:
+        """End the job if a worker still runs a function: it would be waited for without an end."""
+        busy = [worker for worker in self._workers.values() if worker.sent_at and not worker.is_silent]
+        if busy:
+            ranks = ", ".join(str(worker.rank) for worker in busy)
+            code = self._exit_code if self._exit_code > 0 else int(ExitCode.INTERNAL)
+            end_job(
+                f"hpcdist: {self._world} is done, and functions on ranks {ranks} have not ended within "
+                f"{self._world.timeout_s:g} s: ending the job\n",
+                code,
+            )
 
     def _wait_for_silent(self) -> None:
         """Wait for heartbeats of workers that are silent; end the job without them: they would be waited for."""
@@ -151,6 +176,38 @@ class Dispatcher:
         for rank, message in received:
             self._take_result(self._workers[rank], message)
         self._hear()
+        self._require_in_time()
+
+    def _require_in_time(self) -> None:
+        """Let functions fail that run too long; leave without them if a stop request has waited too long."""
+        limit_s = self._closure_timeout_s
+        for worker in self._workers.values():
+            if limit_s is None or worker.is_stuck or worker.is_silent or not worker.sent_at:
+                continue
+            if self._now - max(worker.sent_at[0], worker.answered_at) > limit_s:
+                self._time_out(worker, limit_s)
+        requester = self._world.step_flags.requester
+        reason = None if requester is None or not self._is_any_busy else requester.overdue_stop()
+        if requester is not None and reason is not None:
+            requester.leave_at_once(reason)
+
+    def _time_out(self, worker: _Worker, limit_s: float) -> None:
+        worker.is_stuck = True
+        worker.sent.clear()  # what it changes later does not count
+        with self.changed:
+            running = self.queue.running[worker.number]
+            name = running[0].name if running else "a function"
+            self.queue.time_out(
+                worker.number,
+                ClosureTimeoutError(
+                    f"schedule: expected {name!r} to end within closure_timeout_s={limit_s:g} s, got none from worker "
+                    f"{worker.number} (rank {worker.rank}); raise the limit, or look at what it waits for."
+                ),
+            )
+            self.changed.notify_all()
+        log(
+            f"coordinator: worker {worker.number} (rank {worker.rank}) has run {name!r} for {limit_s:g} s; others go on"
+        )
 
     def _has_work(self, received: list[tuple[int, Message]]) -> bool:
         received += self._mailbox.receive()
@@ -159,7 +216,7 @@ class Dispatcher:
 
     def _free_worker(self) -> _Worker | None:
         """Return a worker that may be given a closure: one that has none, else one that is soon done."""
-        heard = [one for one in self._workers.values() if not one.is_silent]
+        heard = [one for one in self._workers.values() if not (one.is_silent or one.is_stuck)]
         idle = [one for one in heard if not one.sent_at]
         has_enough = self.queue.n_waiting >= len(self._workers) and not self._definitions.shared.has_tensors
         soon_done = [one for one in heard if has_enough and one.last_s < _SHORT_S and len(one.sent_at) == 1]
@@ -190,6 +247,7 @@ class Dispatcher:
     def _take_result(self, worker: _Worker, message: Message) -> None:
         worker.last_s = self._now - max(worker.sent_at.pop(0), worker.answered_at)
         worker.answered_at = worker.heard_at = self._now
+        worker.is_stuck = worker.is_stuck and len(worker.sent_at) > 0
         has_value, payload, changes, n_steps = pickles.loads(message.payload)
         error = None if has_value else _error_of(payload, worker)
         with self.changed:

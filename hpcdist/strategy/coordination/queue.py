@@ -141,6 +141,24 @@ class ClosureQueue:
                 closure.is_waiting = True
                 self._waiting.appendleft(closure)
 
+    def time_out(self, worker: int, error: BaseException) -> None:
+        """Let the closure that a worker runs fail, and put back what it was given to run next.
+
+        What the worker returns later does not count.
+        """
+        closures = self.running.pop(worker, [])
+        self._lost[worker] += closures
+        for closure in reversed(closures[1:]):
+            if not closure.is_over and not closure.is_waiting:
+                closure.is_waiting = True
+                self._waiting.appendleft(closure)
+        if closures and not closures[0].is_over:
+            closures[0].is_over = True
+            closures[0].used = None
+            closures[0].result.set_error(error)
+            self.n_ended += 1
+            self.note_error(error)
+
     def _first_of(self, worker: int) -> list[Closure]:
         """Return the list that begins with what a worker runs: of before it fell silent, if it did."""
         return self._lost[worker] or self.running[worker]

@@ -19,9 +19,10 @@ from hpcdist.errors import HpcdistError, UsageError, log
 from hpcdist.nest import map_nest
 from hpcdist.ps import pickles
 from hpcdist.ps.messages import Bytes, Kind, Message
-from hpcdist.ps.serve import CROWDED_YIELDS, StopSignals, wait_for_end
+from hpcdist.ps.serve import CROWDED_YIELDS, Drain, StopSignals, wait_for_end
 from hpcdist.ps.transport import Mailbox
 from hpcdist.runtime.mpi import MPI
+from hpcdist.runtime.process import end_of_training
 from hpcdist.runtime.step_flags import Request
 from hpcdist.runtime.waiting import YIELDS, wait_until
 from hpcdist.strategy import context
@@ -95,7 +96,11 @@ class _Worker:
         """Run what comes until the coordinator leaves."""
         received: list[tuple[int, Message]] = []
         yields = CROWDED_YIELDS if self.world.is_crowded else YIELDS
+        drain = Drain(self.world.timeout_s)
         while True:
+            if drain.is_over(end_of_training()):
+                log(f"{self.world}: the chief's program has ended without a ClusterCoordinator: leaving")
+                return
             received.clear()
             wait_until(functools.partial(self._receive, received), _LOOK_S, yields, _MAX_SLEEP_S)
             for _, message in received:
@@ -185,6 +190,14 @@ class _Heart:
 
     def poll_between_batches(self) -> None:
         """Do nothing: the coordinator acts between functions."""
+
+    def overdue_stop(self) -> str | None:
+        """Return None: the coordinator acts on stop requests."""
+        return None
+
+    def leave_at_once(self, reason: str) -> None:
+        """Ask the coordinator to stop the job."""
+        self._reasons.put(reason)
 
     def _beat(self) -> None:
         worker, sent = self._worker, list[tuple[MPI.Request, bytes]]()
