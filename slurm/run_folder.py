@@ -11,6 +11,11 @@ from typing import Any, NamedTuple
 MAX_EARLY_DEATHS = 3
 
 
+def _open_no_link(path: str, flags: int) -> int:
+    """Open a file for `open`, but not through a symbolic link, which others may have made."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 class Decision(NamedTuple):
     """The content of `decision.json`, and a stamp that changes whenever it is written: the content may repeat."""
 
@@ -45,7 +50,7 @@ class RunFolder:
     def make_marker(self) -> None:
         """Make the folder, and the job's marker in it, at its first start."""
         os.makedirs(os.path.dirname(self.marker), exist_ok=True)
-        with open(self.marker, "a"):
+        with open(self.marker, "a", opener=_open_no_link):
             pass
 
     def has_marker(self) -> bool:
@@ -58,7 +63,7 @@ class RunFolder:
 
     def note_requeue(self, n_restarts: int) -> None:
         """Note that this program has a start of the job requeued, so that it counts if it made no progress."""
-        with contextlib.suppress(OSError), open(self.marker, "a") as file:
+        with contextlib.suppress(OSError), open(self.marker, "a", opener=_open_no_link) as file:
             file.write(f"requeued after restart {n_restarts}\n")
 
     def was_requeued(self, n_restarts: int) -> bool:
@@ -93,7 +98,7 @@ class RunFolder:
     def may_repeat(self, note: str) -> bool:
         """Record one more such launch; return whether to repeat it. After too many, submitting again permits more."""
         try:
-            with open(self._early_deaths, "a+") as file:
+            with open(self._early_deaths, "a+", opener=_open_no_link) as file:
                 file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {note}\n")
                 file.seek(0)
                 n_deaths = len(file.readlines())

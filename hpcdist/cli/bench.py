@@ -14,6 +14,7 @@ from hpcdist.cli.launcher import (
     request_here,
     require_no_launcher,
 )
+from hpcdist.cli.output import echo
 from hpcdist.cli.run import n_ranks_on
 from hpcdist.cli.shipped import shipped_folder
 from hpcdist.cluster.environment import read_environment
@@ -80,5 +81,5 @@ def command(
         line = [*program, *(["--mpirun", launcher.path] if name == "ps" else [])]
         # ps starts jobs of up to four ranks by itself, whose mpirun lets more ranks than cores through by these
         added |= _CROWDED if launcher.kind == "openmpi" else {}
-    click.echo(f"+ {as_text(line, added)}", err=True)
+    echo(f"+ {as_text(line, added)}", err=True)
     return subprocess.run(line, env={**environ, **added}).returncode

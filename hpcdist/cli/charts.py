@@ -9,6 +9,8 @@ from typing import Any
 
 import matplotlib
 
+from hpcdist.checkpoint import durable
+
 matplotlib.use("agg")
 
 from matplotlib.figure import Figure
@@ -66,9 +68,11 @@ class Chart:
         return text
 
     def save(self, folder: Path) -> Path:
-        """Write the picture as PNG; return its path."""
+        """Write the picture as PNG, in place of any file or link of its name; return its path."""
         path = folder / f"{self.name}.png"
-        self._save(path, dpi=150, facecolor="white")
+        content = io.BytesIO()
+        self._save(content, format="png", dpi=150, facecolor="white")
+        durable.replace_file(durable.Disk(), path, [(0, content.getbuffer())])
         return path
 
     def _save(self, target: Any, **options: Any) -> None:

@@ -5,6 +5,7 @@ Reading writes nothing, and disturbs no job that runs: a folder may be read-only
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from hpcdist.checkpoint.read import CheckpointFile, Index
 from hpcdist.checkpoint.retention import Retention, SaveFacts
 from hpcdist.checkpoint.store import Saved, Store, use_one
 from hpcdist.checkpoint.tree import NamedArray
+from hpcdist.cli.output import echo
 from hpcdist.errors import CheckpointDamaged, CheckpointError, ExitCode, UsageError
 
 _PATH = click.Path(path_type=Path)
@@ -46,18 +48,16 @@ def ls(folder: Path, is_json: bool) -> None:
     store = _store_of(folder)
     rows = [_row_of(store, saved) for saved in store.saved()]
     if is_json:
-        click.echo(json.dumps(rows, indent=1))
+        echo(json.dumps(rows, indent=1))
         return
     if not rows:
-        click.echo(f"no checkpoints in {store.path}")
+        echo(f"no checkpoints in {store.path}")
     for row in rows:
         if "damaged" in row:
-            click.echo(f"{row['name']}  damaged: {row['damaged']}")
+            echo(f"{row['name']}  damaged: {row['damaged']}")
             continue
         metrics = "  ".join(f"{name} {value:.6g}" for name, value in row["metrics"].items())
-        click.echo(
-            f"{row['name']}  {row['time']}  {_size(row['bytes']):>10}  {row['arrays']} arrays  {metrics}".rstrip()
-        )
+        echo(f"{row['name']}  {row['time']}  {_size(row['bytes']):>10}  {row['arrays']} arrays  {metrics}".rstrip())
 
 
 @command.command()
@@ -72,14 +72,14 @@ def show(path: Path, is_json: bool) -> None:
     found = _newest(path)
     index = use_one(found, lambda _, file: file.index)
     if is_json:
-        click.echo(json.dumps({"path": str(found), **_facts_of(index), "arrays": _arrays_of(index)}, indent=1))
+        echo(json.dumps({"path": str(found), **_facts_of(index), "arrays": _arrays_of(index)}, indent=1))
         return
-    click.echo(f"{found}: step {index.step}, saved {_time(index.time_s)}, {_size(index.header.nbytes)}")
+    echo(f"{found}: step {index.step}, saved {_time(index.time_s)}, {_size(index.header.nbytes)}")
     for title, facts in (("metrics", index.metrics), ("written", index.written)):
         for name, value in facts.items():
-            click.echo(f"  {title}  {name} = {value}")
+            echo(f"  {title}  {name} = {value}")
     for array in index.arrays:
-        click.echo(f"  {array.dtype:9} {_shape(array.shape):16} {_size(array.nbytes):>10}  {array.name}")
+        echo(f"  {array.dtype:9} {_shape(array.shape):16} {_size(array.nbytes):>10}  {array.name}")
 
 
 @command.command()
@@ -95,10 +95,10 @@ def verify(paths: Sequence[Path], is_json: bool) -> int:
     """
     found = [(path, _what_is_wrong(path)) for given in paths for path in _all_in(given)]
     if is_json:
-        click.echo(json.dumps([{"path": str(path), "is_sound": not wrong, "error": wrong} for path, wrong in found]))
+        echo(json.dumps([{"path": str(path), "is_sound": not wrong, "error": wrong} for path, wrong in found]))
     else:
         for path, wrong in found:
-            click.echo(f"damaged  {wrong}" if wrong else f"sound    {path}")
+            echo(f"damaged  {wrong}" if wrong else f"sound    {path}")
     return ExitCode.CHECKPOINT_IO if any(wrong for _, wrong in found) else ExitCode.DONE
 
 
@@ -117,12 +117,12 @@ def diff(first: Path, second: Path, is_json: bool) -> int:
     one, other = (_read(_newest(path)) for path in (first, second))
     rows = list(_differences(one[1], other[1]))
     if is_json:
-        click.echo(json.dumps({"steps": [one[0].step, other[0].step], "differences": rows}, indent=1))
+        echo(json.dumps({"steps": [one[0].step, other[0].step], "differences": rows}, indent=1))
     else:
         for row in rows:
-            click.echo(f"{row['name']}: {row['difference']}")
+            echo(f"{row['name']}: {row['difference']}")
         n_equal = len({array.name for array in one[1]} | {array.name for array in other[1]}) - len(rows)
-        click.echo(f"steps {one[0].step} and {other[0].step}: {n_equal} arrays have the same bits, {len(rows)} differ")
+        echo(f"steps {one[0].step} and {other[0].step}: {n_equal} arrays have the same bits, {len(rows)} differ")
     return ExitCode.UNCAUGHT if rows else ExitCode.DONE
 
 
@@ -148,7 +148,7 @@ def export(path: Path, target: Path, name: str) -> None:
     from hpcdist.cli.torch_files import write_tensors
 
     write_tensors(target, arrays)
-    click.echo(f"{target}: {len(arrays)} arrays of {name or 'all objects'}, step {index.step}")
+    echo(f"{target}: {len(arrays)} arrays of {name or 'all objects'}, step {index.step}")
 
 
 @command.command("import")
@@ -167,7 +167,7 @@ def import_(source: Path, target: Path, name: str, key: str | None) -> None:
     _require_new(target, (".h5",))
     from hpcdist.cli.torch_files import import_tensors
 
-    click.echo(f"{target}: {import_tensors(source, target, name, key)} arrays of {name}, step 0")
+    echo(f"{target}: {import_tensors(source, target, name, key)} arrays of {name}, step 0")
 
 
 @command.command()
@@ -200,7 +200,7 @@ def prune(
             continue
         if yes:
             durable.Disk().remove(store.path / str(saved))
-        click.echo(f"{'removed' if yes else 'would remove'} {saved}")
+        echo(f"{'removed' if yes else 'would remove'} {saved}")
 
 
 # -- paths ---------------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def _require_new(target: Path, suffixes: Sequence[str]) -> None:
         raise UsageError(
             f"hpcdist ckpt: expected a name that ends in {' or '.join(suffixes)}, got {str(target)!r}; add one."
         )
-    if target.exists():
+    if os.path.lexists(target):  # also a link that leads nowhere
         raise UsageError(f"hpcdist ckpt: expected a new file, got {str(target)!r}, which is there; remove it first.")
 
 

@@ -13,6 +13,7 @@ import click
 
 from hpcdist.cli.findings import MARK, Finding, RankFacts, findings_of
 from hpcdist.cli.launcher import as_text, find_launcher, launch_command, mpi_library, request_here
+from hpcdist.cli.output import echo
 from hpcdist.cluster.environment import check_names, launcher_of, read_environment, visible_gpus
 from hpcdist.errors import ConfigurationError, ExitCode
 
@@ -55,7 +56,7 @@ def command(ranks: int | None, hosts: str | None, run_dir: str, has_signals: boo
     else:
         findings = [*_look_here(environ), *_look_at_new_ranks(environ, ranks, hosts, run_dir, has_signals)]
     for finding in findings:
-        click.echo(json.dumps(vars(finding)) if is_json else str(finding))
+        echo(json.dumps(vars(finding)) if is_json else str(finding))
     return ExitCode.BAD_CONFIGURATION if any(finding.level == "fail" for finding in findings) else ExitCode.DONE
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import click
 
+from hpcdist.cli.output import echo
 from hpcdist.errors import UsageError
 
 _RANK = re.compile(r"rank-(\d+)\.log$")
@@ -55,7 +56,7 @@ def command(folder: Path, ranks: tuple[int, ...], level: str | None, tail: int |
     found = (one for one in heapq.merge(*chosen) if one.level not in _LEVELS or _LEVELS.index(one.level) >= least)
     for record in found if tail is None else list(found)[-tail:]:
         facts = {"time": record.time, "rank": record.rank, "level": record.level, "text": record.text}
-        click.echo(json.dumps(facts) if is_json else record.text)
+        echo(json.dumps(facts) if is_json else record.text)
 
 
 def _records(path: Path, rank: int) -> Iterator[Record]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import click
 
+from hpcdist.cli.output import echo
 from hpcdist.errors import ExitCode, HpcdistError
 
 #: Command -> what it does.
@@ -106,7 +107,7 @@ def _code_of(arguments: Sequence[str] | None) -> int:
 
 
 def _fail(text: str, code: int) -> int:
-    click.echo(text, err=True)
+    echo(text, err=True)
     return code
 
 

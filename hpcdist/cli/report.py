@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpcdist.checkpoint import durable
+from hpcdist.cli.output import echo
 from hpcdist.cli.run_facts import Goodput, StepClock, goodput_of, stragglers_of
 from hpcdist.cli.run_records import PARTS, AttemptRecords, RankRecords, Run, read_run
 from hpcdist.errors import ConfigurationError
@@ -89,7 +90,7 @@ def command(folder: Path, out: Path | None) -> None:
     charts = [chart for section in sections for chart in section.charts]
     for chart in charts:
         chart.save(target)
-    click.echo(f"{target / 'report.html'}, and {len(charts)} pictures beside it")
+    echo(f"{target / 'report.html'}, and {len(charts)} pictures beside it")
 
 
 def _style(colours: dict[str, str]) -> str:

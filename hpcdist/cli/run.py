@@ -24,6 +24,7 @@ from hpcdist.cli.launcher import (
     request_here,
     require_no_launcher,
 )
+from hpcdist.cli.output import echo
 from hpcdist.cli.site import site_defaults
 from hpcdist.cluster.environment import check_names, read_environment
 from hpcdist.cluster.slurm import node_names
@@ -85,7 +86,7 @@ def command(
     line, guards = launch_command(launcher, request, {**environ, **added})
     added |= guards
     if dry_run:
-        click.echo(as_text(line, added))
+        echo(as_text(line, added))
         return ExitCode.DONE
     folder = run_dir or run_dir_of(program) or (Path(environ["RUN_DIR"]) if environ.get("RUN_DIR") else None)
     return _run(launcher, line, {**environ, **added}, as_text(line, added), folder, restarts)
@@ -169,7 +170,7 @@ def _run(
 ) -> int:
     """Run a command, again while it dies, at most `n_restarts` times; return the exit code."""
     for n_left in range(n_restarts, -1, -1):
-        click.echo(f"+ {text}", err=True)
+        echo(f"+ {text}", err=True)
         before = None if folder is None else read_decision(folder)
         code, is_interrupted = _launch(launcher, line, environ)
         after = None if folder is None else read_decision(folder)
@@ -178,7 +179,7 @@ def _run(
         is_again = action.verb == RESTART
         if action.why:
             again = f"; starting again, {n_left} restarts left" if is_again else ""
-            click.echo(f"hpcdist run: exit code {action.code}: {action.why}{again}", err=True)
+            echo(f"hpcdist run: exit code {action.code}: {action.why}{again}", err=True)
         if not is_again:
             break
     return action.code

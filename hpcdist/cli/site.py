@@ -1,6 +1,7 @@
 """hpcdist.toml: a site's defaults for commands, here or in ~/.config."""
 
 import os
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,8 +40,10 @@ _VALUES = {
 def site_defaults(table: str) -> dict[str, Any]:
     """Return what the files say in the table of a command: of each key the first one, here before ~/.config.
 
+    Their lines are run as this user. So a file is refused that is not this user's or root's, or that others can write.
+
     Raises:
-        ConfigurationError: if a file is not TOML, or says something else.
+        ConfigurationError: if a file is another user's, is not TOML, or says something else.
     """
     found: dict[str, Any] = {}
     for path in (Path("hpcdist.toml"), Path(os.path.expanduser("~/.config/hpcdist.toml"))):
@@ -49,9 +52,27 @@ def site_defaults(table: str) -> dict[str, Any]:
     return found
 
 
+def _text_of(path: Path, table: str) -> str:
+    """Return the text of a file that no other user can have written.
+
+    Raises:
+        OSError: if it cannot be read.
+        ConfigurationError: for a file of another user, or one that others can write.
+    """
+    with open(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid not in (os.getuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigurationError(
+                f"hpcdist {table}: expected {path.absolute()} to be a file of yours that nobody else can write, as its "
+                f"lines are run as you, got user {status.st_uid} and mode {stat.S_IMODE(status.st_mode):o}; "
+                f"chown or chmod go-w it, or remove it."
+            )
+        return file.read()
+
+
 def _table_of(path: Path, table: str) -> dict[str, Any]:
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(_text_of(path, table))
         found = content.get(table, {})
         wrong = [name for name in content if name not in _KEYS] or _wrong_keys(found, _KEYS[table])
     except (OSError, ValueError, AttributeError) as error:

@@ -14,6 +14,7 @@ from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.read import read_end
 from hpcdist.checkpoint.store import Saved, Store, use_one
 from hpcdist.cli.batch_jobs import own_jobs, run_folder, state_of
+from hpcdist.cli.output import echo
 from hpcdist.cli.run import read_decision
 from hpcdist.cli.run_records import SideError, read_side_errors
 from hpcdist.errors import CheckpointDamaged, UsageError
@@ -42,10 +43,10 @@ def status(run: str | None, is_json: bool) -> None:
         return
     facts = _facts_of(run_folder(run))
     if is_json:
-        click.echo(json.dumps(finite(facts), indent=1))
+        echo(json.dumps(finite(facts), indent=1))
     else:
         for line in _lines(facts):
-            click.echo(line)
+            echo(line)
 
 
 @click.command()
@@ -71,13 +72,11 @@ def stop(run: str, limit_s: float | None) -> int:
             f"({attempts[-1].end}); the file `stop` would end the next one after its first step."
         )
     durable.replace_text(durable.Disk(), path, "hpcdist stop\n")
-    click.echo(f"{path}: the job saves after its step, and ends")
+    echo(f"{path}: the job saves after its step, and ends")
     deadline = None if limit_s is None else time.monotonic() + limit_s
     while deadline is not None and path.exists():
         if time.monotonic() > deadline:
-            click.echo(
-                f"hpcdist stop: expected the job to end within {limit_s:g} s, got {path}, which is there", err=True
-            )
+            echo(f"hpcdist stop: expected the job to end within {limit_s:g} s, got {path}, which is there", err=True)
             return 1
         time.sleep(_POLL_S)
     return 0
@@ -176,11 +175,11 @@ def _batch_state(job: str) -> str | None:
 def _list_jobs(is_json: bool) -> None:
     jobs = own_jobs()
     if is_json:
-        click.echo(json.dumps([one._asdict() for one in jobs], indent=1))
+        echo(json.dumps([one._asdict() for one in jobs], indent=1))
     for one in [] if is_json else jobs:
-        click.echo(f"{one.job}  {one}  {one.run_dir}")
+        echo(f"{one.job}  {one}  {one.run_dir}")
     if not jobs and not is_json:
-        click.echo("no job of `hpcdist submit` waits or runs here; give a run folder to see a run", err=True)
+        echo("no job of `hpcdist submit` waits or runs here; give a run folder to see a run", err=True)
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:

@@ -13,6 +13,7 @@ import click
 from hpcdist.checkpoint import durable
 from hpcdist.cli.batch_scripts import COMMENT, TASK, BatchJob, last_of_each, lsf_script, pbs_script, slurm_script
 from hpcdist.cli.launcher import find_launcher, mpi_library
+from hpcdist.cli.output import echo
 from hpcdist.cli.run import command_of, run_dir_of
 from hpcdist.cli.shipped import shipped_folder
 from hpcdist.cli.site import site_defaults
@@ -88,7 +89,7 @@ def command(program: tuple[str, ...], dry_run: bool, **options: Any) -> int:
     job = _job_of(program, options, site, system)
     write, take = _SYSTEMS[system]
     text = write(job)
-    click.echo(text, nl=False)
+    echo(text, nl=False)
     if dry_run:
         return ExitCode.DONE
     durable.make_folders(durable.Disk(), Path(job.script).parent)
@@ -263,5 +264,5 @@ def _submit(take: Sequence[str], script: str) -> int:
         )
     answer = done.stdout.strip().partition(";")[0]
     of_lsf = _LSF_JOB.search(answer)
-    click.echo(f"submitted job {of_lsf[1] if of_lsf else answer}: {json.dumps(script)}", err=True)
+    echo(f"submitted job {of_lsf[1] if of_lsf else answer}: {json.dumps(script)}", err=True)
     return ExitCode.DONE

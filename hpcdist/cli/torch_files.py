@@ -1,6 +1,9 @@
 """Files of torch and safetensors, for `hpcdist ckpt export` and `import`: the one module of the command with torch."""
 
+import io
+import stat
 import time
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,10 @@ from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.layout import lay_out
 from hpcdist.checkpoint.tree import NamedArray, encode
 from hpcdist.errors import CheckpointError, UsageError
-from hpcdist.gradients.tensors import from_array, to_array
+from hpcdist.gradients.tensors import from_array, is_storable, to_array
+
+#: How much larger the tensors may be than their file: tied weights are in it once.
+_MOST_TIMES_LARGER = 4
 
 
 def write_tensors(target: Path, arrays: Sequence[NamedArray]) -> None:
@@ -24,9 +30,13 @@ def write_tensors(target: Path, arrays: Sequence[NamedArray]) -> None:
     tensors = {array.name: from_array(array.values, array.dtype).contiguous() for array in arrays}
     try:
         if target.suffix == ".safetensors":
-            _safetensors().save_file(tensors, target, {"format": "pt"})
+            content = memoryview(_safetensors().save(tensors, {"format": "pt"}))
         else:
-            torch.save(tensors, target)
+            stream = io.BytesIO()
+            torch.save(tensors, stream)
+            content = stream.getbuffer()
+        # in place of a link of that name, not through it
+        durable.replace_file(durable.Disk(), target, [(0, content)], len(content))
     except UsageError:
         raise
     except Exception as error:  # safetensors has errors of its own
@@ -58,6 +68,7 @@ def import_tensors(source: Path, target: Path, name: str, key: str | None) -> in
 
 
 def _read_tensors(source: Path, key: str | None) -> dict[str, torch.Tensor]:
+    _require_plain_file(source)
     try:
         found: Any = (
             _safetensors().load_file(source)
@@ -81,7 +92,49 @@ def _read_tensors(source: Path, key: str | None) -> dict[str, torch.Tensor]:
             f"hpcdist ckpt import: expected a state_dict of tensors in {source}, got {keys[:200]}; name the entry that "
             f"is one by --key."
         )
+    for name, tensor in found.items():
+        _require_storable(str(name), tensor, source)
+    nbytes = sum(tensor.nbytes for tensor in found.values())
+    if nbytes > _MOST_TIMES_LARGER * source.stat().st_size:
+        raise UsageError(
+            f"hpcdist ckpt import: expected tensors of about the size of {source}, got {nbytes} bytes in "
+            f"{source.stat().st_size}, as many entries share one memory; save a copy of each."
+        )
     return {str(name): tensor.contiguous() for name, tensor in found.items()}
+
+
+def _require_plain_file(source: Path) -> None:
+    """Raise UsageError for a pipe or device, which would be waited for, and for an archive that swells."""
+    try:
+        status = source.stat()
+        is_archive = stat.S_ISREG(status.st_mode) and zipfile.is_zipfile(source)
+        members = zipfile.ZipFile(source).infolist() if is_archive else []
+    except (OSError, zipfile.BadZipFile) as error:
+        raise UsageError(f"hpcdist ckpt import: expected to read {source}, got {error}; correct the path.") from None
+    nbytes = sum(member.file_size for member in members)
+    if not stat.S_ISREG(status.st_mode) or nbytes > _MOST_TIMES_LARGER * status.st_size:
+        found = f"{nbytes} bytes in {status.st_size}" if members else "a pipe, a device or a folder"
+        raise UsageError(
+            f"hpcdist ckpt import: expected a regular file that is as large as what is in it, got {found} at {source}; "
+            f"copy it, or save it without compression."
+        )
+
+
+def _require_storable(name: str, tensor: torch.Tensor, source: Path) -> None:
+    """Raise UsageError for a tensor that a checkpoint cannot hold, or that is larger than its memory."""
+    is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    what = f"dtype {str(tensor.dtype).removeprefix('torch.')}"
+    if not is_plain:
+        what = f"layout {tensor.layout} on {tensor.device.type}"
+    elif tensor.nbytes > tensor.untyped_storage().nbytes():
+        is_plain = False
+        what = f"{tensor.nbytes} bytes expanded from {tensor.untyped_storage().nbytes()}"
+    if is_plain and is_storable(tensor.dtype):
+        return
+    raise UsageError(
+        f"hpcdist ckpt import: expected dense tensors of the dtypes that checkpoints hold, got {what} for {name!r} in "
+        f"{source}; convert it, and save the file again."
+    )
 
 
 def _safetensors() -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from hpcdist.checkpoint import durable
+from hpcdist.cli.output import echo
 from hpcdist.cli.run_records import PARTS, AttemptRecords, RankRecords, StepRecord, read_run
 from hpcdist.errors import UsageError
 
@@ -49,7 +50,7 @@ def command(folder: Path, attempt: int | None, out: Path | None) -> None:
     durable.replace_text(durable.Disk(), path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     n_steps = sum(len(one.steps) for one in found.ranks)
     ranks = "rank" if len(found.ranks) == 1 else "ranks"
-    click.echo(f"{path}: {n_steps} steps of {len(found.ranks)} {ranks}; open it in ui.perfetto.dev")
+    echo(f"{path}: {n_steps} steps of {len(found.ranks)} {ranks}; open it in ui.perfetto.dev")
 
 
 def events_of(attempt: AttemptRecords) -> list[dict[str, Any]]:

@@ -1,11 +1,14 @@
 """A log file for each rank, and the chief's records on the screen."""
 
+import errno
 import json
 import logging
 import os
+import stat
 import threading
 import time
 from pathlib import Path
+from typing import Any, TextIO
 
 from hpcdist.cluster.environment import logs_json, read_environment
 from hpcdist.errors import CheckpointError, log
@@ -45,7 +48,8 @@ def log_to(directory: str | os.PathLike[str], level: int = logging.INFO) -> Path
         formatter = (_JSONLines if logs_json(read_environment()) else _Lines)(world)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            handlers: list[logging.Handler] = [logging.FileHandler(path)]
+            open_log(path).close()  # here rather than at the first record
+            handlers: list[logging.Handler] = [_FileHandler(path)]
         except OSError as error:
             raise CheckpointError(
                 f"log_to: expected to write {path}, got {error.strerror} on {world}; choose a folder that every rank "
@@ -62,6 +66,30 @@ def log_to(directory: str | os.PathLike[str], level: int = logging.INFO) -> Path
 def log_file(directory: Path, world: World) -> Path:
     """Return this rank's log file in a folder."""
     return directory / f"rank-{world.comm.rank:05d}.log"
+
+
+def open_log(path: Path) -> TextIO:
+    """Open a log file at its end, or make it; never through a symbolic link of its name, which others may have made.
+
+    Raises:
+        OSError: if it is a link or no regular file, or the file system refuses.
+    """
+
+    def open_end(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "no regular file", name)
+        return descriptor
+
+    return open(path, "a", encoding="utf-8", errors="backslashreplace", opener=open_end)
+
+
+class _FileHandler(logging.FileHandler):
+    """Appends records to a log file that is no link."""
+
+    def _open(self) -> Any:
+        return open_log(Path(self.baseFilename))
 
 
 class FailureLog:
@@ -90,7 +118,7 @@ class FailureLog:
         try:
             if self._path.parents[1].is_dir():
                 self._path.parent.mkdir(exist_ok=True)
-                with open(self._path, "a", encoding="utf-8", errors="backslashreplace") as file:
+                with open_log(self._path) as file:
                     file.write(text)
         except OSError as error:
             log(f"expected to write a traceback to {self._path}, got {error.strerror}; it is lost")

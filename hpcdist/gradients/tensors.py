@@ -23,6 +23,15 @@ def to_array(tensor: Tensor) -> tuple[Array, str]:
     return host.numpy(), dtype_name(host)
 
 
+def is_storable(dtype: torch.dtype) -> bool:
+    """Return whether a tensor of this dtype can be an array: numpy has neither fp8 nor complex32."""
+    try:
+        to_array(torch.zeros(1, dtype=dtype))
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
 def from_array(array: Array, dtype: str) -> Tensor:
     """Return a host tensor with the values of `array`, in its memory if it is contiguous; the inverse of `to_array`."""
     array = np.asarray(array)  # sums of arrays without dimensions are numpy's scalars

@@ -75,6 +75,7 @@ class World:
         self.step: int | None = None
         self.step_flags = single_rank_flags if self.size == 1 else StepFlags()
         self._task: Task | None = None
+        self._before_free: list[Callable[[], None]] = []
         self.timeout_s = start_timeout_s()
         self.debug: frozenset[str] = frozenset()
         self.roles_from = "the program"
@@ -115,8 +116,14 @@ class World:
         """Return who this rank is and, in training, at which step."""
         return str(self) if self.step is None else f"{self} at step {self.step}"
 
+    def call_before_free(self, act: Callable[[], None]) -> None:
+        """Have `act` called before the communicators are freed, after all ranks have left their programs."""
+        self._before_free.append(act)
+
     def free(self) -> None:
         """Free the communicators. Collective: all ranks."""
+        for act in self._before_free:
+            act()
         self.role_comm.Free()
         self.hosts.free()
         self.comm.Free()

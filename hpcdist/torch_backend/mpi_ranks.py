@@ -1,10 +1,9 @@
 """The ranks of a process group that mpirun or srun started: collectives of hpcdist, messages of MPI."""
 
 import contextlib
-import fcntl
-import socket
-import struct
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from hpcdist.collectives import library
 from hpcdist.collectives.calls import reduce_buffer
-from hpcdist.collectives.group import Group, thread_of
+from hpcdist.collectives.group import Group, group_of, thread_of
 from hpcdist.collectives.ops import OPS, Op
 from hpcdist.collectives.options import CommunicationOptions
 from hpcdist.errors import ConfigurationError, DesyncError
@@ -21,12 +20,10 @@ from hpcdist.runtime.handle import Handle
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.process import make_world
 from hpcdist.runtime.waiting import wait_until
+from hpcdist.torch_backend.mpi_store import MPIStore
 from hpcdist.torch_backend.ranks import ANY_RANK, Array, Message, Ranks, first_line, no_bytes
 
 _AUTO = CommunicationOptions()
-#: Linux's request for the address of an interface.
-_SIOCGIFADDR = 0x8915
-_CONNECT_S = 5.0
 
 
 class MPIRanks(Ranks):
@@ -183,45 +180,12 @@ class _MPIMessage(Message):
         return not wait_until(self.is_completed, self._timeout_s, yields=0) or self._status.Is_cancelled()
 
 
-def rendezvous(timeout: Any) -> Iterator[tuple[Any, int, int]]:
+def rendezvous(timeout: timedelta) -> Iterator[tuple[Any, int, int]]:
     """Yield store, rank and number of ranks: those of MPI. Collective: all ranks."""
     world = make_world()
-    store, port = None, ""
-    with world.agreed(world.comm):
-        if world.rank == 0:
-            try:
-                store = dist.TCPStore("0.0.0.0", 0, world.size, True, timeout, wait_for_workers=False)
-            except RuntimeError as error:
-                raise ConfigurationError(
-                    f"torch_backend: expected a free port for torch's store, got {first_line(error)!r}; free one."
-                ) from error
-            port = str(store.port)
-    told = world.broadcast_text(f"{port} {MPI.Get_processor_name()} {' '.join(_addresses())}", 0, world.comm).split()
-    if store is None:
-        candidates = ["127.0.0.1"] if world.n_hosts == 1 else told[1:]
-        store = dist.TCPStore(_reachable(candidates, int(told[0])), int(told[0]), world.size, False, timeout)
-    yield store, world.rank, world.size
-
-
-def _addresses() -> list[str]:
-    """Return the IPv4 addresses of this host, where its name leads nowhere, but for those of itself alone."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
-                continue
-            found.append(socket.inet_ntoa(answer[20:24]))
-    return [address for address in found if not address.startswith("127.")]
-
-
-def _reachable(candidates: Sequence[str], port: int) -> str:
-    """Return the first name or address at which a port answers; the first one, for its error, if none does."""
-    for candidate in candidates:
-        try:
-            with socket.create_connection((candidate, port), _CONNECT_S):
-                return candidate
-        except OSError:
-            continue
-    return candidates[0]
+    group = group_of()
+    store = group.keep("torch store", lambda: MPIStore(world))
+    store.set_timeout(timeout)
+    # process groups that are made again have the names of the first ones
+    number = group.keep("torch rendezvous", itertools.count)
+    yield dist.PrefixStore(f"{next(number)}/", store), world.rank, world.size

@@ -1,0 +1,27 @@
+"""What commands print. Run folders may be written by others: nothing from them may steer the reader's terminal."""
+
+import unicodedata
+from typing import Any
+
+import click
+
+#: Control and format characters (terminal escapes, the direction of text), and halves of characters.
+_STEERING = ("Cc", "Cf", "Cs")
+
+
+def echo(text: str, **options: Any) -> None:
+    """Print a text as `click.echo`, with characters that would steer a terminal as escapes such as \\x1b."""
+    click.echo(printable(text), **options)
+
+
+def printable(text: str) -> str:
+    """Return a text with escapes for characters that would steer a terminal; ends of lines and tabs stay."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_shown(character) for character in text)
+
+
+def _shown(character: str) -> str:
+    if character in "\n\t" or unicodedata.category(character) not in _STEERING:
+        return character
+    return character.encode("unicode_escape").decode()
