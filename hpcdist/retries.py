@@ -7,7 +7,8 @@ from collections.abc import Callable
 logger = logging.getLogger("hpcdist")
 
 #: The first pause, and the longest one.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 300.0
 
 
 class Retries:

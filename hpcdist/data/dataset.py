@@ -398,7 +398,9 @@ class Dataset(Elements):
                 or key; later, for rows that no file can hold and those of a damaged file. On this rank only.
         """
         _check(not self.batch_maps, "cache", "a call before the maps of whole batches", "one after them")
-        name = os.path.join(os.getcwd(), filename) if filename else ""  # the program may change its folder
+        name = os.fspath(filename)
+        if name:
+            name = os.path.join(os.getcwd(), name)  # the program may change its folder
         if self.order.seed is not None:
             self = self._ordered(is_reshuffled=False)
         if isinstance(self.source, Stream):

@@ -43,7 +43,7 @@ def expand(paths: Any) -> list[str]:
         found = [file for path in paths for file in (expand(path) if is_h5py_group(path) else [os.fspath(path)])]
     if not found:
         raise DataError(f"from_hdf5: expected at least one file, got none for {paths!r}; check the pattern.")
-    return [_absolute(path) for path in found]
+    return list(map(_absolute, found))
 
 
 def _absolute(path: str) -> str:

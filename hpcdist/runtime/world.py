@@ -70,8 +70,8 @@ class World:
     def __init__(
         self, resolver: ClusterResolver | None = None, comm: MPI.Comm | None = None, serves: bool = False
     ) -> None:
-        given = comm or getattr(resolver, "comm", None) or MPI.COMM_WORLD
-        self.rank, self.size = given.rank, given.size
+        parent_comm = comm or getattr(resolver, "comm", None) or MPI.COMM_WORLD
+        self.rank, self.size = parent_comm.rank, parent_comm.size
         self.step: int | None = None
         self.step_flags = single_rank_flags if self.size == 1 else StepFlags()
         self._task: Task | None = None
@@ -79,8 +79,8 @@ class World:
         self.timeout_s = start_timeout_s()
         self.debug: frozenset[str] = frozenset()
         self.roles_from = "the program"
-        self.wait(given.Ibarrier())  # once all have arrived, making communicators blocks on nobody
-        self.comm: MPI.Comm = given.Dup()
+        self.wait(parent_comm.Ibarrier())  # once all have arrived, making communicators blocks on nobody
+        self.comm: MPI.Comm = parent_comm.Dup()
         environ = self._agreed_environment()
         node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.spec, tasks = self._agreed_tasks(resolver, environ, node)

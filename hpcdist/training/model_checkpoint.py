@@ -1,5 +1,6 @@
 """ModelCheckpoint: the model in a file after each epoch, or the best of them, by the rules of Keras."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class ModelCheckpoint(_Monitor):
         super().__init__(monitor, mode, initial_value_threshold)
         if save_freq != "epoch" and (not isinstance(save_freq, int) or save_freq < 1):
             raise UsageError(f"ModelCheckpoint: expected save_freq 'epoch' or steps, got {save_freq!r}; correct it.")
-        self._filepath = str(Path(filepath))
+        self._filepath = os.fspath(filepath)
         self._folder = Path().absolute()  # the program may change it
         self.verbose, self.save_best_only, self.save_weights_only = verbose, save_best_only, save_weights_only
         self._save_freq = save_freq

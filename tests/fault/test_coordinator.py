@@ -192,7 +192,8 @@ with strategy.scope():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, strategy=strategy)
 config = hpcdist.TerminationConfig(grace_period=3)
-handler = hpcdist.PreemptionCheckpointHandler(None, checkpoint, sys.argv[1] + "/checkpoints", config, save_every_steps=1)
+folder = sys.argv[1] + "/checkpoints"
+handler = hpcdist.PreemptionCheckpointHandler(None, checkpoint, folder, config, save_every_steps=1)
 
 def step():
     optimizer.zero_grad()

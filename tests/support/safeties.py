@@ -125,9 +125,7 @@ STOPS = [
     Mutant("a signal requests a stop", "StopFlag.reason", "received is not None", "False", STOP),
     Mutant("handlers of others are called", "SignalFlag._receive", "callable(earlier)", "False", STOP),
     Mutant("forked children can be ended", "_reset", "flag.reset()", "pass", STOP),
-    Mutant(
-        "a failing stat is no stop file", "StopFlag._is_file_there", "functools.partial(...)", "self._file.stat", STOP
-    ),
+    Mutant("a failing stat is no stop file", "StopFlag._look_for_file", "functools.partial(...)", "file.stat", STOP),
     Mutant(
         "the stop file is removed",
         "PreemptionCheckpointHandler._remove_stop_file",
@@ -224,7 +222,7 @@ COPIES_AND_METRICS = [
     ),
     Mutant("the end waits for metrics", "MetricsFile._start_to_append", "atexit.register(...)", "pass", METRICS),
     Mutant("a durable file has all metrics", "MetricsFile._sync", "self._append_queued()", "pass", METRICS),
-    Mutant("a failed sync is remembered", "MetricsFile._sync", "self._lost = error", "pass", METRICS),
+    Mutant("what a failed sync may have lost", "MetricsFile._sync", "self._forget_file()", "pass", METRICS),
     Mutant("metrics are durable", "MetricsFile._sync", "self._disk.sync(...)", "pass", METRICS),
 ]
 

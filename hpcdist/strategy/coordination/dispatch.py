@@ -138,7 +138,9 @@ class Dispatcher:
         busy = [worker for worker in self._workers.values() if worker.sent_at and not worker.is_silent]
         if busy:
             ranks = ", ".join(str(worker.rank) for worker in busy)
-            code = self._exit_code if self._exit_code > 0 else int(ExitCode.INTERNAL)
+            code = int(ExitCode.INTERNAL)
+            if self._exit_code > 0:
+                code = self._exit_code
             end_job(
                 f"hpcdist: {self._world} is done, and functions on ranks {ranks} have not ended within "
                 f"{self._world.timeout_s:g} s: ending the job\n",
@@ -187,8 +189,10 @@ class Dispatcher:
             if self._now - max(worker.sent_at[0], worker.answered_at) > limit_s:
                 self._time_out(worker, limit_s)
         requester = self._world.step_flags.requester
-        reason = None if requester is None or not self._is_any_busy else requester.overdue_stop()
-        if requester is not None and reason is not None:
+        if requester is None or not self._is_any_busy:
+            return
+        reason = requester.overdue_stop()
+        if reason is not None:
             requester.leave_at_once(reason)
 
     def _time_out(self, worker: _Worker, limit_s: float) -> None:
@@ -196,7 +200,7 @@ class Dispatcher:
         worker.sent.clear()  # what it changes later does not count
         with self.changed:
             running = self.queue.running[worker.number]
-            name = running[0].name if running else "a function"
+            name = ", ".join(closure.name for closure in running[:1])
             self.queue.time_out(
                 worker.number,
                 ClosureTimeoutError(

@@ -21,15 +21,13 @@ BLOCKING = {
 #: What a call looks like, as FILE FUNCTION: CALL -> when it ends.
 BOUNDS = {
     r": .*\bwait_until\(": "after its timeout argument; a process that is suspended does not count the time",
-    r": (self\._?)?(group|_group|stage\.group|world|_world|self|context)\.wait\(\[?.*\b(I[a-z]+|request|sends|_requests)": (
+    r": (self\._?)?(group|_group|world|_world|self)\.wait\(\[?.*\b(I[a-z]+|request|sends|_requests)": (
         "HPCDIST_TIMEOUT_S, then the job ends: Group.wait and World.wait"
     ),
     r"\b(barrier|_barrier|node)\.wait\(": "HPCDIST_TIMEOUT_S: the barrier in shared memory",
     r"(shares|_shares|_memory|self)\.wait\(\)": "HPCDIST_TIMEOUT_S: a barrier, or the saver's agreements",
     r"(manager|_manager|saver|_saver)\.wait\(": "HPCDIST_TIMEOUT_S without a block written: Saver.wait",
-    r"\.wait\((for_s|timeout_s|limit_s|self\._interval_s|BEAT_S|LOOK_S|[A-Z_]+_S|.*, ?[a-z_.]*_s|max\(.*|1\.0|.*_S)\)": (
-        "its argument"
-    ),
+    r"\.wait\((for_s|timeout_s|limit_s|pause_s|self\._interval_s|.*, ?[a-z_.]*_s|max\(.*|1\.0|.*_S)\)": "its argument",
     r": wait\(.*(_S|_s|_s\)|0|1\.0)\)": "its argument",
     r"\.join\((timeout_s|_WRITE_S|[A-Z_]+_S)\)": "its argument",
     r"communicator\.wait\(\)": "NCCL's own timeout, which the group sets",
@@ -40,7 +38,9 @@ BOUNDS = {
     r"(comm|node)\.([a-z]*gather|bcast|allreduce|Bcast|Gather|Allgather|Allreduce|Barrier)\(": (
         "likewise; the watchdog ends the job HPCDIST_TIMEOUT_S after the first rank has come"
     ),
-    r"comm\.[Rr]ecv\(.*(status|tag=tag|_FAILED_TAG)": "at once: a probe has found the message",
+    r"comm\.[Rr]ecv\(.*(status|tag=tag|_FAILED_TAG|_REQUEST_TAG|_REPLY_TAG)": "at once: a probe has found the message",
+    r"mpi_store\.py _ask_holder: request\.wait\(\)": "at once: its answer has come",
+    r"mpi_store\.py get: self\.wait\(\[key\]\)": "the timeout of the store",
     r"cli/probe\.py": "the limit of `hpcdist doctor`, which ends the job that it has started",
     r"(cli/run|notebook)\.py _launch: process\.wait\(\)": "with the user's own job, which signals end",
     r"notebook\.py _launch: process\.communicate\(timeout=_END_S\)": "its argument",
@@ -56,7 +56,7 @@ BOUNDS = {
     r"store\.wait\(.*timedelta": "its argument",
     r"dispatch\.py stop: self\._thread\.join\(\)": "HPCDIST_TIMEOUT_S: Dispatcher._run ends the job then",
     r"worker\.py __exit__: self\._thread\.join\(\)": "BEAT_S: the thread looks whether it is over",
-    r"time_spent\.py|tf_compat/metrics\.py|training/model\.py": "no wait: an object that counts, the result of a metric",
+    r"time_spent\.py|tf_compat/metrics\.py|training/model\.py": "no wait: a metric, or a counter",
     r": (sums|reducer|self\.checkpoint|self|model\.strategy|self\._ranks)\.(gather|allgather|barrier|recv)\(": (
         "with our own calls, which are bounded themselves"
     ),

@@ -67,11 +67,17 @@ def test_a_name_that_comes_later_gets_a_column_at_the_end(tmp_path):
     assert path.read_text() == "epoch,loss,accuracy\n0,0.5,NA\n1,0.25,1\n"
 
 
+def logs_of(draws):
+    """Return the logs of an epoch, drawn by chance."""
+    names = draws.sample(NAMES, draws.randint(1, 6))
+    return {name: draws.choice(VALUES) for name in names}
+
+
 @pytest.mark.parametrize("number", range(40))
 def test_a_run_that_stops_and_resumes_writes_the_table_of_an_unbroken_one(tmp_path, number):
     draws = random.Random(SEED + number)
     separator = draws.choice([",", ";", "\t", "|"])
-    epochs = [{name: draws.choice(VALUES) for name in draws.sample(NAMES, draws.randint(1, 6))} for _ in range(5)]
+    epochs = [logs_of(draws) for _ in range(5)]
     unbroken = logger(tmp_path / "unbroken.csv", separator=separator)
     unbroken.on_train_begin()
     for epoch, logs in enumerate(epochs):
