@@ -28,7 +28,7 @@ LIMITS = {
     "hpcdist/runtime": (21, 20, 42, 23, 2, 6.3),
     "hpcdist/strategy": (43, 21, 38, 53, 13, 6.5),
     "hpcdist/tf_compat": (39, 38, 39, 28, 4, 7.3),
-    "hpcdist/torch_backend": (54, 25, 24, 33, 0, 7.5),
+    "hpcdist/torch_backend": (54, 25, 24, 31, 0, 7.5),
     "hpcdist/training": (57, 17, 53, 41, 10, 6.8),
     "slurm": (12, 7, 31, 23, 0, 6.5),
     "jobs": (5, 20, 26, 11, 0, 7.1),
