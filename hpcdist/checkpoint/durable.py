@@ -214,6 +214,7 @@ def replace_file(
             the new file.
     """
     descriptor, written_path = create_temporary(disk, path, is_swept)
+    lock = os.dup(descriptor)  # until it has its name, it is this process's
     try:
         written = _write_file(disk, descriptor, blocks, nbytes)
         before_rename()
@@ -226,6 +227,8 @@ def replace_file(
         with contextlib.suppress(OSError):  # otherwise a later writer cleans it up
             disk.remove(written_path)
         raise
+    finally:
+        os.close(lock)
     disk.sync_folder(path.parent)
 
 

@@ -44,7 +44,7 @@ def file_of(name: str) -> str | None:
 
 
 def hold(descriptor: int) -> bool:
-    """Lock a new file until its descriptor is closed; return False if a sweeper came first, and removes it."""
+    """Lock a new file until its descriptor is closed; return False if a sweeper came first, and may remove it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

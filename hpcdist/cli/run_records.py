@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hpcdist.checkpoint.read import read_text
 from hpcdist.errors import UsageError
 
 #: Where the time of a step goes, in the order of pictures.
@@ -16,6 +17,8 @@ PARTS = ("compute", "input", "communication", "save", "between")
 #: Values beyond this cannot be drawn, and times and steps beyond it are none.
 _LARGEST = 1e100
 _LARGEST_TIME_S, _LARGEST_STEP = 1e11, 1 << 53
+#: Longest file of one object that is read.
+_MAX_CONTENT_BYTES = 16 << 20
 _Record = TypeVar("_Record")
 
 
@@ -279,8 +282,8 @@ def _records(path: Path, *held: str) -> Iterator[dict[str, Any]]:
 def _content(path: Path) -> dict[str, Any]:
     """Return the object in a file of JSON; an empty one where there is none."""
     try:
-        found = _parsed(path.read_text(errors="replace"))
-    except OSError:
+        found = _parsed(read_text(path, _MAX_CONTENT_BYTES, errors="replace"))
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -75,6 +75,8 @@ def _table_of(path: Path, table: str) -> dict[str, Any]:
         content = tomllib.loads(_text_of(path, table))
         found = content.get(table, {})
         wrong = [name for name in content if name not in _KEYS] or _wrong_keys(found, _KEYS[table])
+    except ConfigurationError:
+        raise
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigurationError(f"hpcdist {table}: expected TOML in {path}, got {error}; correct it.") from error
     if wrong:

@@ -22,6 +22,8 @@ from hpcdist.resilience.ledger import Attempt, Ledger
 
 #: The end of a file of metrics that is read first: most records are short.
 _TAIL_BYTES = 64 << 10
+#: Most of it that is read.
+_MAX_TAIL_BYTES = 32 << 20
 _POLL_S = 0.5
 
 
@@ -153,7 +155,8 @@ def _last_record(path: Path) -> dict[str, Any] | None:
                 continue
             if isinstance(record, dict):
                 return record
-        if len(text) < n_bytes // 4:  # it was the whole file, of characters of up to four bytes
+        is_whole = len(text) < n_bytes // 4  # a character has up to four bytes
+        if is_whole or n_bytes > _MAX_TAIL_BYTES:
             return None
         n_bytes *= 8
 

@@ -100,7 +100,12 @@ def _read_tensors(source: Path, key: str | None) -> dict[str, torch.Tensor]:
             f"hpcdist ckpt import: expected tensors of about the size of {source}, got {nbytes} bytes in "
             f"{source.stat().st_size}, as many entries share one memory; save a copy of each."
         )
-    return {str(name): tensor.contiguous() for name, tensor in found.items()}
+    if len({str(name) for name in found}) < len(found):
+        raise UsageError(
+            f"hpcdist ckpt import: expected names that differ as texts in {source}, got {len(found)} entries of which "
+            f"some do not; rename them."
+        )
+    return {str(name): tensor.resolve_conj().resolve_neg().contiguous() for name, tensor in found.items()}
 
 
 def _require_plain_file(source: Path) -> None:
@@ -108,8 +113,8 @@ def _require_plain_file(source: Path) -> None:
     try:
         status = source.stat()
         is_archive = stat.S_ISREG(status.st_mode) and zipfile.is_zipfile(source)
-        members = zipfile.ZipFile(source).infolist() if is_archive else []
-    except (OSError, zipfile.BadZipFile) as error:
+        members = _members_of(source) if is_archive else []
+    except Exception as error:  # noqa: BLE001  zipfile has many for archives that are none
         raise UsageError(f"hpcdist ckpt import: expected to read {source}, got {error}; correct the path.") from None
     nbytes = sum(member.file_size for member in members)
     if not stat.S_ISREG(status.st_mode) or nbytes > _MOST_TIMES_LARGER * status.st_size:
@@ -120,9 +125,15 @@ def _require_plain_file(source: Path) -> None:
         )
 
 
+def _members_of(source: Path) -> list[zipfile.ZipInfo]:
+    with zipfile.ZipFile(source) as archive:
+        return archive.infolist()
+
+
 def _require_storable(name: str, tensor: torch.Tensor, source: Path) -> None:
     """Raise UsageError for a tensor that a checkpoint cannot hold, or that is larger than its memory."""
-    is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    is_plain = is_plain and not (tensor.is_quantized or tensor.is_nested)
     what = f"dtype {str(tensor.dtype).removeprefix('torch.')}"
     if not is_plain:
         what = f"layout {tensor.layout} on {tensor.device.type}"

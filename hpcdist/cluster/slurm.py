@@ -56,6 +56,7 @@ def time_left_s(environ: Mapping[str, str]) -> float | None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=_ANSWER_S,
             env={**environ, "SLURM_TIME_FORMAT": "%s"},
             check=True,

@@ -1,5 +1,6 @@
 """Rows that are read and mapped once, then kept in memory or in files."""
 
+import contextlib
 import glob
 import json
 import logging
@@ -173,7 +174,8 @@ class FileStore:
         try:
             folder = os.path.dirname(filename) or "."
             self._spool = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed below
-            sweep_abandoned(Disk(), Path(folder), f"{os.path.basename(filename)}.*")
+            with contextlib.suppress(OSError):  # what stays is removed another time
+                sweep_abandoned(Disk(), Path(folder), f"{os.path.basename(filename)}.*")
         except OSError as error:
             raise DataError(
                 f"cache: expected a folder for {filename!r} in which files can be made, got {error}; make the folder."

@@ -1,6 +1,7 @@
 """When to stop so that the last save completes before the job is ended: the rule and its measurements."""
 
 import bisect
+import logging
 import statistics
 import time
 from collections import deque
@@ -9,6 +10,8 @@ from concurrent.futures import Future
 
 from hpcdist.background import BackgroundThread
 from hpcdist.resilience.running_clock import RunningClock
+
+logger = logging.getLogger("hpcdist")
 
 #: Durations kept of each kind: only recent ones, as the cost of a step changes with the data.
 N_REMEMBERED = 500
@@ -137,9 +140,12 @@ class BatchEnd:
             self._answer = self._thread.submit(self._ask)
         if self._answer is None or not self._answer.done():
             return None
-        left_s = self._answer.result()
+        answer = self._answer
         self._answer = None
-        return left_s
+        if answer.exception() is not None:
+            logger.warning("expected the end of the job from the batch system, got %s", answer.exception())
+            return None
+        return answer.result()
 
 
 class Deadline:

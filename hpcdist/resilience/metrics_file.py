@@ -67,7 +67,8 @@ class MetricsFile:
         self.path = Path(path).absolute()  # the program may change its folder
         self._disk = disk or Disk()
         world = world or make_world()
-        self._is_writer, self._timeout_s = world.is_chief, world.timeout_s
+        self._is_writer = world.is_chief
+        self.timeout_s = world.timeout_s
         self._n_records = 0
         self._last_step = -1
         self._pid = os.getpid()
@@ -77,6 +78,8 @@ class MetricsFile:
         self._queue: list[tuple[int, bytes]] = []
         self._appending: Future[None] | None = None
         self._will_append = False
+        self._n_removed = 0
+        self._resumed_step: int | None = None
         # in the thread
         self._file: int | None = None
         self._close: Callable[[], object] = lambda: None
@@ -119,6 +122,7 @@ class MetricsFile:
         """Forget half of the records that cannot be written. The caller holds the lock."""
         n_dropped = len(self._queue) // 2
         del self._queue[:n_dropped]
+        self._n_removed += n_dropped
         logger.warning("metrics: %d records that %s did not take are lost.", n_dropped, self.path)
 
     def _start_to_append(self) -> None:
@@ -161,13 +165,16 @@ class MetricsFile:
         with self._lock:
             return not self._queue and not self._will_append
 
-    def make_durable(self) -> None:
+    def make_durable(self, limit_s: float | None = None) -> None:
         """Make the records durable: a checkpoint that counts them relies on it. From any thread; chief only.
 
         Where that fails, it is logged, and the checkpoint is written: a restart may then miss records.
+
+        Args:
+            limit_s: longest wait, in seconds; default: the time limit of the world.
         """
         if self._is_writer:
-            self._attempt(self._sync)
+            self._attempt(self._sync, limit_s)
 
     def claim(self) -> None:
         """Replace the file by this attempt's own copy, with the complete records of the old one.
@@ -180,15 +187,17 @@ class MetricsFile:
             self._attempt(self._append_queued)
             self._attempt(functools.partial(durable.patiently, self._claim))
 
-    def _attempt(self, act: Callable[[], _Result]) -> _Result | None:
-        """Return act() of the thread; None if it fails, which is logged, or is not done within the timeout."""
+    def _attempt(self, act: Callable[[], _Result], limit_s: float | None = None) -> _Result | None:
+        """Return act() of the thread; None if it fails, which is logged, or is not done within the limit."""
+        limit_s = limit_s or self.timeout_s
         if self._unanswered is not None and not self._unanswered.done():
             return None  # the file system hangs, and was waited for once
-        called = self._wait_for(functools.partial(self._try, act))
+        called: Future[_Result | None] = self._thread.submit(functools.partial(self._try, act))
+        wait([called], limit_s)
         if called.done():
             return called.result()
         self._unanswered = called
-        self._retries.failed(f"no answer for {self._timeout_s:g} s")
+        self._retries.failed(f"no answer for {limit_s:g} s")
         return None
 
     def _try(self, act: Callable[[], _Result]) -> _Result | None:
@@ -204,13 +213,13 @@ class MetricsFile:
     def _wait_for(self, act: Callable[[], _Result]) -> "Future[_Result]":
         """Let the thread call `act`, and wait at most for the timeout."""
         called: Future[_Result] = self._thread.submit(act)
-        wait([called], self._timeout_s)
+        wait([called], self.timeout_s)
         return called
 
     def _require(self, called: "Future[_Result]") -> _Result:
         if not called.done():
             raise CheckpointError(
-                f"metrics: expected {self.path} to take the records within {self._timeout_s:g} s, got no answer; check "
+                f"metrics: expected {self.path} to take the records within {self.timeout_s:g} s, got no answer; check "
                 f"the file system (HPCDIST_TIMEOUT_S sets the limit)."
             )
         try:
@@ -229,7 +238,7 @@ class MetricsFile:
             is_written = not self._queue and not self._will_append
         if is_written or (self._unanswered is not None and not self._unanswered.done()):
             return
-        until = time.monotonic() + self._timeout_s
+        until = time.monotonic() + self.timeout_s
         last = self._thread.submit(functools.partial(self._try, self._append_queued))
         while wait([last], 1.0).not_done and time.monotonic() < until:
             send_heartbeat()
@@ -245,10 +254,18 @@ class MetricsFile:
         with self._lock:
             self._will_append = False
             lines = self._queue[:]
+            n_removed_before = self._n_removed
+            resumed_step = self._resumed_step
+        if resumed_step is not None:
+            self._step_in_file = resumed_step
+            self._is_cut = False
         if lines:
             durable.patiently(functools.partial(self._append, lines))
         with self._lock:
-            del self._queue[: len(lines)]
+            if self._resumed_step == resumed_step and (lines or resumed_step is None):
+                self._resumed_step = None
+            n_removed = self._n_removed - n_removed_before  # of these lines, the first ones or the last
+            del self._queue[: max(0, len(lines) - n_removed)]
             if not self._queue:
                 atexit.unregister(self.flush_at_exit)
 
@@ -384,11 +401,12 @@ class MetricsFile:
         """
         self._n_records, self._last_step = _counts_in(state, self.path)
         if self._is_writer:
+            with self._lock:  # later records, of what is now undone, must not come
+                kept_records = [record for record in self._queue if record[0] <= self._last_step]
+                self._n_removed += len(self._queue) - len(kept_records)
+                self._queue = kept_records
+                self._resumed_step = self._last_step
             self._attempt(self._append_queued)
-            self._attempt(self._expect_later_steps)
-
-    def _expect_later_steps(self) -> None:
-        self._step_in_file, self._is_cut = self._last_step, False
 
 
 def _flush_if_alive(file: "weakref.ref[MetricsFile]") -> None:
@@ -398,9 +416,12 @@ def _flush_if_alive(file: "weakref.ref[MetricsFile]") -> None:
 
 
 def make_durable(files: Sequence[MetricsFile]) -> None:
-    """Make the records of files durable; see `MetricsFile.make_durable`."""
+    """Make the records of files durable; see `MetricsFile.make_durable`.
+
+    It takes at most a quarter of the time limit: a save in which no block is written for that long counts as stuck.
+    """
     for file in files:
-        file.make_durable()
+        file.make_durable(file.timeout_s / 4 / len(files))
 
 
 def _counts_in(state: Any, path: Path) -> tuple[int, int]:

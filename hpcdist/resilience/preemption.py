@@ -36,6 +36,8 @@ from hpcdist.runtime.step_flags import Request
 STOP_GRACE_S = 20.0
 #: What a launcher takes to print a line: the end of the job discards others.
 _PRINT_S = 0.5
+#: Longest wait for the record of a stop without a save.
+_RECORD_S = 10.0
 #: A time limit beyond this is none.
 _FAR_S = 1e9
 
@@ -293,16 +295,21 @@ class PreemptionCheckpointHandler:
         self._manager.forget_copies()
         return self._attempt.record
 
-    def overdue_stop(self) -> str | None:
-        """Return why to stop, if that was requested longer ago than the grace period; otherwise None.
+    def overdue_stop(self, quiet_s: float) -> str | None:
+        """Return why to stop, if no work was done in the grace period since the request; otherwise None.
 
-        Not collective; from any thread. Whoever waits for work that does not end asks: see `ClusterCoordinator`.
+        Not collective; from any thread. Whoever waits for work that may not end asks: see `ClusterCoordinator`.
+
+        Args:
+            quiet_s: seconds since the last work was done.
         """
-        reason = self._flag.reason
-        if self._is_done or reason is None or self._flag.since is None:
+        reason = self._flag.find_reason()
+        if self._is_done or self._is_busy or reason is None or self._flag.since is None:
             return None
         grace_s = self._config.grace_period or STOP_GRACE_S
-        return reason if time.monotonic() - self._flag.since > grace_s else None
+        if min(time.monotonic() - self._flag.since, quiet_s) <= grace_s:
+            return None
+        return reason
 
     def leave_at_once(self, reason: str) -> NoReturn:
         """Record that the job was stopped, save nothing, and end all ranks with code 75. From any thread.
@@ -310,11 +317,18 @@ class PreemptionCheckpointHandler:
         The last save counts. Not collective.
         """
         self._is_done = True
-        self._attempt.record_stop(reason, is_excused=reason.startswith("SIGTERM "))
-        last_save = f"the last save is step {self._manager.saved_step} in {self._manager.directory}"
-        log(f"{reason}: stopped without a save, as the work in progress does not end: {last_save}")
+        log(f"{reason}: stopped without a save, as the work in progress does not end; the last one counts")
+        recording = threading.Thread(target=self._record_stop, args=(reason,), daemon=True)
+        recording.start()
+        recording.join(_RECORD_S)  # a file server that hangs must not keep the job
         time.sleep(_PRINT_S)
         end_job("", int(ExitCode.RUN_AGAIN))
+
+    def _record_stop(self, reason: str) -> None:
+        """Record a stop without a save, and remove the stop file, so that the next attempt runs."""
+        with contextlib.suppress(OSError):  # the next attempt stops at once, and says why
+            self._flag.remove_file()
+        self._attempt.record_stop(reason, is_excused=reason.startswith("SIGTERM "))
 
     # -- between steps --------------------------------------------------------------------------------------------
 
@@ -335,7 +349,7 @@ class PreemptionCheckpointHandler:
 
     @property
     def _is_too_late(self) -> bool:
-        """Whether a save does not fit into the time left: a job that is ended in it may not be run again."""
+        """Whether a save seems not to fit into the time left: it is tried, and not waited for."""
         return any(deadline is not None and not deadline.can_save for deadline in (self.deadline, self._countdown))
 
     @property
@@ -440,8 +454,9 @@ class PreemptionCheckpointHandler:
         self._is_done = True
         is_too_late = self._agreement.any_rank(self._is_too_late)  # the chief knows what a save costs
         last_step = self._manager.saved_step
-        if is_too_late and not self._saves_no_more and not self._agreement.any_rank(self._manager.is_saving):
-            self._saves.try_to_save(self.step, *args, **kwargs)
+        is_tried = is_too_late and not self._saves_no_more and not self._agreement.any_rank(self._manager.is_saving)
+        if is_tried:
+            is_tried = self._saves.try_to_save(self.step, *args, **kwargs)
         elif not is_too_late and not self._saves_no_more:
             self._saves.save(self.step, True, *args, **kwargs)
             last_step = self.step
@@ -452,7 +467,8 @@ class PreemptionCheckpointHandler:
         code, why = self._attempt.stopped(reason, last_step, is_excused, is_too_late)
         saved = "saved"
         if is_too_late:
-            saved = f"too late for a save, which it tries; the last one is step {last_step}"
+            tries = ", which it tries" if is_tried else ""
+            saved = f"too late for a save{tries}; the last one is step {last_step}"
         self._log(f"{reason}: stopped after step {self.step}, {saved} in {self._manager.directory}")
         if code is ExitCode.DO_NOT_REQUEUE:
             self._log(f"do not run again: {why}; allow time for a save, or look at what takes so long")

@@ -1,13 +1,17 @@
 """The saves of one attempt: the scheduled ones, copies and comparisons between them, and the last one."""
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
+from hpcdist.errors import CheckpointError
 from hpcdist.resilience.attempt import RunAttempt
 from hpcdist.resilience.deadline import Durations
 from hpcdist.resilience.manager import CheckpointManager
 from hpcdist.resilience.schedule import SaveSchedule, is_crossed
+
+logger = logging.getLogger("hpcdist")
 
 
 class AttemptSaves:
@@ -125,25 +129,30 @@ class AttemptSaves:
         elif self._save_fn is None:
             self._manager.save(step, if_changed=True, check_interval=False)
 
-    def try_to_save(self, step: int, *args: Any, **kwargs: Any) -> None:
-        """Begin a last save for which the time may be too short, and do not wait for it.
+    def try_to_save(self, step: int, *args: Any, **kwargs: Any) -> bool:
+        """Begin a last save for which the time may be too short, and do not wait for it; return whether it has begun.
 
-        The program's exit waits, as long as the batch system lets it.
+        The program's exit waits, as long as the batch system lets it. A function of the user's own is not begun: it
+        may leave a part of a file in place of its last one. An error is logged: the last save counts.
 
-        Collective: chief and workers. Raises as `save`.
+        Collective: chief and workers.
 
         Args:
             step: steps so far.
-            args: passed to `save_fn` or, after the step, to `manager.save`.
+            args: passed to `manager.save` after the step.
             kwargs: likewise.
+
+        Raises:
+            DesyncError: if ranks differ; on all ranks.
         """
-        if self._is_saved(step):
-            return
-        if self._save_fn is not None:
-            self._save_fn(*args, **kwargs)
-            self._manager.note_saved(step)
-        else:
+        if self._is_saved(step) or self._save_fn is not None:
+            return False
+        try:
             self._manager.save(step, *args, **{"blocking": False, "check_interval": False, **kwargs})
+        except CheckpointError as error:
+            logger.warning("the last save failed: %s", error)
+            return False
+        return True
 
     def save(self, step: int, is_last: bool, *args: Any, in_memory: bool = False, **kwargs: Any) -> None:
         """Save, unless this step is saved. The first save waits for the disk, to measure the cost of a save.

@@ -24,7 +24,7 @@ class SideErrors:
 
     def __init__(self, run_folder: Path, name: str) -> None:
         self._path = run_folder.absolute() / _FOLDER / f"{name}.json"
-        self._is_recorded = False
+        self._is_recorded: bool | None = None  # unknown: an earlier attempt may have recorded one
 
     def update(self, error: str | None, n_failures: int) -> None:
         """Record an error or, without one, that an earlier one is over."""
@@ -44,6 +44,9 @@ class SideErrors:
 
     def record_recovery(self) -> None:
         """Record that the error is over, if there was one."""
+        if self._is_recorded is None:
+            earlier = _content_of(self._path)
+            self._is_recorded = bool(earlier) and not earlier.get("is_over")
         if self._is_recorded:
             self._write("", 0, is_over=True)
 

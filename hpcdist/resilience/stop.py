@@ -118,15 +118,18 @@ class StopFlag:
     @property
     def reason(self) -> str | None:
         """The reason for the stop request, such as "SIGTERM on rank 3"; None without one."""
-        if self._reason is None:
-            received = self._signals.received
-            if received is not None:
-                self._set_reason(f"{received.name} on {self._place}")
-                self.since = self._signals.received_at
-            elif self._is_file_there():
-                self._set_reason(f"stop file {self._file}")
-            elif self._is_watcher_alarmed():
-                self._set_reason(f"termination_watcher_fn on {self._place}")
+        if self.find_reason() is None and self._is_watcher_alarmed():
+            self._set_reason(f"termination_watcher_fn on {self._place}")
+        return self._reason
+
+    def find_reason(self) -> str | None:
+        """Return the reason for a stop request, from any thread: it does not call the user's function."""
+        received = self._signals.received
+        if self._reason is None and received is not None:
+            self._set_reason(f"{received.name} on {self._place}")
+            self.since = self._signals.received_at
+        elif self._reason is None and self._is_file_there():
+            self._set_reason(f"stop file {self._file}")
         return self._reason
 
     def _set_reason(self, reason: str) -> None:

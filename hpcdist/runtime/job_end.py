@@ -10,6 +10,7 @@ import contextlib
 import dis
 import faulthandler
 import io
+import math
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from typing import NoReturn, TextIO
 
 import numpy as np
 
+from hpcdist.child_processes import STOP_SIGNALS
 from hpcdist.errors import ExitCode, HpcdistError, log, report_agreed
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.waiting import wait_until
@@ -85,6 +87,7 @@ class ExitHooks:
         self._announced: int | None = None
         self._on_uncaught: Callable[[str, str], None] = lambda what, report: None
         self.is_leaving = False
+        self._is_beside_end = False
 
     def call_on_uncaught(self, act: Callable[[str, str], None]) -> None:
         """Call act(what, traceback) for each uncaught exception of this rank, before it ends the job. Not collective.
@@ -146,6 +149,9 @@ class ExitHooks:
             return
         if isinstance(error, Exception) and self._is_beside_training():
             self._log_beside("uncaught exception", report)
+            self._is_beside_end = True
+            for number in STOP_SIGNALS:  # those of the training are acted on by the ranks that train
+                signal.signal(number, signal.SIG_IGN)
             self._exit_recorded(int(ExitCode.DONE))  # the job's exit code is that of the training
         report_agreed(error, self._is_reporter)
         self._abort("uncaught exception", report, _code_of(error))
@@ -178,6 +184,8 @@ class ExitHooks:
         request = self._comm.Iallreduce(np.array([code], np.int32), worst, MPI.MAX)
         # a rank that was asked to leave waits for those that save, as one that is done waits for those that are not
         limit_s = FINISH_LIMIT_S if code in _ORDERLY else LAST_CALL_S if self._exit else UNKNOWN_CALL_S
+        if self._is_beside_end:  # with the training, which may take for days
+            limit_s = math.inf
         started, is_logged = time.monotonic(), False
         while not wait_until(request.Test, LOOK_S, yields=0, max_sleep_s=MAX_SLEEP_S):
             if self._received_heartbeat():

@@ -33,8 +33,14 @@ class Requester(Protocol):
     def poll_between_batches(self) -> None:
         """Act on requests: the program is between two batches. Collective: the ranks of the role."""
 
-    def overdue_stop(self) -> str | None:
-        """Return why to stop, if the time of grace since the request is over; otherwise None. From any thread."""
+    def overdue_stop(self, quiet_s: float) -> str | None:
+        """Return why to stop, if the grace period since the request has passed without any work done; otherwise None.
+
+        From any thread.
+
+        Args:
+            quiet_s: seconds since the last work was done.
+        """
 
     def leave_at_once(self, reason: str) -> None:
         """Record a stop, save nothing, and end the job with the code that runs it again. From any thread."""

@@ -122,7 +122,7 @@ class BackupAndRestore(Callback):
     def after_epoch(self) -> None:
         """Save after an epoch, and record what callbacks could not write. Collective: chief and workers."""
         for callback, errors in self._errors:
-            errors.update(callback.failure, 1)
+            errors.update(callback.failure, callback.n_failures)
         if self._save_freq == "epoch" and self._schedule is None:
             assert self._manager is not None, "in the block"
             assert self._handler is not None, "in the block"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.checkpoint.read import read_text
-from hpcdist.errors import CheckpointError, UsageError
+from hpcdist.errors import UsageError
 from hpcdist.retries import Retries
 
 if TYPE_CHECKING:
@@ -476,11 +476,11 @@ class CSVLogger(Callback):
         separator: one character between values.
         append: whether lines of earlier runs stay.
 
-    Where the file cannot be written, that is logged and tried again with a later epoch, and training goes on.
+    Where the file cannot be written, that is logged and tried again with a later epoch, and training goes on. A file
+    that is no such table is moved to NAME.bad.
 
     Raises:
         UsageError: for another separator.
-        CheckpointError: if a file that is there cannot be read when fit begins; on the chief.
 
     Source: keras/src/callbacks/csv_logger.py (Keras 3), whose columns and fields these are.
     """
@@ -508,17 +508,17 @@ class CSVLogger(Callback):
             self._read()
 
     def _read(self) -> None:
-        """Read the file, on the chief, if there is one."""
+        """Read the file, on the chief, if there is one. A file that is no such table is moved to NAME.bad."""
         if not self.model.strategy.is_chief or not self._path.exists():
             return
         try:
             table = read_text(self._path, _MAX_TABLE_BYTES)
             self._columns, self._rows = _parse_table(table, self._separator)
         except (OSError, ValueError, csv.Error) as error:
-            raise CheckpointError(
-                f"CSVLogger: expected a table that CSVLogger wrote in {self._path}, got {error}; move the file away, "
-                f"and the table begins anew."
-            ) from error
+            aside = self._path.with_name(f"{self._path.name}.bad")
+            logger.warning("CSVLogger: expected a table in %s, got %s; moved it to %s.", self._path, error, aside)
+            with contextlib.suppress(OSError):  # then it is replaced
+                Disk().rename(self._path, aside)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the lines of the run that resumes: later ones come again."""
@@ -555,6 +555,7 @@ class CSVLogger(Callback):
         """Write what could not be written before, a last time."""
         if self.failure is not None:
             with contextlib.suppress(OSError):  # it was logged before
+                durable.make_folders(Disk(), self._path.parent)
                 durable.replace_text(Disk(), self._path, self._text_of(self._rows, has_header=True))
                 self._retries.succeeded()
 
@@ -562,6 +563,11 @@ class CSVLogger(Callback):
     def failure(self) -> str | None:
         """The last error, if lines could not be written; otherwise None."""
         return self._retries.failure
+
+    @property
+    def n_failures(self) -> int:
+        """Failures in a row."""
+        return self._retries.n_failures
 
     def _text_of(self, rows: Sequence[dict[str, str]], has_header: bool = False) -> str:
         """Return rows as lines of the file."""

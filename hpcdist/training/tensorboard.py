@@ -13,7 +13,7 @@ class TensorBoard(Callback):
 
     What is there of the steps that it writes is purged, so that a reader sees each step once, also in a run that goes
     on. Values by step are those of the chief's replicas. Where the folder cannot be written, that is logged and tried
-    again, and training goes on.
+    again, and training goes on; a reader may then see some values twice.
 
     Args:
         log_dir: the folder. Paths of other ranks do not count.
@@ -90,3 +90,8 @@ class TensorBoard(Callback):
         """The last error, of what cannot be written now; None if all is written."""
         failures = [writer.retries.failure for writer in self._writers.values()]
         return next((failure for failure in failures if failure is not None), None)
+
+    @property
+    def n_failures(self) -> int:
+        """Failures in a row."""
+        return max((writer.retries.n_failures for writer in self._writers.values()), default=0)

@@ -203,8 +203,16 @@ def step():
 def hangs():
     time.sleep(10_000)
 
+def is_slow():
+    time.sleep(0.5)
+
 for _ in range(3):
     coordinator.schedule(step)
+    coordinator.join()
+for _ in range(24 if sys.argv[2] == "slow join" else 0):
+    coordinator.schedule(is_slow)
+if sys.argv[2] == "slow join":
+    print("scheduled", flush=True)
     coordinator.join()
 result = coordinator.schedule(hangs)
 print("scheduled", flush=True)
@@ -227,13 +235,46 @@ def test_a_stop_request_is_obeyed_although_a_function_hangs(start, tmp_path, not
     asked_s = time.monotonic()
     os.kill(job.pid_of(1), signal.SIGTERM)
     outcome = job.wait(30)
-    assert time.monotonic() - asked_s < 20, "the grace period is 3 s"
     assert outcome.code == 75, outcome.output
-    assert "stopped without a save, as the work in progress does not end: the last save is step 3" in outcome.output
+    assert "stopped without a save, as the work in progress does not end" in outcome.output
+    assert time.monotonic() - asked_s < 28
     decision = json.loads((run / "decision.json").read_text())
     assert (decision["decision"], decision["step"]) == ("requeue", 3)
     assert decision["reason"].startswith("SIGTERM on rank ")
     nothing_left(job)
+
+
+@pytest.mark.feature("semantics.closure-watchdog")
+def test_functions_that_end_are_waited_for_beyond_the_grace_period(start, tmp_path, nothing_left):
+    """They take 12 s, and the grace period is 3 s: as long as some end, a save is worth the wait."""
+    run = tmp_path / "run"
+    job = start(3, "-c", HUNG, run, "slow join", 0)
+    job.wait_for_line("scheduled")
+    os.kill(job.pid_of(1), signal.SIGTERM)
+    outcome = job.wait(60)
+    assert outcome.code == 75, outcome.output
+    assert "stopped without a save" not in outcome.output
+    assert "stopped after step 3, saved in" in outcome.output
+    nothing_left(job)
+
+
+def test_a_stop_file_is_removed_although_a_function_hangs(start, tmp_path):
+    run = tmp_path / "run"
+    job = start(3, "-c", HUNG, run, "join", 0)
+    job.wait_for_line("scheduled")
+    (run / "stop").touch()
+    outcome = job.wait(60)
+    assert outcome.code == 75, outcome.output
+    assert not (run / "stop").exists()
+    assert json.loads((run / "decision.json").read_text())["decision"] == "requeue"
+
+
+@pytest.mark.feature("semantics.closure-watchdog")
+def test_without_a_worker_that_is_free_the_next_function_fails_too(start, tmp_path):
+    job = start(3, "-c", HUNG, tmp_path / "run", "join", 2, environ={"HPCDIST_TIMEOUT_S": "6"})
+    outcome = job.wait(60)
+    assert "raised schedule: expected 'hangs' to end within closure_timeout_s=2 s" in outcome.output, outcome.output
+    assert "expected a worker that is free within closure_timeout_s=2 s, got 1 that run functions" in outcome.output
 
 
 @pytest.mark.feature("semantics.closure-watchdog")

@@ -1,6 +1,8 @@
 """What runs beside training fails, and training goes on: the job's exit code is its own, and status shows the error."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -83,6 +85,20 @@ def test_training_goes_on(start, tmp_path, nothing_left, how, name, error):
     told = subprocess.run([sys.executable, "-m", "hpcdist", "status", run], capture_output=True, text=True, timeout=60)
     assert f"beside it   {name} has failed " in told.stdout
     assert error in told.stdout
+
+
+def test_a_preemption_after_an_evaluator_has_failed_saves_the_last_step(start, tmp_path):
+    """The signal goes to all ranks; the evaluator, which is done, must not end the job before the others have saved."""
+    run = tmp_path / "run"
+    job = start(2, "-c", PROGRAM.replace("epochs=3", "epochs=100_000"), run, "evaluator raises")
+    job.wait_for_line("training goes on without this rank")
+    job.wait_until(lambda: any((run / "checkpoints").glob("step-*.h5")))
+    for pid in job.ranks():
+        os.kill(pid, signal.SIGTERM)
+    outcome = job.wait(60)
+    assert outcome.code == 75, outcome.output[-3000:]
+    assert json.loads((run / "decision.json").read_text())["decision"] == "requeue"
+    assert "saved in" in outcome.output
 
 
 def test_an_evaluator_whose_folder_comes_back_evaluates(start, tmp_path):

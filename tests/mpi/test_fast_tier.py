@@ -148,7 +148,7 @@ def test_full_memory_is_reported_and_training_continues(run, comm, caplog, monke
     assert (run.values == 5).all()
 
 
-def test_metrics_that_cannot_be_made_durable_end_copies_and_fail_a_save(comm, shared_path, monkeypatch, caplog):
+def test_metrics_that_cannot_be_made_durable_end_no_copies_and_no_saves(comm, shared_path, monkeypatch, caplog):
     metrics = hpcdist.MetricsFile(shared_path / "metrics.jsonl")
     checkpoint = hpcdist.Checkpoint(metrics=metrics)
     manager = hpcdist.CheckpointManager(checkpoint, shared_path / "disk", fast_directory=shared_path / "memory")
@@ -156,17 +156,25 @@ def test_metrics_that_cannot_be_made_durable_end_copies_and_fail_a_save(comm, sh
     manager.save_fast(1)
     manager.wait()
 
+    sync = os.fsync
+
     def fail(descriptor):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if "metrics" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(descriptor)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
         metrics.write(2, loss=0.25)
         manager.save_fast(2)
         manager.wait()
-        assert caplog.text.count("continues without copies in memory on this node: metrics") == (comm.rank == 0)
-        with pytest.raises(CheckpointError, match="metrics.*Input.*/output"):
-            manager.save(3)
+        assert "continues without copies" not in caplog.text
+        assert manager.save(3).endswith("step-00000003-0001.h5")
+    assert (metrics.failure is not None) == (comm.rank == 0)
+    assert ("Input/output error" in caplog.text) == (comm.rank == 0)
+    metrics.write(4, loss=0.125)
+    manager.save(4)
+    assert metrics.failure is None
 
 
 @pytest.mark.parametrize("content", [b"x/../.. y", b"ab\xffcd", b""], ids=["a path", "no text", "empty"])

@@ -100,7 +100,9 @@ class Dispatcher:
         self.n_steps = 0
         self.is_over, self._exit_code = False, -1
         self._now, self._looked_at = 0.0, time.monotonic()  # a clock that stands still while this process is suspended
-        self._ended_at, self._is_reported = 0.0, False
+        self._ended_at = 0.0
+        self._free_at = 0.0
+        self._is_reported = False
         self._thread = threading.Thread(target=self._run, name="hpcdist coordinator", daemon=True)
         self._thread.start()
 
@@ -188,12 +190,30 @@ class Dispatcher:
                 continue
             if self._now - max(worker.sent_at[0], worker.answered_at) > limit_s:
                 self._time_out(worker, limit_s)
+        self._require_worker(limit_s)
         requester = self._world.step_flags.requester
-        if requester is None or not self._is_any_busy:
+        if requester is None or not self.queue.has_running:
             return
-        reason = requester.overdue_stop()
+        reason = requester.overdue_stop(self._now - self._ended_at)
         if reason is not None:
             requester.leave_at_once(reason)
+
+    def _require_worker(self, limit_s: float | None) -> None:
+        """Cancel what waits if all workers have been stuck, or silent, for the longest time of a function."""
+        is_blocked = self.queue.n_waiting > 0 and all(one.is_stuck or one.is_silent for one in self._workers.values())
+        if not is_blocked:
+            self._free_at = self._now
+        if limit_s is None or self._now - self._free_at <= limit_s:
+            return
+        with self.changed:
+            self.queue.note_error(
+                ClosureTimeoutError(
+                    f"schedule: expected a worker that is free within closure_timeout_s={limit_s:g} s, got "
+                    f"{len(self._workers)} that run functions without an end; start the job again."
+                )
+            )
+            self.queue.cancel_waiting("no worker is free")
+            self.changed.notify_all()
 
     def _time_out(self, worker: _Worker, limit_s: float) -> None:
         worker.is_stuck = True

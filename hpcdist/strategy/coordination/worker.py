@@ -191,7 +191,7 @@ class _Heart:
     def poll_between_batches(self) -> None:
         """Do nothing: the coordinator acts between functions."""
 
-    def overdue_stop(self) -> str | None:
+    def overdue_stop(self, quiet_s: float) -> str | None:
         """Return None: the coordinator acts on stop requests."""
         return None
 

@@ -78,6 +78,18 @@ def test_a_living_writer_keeps_its_file_and_a_killed_one_does_not(writer, tmp_pa
     assert hidden(tmp_path) == []
 
 
+def test_a_file_that_is_whole_and_has_no_name_yet_is_its_writers(tmp_path):
+    """Another one of the same name begins between the last byte and the rename."""
+
+    class BesideDisk(Disk):
+        def rename(self, path, to):
+            durable.sweep_abandoned(Disk(), to.parent, to.name)
+            super().rename(path, to)
+
+    durable.replace_text(BesideDisk(), tmp_path / "best.h5", "whole")
+    assert (tmp_path / "best.h5").read_text() == "whole"
+
+
 def of_another_host(folder, file_name):
     path = folder / f".{file_name}.tmp-12345678-0123456789abcdef"
     path.write_bytes(b"half")

@@ -317,6 +317,40 @@ def test_records_that_cannot_be_written_are_kept_and_tried_again_with_growing_pa
     assert file.failure is None or file._retries.is_due
 
 
+def test_a_restore_drops_records_that_could_not_be_written(path):
+    """They are of steps that are made again."""
+    disk = FullForRecords()
+    disk.is_full = False
+    file = QueuedFile(path, OneRank(), disk=disk)
+    for step in range(1, 6):
+        file.write(step)
+    file.flush()
+    disk.is_full = True
+    for step in range(6, 9):
+        file.write(step, attempt="lost")
+    wait_for_thread(file)
+    file.load_state_dict({"records": 5, "last_step": 5})
+    disk.is_full = False
+    for step in range(6, 9):
+        file.write(step, attempt="made again")
+    file.flush()
+    assert [record["step"] for record in records(path)] == [*range(1, 9)]
+    assert "lost" not in path.read_text()
+
+
+def test_records_that_are_dropped_during_an_append_take_no_others_with_them(path, monkeypatch):
+    monkeypatch.setattr(metrics_file, "MAX_WAITING", 10)
+    disk = HangingDisk()
+    file = QueuedFile(path, OneRank(), disk=disk)
+    for step in range(1, 100):
+        file.write(step)
+    n_kept = len(file._queue)
+    disk.answers.set()
+    file.flush()
+    steps = [record["step"] for record in records(path)]
+    assert steps[-n_kept:] == [*range(100 - n_kept, 100)], "all that were not dropped"
+
+
 def wait_for_thread(file):
     """Wait until the thread has done what it was given."""
     wait([file._thread.submit(lambda: None)], 30)

@@ -9,7 +9,7 @@ import pytest
 
 from hpcdist.callbacks import CSVLogger
 from hpcdist.checkpoint.durable import Disk
-from hpcdist.errors import CheckpointError, UsageError
+from hpcdist.errors import UsageError
 
 SEED = 20261126
 VALUES = (
@@ -117,12 +117,16 @@ def test_lines_of_an_earlier_run_stay(tmp_path):
 @pytest.mark.parametrize(
     "content", [b"epoch,loss\n0\n1,2\n", b"loss\n1\n", b"epoch,loss\n0,1,2\n1,2\n", b"\xff\xfe", b'a"b\n']
 )
-def test_a_file_that_is_no_such_table_is_refused_with_a_cure(tmp_path, content):
+def test_a_file_that_is_no_such_table_is_set_aside(tmp_path, content, caplog):
     path = tmp_path / "log.csv"
     path.write_bytes(content)
     made = logger(path, append=True)
-    with pytest.raises(CheckpointError, match=r"log\.csv.*move the file away"):
-        made.on_train_begin()
+    made.on_train_begin()
+    made.load_state_dict({"n_rows": 3})
+    made.on_epoch_end(0, {"loss": 0.5})
+    assert path.read_text() == "epoch,loss\n0,0.5\n"
+    assert (tmp_path / "log.csv.bad").read_bytes() == content
+    assert "moved it to" in caplog.text
 
 
 def test_a_line_that_a_crash_has_cut_off_is_left_out(tmp_path):
