@@ -60,7 +60,9 @@ print("trained on", strategy.rank)
 @pytest.mark.parametrize(
     ("how", "name", "error"),
     [
-        ("evaluator cannot write", "evaluator-0", "expected to write in /proc/evaluation"),
+        pytest.param(
+            "evaluator cannot write", "evaluator-0", "expected to write in /proc/evaluation", marks=pytest.mark.quick
+        ),
         ("evaluator raises", "evaluator-0", "ValueError: on purpose"),
         ("evaluator's thread raises", None, None),
         ("events", "TensorBoard", "/proc/events"),
