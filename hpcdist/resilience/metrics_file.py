@@ -291,6 +291,8 @@ class MetricsFile:
 
     def _sync(self) -> None:
         self._append_queued()
+        if self._file is None and not self._is_durable:  # after a sync that failed
+            durable.patiently(self._claim)
         if self._file is not None and not self._is_durable:
             try:
                 self._disk.sync(self._file)
