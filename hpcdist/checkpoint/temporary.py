@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import secrets
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,14 +46,24 @@ def file_of(name: str) -> str | None:
 
 def hold(descriptor: int) -> bool:
     """Lock a new file until its descriptor is closed; return False if a sweeper came first, and may remove it."""
+    return _lock(descriptor) is not False and os.fstat(descriptor).st_nlink > 0
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Lock an open file; return False if another one has locked it, None if the file system has no locks.
+
+    It is a lock of the open file (F_OFD_SETLK): HDF5's readers take flock, which it does not keep away.
+    """
+    request = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)
+    except (BlockingIOError, PermissionError):
         return False
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-    return os.fstat(descriptor).st_nlink > 0
+        return None
+    return True
 
 
 @contextlib.contextmanager
@@ -69,12 +80,7 @@ def _is_abandoned(path: Path, descriptor: int) -> bool:
     is_old = time.time() - os.fstat(descriptor).st_mtime > ABANDONED_AFTER_S
     match = _TEMPORARY.fullmatch(path.name)
     is_of_this_kernel = match is not None and match[2] == _boot() != "0" * 8
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
+    is_locked = _lock(descriptor)
+    if is_locked is None:
         return is_old
-    return is_of_this_kernel or is_old
+    return is_locked and (is_of_this_kernel or is_old)

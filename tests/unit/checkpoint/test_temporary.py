@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import h5py
 import pytest
 
 import hpcdist
@@ -108,10 +109,14 @@ def test_a_writer_of_another_host_is_dead_after_an_hour_without_a_change(tmp_pat
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP], ids=errno.errorcode.get)
 def test_without_locks_the_age_decides(tmp_path, monkeypatch, code):
-    def refuse(*arguments):
-        raise OSError(code, os.strerror(code))
+    control = fcntl.fcntl
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    def refuse(descriptor, command, *arguments):
+        if command == fcntl.F_OFD_SETLK:
+            raise OSError(code, os.strerror(code))
+        return control(descriptor, command, *arguments)
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
     path = temporary.temporary_path(tmp_path / "best.h5")
     path.write_bytes(b"half")
     durable.replace_text(Disk(), tmp_path / "best.h5", "text")
@@ -120,6 +125,21 @@ def test_without_locks_the_age_decides(tmp_path, monkeypatch, code):
     os.utime(path, (long_ago, long_ago))
     durable.replace_text(Disk(), tmp_path / "best.h5", "text")
     assert not path.exists()
+
+
+def test_readers_of_hdf5_are_not_kept_away(tmp_path):
+    """HDF5 locks what it reads, too: a file that has just got its name is read at once."""
+
+    class ReadingDisk(Disk):
+        def rename(self, path, to):
+            super().rename(path, to)
+            with h5py.File(to) as file:
+                assert file["x"][:].tolist() == [1.0, 2.0]
+
+    with h5py.File(tmp_path / "source.h5", "w") as file:
+        file["x"] = [1.0, 2.0]
+    content = memoryview((tmp_path / "source.h5").read_bytes())
+    durable.replace_file(ReadingDisk(), tmp_path / "best.h5", [(0, content)], len(content))
 
 
 def test_a_link_of_such_a_name_is_left_alone(tmp_path):
