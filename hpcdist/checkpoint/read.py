@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -266,6 +266,19 @@ def read_text(path: Path, max_bytes: int, errors: str = "strict") -> str:
         if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
             raise ValueError(f"no file of at most {max_bytes} bytes")
         return file.read().decode(errors=errors)
+
+
+def open_plain(path: Path) -> TextIO:
+    """Open a text that may be anything for reading; it never waits for a pipe.
+
+    Raises:
+        OSError: if it cannot be read, or is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "no regular file", str(path))
+    return open(descriptor, encoding="utf-8", errors="replace")
 
 
 def read_end(path: Path, n_bytes: int) -> str:

@@ -90,6 +90,6 @@ def _output_of(*command: str) -> str:
     """Return what a command of Slurm prints; "" where it fails, or there is none."""
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_S)
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, ValueError, subprocess.TimeoutExpired):  # a job's id may be any text of a run folder
         return ""
     return done.stdout if done.returncode == 0 else ""

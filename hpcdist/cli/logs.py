@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import click
 
+from hpcdist.checkpoint.read import open_plain
 from hpcdist.cli.output import echo
 from hpcdist.errors import UsageError
 
@@ -63,7 +64,7 @@ def _records(path: Path, rank: int) -> Iterator[Record]:
     """Yield the records of a file: lines without a time, such as those of a traceback, belong to the one before."""
     lines: list[str] = []
     head, number = ("", ""), 0
-    with open(path, errors="replace") as file:
+    with open_plain(path) as file:
         for line in file:
             following = _head_of(line)
             if following is None:
@@ -82,7 +83,7 @@ def _head_of(line: str) -> tuple[str, str] | None:
         try:
             said = json.loads(line)
             return str(said["time"]), str(said["level"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
     time, level = _TIME.match(line), _LEVEL.match(line)
     return (time[0], level[1]) if time and level else None

@@ -86,7 +86,8 @@ def command(folder: Path, out: Path | None) -> None:
         light=_style(COLOURS),
         dark=_style(_DARK),
     )
-    durable.replace_text(durable.Disk(), target / "report.html", page)
+    text = page.encode("utf-8", "backslashreplace").decode()  # a run folder may hold halves of characters
+    durable.replace_text(durable.Disk(), target / "report.html", text)
     charts = [chart for section in sections for chart in section.charts]
     for chart in charts:
         chart.save(target)

@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from hpcdist.checkpoint.read import read_text
 from hpcdist.cli.launcher import (
     Launcher,
     as_text,
@@ -30,6 +31,9 @@ from hpcdist.cluster.environment import check_names, read_environment
 from hpcdist.cluster.slurm import node_names
 from hpcdist.errors import ConfigurationError, ExitCode, UsageError
 from hpcdist.restart_rule import RESTART, RUN, Launch, Situation, action_after, is_of_signal
+
+#: Longest decision.json that is read.
+_MAX_DECISION_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -227,7 +231,8 @@ def read_decision(folder: Path) -> Decision | None:
     """Return what `decision.json` in a run folder says; None where it says nothing."""
     path = folder / "decision.json"
     try:
-        said, status = json.loads(path.read_text()), path.stat()
+        said = json.loads(read_text(path, _MAX_DECISION_BYTES))
+        status = path.stat()
         return Decision(str(said["decision"]), str(said["reason"]), (status.st_mtime_ns, status.st_ino))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -5,6 +5,7 @@ import glob
 import json
 import logging
 import os
+import re
 import secrets
 import tempfile
 import threading
@@ -29,6 +30,8 @@ from hpcdist.errors import DataError
 from hpcdist.nest import Nest, map_nest
 from hpcdist.plan.sample_order import Rows
 
+#: What follows the filename and a dot: "a" is another cache than "a.b".
+_ROW_FILE = re.compile(r"[0-9a-f]{16}\.rows")
 logger = logging.getLogger("hpcdist")
 
 #: Files of rows that a store keeps open.
@@ -246,7 +249,8 @@ class FileStore:
         """
         with self._lock:
             for path in sorted(glob.glob(f"{glob.escape(self._filename)}.*.rows")):
-                if path not in self._seen:
+                name = path.removeprefix(f"{self._filename}.")
+                if path not in self._seen and _ROW_FILE.fullmatch(name):
                     self._add_file(path)
                     self._seen.add(path)
 

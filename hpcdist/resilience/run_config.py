@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.checkpoint import durable
+from hpcdist.checkpoint.read import read_text
 from hpcdist.cluster.environment import (
     HPCDIST_VARIABLES,
     job_end,
@@ -25,6 +26,8 @@ from hpcdist.runtime.world import World
 _DEFAULTS = {"debug": "nothing", "log": "text", "trace": "some"}
 #: Hosts that the line at the start names.
 _N_NAMED = 8
+#: Longest config.json that is read.
+_MAX_BYTES = 16 << 20
 
 
 def settings_of(world: World, environ: Mapping[str, str], program_end: float | None) -> dict[str, tuple[str, str]]:
@@ -149,7 +152,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def _is_ours(path: Path) -> bool:
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_text(path, _MAX_BYTES))
     except FileNotFoundError:
         return True
     except (OSError, ValueError, RecursionError):

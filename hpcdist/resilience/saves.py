@@ -145,10 +145,11 @@ class AttemptSaves:
         Raises:
             DesyncError: if ranks differ; on all ranks.
         """
-        if self._is_saved(step) or self._save_fn is not None:
+        if self._save_fn is not None:
             return False
+        options = {"blocking": False, "check_interval": False, "if_changed": self._is_saved(step), **kwargs}
         try:
-            self._manager.save(step, *args, **{"blocking": False, "check_interval": False, **kwargs})
+            self._manager.save(step, *args, **options)
         except CheckpointError as error:
             logger.warning("the last save failed: %s", error)
             return False
@@ -173,6 +174,8 @@ class AttemptSaves:
             DesyncError: if ranks differ; on all ranks.
         """
         if self._is_saved(step):
+            if is_last and self._save_fn is None:  # what is between two steps may have changed, as in a validation
+                self._manager.save(step, if_changed=True, check_interval=False)
             return
         started = self._clock()
         is_first = not self._has_saved

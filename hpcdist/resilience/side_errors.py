@@ -9,9 +9,11 @@ from pathlib import Path
 
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
+from hpcdist.checkpoint.read import read_text
 from hpcdist.errors import log
 
 _FOLDER = "errors"
+_MAX_BYTES = 1 << 20
 
 
 class SideErrors:
@@ -65,7 +67,7 @@ class SideErrors:
 
 def _content_of(path: Path) -> dict[str, object]:
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
+        content = json.loads(read_text(path, _MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -79,7 +79,7 @@ class ExitHooks:
         self._is_beside_training = is_beside_training
         self._on_done: Callable[[], None] | None = None
         self._on_failure: list[Callable[[], None]] = []
-        self._main_frame = _outermost_frame()
+        self._main_frame: FrameType | None = _outermost_frame()
         self._pid = os.getpid()
         self._previous_hook = sys.excepthook
         self._exit: _RecordedExit | None = None
@@ -171,6 +171,13 @@ class ExitHooks:
         self._abort(f"uncaught exception in thread {name}", report, _code_of(args.exc_value))
 
     def _leave(self) -> None:
+        """Wait for all ranks to leave, and let go of the program's globals: their files are closed by Python then."""
+        try:
+            self._wait_for_all()
+        finally:
+            self._main_frame = None
+
+    def _wait_for_all(self) -> None:
         """Wait for all ranks to leave; a rank that leaves by a failing exit waits briefly, then ends the others."""
         code = self._leaving_code()
         if self._is_forked:  # Python's exit would go on to finalize MPI, which the parent still uses
@@ -250,7 +257,9 @@ class ExitHooks:
         """Return the exit code of this process as far as it is known; 1 for a SystemExit that sys.exit did not make."""
         if self._exit:
             return self._exit.status
-        return ExitCode.UNCAUGHT if _was_unwound(self._main_frame) else ExitCode.DONE
+        if self._main_frame is not None and _was_unwound(self._main_frame):
+            return ExitCode.UNCAUGHT
+        return ExitCode.DONE
 
     def _log_beside(self, what: str, report: list[str]) -> None:
         """Log an error of a rank beside the training, which goes on."""

@@ -532,9 +532,10 @@ class CSVLogger(Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
         """Append a line; where the file may be another one, or columns come, write it whole and at once."""
-        new_columns = sorted(name for name in logs if name not in self._columns)
+        fields = {_field_of(name): _field_of(value) for name, value in logs.items()}
+        new_columns = sorted(name for name in fields if name not in self._columns)
         self._columns += new_columns
-        self._rows.append({"epoch": str(epoch), **{name: _field_of(value) for name, value in logs.items()}})
+        self._rows.append({"epoch": str(epoch), **fields})
         if not self.model.strategy.is_chief or not self._retries.is_due:
             self._is_written = False
             return
@@ -583,11 +584,14 @@ class CSVLogger(Callback):
 
 def _field_of(value: Any) -> str:
     """Return a value of the logs as the text of a field."""
+    if value is None:
+        return ""
     is_list = isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "ndim", 1) > 0
     if is_list:
         items = ", ".join(str(item) for item in value)
-        return f'"[{items}]"'
-    return "" if value is None else str(value)
+        value = f'"[{items}]"'
+    text = str(value).replace("\r", "\\r")  # csv writes it as it is, and reads it as the end of a line
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _parse_table(table: str, separator: str) -> tuple[list[str], list[dict[str, str]]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
+from hpcdist.checkpoint.read import read_text
 from hpcdist.checkpoint.store import Store
 from hpcdist.errors import CheckpointDamaged, CheckpointError, ExitCode
 from hpcdist.ps.serve import StopSignals
@@ -27,6 +28,8 @@ from hpcdist.training.loop import evaluation
 from hpcdist.training.model import Model
 
 logger = logging.getLogger("hpcdist")
+
+_MAX_DECISION_BYTES = 1 << 20
 
 
 class SidecarEvaluator:
@@ -181,8 +184,8 @@ class SidecarEvaluator:
     def _is_finished(self) -> bool:
         for folder in (self._folder, self._folder.parent):
             try:
-                decision = json.loads((folder / "decision.json").read_text())
-            except (OSError, ValueError):  # not there, or being replaced
+                decision = json.loads(read_text(folder / "decision.json", _MAX_DECISION_BYTES))
+            except (OSError, ValueError, RecursionError):  # not there, or being replaced
                 continue
             return isinstance(decision, dict) and decision.get("decision") == "finished"
         return False

@@ -355,3 +355,18 @@ def test_the_reason_is_printed_beside_torch_distributed(start, tmp_path, n_ranks
         outcome.output
     )
     assert outcome.output.count("Traceback") == n_tracebacks
+
+
+OPEN_FILE = """
+import sys
+import hpcdist
+hpcdist.MultiWorkerMirroredStrategy()
+out = open(sys.argv[1] + "-open", "w")
+out.write("all of it")
+"""
+
+
+def test_a_file_that_the_program_leaves_open_is_written(start, tmp_path):
+    """Python closes what a program's globals hold, as long as nobody else holds these."""
+    assert start(2, "-c", OPEN_FILE, tmp_path / "left").wait(40).code == 0
+    assert [path.read_text() for path in tmp_path.glob("left-*")] == ["all of it"]

@@ -73,6 +73,18 @@ def exit_code_of(folder, options):
     return 0
 
 
+def test_a_fit_that_is_stopped_again_and_again_in_its_validation_ends(shared_path, monkeypatch):
+    """Its step is saved already; each attempt gets a batch further, which must be saved too."""
+    options = {"validation_data": DATA}
+    unbroken = fit(shared_path / "unbroken", options)
+    for _ in range(30):
+        with monkeypatch.context() as patch:
+            stop_at_poll(patch, 2)
+            if exit_code_of(shared_path / "run", options) == 0:
+                break
+    assert fit(shared_path / "run", options) == unbroken
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -162,6 +162,13 @@ def test_rows_and_caches_remove_what_their_killed_writers_left(tmp_path):
     assert [temporary.file_of(name) for name in hidden(tmp_path)] == ["other.0123.rows"]
 
 
+def test_a_cache_does_not_read_one_whose_name_begins_like_its_own(tmp_path):
+    other = Dataset.from_tensor_slices([1000.0, 1001.0]).cache(str(tmp_path / "train.aug"))
+    assert [float(row) for row in other] == [1000.0, 1001.0]
+    mine = Dataset.from_tensor_slices([0.0, 1.0]).cache(str(tmp_path / "train"))
+    assert [float(row) for row in mine] == [0.0, 1.0]
+
+
 def test_no_name_is_made_of_a_process_id():
     """Process ids repeat in containers and on other hosts. In /proc they name what they should."""
     found = []

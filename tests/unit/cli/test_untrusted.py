@@ -71,6 +71,26 @@ def test_nothing_that_is_printed_steers_the_terminal(hostile_run, hpcdist, argum
     assert STEERING.findall(out + error) == []
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["a pipe", "/dev/zero"])
+@pytest.mark.parametrize("name", ["decision.json", "metrics.jsonl", "logs/rank-00000.log", "errors/evaluator-0.json"])
+def test_what_is_no_file_is_not_waited_for(hostile_run, hpcdist, name, make):
+    (hostile_run / name).unlink()
+    make(hostile_run / name)
+    for arguments in (("status", hostile_run), ("logs", hostile_run), ("report", hostile_run)):
+        code, _, error = hpcdist(*arguments)
+        assert code in (0, 74), error
+
+
+def test_deep_lines_and_odd_jobs_are_no_traceback(hostile_run, hpcdist):
+    (hostile_run / "logs" / "rank-00000.log").write_text('{"a":' * 200_000 + "\n")
+    assert hpcdist("logs", hostile_run)[0] == 0
+    for job in ("a\x00b", "a\ud800b"):
+        ledger = Ledger(Store(hostile_run / "checkpoints"))
+        ledger.begin(Launch(job, ("n1",), None, False))
+        assert hpcdist("status", hostile_run)[0] == 0
+
+
 def test_what_people_write_is_printed_as_it_is():
     for text in ("plain", "Grüße, 世界", "two\nlines\tand a tab", "emoji 🙂"):
         assert printable(text) == text

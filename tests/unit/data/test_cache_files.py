@@ -236,7 +236,7 @@ def test_a_file_that_is_gone_ends_the_pass_with_advice(tmp_path, calls):
     read(arrays().map(square).cache(tmp_path / "c"))
     (path,) = files_of(tmp_path)
     for copy in range(20):  # more than stay open
-        shutil.copy(path, tmp_path / f"c.z{copy}.rows")
+        shutil.copy(path, tmp_path / f"c.{copy:016x}.rows")
     dataset = arrays().map(square).cache(tmp_path / "c")
     for one in files_of(tmp_path):
         one.unlink()

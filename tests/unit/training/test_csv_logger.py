@@ -29,6 +29,8 @@ VALUES = (
     'a "quoted" text',
     "two\nlines",
     "a\r\nb",
+    "a\rb",
+    "\udc80",
     " spaces ",
     "'",
     "Grüße; \t|",
