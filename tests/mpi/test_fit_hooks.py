@@ -1,6 +1,7 @@
 """Stopped at any moment, a fit calls each hook as often, and in the same order, as an unbroken one."""
 
 import functools
+import gc
 
 import numpy as np
 import pytest
@@ -10,12 +11,25 @@ import hpcdist
 from hpcdist.callbacks import BackupAndRestore, Callback
 from hpcdist.resilience.agreement import Agreement
 from hpcdist.resilience.preemption import PreemptionCheckpointHandler
+from hpcdist.runtime.process import make_world
 from hpcdist.training import backup
 
 pytestmark = [pytest.mark.mpi, pytest.mark.core]
 HOOKS = [name for name in vars(Callback) if name.startswith("on_") and "predict" not in name]
 ROWS = np.random.default_rng(5).normal(size=(12, 3)).astype(np.float32)
 DATA = (ROWS, ROWS[:, :1])
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """Let no handler of a fit act on requests in later tests, nor keep its strategy alive."""
+    yield
+    requester = make_world().step_flags.requester
+    if requester is not None:
+        requester.close()
+    backup._ended.clear()
+    backup._used.clear()
+    gc.collect()
 
 
 class Recorder(Callback):
