@@ -14,24 +14,24 @@ from hpcdist import estimator
 from hpcdist.errors import DataError, UsageError
 from hpcdist.estimator import Estimator, LinearRegressor, RunConfig, numeric_column
 from hpcdist.resilience.manager import CheckpointManager
-from hpcdist.runtime.process import make_world
+from hpcdist.resilience.preemption import PreemptionCheckpointHandler
 from hpcdist.training import backup
 
 pytestmark = pytest.mark.mpi
 
 
-def close_handler():
-    """Let the handler that is left act on nothing; nobody holds it when this returns."""
-    requester = make_world().step_flags.requester
-    if requester is not None:
-        requester.close()
+def close_handlers():
+    """Let the handlers that are left, also those of worlds with parameter servers, act on nothing."""
+    for kept in gc.get_objects():
+        if type(kept) is PreemptionCheckpointHandler:
+            kept.close()
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     """Let no handler of a test act on requests in later ones, nor keep its strategy alive."""
     yield
-    close_handler()
+    close_handlers()
     backup._ended.clear()
     gc.collect()
 
