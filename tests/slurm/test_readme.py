@@ -31,7 +31,7 @@ def test_the_first_screen(slurm, root, tmp_path):
     finally:
         slurm.client("scancel", "--name=runs-train")
     log = next(tmp_path.glob("runs-train-*.log")).read_text()
-    for fact in ("saved in runs/train", "to be requeued", "resuming at step", "epoch 40/40"):
+    for fact in ("runs/train/checkpoints", "to be requeued", "resuming at step", "epoch 40/40"):
         assert fact in log, log
     status = slurm.client("bash", "-c", f"cd {tmp_path} && hpcdist status runs/train", environ=environ)
     assert "finished: the program has finished" in status
