@@ -198,7 +198,7 @@ class RunAttempt:
         for file in self._manager.checkpoint.files():
             if file.path not in self._file_errors:
                 self._file_errors[file.path] = SideErrors(self.folder, file.path.stem)
-            self._file_errors[file.path].update(file.failure, file.n_failures)
+            self._file_errors[file.path].update(file.retries)
 
     def _any(self, is_true: bool) -> bool:
         """Return whether something holds on any rank. Collective: chief and workers."""

@@ -56,8 +56,8 @@ class MetricsFile:
     Attributes:
         path: see above.
 
-        failure: the last error; None if records get into the file. Where they do not, they are kept in memory, and
-            tried again after longer and longer pauses: training and its checkpoints go on.
+        retries: what could not be written, and when it is tried again. Meanwhile records are kept in memory, and
+            training and its checkpoints go on.
 
     Raises:
         CheckpointError: from `flush` alone, if the file cannot be written; on the chief.
@@ -86,7 +86,7 @@ class MetricsFile:
         self._step_in_file = -1
         self._is_cut = self._is_earlier_run_kept = False
         self._is_durable = True
-        self._retries = Retries(f"metrics: writing records to {self.path}")
+        self.retries = Retries(f"metrics: writing records to {self.path}")
         self._unanswered: Future[Any] | None = None
         if self._is_writer:  # for records that hooks of the program write, which run before this one
             atexit.register(_flush_if_alive, weakref.ref(self))
@@ -114,7 +114,7 @@ class MetricsFile:
                 self._queue.append((step, line))
                 if len(self._queue) > MAX_WAITING:
                     self._drop_oldest()
-                if self._retries.is_due:
+                if self.retries.is_due:
                     self._start_to_append()
         self._n_records, self._last_step = self._n_records + 1, step
 
@@ -132,16 +132,6 @@ class MetricsFile:
             self._will_append = True
             self._appending = self._thread.submit(functools.partial(self._try, self._append_queued))
 
-    @property
-    def failure(self) -> str | None:
-        """The last error; None if records get into the file."""
-        return self._retries.failure
-
-    @property
-    def n_failures(self) -> int:
-        """Failures in a row."""
-        return self._retries.n_failures
-
     def flush(self) -> None:
         """Wait until the records so far are in the file. Not collective, and free on other ranks than the chief.
 
@@ -150,13 +140,14 @@ class MetricsFile:
         """
         if self._is_writer:
             self._require(self._wait_for(self._append_queued))
+            self.retries.succeeded()
 
     def is_written(self, for_s: float) -> bool:
         """Wait up to `for_s` seconds; return whether all records so far are in the file, as on ranks that do not write.
 
         Raises nothing. While writing fails, nothing waits for it: it counts as written.
         """
-        if self._retries.failure is not None:
+        if self.retries.failure is not None:
             return True
         with self._lock:
             appending = self._appending
@@ -197,7 +188,7 @@ class MetricsFile:
         if called.done():
             return called.result()
         self._unanswered = called
-        self._retries.failed(f"no answer for {limit_s:g} s")
+        self.retries.failed(f"no answer for {limit_s:g} s")
         return None
 
     def _try(self, act: Callable[[], _Result]) -> _Result | None:
@@ -205,9 +196,9 @@ class MetricsFile:
         try:
             result = act()
         except OSError as error:
-            self._retries.failed(error)
+            self.retries.failed(error)
             return None
-        self._retries.succeeded()
+        self.retries.succeeded()
         return result
 
     def _wait_for(self, act: Callable[[], _Result]) -> "Future[_Result]":

@@ -11,6 +11,7 @@ from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.checkpoint.read import read_text
 from hpcdist.errors import log
+from hpcdist.retries import Retries
 
 _FOLDER = "errors"
 _MAX_BYTES = 1 << 20
@@ -28,12 +29,12 @@ class SideErrors:
         self._path = run_folder.absolute() / _FOLDER / f"{name}.json"
         self._is_recorded: bool | None = None  # unknown: an earlier attempt may have recorded one
 
-    def update(self, error: str | None, n_failures: int) -> None:
-        """Record an error or, without one, that an earlier one is over."""
-        if error is None:
+    def update(self, retries: Retries) -> None:
+        """Record the last error or, without one, that an earlier one is over."""
+        if retries.failure is None:
             self.record_recovery()
         else:
-            self.record(error, n_failures)
+            self.record(retries.failure, retries.n_failures)
 
     def record(self, error: str, n_failures: int) -> None:
         """Record an error. Where that cannot be written, the log has to do.

@@ -171,7 +171,7 @@ class ExitHooks:
         self._abort(f"uncaught exception in thread {name}", report, _code_of(args.exc_value))
 
     def _leave(self) -> None:
-        """Wait for all ranks to leave, and let go of the program's globals: their files are closed by Python then."""
+        """Wait for all ranks to leave, then release the program's globals, so that Python closes their files."""
         try:
             self._wait_for_all()
         finally:

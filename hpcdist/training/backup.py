@@ -15,6 +15,7 @@ from hpcdist.resilience.manager import CheckpointManager
 from hpcdist.resilience.preemption import PreemptionCheckpointHandler
 from hpcdist.resilience.schedule import SaveSchedule
 from hpcdist.resilience.side_errors import SideErrors
+from hpcdist.retries import Retries
 from hpcdist.runtime.process import call_when_done
 from hpcdist.strategy.base import Strategy
 from hpcdist.training.callbacks import Callback
@@ -63,7 +64,7 @@ class BackupAndRestore(Callback):
         self._deletes = delete_checkpoint
         self._manager: CheckpointManager | None = None
         self._handler: PreemptionCheckpointHandler | None = None
-        self._errors: list[tuple[Any, SideErrors]] = []
+        self._errors: list[tuple[Retries, SideErrors]] = []
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: what it saves is the others'."""
@@ -93,8 +94,10 @@ class BackupAndRestore(Callback):
         schedule = self._schedule or SaveSchedule(every_steps=every_steps)
         self._handler = PreemptionCheckpointHandler(None, self._manager, schedule=schedule)
         if self.model.strategy.is_chief:
-            watched = [callback for callback in callbacks if hasattr(callback, "failure")]
-            self._errors = [(callback, SideErrors(self._folder, type(callback).__name__)) for callback in watched]
+            for callback in callbacks:
+                retries = getattr(callback, "retries", None)
+                if isinstance(retries, Retries):
+                    self._errors.append((retries, SideErrors(self._folder, type(callback).__name__)))
         if self._handler.restored_path is not None and self.model.strategy.is_chief:
             log(f"fit: resuming at step {self._handler.step} from {self._handler.restored_path}")
         with contextlib.ExitStack() as stack:
@@ -121,8 +124,8 @@ class BackupAndRestore(Callback):
 
     def after_epoch(self) -> None:
         """Save after an epoch, and record what callbacks could not write. Collective: chief and workers."""
-        for callback, errors in self._errors:
-            errors.update(callback.failure, callback.n_failures)
+        for retries, errors in self._errors:
+            errors.update(retries)
         if self._save_freq == "epoch" and self._schedule is None:
             assert self._manager is not None, "in the block"
             assert self._handler is not None, "in the block"

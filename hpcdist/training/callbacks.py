@@ -479,6 +479,9 @@ class CSVLogger(Callback):
     Where the file cannot be written, that is logged and tried again with a later epoch, and training goes on. A file
     that is no such table is moved to NAME.bad.
 
+    Attributes:
+        retries: what could not be written, and when it is tried again.
+
     Raises:
         UsageError: for another separator.
 
@@ -497,7 +500,7 @@ class CSVLogger(Callback):
         self._columns = ["epoch"]
         self._rows: list[dict[str, str]] = []
         self._is_written = False
-        self._retries = Retries(f"CSVLogger: writing {self._path}")
+        self.retries = Retries(f"CSVLogger: writing {self._path}")
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Read the lines that stay."""
@@ -536,7 +539,7 @@ class CSVLogger(Callback):
         new_columns = sorted(name for name in fields if name not in self._columns)
         self._columns += new_columns
         self._rows.append({"epoch": str(epoch), **fields})
-        if not self.model.strategy.is_chief or not self._retries.is_due:
+        if not self.model.strategy.is_chief or not self.retries.is_due:
             self._is_written = False
             return
         try:
@@ -547,28 +550,18 @@ class CSVLogger(Callback):
                 durable.replace_text(Disk(), self._path, self._text_of(self._rows, has_header=True))
         except OSError as error:
             self._is_written = False
-            self._retries.failed(error)
+            self.retries.failed(error)
         else:
             self._is_written = True
-            self._retries.succeeded()
+            self.retries.succeeded()
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Write what could not be written before, a last time."""
-        if self.failure is not None:
+        if self.retries.failure is not None:
             with contextlib.suppress(OSError):  # it was logged before
                 durable.make_folders(Disk(), self._path.parent)
                 durable.replace_text(Disk(), self._path, self._text_of(self._rows, has_header=True))
-                self._retries.succeeded()
-
-    @property
-    def failure(self) -> str | None:
-        """The last error, if lines could not be written; otherwise None."""
-        return self._retries.failure
-
-    @property
-    def n_failures(self) -> int:
-        """Failures in a row."""
-        return self._retries.n_failures
+                self.retries.succeeded()
 
     def _text_of(self, rows: Sequence[dict[str, str]], has_header: bool = False) -> str:
         """Return rows as lines of the file."""

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 from hpcdist.errors import ConfigurationError
 from hpcdist.retries import Retries
 
-#: Events are written when so many wait, and the oldest are dropped when so many cannot be written.
-_N_WRITTEN, _N_KEPT = 100, 100_000
+#: Number of waiting events at which they are written.
+_N_WRITTEN = 100
+#: Most events that are kept while they cannot be written: the oldest are dropped.
+_N_KEPT = 100_000
 
 
 class Scalar(NamedTuple):
@@ -82,19 +84,16 @@ class EventWriter:
     Args:
         folder: where the event files are; made at the first number.
         purge_step: events of this step and later ones that are there are hidden from readers.
-
-    Attributes:
-        retries: what has failed, and when it is tried again.
+        retries: what could not be written, and when it is tried again. Writers may share it.
 
     Raises:
         ImportError: without the package tensorboard.
     """
 
-    def __init__(self, folder: Path, purge_step: int) -> None:
+    def __init__(self, folder: Path, purge_step: int, retries: Retries) -> None:
         import tensorboard  # noqa: F401  whether it is there
 
-        self.retries = Retries(f"TensorBoard: writing events to {folder}")
-        self._events = _Events(folder, purge_step, self.retries)
+        self._events = _Events(folder, purge_step, retries)
         weakref.finalize(self, self._events.close)
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
@@ -168,19 +167,20 @@ class _Events:
         self._abandon()
 
 
-def open_writer(folder: Path, step: int, is_needed: bool = True) -> EventWriter | None:
+def open_writer(folder: Path, step: int, is_needed: bool = True, retries: Retries | None = None) -> EventWriter | None:
     """Return a writer of events in a folder, from a step on.
 
     Args:
         folder: where.
         step: events of this step and later ones that are there are hidden from readers.
         is_needed: whether a missing package is an error; else None is returned.
+        retries: see `EventWriter`. Default: one of its own.
 
     Raises:
         ConfigurationError: if there is no such package.
     """
     try:
-        return EventWriter(folder, step)
+        return EventWriter(folder, step, retries or Retries(f"TensorBoard: writing events in {folder}"))
     except ImportError as error:
         if not is_needed:
             return None

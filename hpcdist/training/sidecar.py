@@ -147,11 +147,11 @@ class SidecarEvaluator:
             if not is_beside:
                 raise
             self._retries.failed(f"{type(error).__name__}: {error}")
-            self._errors.record(str(self._retries.failure), self._retries.n_failures)
+            self._errors.update(self._retries)
             return False
         self._seen.add((newest[0].name, newest[1]))
         self._retries.succeeded()
-        self._errors.record_recovery()
+        self._errors.update(self._retries)
         return True
 
     def _read_earlier(self) -> None:

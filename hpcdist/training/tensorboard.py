@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.errors import UsageError
+from hpcdist.retries import Retries
 from hpcdist.training.callbacks import Callback, Logs
 from hpcdist.training.event_file import EventWriter, open_writer
 
@@ -18,6 +19,9 @@ class TensorBoard(Callback):
     Args:
         log_dir: the folder. Paths of other ranks do not count.
         update_freq: "epoch"; or "batch", or a number of steps, after which values are written too.
+
+    Attributes:
+        retries: what could not be written, and when it is tried again.
 
     Raises:
         UsageError: for another update_freq.
@@ -36,6 +40,7 @@ class TensorBoard(Callback):
         self._every = steps
         self._writers: dict[str, EventWriter] = {}
         self.n_steps = 0
+        self.retries = Retries(f"TensorBoard: writing events in {self._folder}")
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Begin anew."""
@@ -80,18 +85,7 @@ class TensorBoard(Callback):
     def _writer(self, kind: str, step: int) -> EventWriter:
         """Return what writes events of a kind; those of this step and later ones that are there are purged."""
         if kind not in self._writers:
-            writer = open_writer(self._folder / kind, step)
+            writer = open_writer(self._folder / kind, step, retries=self.retries)
             assert writer is not None, "it is needed"
             self._writers[kind] = writer
         return self._writers[kind]
-
-    @property
-    def failure(self) -> str | None:
-        """The last error, of what cannot be written now; None if all is written."""
-        failures = [writer.retries.failure for writer in self._writers.values()]
-        return next((failure for failure in failures if failure is not None), None)
-
-    @property
-    def n_failures(self) -> int:
-        """Failures in a row."""
-        return max((writer.retries.n_failures for writer in self._writers.values()), default=0)

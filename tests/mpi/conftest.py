@@ -1,13 +1,17 @@
 """Fixtures of tests under mpirun, which hpcdist's own pytest plugin lets fail, and hang, on all ranks alike."""
 
+import gc
+
 import pytest
 import torch
 from made_up_hosts import group_on
 from mpi4py import MPI
 
 from hpcdist.collectives.group import group_of
+from hpcdist.resilience.preemption import PreemptionCheckpointHandler
 from hpcdist.runtime.process import make_world
 from hpcdist.strategy import multi_worker
+from hpcdist.training import backup
 
 _COMM = MPI.COMM_WORLD.Dup()
 
@@ -17,6 +21,26 @@ def comm():
     """Return all ranks, private to the tests. The process's own world is there then, whichever test comes first."""
     make_world()
     return _COMM
+
+
+@pytest.fixture
+def no_handler_left():
+    """Close the handlers that a test leaves, also those of worlds with parameter servers, and forget its fits.
+
+    A handler acts on requests in later tests, and keeps its strategy alive.
+    """
+    yield
+    close_handlers()
+    backup._ended.clear()
+    backup._used.clear()
+    gc.collect()
+
+
+def close_handlers():
+    """Close all handlers. Whoever collects garbage afterwards must not hold one: what is left then is frozen."""
+    for candidate in gc.get_objects():
+        if type(candidate) is PreemptionCheckpointHandler:
+            candidate.close()
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Estimators on real ranks: train, evaluate, predict in a folder, under each strategy, and what is refused."""
 
-import gc
 import itertools
 
 import numpy as np
@@ -14,26 +13,8 @@ from hpcdist import estimator
 from hpcdist.errors import DataError, UsageError
 from hpcdist.estimator import Estimator, LinearRegressor, RunConfig, numeric_column
 from hpcdist.resilience.manager import CheckpointManager
-from hpcdist.resilience.preemption import PreemptionCheckpointHandler
-from hpcdist.training import backup
 
-pytestmark = pytest.mark.mpi
-
-
-def close_handlers():
-    """Let the handlers that are left, also those of worlds with parameter servers, act on nothing."""
-    for kept in gc.get_objects():
-        if type(kept) is PreemptionCheckpointHandler:
-            kept.close()
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    """Let no handler of a test act on requests in later ones, nor keep its strategy alive."""
-    yield
-    close_handlers()
-    backup._ended.clear()
-    gc.collect()
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("no_handler_left")]
 
 
 def draws(n_rows=24):

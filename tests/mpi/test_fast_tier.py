@@ -170,11 +170,11 @@ def test_metrics_that_cannot_be_made_durable_end_no_copies_and_no_saves(comm, sh
         manager.wait()
         assert "continues without copies" not in caplog.text
         assert manager.save(3).endswith("step-00000003-0001.h5")
-    assert (metrics.failure is not None) == (comm.rank == 0)
+    assert (metrics.retries.failure is not None) == (comm.rank == 0)
     assert ("Input/output error" in caplog.text) == (comm.rank == 0)
     metrics.write(4, loss=0.125)
     manager.save(4)
-    assert metrics.failure is None
+    assert metrics.retries.failure is None
 
 
 @pytest.mark.parametrize("content", [b"x/../.. y", b"ab\xffcd", b""], ids=["a path", "no text", "empty"])

@@ -1,7 +1,6 @@
 """Stopped at any moment, a fit calls each hook as often, and in the same order, as an unbroken one."""
 
 import functools
-import gc
 
 import numpy as np
 import pytest
@@ -11,30 +10,12 @@ import hpcdist
 from hpcdist.callbacks import BackupAndRestore, Callback
 from hpcdist.resilience.agreement import Agreement
 from hpcdist.resilience.preemption import PreemptionCheckpointHandler
-from hpcdist.runtime.process import make_world
 from hpcdist.training import backup
 
-pytestmark = [pytest.mark.mpi, pytest.mark.core]
+pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.usefixtures("no_handler_left")]
 HOOKS = [name for name in vars(Callback) if name.startswith("on_") and "predict" not in name]
 ROWS = np.random.default_rng(5).normal(size=(12, 3)).astype(np.float32)
 DATA = (ROWS, ROWS[:, :1])
-
-
-def close_handler():
-    """Let the handler that is left act on nothing; nobody holds it when this returns."""
-    requester = make_world().step_flags.requester
-    if requester is not None:
-        requester.close()
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    """Let no handler of a fit act on requests in later tests, nor keep its strategy alive."""
-    yield
-    close_handler()
-    backup._ended.clear()
-    backup._used.clear()
-    gc.collect()
 
 
 class Recorder(Callback):
@@ -52,7 +33,7 @@ class Recorder(Callback):
 
 
 def stop_at_poll(monkeypatch, number):
-    """Let all ranks stop at a handler's so many-th look between batches."""
+    """Let all ranks stop when a handler polls between batches for the given time."""
     n_polls = 0
     poll = PreemptionCheckpointHandler.poll_between_batches
 

@@ -1,6 +1,5 @@
 """Paths are those of the moment at which they are given, and a folder is the same one by all its names."""
 
-import gc
 import os
 from pathlib import Path
 
@@ -12,27 +11,8 @@ import torch
 import hpcdist
 from hpcdist.callbacks import BackupAndRestore, CSVLogger, ModelCheckpoint, TensorBoard
 from hpcdist.errors import UsageError
-from hpcdist.runtime.process import make_world
-from hpcdist.training import backup
 
-pytestmark = [pytest.mark.mpi, pytest.mark.core]
-
-
-def close_handler():
-    """Let the handler that is left act on nothing; nobody holds it when this returns."""
-    requester = make_world().step_flags.requester
-    if requester is not None:
-        requester.close()
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    """Let no handler of a fit act on requests in later tests, nor keep its strategy alive."""
-    yield
-    close_handler()
-    backup._ended.clear()
-    backup._used.clear()
-    gc.collect()
+pytestmark = [pytest.mark.mpi, pytest.mark.core, pytest.mark.usefixtures("no_handler_left")]
 
 
 @pytest.fixture

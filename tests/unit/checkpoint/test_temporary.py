@@ -91,6 +91,12 @@ def test_a_file_that_is_whole_and_has_no_name_yet_is_its_writers(tmp_path):
     assert (tmp_path / "best.h5").read_text() == "whole"
 
 
+def make_old(path):
+    """Let a file look as if nobody had written to it for more than an hour."""
+    long_ago = time.time() - temporary.ABANDONED_AFTER_S - 60
+    os.utime(path, (long_ago, long_ago))
+
+
 def of_another_host(folder, file_name):
     path = folder / f".{file_name}.tmp-12345678-0123456789abcdef"
     path.write_bytes(b"half")
@@ -101,8 +107,7 @@ def test_a_writer_of_another_host_is_dead_after_an_hour_without_a_change(tmp_pat
     path = of_another_host(tmp_path, "best.h5")
     durable.replace_text(Disk(), tmp_path / "best.h5", "text")
     assert path.exists()
-    long_ago = time.time() - temporary.ABANDONED_AFTER_S - 60
-    os.utime(path, (long_ago, long_ago))
+    make_old(path)
     durable.replace_text(Disk(), tmp_path / "best.h5", "text")
     assert not path.exists()
 
@@ -121,8 +126,7 @@ def test_without_locks_the_age_decides(tmp_path, monkeypatch, code):
     path.write_bytes(b"half")
     durable.replace_text(Disk(), tmp_path / "best.h5", "text")
     assert path.exists()
-    long_ago = time.time() - temporary.ABANDONED_AFTER_S - 60
-    os.utime(path, (long_ago, long_ago))
+    make_old(path)
     durable.replace_text(Disk(), tmp_path / "best.h5", "text")
     assert not path.exists()
 

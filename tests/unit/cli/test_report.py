@@ -117,6 +117,23 @@ def test_the_page_tells_the_run(run_dir, hpcdist):
     assert not re.search(r"https?://(?!www\.w3\.org|purl\.org|creativecommons\.org|matplotlib\.org)", text)
 
 
+@pytest.mark.parametrize(
+    ("is_over", "text"),
+    [
+        (False, "evaluator-0 has failed 3 times in a row: a full disk"),
+        (True, "evaluator-0 works again, after 3 failures"),
+    ],
+)
+def test_errors_beside_training_are_on_the_page_and_in_status(run_dir, hpcdist, is_over, text):
+    (run_dir / "errors").mkdir()
+    error = {"error": "a full disk", "n_failures": 3, "time_s": 1.0, "is_over": is_over}
+    (run_dir / "errors" / "evaluator-0.json").write_text(json.dumps(error))
+    assert hpcdist("report", run_dir)[0] == 0
+    page = Page((run_dir / "report" / "report.html").read_text())
+    assert text in " ".join(" ".join(page.texts).split())
+    assert f"beside it   {text}" in hpcdist("status", run_dir)[1]
+
+
 def test_pictures_are_beside_it(run_dir, hpcdist, tmp_path):
     hpcdist("report", run_dir, "--out", tmp_path / "out")
     names = sorted(path.name for path in (tmp_path / "out").iterdir())

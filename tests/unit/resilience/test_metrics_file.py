@@ -296,7 +296,7 @@ def test_records_that_cannot_be_written_are_kept_and_tried_again_with_growing_pa
     now_s = [0.0]
     disk = FullForRecords()
     file = QueuedFile(path, OneRank(), disk=disk)
-    file._retries = Retries("metrics", lambda: now_s[0])
+    file.retries = Retries("metrics", lambda: now_s[0])
     tries = []
     append = QueuedFile._append
     monkeypatch.setattr(QueuedFile, "_append", lambda *args: tries.append(now_s[0]) or append(*args))
@@ -304,7 +304,7 @@ def test_records_that_cannot_be_written_are_kept_and_tried_again_with_growing_pa
         file.write(step)
         wait_for_thread(file)
         now_s[0] += 1.0
-    assert file.failure == "metrics: No space left on device"
+    assert file.retries.failure == "metrics: No space left on device"
     assert len(tries) < 12
     pauses = [later - earlier for earlier, later in itertools.pairwise(tries)]
     assert pauses == sorted(pauses)
@@ -314,7 +314,7 @@ def test_records_that_cannot_be_written_are_kept_and_tried_again_with_growing_pa
     file.write(201)
     file.flush()
     assert [record["step"] for record in records(path)] == [*range(1, 202)]
-    assert file.failure is None or file._retries.is_due
+    assert file.retries.failure is None
 
 
 def test_a_restore_drops_records_that_could_not_be_written(path):
@@ -447,7 +447,7 @@ def test_a_file_server_that_hangs_stops_no_training(path, monkeypatch):
     for _ in range(100):  # saves, of which the first waits
         file.make_durable()
     assert time.monotonic() - started < 10
-    assert file.failure.endswith("metrics.jsonl: no answer for 0.2 s")
+    assert file.retries.failure.endswith("metrics.jsonl: no answer for 0.2 s")
     disk.answers.set()
     while file._queue and time.monotonic() - started < 30:
         time.sleep(0.01)
@@ -582,7 +582,7 @@ def test_what_a_failed_sync_may_have_lost_is_never_durable(path):
     inode = path.stat().st_ino
     disk.is_lost = True
     file.make_durable()
-    assert file.failure.endswith("metrics.jsonl: Input/output error")
+    assert file.retries.failure.endswith("metrics.jsonl: Input/output error")
     disk.is_lost = False  # a sync of this file would succeed, without the pages that were dropped
     file.write(2)
     file.make_durable()
@@ -608,10 +608,10 @@ def test_a_checkpoint_is_written_though_its_records_are_not_in_the_file(path):
     with pytest.raises(CheckpointError, match="No space left"):
         file.flush()
     file.make_durable()
-    assert file.failure is not None
+    assert file.retries.failure is not None
     disk.is_full = False
     file.make_durable()
-    assert file.failure is None
+    assert file.retries.failure is None
     assert records(path) == [{"step": 1}]
 
 
@@ -647,7 +647,7 @@ def test_damaged_lines_stay_where_they_are_until_they_are_elsewhere(path):
     whole = path.read_bytes()
     file = MetricsFile(path, OneRank(), disk=NoRoomAside())
     file.claim()
-    assert "quota exceeded" in file.failure
+    assert "quota exceeded" in file.retries.failure
     assert path.read_bytes() == whole
 
 
