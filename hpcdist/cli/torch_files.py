@@ -98,7 +98,7 @@ def _read_tensors(source: Path, key: str | None) -> dict[str, torch.Tensor]:
     if nbytes > _MOST_TIMES_LARGER * source.stat().st_size:
         raise UsageError(
             f"hpcdist ckpt import: expected tensors of about the size of {source}, got {nbytes} bytes in "
-            f"{source.stat().st_size}, as many entries share one memory; save a copy of each."
+            f"{source.stat().st_size}, as entries are expanded or share one memory; save a copy of each."
         )
     if len({str(name) for name in found}) < len(found):
         raise UsageError(
@@ -131,15 +131,12 @@ def _members_of(source: Path) -> list[zipfile.ZipInfo]:
 
 
 def _require_storable(name: str, tensor: torch.Tensor, source: Path) -> None:
-    """Raise UsageError for a tensor that a checkpoint cannot hold, or that is larger than its memory."""
+    """Raise UsageError for a tensor that a checkpoint cannot hold."""
     is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
     is_plain = is_plain and not (tensor.is_quantized or tensor.is_nested)
     what = f"dtype {str(tensor.dtype).removeprefix('torch.')}"
     if not is_plain:
         what = f"layout {tensor.layout} on {tensor.device.type}"
-    elif tensor.nbytes > tensor.untyped_storage().nbytes():
-        is_plain = False
-        what = f"{tensor.nbytes} bytes expanded from {tensor.untyped_storage().nbytes()}"
     if is_plain and is_storable(tensor.dtype):
         return
     raise UsageError(

@@ -26,6 +26,8 @@ with strategy.scope():
 x = np.ones((64, 4), np.float32)
 data = (x, x[:, :1])
 if strategy.cluster_resolver.task_type == "evaluator":
+    if how == "evaluator raises at once":
+        raise ValueError("on purpose")
     if how == "evaluator raises":
         checkpoint = hpcdist.Checkpoint(model=model.net, optimizer=model.optimizer, strategy=strategy)
         handler = hpcdist.PreemptionCheckpointHandler(None, checkpoint, run + "/checkpoints")
@@ -65,6 +67,7 @@ print("trained on", strategy.rank)
         ),
         ("evaluator raises", "evaluator-0", "ValueError: on purpose"),
         ("evaluator's thread raises", None, None),
+        ("evaluator raises at once", None, None),
         ("events", "TensorBoard", "/proc/events"),
         ("lines", "CSVLogger", "/proc/lines.csv"),
         ("metrics", "metrics", "/proc/"),
@@ -92,7 +95,7 @@ def test_training_goes_on(start, tmp_path, nothing_left, how, name, error):
 def test_a_preemption_after_an_evaluator_has_failed_saves_the_last_step(start, tmp_path):
     """The signal goes to all ranks; the evaluator, which is done, must not end the job before the others have saved."""
     run = tmp_path / "run"
-    job = start(2, "-c", PROGRAM.replace("epochs=3", "epochs=100_000"), run, "evaluator raises")
+    job = start(2, "-c", PROGRAM.replace("epochs=3", "epochs=100_000"), run, "evaluator raises at once")
     job.wait_for_line("training goes on without this rank")
     job.wait_until(lambda: any((run / "checkpoints").glob("step-*.h5")))
     for pid in job.ranks():

@@ -75,6 +75,18 @@ def test_a_wait_for_what_never_comes_ends(comm, store):
     assert 0.2 < time.monotonic() - started < 20
 
 
+def test_an_answer_that_comes_too_late_is_not_the_next_one(comm, store):
+    held = store.underlying_store.underlying_store if comm.rank else None
+    while isinstance(held, dist.PrefixStore):
+        held = held.underlying_store
+    if comm.rank > 0:
+        with pytest.raises(dist.DistStoreError, match="within 0.05 s"):
+            held._ask_holder("wait", (["nothing"], 0.2), 0.05)
+        time.sleep(0.4)  # until rank 0 has answered that
+        held.set(f"number {comm.rank}", "7")
+        assert held.get(f"number {comm.rank}") == b"7"
+
+
 def test_a_store_begins_empty_whenever_a_group_is_made_again(comm):
     for _ in range(3):
         dist.init_process_group("hpcdist", init_method="hpcdist://")
