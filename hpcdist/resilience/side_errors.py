@@ -21,7 +21,7 @@ class SideErrors:
     """Records the last error of one thing beside training.
 
     Args:
-        run_folder: the run folder, which exists; otherwise nothing is recorded.
+        run_folder: the run folder. It is made if an evaluator fails before the chief has made it.
         name: name of the thing, such as "evaluator-0".
     """
 
@@ -55,8 +55,6 @@ class SideErrors:
 
     def _write(self, error: str, n_failures: int, is_over: bool) -> None:
         try:
-            if not self._path.parents[1].is_dir():
-                return
             earlier = _content_of(self._path) if is_over else {}
             content = {"error": error, "n_failures": n_failures, "time_s": time.time(), **earlier, "is_over": is_over}
             durable.make_folders(Disk(), self._path.parent)
