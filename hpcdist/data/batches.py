@@ -28,12 +28,20 @@ class StreamPosition:
 
 @dataclass(frozen=True)
 class Cursor:
-    """A position in training: samples yielded so far, where the pass began, and for streams the same in epochs."""
+    """A position in training: samples yielded so far, where the pass began, and for streams the same in epochs.
+
+    Attributes:
+        position, pass_start, stream, pass_epoch: see above.
+        n_batches: of the pass so far.
+        part_rows: rows of each local part of the batch before this position, as planned.
+    """
 
     position: int = 0
     pass_start: int = 0
     stream: StreamPosition = field(default_factory=StreamPosition)
     pass_epoch: int = 0
+    n_batches: int = field(default=0, compare=False)
+    part_rows: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,15 @@ class Division:
             return [(0, n_rows)] * len(self.replicas)
         return [ceiling_bounds(n_rows, self.n_replicas, replica) for replica in self.replicas]
 
+    def rows_of_parts(self, n_rows: int) -> tuple[int, ...]:
+        """Return the rows of each local part in a batch of `n_rows`."""
+        return tuple(stop - start for start, stop in self.bounds(n_rows))
+
+    def is_everywhere(self, n_rows: int) -> bool:
+        """Return whether every replica of the job has rows in a batch of `n_rows`."""
+        start, stop = ceiling_bounds(n_rows, self.n_replicas, self.n_replicas - 1)
+        return self.is_whole or stop > start
+
 
 @dataclass(frozen=True)
 class DividedBatches:
@@ -77,8 +94,9 @@ class DividedBatches:
         order, end = self.order, cursor.pass_start + self.order.n_samples
         while (batch := order.next_batch(cursor.position, end)) is not None:
             start, stop = batch
-            cursor = replace(cursor, position=stop)
             bounds = self.division.bounds(stop - start)
+            part_rows = self.division.rows_of_parts(stop - start)
+            cursor = replace(cursor, position=stop, n_batches=cursor.n_batches + 1, part_rows=part_rows)
             yield PlannedBatch(cursor, [order.rows(start + low, start + high) for low, high in bounds])
 
 
@@ -204,6 +222,7 @@ class ShardedBatches:
             DataError: when the cursor is inside a batch, as after a change of the batch size.
         """
         run_rows, position = self.order.run_rows, cursor.position
+        n_batches = cursor.n_batches
         is_endless = math.isinf(run_rows)
         while position < cursor.pass_start + self.order.n_samples:
             run = 0 if is_endless else int(position // run_rows)
@@ -212,8 +231,11 @@ class ShardedBatches:
             if not self._has_batch(0) or (is_endless and not self._has_batch(number)):
                 return
             while self._has_batch(number):
-                after = replace(cursor, position=run_start + self._samples_before(number + 1))
-                yield PlannedBatch(after, [self._rows(replica, run, number) for replica in self.replicas])
+                rows = [self._rows(replica, run, number) for replica in self.replicas]
+                position = run_start + self._samples_before(number + 1)
+                n_batches += 1
+                after = replace(cursor, position=position, n_batches=n_batches, part_rows=tuple(map(len, rows)))
+                yield PlannedBatch(after, rows)
                 number += 1
             position = int(run_start + run_rows)
 
@@ -292,5 +314,5 @@ def after_batches(order: SampleOrder, cursor: Cursor, n_batches: int) -> Cursor:
         batch = order.next_batch(cursor.position, end)
         if batch is None:
             break
-        cursor = replace(cursor, position=batch[1])
+        cursor = replace(cursor, position=batch[1], n_batches=cursor.n_batches + 1)
     return cursor

@@ -6,7 +6,7 @@ import math
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,9 +29,11 @@ from hpcdist.data.iterator import Delivery, DistributedIterator, stages
 from hpcdist.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 from hpcdist.data.prefetch import Items, on_device
 from hpcdist.data.rows import spec_of
-from hpcdist.errors import DataError
+from hpcdist.errors import DataError, agreed
 from hpcdist.nest import Nest
 from hpcdist.plan.sample_order import UNKNOWN, SampleOrder
+from hpcdist.runtime.loop_state import Part
+from hpcdist.runtime.step_flags import StepFlags
 from hpcdist.runtime.time_spent import time_spent
 
 logger = logging.getLogger("hpcdist")
@@ -95,6 +97,10 @@ def _in_parts(order: SampleOrder, n_replicas: int) -> SampleOrder:
 class DistributedInput(ABC):
     """Passes over input of this rank's replicas: what both distributed datasets share.
 
+    Every `iter()` begins a pass. One of which nothing was used, such as a peek at the first batch, consumes nothing: the
+    next one begins where it began. In a program that trains by backwards, what is used is what a step was made of;
+    elsewhere it is what was drawn.
+
     Args:
         n_local: replicas of this rank.
         delivery: what the strategy connects.
@@ -109,34 +115,125 @@ class DistributedInput(ABC):
 
     def __init__(self, n_local: int, delivery: Delivery, options: InputOptions | None) -> None:
         delivery.check(n_local)
-        self._delivery, self.options = delivery, options or InputOptions()
-        self._is_resumed = False
+        self._delivery = delivery
+        self.options = options or InputOptions()
+        self._flags = StepFlags() if delivery.flags is None else delivery.flags
+        self._source = self._flags.loop.add_source()
         self._n_begun = 0
+        self._is_loaded = False
+        self._pass: _Pass | None = None
+        self._settled: _Settled | None = None
 
     def __iter__(self) -> DistributedIterator:
         """Return an iterator over this rank's parts of one pass: the source's nests, (rows, ...) arrays.
 
         The cursor is that of the newest iterator in use: an older one raises DataError from then on.
-        """
-        return DistributedIterator(self._pass(), lambda: self.element_spec)
 
-    def _pass(self) -> Generator[Any, None, None]:
-        poll = self._delivery.poll or (lambda: None)
-        poll()
-        self._n_begun = number = self._n_begun + 1
-        with contextlib.ExitStack() as stack:
-            readers = [stack.enter_context(contextlib.closing(reader)) for reader in self._begin_pass()]
-            while (parts := self._timed_parts(readers)) is not None:
-                yield self._delivery.element_of(parts)
-                if number != self._n_begun:
-                    raise DataError(
-                        "next: expected one iterator at a time over a distributed dataset, whose cursor is saved, got "
-                        "this one after a newer one was begun, or a cursor was loaded; end this one first, or "
-                        "distribute the dataset again."
-                    )
-                poll()
-        self._end_pass()
-        self.drop_batch()
+        Raises:
+            DataError: at its first element, on all ranks, if a pass was left in its middle in a program that saves.
+        """
+        return DistributedIterator(self._elements(), lambda: self.element_spec)
+
+    def take(self, count: int) -> "FirstBatches":
+        """Return what iterates over the first `count` batches of the next pass, and then ends the pass.
+
+        A restart in its middle yields the rest of them, which a count in the program, as by `itertools.islice` or
+        `break`, could not know.
+
+        Args:
+            count: batches, at least 1.
+
+        Raises:
+            DataError: for a count below 1.
+        """
+        if count < 1:
+            raise DataError(f"take: expected a count of at least 1 batch, got {count}; correct it.")
+        return FirstBatches(self, count)
+
+    def _elements(self, limit: float = math.inf) -> Generator[Any, None, None]:
+        """Yield the elements of a pass, which ends after `limit` batches at the latest."""
+        self._poll()
+        self._settle()
+        self._n_begun += 1
+        number = self._n_begun
+        self._begin_or_resume()
+        self._source.begin_pass()
+        try:
+            with contextlib.ExitStack() as stack:
+                readers = [stack.enter_context(contextlib.closing(reader)) for reader in self._readers()]
+                while self._n_in_pass < limit and (nests := self._timed_parts(readers)) is not None:
+                    yield self._delivery.element_of(self._hand_out(), nests)
+                    self._require_newest(number)
+                    self._poll()
+                    self._settle()
+            self._finish_pass()
+        finally:
+            if number == self._n_begun:
+                self._source.end_pass()
+
+    def _require_newest(self, number: int) -> None:
+        if number != self._n_begun:
+            raise DataError(
+                "next: expected one iterator at a time over a distributed dataset, whose cursor is saved, got "
+                "this one after a newer one was begun, or a cursor was loaded; end this one first, or "
+                "distribute the dataset again."
+            )
+
+    def _poll(self) -> None:
+        self._flags.poll_at_draw(self._source, torch.is_grad_enabled())
+
+    def _begin_or_resume(self) -> None:
+        """Move to the start of the next pass; to that of the last one again, if nothing of it was used."""
+        last_pass, self._pass = self._pass, None
+        if last_pass is not None and not self._is_used(last_pass):
+            self._restore(last_pass.start)
+        elif not self._is_loaded:
+            if last_pass is not None:
+                self._require_end(last_pass)
+            self._begin_pass()
+        self._is_loaded = False
+        self._pass = _Pass(self._position(), self._source.n_handed_out, self._source.n_complete)
+        if not self._source.is_trained:
+            self._source.drop_open()  # as of a validation with gradients: no step was made of them
+
+    def _is_used(self, last_pass: "_Pass") -> bool:
+        """Return whether something of a pass that was left was used."""
+        if self._flags.loop.is_training and not self._source.is_trusted:
+            return self._source.n_complete > last_pass.n_complete
+        return self._source.n_handed_out > last_pass.n_handed_out
+
+    def _require_end(self, last_pass: "_Pass") -> None:
+        """Raise DataError on all ranks if a restart could not know where the program leaves its passes."""
+        is_trained = self._source.n_complete > last_pass.n_complete
+        is_saving = self._flags.requester is not None and not self._source.is_trusted
+        if is_trained and is_saving and not self._is_at_end:
+            n_batches = self._n_in_pass
+            raise agreed(
+                DataError(
+                    f"iter: expected the last pass to end by itself, got it left after {n_batches} batches, which a "
+                    f"restart in its middle would count anew; iterate over batches.take({n_batches}), which ends it."
+                )
+            )
+
+    def _hand_out(self) -> Part:
+        """Return the part of the batch that was drawn last, and record it."""
+        part = self._part(torch.is_grad_enabled())
+        self._flags.loop.hand_out(part)
+        return part
+
+    def _settle(self) -> None:
+        """Remember the position if all that was handed out is complete: what is drawn next may never be used."""
+        if self._source.is_settled:
+            self._settled = _Settled(self._source.n_handed_out, self._position())
+
+    def _saved_position(self) -> Any:
+        """Return the position after what was used last."""
+        source = self._source
+        is_open = self._flags.loop.is_training and bool(source.open_parts)
+        is_by_training = (source.is_trained or is_open) and not source.is_trusted
+        if not is_by_training or source.is_settled or self._settled is None:
+            return self._position()
+        return source.position if source.n_complete > self._settled.n_handed_out else self._settled.position
 
     def _timed_parts(self, readers: list[Items]) -> list[Nest] | None:
         with time_spent.timed("input", "next batch"):
@@ -144,19 +241,62 @@ class DistributedInput(ABC):
         time_spent.rows += self._rows_of_last()
         return parts
 
-    def drop_batch(self) -> None:
-        """Let nobody wait for a step that is made of the last batch. Not collective."""
+    def _finish_pass(self) -> None:
+        """Move the cursor to the start of the next pass."""
+        self._end_pass()
+        self._pass = None
+        self._settle()
+        self._flags.loop.forget_last_used(self._source)
         if self._delivery.on_batch is not None:
             self._delivery.on_batch(None)
 
+    def drop_batch(self) -> None:
+        """Let nobody wait for a step that is made of the last batch. Not collective."""
+        self._source.drop_open()
+        self._flags.loop.forget_last_used(self._source)
+        if self._delivery.on_batch is not None:
+            self._delivery.on_batch(None)
+
+    def trust_draws(self) -> None:
+        """Take every draw as one between two iterations, of who uses all that it draws and restores its own position.
+
+        Not collective, but the same on all ranks.
+        """
+        self._source.trust()
+
     def leave_pass(self) -> None:
         """Let the next iterator begin a pass, also where it would go on in the one whose cursor was loaded."""
-        self._is_resumed = False
+        self._is_loaded = False
 
     def _resume(self) -> None:
         """Let the next iterator continue at the cursor that was loaded; one that is in use raises from now on."""
-        self._is_resumed = True
+        self._is_loaded = True
+        self._pass = None
         self._n_begun += 1
+        self._source.forget()
+        self._settle()
+
+    @property
+    @abstractmethod
+    def _n_in_pass(self) -> int:
+        """Batches of this pass so far."""
+
+    @property
+    @abstractmethod
+    def _is_at_end(self) -> bool:
+        """Whether it is known that the pass has no more batches."""
+
+    @abstractmethod
+    def _position(self) -> Any:
+        """Return the position after the last batch, or at the start of a pass."""
+
+    @abstractmethod
+    def _restore(self, position: Any) -> None:
+        """Read from a position on."""
+
+    @abstractmethod
+    def _part(self, is_for_training: bool) -> Part:
+        """Return the part of the batch that was drawn last."""
 
     @property
     @abstractmethod
@@ -164,8 +304,12 @@ class DistributedInput(ABC):
         """The nest of a part with a TensorSpec for every array. Cost: a row is read."""
 
     @abstractmethod
-    def _begin_pass(self) -> list[Items]:
-        """Move the cursor to the start of the next pass unless it was loaded, and return readers from there."""
+    def _begin_pass(self) -> None:
+        """Move the cursor to the start of the next pass."""
+
+    @abstractmethod
+    def _readers(self) -> list[Items]:
+        """Return readers from the cursor on."""
 
     @abstractmethod
     def _next_parts(self, readers: list[Items]) -> list[Nest] | None:
@@ -199,6 +343,41 @@ class DistributedInput(ABC):
         if not self.options.experimental_fetch_to_device:
             return dataset
         return dataset.prefetch(max(dataset.prefetch_batches, self.options.experimental_per_replica_buffer_size))
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A pass that was begun: where, and how many parts were handed out and trained on before."""
+
+    start: Any
+    n_handed_out: int
+    n_complete: int
+
+
+@dataclass(frozen=True)
+class _Settled:
+    """A position at which all that was handed out was complete."""
+
+    n_handed_out: int
+    position: Any
+
+
+class FirstBatches:
+    """The first batches of every pass of a distributed dataset; see `DistributedInput.take`.
+
+    Args:
+        batches: the distributed dataset.
+        count: batches of a pass.
+    """
+
+    def __init__(self, batches: DistributedInput, count: int) -> None:
+        self._batches = batches
+        self._count = count
+
+    def __iter__(self) -> DistributedIterator:
+        """Return an iterator over the first batches of the next pass, or over what is left of them after a restart."""
+        batches = self._batches
+        return DistributedIterator(batches._elements(self._count), lambda: batches.element_spec)
 
 
 class DistributedDataset(DistributedInput):
@@ -246,7 +425,9 @@ class DistributedDataset(DistributedInput):
             dataset = replace(dataset, order=_in_parts(dataset.order, n_replicas))
         self.dataset = self._prefetched(dataset)
         self._replicas, self._n_replicas = replicas, n_replicas
-        self._cursor, self.global_rows = Cursor(), 0
+        self._cursor = Cursor()
+        self._n_left_epochs = 0
+        self.global_rows = 0
 
     @property
     def position(self) -> int:
@@ -255,11 +436,29 @@ class DistributedDataset(DistributedInput):
 
     @property
     def epoch(self) -> int:
-        """The epoch in progress; between passes, the next one. An epoch ends when its iterator ends."""
+        """The epoch in progress; between passes, the next one.
+
+        An epoch ends when its iterator ends. Passes that were left before their end are not counted.
+        """
+        return self._order_epoch() - self._n_left_epochs
+
+    def _order_epoch(self) -> int:
+        """Return the number of the epoch in the order of rows, which passes that were left have, too."""
         if self.dataset.is_stream:
             return self._cursor.stream.epoch
         position, start = self._cursor.position, self._cursor.pass_start
         return self.dataset.order.epoch_of(position if position == start else position - 1)
+
+    def __len__(self) -> int:
+        """Return how many batches a pass has.
+
+        Raises:
+            TypeError: when it has no end, or only drawing tells.
+        """
+        return len(self.dataset)
+
+    def __bool__(self) -> bool:
+        return True
 
     @property
     def element_spec(self) -> Nest:
@@ -270,12 +469,55 @@ class DistributedDataset(DistributedInput):
         is_fixed = order.drop_remainder and not rest
         return spec_of(self.dataset.part_without_rows(), n_rows if is_fixed else None)
 
-    def _begin_pass(self) -> list[Items]:
-        if not self._is_resumed:
-            self._cursor = next_pass(self.dataset.order, self._cursor)
-        self._is_resumed = False
+    def _begin_pass(self) -> None:
+        is_whole = self._is_at_end or self._cursor.position == self._cursor.pass_start
+        epoch = self._order_epoch()
+        self._cursor = next_pass(self.dataset.order, self._cursor)
+        if not is_whole:
+            self._n_left_epochs += self._order_epoch() - epoch
+
+    def _readers(self) -> list[Items]:
         plan = _plan_of(self.dataset, self._replicas, self._n_replicas)
         return [stages(self.dataset, plan, self._cursor, self._device())]
+
+    @property
+    def _n_in_pass(self) -> int:
+        return self._cursor.n_batches
+
+    @property
+    def _is_at_end(self) -> bool:
+        order, cursor = self.dataset.order, self._cursor
+        if self.dataset.is_stream:
+            return False
+        return order.next_batch(cursor.position, cursor.pass_start + order.n_samples) is None
+
+    def _position(self) -> "_DatasetPosition":
+        return _DatasetPosition(self._cursor, self._n_left_epochs)
+
+    def _restore(self, position: "_DatasetPosition") -> None:
+        self._cursor = position.cursor
+        self._n_left_epochs = position.n_left_epochs
+
+    def _part(self, is_for_training: bool) -> Part:
+        policy = self.dataset.policy
+        rows = self._cursor.part_rows
+        total_rows = self.global_rows
+        is_everywhere = False
+        if policy is AutoShardPolicy.OFF:
+            total_rows = self.global_rows * self._n_replicas
+            is_everywhere = True
+        elif policy not in _SHARDS_KEYS:
+            is_everywhere = Division(self._replicas, self._n_replicas).is_everywhere(self.global_rows)
+        return Part(
+            source=self._source,
+            number=self._source.n_handed_out + 1,
+            rows=rows,
+            total_rows=total_rows,
+            is_everywhere=is_everywhere,
+            key=hash((self._source.number, self._cursor.pass_start, self._cursor.pass_epoch, self._cursor.position)),
+            position=self._position(),
+            is_for_training=is_for_training,
+        )
 
     def _next_parts(self, readers: list[Items]) -> list[Nest] | None:
         cursor, parts = next(readers[0], (self._cursor, None))
@@ -293,11 +535,19 @@ class DistributedDataset(DistributedInput):
         self._cursor = end_of_pass(self.dataset.order, self._cursor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cursor: position, start of the pass, rows and seed; position in a stream. Equal on all ranks."""
-        cursor, order = self._cursor, self.dataset.order
+        """Return the cursor after the batch that was used last. Equal on all ranks.
+
+        It holds position, start of the pass, batches of it, epochs that were left, rows and seed; of a stream its
+        position.
+        """
+        saved_position: _DatasetPosition = self._saved_position()
+        cursor = saved_position.cursor
+        order = self.dataset.order
         state: dict[str, Any] = {
             "position": cursor.position,
             "pass_start": cursor.pass_start,
+            "n_batches": cursor.n_batches,
+            "left_epochs": saved_position.n_left_epochs,
             "n_rows": order.n_rows,
             "seed": order.seed,
             "batch": self._batch_rows,
@@ -343,8 +593,19 @@ class DistributedDataset(DistributedInput):
                 self._batch_rows,
             )
         *stream, pass_epoch = state.get("stream") or (0, 0, 0, 0)
-        self._cursor = Cursor(state["position"], state["pass_start"], StreamPosition(*stream), pass_epoch)
+        self._cursor = Cursor(
+            state["position"], state["pass_start"], StreamPosition(*stream), pass_epoch, state["n_batches"]
+        )
+        self._n_left_epochs = state["left_epochs"]
         self._resume()
+
+
+@dataclass(frozen=True)
+class _DatasetPosition:
+    """Where a distributed dataset is: its cursor, and epochs of the order that no finished pass has covered."""
+
+    cursor: Cursor
+    n_left_epochs: int
 
 
 def contexts_of(
@@ -412,7 +673,9 @@ class DistributedFromFunction(DistributedInput):
         super().__init__(len(replicas), delivery or Delivery(), options)
         self.datasets = [self._prefetched(dataset) for dataset in datasets]
         self._n_local, self._n_replicas, self._first = len(replicas), n_replicas, replicas.start
-        self._n_passes = self._n_steps = 0
+        self._n_passes = 0
+        self._n_steps = 0
+        self._part_rows: tuple[int, ...] = ()
         self.ends_with_first = all(dataset.order.drop_remainder for dataset in datasets)
         self.set_seed(secrets.randbits(62))
 
@@ -432,12 +695,39 @@ class DistributedFromFunction(DistributedInput):
         """The nest of a part with a TensorSpec for every array. Cost: a row is read."""
         return self.datasets[0].element_spec
 
-    def _begin_pass(self) -> list[Items]:
-        if self._n_steps and not self._is_resumed:
+    def _begin_pass(self) -> None:
+        if self._n_steps:
             self._end_pass()
-        self._is_resumed = False
+
+    def _readers(self) -> list[Items]:
         n_used = self._n_steps * (self._n_local // len(self.datasets))
         return [self._reader(dataset, n_used) for dataset in self.datasets]
+
+    @property
+    def _n_in_pass(self) -> int:
+        return self._n_steps
+
+    @property
+    def _is_at_end(self) -> bool:
+        return False
+
+    def _position(self) -> tuple[int, int]:
+        return self._n_passes, self._n_steps
+
+    def _restore(self, position: tuple[int, int]) -> None:
+        self._n_passes, self._n_steps = position
+
+    def _part(self, is_for_training: bool) -> Part:
+        return Part(
+            source=self._source,
+            number=self._source.n_handed_out + 1,
+            rows=self._part_rows,
+            total_rows=None,
+            is_everywhere=False,
+            key=hash((self._source.number, self._n_passes, self._n_steps)),
+            position=self._position(),
+            is_for_training=is_for_training,
+        )
 
     def _reader(self, dataset: Dataset, n_used: int) -> Items:
         """Return a reader of a dataset from batch `n_used` of this pass on; each pass has epochs of its own.
@@ -460,6 +750,7 @@ class DistributedFromFunction(DistributedInput):
         if is_out:
             return None
         self._n_steps += 1
+        self._part_rows = tuple(0 if batch is None else batch[0].part_rows[0] for batch in batches)
         return [self._empty_part(one) if batch is None else batch[1][0] for one, batch in enumerate(batches)]
 
     def _empty_part(self, number: int) -> Nest:
@@ -472,9 +763,10 @@ class DistributedFromFunction(DistributedInput):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor: passes, steps of this one, the number of replicas and the seed. Equal on all ranks."""
+        n_passes, n_steps = self._saved_position()
         return {
-            "passes": self._n_passes,
-            "steps": self._n_steps,
+            "passes": n_passes,
+            "steps": n_steps,
             "n_replicas": self._n_replicas,
             "seed": self._seed,
         }

@@ -10,7 +10,7 @@ together; `distributed.py` takes batches out of them, records the cursor and yie
 import itertools
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -19,12 +19,14 @@ import torch
 
 from hpcdist.data.batches import Cursor, DividedBatches, Division, Plan
 from hpcdist.data.prefetch import Items, moved_ahead, read_ahead
-from hpcdist.data.rows import Function, apply, apply_to_part, n_rows_of, no_rows, stack, zeros_like
+from hpcdist.data.rows import Function, apply, apply_to_part, no_rows, stack, zeros_like
 from hpcdist.data.sources import RowSource, mapped
 from hpcdist.data.streams import Stream, StreamReader
 from hpcdist.errors import DataError
 from hpcdist.nest import Nest
 from hpcdist.plan.sample_order import SampleOrder
+from hpcdist.runtime.loop_state import Part
+from hpcdist.runtime.step_flags import StepFlags
 
 _NOTHING = object()
 _rows_of_batch = attrgetter("rows")
@@ -126,6 +128,7 @@ def _read_stream(pipeline: Pipeline, stream: Stream, division: Division, cursor:
                 return
             after, rows = batch
             parts = [_part_of(pipeline, rows, low, high) for low, high in division.bounds(len(rows))]
+            after = replace(after, part_rows=division.rows_of_parts(len(rows)))
         yield after, parts
 
 
@@ -142,10 +145,11 @@ class Delivery:
     """What a strategy connects to the batches of a distributed dataset.
 
     Attributes:
-        poll: called whenever a batch is asked for, before anything is read for it: every earlier batch has
-            been used then, and the cursor counts exactly those.
-        on_batch: called with the number of rows of each local part of a batch that is yielded, and with None at the
-            end of a pass.
+        flags: of the world; its requester looks for requests when a batch is asked for, before anything is read. None:
+            there is nobody to ask.
+        on_batch: called with the rows of each local part of a batch that is yielded; with None once no step is
+            expected to be made of the last batch.
+        on_part: called with each part that is handed out, and its nests, one of each local replica.
         wrap: makes the element that is yielded from the list of local parts. Default: the only part is yielded.
         device: where the strategy places inputs; None leaves them on the host.
         agree_rows: called with the rows of every global batch of a stream, and with 0 at its end, as nobody can know
@@ -154,8 +158,9 @@ class Delivery:
             whether it ends. Collective; None for one rank.
     """
 
-    poll: Callable[[], None] | None = None
+    flags: StepFlags | None = None
     on_batch: Callable[[list[int] | None], None] | None = None
+    on_part: Callable[[Part, list[Nest]], None] | None = None
     wrap: Callable[[list[Nest]], Any] | None = None
     device: torch.device | None = None
     agree_rows: Callable[[int], None] | None = None
@@ -169,11 +174,13 @@ class Delivery:
                 f"that joins them."
             )
 
-    def element_of(self, parts: list[Nest]) -> Any:
-        """Return the element to yield for the local parts of a batch, and report their row counts."""
+    def element_of(self, part: Part, nests: list[Nest]) -> Any:
+        """Return the element to yield for the local parts of a batch, and report them."""
         if self.on_batch is not None:
-            self.on_batch([n_rows_of(part) for part in parts])
-        return parts[0] if self.wrap is None else self.wrap(parts)
+            self.on_batch([0] * len(nests) if part.rows is None else list(part.rows))
+        if self.on_part is not None:
+            self.on_part(part, nests)
+        return nests[0] if self.wrap is None else self.wrap(nests)
 
 
 class OptionalElement:

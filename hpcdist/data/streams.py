@@ -80,6 +80,11 @@ class Stream:
             yield _pick(buffer, raw)
 
 
+def _after(cursor: Cursor, n_rows: int, stream: StreamPosition) -> Cursor:
+    """Return the cursor after a batch of a stream."""
+    return replace(cursor, position=cursor.position + n_rows, stream=stream, n_batches=cursor.n_batches + 1)
+
+
 def _pick(buffer: list[Any], raw: Any) -> Any:
     index = int(raw.random_raw()) % len(buffer)
     buffer[index], buffer[-1] = buffer[-1], buffer[index]
@@ -104,11 +109,11 @@ class StreamReader:
             for position, row in self._rows_of_run(start):
                 batch += unstack(row) if self._stream.holds_batches else [row]
                 if len(batch) == size or self._stream.holds_batches:
-                    cursor = replace(cursor, position=cursor.position + len(batch), stream=position)
+                    cursor = _after(cursor, len(batch), position)
                     yield cursor, batch
                     batch = []
             if batch and not order.drop_remainder:
-                cursor = replace(cursor, position=cursor.position + len(batch), stream=position)
+                cursor = _after(cursor, len(batch), position)
                 yield cursor, batch
             # a run from whose start there was no batch would be as empty each time
             if math.isinf(order.inner_epochs) or cursor.stream == StreamPosition(start.epoch):

@@ -8,20 +8,20 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpcdist.errors import GradientError
+from hpcdist.errors import GradientError, agreed
 from hpcdist.gradients import torch_hooks
-from hpcdist.gradients.batch_weights import RowCounts
 from hpcdist.gradients.bucket_set import BucketSet
 from hpcdist.gradients.buffers import BufferRecord, average_buffers, gather_changed
 from hpcdist.gradients.comm_hook import GradBucket
 from hpcdist.gradients.local_rounds import LocalRounds
+from hpcdist.gradients.part_weights import Weight, weigh
 from hpcdist.gradients.record import ParameterRecord
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.replicas.local_sums import sum_rows
@@ -30,10 +30,10 @@ from hpcdist.gradients.sharded_gradient import ShardedRecord
 from hpcdist.gradients.sparse import SparseRecord, sum_sparse
 from hpcdist.runtime.step_flags import N_NUMBERS, StepFlags
 
-#: Numbers that travel with the sums, beside one for each gradient and buffer, and the step flags.
-_N_FACTS = 4
-#: Backwards are numbered modulo this, so that sums of squares over thousands of replicas are exact in float32.
-_NUMBERS = 31
+#: Numbers that must agree travel modulo these, so that sums of squares over thousands of replicas are exact in float32.
+_MODULI = (31, 29)
+#: Extra values in the last bucket, beside one for each gradient and buffer, and the step flags: see `Facts`.
+_N_FACTS = 4 + 2 * (1 + len(_MODULI))
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,64 @@ class Contribution:
         buffers: one for each, as `gather_changed` returns them.
         sparse: gradients of the sparse records.
         doubtful_rows: rows that must be as many on all replicas, as gradients are weighted wrongly otherwise.
+        refusal: why the gradients cannot be weighted; None if they can.
+        key: names the batch, if one is known.
     """
 
     buffers: list[Tensor | None]
     sparse: list[Tensor | None]
     doubtful_rows: int | None
+    refusal: GradientError | None
+    key: int | None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What all ranks learn of a backward beside its sums: sums over all replicas of numbers that each adds.
+
+    Attributes:
+        n_doubtful: replicas that may be weighted wrongly.
+        n_refused: replicas that cannot be weighted.
+        n_keyed: replicas that know which batch they have used.
+        weight: rows of all replicas.
+        numbers: of the backward, and the sum of its squares.
+        keys: of the batch, for each modulus, and the sum of their squares.
+    """
+
+    n_doubtful: float
+    n_refused: float
+    n_keyed: float
+    weight: float
+    numbers: tuple[float, float]
+    keys: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def decode(cls, values: Sequence[float]) -> "Facts":
+        """Return the facts that `encode_facts` made into numbers."""
+        n_doubtful, n_refused, n_keyed, weight, *pairs = values
+        numbers, *keys = zip(pairs[::2], pairs[1::2], strict=True)
+        return cls(n_doubtful, n_refused, n_keyed, weight, numbers, tuple(keys))
+
+    @property
+    def is_same_batch(self) -> bool:
+        """Whether all replicas that know their batch have used the same."""
+        return all(self.n_keyed * squares == total * total for total, squares in self.keys)
+
+
+def encode_facts(contribution: Contribution, weight: float, backward_number: int) -> list[float]:
+    """Return what a replica adds to the facts of a backward.
+
+    Args:
+        contribution: of the replica.
+        weight: in rows.
+        backward_number: how many backwards were summed before.
+    """
+    number = backward_number % _MODULI[0]
+    is_keyed = contribution.key is not None
+    keys = [(contribution.key or 0) % modulus for modulus in _MODULI] if is_keyed else [0] * len(_MODULI)
+    squares = [value for key in keys for value in (key, key * key)]
+    counts = [contribution.doubtful_rows is not None, contribution.refusal is not None, is_keyed]
+    return [*map(float, counts), weight, number, number * number, *squares]
 
 
 class GradientSums:
@@ -62,7 +115,7 @@ class GradientSums:
 
     Attributes:
         is_mean: see above. If it is not given, the first scaled loss that reaches a backward settles it.
-        row_counts: rows of the parts that each local replica has got, to weigh it by.
+        weights: of the last backward of each local replica.
         records, buffers, buckets: what takes part. sparse_records: of the records, those outside of the buckets.
         n_sums: sums of gradients that this rank has begun.
         is_broken: whether sums may have begun that other ranks wait for in vain.
@@ -83,7 +136,8 @@ class GradientSums:
         self.reducer = reducer
         self.n_replicas = reducer.replicas.n_replicas
         self.is_mean = is_mean
-        self.row_counts = [RowCounts() for _ in reducer.own_replicas]
+        self.weights = [Weight() for _ in reducer.own_replicas]
+        self._own_row_counts: list[int | None] = [None for _ in reducer.own_replicas]
         self.records: list[ParameterRecord] = []
         self.sparse_records: list[SparseRecord] = []
         self.buffers: list[BufferRecord] = []
@@ -159,9 +213,51 @@ class GradientSums:
         else:
             self.buckets = BucketSet(in_buckets, n_counts, self.reducer, self._comm_hook)
 
-    def weight_of(self, local_index: int) -> float:
+    def set_row_count(self, local_index: int, n_rows: int) -> None:
+        """Weigh the next backward of a local replica by a number of rows that the program gives."""
+        self._own_row_counts[local_index] = n_rows
+
+    def weight_of(self, local_index: int) -> Weight:
         """Return the weight of a local replica's gradients, in rows."""
-        return self.row_counts[local_index].weight(is_mean=bool(self.is_mean))
+        own_row_count = self._own_row_counts[local_index]
+        if own_row_count is None:
+            weight = weigh(self._step_flags.loop.candidates(), local_index)
+        else:
+            weight = Weight(float(own_row_count))
+        self.weights[local_index] = weight
+        return weight
+
+    def weight_after(self, local_index: int, first: Weight | None) -> Weight:
+        """Return the weight of a backward that has ended, and whose gradients are added to those of a first one.
+
+        Args:
+            local_index: of the replica.
+            first: weight of the first backward that was accumulated under no_sync; None without any.
+        """
+        self.weight_of(local_index)
+        if self.is_mean and first is not None:
+            self.require_fraction(local_index, first)
+        self._own_row_counts[local_index] = None
+        return self.weights[local_index]
+
+    def require_fraction(self, local_index: int, first: Weight) -> None:
+        """Refuse a backward whose part has another fraction than that of the first one that gradients are added to."""
+        weight = self.weights[local_index]
+        refusal = first.refusal or weight.refusal
+        if refusal is None and not weight.has_fraction_of(first):
+            refusal = _fraction_refusal(first, weight)
+        self.weights[local_index] = replace(weight, refusal=refusal)
+
+    def check_weight(self, local_index: int) -> None:
+        """Refuse a backward, at its end, that has reached parts of another fraction than it was weighted by."""
+        if self._own_row_counts[local_index] is not None:
+            self._own_row_counts[local_index] = None
+            return
+        weight = self.weights[local_index]
+        at_end = weigh(self._step_flags.loop.candidates(), local_index)
+        if weight.refusal is None and (at_end.refusal or not at_end.has_fraction_of(weight)):
+            refusal = at_end.refusal or _fraction_refusal(weight, at_end)
+            self.weights[local_index] = replace(weight, refusal=refusal)
 
     def require_op(self, backward: int) -> None:
         """Raise GradientError unless it is settled how the gradients of a backward combine; on this rank only.
@@ -203,18 +299,20 @@ class GradientSums:
     def contribution(self, weight: float, local_index: int) -> "Contribution":
         """Return what a local replica, whose turn it is, adds that is in no bucket."""
         buffers = gather_changed(self.buffers, self.changed_buffers(weight))
-        doubtful_rows = self.row_counts[local_index].doubtful_rows
+        used = self.weights[local_index]
+        doubtful_rows = used.doubtful_rows if self.is_mean else None
         if doubtful_rows is None and self.is_mean and self.has_crossed:
             doubtful_rows = int(weight)
-        return Contribution(buffers, [record.contribution for record in self.sparse_records], doubtful_rows)
+        sparse = [record.contribution for record in self.sparse_records]
+        return Contribution(buffers, sparse, doubtful_rows, used.refusal if self.is_mean else None, used.key)
 
     def counts(self, contribution: "Contribution", weight: float) -> list[float]:
         """Return what is summed along: which gradients and buffers there are, weight, backward number, step flags."""
-        number, self.last_weight = self.n_sums % _NUMBERS, weight
+        self.last_weight = weight
         touched = [record.pending.is_touched for record in self.records]
         changed = [buffer is not None for buffer in contribution.buffers]
         dense = [gradient is not None and not gradient.is_sparse for gradient in contribution.sparse]
-        facts = [contribution.doubtful_rows is not None, weight, number, number * number]
+        facts = encode_facts(contribution, weight, self.n_sums)
         return [*touched, *changed, *dense, *facts, *self._step_flags.own_numbers()]
 
     def divisor_of(self, totals: list[float]) -> float | None:
@@ -223,7 +321,7 @@ class GradientSums:
         Args:
             totals: sums of `counts` over all replicas.
         """
-        total = totals[-N_NUMBERS - 3]  # before the number of the backward and its square
+        total = _facts_in(totals).weight
         return total if self.is_mean and total not in (0, 1) else None
 
     def publish(self, totals: list[float], contributions: Sequence["Contribution"]) -> None:
@@ -235,16 +333,16 @@ class GradientSums:
             totals: sums of `counts` over all replicas.
             contributions: of each local replica.
         """
-        *counted, n_doubtful, _, numbers, squares = totals[:-N_NUMBERS]
-        if self.n_replicas * squares != numbers * numbers:
-            self.is_broken = True
-            raise GradientError(
-                f"backward: expected every replica at the same backward, got number {self.n_sums} here and others "
-                f"elsewhere; let all ranks run the same steps, also those without rows."
-            )
+        counted = totals[: -N_NUMBERS - _N_FACTS]
+        facts = _facts_in(totals)
+        self._require_same_backward(facts)
         self._step_flags.record(totals[-N_NUMBERS:])
+        if facts.n_refused:
+            self.is_broken = True
+            refusals = [contribution.refusal for contribution in contributions if contribution.refusal is not None]
+            raise agreed(refusals[0] if refusals else _refusal_elsewhere())
         try:
-            if n_doubtful:
+            if facts.n_doubtful:
                 self._require_equal_rows([own.doubtful_rows or 0 for own in contributions])
         finally:
             self.has_crossed = False
@@ -260,6 +358,25 @@ class GradientSums:
         if self._after_average is not None:
             self._after_average()
         self.n_entered_before = self.reducer.group.journal.n_entered
+
+    def _require_same_backward(self, facts: Facts) -> None:
+        """Raise GradientError on all ranks unless all replicas are at the same backward, of the same batch."""
+        numbers, squares = facts.numbers
+        if self.n_replicas * squares != numbers * numbers:
+            self.is_broken = True
+            raise GradientError(
+                f"backward: expected every replica at the same backward, got number {self.n_sums} here and others "
+                f"elsewhere; let all ranks run the same steps, also those without rows."
+            )
+        if not facts.is_same_batch:
+            self.is_broken = True
+            raise agreed(
+                GradientError(
+                    "backward: expected parts of the same global batch on all replicas, got other batches elsewhere; "
+                    "let all ranks draw the same batches: what one rank alone needs, as for a plot, it reads from the "
+                    "dataset itself, or it takes one batch and begins again."
+                )
+            )
 
     def _require_equal_rows(self, rows: list[int]) -> None:
         """Raise GradientError on all ranks unless all replicas may use parts of as many rows: all weigh the same then.
@@ -306,6 +423,26 @@ class GradientSums:
             record.drop()
 
 
+def _facts_in(totals: Sequence[float]) -> Facts:
+    """Return the facts among the sums of `GradientSums.counts` over all replicas."""
+    return Facts.decode(totals[-N_NUMBERS - _N_FACTS : -N_NUMBERS])
+
+
+def _refusal_elsewhere() -> GradientError:
+    return GradientError(
+        "backward: expected parts that can be weighted with ReduceOp.MEAN on all replicas, got some elsewhere that "
+        "cannot; look at the line of that rank."
+    )
+
+
+def _fraction_refusal(first: Weight, second: Weight) -> GradientError:
+    return GradientError(
+        f"backward: expected parts of the same fraction of their batches with ReduceOp.MEAN, got {first.rows:g} rows of "
+        f"{first.total_rows or 'an unknown number'} and {second.rows:g} of {second.total_rows or 'an unknown number'}; "
+        f"use drop_remainder=True, equal rows under no_sync, or compute_average_loss with ReduceOp.SUM."
+    )
+
+
 class BackwardSum:
     """Sums the gradients of every synchronized backward over the replicas, one of which is in this process.
 
@@ -318,7 +455,7 @@ class BackwardSum:
         self._is_syncing = True
         self._backward: int | None = None  # torch's number of the running backward
         self._has_accumulated = False
-        self._weight: float | None = None  # weight of the gradients in rows, also of those accumulated under no_sync
+        self._weight: Weight | None = None  # of the gradients, also of those accumulated under no_sync
         self._scale = self._local_weight = 1.0  # of gradients that are summed, and of others
 
     @property
@@ -394,18 +531,19 @@ class BackwardSum:
     def _weigh(self) -> None:
         """Find out how this backward's gradients are weighed, when it turns out that it accumulates some."""
         self._has_accumulated = True
-        weight = self._sums.weight_of(0)
-        if self._sums.is_local:
-            self._weight, self._local_weight = None, self._sums.local_weight(weight)
+        sums = self._sums
+        weight = sums.weight_of(0)
+        if sums.is_local:
+            self._weight = None
+            self._local_weight = sums.local_weight(weight.rows)
             return
-        if self._weight is not None and not any(record.has_local for record in self._sums.records):
-            self._weight, self._sums.has_crossed = None, False  # what was accumulated under no_sync was thrown away
-        if self._sums.is_mean and self._weight not in (None, weight):
-            raise GradientError(
-                f"backward: expected micro-batches of equal rows under no_sync with ReduceOp.MEAN, got "
-                f"{self._weight:g} and {weight:g}; use drop_remainder, or compute_average_loss with ReduceOp.SUM."
-            )
-        self._weight, self._scale = weight, self._sums.scale(weight)
+        if self._weight is not None and not any(record.has_local for record in sums.records):
+            self._weight = None
+            sums.has_crossed = False  # what was accumulated under no_sync was thrown away
+        if sums.is_mean and self._weight is not None:
+            sums.require_fraction(0, self._weight)
+        self._weight = sums.weights[0]
+        self._scale = sums.scale(weight.rows)
 
     @torch.no_grad()
     def _end(self) -> None:
@@ -415,6 +553,7 @@ class BackwardSum:
                 record.unstash()
         else:
             try:
+                self._sums.check_weight(0)
                 self._sums.require_op(self._backward or 0)
                 if self._is_summing:
                     self._sum()
@@ -422,11 +561,15 @@ class BackwardSum:
                 self._drop()
                 raise
             if self._is_summing:
-                self._weight, self._scale = None, 1.0
+                self._weight = None
+                self._scale = 1.0
+            elif self._weight is not None:
+                self._weight = self._sums.weights[0]
         self._backward, self._has_accumulated = None, False
 
     def _sum(self) -> None:
-        sums, weight = self._sums, 1.0 if self._weight is None else self._weight
+        sums = self._sums
+        weight = 1.0 if self._weight is None else self._weight.rows
         for record in sums.records:
             if not record.pending.is_touched:
                 record.stand_in(self._scale)
@@ -444,7 +587,8 @@ class BackwardSum:
     def _drop(self) -> None:
         self._sums.drop()
         self._backward, self._has_accumulated = None, False
-        self._weight, self._scale = None, 1.0
+        self._weight = None
+        self._scale = 1.0
 
 
 def graph_refusal(record: ParameterRecord) -> GradientError:

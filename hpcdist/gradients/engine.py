@@ -130,7 +130,7 @@ class GradientEngine:
         A plan made in the middle of a step would find replicas that have begun it and others that have not.
         """
         try:
-            with torch_hooks.on_built(self._see, self._see_parameter, self._optimizers.add):
+            with torch_hooks.on_built(self._see, self._see_parameter, self._see_optimizer):
                 yield
         finally:  # plan again if a parameter has become trainable since the plan was made
             if any(p.requires_grad and p not in self._trained for p in self.modules.parameters()):
@@ -151,6 +151,10 @@ class GradientEngine:
         if not self.scheduler.is_running:
             self.modules.add_parameter(parameter)
             self._plan_at_next_forward()
+
+    def _see_optimizer(self, optimizer: Optimizer) -> None:
+        self._optimizers.add(optimizer)
+        self._world.step_flags.loop.expect_training()
 
     @property
     def has_plan(self) -> bool:
@@ -573,7 +577,7 @@ class GradientEngine:
         if any(parameter in self._trained for parameter in parameters):
             self.generators.advance()
             self._world.step = self.generators.step
-            self._world.step_flags.count_step()
+            self._world.step_flags.count_step(optimizer)
             if is_local and self.sums.rounds is not None and self.sums.rounds.count_step():
                 self.average_round()
         if self.scheduler.replica is not None and self._is_ours(optimizer, parameters):

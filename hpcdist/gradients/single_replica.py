@@ -38,7 +38,7 @@ class SingleReplicaSteps:
     def _after_step(self, optimizer: Optimizer) -> None:
         if optimizer in self._optimizers or self._steps_ours(optimizer):
             self.generators.advance()
-            single_rank_flags.count_step()
+            single_rank_flags.count_step(optimizer)
 
     def _steps_ours(self, optimizer: Optimizer) -> bool:
         own = self.modules.parameters()

@@ -6,6 +6,7 @@ it weakly, so that a strategy whose models are gone is freed.
 
 import itertools
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch.amp import GradScaler
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as module_hooks
 from torch.optim.optimizer import (
     Optimizer,
@@ -151,7 +153,8 @@ class _Watcher:
     def remove(self) -> None:
         """Stop watching; with the last watcher, calls are torch's own again."""
         _watchers.pop(self._number, None)
-        if not _watchers and nn.Module.__call__ is _watched_call:
+        _outer_watchers.pop(self._number, None)
+        if not (_watchers or _outer_watchers) and nn.Module.__call__ is _watched_call:
             nn.Module.__call__ = _module_call  # type: ignore[method-assign]
 
 
@@ -176,9 +179,106 @@ def _show_call(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if _show is not None and not torch.compiler.is_exporting():
+    if torch.compiler.is_exporting():
+        return _module_call(module, *args, **kwargs)
+    if _watchers and _show is not None:
         _show(module, args)
-    return _module_call(module, *args, **kwargs)
+    if not _outer_watchers or torch.compiler.is_compiling() or _outer_call.is_running:
+        return _module_call(module, *args, **kwargs)
+    return _call_shown(module, args, kwargs)
+
+
+class _OuterCall(threading.local):
+    """Whether this thread is in the call of a module, so that calls inside it are not shown."""
+
+    is_running = False
+
+
+class OuterWatcher(Protocol):
+    """Sees the outermost calls of modules: not those that a module makes of its children."""
+
+    def before_call(self, module: nn.Module, inputs: Any) -> Any:
+        """Return what `after_call` is to be given. `inputs`: the positional arguments and those by name."""
+
+    def after_call(self, module: nn.Module, before: Any, output: Any) -> None:
+        """See what the module has returned. `before`: what `before_call` has returned."""
+
+
+_outer_call = _OuterCall()
+#: Who sees the outermost calls, by number.
+_outer_watchers: "dict[int, weakref.ref[OuterWatcher]]" = {}
+
+
+def around_outer_calls(watcher: OuterWatcher) -> Handle:
+    """Show the outermost calls of modules to a watcher, which is held weakly. Calls inside torch.compile are not seen.
+
+    Cost: about 0.2 us for the call of each module inside.
+    """
+    number = next(_watcher_numbers)
+    _outer_watchers[number] = weakref.ref(watcher)
+    nn.Module.__call__ = _watched_call  # type: ignore[method-assign]
+    return _Watcher(number)
+
+
+def _call_shown(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    watchers = [watcher for watcher in (reference() for reference in _outer_watchers.values()) if watcher is not None]
+    inner_module = getattr(module, "_orig_mod", module)
+    seen_before = [(watcher, watcher.before_call(inner_module, (args, kwargs))) for watcher in watchers]
+    _outer_call.is_running = True
+    try:
+        output = _module_call(module, *args, **kwargs)
+    finally:
+        _outer_call.is_running = False
+    for watcher, before in seen_before:
+        watcher.after_call(inner_module, before, output)
+    return output
+
+
+#: Who sees backwards begin and end, by number: two methods, held weakly.
+_backward_watchers: dict[int, tuple[Callable[[], None], Callable[[], None]]] = {}
+_run_backward = torch.autograd.backward
+
+
+def around_any_backward(begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Call two methods before and after each `backward` in the thread that calls it; not for torch.autograd.grad.
+
+    They are held weakly. torch has no hook for that: the function that all `backward` go through is wrapped.
+    """
+    _backward_watchers[next(_watcher_numbers)] = (_weakly(begin), _weakly(end))
+    torch.autograd.backward = _watched_backward
+
+
+def _watched_backward(*args: Any, **kwargs: Any) -> None:
+    for begin, _ in list(_backward_watchers.values()):
+        begin()
+    try:
+        _run_backward(*args, **kwargs)
+    finally:
+        for _, end in list(_backward_watchers.values()):
+            end()
+
+
+def call_at_gradient_of(tensor: Tensor, call: Callable[[], None]) -> None:
+    """Call when a backward reaches a tensor. The tensor holds what is called."""
+    tensor.register_hook(unserializable_hook(lambda gradient: call()))  # type: ignore[no-untyped-call]
+
+
+class StorageName:
+    """Names the memory of a tensor, and of all views of it, until it is freed: no other memory gets its number."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._reference = StorageWeakRef(tensor.untyped_storage())
+        self.number: int = self._reference.cdata
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether no tensor has this memory any more."""
+        return bool(self._reference.expired())
+
+
+def storage_number(tensor: Tensor) -> int:
+    """Return the number of a tensor's memory, as `StorageName` has it."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def before_accumulation(parameter: Tensor, see: Callable[[Tensor], None]) -> None:

@@ -85,6 +85,10 @@ class Checkpoint:
         worlds = [item.world for item in self._objects.values() if isinstance(getattr(item, "world", None), World)]
         return worlds[0] if worlds else make_world()
 
+    def optimizers(self) -> list[Any]:
+        """Return the optimizers among the objects."""
+        return [item for item in self._objects.values() if hasattr(item, "param_groups") and hasattr(item, "step")]
+
     def describe_sums(self) -> dict[str, Any]:
         """Return how the strategy among the objects sums gradients; empty without a strategy."""
         describes = [getattr(item, "describe_sums", None) for item in self._objects.values()]

@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 from hpcdist.cluster.environment import job_end, launcher_of, read_environment
 from hpcdist.cluster.slurm import time_left_s
 from hpcdist.diagnostics.logs import FailureLog, log_file
-from hpcdist.errors import CheckpointError, DesyncError, ExitCode, UsageError, log
+from hpcdist.errors import CheckpointError, DesyncError, ExitCode, HpcdistError, UsageError, agreed, log
+from hpcdist.gradients.loop_watch import watch_loop
 from hpcdist.resilience.agreement import Agreement
 from hpcdist.resilience.attempt import RunAttempt, RunRecord
 from hpcdist.resilience.checkpoint import Checkpoint
@@ -36,6 +37,10 @@ from hpcdist.runtime.step_flags import Request
 STOP_GRACE_S = 20.0
 #: What a launcher takes to print a line: the end of the job discards others.
 _PRINT_S = 0.5
+#: Optimizer steps after which a program that has not reached a point between two iterations is refused.
+_MAX_UNSAFE_STEPS = 20
+#: Steps that a stop request waits for such a point at least: the ranks agree on it a step later, whatever that takes.
+_MIN_STOP_STEPS = 3
 #: Longest wait for the record of a stop without a save.
 _RECORD_S = 10.0
 #: A time limit beyond this is none.
@@ -59,7 +64,7 @@ class PreemptionCheckpointHandler:
     evaluator has had one more round: an evaluator's loop polls, and needs no other end.
 
     As a context manager it saves the last steps at the end and records in `decision.json` that the job is finished.
-    Without `with`, the job is finished once all ranks have exited with code 0; its last steps are then not saved.
+    Without `with` it does so once all ranks have exited with code 0; but not what is on parameter servers.
 
     Collective: chief and workers. Creating it restores the latest checkpoint. Create it in the main thread.
 
@@ -181,6 +186,10 @@ class PreemptionCheckpointHandler:
         self._polled_at = self._clock()
         self._step_at_poll = self.step
         self._saves.begin(self.step, is_restored=self.restored_path is not None)
+        self._loop = self._world.step_flags.loop
+        self._loop.expect_steps_of(self._manager.checkpoint.optimizers())
+        watch_loop(self._world.step_flags)
+        self._stop_seen: tuple[float, int] | None = None
         self._world.step_flags.attach(self)
         call_when_done(self.record_end)
         if self.deadline is not None:
@@ -371,6 +380,9 @@ class PreemptionCheckpointHandler:
         """
         if self._can_poll:
             self._leave_after_training()
+            if self._loop.is_training and not self._loop.is_complete:  # gradients are accumulated
+                self.note_unsafe_point()
+                return
         self.poll_between_batches(*args, **kwargs)
 
     @property
@@ -381,6 +393,7 @@ class PreemptionCheckpointHandler:
         """Poll like `poll`, but do not end an evaluator, whose evaluation is not over. Datasets call it."""
         if not self._can_poll or self._world.step_flags.is_in_round:
             return
+        self._loop.note_safe_point()
         has_stepped = self._measure()
         if self._times is not None:
             self._times.arrive(self.step)
@@ -400,6 +413,36 @@ class PreemptionCheckpointHandler:
         if self._times is not None:
             self._log_pace(self._times.leave())
         self._polled_at = self._clock()
+
+    def note_unsafe_point(self) -> None:
+        """Refuse a program that never is between two iterations, and end one that must stop and cannot save.
+
+        Not collective, but for the refusal, to which all ranks come alike. Called after each step and at draws that are
+        in the middle of an iteration.
+
+        Raises:
+            UsageError: on all ranks.
+        """
+        if not self._can_poll:
+            return
+        loop = self._loop
+        is_lost = loop.n_parts == 0 or loop.n_rejected > 1
+        if loop.n_steps_since_safe_point >= _MAX_UNSAFE_STEPS and is_lost:
+            raise agreed(_unsafe_loop_error(loop.n_steps_since_safe_point, loop.n_parts > 0))
+        self._leave_if_overdue()
+
+    def _leave_if_overdue(self) -> None:
+        """Leave without a save if a stop request has waited too long for a point between two iterations."""
+        reason = self._flag.reason or ("deadline" if self._is_end_near else None)
+        if reason is None or self._is_counting_down:
+            return
+        if self._stop_seen is None:
+            self._stop_seen = self._clock(), self._loop.n_steps
+        since_s, n_steps_before = self._stop_seen
+        n_steps = self._loop.n_steps - n_steps_before
+        is_slow = 0 < n_steps < _MIN_STOP_STEPS
+        if not is_slow and self._clock() - since_s > (self._config.grace_period or STOP_GRACE_S):
+            self.leave_at_once(reason)
 
     def _log_pace(self, pace: str | None) -> None:
         """Log where the time goes, on the chief, where there is something to say."""
@@ -496,13 +539,31 @@ class PreemptionCheckpointHandler:
                 ) from None
 
     def record_end(self) -> None:
-        """Record that the program is finished; without `with` it is called once all ranks have exited with code 0.
+        """Save the last steps, and record that the program is finished.
 
-        Not collective: the chief writes.
+        Without `with` it is called once all ranks have exited with code 0. Collective: chief and workers.
         """
         if self._is_done:  # finished or stopped, and recorded
             return
+        self._is_done = True
+        if self._manager.checkpoint.is_on_servers:
+            if self.step > self._manager.saved_step:
+                self._log(
+                    f"the steps from {self._manager.saved_step} to {self.step} are on parameter servers that have left, "
+                    f"and are not saved: write `with handler:` around the loop"
+                )
+        elif not self._saves_no_more:
+            self._save_at_exit()
         self._attempt.record_end(self._manager.saved_step)
+
+    def _save_at_exit(self) -> None:
+        """Save the last steps while the program exits; an error ends the job with its code."""
+        try:
+            with self._recording_desync(), self._busy():
+                self._saves.end(self.step)
+                self._manager.wait()
+        except HpcdistError as error:
+            end_job(f"the last save failed: {error}", int(error.exit_code))
 
     def close(self) -> None:
         """Stop acting on requests, and reinstall the earlier signal handlers. Not collective."""
@@ -535,6 +596,22 @@ class PreemptionCheckpointHandler:
                 call_when_done(None)
         finally:
             self.close()
+
+
+def _unsafe_loop_error(n_steps: int, has_parts: bool) -> UsageError:
+    """Return the error of a program that cannot be saved, with the lines that cure it."""
+    cure = "call handler.poll() at the end of each iteration"
+    if has_parts:
+        return UsageError(
+            f"PreemptionCheckpointHandler: expected a point between two iterations, where it may save and stop, got "
+            f"none in {n_steps} steps of a loop that draws while gradients or batches wait for a step; draw a batch "
+            f"when the last one is trained on, step all optimizers of the Checkpoint for it, or {cure}."
+        )
+    return UsageError(
+        f"PreemptionCheckpointHandler: expected batches of a distributed dataset, or calls of handler.poll(), got "
+        f"neither in {n_steps} steps: nothing is saved; {cure}, and begin the loop at handler.step, or train on "
+        f"strategy.experimental_distribute_dataset(loader) and give it to the Checkpoint."
+    )
 
 
 def _note_uncaught(failure_log: FailureLog, side_errors: SideErrors | None, what: str, report: str) -> None:

@@ -7,7 +7,9 @@ itself as the requester.
 
 import enum
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+from hpcdist.runtime.loop_state import Part, PartSource, LoopState
 
 #: How many numbers travel with a sum.
 N_NUMBERS = 2
@@ -33,6 +35,9 @@ class Requester(Protocol):
     def poll_between_batches(self) -> None:
         """Act on requests: the program is between two batches. Collective: the ranks of the role."""
 
+    def note_unsafe_point(self) -> None:
+        """Look whether a stop has waited too long for a point between two iterations. Not collective."""
+
     def overdue_stop(self, quiet_s: float) -> str | None:
         """Return why to stop, if the grace period since the request has passed without any work done; otherwise None.
 
@@ -54,12 +59,14 @@ class StepFlags:
         n_sums: sums that carried flags so far; equal on all ranks at the same point of the program.
         n_steps: optimizer steps that the strategies have made so far; equal likewise.
         is_in_round: whether replicas differ until a sum that is to come: nothing may be saved; equal likewise.
+        loop: where the program's own loop is.
     """
 
     def __init__(self) -> None:
         self.requester: Requester | None = None
         self.n_sums = self.n_steps = 0
         self.is_in_round = False
+        self.loop = LoopState()
         self._received = Request.NONE
 
     def attach(self, requester: Requester) -> None:
@@ -71,9 +78,12 @@ class StepFlags:
         if self.requester is requester:
             self.requester = None
 
-    def count_step(self) -> None:
+    def count_step(self, optimizer: Any = None) -> None:
         """Count an optimizer step."""
         self.n_steps += 1
+        self.loop.note_step(optimizer)
+        if self.requester is not None:
+            self.requester.note_unsafe_point()
 
     def own_numbers(self) -> tuple[float, float]:
         """Return what this rank adds to a sum."""
@@ -91,8 +101,33 @@ class StepFlags:
 
     def poll(self) -> None:
         """Let the requester act between two steps. Collective where there is one: the ranks of the role."""
-        if self.requester is not None and not self.is_in_round:
+        if self.requester is None:
+            return
+        if self.is_in_round:
+            self.loop.note_safe_point()
+        else:
             self.requester.poll_between_batches()
+
+    def poll_at_draw(self, source: PartSource, is_for_training: bool) -> None:
+        """Let the requester act if a program that asks for its next part is between two iterations.
+
+        Collective where there is a requester: the ranks of the role.
+
+        Args:
+            source: what is asked.
+            is_for_training: whether gradients are recorded.
+        """
+        if self.requester is None:
+            return
+        if self.loop.is_safe_draw(source, is_for_training):
+            self.poll()
+        else:
+            self.requester.note_unsafe_point()
+
+    def poll_at_forward(self, parts: Sequence[Part]) -> None:
+        """Let the requester act if a forward of these parts begins an iteration. Collective likewise."""
+        if self.requester is not None and self.loop.is_safe_forward(parts):
+            self.poll()
 
 
 #: The flags of a job of one rank. Strategies of one replica use them without starting MPI.

@@ -26,6 +26,7 @@ from hpcdist.data.rows import explaining_empty_parts
 from hpcdist.errors import UsageError
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.comm_hook import CommHook
+from hpcdist.gradients.loop_watch import watch_loop
 from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
 from hpcdist.nest import Nest, form_of, leaves, with_leaves
 from hpcdist.runtime.step_flags import single_rank_flags
@@ -434,7 +435,8 @@ class Strategy(Ranks):
 
     def _delivery(self) -> Delivery:
         """Return what is connected to the batches of a new distributed dataset."""
-        return Delivery(single_rank_flags.poll, device=self._placed_on)
+        tensors = watch_loop(single_rank_flags).tensors
+        return Delivery(single_rank_flags, on_part=tensors.add, device=self._placed_on)
 
     def experimental_make_numpy_dataset(self, numpy_input: Nest, session: None = None) -> Dataset:
         """Return `Dataset.from_tensor_slices(numpy_input)`; `session` is ignored."""
@@ -469,6 +471,17 @@ class Strategy(Ranks):
     def no_sync(self) -> AbstractContextManager[None]:
         """Let backwards in the block accumulate without a sum; the next one outside sums everything."""
         return nullcontext()
+
+    def set_row_count(self, n_rows: int) -> None:
+        """Weigh this replica's next backward by a number of rows, with ReduceOp.MEAN.
+
+        For batches that no distributed dataset has handed out, such as those of an index loop, and for losses that are
+        means over something else, such as tokens or weights: give their number. Not collective, but every replica must
+        give a number, or none.
+
+        Args:
+            n_rows: of this replica, at least 0.
+        """
 
     @property
     def is_summing(self) -> bool:

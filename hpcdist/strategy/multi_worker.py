@@ -1,7 +1,6 @@
 """MultiWorkerMirroredStrategy: replicas on all worker ranks, gradients summed over all of them."""
 
 import functools
-import itertools
 import operator
 import secrets
 from collections.abc import Callable, Sequence
@@ -37,6 +36,7 @@ from hpcdist.data.sources import RowSource
 from hpcdist.errors import ConfigurationError, DataError, UsageError, agreed
 from hpcdist.gradients.comm_hook import CommHook
 from hpcdist.gradients.engine import GradientEngine
+from hpcdist.gradients.loop_watch import watch_loop
 from hpcdist.gradients.reducer import Reducer
 from hpcdist.gradients.replicas.local_sums import sum_rows
 from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
@@ -136,7 +136,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         )
         if options.local_steps > 1:
             self.engine.make_local_steps(options.local_steps, options.first_local_step)
-        self._dataset_numbers = itertools.count()
         if "OMP_NUM_THREADS" not in read_environment() and self.world.size > 1:
             torch.set_num_threads(self.world.cores_per_rank)  # ranks share the cores of their node
         context.register(self)
@@ -365,20 +364,25 @@ class MultiWorkerMirroredStrategy(Strategy):
         return distributed
 
     def _delivery(self) -> Delivery:
+        flags = self.world.step_flags
         return Delivery(
-            poll=self.world.step_flags.poll,
-            on_batch=functools.partial(self._hand_rows, next(self._dataset_numbers)),
+            flags=flags,
+            on_batch=self._note_batch,
+            on_part=watch_loop(flags).tensors.add,
             wrap=functools.partial(regroup, has_no_plain=True) if self._has_fixed_replicas else None,
             device=self._placed_on,
             agree_rows=self._agree_rows,
             agree_end=self._agree_end,
         )
 
-    def _hand_rows(self, source: int, rows: list[int] | None) -> None:
-        """Record how many rows the part of each local replica has, or that a pass is over."""
+    def _note_batch(self, rows: list[int] | None) -> None:
+        """Note that a step will be made of a batch, or that none is expected any more."""
         self.engine.note_batch(is_over=rows is None)
-        for local_index, row_counts in enumerate(self.engine.sums.row_counts):
-            row_counts.record(source, None if rows is None else rows[local_index])
+
+    def set_row_count(self, n_rows: int) -> None:
+        """Weigh this replica's next backward by a number of rows; see `Strategy.set_row_count`."""
+        local_index = self.scheduler.local_index if self.scheduler.is_running else 0
+        self.engine.sums.set_row_count(local_index, operator.index(n_rows))
 
     def _agree_end(self, is_out: bool, ends_with_first: bool) -> bool:
         """Return whether all ranks, or one, have run out of data. Collective: all ranks; bounded."""

@@ -101,6 +101,7 @@ def rows_of_batches(batches: DistributedInput) -> Iterator[tuple[Any, int | None
 
     Collective where batches are agreed on: chief and workers.
     """
+    batches.trust_draws()
     is_global = isinstance(batches, DistributedDataset) and batches.dataset.policy in (
         AutoShardPolicy.AUTO,
         AutoShardPolicy.DATA,

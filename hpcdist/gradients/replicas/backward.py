@@ -142,7 +142,7 @@ class ReplicaBackwardSum:
     def _accumulate(self, own: _Pass) -> None:
         """Leave a replica's gradients in `parameter.grad`, added to what it has accumulated before."""
         replica, local = self._replica, self._state.local
-        local.weigh(replica, self._sums.weight_of(self._scheduler.local_index), bool(self._sums.is_mean))
+        local.note_weight(replica, self._sums.weight_after(self._scheduler.local_index, local.first_weight(replica)))
         for record, gradient in own.gradients.items():
             left = local.accumulate(replica, record, own.found.pop(record, None), gradient)
             if (parameter := record.parameter) is not None:
@@ -164,9 +164,10 @@ class ReplicaBackwardSum:
             GradientError: when the replica found a gradient that was set by hand; on this rank only.
         """
         sums, index, is_last = self._sums, self._scheduler.local_index, self._scheduler.is_last
-        weight = sums.weight_of(index)
+        first_weight = self._state.local.first_weight(self._replica) if self._has_local(own) else None
+        weight = sums.weight_after(index, first_weight).rows
+        self._take_local(own)
         scale = sums.scale(weight)
-        self._take_local(own, weight)
         for record, found in own.found.items():
             if not self._state.has_given(record, found):
                 record.require_published(found)
@@ -194,12 +195,15 @@ class ReplicaBackwardSum:
                 if (parameter := record.parameter) is not None:
                     parameter.grad = None
 
-    def _take_local(self, own: _Pass, weight: float) -> None:
+    def _has_local(self, own: _Pass) -> bool:
+        """Return whether the replica has accumulated gradients under no_sync that this backward adds to."""
+        local = self._state.local
+        return any(local.holds(self._replica, record, gradient) for record, gradient in own.found.items())
+
+    def _take_local(self, own: _Pass) -> None:
         """Add what the replica has accumulated under no_sync to this backward's gradients."""
         replica, local = self._replica, self._state.local
         kept = {record: found for record, found in own.found.items() if local.holds(replica, record, found)}
-        if kept:
-            local.weigh(replica, weight, bool(self._sums.is_mean))
         for record, found in kept.items():
             gradient = own.gradients.get(record)
             own.gradients[record] = found if gradient is None else plus(found, gradient)

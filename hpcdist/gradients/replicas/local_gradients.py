@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.errors import GradientError
+from hpcdist.gradients.part_weights import Weight
 from hpcdist.gradients.record import ParameterRecord
 from hpcdist.gradients.tensors import has_values, plus
 
@@ -22,7 +23,7 @@ class LocalGradients:
     def __init__(self, replicas: range) -> None:
         self._last = replicas[-1]
         self._of: dict[int, dict[ParameterRecord, Tensor]] = {replica: {} for replica in replicas}
-        self._weights: dict[int, float] = {}
+        self._weights: dict[int, Weight] = {}
         self._versions: dict[ParameterRecord, int] = {}  # of the last replica's, at the end of the last run
 
     def has_any(self) -> bool:
@@ -59,19 +60,13 @@ class LocalGradients:
         self._of[replica][record] = gradient
         return gradient
 
-    def weigh(self, replica: int, weight: float, is_mean: bool) -> None:
-        """Note the rows of a backward whose gradients are accumulated, or summed with accumulated ones.
+    def first_weight(self, replica: int) -> Weight | None:
+        """Return the weight of the first backward whose gradients a replica has accumulated; None without any."""
+        return self._weights.get(replica) if self._of[replica] else None
 
-        Raises:
-            GradientError: with ReduceOp.MEAN, when they are not as many as before; on this rank only.
-        """
-        before = self._weights.setdefault(replica, weight) if self._of[replica] else weight
+    def note_weight(self, replica: int, weight: Weight) -> None:
+        """Note the weight of a backward whose gradients are accumulated."""
         self._weights[replica] = weight
-        if is_mean and before != weight:
-            raise GradientError(
-                f"backward: expected micro-batches of equal rows under no_sync with ReduceOp.MEAN, got {before:g} and "
-                f"{weight:g}; use drop_remainder, or compute_average_loss with ReduceOp.SUM."
-            )
 
     def clear(self, replica: int) -> None:
         """Forget a replica's: they are summed."""

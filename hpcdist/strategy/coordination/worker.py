@@ -191,6 +191,9 @@ class _Heart:
     def poll_between_batches(self) -> None:
         """Do nothing: the coordinator acts between functions."""
 
+    def note_unsafe_point(self) -> None:
+        """Do nothing likewise."""
+
     def overdue_stop(self, quiet_s: float) -> str | None:
         """Return None: the coordinator acts on stop requests."""
         return None

@@ -8,8 +8,22 @@ from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset, DistributedFromFunction
 from hpcdist.data.iterator import Delivery
 from hpcdist.data.options import InputOptions
+from hpcdist.runtime.step_flags import StepFlags
 
 META = torch.device("meta")
+
+
+class Polled:
+    """Calls a function when requests are looked for."""
+
+    def __init__(self, poll):
+        self.poll_between_batches = poll
+
+
+def flags_polled_by(poll):
+    flags = StepFlags()
+    flags.attach(Polled(poll))
+    return flags
 
 
 def rows(n_rows=10):
@@ -24,7 +38,7 @@ def test_it_polls_between_two_batches(device, n_ahead):
     def poll():
         positions.append((batches.position, sum(used)))
 
-    batches = DistributedDataset(rows().prefetch(n_ahead), range(1), 1, Delivery(poll, device=device))
+    batches = DistributedDataset(rows().prefetch(n_ahead), range(1), 1, Delivery(flags_polled_by(poll), device=device))
     iterator = iter(batches)
     assert positions == []
     for x, _ in iterator:
@@ -38,7 +52,7 @@ def test_a_poll_that_raises_ends_the_pass_before_a_batch_is_read():
             raise KeyboardInterrupt
 
     used = []
-    batches = DistributedDataset(rows(), range(1), 1, Delivery(poll))
+    batches = DistributedDataset(rows(), range(1), 1, Delivery(flags_polled_by(poll)))
     iterator = iter(batches)
     used.append(next(iterator))
     with pytest.raises(KeyboardInterrupt):

@@ -1,0 +1,98 @@
+"""Shows torch's forwards and backwards to the state of the program's loop.
+
+Backwards are always seen. Forwards are seen once a loop has drawn a part while another one was still to be used: before
+that a backward can only mean the one part there is.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpcdist.gradients import torch_hooks
+from hpcdist.gradients.part_tensors import PartTensors, leaves_of
+from hpcdist.gradients.torch_hooks import Handle
+from hpcdist.runtime.loop_state import Part, Uses
+from hpcdist.runtime.step_flags import StepFlags
+
+#: The watch of each world, by its step flags.
+_watches: "weakref.WeakKeyDictionary[StepFlags, LoopWatch]" = weakref.WeakKeyDictionary()
+
+
+class LoopWatch:
+    """Watches the loop of one world.
+
+    Args:
+        flags: of the world.
+
+    Attributes:
+        tensors: which part a tensor belongs to.
+    """
+
+    def __init__(self, flags: StepFlags) -> None:
+        self.tensors = PartTensors()
+        self._flags = weakref.proxy(flags)
+        self._handle: Handle | None = None
+        torch_hooks.around_any_backward(self._begin_backward, self._end_backward)
+        flags.loop.watch_forwards_with(self._watch_forwards)
+
+    def _begin_backward(self) -> None:
+        self._flags.loop.begin_backward()
+
+    def _end_backward(self) -> None:
+        self._flags.loop.end_backward()
+
+    def _watch_forwards(self) -> None:
+        if self._handle is None:
+            self._handle = torch_hooks.around_outer_calls(self)
+
+    def before_call(self, module: nn.Module, inputs: Any) -> list[Part] | None:
+        """Return the parts that a call is given; None for one that activation checkpointing makes again.
+
+        Acts on requests if the call begins an iteration. Collective then: the ranks of the role.
+        """
+        if torch_hooks.backward_id() != -1:
+            return None
+        parts = self.tensors.parts_of(inputs)
+        if parts and torch.is_grad_enabled() and _has_parameters(module):
+            self._flags.poll_at_forward(parts)
+        return parts
+
+    def after_call(self, module: nn.Module, before: Any, output: Any) -> None:
+        """Let a backward that reaches the output know the parts, and note a call that leaves something behind."""
+        parts: list[Part] | None = before
+        if parts is None:
+            return
+        outputs = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if torch.is_grad_enabled() and outputs:
+            reach = _Reach(self._flags.loop.uses(), parts)
+            for tensor in outputs:
+                torch_hooks.call_at_gradient_of(tensor, reach)
+            self._flags.loop.note_forward()
+        elif module.training and _has_parameters(module):
+            self._flags.loop.note_forward()
+
+
+class _Reach:
+    """Adds the parts of a forward to what the backward uses that reaches it."""
+
+    def __init__(self, uses: Uses, parts: list[Part]) -> None:
+        self._uses = uses
+        self._parts = parts
+
+    def __call__(self) -> None:
+        self._uses.add(self._parts)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def watch_loop(flags: StepFlags) -> LoopWatch:
+    """Return the watch of a world, which is made at the first call. Not collective."""
+    watch = _watches.get(flags)
+    if watch is None:
+        watch = LoopWatch(flags)
+        _watches[flags] = watch
+    return watch

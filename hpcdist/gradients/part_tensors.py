@@ -1,0 +1,122 @@
+"""Which part of a batch a tensor belongs to, by the memory that it shares with what was handed out.
+
+A slice, a view, and `.to()` or `.float()` that change nothing share the memory. A copy, a cast or `torch.cat` does not.
+"""
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcdist.gradients import torch_hooks
+from hpcdist.gradients.torch_hooks import StorageName
+from hpcdist.runtime.loop_state import Part
+
+#: Memory is looked through for what was freed once so many are known.
+_MAX_KNOWN = 256
+#: Tensors of a batch that are looked at, and how deep they may lie in it.
+_MAX_LEAVES = 64
+_MAX_DEPTH = 4
+
+
+class PartTensors:
+    """Knows the memory of parts for as long as it is in use."""
+
+    def __init__(self) -> None:
+        self._of_tensors: dict[int, tuple[StorageName, list[tuple[range, Part]]]] = {}
+        self._of_arrays: list[tuple[weakref.ref[Any], range, Part]] = []
+
+    def add(self, part: Part, nests: Any) -> None:
+        """Remember the memory of a part.
+
+        Args:
+            part: what is handed out.
+            nests: its tensors and arrays, of all local replicas.
+        """
+        if len(self._of_tensors) + len(self._of_arrays) > _MAX_KNOWN:
+            self._forget_freed()
+        for leaf in leaves_of(nests):
+            if isinstance(leaf, np.ndarray):
+                self._of_arrays.append((weakref.ref(leaf), _addresses(leaf.ctypes.data, leaf.nbytes), part))
+            elif has_memory(leaf):
+                self._add_tensor(leaf, part)
+
+    def _add_tensor(self, tensor: Tensor, part: Part) -> None:
+        number = torch_hooks.storage_number(tensor)
+        known = self._of_tensors.get(number)
+        if known is None or known[0].is_freed:
+            known = StorageName(tensor), []
+            self._of_tensors[number] = known
+        addresses = _addresses(tensor.data_ptr(), _nbytes(tensor))
+        others = [(other, owner) for other, owner in known[1] if owner.is_for_training and other != addresses]
+        known[1][:] = [*others, (addresses, part)]
+
+    def _forget_freed(self) -> None:
+        self._of_tensors = {number: known for number, known in self._of_tensors.items() if not known[0].is_freed}
+        self._of_arrays = [known for known in self._of_arrays if known[0]() is not None]
+
+    def parts_of(self, inputs: Any) -> list[Part]:
+        """Return the parts whose memory tensors among `inputs` have, each once."""
+        parts: list[Part] = []
+        for leaf in leaves_of(inputs):
+            part = self._part_of(leaf) if isinstance(leaf, Tensor) and has_memory(leaf) else None
+            if part is not None and part not in parts:
+                parts.append(part)
+        return parts
+
+    def _part_of(self, tensor: Tensor) -> Part | None:
+        address = tensor.data_ptr()
+        name, parts = self._of_tensors.get(torch_hooks.storage_number(tensor), (None, []))
+        if name is not None and not name.is_freed:
+            if tensor.numel() == 0 or len(parts) == 1:
+                return parts[-1][1]
+            return next((part for addresses, part in reversed(parts) if address in addresses), None)
+        for reference, addresses, part in reversed(self._of_arrays):
+            if address in addresses and reference() is not None:
+                return part
+        return None
+
+
+def _addresses(start: int, nbytes: int) -> range:
+    return range(start, start + max(nbytes, 1))
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Return how many bytes lie between the first element of a tensor and its last."""
+    if tensor.numel() == 0:
+        return 0
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size()
+
+
+def has_memory(leaf: Any) -> bool:
+    """Return whether something is a tensor of one piece of memory: no sparse, nested or fake one."""
+    if not isinstance(leaf, Tensor) or leaf.is_sparse or leaf.is_nested or leaf.is_meta:
+        return False
+    return leaf.layout is torch.strided
+
+
+def leaves_of(nest: Any) -> Iterator[Any]:
+    """Yield the leaves of a nest, also of objects such as graphs and packed sequences; not more than a few."""
+    n_leaves = 0
+    waiting = [(nest, 0)]
+    while waiting and n_leaves < _MAX_LEAVES:
+        node, depth = waiting.pop()
+        children = None if depth == _MAX_DEPTH or isinstance(node, (Tensor, np.ndarray)) else _children_of(node)
+        if children is None:
+            n_leaves += 1
+            yield node
+        else:
+            waiting += [(child, depth + 1) for child in reversed(children)]
+
+
+def _children_of(node: Any) -> list[Any] | None:
+    if isinstance(node, dict):
+        return list(node.values())
+    if isinstance(node, (list, tuple)):
+        return list(node[:_MAX_LEAVES])
+    attributes = getattr(node, "__dict__", None)
+    return list(attributes.values()) if attributes and not callable(node) else None

@@ -1,0 +1,72 @@
+"""By which number of rows a replica's gradients are weighted, given the parts that a backward may use. Pure.
+
+With ReduceOp.MEAN the gradients of a batch are the sum over all replicas of n_r / N times the gradient of the mean over
+the n_r rows of replica r, where N are the rows of all replicas. Parts of several batches combine in one backward, or
+may be mistaken for each other, if they have the same fraction n_r / N on every replica.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpcdist.errors import GradientError
+from hpcdist.runtime.loop_state import Part
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The weight of a backward on one replica.
+
+    Attributes:
+        rows: rows of the replica; 1 where none are known.
+        total_rows: rows of all replicas; None where they are not known.
+        key: names the batch; None where none is known, or several are.
+        doubtful_rows: a number that must be the same on all replicas, as gradients are weighted wrongly otherwise; None
+            where nothing is in doubt.
+        refusal: why gradients cannot be weighted; None if they can.
+    """
+
+    rows: float = 1.0
+    total_rows: int | None = None
+    key: int | None = None
+    doubtful_rows: int | None = None
+    refusal: GradientError | None = None
+
+    def has_fraction_of(self, other: "Weight") -> bool:
+        """Return whether this replica has the same fraction of the rows of all replicas here and there."""
+        if self.total_rows is None or other.total_rows is None:
+            return self.rows == other.rows
+        return self.rows * other.total_rows == other.rows * self.total_rows
+
+
+def weigh(parts: Sequence[Part], local_index: int) -> Weight:
+    """Return the weight of a backward that uses one of these parts, or all of them.
+
+    Args:
+        parts: in any order; without any, all replicas weigh the same.
+        local_index: of the replica on this rank.
+    """
+    planned = [part for part in parts if part.rows is not None]
+    if not planned:
+        return Weight()
+    ordered = sorted(planned, key=lambda part: (part.source.number, part.number))
+    weights = [_weight_of(part, local_index) for part in ordered]
+    if all(weights[0].has_fraction_of(weight) for weight in weights):
+        key = weights[-1].key if len(weights) == 1 else None
+        return Weight(weights[-1].rows, weights[-1].total_rows, key)
+    if all(weight.total_rows is None for weight in weights) and len({part.source.number for part in parts}) > 1:
+        return Weight(1.0, doubtful_rows=hash(tuple(weight.rows for weight in weights)) % (1 << 20))
+    return Weight(refusal=_refusal(weights))
+
+
+def _weight_of(part: Part, local_index: int) -> Weight:
+    assert part.rows is not None, "only planned parts are weighed"
+    return Weight(float(part.rows[local_index]), part.total_rows, part.key)
+
+
+def _refusal(weights: Sequence[Weight]) -> GradientError:
+    sizes = sorted({f"{weight.rows:g} of {weight.total_rows or 'an unknown number of'}" for weight in weights})
+    return GradientError(
+        f"backward: expected one part of a global batch since the last backward with ReduceOp.MEAN, got parts of "
+        f"{', '.join(sizes)} rows, any of which may be meant; draw a batch when the last one is trained on, give the "
+        f"model the tensors as they were drawn, evaluate under torch.no_grad(), or use drop_remainder=True."
+    )

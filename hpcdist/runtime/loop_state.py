@@ -1,0 +1,375 @@
+"""Where a program's own loop is: which parts of batches are still to be trained on, and whether an iteration is over.
+
+A distributed dataset hands out parts of global batches; a backward uses them; an optimizer step completes them. Between
+two iterations the complete parts count as used and the others do not, however far ahead the loop draws: there a job may
+save and stop. What cannot be known makes the state ambiguous, and nothing is saved until it is clear again.
+
+Nothing here communicates. Ranks that make the same calls reach the same conclusions.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """This rank's rows of one global batch.
+
+    Attributes:
+        source: what handed it out.
+        number: of the part among those of its source, from 1.
+        rows: rows of each local replica; None where nobody has planned them.
+        total_rows: rows of all replicas together; None where each rank knows its own alone.
+        is_everywhere: whether every replica of the job is known to have rows in this batch.
+        key: names the batch; equal on all ranks that got parts of the same batch.
+        position: of the source after this part; what a checkpoint stores once the part is complete.
+        is_for_training: whether gradients were recorded when it was handed out.
+    """
+
+    source: "PartSource"
+    number: int
+    rows: tuple[int, ...] | None
+    total_rows: int | None
+    is_everywhere: bool
+    key: int
+    position: Any
+    is_for_training: bool
+
+
+class PartSource:
+    """What hands out parts, such as a distributed dataset.
+
+    Args:
+        number: in the order in which sources were made, which is the same on all ranks.
+
+    Attributes:
+        number: see above.
+        has_pass: whether a pass is in progress.
+        is_trusted: whether who draws, such as `fit`, does so between iterations alone, and uses what it draws.
+        n_handed_out: parts so far.
+        n_complete: number of the newest part that was trained on; 0 before the first.
+        position: after that part.
+        is_ambiguous: whether it is unknown which of its parts the last backwards have used.
+        is_doubtful: whether a backward may have used an open part, or the complete one a second time, as a GAN does.
+        open_parts: parts for training that may still be used, the oldest first.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.has_pass = False
+        self.is_trusted = False
+        self.n_handed_out = 0
+        self.n_complete = 0
+        self.position: Any = None
+        self.is_ambiguous = False
+        self.is_doubtful = False
+        self.open_parts: list[Part] = []
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a part has been trained on."""
+        return self.n_complete > 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the newest part that was handed out is complete, or there is none."""
+        return self.n_complete == self.n_handed_out
+
+    def add(self, part: Part) -> None:
+        """Count a part that is handed out."""
+        self.n_handed_out = part.number
+        if part.is_for_training:
+            self.open_parts.append(part)
+
+    def complete(self, part: Part) -> None:
+        """Count a part as trained on. Older ones that no backward has used were skipped."""
+        if part.number > self.n_complete:
+            self.n_complete = part.number
+            self.position = part.position
+        self.open_parts = [other for other in self.open_parts if other.number > part.number]
+        self.is_ambiguous = False
+        self.is_doubtful = False
+
+    def trust(self) -> None:
+        """Count on every draw being made between two iterations, by who restores its own position."""
+        self.is_trusted = True
+
+    def begin_pass(self) -> None:
+        """Note that a pass is in progress."""
+        self.has_pass = True
+
+    def end_pass(self) -> None:
+        """Note that no pass is in progress."""
+        self.has_pass = False
+
+    def forget(self) -> None:
+        """Begin anew: nothing that was handed out so far counts any more."""
+        self.drop_open()
+        self.n_complete = self.n_handed_out
+
+    def drop_open(self) -> None:
+        """Expect no step that is made of the parts handed out so far."""
+        self.open_parts = []
+        self.is_ambiguous = False
+        self.is_doubtful = False
+
+
+class Uses:
+    """What one backward is known to use.
+
+    Attributes:
+        parts: whose tensors went into a forward that the backward reached.
+        is_unknown: whether it reached a forward of tensors that no source had handed out.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.is_unknown = False
+
+    def begin(self) -> None:
+        """Forget what the last backward has used."""
+        self.parts = []
+        self.is_unknown = False
+
+    def add(self, parts: Iterable[Part]) -> None:
+        """Add the parts of a forward that the backward has reached; none: they are unknown."""
+        reached = list(parts)
+        self.is_unknown = self.is_unknown or not reached
+        self.parts += [part for part in reached if part not in self.parts]
+
+
+class LoopState:
+    """Follows one program's loop.
+
+    Attributes:
+        is_training: whether the program steps torch optimizers. Parts are then used by backwards, and not by drawing.
+        needs_identity: whether a backward may mean more than one part, so that forwards are watched.
+        n_safe_points: points between two iterations at which requests were looked for.
+        n_rejected: draws for training since then that were none.
+        n_parts: parts for training that were handed out since then.
+        n_backwards: backwards so far.
+        n_steps: optimizer steps so far.
+    """
+
+    def __init__(self) -> None:
+        self.is_training = False
+        self.needs_identity = False
+        self.n_safe_points = 0
+        self.n_rejected = 0
+        self.n_parts = 0
+        self.n_backwards = 0
+        self.n_steps = 0
+        self._sources: "weakref.WeakValueDictionary[int, PartSource]" = weakref.WeakValueDictionary()
+        self._n_sources = 0
+        self._watch_forwards: Callable[[], None] | None = None
+        self._optimizers: frozenset[int] = frozenset()
+        self._stepped: set[int] = set()
+        self._n_steps_at_safe_point = 0
+        self._n_backwards_at_step = 0
+        self._is_watched_since_step = False
+        self._has_forward = False
+        self._pending: list[Part] = []
+        self._last_used: list[Part] = []
+        self._uses: dict[int, Uses] = {}
+        self._leader: PartSource | None = None
+        self._n_draws_without_leader: dict[int, int] = {}
+
+    # -- who takes part ---------------------------------------------------------------------------------------------
+
+    def add_source(self) -> PartSource:
+        """Return a new source of parts."""
+        self._n_sources += 1
+        source = PartSource(self._n_sources)
+        self._sources[source.number] = source
+        return source
+
+    def expect_training(self) -> None:
+        """Expect that parts are used by backwards, as the program has made an optimizer."""
+        self.is_training = True
+
+    def expect_steps_of(self, optimizers: Iterable[Any]) -> None:
+        """Expect that every iteration steps all of these; without any, parts are used by being drawn."""
+        self._optimizers = frozenset(id(optimizer) for optimizer in optimizers)
+        self.is_training = self.is_training or bool(self._optimizers)
+        self._stepped = set()
+        self._n_steps_at_safe_point = self.n_steps
+
+    def watch_forwards_with(self, watch: Callable[[], None]) -> None:
+        """Call `watch` once forwards must be watched; at once if they must be already."""
+        self._watch_forwards = watch
+        if self.needs_identity:
+            watch()
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def hand_out(self, part: Part) -> None:
+        """Record a part that its source hands out now."""
+        if not self.needs_identity and any(True for _ in self.open_parts()):
+            self.needs_identity = True
+            if self._watch_forwards is not None:
+                self._watch_forwards()
+        part.source.add(part)
+        if part.is_for_training:
+            self.n_parts += 1
+            self._find_leader(part.source)
+
+    def _find_leader(self, source: PartSource) -> None:
+        """Find the source whose draws begin iterations: the first one, until another one is drawn on without it."""
+        if self._leader is None or self._leader is source:
+            self._leader = source
+            self._n_draws_without_leader = {}
+            return
+        n_draws = self._n_draws_without_leader.get(source.number, 0) + 1
+        self._n_draws_without_leader[source.number] = n_draws
+        if n_draws > 1 and not self._leader.has_pass:
+            self._leader = source
+            self._n_draws_without_leader = {}
+
+    def open_parts(self) -> Iterator[Part]:
+        """Yield the parts that may still be used, by source and age."""
+        for number in sorted(self._sources):
+            yield from self._sources[number].open_parts
+
+    def forget_last_used(self, source: PartSource) -> None:
+        """Let later backwards, which use no part, not count as uses of the last one: its pass is over."""
+        if any(part.source is source for part in self._last_used):
+            self._last_used = []
+
+    # -- backwards and steps ------------------------------------------------------------------------------------------
+
+    def uses(self) -> Uses:
+        """Return what the backward of the calling thread uses; in a thread of autograd, that of the main thread."""
+        thread = threading.get_ident()
+        if thread not in self._uses and threading.current_thread() is threading.main_thread():
+            self._uses[thread] = Uses()
+        return self._uses.get(thread) or self._uses.setdefault(threading.main_thread().ident or 0, Uses())
+
+    def begin_backward(self) -> None:
+        """Begin to record what a backward of this thread uses."""
+        self._uses.setdefault(threading.get_ident(), Uses()).begin()
+
+    def candidates(self) -> list[Part]:
+        """Return the parts that the running backward may use: the known ones, else those that are open.
+
+        A backward before which nothing new was handed out, such as a GAN's second one, uses what the last one used.
+        """
+        uses = self.uses()
+        if uses.parts and not uses.is_unknown:
+            return uses.parts
+        named = {part.source.number for part in uses.parts}
+        others = [part for part in self.open_parts() if part.source.number not in named]
+        if self._may_use_again(uses):
+            others += [part for part in self._last_used if part.source.number not in named]
+        return [*uses.parts, *others] or self._last_used
+
+    def _may_use_again(self, uses: Uses) -> bool:
+        """Return whether an unknown forward may be that of another optimizer, on a part that is complete."""
+        return uses.is_unknown and len(self._optimizers) > 1
+
+    def end_backward(self) -> None:
+        """Count a backward of this thread that has ended."""
+        self.n_backwards += 1
+        self._note_used(self.uses())
+
+    def _note_used(self, uses: Uses) -> None:
+        """Record which parts were used; of a source with several open parts it must be known which."""
+        used = list(uses.parts)
+        if uses.is_unknown or not used:
+            named = {part.source.number for part in used}
+            for source in list(self._sources.values()):
+                if source.number not in named:
+                    used += self._guess(source, uses)
+        self._pending += used
+        self._last_used = used or self._last_used
+
+    def _guess(self, source: PartSource, uses: Uses) -> list[Part]:
+        """Return what an unknown backward has used of a source; mark the source where that is not clear."""
+        if not source.open_parts:
+            return []
+        if len(source.open_parts) > 1:
+            source.is_ambiguous = True
+            return []
+        if self._may_use_again(uses) and any(part.source is source for part in self._last_used):
+            source.is_doubtful = True
+            return []
+        return source.open_parts
+
+    def note_forward(self) -> None:
+        """Record that a watched forward has run, which may change what a step starts from."""
+        self._has_forward = True
+
+    def note_step(self, optimizer: Any = None) -> None:
+        """Count a step: what the backwards before it have used is complete."""
+        self.n_steps += 1
+        self.is_training = True
+        self._stepped.add(id(optimizer))
+        if self.n_backwards == 0:  # gradients of the program's own, as of torch.autograd.grad
+            self._note_used(Uses())
+        for part in self._pending:
+            part.source.complete(part)
+        self._pending = []
+        self._n_backwards_at_step = self.n_backwards
+        self._is_watched_since_step = self.needs_identity
+        self._has_forward = False
+
+    # -- points between iterations --------------------------------------------------------------------------------------
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a step has completed all backwards, and it is known which parts they have used."""
+        is_stepped = self.n_backwards == self._n_backwards_at_step
+        return is_stepped and not any(source.is_ambiguous for source in list(self._sources.values()))
+
+    @property
+    def is_between_iterations(self) -> bool:
+        """Whether nothing of the next iteration has begun, and every optimizer has stepped since the last such point.
+
+        With open parts that is known only if all forwards since the last step were watched, and there were none.
+        """
+        if not self.is_complete or self._has_forward:
+            return False
+        if any(source.is_doubtful for source in list(self._sources.values())):
+            return False
+        if any(True for _ in self.open_parts()) and not self._is_watched_since_step:
+            return False
+        has_stepped = self.n_steps_since_safe_point > 0
+        is_one = len(self._optimizers) < 2
+        return is_one or not has_stepped or self._optimizers <= self._stepped
+
+    @property
+    def n_steps_since_safe_point(self) -> int:
+        """Optimizer steps since requests were looked for."""
+        return self.n_steps - self._n_steps_at_safe_point
+
+    def is_safe_draw(self, source: PartSource, is_for_training: bool) -> bool:
+        """Return whether a program that asks `source` for its next part is between two iterations.
+
+        In a program that trains, a validation is none: what follows it, such as a schedule's step, is not over.
+        """
+        if source.is_trusted or not self.is_training:
+            return True
+        is_leading = self._leader is None or self._leader is source
+        is_safe = is_for_training and is_leading and self.is_between_iterations
+        self.n_rejected += is_for_training and not is_safe
+        return is_safe
+
+    def is_safe_forward(self, parts: Iterable[Part]) -> bool:
+        """Return whether a forward with gradients of these parts begins an iteration, on all ranks alike.
+
+        Not where a draw was such a point already, or where a replica has no rows and may leave the forward out.
+        """
+        inputs = list(parts)
+        is_new = all(part in part.source.open_parts and part.is_everywhere for part in inputs)
+        has_stepped = self.n_steps_since_safe_point > 0
+        return bool(inputs) and is_new and has_stepped and self._is_watched_since_step and self.is_between_iterations
+
+    def note_safe_point(self) -> None:
+        """Record that requests are looked for here."""
+        self.n_safe_points += 1
+        self.n_rejected = 0
+        self.n_parts = 0
+        self._n_steps_at_safe_point = self.n_steps
+        self._stepped = set()
