@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 import secrets
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
@@ -118,11 +119,11 @@ class DistributedInput(ABC):
         self._delivery = delivery
         self.options = options or InputOptions()
         self._flags = StepFlags() if delivery.flags is None else delivery.flags
-        self._source = self._flags.loop.add_source()
+        self._source = self._flags.loop.add_source(delivery.owner)
+        weakref.finalize(self, self._source.abandon)
         self._n_begun = 0
         self._is_loaded = False
         self._pass: _Pass | None = None
-        self._settled: _Settled | None = None
 
     def __iter__(self) -> DistributedIterator:
         """Return an iterator over this rank's parts of one pass: the source's nests, (rows, ...) arrays.
@@ -153,7 +154,8 @@ class DistributedInput(ABC):
     def _elements(self, limit: float = math.inf) -> Generator[Any, None, None]:
         """Yield the elements of a pass, which ends after `limit` batches at the latest."""
         self._poll()
-        self._settle()
+        self._source.move(self._position())
+        self._source.settle()
         self._n_begun += 1
         number = self._n_begun
         self._begin_or_resume()
@@ -165,7 +167,7 @@ class DistributedInput(ABC):
                     yield self._delivery.element_of(self._hand_out(), nests)
                     self._require_newest(number)
                     self._poll()
-                    self._settle()
+                    self._source.settle()
             self._finish_pass()
         finally:
             if number == self._n_begun:
@@ -180,7 +182,8 @@ class DistributedInput(ABC):
             )
 
     def _poll(self) -> None:
-        self._flags.poll_at_draw(self._source, torch.is_grad_enabled())
+        is_last = self._pass is not None and self._is_at_end
+        self._flags.poll_at_draw(self._source, torch.is_grad_enabled(), is_last)
 
     def _begin_or_resume(self) -> None:
         """Move to the start of the next pass; to that of the last one again, if nothing of it was used."""
@@ -192,13 +195,14 @@ class DistributedInput(ABC):
                 self._require_end(last_pass)
             self._begin_pass()
         self._is_loaded = False
+        self._source.move(self._position())
         self._pass = _Pass(self._position(), self._source.n_handed_out, self._source.n_complete)
         if not self._source.is_trained:
             self._source.drop_open()  # as of a validation with gradients: no step was made of them
 
     def _is_used(self, last_pass: "_Pass") -> bool:
         """Return whether something of a pass that was left was used."""
-        if self._flags.loop.is_training and not self._source.is_trusted:
+        if self._flags.loop.is_training_with(self._source) and not self._source.is_trusted:
             return self._source.n_complete > last_pass.n_complete
         return self._source.n_handed_out > last_pass.n_handed_out
 
@@ -218,22 +222,15 @@ class DistributedInput(ABC):
     def _hand_out(self) -> Part:
         """Return the part of the batch that was drawn last, and record it."""
         part = self._part(torch.is_grad_enabled())
+        self._source.move(part.position)
         self._flags.loop.hand_out(part)
         return part
 
-    def _settle(self) -> None:
-        """Remember the position if all that was handed out is complete: what is drawn next may never be used."""
-        if self._source.is_settled:
-            self._settled = _Settled(self._source.n_handed_out, self._position())
-
     def _saved_position(self) -> Any:
         """Return the position after what was used last."""
-        source = self._source
-        is_open = self._flags.loop.is_training and bool(source.open_parts)
-        is_by_training = (source.is_trained or is_open) and not source.is_trusted
-        if not is_by_training or source.is_settled or self._settled is None:
+        if self._source.now is None:  # nothing was begun yet
             return self._position()
-        return source.position if source.n_complete > self._settled.n_handed_out else self._settled.position
+        return self._source.saved_position(self._flags.loop.is_training_with(self._source))
 
     def _timed_parts(self, readers: list[Items]) -> list[Nest] | None:
         with time_spent.timed("input", "next batch"):
@@ -245,7 +242,8 @@ class DistributedInput(ABC):
         """Move the cursor to the start of the next pass."""
         self._end_pass()
         self._pass = None
-        self._settle()
+        self._source.move(self._position())
+        self._source.settle()
         self._flags.loop.forget_last_used(self._source)
         if self._delivery.on_batch is not None:
             self._delivery.on_batch(None)
@@ -274,7 +272,8 @@ class DistributedInput(ABC):
         self._pass = None
         self._n_begun += 1
         self._source.forget()
-        self._settle()
+        self._source.move(self._position())
+        self._source.settle()
 
     @property
     @abstractmethod
@@ -352,14 +351,6 @@ class _Pass:
     start: Any
     n_handed_out: int
     n_complete: int
-
-
-@dataclass(frozen=True)
-class _Settled:
-    """A position at which all that was handed out was complete."""
-
-    n_handed_out: int
-    position: Any
 
 
 class FirstBatches:

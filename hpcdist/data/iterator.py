@@ -147,6 +147,7 @@ class Delivery:
     Attributes:
         flags: of the world; its requester looks for requests when a batch is asked for, before anything is read. None:
             there is nobody to ask.
+        owner: whose gradients are made of the parts; None: anybody's.
         on_batch: called with the rows of each local part of a batch that is yielded; with None once no step is
             expected to be made of the last batch.
         on_part: called with each part that is handed out, and its nests, one of each local replica.
@@ -159,6 +160,7 @@ class Delivery:
     """
 
     flags: StepFlags | None = None
+    owner: int | None = None
     on_batch: Callable[[list[int] | None], None] | None = None
     on_part: Callable[[Part, list[Nest]], None] | None = None
     wrap: Callable[[list[Nest]], Any] | None = None

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from hpcdist.errors import DataError
+from hpcdist.runtime.loop_state import PartSource
 from hpcdist.runtime.process import make_world
 
 
@@ -45,19 +47,80 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         own = comm.rank if rank is None and comm is not None else rank
         super().__init__(dataset, n_replicas, own, shuffle, seed, drop_last)
         self._n_used = 0
+        self._is_loaded = False
+        self._source: PartSource | None = None
 
     def set_epoch(self, epoch: int, n_used: int = 0) -> None:
-        """Name the epoch whose order comes next.
+        """Name the epoch whose order comes next. Without a call, each pass that has ended is followed by the next epoch.
+
+        After a restore the rows that the restored epoch has used are left out.
 
         Args:
             epoch: its number.
-            n_used: rows of this rank's share that the epoch has used already, as a checkpoint knows: they are left out
-                of the next iteration.
+            n_used: rows of this rank's share that the epoch has used already: they are left out of the next iteration.
+
+        Raises:
+            DataError: after a restore, for another epoch than the restored one.
         """
+        if self._is_loaded and epoch != self.epoch:
+            raise DataError(
+                f"DistributedSampler.set_epoch: expected {self.epoch}, the epoch that the checkpoint is in, got {epoch}; "
+                f"begin the loop over epochs there: for epoch in range(sampler.epoch, n_epochs)."
+            )
+        if not self._is_loaded:
+            self._n_used = n_used
         super().set_epoch(epoch)
-        self._n_used = n_used
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the numbers of this rank's rows, from the first unused one on."""
         n_used, self._n_used = self._n_used, 0
         return itertools.islice(super().__iter__(), n_used, None)
+
+    # -- position, as a DataLoader's passes are followed -----------------------------------------------------------
+
+    def follow(self, source: PartSource) -> None:
+        """Take the position from what a DataLoader has handed out and steps have completed."""
+        self._source = source
+        source.move((self.epoch, self._n_used))
+
+    def begin_pass(self) -> int:
+        """Return how many rows of the epoch were used before the pass that begins now."""
+        source = self._source
+        if source is not None and not source.has_pass and self._is_loaded:
+            self._is_loaded = False
+        return self._n_used
+
+    def position_after(self, n_rows: int) -> tuple[int, int]:
+        """Return the position after rows of this rank's share of the epoch."""
+        return self.epoch, min(n_rows, len(self))
+
+    def end_pass(self) -> tuple[int, int]:
+        """Move on to the next epoch; return its position."""
+        self.epoch += 1
+        self._n_used = 0
+        return self.epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the epoch, and how many rows of this rank's share it has used. Equal on all ranks."""
+        source = self._source
+        epoch, n_used = (self.epoch, self._n_used) if source is None else source.saved_position(is_training=True)
+        return {"epoch": epoch, "n_used": n_used, "n_rows": self.total_size, "n_replicas": self.num_replicas}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Resume at a position.
+
+        Raises:
+            DataError: when it is of a dataset of another length, or of other ranks.
+        """
+        for key, own in (("n_rows", self.total_size), ("n_replicas", self.num_replicas)):
+            if state[key] != own:
+                raise DataError(
+                    f"restore: expected a DistributedSampler with {key} {state[key]} as in the checkpoint, got {own}; "
+                    f"use the same data and ranks, or strategy.experimental_distribute_dataset, which resumes on others."
+                )
+        self.epoch = state["epoch"]
+        self._n_used = state["n_used"]
+        self._is_loaded = True
+        if self._source is not None:
+            self._source.forget()
+            self._source.move((self.epoch, self._n_used))

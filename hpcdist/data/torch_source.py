@@ -85,9 +85,15 @@ def _indices_of(items: Any) -> list[Any]:
     return found
 
 
+class _RowLoader(DataLoader[Any]):
+    """Reads rows for a distributed dataset, which itself shows what it hands out."""
+
+    is_shown = False
+
+
 def _loader_over(loader: Any, collate_rows: Any, batches: Iterator[list[int]]) -> Any:
     """Return a DataLoader with the workers of `loader` that reads the given rows."""
-    return DataLoader(
+    return _RowLoader(
         loader.dataset,
         batch_sampler=batches,
         num_workers=loader.num_workers,

@@ -5,6 +5,7 @@ in one process use `GradientSums` too, and the hooks in `replicas/backward.py`.
 """
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from hpcdist.runtime.step_flags import N_NUMBERS, StepFlags
 _MODULI = (31, 29)
 #: Extra values in the last bucket, beside one for each gradient and buffer, and the step flags: see `Facts`.
 _N_FACTS = 4 + 2 * (1 + len(_MODULI))
+_sums_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Contribution:
     buffers: list[Tensor | None]
     sparse: list[Tensor | None]
     doubtful_rows: int | None
-    refusal: GradientError | None
+    refusal: str | None
     key: int | None
 
 
@@ -114,6 +116,7 @@ class GradientSums:
         after_average: called when float buffers are equal on all replicas again.
 
     Attributes:
+        number: names these sums in this process.
         is_mean: see above. If it is not given, the first scaled loss that reaches a backward settles it.
         weights: of the last backward of each local replica.
         records, buffers, buckets: what takes part. sparse_records: of the records, those outside of the buckets.
@@ -133,6 +136,7 @@ class GradientSums:
         step_flags: StepFlags,
         after_average: Callable[[], None] | None = None,
     ) -> None:
+        self.number = next(_sums_numbers)
         self.reducer = reducer
         self.n_replicas = reducer.replicas.n_replicas
         self.is_mean = is_mean
@@ -221,7 +225,7 @@ class GradientSums:
         """Return the weight of a local replica's gradients, in rows."""
         own_row_count = self._own_row_counts[local_index]
         if own_row_count is None:
-            weight = weigh(self._step_flags.loop.candidates(), local_index)
+            weight = weigh(self._step_flags.loop.candidates(self.number), local_index)
         else:
             weight = Weight(float(own_row_count))
         self.weights[local_index] = weight
@@ -254,7 +258,7 @@ class GradientSums:
             self._own_row_counts[local_index] = None
             return
         weight = self.weights[local_index]
-        at_end = weigh(self._step_flags.loop.candidates(), local_index)
+        at_end = weigh(self._step_flags.loop.candidates(self.number), local_index)
         if weight.refusal is None and (at_end.refusal or not at_end.has_fraction_of(weight)):
             refusal = at_end.refusal or _fraction_refusal(weight, at_end)
             self.weights[local_index] = replace(weight, refusal=refusal)
@@ -340,7 +344,7 @@ class GradientSums:
         if facts.n_refused:
             self.is_broken = True
             refusals = [contribution.refusal for contribution in contributions if contribution.refusal is not None]
-            raise agreed(refusals[0] if refusals else _refusal_elsewhere())
+            raise agreed(GradientError(refusals[0] if refusals else _REFUSED_ELSEWHERE))
         try:
             if facts.n_doubtful:
                 self._require_equal_rows([own.doubtful_rows or 0 for own in contributions])
@@ -428,18 +432,18 @@ def _facts_in(totals: Sequence[float]) -> Facts:
     return Facts.decode(totals[-N_NUMBERS - _N_FACTS : -N_NUMBERS])
 
 
-def _refusal_elsewhere() -> GradientError:
-    return GradientError(
-        "backward: expected parts that can be weighted with ReduceOp.MEAN on all replicas, got some elsewhere that "
-        "cannot; look at the line of that rank."
-    )
+_REFUSED_ELSEWHERE = (
+    "backward: expected parts that can be weighted with ReduceOp.MEAN on all replicas, got some elsewhere that cannot; "
+    "look at the line of that rank."
+)
 
 
-def _fraction_refusal(first: Weight, second: Weight) -> GradientError:
-    return GradientError(
-        f"backward: expected parts of the same fraction of their batches with ReduceOp.MEAN, got {first.rows:g} rows of "
-        f"{first.total_rows or 'an unknown number'} and {second.rows:g} of {second.total_rows or 'an unknown number'}; "
-        f"use drop_remainder=True, equal rows under no_sync, or compute_average_loss with ReduceOp.SUM."
+def _fraction_refusal(first: Weight, second: Weight) -> str:
+    return (
+        f"backward: expected parts, or micro-batches, of the same fraction of their batches with ReduceOp.MEAN, got "
+        f"{first.rows:g} rows of {first.total_rows or 'an unknown number'} and {second.rows:g} of "
+        f"{second.total_rows or 'an unknown number'}; use drop_remainder=True, or compute_average_loss with "
+        f"ReduceOp.SUM."
     )
 
 

@@ -154,7 +154,7 @@ class GradientEngine:
 
     def _see_optimizer(self, optimizer: Optimizer) -> None:
         self._optimizers.add(optimizer)
-        self._world.step_flags.loop.expect_training()
+        self._world.step_flags.loop.expect_training(self.sums.number)
 
     @property
     def has_plan(self) -> bool:
@@ -577,7 +577,7 @@ class GradientEngine:
         if any(parameter in self._trained for parameter in parameters):
             self.generators.advance()
             self._world.step = self.generators.step
-            self._world.step_flags.count_step(optimizer)
+            self._world.step_flags.count_step(optimizer, self.sums.number)
             if is_local and self.sums.rounds is not None and self.sums.rounds.count_step():
                 self.average_round()
         if self.scheduler.replica is not None and self._is_ours(optimizer, parameters):

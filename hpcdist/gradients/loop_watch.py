@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from hpcdist.gradients import torch_hooks
+from hpcdist.gradients.own_loaders import OwnLoader
 from hpcdist.gradients.part_tensors import PartTensors, leaves_of
 from hpcdist.gradients.torch_hooks import Handle
 from hpcdist.runtime.loop_state import Part, Uses
@@ -34,7 +36,9 @@ class LoopWatch:
         self.tensors = PartTensors()
         self._flags = weakref.proxy(flags)
         self._handle: Handle | None = None
+        self._own_loaders: weakref.WeakKeyDictionary[DataLoader[Any], OwnLoader] = weakref.WeakKeyDictionary()
         torch_hooks.around_any_backward(self._begin_backward, self._end_backward)
+        torch_hooks.around_loaders(self)
         flags.loop.watch_forwards_with(self._watch_forwards)
 
     def _begin_backward(self) -> None:
@@ -43,9 +47,35 @@ class LoopWatch:
     def _end_backward(self) -> None:
         self._flags.loop.end_backward()
 
-    def _watch_forwards(self) -> None:
-        if self._handle is None:
+    def _watch_forwards(self, is_needed: bool) -> None:
+        if is_needed and self._handle is None:
             self._handle = torch_hooks.around_outer_calls(self)
+        elif not is_needed and self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def before_pass(self, loader: "DataLoader[Any]") -> None:
+        """Follow a DataLoader of the program's own."""
+        own_loader = self._own_loaders.get(loader)
+        if own_loader is None:
+            own_loader = OwnLoader(loader, self._flags)
+            self._own_loaders[loader] = own_loader
+        own_loader.begin_pass()
+
+    def before_draw(self, loader: "DataLoader[Any]") -> None:
+        """Act on requests if a draw begins an iteration. Collective then: the ranks of the role."""
+        if loader in self._own_loaders:
+            self._own_loaders[loader].before_draw()
+
+    def after_draw(self, loader: "DataLoader[Any]", batch: Any) -> None:
+        """Record a batch that the program has drawn."""
+        if loader in self._own_loaders:
+            self._own_loaders[loader].hand_out(batch, self.tensors)
+
+    def after_pass(self, loader: "DataLoader[Any]") -> None:
+        """Note that a pass has ended."""
+        if loader in self._own_loaders:
+            self._own_loaders[loader].end_pass()
 
     def before_call(self, module: nn.Module, inputs: Any) -> list[Part] | None:
         """Return the parts that a call is given; None for one that activation checkpointing makes again.

@@ -8,7 +8,6 @@ may be mistaken for each other, if they have the same fraction n_r / N on every 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpcdist.errors import GradientError
 from hpcdist.runtime.loop_state import Part
 
 
@@ -29,7 +28,7 @@ class Weight:
     total_rows: int | None = None
     key: int | None = None
     doubtful_rows: int | None = None
-    refusal: GradientError | None = None
+    refusal: str | None = None
 
     def has_fraction_of(self, other: "Weight") -> bool:
         """Return whether this replica has the same fraction of the rows of all replicas here and there."""
@@ -47,15 +46,22 @@ def weigh(parts: Sequence[Part], local_index: int) -> Weight:
     """
     planned = [part for part in parts if part.rows is not None]
     if not planned:
-        return Weight()
+        likely_rows = [part.likely_rows for part in parts if part.likely_rows is not None]
+        return Weight(doubtful_rows=_digest(likely_rows) if likely_rows else None)
     ordered = sorted(planned, key=lambda part: (part.source.number, part.number))
     weights = [_weight_of(part, local_index) for part in ordered]
     if all(weights[0].has_fraction_of(weight) for weight in weights):
         key = weights[-1].key if len(weights) == 1 else None
         return Weight(weights[-1].rows, weights[-1].total_rows, key)
-    if all(weight.total_rows is None for weight in weights) and len({part.source.number for part in parts}) > 1:
-        return Weight(1.0, doubtful_rows=hash(tuple(weight.rows for weight in weights)) % (1 << 20))
+    is_known = all(weight.total_rows is not None for weight in weights)
+    if not is_known and len({part.source.number for part in planned}) == len(planned):
+        return Weight(doubtful_rows=_digest([int(weight.rows) for weight in weights]))
     return Weight(refusal=_refusal(weights))
+
+
+def _digest(rows: Sequence[int]) -> int:
+    """Return a number that differs where rows differ: replicas that have the same weigh the same."""
+    return rows[0] if len(rows) == 1 else hash(tuple(rows)) % (1 << 20)
 
 
 def _weight_of(part: Part, local_index: int) -> Weight:
@@ -63,9 +69,9 @@ def _weight_of(part: Part, local_index: int) -> Weight:
     return Weight(float(part.rows[local_index]), part.total_rows, part.key)
 
 
-def _refusal(weights: Sequence[Weight]) -> GradientError:
+def _refusal(weights: Sequence[Weight]) -> str:
     sizes = sorted({f"{weight.rows:g} of {weight.total_rows or 'an unknown number of'}" for weight in weights})
-    return GradientError(
+    return (
         f"backward: expected one part of a global batch since the last backward with ReduceOp.MEAN, got parts of "
         f"{', '.join(sizes)} rows, any of which may be meant; draw a batch when the last one is trained on, give the "
         f"model the tensors as they were drawn, evaluate under torch.no_grad(), or use drop_remainder=True."

@@ -12,6 +12,9 @@ from hpcdist.gradients.generators import StepGenerators
 from hpcdist.gradients.model_plan import IdentitySet, ModuleSet
 from hpcdist.runtime.step_flags import single_rank_flags
 
+#: Owner of the parts of strategies of one replica, whose gradients nobody weighs.
+_OWNER = 0
+
 
 class SingleReplicaSteps:
     """Watches the modules and optimizers of a single replica, with which nothing is summed.
@@ -30,15 +33,19 @@ class SingleReplicaSteps:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch every module, parameter and optimizer that is built in the block."""
-        with torch_hooks.on_built(self.modules.add, self.modules.add_parameter, self._optimizers.add):
+        with torch_hooks.on_built(self.modules.add, self.modules.add_parameter, self._see_optimizer):
             yield
         if self.generators.seed is None:
             self.generators.start(torch.initial_seed())
 
+    def _see_optimizer(self, optimizer: Optimizer) -> None:
+        self._optimizers.add(optimizer)
+        single_rank_flags.loop.expect_training(_OWNER)
+
     def _after_step(self, optimizer: Optimizer) -> None:
         if optimizer in self._optimizers or self._steps_ours(optimizer):
             self.generators.advance()
-            single_rank_flags.count_step(optimizer)
+            single_rank_flags.count_step(optimizer, _OWNER)
 
     def _steps_ours(self, optimizer: Optimizer) -> bool:
         own = self.modules.parameters()

@@ -4,6 +4,7 @@ A parameter's hooks hold what they call, so that a model keeps summing for as lo
 it weakly, so that a strategy whose models are gone is freed.
 """
 
+import importlib
 import itertools
 import sys
 import threading
@@ -26,6 +27,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import unserializable_hook
 
 
@@ -154,8 +157,7 @@ class _Watcher:
         """Stop watching; with the last watcher, calls are torch's own again."""
         _watchers.pop(self._number, None)
         _outer_watchers.pop(self._number, None)
-        if not (_watchers or _outer_watchers) and nn.Module.__call__ is _watched_call:
-            nn.Module.__call__ = _module_call  # type: ignore[method-assign]
+        _choose_call()
 
 
 def before_any_forward(see: Callable[[nn.Module, tuple[Any, ...]], None]) -> Handle:
@@ -169,8 +171,20 @@ def before_any_forward(see: Callable[[nn.Module, tuple[Any, ...]], None]) -> Han
         _show = torch.compiler.disable(_show_call)  # type: ignore[no-untyped-call]
     number = next(_watcher_numbers)
     _watchers[number] = see
-    nn.Module.__call__ = _watched_call  # type: ignore[method-assign]
+    _choose_call()
     return _Watcher(number)
+
+
+def _choose_call() -> None:
+    """Make the calls of modules as they are watched; torch's own if nobody watches, and another library's if it is."""
+    if nn.Module.__call__ not in (_module_call, _watched_call, _outer_watched_call):
+        return
+    if _watchers:
+        nn.Module.__call__ = _watched_call  # type: ignore[method-assign]
+    elif _outer_watchers:
+        nn.Module.__call__ = _outer_watched_call  # type: ignore[method-assign]
+    else:
+        nn.Module.__call__ = _module_call  # type: ignore[method-assign]
 
 
 def _show_call(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -179,11 +193,13 @@ def _show_call(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_exporting():
-        return _module_call(module, *args, **kwargs)
-    if _watchers and _show is not None:
+    if _show is not None and not torch.compiler.is_exporting():
         _show(module, args)
-    if not _outer_watchers or torch.compiler.is_compiling() or _outer_call.is_running:
+    return _outer_watched_call(module, *args, **kwargs)
+
+
+def _outer_watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling() or _outer_call.is_running or not _outer_watchers:
         return _module_call(module, *args, **kwargs)
     return _call_shown(module, args, kwargs)
 
@@ -214,9 +230,10 @@ def around_outer_calls(watcher: OuterWatcher) -> Handle:
 
     Cost: about 0.2 us for the call of each module inside.
     """
+    importlib.import_module("torch._dynamo.eval_frame").skip_code(_outer_watched_call.__code__)  # else it is compiled
     number = next(_watcher_numbers)
     _outer_watchers[number] = weakref.ref(watcher)
-    nn.Module.__call__ = _watched_call  # type: ignore[method-assign]
+    _choose_call()
     return _Watcher(number)
 
 
@@ -431,3 +448,74 @@ def _show_after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 register_optimizer_step_pre_hook(_show_before_step)
 register_optimizer_step_post_hook(_show_after_step)
+
+
+class LoaderWatcher(Protocol):
+    """Sees the DataLoaders that the main thread iterates over."""
+
+    def before_pass(self, loader: "DataLoader[Any]") -> None:
+        """A pass is about to begin."""
+
+    def before_draw(self, loader: "DataLoader[Any]") -> None:
+        """A batch is about to be drawn."""
+
+    def after_draw(self, loader: "DataLoader[Any]", batch: Any) -> None:
+        """A batch was drawn."""
+
+    def after_pass(self, loader: "DataLoader[Any]") -> None:
+        """There were no more batches."""
+
+
+#: Who sees DataLoaders, by number, held weakly.
+_loader_watchers: "dict[int, weakref.ref[LoaderWatcher]]" = {}
+#: The loader of each of their iterators.
+_loaders: "weakref.WeakKeyDictionary[_BaseDataLoaderIter, DataLoader[Any]]" = weakref.WeakKeyDictionary()
+_make_iterator = DataLoader.__iter__
+_next_batch = _BaseDataLoaderIter.__next__
+
+
+def around_loaders(watcher: LoaderWatcher) -> None:
+    """Show the DataLoaders of the main thread to a watcher, which is held weakly.
+
+    Not those of a class with `is_shown = False`, which read for others. torch has no hook for that: the methods that
+    make an iterator and draw from it are wrapped.
+    """
+    _loader_watchers[next(_watcher_numbers)] = weakref.ref(watcher)
+    DataLoader.__iter__ = _watched_iterator  # type: ignore[method-assign]
+    _BaseDataLoaderIter.__next__ = _watched_next  # type: ignore[method-assign]
+
+
+def _alive_loader_watchers() -> list[LoaderWatcher]:
+    watchers = [reference() for reference in _loader_watchers.values()]
+    return [watcher for watcher in watchers if watcher is not None]
+
+
+def _watched_iterator(loader: "DataLoader[Any]") -> _BaseDataLoaderIter:
+    is_main = threading.current_thread() is threading.main_thread() and get_worker_info() is None
+    if not is_main or not getattr(loader, "is_shown", True):
+        return _make_iterator(loader)
+    for watcher in _alive_loader_watchers():
+        watcher.before_pass(loader)
+    state = torch.get_rng_state()
+    iterator = _make_iterator(loader)
+    torch.set_rng_state(state)  # a restart in the middle of a pass draws the seed of its workers at another step
+    _loaders[iterator] = loader
+    return iterator
+
+
+def _watched_next(iterator: _BaseDataLoaderIter) -> Any:
+    loader = _loaders.get(iterator)
+    if loader is None:
+        return _next_batch(iterator)
+    watchers = _alive_loader_watchers()
+    for watcher in watchers:
+        watcher.before_draw(loader)
+    try:
+        batch = _next_batch(iterator)
+    except StopIteration:
+        for watcher in watchers:
+            watcher.after_pass(loader)
+        raise
+    for watcher in watchers:
+        watcher.after_draw(loader, batch)
+    return batch

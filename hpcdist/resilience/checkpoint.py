@@ -1,5 +1,6 @@
 """Checkpoint: converts training objects to named arrays and back."""
 
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
@@ -14,6 +16,7 @@ from hpcdist.checkpoint.image import FileImage
 from hpcdist.checkpoint.layout import lay_out, stored_dtype
 from hpcdist.checkpoint.read import Index, named_arrays
 from hpcdist.checkpoint.tree import Array, NamedArray, decode, encode, is_list_of_pairs
+from hpcdist.data.distributed import DistributedInput
 from hpcdist.dtypes import dtype_name
 from hpcdist.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, DataError, UsageError
 from hpcdist.gradients.central_storage import is_stepped_by_chief
@@ -84,6 +87,22 @@ class Checkpoint:
         """The ranks that save and restore together: those of the strategy among the objects, else the default world."""
         worlds = [item.world for item in self._objects.values() if isinstance(getattr(item, "world", None), World)]
         return worlds[0] if worlds else make_world()
+
+    def digest_beside_tensors(self) -> str:
+        """Return a digest of what can change without a step: schedules, settings of optimizers, numbers, and so on.
+
+        Modules, arrays, the strategy and sources of batches are left out. Not collective.
+        """
+        arrays: list[NamedArray] = []
+        nodes = {name: encode(_settings_of(item), name, to_array, arrays) for name, item in self._objects.items()}
+        digest = xxhash.xxh3_64(json.dumps(nodes, sort_keys=True, default=str).encode())
+        for array in arrays:
+            digest.update(np.ascontiguousarray(array.values).view(np.uint8).data)
+        return digest.hexdigest()
+
+    def objects(self) -> list[Any]:
+        """Return the objects, without their names."""
+        return list(self._objects.values())
 
     def optimizers(self) -> list[Any]:
         """Return the optimizers among the objects."""
@@ -447,6 +466,19 @@ def _memory_of(value: Any) -> tuple[str, Array] | None:
     if not (array.flags.c_contiguous and array.flags.writeable):
         return None
     return dtype, array.view(np.uint8) if dtype == "bool" else array
+
+
+def _settings_of(item: Any) -> Any:
+    """Return the state of an object apart from what only steps change; None for those that have no other."""
+    if isinstance(item, _PLAIN):
+        return item
+    if hasattr(item, "param_groups"):
+        groups = item.param_groups
+        return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    is_other = _is_array(item) or hasattr(item, "named_parameters") or hasattr(item, "describe_sums")
+    if is_other or isinstance(item, DistributedInput) or getattr(item, "is_state_collective", False):
+        return None
+    return item.state_dict()
 
 
 def _state_of(item: Any) -> Any:

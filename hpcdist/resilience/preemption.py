@@ -29,6 +29,7 @@ from hpcdist.resilience.step_times import begin_step_times
 from hpcdist.resilience.steps import StepCount
 from hpcdist.resilience.stop import StopFlag, wrapper_of
 from hpcdist.resilience.termination import TerminationConfig
+from hpcdist.runtime.loop_state import LoopState
 from hpcdist.runtime.process import call_on_uncaught, call_when_done, end_job, end_of_training
 from hpcdist.runtime.step_flags import Request
 
@@ -187,10 +188,12 @@ class PreemptionCheckpointHandler:
         self._step_at_poll = self.step
         self._saves.begin(self.step, is_restored=self.restored_path is not None)
         self._loop = self._world.step_flags.loop
-        self._loop.expect_steps_of(self._manager.checkpoint.optimizers())
         watch_loop(self._world.step_flags)
         self._stop_seen: tuple[float, int] | None = None
-        self._world.step_flags.attach(self)
+        self._stop_waits = False
+        self._state_at_end = ""
+        checkpoint = self._manager.checkpoint
+        self._world.step_flags.attach(self, checkpoint.optimizers(), checkpoint.objects())
         call_when_done(self.record_end)
         if self.deadline is not None:
             self._log(self.deadline.describe())
@@ -383,6 +386,7 @@ class PreemptionCheckpointHandler:
             if self._loop.is_training and not self._loop.is_complete:  # gradients are accumulated
                 self.note_unsafe_point()
                 return
+            self._loop.note_safe_point()
         self.poll_between_batches(*args, **kwargs)
 
     @property
@@ -393,7 +397,8 @@ class PreemptionCheckpointHandler:
         """Poll like `poll`, but do not end an evaluator, whose evaluation is not over. Datasets call it."""
         if not self._can_poll or self._world.step_flags.is_in_round:
             return
-        self._loop.note_safe_point()
+        if self._loop.is_after_pass:
+            self._state_at_end = self._manager.checkpoint.digest_beside_tensors()
         has_stepped = self._measure()
         if self._times is not None:
             self._times.arrive(self.step)
@@ -401,7 +406,7 @@ class PreemptionCheckpointHandler:
         agreed = self._agreement.poll(at_once=self._is_long_since)
         self._is_long_since = False
         with self._recording_desync(), self._busy():
-            if Request.STOP in agreed:
+            if Request.STOP in agreed or self._stop_waits:
                 self._obey(args, kwargs)
             elif has_stepped and not self._saves_no_more:
                 self._saves.note_saved()
@@ -413,6 +418,27 @@ class PreemptionCheckpointHandler:
         if self._times is not None:
             self._log_pace(self._times.leave())
         self._polled_at = self._clock()
+
+    def poll_after_pass(self) -> None:
+        """Act on a stop between a pass and the next one, such as in a validation, if the end of the pass can be saved.
+
+        That is so as long as no object of the Checkpoint, such as a schedule, has changed since: what follows the pass
+        is done again. Otherwise a stop waits for the next pass. Collective: chief and workers.
+        """
+        if not self._can_poll:
+            return
+        self._polled_at = self._clock()
+        if Request.STOP not in self._agreement.poll(at_once=self._is_long_since) and not self._stop_waits:
+            return
+        self._is_long_since = False
+        self._stop_waits = True
+        is_changed = self._manager.checkpoint.digest_beside_tensors() != self._state_at_end
+        if self._agreement.any_rank(is_changed):
+            self._leave_if_overdue()
+            return
+        self._loop.rewind_to_end_of_pass()
+        with self._recording_desync(), self._busy():
+            self._obey((), {})
 
     def note_unsafe_point(self) -> None:
         """Refuse a program that never is between two iterations, and end one that must stop and cannot save.
@@ -426,9 +452,9 @@ class PreemptionCheckpointHandler:
         if not self._can_poll:
             return
         loop = self._loop
-        is_lost = loop.n_parts == 0 or loop.n_rejected > 1
+        is_lost = loop.n_parts == 0 or loop.n_rejected > 1 or loop.has_lost_position
         if loop.n_steps_since_safe_point >= _MAX_UNSAFE_STEPS and is_lost:
-            raise agreed(_unsafe_loop_error(loop.n_steps_since_safe_point, loop.n_parts > 0))
+            raise agreed(_unsafe_loop_error(loop))
         self._leave_if_overdue()
 
     def _leave_if_overdue(self) -> None:
@@ -598,19 +624,27 @@ class PreemptionCheckpointHandler:
             self.close()
 
 
-def _unsafe_loop_error(n_steps: int, has_parts: bool) -> UsageError:
+def _unsafe_loop_error(loop: LoopState) -> UsageError:
     """Return the error of a program that cannot be saved, with the lines that cure it."""
-    cure = "call handler.poll() at the end of each iteration"
-    if has_parts:
+    n_steps = loop.n_steps_since_safe_point
+    if loop.has_lost_position:
+        return UsageError(
+            f"PreemptionCheckpointHandler: expected the position in the data to be in the Checkpoint, got {n_steps} steps "
+            f"on a DataLoader that is not; write batches = strategy.experimental_distribute_dataset(loader), iterate "
+            f"over that and give Checkpoint(data=batches), or use hpcdist.DistributedSampler, give "
+            f"Checkpoint(data=sampler), and begin with for epoch in range(sampler.epoch, n_epochs)."
+        )
+    if loop.n_parts > 0:
         return UsageError(
             f"PreemptionCheckpointHandler: expected a point between two iterations, where it may save and stop, got "
             f"none in {n_steps} steps of a loop that draws while gradients or batches wait for a step; draw a batch "
-            f"when the last one is trained on, step all optimizers of the Checkpoint for it, or {cure}."
+            f"when the last one is trained on, step all optimizers of the Checkpoint for it, or call handler.poll() at "
+            f"the end of each iteration."
         )
     return UsageError(
         f"PreemptionCheckpointHandler: expected batches of a distributed dataset, or calls of handler.poll(), got "
-        f"neither in {n_steps} steps: nothing is saved; {cure}, and begin the loop at handler.step, or train on "
-        f"strategy.experimental_distribute_dataset(loader) and give it to the Checkpoint."
+        f"neither in {n_steps} steps: nothing is saved; call handler.poll() at the end of each iteration, and begin the "
+        f"loop at handler.step, or train on strategy.experimental_distribute_dataset(loader)."
     )
 
 

@@ -8,10 +8,12 @@ Nothing here communicates. Ranks that make the same calls reach the same conclus
 """
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+#: Forwards are watched until so many steps were made of parts of which no other one was open.
+_MAX_QUIET_STEPS = 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +26,8 @@ class Part:
         rows: rows of each local replica; None where nobody has planned them.
         total_rows: rows of all replicas together; None where each rank knows its own alone.
         is_everywhere: whether every replica of the job is known to have rows in this batch.
-        key: names the batch; equal on all ranks that got parts of the same batch.
+        key: names the batch; equal on all ranks that got parts of the same batch. None where no rank knows of others.
+        likely_rows: rows of this rank's part where nobody has planned them, to notice ranks that differ; None: unknown.
         position: of the source after this part; what a checkpoint stores once the part is complete.
         is_for_training: whether gradients were recorded when it was handed out.
     """
@@ -34,9 +37,10 @@ class Part:
     rows: tuple[int, ...] | None
     total_rows: int | None
     is_everywhere: bool
-    key: int
+    key: int | None
     position: Any
     is_for_training: bool
+    likely_rows: int | None = None
 
 
 class PartSource:
@@ -44,28 +48,44 @@ class PartSource:
 
     Args:
         number: in the order in which sources were made, which is the same on all ranks.
+        owner: whose gradients are made of its parts, such as a strategy; None: anybody's.
+        keeper: id of what must be in the Checkpoint for the position to be kept; None: whoever distributes it decides.
 
     Attributes:
-        number: see above.
+        number, owner, keeper: see above.
         has_pass: whether a pass is in progress.
         is_trusted: whether who draws, such as `fit`, does so between iterations alone, and uses what it draws.
         n_handed_out: parts so far.
         n_complete: number of the newest part that was trained on; 0 before the first.
         position: after that part.
+        now: where it is, whatever was used.
+        rewound_to: what a checkpoint stores in place of any other position; None: nothing.
         is_ambiguous: whether it is unknown which of its parts the last backwards have used.
+        is_abandoned: whether nobody can draw from it any more.
+        n_idle_steps: steps since then.
         is_doubtful: whether a backward may have used an open part, or the complete one a second time, as a GAN does.
-        open_parts: parts for training that may still be used, the oldest first.
+        open_parts: parts for training that no backward has used yet, the oldest first.
+        has_incomplete: whether a backward has used a part, and no step has completed it.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, owner: int | None, keeper: int | None) -> None:
         self.number = number
+        self.owner = owner
+        self.keeper = keeper
+        self._n_settled = 0
+        self._settled_position: Any = None
         self.has_pass = False
         self.is_trusted = False
         self.n_handed_out = 0
         self.n_complete = 0
         self.position: Any = None
+        self.now: Any = None
+        self.rewound_to: Any = None
+        self.is_abandoned = False
+        self.n_idle_steps = 0
         self.is_ambiguous = False
         self.is_doubtful = False
+        self.has_incomplete = False
         self.open_parts: list[Part] = []
 
     @property
@@ -84,14 +104,48 @@ class PartSource:
         if part.is_for_training:
             self.open_parts.append(part)
 
+    def use(self, part: Part) -> None:
+        """Note that a backward has used a part. Older ones that none has used were skipped."""
+        self.open_parts = [other for other in self.open_parts if other.number > part.number]
+        self.has_incomplete = True
+
     def complete(self, part: Part) -> None:
-        """Count a part as trained on. Older ones that no backward has used were skipped."""
+        """Count a part as trained on."""
         if part.number > self.n_complete:
             self.n_complete = part.number
             self.position = part.position
-        self.open_parts = [other for other in self.open_parts if other.number > part.number]
+        self.has_incomplete = False
         self.is_ambiguous = False
         self.is_doubtful = False
+
+    def move(self, position: Any) -> None:
+        """Note where the source is now."""
+        self.now = position
+        self.rewound_to = None
+
+    def settle(self) -> None:
+        """Remember where the source is if all that it handed out is complete: what comes next may never be used."""
+        if self.is_settled:
+            self._n_settled = self.n_handed_out
+            self._settled_position = self.now
+
+    def saved_position(self, is_training: bool) -> Any:
+        """Return the position after what was used last.
+
+        Args:
+            is_training: whether parts are used by backwards; elsewhere they are used by being drawn.
+        """
+        if self.rewound_to is not None:
+            return self.rewound_to
+        waits_for_step = bool(self.open_parts) or self.has_incomplete
+        is_by_training = self.is_trained or (is_training and waits_for_step)
+        if self.is_trusted or not is_by_training or self.is_settled:
+            return self.now
+        return self.position if self.n_complete > self._n_settled else self._settled_position
+
+    def rewind(self, position: Any) -> None:
+        """Let a checkpoint store an earlier position."""
+        self.rewound_to = position
 
     def trust(self) -> None:
         """Count on every draw being made between two iterations, by who restores its own position."""
@@ -105,6 +159,10 @@ class PartSource:
         """Note that no pass is in progress."""
         self.has_pass = False
 
+    def abandon(self) -> None:
+        """Note that nobody can draw any more; the parts that are open may still be used."""
+        self.is_abandoned = True
+
     def forget(self) -> None:
         """Begin anew: nothing that was handed out so far counts any more."""
         self.drop_open()
@@ -113,6 +171,7 @@ class PartSource:
     def drop_open(self) -> None:
         """Expect no step that is made of the parts handed out so far."""
         self.open_parts = []
+        self.has_incomplete = False
         self.is_ambiguous = False
         self.is_doubtful = False
 
@@ -141,31 +200,40 @@ class Uses:
         self.parts += [part for part in reached if part not in self.parts]
 
 
+def _owned(parts: Iterable[Part], owner: int) -> list[Part]:
+    return [part for part in parts if part.source.owner in (None, owner)]
+
+
 class LoopState:
     """Follows one program's loop.
 
     Attributes:
-        is_training: whether the program steps torch optimizers. Parts are then used by backwards, and not by drawing.
         needs_identity: whether a backward may mean more than one part, so that forwards are watched.
         n_safe_points: points between two iterations at which requests were looked for.
         n_rejected: draws for training since then that were none.
         n_parts: parts for training that were handed out since then.
+        has_lost_position: whether the program trains on a loader whose position is not saved.
         n_backwards: backwards so far.
         n_steps: optimizer steps so far.
     """
 
     def __init__(self) -> None:
-        self.is_training = False
         self.needs_identity = False
         self.n_safe_points = 0
         self.n_rejected = 0
         self.n_parts = 0
+        self.has_lost_position = False
         self.n_backwards = 0
         self.n_steps = 0
-        self._sources: "weakref.WeakValueDictionary[int, PartSource]" = weakref.WeakValueDictionary()
+        self._sources: dict[int, PartSource] = {}
         self._n_sources = 0
-        self._watch_forwards: Callable[[], None] | None = None
+        self._watch_forwards: Callable[[bool], None] | None = None
+        self._n_quiet_steps = 0
+        self._training_owners: set[int | None] = set()
+        self._saved: frozenset[int] = frozenset()
         self._optimizers: frozenset[int] = frozenset()
+        self._n_steps_at_begin = 0
+        self._n_backwards_at_begin = 0
         self._stepped: set[int] = set()
         self._n_steps_at_safe_point = 0
         self._n_backwards_at_step = 0
@@ -174,43 +242,81 @@ class LoopState:
         self._pending: list[Part] = []
         self._last_used: list[Part] = []
         self._uses: dict[int, Uses] = {}
+        self._positions_at_end: list[tuple[PartSource, Any]] = []
+        self._n_steps_at_end = -1
         self._leader: PartSource | None = None
         self._n_draws_without_leader: dict[int, int] = {}
 
     # -- who takes part ---------------------------------------------------------------------------------------------
 
-    def add_source(self) -> PartSource:
-        """Return a new source of parts."""
+    def add_source(self, owner: int | None = None, keeper: int | None = None) -> PartSource:
+        """Return a new source of parts; see there."""
         self._n_sources += 1
-        source = PartSource(self._n_sources)
+        source = PartSource(self._n_sources, owner, keeper)
         self._sources[source.number] = source
         return source
 
-    def expect_training(self) -> None:
-        """Expect that parts are used by backwards, as the program has made an optimizer."""
-        self.is_training = True
+    def expect_training(self, owner: int | None = None) -> None:
+        """Expect that an owner's parts are used by backwards, as the program has made an optimizer for it."""
+        self._training_owners.add(owner)
 
-    def expect_steps_of(self, optimizers: Iterable[Any]) -> None:
-        """Expect that every iteration steps all of these; without any, parts are used by being drawn."""
+    def begin(self, optimizers: Iterable[Any] = (), saved: Iterable[Any] = ()) -> None:
+        """Begin to look for points between iterations.
+
+        Args:
+            optimizers: every iteration is expected to step all of these; without any, nothing is known of the program.
+            saved: objects whose state is saved, such as samplers.
+        """
+        self._saved = frozenset(id(item) for item in saved)
+        self.has_lost_position = False
         self._optimizers = frozenset(id(optimizer) for optimizer in optimizers)
-        self.is_training = self.is_training or bool(self._optimizers)
         self._stepped = set()
+        self._pending = []
+        self._last_used = []
+        self._positions_at_end = []
+        self._n_steps_at_end = -1
+        self._leader = None
+        self._n_steps_at_begin = self.n_steps
         self._n_steps_at_safe_point = self.n_steps
+        self._n_backwards_at_begin = self.n_backwards
+        self._n_backwards_at_step = self.n_backwards
+        self.n_rejected = 0
+        self.n_parts = 0
+        for source in self._sources.values():
+            source.drop_open()
 
-    def watch_forwards_with(self, watch: Callable[[], None]) -> None:
-        """Call `watch` once forwards must be watched; at once if they must be already."""
+    @property
+    def is_training(self) -> bool:
+        """Whether the program trains by backwards, as far as it is known."""
+        return self._has_begun or bool(self._optimizers)
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether there was a step or a backward since `begin`."""
+        return self.n_steps > self._n_steps_at_begin or self.n_backwards > self._n_backwards_at_begin
+
+    def is_training_with(self, source: PartSource) -> bool:
+        """Return whether parts of a source are used by backwards; elsewhere they are used by being drawn."""
+        return bool(self._optimizers) or source.owner in self._training_owners
+
+    def watch_forwards_with(self, watch: Callable[[bool], None]) -> None:
+        """Call watch(True) once forwards must be watched, and watch(False) once they need not be any more."""
         self._watch_forwards = watch
-        if self.needs_identity:
-            watch()
+        watch(self.needs_identity)
+
+    def _need_identity(self, is_needed: bool) -> None:
+        self._n_quiet_steps = 0
+        if self.needs_identity is not is_needed:
+            self.needs_identity = is_needed
+            if self._watch_forwards is not None:
+                self._watch_forwards(is_needed)
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def hand_out(self, part: Part) -> None:
         """Record a part that its source hands out now."""
-        if not self.needs_identity and any(True for _ in self.open_parts()):
-            self.needs_identity = True
-            if self._watch_forwards is not None:
-                self._watch_forwards()
+        if any(True for _ in self.open_parts()):
+            self._need_identity(True)
         part.source.add(part)
         if part.is_for_training:
             self.n_parts += 1
@@ -251,19 +357,24 @@ class LoopState:
         """Begin to record what a backward of this thread uses."""
         self._uses.setdefault(threading.get_ident(), Uses()).begin()
 
-    def candidates(self) -> list[Part]:
+    def candidates(self, owner: int) -> list[Part]:
         """Return the parts that the running backward may use: the known ones, else those that are open.
 
         A backward before which nothing new was handed out, such as a GAN's second one, uses what the last one used.
+
+        Args:
+            owner: whose gradients the backward makes.
         """
         uses = self.uses()
-        if uses.parts and not uses.is_unknown:
-            return uses.parts
-        named = {part.source.number for part in uses.parts}
-        others = [part for part in self.open_parts() if part.source.number not in named]
+        known = _owned(uses.parts, owner)
+        if known and not uses.is_unknown:
+            return known
+        named = {part.source.number for part in known}
+        others = [part for part in _owned(self.open_parts(), owner) if part.source.number not in named]
+        last_used = _owned(self._last_used, owner)
         if self._may_use_again(uses):
-            others += [part for part in self._last_used if part.source.number not in named]
-        return [*uses.parts, *others] or self._last_used
+            others += [part for part in last_used if part.source.number not in named]
+        return [*known, *others] or last_used
 
     def _may_use_again(self, uses: Uses) -> bool:
         """Return whether an unknown forward may be that of another optimizer, on a part that is complete."""
@@ -279,9 +390,11 @@ class LoopState:
         used = list(uses.parts)
         if uses.is_unknown or not used:
             named = {part.source.number for part in used}
-            for source in list(self._sources.values()):
+            for source in self._sources.values():
                 if source.number not in named:
                     used += self._guess(source, uses)
+        for part in used:
+            part.source.use(part)
         self._pending += used
         self._last_used = used or self._last_used
 
@@ -295,7 +408,7 @@ class LoopState:
         if self._may_use_again(uses) and any(part.source is source for part in self._last_used):
             source.is_doubtful = True
             return []
-        return source.open_parts
+        return list(source.open_parts)
 
     def note_forward(self) -> None:
         """Record that a watched forward has run, which may change what a step starts from."""
@@ -304,16 +417,27 @@ class LoopState:
     def note_step(self, optimizer: Any = None) -> None:
         """Count a step: what the backwards before it have used is complete."""
         self.n_steps += 1
-        self.is_training = True
         self._stepped.add(id(optimizer))
         if self.n_backwards == 0:  # gradients of the program's own, as of torch.autograd.grad
             self._note_used(Uses())
         for part in self._pending:
             part.source.complete(part)
         self._pending = []
+        self._drop_abandoned()
         self._n_backwards_at_step = self.n_backwards
+        self._n_quiet_steps += 1
+        if self._n_quiet_steps > _MAX_QUIET_STEPS:
+            self._need_identity(False)
         self._is_watched_since_step = self.needs_identity
         self._has_forward = False
+
+    def _drop_abandoned(self) -> None:
+        """Forget sources that nobody can draw from, once no step has been made of their parts for long."""
+        for source in list(self._sources.values()):
+            if source.is_abandoned:
+                source.n_idle_steps += 1
+            if source.is_abandoned and (not source.open_parts or source.n_idle_steps > _MAX_QUIET_STEPS):
+                del self._sources[source.number]
 
     # -- points between iterations --------------------------------------------------------------------------------------
 
@@ -321,7 +445,7 @@ class LoopState:
     def is_complete(self) -> bool:
         """Whether a step has completed all backwards, and it is known which parts they have used."""
         is_stepped = self.n_backwards == self._n_backwards_at_step
-        return is_stepped and not any(source.is_ambiguous for source in list(self._sources.values()))
+        return is_stepped and not any(source.is_ambiguous for source in self._sources.values())
 
     @property
     def is_between_iterations(self) -> bool:
@@ -331,7 +455,7 @@ class LoopState:
         """
         if not self.is_complete or self._has_forward:
             return False
-        if any(source.is_doubtful for source in list(self._sources.values())):
+        if any(source.is_doubtful for source in self._sources.values()):
             return False
         if any(True for _ in self.open_parts()) and not self._is_watched_since_step:
             return False
@@ -349,10 +473,14 @@ class LoopState:
 
         In a program that trains, a validation is none: what follows it, such as a schedule's step, is not over.
         """
-        if source.is_trusted or not self.is_training:
+        if source.is_trusted or not (self.is_training or self.is_training_with(source)):
             return True
+        if source.keeper is not None and source.keeper not in self._saved:
+            self.has_lost_position = self.has_lost_position or is_for_training
+            return False
         is_leading = self._leader is None or self._leader is source
-        is_safe = is_for_training and is_leading and self.is_between_iterations
+        is_first = not self._has_begun and not source.open_parts
+        is_safe = (is_for_training or is_first) and is_leading and self.is_between_iterations
         self.n_rejected += is_for_training and not is_safe
         return is_safe
 
@@ -363,8 +491,9 @@ class LoopState:
         """
         inputs = list(parts)
         is_new = all(part in part.source.open_parts and part.is_everywhere for part in inputs)
+        is_kept = all(part.source.keeper is None or part.source.keeper in self._saved for part in inputs)
         has_stepped = self.n_steps_since_safe_point > 0
-        return bool(inputs) and is_new and has_stepped and self._is_watched_since_step and self.is_between_iterations
+        return bool(inputs) and is_new and is_kept and has_stepped and self._is_watched_since_step and self.is_between_iterations
 
     def note_safe_point(self) -> None:
         """Record that requests are looked for here."""
@@ -373,3 +502,21 @@ class LoopState:
         self.n_parts = 0
         self._n_steps_at_safe_point = self.n_steps
         self._stepped = set()
+        self._n_steps_at_end = -1
+
+    # -- between passes ---------------------------------------------------------------------------------------------------
+
+    def note_end_of_pass(self) -> None:
+        """Remember where all sources are: the program is between two iterations, and its pass has no more batches."""
+        self._positions_at_end = [(source, source.now) for source in self._sources.values()]
+        self._n_steps_at_end = self.n_steps
+
+    @property
+    def is_after_pass(self) -> bool:
+        """Whether nothing was trained since the end of a pass, as in the validation of an epoch."""
+        return self.n_steps == self._n_steps_at_end and self.n_backwards == self._n_backwards_at_step
+
+    def rewind_to_end_of_pass(self) -> None:
+        """Let a checkpoint store where all sources were at the end of the pass: what follows it is done again."""
+        for source, position in self._positions_at_end:
+            source.rewind(position)

@@ -6,7 +6,7 @@ itself as the requester.
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from hpcdist.runtime.loop_state import Part, PartSource, LoopState
@@ -37,6 +37,9 @@ class Requester(Protocol):
 
     def note_unsafe_point(self) -> None:
         """Look whether a stop has waited too long for a point between two iterations. Not collective."""
+
+    def poll_after_pass(self) -> None:
+        """Act on a stop in what follows a pass, such as a validation. Collective: the ranks of the role."""
 
     def overdue_stop(self, quiet_s: float) -> str | None:
         """Return why to stop, if the grace period since the request has passed without any work done; otherwise None.
@@ -69,18 +72,31 @@ class StepFlags:
         self.loop = LoopState()
         self._received = Request.NONE
 
-    def attach(self, requester: Requester) -> None:
-        """Let `requester` request and act from now on, in place of an earlier one."""
+    def attach(self, requester: Requester, optimizers: Iterable[Any] = (), saved: Iterable[Any] = ()) -> None:
+        """Let `requester` request and act from now on, in place of an earlier one.
+
+        Args:
+            requester: see there.
+            optimizers: that every iteration of the program's loop is expected to step.
+            saved: objects whose state it saves.
+        """
         self.requester = requester
+        self.loop.begin(optimizers, saved)
 
     def detach(self, requester: Requester) -> None:
         """Forget `requester`, unless another one has taken its place."""
         if self.requester is requester:
             self.requester = None
 
-    def count_step(self, optimizer: Any = None) -> None:
-        """Count an optimizer step."""
+    def count_step(self, optimizer: Any = None, owner: int | None = None) -> None:
+        """Count an optimizer step.
+
+        Args:
+            optimizer: what has stepped.
+            owner: whose gradients it has stepped on; see `PartSource`.
+        """
         self.n_steps += 1
+        self.loop.expect_training(owner)
         self.loop.note_step(optimizer)
         if self.requester is not None:
             self.requester.note_unsafe_point()
@@ -99,16 +115,21 @@ class StepFlags:
         received, self._received = self._received, Request.NONE
         return received
 
-    def poll(self) -> None:
-        """Let the requester act between two steps. Collective where there is one: the ranks of the role."""
+    def poll(self, is_end_of_pass: bool = False) -> None:
+        """Let the requester act between two steps. Collective where there is one: the ranks of the role.
+
+        Args:
+            is_end_of_pass: whether all batches of a pass were trained on, and its loop is about to end.
+        """
         if self.requester is None:
             return
-        if self.is_in_round:
-            self.loop.note_safe_point()
-        else:
+        self.loop.note_safe_point()
+        if is_end_of_pass:
+            self.loop.note_end_of_pass()
+        if not self.is_in_round:
             self.requester.poll_between_batches()
 
-    def poll_at_draw(self, source: PartSource, is_for_training: bool) -> None:
+    def poll_at_draw(self, source: PartSource, is_for_training: bool, is_last: bool) -> None:
         """Let the requester act if a program that asks for its next part is between two iterations.
 
         Collective where there is a requester: the ranks of the role.
@@ -116,11 +137,14 @@ class StepFlags:
         Args:
             source: what is asked.
             is_for_training: whether gradients are recorded.
+            is_last: whether the pass is known to have no more parts.
         """
         if self.requester is None:
             return
         if self.loop.is_safe_draw(source, is_for_training):
-            self.poll()
+            self.poll(is_end_of_pass=is_last and source.is_trained)
+        elif self.loop.is_after_pass and not self.is_in_round:
+            self.requester.poll_after_pass()
         else:
             self.requester.note_unsafe_point()
 

@@ -436,7 +436,7 @@ class Strategy(Ranks):
     def _delivery(self) -> Delivery:
         """Return what is connected to the batches of a new distributed dataset."""
         tensors = watch_loop(single_rank_flags).tensors
-        return Delivery(single_rank_flags, on_part=tensors.add, device=self._placed_on)
+        return Delivery(single_rank_flags, _NOBODY, on_part=tensors.add, device=self._placed_on)
 
     def experimental_make_numpy_dataset(self, numpy_input: Nest, session: None = None) -> Dataset:
         """Return `Dataset.from_tensor_slices(numpy_input)`; `session` is ignored."""
@@ -511,6 +511,8 @@ class Strategy(Ranks):
         """Restore a state."""
 
 
+#: Owner of parts whose gradients nobody weighs.
+_NOBODY = 0
 _default = Strategy()
 _only_replica = OnlyReplica(_default, 0, 0)
 

@@ -367,6 +367,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         flags = self.world.step_flags
         return Delivery(
             flags=flags,
+            owner=self.engine.sums.number,
             on_batch=self._note_batch,
             on_part=watch_loop(flags).tensors.add,
             wrap=functools.partial(regroup, has_no_plain=True) if self._has_fixed_replicas else None,

@@ -1,5 +1,6 @@
 """PreemptionCheckpointHandler: one rank is asked, all save after the same step and leave; the next attempt resumes."""
 
+import contextlib
 import gc
 import json
 import os
@@ -307,6 +308,7 @@ def test_an_evaluation_is_not_cut_in_two(comm, shared_path, make_job):
 
 
 def test_a_loop_under_no_sync(comm, make_job):
+    """A request waits until a step has been made of what was accumulated."""
     job = make_job()
     done = []
 
@@ -314,13 +316,18 @@ def test_a_loop_under_no_sync(comm, make_job):
         for number, x in enumerate([*job.batches] * 8):
             if number == 3 and comm.rank == comm.size - 1:
                 job.handler.stop()
-            with job.strategy.no_sync():
+            is_last = number % 5 == 4
+            with contextlib.nullcontext() if is_last else job.strategy.no_sync():
                 hpcdist.compute_average_loss(job.model(x).square().sum(1), global_batch_size=BATCH).backward()
+            if is_last:
+                job.optimizer.step()
+                job.optimizer.zero_grad()
             done.append(number)
             job.handler.poll()
 
     assert stopped(comm, accumulate) == 75
     assert len(set(comm.allgather(done[-1]))) == 1
+    assert done[-1] == 4
 
 
 @pytest.mark.feature("semantics.handler-restores")

@@ -194,6 +194,9 @@ class _Heart:
     def note_unsafe_point(self) -> None:
         """Do nothing likewise."""
 
+    def poll_after_pass(self) -> None:
+        """Do nothing likewise."""
+
     def overdue_stop(self, quiet_s: float) -> str | None:
         """Return None: the coordinator acts on stop requests."""
         return None
