@@ -189,6 +189,8 @@ class DistributedInput(ABC):
         """Move to the start of the next pass; to that of the last one again, if nothing of it was used."""
         last_pass, self._pass = self._pass, None
         if last_pass is not None and not self._is_used(last_pass):
+            if self._source.n_handed_out > last_pass.n_handed_out:
+                self._source.note_peek()
             self._restore(last_pass.start)
         elif not self._is_loaded:
             if last_pass is not None:
@@ -477,7 +479,11 @@ class DistributedDataset(DistributedInput):
 
     @property
     def _is_at_end(self) -> bool:
-        order, cursor = self.dataset.order, self._cursor
+        return self._is_end(self._cursor)
+
+    def _is_end(self, cursor: Cursor) -> bool:
+        """Return whether a cursor is known to be at the end of its pass."""
+        order = self.dataset.order
         if self.dataset.is_stream:
             return False
         return order.next_batch(cursor.position, cursor.pass_start + order.n_samples) is None
@@ -532,8 +538,8 @@ class DistributedDataset(DistributedInput):
         position.
         """
         saved_position: _DatasetPosition = self._saved_position()
-        cursor = saved_position.cursor
         order = self.dataset.order
+        cursor = self._without_end(saved_position.cursor)
         state: dict[str, Any] = {
             "position": cursor.position,
             "pass_start": cursor.pass_start,
@@ -551,6 +557,16 @@ class DistributedDataset(DistributedInput):
         if self.dataset.policy in _SHARDS_KEYS:
             state[_SHARDS_KEYS[self.dataset.policy]] = self._n_replicas
         return state
+
+    def _without_end(self, cursor: Cursor) -> Cursor:
+        """Return the start of the next pass for the end of a pass whose loop another source ends.
+
+        After a restart that loop does not ask this dataset any more, and would find it without batches the next time.
+        """
+        is_at_start = cursor.position == cursor.pass_start
+        if is_at_start or not self._flags.loop.is_following(self._source) or not self._is_end(cursor):
+            return cursor
+        return end_of_pass(self.dataset.order, cursor)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a cursor, if need be with another batch size or number of replicas.

@@ -34,7 +34,7 @@ from hpcdist.runtime.step_flags import N_NUMBERS, StepFlags
 #: Numbers that must agree travel modulo these, so that sums of squares over thousands of replicas are exact in float32.
 _MODULI = (31, 29)
 #: Extra values in the last bucket, beside one for each gradient and buffer, and the step flags: see `Facts`.
-_N_FACTS = 4 + 2 * (1 + len(_MODULI))
+_N_FACTS = 5 + 2 * (1 + len(_MODULI))
 _sums_numbers = itertools.count(1)
 
 
@@ -48,6 +48,7 @@ class Contribution:
         doubtful_rows: rows that must be as many on all replicas, as gradients are weighted wrongly otherwise.
         refusal: why the gradients cannot be weighted; None if they can.
         key: names the batch, if one is known.
+        has_entry: whether a forward was seen that could begin the iteration.
     """
 
     buffers: list[Tensor | None]
@@ -55,6 +56,7 @@ class Contribution:
     doubtful_rows: int | None
     refusal: str | None
     key: int | None
+    has_entry: bool
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Facts:
         n_doubtful: replicas that may be weighted wrongly.
         n_refused: replicas that cannot be weighted.
         n_keyed: replicas that know which batch they have used.
+        n_entered: replicas that have seen a forward which could begin the iteration.
         weight: rows of all replicas.
         numbers: of the backward, and the sum of its squares.
         keys: of the batch, for each modulus, and the sum of their squares.
@@ -73,6 +76,7 @@ class Facts:
     n_doubtful: float
     n_refused: float
     n_keyed: float
+    n_entered: float
     weight: float
     numbers: tuple[float, float]
     keys: tuple[tuple[float, float], ...]
@@ -80,9 +84,14 @@ class Facts:
     @classmethod
     def decode(cls, values: Sequence[float]) -> "Facts":
         """Return the facts that `encode_facts` made into numbers."""
-        n_doubtful, n_refused, n_keyed, weight, *pairs = values
+        n_doubtful, n_refused, n_keyed, n_entered, weight, *pairs = values
         numbers, *keys = zip(pairs[::2], pairs[1::2], strict=True)
-        return cls(n_doubtful, n_refused, n_keyed, weight, numbers, tuple(keys))
+        return cls(n_doubtful, n_refused, n_keyed, n_entered, weight, numbers, tuple(keys))
+
+    @property
+    def key(self) -> list[int] | None:
+        """Remainders of the key of the batch, if a replica knows it."""
+        return [round(total / self.n_keyed) for total, _ in self.keys] if self.n_keyed else None
 
     @property
     def is_same_batch(self) -> bool:
@@ -102,7 +111,8 @@ def encode_facts(contribution: Contribution, weight: float, backward_number: int
     is_keyed = contribution.key is not None
     keys = [(contribution.key or 0) % modulus for modulus in _MODULI] if is_keyed else [0] * len(_MODULI)
     squares = [value for key in keys for value in (key, key * key)]
-    counts = [contribution.doubtful_rows is not None, contribution.refusal is not None, is_keyed]
+    is_doubtful = contribution.doubtful_rows is not None
+    counts = [is_doubtful, contribution.refusal is not None, is_keyed, contribution.has_entry]
     return [*map(float, counts), weight, number, number * number, *squares]
 
 
@@ -308,7 +318,8 @@ class GradientSums:
         if doubtful_rows is None and self.is_mean and self.has_crossed:
             doubtful_rows = int(weight)
         sparse = [record.contribution for record in self.sparse_records]
-        return Contribution(buffers, sparse, doubtful_rows, used.refusal if self.is_mean else None, used.key)
+        refusal = used.refusal if self.is_mean else None
+        return Contribution(buffers, sparse, doubtful_rows, refusal, used.key, self._step_flags.loop.has_entry)
 
     def counts(self, contribution: "Contribution", weight: float) -> list[float]:
         """Return what is summed along: which gradients and buffers there are, weight, backward number, step flags."""
@@ -341,6 +352,7 @@ class GradientSums:
         facts = _facts_in(totals)
         self._require_same_backward(facts)
         self._step_flags.record(totals[-N_NUMBERS:])
+        self._step_flags.loop.share(facts.n_entered == self.n_replicas, facts.key, _MODULI)
         if facts.n_refused:
             self.is_broken = True
             refusals = [contribution.refusal for contribution in contributions if contribution.refusal is not None]

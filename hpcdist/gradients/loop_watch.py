@@ -99,7 +99,7 @@ class LoopWatch:
             reach = _Reach(self._flags.loop.uses(), parts)
             for tensor in outputs:
                 torch_hooks.call_at_gradient_of(tensor, reach)
-            self._flags.loop.note_forward()
+            self._flags.loop.note_forward(parts)
         elif module.training and _has_parameters(module):
             self._flags.loop.note_forward()
 

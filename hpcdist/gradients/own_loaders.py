@@ -49,6 +49,8 @@ class OwnLoader:
         """
         self._flags.poll_at_draw(self._source, torch.is_grad_enabled(), is_last=False)
         if self._source.has_pass:
+            if self._source.n_complete == self._n_complete_at_begin:
+                self._source.note_peek()
             self._require_end()
         self._n_batches = 0
         self._n_complete_at_begin = self._source.n_complete

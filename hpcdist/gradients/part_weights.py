@@ -51,8 +51,8 @@ def weigh(parts: Sequence[Part], local_index: int) -> Weight:
     ordered = sorted(planned, key=lambda part: (part.source.number, part.number))
     weights = [_weight_of(part, local_index) for part in ordered]
     if all(weights[0].has_fraction_of(weight) for weight in weights):
-        key = weights[-1].key if len(weights) == 1 else None
-        return Weight(weights[-1].rows, weights[-1].total_rows, key)
+        key = weights[0].key if len(weights) == 1 else None  # parts are used in their order, most probably
+        return Weight(weights[0].rows, weights[0].total_rows, key)
     is_known = all(weight.total_rows is not None for weight in weights)
     if not is_known and len({part.source.number for part in planned}) == len(planned):
         return Weight(doubtful_rows=_digest([int(weight.rows) for weight in weights]))

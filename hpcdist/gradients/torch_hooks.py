@@ -4,7 +4,6 @@ A parameter's hooks hold what they call, so that a model keeps summing for as lo
 it weakly, so that a strategy whose models are gone is freed.
 """
 
-import importlib
 import itertools
 import sys
 import threading
@@ -201,13 +200,22 @@ def _watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _outer_watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or _outer_call.is_running or not _outer_watchers:
         return _module_call(module, *args, **kwargs)
+    _keep_uncompiled()
     return _call_shown(module, args, kwargs)
+
+
+def _keep_uncompiled() -> None:
+    """Let torch.compile, once the program uses it, compile what `_outer_watched_call` calls and not the function."""
+    if not _outer_call.is_kept_uncompiled and "torch._dynamo.eval_frame" in sys.modules:
+        sys.modules["torch._dynamo.eval_frame"].skip_code(_outer_watched_call.__code__)
+        _outer_call.is_kept_uncompiled = True
 
 
 class _OuterCall(threading.local):
     """Whether this thread is in the call of a module, so that calls inside it are not shown."""
 
     is_running = False
+    is_kept_uncompiled = False
 
 
 class OuterWatcher(Protocol):
@@ -230,7 +238,6 @@ def around_outer_calls(watcher: OuterWatcher) -> Handle:
 
     Cost: about 0.2 us for the call of each module inside.
     """
-    importlib.import_module("torch._dynamo.eval_frame").skip_code(_outer_watched_call.__code__)  # else it is compiled
     number = next(_watcher_numbers)
     _outer_watchers[number] = weakref.ref(watcher)
     _choose_call()

@@ -634,6 +634,12 @@ def _unsafe_loop_error(loop: LoopState) -> UsageError:
             f"over that and give Checkpoint(data=batches), or use hpcdist.DistributedSampler, give "
             f"Checkpoint(data=sampler), and begin with for epoch in range(sampler.epoch, n_epochs)."
         )
+    if loop.is_ambiguous:
+        return UsageError(
+            f"PreemptionCheckpointHandler: expected to know which batches were trained on, got {n_steps} steps of a loop "
+            f"that draws ahead and copies or casts what it draws; give the model the tensors as they were drawn, or draw "
+            f"each batch when the last one is trained on."
+        )
     if loop.n_parts > 0:
         return UsageError(
             f"PreemptionCheckpointHandler: expected a point between two iterations, where it may save and stop, got "

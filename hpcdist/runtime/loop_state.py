@@ -8,7 +8,7 @@ Nothing here communicates. Ranks that make the same calls reach the same conclus
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,10 +61,12 @@ class PartSource:
         now: where it is, whatever was used.
         rewound_to: what a checkpoint stores in place of any other position; None: nothing.
         is_ambiguous: whether it is unknown which of its parts the last backwards have used.
+        has_peeks: whether passes were begun of which nothing was used, as to look at the first batch.
         is_abandoned: whether nobody can draw from it any more.
         n_idle_steps: steps since then.
         is_doubtful: whether a backward may have used an open part, or the complete one a second time, as a GAN does.
         open_parts: parts for training that no backward has used yet, the oldest first.
+        unseen_parts: of these, the parts that went into no forward which was watched, as far as that is known.
         has_incomplete: whether a backward has used a part, and no step has completed it.
     """
 
@@ -81,12 +83,23 @@ class PartSource:
         self.position: Any = None
         self.now: Any = None
         self.rewound_to: Any = None
+        self.has_peeks = False
         self.is_abandoned = False
         self.n_idle_steps = 0
         self.is_ambiguous = False
         self.is_doubtful = False
         self.has_incomplete = False
         self.open_parts: list[Part] = []
+        self._seen: set[int] = set()
+
+    @property
+    def unseen_parts(self) -> list[Part]:
+        """See above. A backward that used one of the others would have reached its forward."""
+        return [part for part in self.open_parts if part.number not in self._seen]
+
+    def see(self, part: Part) -> None:
+        """Note that a part went into a forward that a backward may reach."""
+        self._seen.add(part.number)
 
     @property
     def is_trained(self) -> bool:
@@ -107,6 +120,7 @@ class PartSource:
     def use(self, part: Part) -> None:
         """Note that a backward has used a part. Older ones that none has used were skipped."""
         self.open_parts = [other for other in self.open_parts if other.number > part.number]
+        self._seen = {number for number in self._seen if number > part.number}
         self.has_incomplete = True
 
     def complete(self, part: Part) -> None:
@@ -147,6 +161,10 @@ class PartSource:
         """Let a checkpoint store an earlier position."""
         self.rewound_to = position
 
+    def note_peek(self) -> None:
+        """Note that a pass was left of which nothing was used."""
+        self.has_peeks = True
+
     def trust(self) -> None:
         """Count on every draw being made between two iterations, by who restores its own position."""
         self.is_trusted = True
@@ -171,6 +189,7 @@ class PartSource:
     def drop_open(self) -> None:
         """Expect no step that is made of the parts handed out so far."""
         self.open_parts = []
+        self._seen = set()
         self.has_incomplete = False
         self.is_ambiguous = False
         self.is_doubtful = False
@@ -207,6 +226,9 @@ def _owned(parts: Iterable[Part], owner: int) -> list[Part]:
 class LoopState:
     """Follows one program's loop.
 
+    Args:
+        is_alone: whether there is no other rank.
+
     Attributes:
         needs_identity: whether a backward may mean more than one part, so that forwards are watched.
         n_safe_points: points between two iterations at which requests were looked for.
@@ -217,7 +239,8 @@ class LoopState:
         n_steps: optimizer steps so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_alone: bool = False) -> None:
+        self._is_alone = is_alone
         self.needs_identity = False
         self.n_safe_points = 0
         self.n_rejected = 0
@@ -244,6 +267,12 @@ class LoopState:
         self._uses: dict[int, Uses] = {}
         self._positions_at_end: list[tuple[PartSource, Any]] = []
         self._n_steps_at_end = -1
+        self._has_entry = False
+        self._is_entered = False
+        self._entry_rows: list[int | None] = []
+        self._entered_rows: list[int | None] | None = None
+        self._shared_key: tuple[int, ...] | None = None
+        self._moduli: tuple[int, ...] = ()
         self._leader: PartSource | None = None
         self._n_draws_without_leader: dict[int, int] = {}
 
@@ -254,6 +283,9 @@ class LoopState:
         self._n_sources += 1
         source = PartSource(self._n_sources, owner, keeper)
         self._sources[source.number] = source
+        self._need_identity(True)  # of the first parts too, until the loop has turned out to draw them one by one
+        if not self._has_begun:
+            self._is_watched_since_step = True
         return source
 
     def expect_training(self, owner: int | None = None) -> None:
@@ -284,6 +316,9 @@ class LoopState:
         self.n_parts = 0
         for source in self._sources.values():
             source.drop_open()
+        self._has_forward = False
+        self._need_identity(bool(self._sources))
+        self._is_watched_since_step = self.needs_identity
 
     @property
     def is_training(self) -> bool:
@@ -336,8 +371,11 @@ class LoopState:
 
     def open_parts(self) -> Iterator[Part]:
         """Yield the parts that may still be used, by source and age."""
-        for number in sorted(self._sources):
-            yield from self._sources[number].open_parts
+        for source in self._by_number():
+            yield from source.open_parts
+
+    def _by_number(self) -> list[PartSource]:
+        return [self._sources[number] for number in sorted(self._sources)]
 
     def forget_last_used(self, source: PartSource) -> None:
         """Let later backwards, which use no part, not count as uses of the last one: its pass is over."""
@@ -355,6 +393,7 @@ class LoopState:
 
     def begin_backward(self) -> None:
         """Begin to record what a backward of this thread uses."""
+        self._shared_key = None
         self._uses.setdefault(threading.get_ident(), Uses()).begin()
 
     def candidates(self, owner: int) -> list[Part]:
@@ -370,7 +409,8 @@ class LoopState:
         if known and not uses.is_unknown:
             return known
         named = {part.source.number for part in known}
-        others = [part for part in _owned(self.open_parts(), owner) if part.source.number not in named]
+        unseen = [part for source in self._by_number() for part in source.unseen_parts]
+        others = [part for part in _owned(unseen, owner) if part.source.number not in named]
         last_used = _owned(self._last_used, owner)
         if self._may_use_again(uses):
             others += [part for part in last_used if part.source.number not in named]
@@ -383,14 +423,19 @@ class LoopState:
     def end_backward(self) -> None:
         """Count a backward of this thread that has ended."""
         self.n_backwards += 1
+        if self._is_alone:
+            self._is_entered = self._is_entered or self._has_entry
         self._note_used(self.uses())
 
     def _note_used(self, uses: Uses) -> None:
         """Record which parts were used; of a source with several open parts it must be known which."""
         used = list(uses.parts)
         if uses.is_unknown or not used:
+            used += [part for part in self._shared_parts() if part not in used]
             named = {part.source.number for part in used}
-            for source in self._sources.values():
+            sources = [source for source in self._by_number() if source.unseen_parts]
+            in_pass = [source for source in sources if source.has_pass]  # others may be left of a validation
+            for source in in_pass or sources:
                 if source.number not in named:
                     used += self._guess(source, uses)
         for part in used:
@@ -398,21 +443,36 @@ class LoopState:
         self._pending += used
         self._last_used = used or self._last_used
 
+    def _shared_parts(self) -> list[Part]:
+        """Return the open part that another rank has reported, as the only one with the key; else nothing."""
+        if self._shared_key is None:
+            return []
+        keyed = [part for part in self.open_parts() if part.key is not None]
+        matches = [part for part in keyed if self._remainders(part) == self._shared_key]
+        return matches if len(matches) == 1 else []
+
+    def _remainders(self, part: Part) -> tuple[int, ...]:
+        return tuple((part.key or 0) % modulus for modulus in self._moduli)
+
     def _guess(self, source: PartSource, uses: Uses) -> list[Part]:
         """Return what an unknown backward has used of a source; mark the source where that is not clear."""
-        if not source.open_parts:
-            return []
-        if len(source.open_parts) > 1:
+        if len(source.unseen_parts) > 1:
             source.is_ambiguous = True
             return []
         if self._may_use_again(uses) and any(part.source is source for part in self._last_used):
             source.is_doubtful = True
             return []
-        return list(source.open_parts)
+        return source.unseen_parts
 
-    def note_forward(self) -> None:
-        """Record that a watched forward has run, which may change what a step starts from."""
+    def note_forward(self, parts: Iterable[Part] = ()) -> None:
+        """Record that a watched forward has run, which may change what a step starts from.
+
+        Args:
+            parts: that it was given, if a backward may reach it.
+        """
         self._has_forward = True
+        for part in parts:
+            part.source.see(part)
 
     def note_step(self, optimizer: Any = None) -> None:
         """Count a step: what the backwards before it have used is complete."""
@@ -430,6 +490,9 @@ class LoopState:
             self._need_identity(False)
         self._is_watched_since_step = self.needs_identity
         self._has_forward = False
+        self._entered_rows = self._entry_rows if self._is_entered else None
+        self._has_entry = False
+        self._is_entered = False
 
     def _drop_abandoned(self) -> None:
         """Forget sources that nobody can draw from, once no step has been made of their parts for long."""
@@ -445,7 +508,7 @@ class LoopState:
     def is_complete(self) -> bool:
         """Whether a step has completed all backwards, and it is known which parts they have used."""
         is_stepped = self.n_backwards == self._n_backwards_at_step
-        return is_stepped and not any(source.is_ambiguous for source in self._sources.values())
+        return is_stepped and not self.is_ambiguous
 
     @property
     def is_between_iterations(self) -> bool:
@@ -453,25 +516,34 @@ class LoopState:
 
         With open parts that is known only if all forwards since the last step were watched, and there were none.
         """
-        if not self.is_complete or self._has_forward:
+        if not self.is_complete or any(source.is_doubtful for source in self._sources.values()):
             return False
-        if any(source.is_doubtful for source in self._sources.values()):
-            return False
-        if any(True for _ in self.open_parts()) and not self._is_watched_since_step:
+        has_open = any(True for _ in self.open_parts())
+        if has_open and (self._has_forward or not self._is_watched_since_step):
             return False
         has_stepped = self.n_steps_since_safe_point > 0
         is_one = len(self._optimizers) < 2
         return is_one or not has_stepped or self._optimizers <= self._stepped
 
     @property
+    def is_ambiguous(self) -> bool:
+        """Whether it is unknown which parts the last backwards have used."""
+        return any(source.is_ambiguous for source in self._sources.values())
+
+    def is_following(self, source: PartSource) -> bool:
+        """Return whether another source's draws begin the iterations."""
+        return self._leader is not None and self._leader is not source
+
+    @property
     def n_steps_since_safe_point(self) -> int:
         """Optimizer steps since requests were looked for."""
         return self.n_steps - self._n_steps_at_safe_point
 
-    def is_safe_draw(self, source: PartSource, is_for_training: bool) -> bool:
+    def is_safe_draw(self, source: PartSource, is_for_training: bool, is_last: bool = False) -> bool:
         """Return whether a program that asks `source` for its next part is between two iterations.
 
-        In a program that trains, a validation is none: what follows it, such as a schedule's step, is not over.
+        In a program that trains, a validation is none: what follows it, such as a schedule's step, is not over. Nor is
+        the end of a pass in a program that peeks: after a restart there, the peek would find no batch.
         """
         if source.is_trusted or not (self.is_training or self.is_training_with(source)):
             return True
@@ -479,21 +551,50 @@ class LoopState:
             self.has_lost_position = self.has_lost_position or is_for_training
             return False
         is_leading = self._leader is None or self._leader is source
-        is_first = not self._has_begun and not source.open_parts
-        is_safe = (is_for_training or is_first) and is_leading and self.is_between_iterations
+        is_first = not self._has_begun and (is_for_training or not source.open_parts)
+        is_next = self._has_begun and is_for_training and source.is_trained
+        is_safe = (is_first or is_next) and is_leading and self.is_between_iterations
+        if is_safe and is_last and source.has_peeks:
+            return False
         self.n_rejected += is_for_training and not is_safe
         return is_safe
 
     def is_safe_forward(self, parts: Iterable[Part]) -> bool:
         """Return whether a forward with gradients of these parts begins an iteration, on all ranks alike.
 
-        Not where a draw was such a point already, or where a replica has no rows and may leave the forward out.
+        It does if such a forward began the last iteration on all ranks, and of batches of the same size: a program may
+        treat replicas with few rows, or without any, in another way. Not where a draw was such a point already.
         """
         inputs = list(parts)
-        is_new = all(part in part.source.open_parts and part.is_everywhere for part in inputs)
-        is_kept = all(part.source.keeper is None or part.source.keeper in self._saved for part in inputs)
-        has_stepped = self.n_steps_since_safe_point > 0
-        return bool(inputs) and is_new and is_kept and has_stepped and self._is_watched_since_step and self.is_between_iterations
+        is_next = bool(inputs) and all(self._is_next(part) for part in inputs)
+        is_entry = is_next and not self._has_forward and self._is_watched_since_step and self.is_between_iterations
+        self._has_entry = self._has_entry or is_entry
+        is_agreed = self._entered_rows is not None and self._entered_rows == [part.total_rows for part in inputs]
+        self._entry_rows = [part.total_rows for part in inputs]
+        return is_entry and is_agreed and self.n_steps_since_safe_point > 0
+
+    def _is_next(self, part: Part) -> bool:
+        """Return whether a part is one of a trained source that no backward has used, with rows on all replicas."""
+        source = part.source
+        is_kept = source.keeper is None or source.keeper in self._saved
+        return is_kept and source.is_trained and part.is_everywhere and part in source.open_parts
+
+    @property
+    def has_entry(self) -> bool:
+        """Whether a forward that could begin an iteration was seen since the last step."""
+        return self._has_entry
+
+    def share(self, is_entered: bool, key: Sequence[int] | None, moduli: Sequence[int]) -> None:
+        """Take what all ranks have reported with the sum of the running backward.
+
+        Args:
+            is_entered: whether all have seen a forward that could begin the iteration.
+            key: remainders of the key of the batch that the backward uses; None where no rank knows it.
+            moduli: of the remainders.
+        """
+        self._is_entered = self._is_entered or is_entered
+        self._shared_key = None if key is None else tuple(key)
+        self._moduli = tuple(moduli)
 
     def note_safe_point(self) -> None:
         """Record that requests are looked for here."""

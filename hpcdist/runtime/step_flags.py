@@ -57,6 +57,9 @@ class Requester(Protocol):
 class StepFlags:
     """The step flags of one world.
 
+    Args:
+        is_alone: whether the world has one rank.
+
     Attributes:
         requester: what requests on this rank; None where nothing does.
         n_sums: sums that carried flags so far; equal on all ranks at the same point of the program.
@@ -65,11 +68,11 @@ class StepFlags:
         loop: where the program's own loop is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_alone: bool = False) -> None:
         self.requester: Requester | None = None
         self.n_sums = self.n_steps = 0
         self.is_in_round = False
-        self.loop = LoopState()
+        self.loop = LoopState(is_alone)
         self._received = Request.NONE
 
     def attach(self, requester: Requester, optimizers: Iterable[Any] = (), saved: Iterable[Any] = ()) -> None:
@@ -81,6 +84,7 @@ class StepFlags:
             saved: objects whose state it saves.
         """
         self.requester = requester
+        self._received = Request.NONE
         self.loop.begin(optimizers, saved)
 
     def detach(self, requester: Requester) -> None:
@@ -141,7 +145,7 @@ class StepFlags:
         """
         if self.requester is None:
             return
-        if self.loop.is_safe_draw(source, is_for_training):
+        if self.loop.is_safe_draw(source, is_for_training, is_last):
             self.poll(is_end_of_pass=is_last and source.is_trained)
         elif self.loop.is_after_pass and not self.is_in_round:
             self.requester.poll_after_pass()
@@ -155,7 +159,7 @@ class StepFlags:
 
 
 #: The flags of a job of one rank. Strategies of one replica use them without starting MPI.
-single_rank_flags = StepFlags()
+single_rank_flags = StepFlags(is_alone=True)
 
 
 def encode(request: Request) -> tuple[float, float]:

@@ -36,6 +36,13 @@ def no_handler_left():
     gc.collect()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def handlers_end_with_their_file():
+    """Close the handlers that a file leaves: they would refuse loops of other tests, which nothing can save."""
+    yield
+    close_handlers()
+
+
 def close_handlers():
     """Close all handlers. Whoever collects garbage afterwards must not hold one: what is left then is frozen."""
     for candidate in gc.get_objects():

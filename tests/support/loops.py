@@ -1,0 +1,623 @@
+"""Scripts as users write them, drawn at random: data, a loop, what it does at each step, and how the attempt ends.
+
+Every script is run unbroken, and in attempts that are stopped or killed at random steps. It must end with the bits of
+the unbroken run, which must have the weights of one process on the global batch; or it is refused, and then it must
+pass once the cure that the message names is applied. `EXPECTED_REFUSALS` says beforehand what may be refused.
+
+    mpirun -n 2 python tests/support/loops.py --scripts 100 --seed 1
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from mpi4py import MPI
+from torch import nn
+
+import hpcdist
+from hpcdist.errors import HpcdistError
+from hpcdist.runtime.process import make_world
+
+DATA = ("dataset", "loader", "own loader", "own loader, torch's sampler", "index", "generator")
+LOOPS = (
+    "plain",
+    "draws ahead",
+    "prefetcher",
+    "deep prefetcher",
+    "peek",
+    "break",
+    "islice",
+    "zip",
+    "accumulation",
+    "gan",
+    "lbfgs",
+    "casts",
+)
+STEPS = ("plain", "clipping", "amp", "schedule", "ema")
+EPOCH_ENDS = ("nothing", "schedule", "validation", "plateau", "plateau with gradients")
+MODELS = ("linear", "dropout", "batch norm")
+#: Kinds of data and loop of which a refusal is expected, by what a script has, and the cure that the message names.
+EXPECTED_REFUSALS = {
+    ("data", "own loader, torch's sampler"): "distribute",
+    ("data", "index"): "poll",
+    ("data", "generator"): "poll",
+    ("loop", "islice"): "take",
+    ("loop", "casts"): "as drawn",
+    ("loop", "zip"): "drop",
+}
+N_STEPS_TO_BREAK = 23
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a script is made of. `cure`: what a message has told the user to change."""
+
+    data: str
+    loop: str
+    step: str
+    epoch_end: str
+    model: str
+    n_rows: int
+    batch: int
+    seed: int
+    cure: str = ""
+
+    @property
+    def n_epochs(self):
+        """Enough for the steps within which a script is refused that cannot be saved."""
+        return 14 if self.loop == "islice" else 8 if self.may_be_refused else 3
+
+    @property
+    def is_global(self):
+        """Whether one process on the global batch has the same weights, but for rounding."""
+        return self.model == "linear"
+
+    @property
+    def may_be_refused(self):
+        """Return the cures of refusals that are expected."""
+        return {cure for (part, kind), cure in EXPECTED_REFUSALS.items() if getattr(self, part) == kind}
+
+
+def draw(seed):
+    """Return a script."""
+    random_numbers = random.Random(seed)
+    data = random_numbers.choices(DATA, (12, 11, 10, 1, 1, 1))[0]
+    loop = random_numbers.choices(LOOPS, (6, 6, 6, 4, 4, 4, 1, 4, 6, 6, 4, 1))[0]
+    step, epoch_end = random_numbers.choice(STEPS), random_numbers.choice(EPOCH_ENDS)
+    model = random_numbers.choices(MODELS, (3, 1, 1))[0]
+    batch = random_numbers.choice((6, 8, 12))
+    n_rows = batch * random_numbers.choice((3, 4)) + random_numbers.choice((0, 0, 1, 2, 5))
+    if loop == "lbfgs":
+        step, model = "plain", "linear"
+    if loop in ("gan", "zip") and data in ("index", "generator"):
+        data = "dataset"
+    if loop == "zip":
+        batch = random_numbers.choice((6, 12))  # divided into the same fractions as the others' 12
+        n_rows = batch * random_numbers.choice((3, 4)) + random_numbers.choice((0, 0, 0, 1, 5))
+    if data in ("own loader, torch's sampler", "index", "generator") and loop in ("accumulation", "islice"):
+        loop = "plain"
+    if data.startswith("own") or data in ("index", "generator"):
+        n_rows = n_rows // 12 * 12 + 12  # the same rows on 1, 2 and 3 ranks: a sampler gives some twice
+        batch = 6
+    return Script(data, loop, step, epoch_end, model, n_rows, batch, seed)
+
+
+# -- the text of a script --------------------------------------------------------------------------------------------
+
+
+def text_of(script):
+    """Return the script's source. `job` is what the harness gives it, as a cluster gives a file and a signal."""
+    indent = "        "
+    lines = [*_head(script), "with handler:", *_first_lines(script)]
+    lines += [f"    for epoch in range({_first_epoch(script)}, {script.n_epochs}):"]
+    lines += [indent + line for line in [*_pass(script), *_epoch_end(script)]]
+    return "\n".join(lines) + "\n"
+
+
+def _head(script):
+    given = ["model=model", "optimizer=optimizer", "strategy=strategy"]
+    lines = ["strategy = job.strategy()", "with strategy.scope():", f"    model = job.model({script.model!r})"]
+    if script.loop == "gan":
+        lines += ["    other = job.model('linear')"]
+        lines += ["    other_optimizer = torch.optim.SGD(other.parameters(), lr=0.05)"]
+        given += ["other=other", "other_optimizer=other_optimizer"]
+    kind = "LBFGS(model.parameters(), lr=0.02, max_iter=2" if script.loop == "lbfgs" else "SGD(model.parameters(), lr=0.05, momentum=0.9"
+    lines += [f"    optimizer = torch.optim.{kind})"]
+    lines += _data_lines(script, given)
+    if script.step == "schedule":
+        lines += ["schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)"]
+        given += ["schedule=schedule"]
+    if script.step == "ema":
+        lines += ["ema = torch.optim.swa_utils.AveragedModel(model)"]
+        given += ["ema=ema"]
+    if script.step == "amp":
+        lines += ["scaler = torch.amp.GradScaler('cpu', init_scale=4.0)"]
+        given += ["scaler=scaler"]
+    if script.epoch_end == "schedule":
+        lines += ["epochs = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)"]
+        given += ["epochs=epochs"]
+    if script.epoch_end.startswith("plateau"):
+        lines += ["epochs = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0, threshold=10.0)"]
+        given += ["epochs=epochs"]
+    if script.epoch_end in ("validation", "plateau", "plateau with gradients"):
+        lines += ["validation = strategy.experimental_distribute_dataset(job.validation())"]
+    lines += [f"checkpoint = hpcdist.Checkpoint({', '.join(given)})"]
+    lines += ["handler = job.handler(checkpoint)"]
+    return lines
+
+
+def _data_lines(script, given):
+    if script.data in ("dataset", "loader") or script.cure == "distribute":
+        kind = "dataset" if script.data == "dataset" else "loader"
+        given += ["data=batches"]
+        lines = [f"batches = strategy.experimental_distribute_dataset(job.{kind}())"]
+    elif script.data == "own loader":
+        given += ["data=sampler"]
+        lines = ["sampler = hpcdist.DistributedSampler(job.tensors(), shuffle=False)"]
+        lines += ["batches = job.own_loader(sampler)"]
+    elif script.data == "own loader, torch's sampler":
+        lines = ["batches = job.own_loader(job.torch_sampler())"]
+    elif script.data == "index":
+        lines = ["batches = job.index_loop()"]
+    else:
+        lines = ["batches = job.generator()"]
+    if script.loop == "zip":
+        lines += ["others = strategy.experimental_distribute_dataset(job.others())"]
+        given += ["others=others"]
+    return lines
+
+
+def _first_epoch(script):
+    if script.data in ("dataset", "loader") or script.cure == "distribute":
+        return "batches.epoch"
+    if script.data == "own loader":
+        return "sampler.epoch"
+    return "job.first_epoch(handler)"
+
+
+def _first_lines(script):
+    return ["    n_accumulated = 0"] if script.loop == "accumulation" else []
+
+
+def _pass(script):
+    """Return the lines of one epoch's loop over batches."""
+    source = "batches"
+    if not (script.data in ("dataset", "loader", "own loader") or script.cure == "distribute"):
+        source = "job.rest(batches, handler, epoch)"
+    lines = ["model.train()"]
+    if script.data == "own loader":
+        lines += ["sampler.set_epoch(epoch)"]
+    body = _step(script)
+    if script.loop == "draws ahead":
+        lines += [f"iterator = iter({source})", "batch = next(iterator, None)", "while batch is not None:", "    x, y = batch"]
+        lines += ["    optimizer.zero_grad()", "    loss = job.loss(model, x, y)", "    batch = next(iterator, None)"]
+        return lines + ["    " + line for line in _after_loss(script)]
+    if script.loop == "peek":
+        lines += [f"first = next(iter({source}), None)"]
+    header = {
+        "prefetcher": f"for x, y in job.ahead({source}, 1):",
+        "deep prefetcher": f"for x, y in job.ahead({source}, 3):",
+        "islice": "for x, y in batches.take(2):" if script.cure == "take" else f"for x, y in itertools.islice({source}, 2):",
+        "zip": f"for (x, y), (u,) in zip({source}, others):",
+        "casts": f"for x, y in job.ahead({source}, 1):",
+    }.get(script.loop, f"for x, y in {source}:")
+    lines += [header]
+    if script.loop == "casts" and script.cure != "as drawn":
+        lines += ["    x = x + 0"]
+    lines += ["    " + line for line in body]
+    if script.loop == "break":
+        lines += [f"    if handler.step >= {N_STEPS_TO_BREAK}:", "        break"]
+        lines += [f"if handler.step >= {N_STEPS_TO_BREAK}:", "    break"]
+    return lines
+
+
+def _step(script):
+    """Return the lines of one iteration, which begins with a batch x, y."""
+    if script.loop == "lbfgs":
+        lines = ["def closure():", "    optimizer.zero_grad()", "    loss = job.loss(model, x, y)", "    loss.backward()"]
+        return [*lines, "    return loss", "optimizer.step(closure)", *_end_of_step(script)]
+    if script.loop == "gan":
+        lines = ["optimizer.zero_grad()", "loss = job.loss(model, x, y)"]
+        lines += [*_backward(script), *_optimizer_step(script)]
+        lines += ["other_optimizer.zero_grad()", "job.loss(other, x, y).backward()", "other_optimizer.step()"]
+        return lines + _end_of_step(script)
+    if script.loop == "accumulation":
+        lines = ["loss = job.loss(model, x, y) / 2", *_backward(script), "n_accumulated += 1"]
+        inner = [*_optimizer_step(script), "optimizer.zero_grad()", *_end_of_step(script)]
+        return [*lines, "if n_accumulated % 2 == 0:", *("    " + line for line in inner)]
+    lines = ["optimizer.zero_grad()", "loss = job.loss(model, x, y)"]
+    if script.loop == "zip":
+        lines += ["loss = loss + 0.1 * job.penalty(model, u)"]
+    return lines + _after_loss(script)
+
+
+def _after_loss(script):
+    return [*_backward(script), *_optimizer_step(script), *_end_of_step(script)]
+
+
+def _backward(script):
+    return ["scaler.scale(loss).backward()"] if script.step == "amp" else ["loss.backward()"]
+
+
+def _optimizer_step(script):
+    if script.step == "clipping":
+        return ["nn.utils.clip_grad_norm_(model.parameters(), 0.1)", "optimizer.step()"]
+    if script.step == "amp":
+        return ["scaler.step(optimizer)", "scaler.update()"]
+    if script.step == "schedule":
+        return ["optimizer.step()", "schedule.step()"]
+    if script.step == "ema":
+        return ["optimizer.step()", "ema.update_parameters(model)"]
+    return ["optimizer.step()"]
+
+
+def _end_of_step(script):
+    lines = ["job.harm(handler)"]
+    return [*lines, "handler.poll()"] if script.cure == "poll" else lines
+
+
+def _epoch_end(script):
+    if script.epoch_end == "nothing":
+        return []
+    if script.epoch_end == "schedule":
+        return ["epochs.step()"]
+    lines = ["model.eval()", "total = 0.0"]
+    grad = "torch.enable_grad()" if script.epoch_end == "plateau with gradients" else "torch.no_grad()"
+    lines += [f"with {grad}:", "    for x, y in validation:", "        total += job.sum_of_losses(model, x, y)"]
+    lines += ["job.harm_in_validation(handler)", "total = job.sum_over_ranks(total)"]
+    return [*lines, "epochs.step(total)"] if script.epoch_end.startswith("plateau") else lines
+
+
+# -- how it is run -----------------------------------------------------------------------------------------------------
+
+
+def _normal(*shape, generator):
+    """Return random numbers in float64, so that rounding does not grow to a difference."""
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+class Killed(BaseException):
+    """Ends an attempt on all ranks as a kill does: nothing is saved."""
+
+
+class Job:
+    """What a script is given: data, a strategy, and the moment at which it is stopped or killed.
+
+    Args:
+        script: see there.
+        folder: of the run; None trains in one process on the global batch, by plain torch.
+        end: None, or ("stop" or "kill", step, rank).
+    """
+
+    def __init__(self, script, folder=None, end=None):
+        self.script, self.folder, self.end = script, folder, end
+        self.comm = MPI.COMM_WORLD
+        self.is_plain = folder is None
+        self.is_polled = script.cure == "poll" or self.is_plain
+        self.n_batches = self._n_optimizer_steps()
+        self.steps = 0
+
+    def _n_optimizer_steps(self):
+        return -(-self.script.n_rows // self.script.batch)
+
+    # data
+
+    def tensors(self):
+        generator = torch.Generator().manual_seed(self.script.seed)
+        x = _normal(self.script.n_rows, 4, generator=generator)
+        y = _normal(self.script.n_rows, 1, generator=generator)
+        return torch.utils.data.TensorDataset(x, y)
+
+    def dataset(self):
+        rows = hpcdist.Dataset.from_tensor_slices(tuple(self.tensors().tensors))
+        return rows.batch(self.script.batch, drop_remainder=self.script.cure == "drop")
+
+    def loader(self):
+        drop_last = self.script.cure == "drop"
+        return torch.utils.data.DataLoader(self.tensors(), batch_size=self.script.batch, drop_last=drop_last)
+
+    def others(self):
+        generator = torch.Generator().manual_seed(self.script.seed + 1)
+        n_rows, batch = self.script.n_rows, self.script.batch
+        n_batches = n_rows // batch if self.script.cure == "drop" else -(-n_rows // batch)
+        rows = _normal(n_batches * 12, 4, generator=generator)
+        return hpcdist.Dataset.from_tensor_slices((rows,)).batch(12)
+
+    def validation(self):
+        generator = torch.Generator().manual_seed(self.script.seed + 2)
+        x, y = _normal(15, 4, generator=generator), _normal(15, 1, generator=generator)
+        return hpcdist.Dataset.from_tensor_slices((x, y)).batch(5)
+
+    def own_loader(self, sampler):
+        size = self.script.batch // self.n_ranks
+        return torch.utils.data.DataLoader(self.tensors(), batch_size=size, sampler=sampler)
+
+    def torch_sampler(self):
+        return torch.utils.data.distributed.DistributedSampler(self.tensors(), self.n_ranks, self.rank, shuffle=False)
+
+    def index_loop(self):
+        x, y = self.tensors().tensors
+        batch, rank, n_ranks = self.script.batch, self.rank, self.n_ranks
+        starts = range(0, self.script.n_rows, batch)
+        return [(x[start + rank : start + batch : n_ranks], y[start + rank : start + batch : n_ranks]) for start in starts]
+
+    def generator(self):
+        return self.index_loop()
+
+    def first_epoch(self, handler):
+        """Return the epoch that the last step was in, as a script that counts its own steps does."""
+        return max(handler.step - 1, 0) // self.n_batches if self.is_polled else 0
+
+    def rest(self, batches, handler, epoch):
+        """Return the batches of an epoch that the steps so far have left."""
+        n_used = max(handler.step - epoch * self.n_batches, 0) if self.is_polled else 0
+        return itertools.islice(batches, n_used, None)
+
+    @staticmethod
+    def ahead(batches, n_ahead):
+        """Yield batches, each once `n_ahead` more were drawn."""
+        waiting = []
+        for batch in batches:
+            waiting.append(batch)
+            if len(waiting) > n_ahead:
+                yield waiting.pop(0)
+        yield from waiting
+
+    # model
+
+    @property
+    def n_ranks(self):
+        return 1 if self.is_plain else self.comm.size
+
+    @property
+    def rank(self):
+        return 0 if self.is_plain else self.comm.rank
+
+    def strategy(self):
+        return PlainStrategy() if self.is_plain else hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+
+    def model(self, kind):
+        torch.manual_seed(self.script.seed)
+        layers = [nn.Linear(4, 8)]
+        if kind == "batch norm":
+            layers.append(nn.BatchNorm1d(8))
+        layers.append(nn.Tanh())
+        if kind == "dropout":
+            layers.append(nn.Dropout(0.3))
+        return nn.Sequential(*layers, nn.Linear(8, 1)).double()
+
+    @staticmethod
+    def loss(model, x, y):
+        if len(x) < 2 and any(isinstance(module, nn.BatchNorm1d) for module in model.modules()):
+            x = torch.cat([x, x]) if len(x) else torch.zeros(2, 4, dtype=x.dtype)
+            y = torch.zeros(2, 1, dtype=x.dtype)
+        return nn.functional.mse_loss(model(x), y) if len(x) else model(x).sum() * 0
+
+    @staticmethod
+    def penalty(model, u):
+        return model(u).square().mean()
+
+    @staticmethod
+    def sum_of_losses(model, x, y):
+        return float((model(x) - y).square().sum())
+
+    def sum_over_ranks(self, total):
+        return round(total if self.is_plain else self.comm.allreduce(total), 4)
+
+    # the end of an attempt
+
+    def handler(self, checkpoint):
+        if self.is_plain:
+            return PlainHandler()
+        return hpcdist.PreemptionCheckpointHandler(
+            None, checkpoint, os.path.join(self.folder, "checkpoints"), save_every_steps=3
+        )
+
+    def harm(self, handler):
+        """End the attempt here if it is time."""
+        self.steps += 1
+        if self.is_plain:
+            handler.step += 1
+        if self.end is None or handler.step != self.end[1]:
+            return
+        kind, _, rank = self.end
+        if kind == "kill":
+            raise Killed
+        if self.comm.rank == rank % self.comm.size:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def harm_in_validation(self, handler):
+        """Stop in the validation after the step at which the end comes, if it is asked for."""
+
+
+class PlainStrategy:
+    """Stands for a strategy in plain torch: one process, the global batch."""
+
+    scope = staticmethod(contextlib.nullcontext)
+
+    @staticmethod
+    def experimental_distribute_dataset(data):
+        return PlainBatches(data)
+
+
+class PlainBatches:
+    """The global batches of a dataset or loader in their order."""
+
+    epoch = 0
+
+    def __init__(self, data):
+        self._data = data
+
+    def __iter__(self):
+        return iter([tuple(map(torch.as_tensor, batch)) for batch in self._data])
+
+    def take(self, count):
+        return list(self)[:count]
+
+
+class PlainHandler:
+    """Stands for a handler: counts steps."""
+
+    def __init__(self):
+        self.step = 0
+
+    def poll(self):
+        """Nothing is saved."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+
+def run(script, folder=None, end=None):
+    """Run one attempt; return how it ended ("done", "stopped", "killed" or an error) and what it left."""
+    job = Job(script, folder, end)
+    space = {"job": job, "torch": torch, "nn": nn, "hpcdist": hpcdist}
+    exec("import itertools", space)  # noqa: S102
+    if job.is_plain:
+        space["hpcdist"] = _PlainModule
+    torch.manual_seed(script.seed)
+    outcome, error = "done", ""
+    try:
+        exec(compile(text_of(script), f"<script {script.seed}>", "exec"), space)  # noqa: S102
+    except SystemExit as leaving:
+        outcome = "stopped" if leaving.code == 75 else f"exit {leaving.code}"
+    except Killed:
+        outcome = "killed"
+    except HpcdistError as refusal:
+        outcome, error = "refused", f"{type(refusal).__name__}: {refusal}"
+    except Exception:
+        outcome, error = "failed", traceback.format_exc()
+    handler = space.get("handler")
+    if handler is not None and not job.is_plain:
+        handler._manager.wait() if outcome == "killed" else None
+        handler.close()
+    state = {name: value.clone() for name, value in space["model"].state_dict().items()} if "model" in space else {}
+    if "ema" in space:
+        state.update({f"ema {name}": value.clone() for name, value in space["ema"].state_dict().items()})
+    if "other" in space:
+        state.update({f"other {name}": value.clone() for name, value in space["other"].state_dict().items()})
+    n_steps = 0 if handler is None else handler.step
+    return outcome, error, state, n_steps
+
+
+class _PlainModule:
+    """Stands for hpcdist in the plain run."""
+
+    Checkpoint = dict
+
+    @staticmethod
+    def DistributedSampler(data, shuffle):  # noqa: N802
+        return _PlainSampler(data)
+
+
+class _PlainSampler(torch.utils.data.SequentialSampler):
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        """The order is always the same."""
+
+
+def check(script, folder, random_numbers):
+    """Return (what a script did, why it is wrong or empty). Collective: all ranks."""
+    comm = MPI.COMM_WORLD
+    outcome, error, unbroken, n_steps = run(script, os.path.join(folder, "unbroken"))
+    if outcome == "refused":
+        return _check_refusal(script, error, folder, random_numbers)
+    if outcome != "done":
+        return outcome, f"unbroken run: {outcome}: {error}"
+    if script.is_global:
+        _, plain_error, plain, _ = run(script)
+        if plain_error:
+            return "failed", f"plain torch: {plain_error}"
+        for name, value in plain.items():
+            if not torch.allclose(value, unbroken[name], rtol=1e-8, atol=1e-9):
+                return "ran", f"{name} differs from one process by {(value - unbroken[name]).abs().max():.2e}"
+    resumed_folder = os.path.join(folder, "resumed")
+    first = 0
+    for _ in range(3):
+        step = random_numbers.randint(first + 1, max(n_steps, first + 1))
+        kind = random_numbers.choice(("stop", "kill"))
+        end = comm.bcast((kind, step, random_numbers.randrange(comm.size)))
+        outcome, error, resumed, n_resumed = run(script, resumed_folder, end)
+        if outcome in ("refused", "failed") or outcome.startswith("exit"):
+            return outcome, f"attempt that ends by {end}: {outcome}: {error}"
+        if outcome == "done":
+            break
+        first = step if outcome == "stopped" else first
+    else:
+        outcome, error, resumed, n_resumed = run(script, resumed_folder)
+    if outcome != "done":
+        return outcome, f"last attempt: {outcome}: {error}"
+    if n_resumed != n_steps:
+        return "ran", f"{n_resumed} steps after restarts, {n_steps} unbroken"
+    for name, value in unbroken.items():
+        if not torch.equal(value, resumed[name]):
+            return "ran", f"{name} differs after restarts by {(value - resumed[name]).abs().max():.2e}"
+    return "ran", ""
+
+
+def _check_refusal(script, error, folder, random_numbers):
+    if not script.may_be_refused or script.cure:
+        return "refused", f"refused: {error}"
+    wanted = {
+        "poll": "handler.poll()",
+        "take": "batches.take(",
+        "distribute": "experimental_distribute_dataset",
+        "as drawn": "the tensors as they were drawn",
+        "drop": "drop_remainder=True",
+    }
+    named = [cure for cure in sorted(script.may_be_refused) if wanted[cure] in error]
+    if not named:
+        return "refused", f"refused without one of the cures {sorted(script.may_be_refused)}: {error}"
+    _, why = check(replace(script, cure=named[0]), os.path.join(folder, "cured"), random_numbers)
+    return "refused", f"cured by {named[0]}: {why}" if why else ""
+
+
+def main():
+    """Run scripts, and print what went wrong and how many ran."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--scripts", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", type=int)
+    options = parser.parse_args()
+    comm, started = MPI.COMM_WORLD, time.monotonic()
+    world = make_world()
+    counts, wrong = {}, []
+    seeds = [options.only] if options.only else range(options.seed, options.seed + options.scripts)
+    for seed in seeds:
+        script = draw(seed)
+        folder = comm.bcast(tempfile.mkdtemp() if comm.rank == 0 else None)
+        outcome, why = check(script, folder, random.Random(seed))
+        comm.barrier()
+        if comm.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        whys = comm.allgather(why)
+        counts[outcome] = counts.get(outcome, 0) + 1
+        if any(whys):
+            wrong.append(seed)
+            if comm.rank == 0:
+                print(json.dumps(asdict(script)), "\n   ", next(filter(None, whys)).replace("\n", "\n    "), flush=True)
+                if options.only:
+                    print(text_of(script))
+        del script
+    if comm.rank == 0:
+        print(f"{world.size} ranks, seeds {seeds}: {counts}, wrong: {wrong}, {time.monotonic() - started:.0f} s")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
