@@ -199,8 +199,6 @@ class DistributedInput(ABC):
         self._is_loaded = False
         self._source.move(self._position())
         self._pass = _Pass(self._position(), self._source.n_handed_out, self._source.n_complete)
-        if not self._source.is_trained:
-            self._source.drop_open()  # as of a validation with gradients: no step was made of them
 
     def _is_used(self, last_pass: "_Pass") -> bool:
         """Return whether something of a pass that was left was used."""
@@ -243,6 +241,7 @@ class DistributedInput(ABC):
     def _finish_pass(self) -> None:
         """Move the cursor to the start of the next pass."""
         self._end_pass()
+        self._source.drop_evaluated()
         self._pass = None
         self._source.move(self._position())
         self._source.settle()

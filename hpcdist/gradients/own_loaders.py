@@ -59,8 +59,6 @@ class OwnLoader:
             self._source.move(self._sampler.position_after(self._first_row))
         self._source.settle()
         self._source.begin_pass()
-        if not self._source.is_trained:
-            self._source.drop_open()
 
     def _require_end(self) -> None:
         is_trained = self._source.n_complete > self._n_complete_at_begin
@@ -118,6 +116,7 @@ class OwnLoader:
     def end_pass(self) -> None:
         """Note that there were no more batches."""
         self._source.end_pass()
+        self._source.drop_evaluated()
         if self._sampler is not None:
             self._source.move(self._sampler.end_pass())
         self._source.settle()

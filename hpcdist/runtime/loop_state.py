@@ -66,7 +66,6 @@ class PartSource:
         n_idle_steps: steps since then.
         is_doubtful: whether a backward may have used an open part, or the complete one a second time, as a GAN does.
         open_parts: parts for training that no backward has used yet, the oldest first.
-        unseen_parts: of these, the parts that went into no forward which was watched, as far as that is known.
         has_incomplete: whether a backward has used a part, and no step has completed it.
     """
 
@@ -92,10 +91,13 @@ class PartSource:
         self.open_parts: list[Part] = []
         self._seen: set[int] = set()
 
-    @property
-    def unseen_parts(self) -> list[Part]:
-        """See above. A backward that used one of the others would have reached its forward."""
-        return [part for part in self.open_parts if part.number not in self._seen]
+    def drop_evaluated(self) -> None:
+        """Expect no step of the parts of a pass that has ended, if all went into forwards that no backward has reached.
+
+        As in a validation with gradients. Of a source that was trained on, one may be trained on later.
+        """
+        if not self.is_trained and all(part.number in self._seen for part in self.open_parts):
+            self.drop_open()
 
     def see(self, part: Part) -> None:
         """Note that a part went into a forward that a backward may reach."""
@@ -409,8 +411,7 @@ class LoopState:
         if known and not uses.is_unknown:
             return known
         named = {part.source.number for part in known}
-        unseen = [part for source in self._by_number() for part in source.unseen_parts]
-        others = [part for part in _owned(unseen, owner) if part.source.number not in named]
+        others = [part for part in _owned(self.open_parts(), owner) if part.source.number not in named]
         last_used = _owned(self._last_used, owner)
         if self._may_use_again(uses):
             others += [part for part in last_used if part.source.number not in named]
@@ -433,7 +434,7 @@ class LoopState:
         if uses.is_unknown or not used:
             used += [part for part in self._shared_parts() if part not in used]
             named = {part.source.number for part in used}
-            sources = [source for source in self._by_number() if source.unseen_parts]
+            sources = [source for source in self._by_number() if source.open_parts]
             in_pass = [source for source in sources if source.has_pass]  # others may be left of a validation
             for source in in_pass or sources:
                 if source.number not in named:
@@ -456,13 +457,13 @@ class LoopState:
 
     def _guess(self, source: PartSource, uses: Uses) -> list[Part]:
         """Return what an unknown backward has used of a source; mark the source where that is not clear."""
-        if len(source.unseen_parts) > 1:
+        if len(source.open_parts) > 1:
             source.is_ambiguous = True
             return []
         if self._may_use_again(uses) and any(part.source is source for part in self._last_used):
             source.is_doubtful = True
             return []
-        return source.unseen_parts
+        return list(source.open_parts)
 
     def note_forward(self, parts: Iterable[Part] = ()) -> None:
         """Record that a watched forward has run, which may change what a step starts from.
