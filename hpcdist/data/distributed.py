@@ -33,7 +33,7 @@ from hpcdist.data.rows import spec_of
 from hpcdist.errors import DataError, agreed
 from hpcdist.nest import Nest
 from hpcdist.plan.sample_order import UNKNOWN, SampleOrder
-from hpcdist.runtime.loop_state import Part
+from hpcdist.runtime.parts import Part
 from hpcdist.runtime.step_flags import StepFlags
 from hpcdist.runtime.time_spent import time_spent
 
@@ -98,8 +98,8 @@ def _in_parts(order: SampleOrder, n_replicas: int) -> SampleOrder:
 class DistributedInput(ABC):
     """Passes over input of this rank's replicas: what both distributed datasets share.
 
-    Every `iter()` begins a pass. One of which nothing was used, such as a peek at the first batch, consumes nothing: the
-    next one begins where it began. In a program that trains by backwards, what is used is what a step was made of;
+    Every `iter()` begins a pass. One of which nothing was used, such as a peek at the first batch, consumes nothing:
+    the next one begins where it began. In a program that trains by backwards, what is used is what a step was made of;
     elsewhere it is what was drawn.
 
     Args:
@@ -228,9 +228,8 @@ class DistributedInput(ABC):
 
     def _saved_position(self) -> Any:
         """Return the position after what was used last."""
-        if self._source.now is None:  # nothing was begun yet
-            return self._position()
-        return self._source.saved_position(self._flags.loop.is_training_with(self._source))
+        position = self._source.saved_position(self._flags.loop.is_training_with(self._source))
+        return self._beginning if position is None else position
 
     def _timed_parts(self, readers: list[Items]) -> list[Nest] | None:
         with time_spent.timed("input", "next batch"):
@@ -285,6 +284,11 @@ class DistributedInput(ABC):
     @abstractmethod
     def _is_at_end(self) -> bool:
         """Whether it is known that the pass has no more batches."""
+
+    @property
+    @abstractmethod
+    def _beginning(self) -> Any:
+        """The position before the first batch of all."""
 
     @abstractmethod
     def _position(self) -> Any:
@@ -486,6 +490,10 @@ class DistributedDataset(DistributedInput):
         if self.dataset.is_stream:
             return False
         return order.next_batch(cursor.position, cursor.pass_start + order.n_samples) is None
+
+    @property
+    def _beginning(self) -> "_DatasetPosition":
+        return _DatasetPosition(Cursor(), 0)
 
     def _position(self) -> "_DatasetPosition":
         return _DatasetPosition(self._cursor, self._n_left_epochs)
@@ -716,6 +724,10 @@ class DistributedFromFunction(DistributedInput):
     @property
     def _is_at_end(self) -> bool:
         return False
+
+    @property
+    def _beginning(self) -> tuple[int, int]:
+        return 0, 0
 
     def _position(self) -> tuple[int, int]:
         return self._n_passes, self._n_steps

@@ -25,7 +25,7 @@ from hpcdist.data.streams import Stream, StreamReader
 from hpcdist.errors import DataError
 from hpcdist.nest import Nest
 from hpcdist.plan.sample_order import SampleOrder
-from hpcdist.runtime.loop_state import Part
+from hpcdist.runtime.parts import Part
 from hpcdist.runtime.step_flags import StepFlags
 
 _NOTHING = object()

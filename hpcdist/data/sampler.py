@@ -4,20 +4,28 @@ In a file of its own: worker processes of a DataLoader import `torch_source.py`,
 """
 
 import itertools
+import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hpcdist.errors import DataError
-from hpcdist.runtime.loop_state import PartSource
+from hpcdist.runtime.parts import PartSource
 from hpcdist.runtime.process import make_world
+
+logger = logging.getLogger("hpcdist")
 
 
 class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
     """torch's sampler for this rank's share of a dataset, for programs that keep their own DataLoader.
 
-    `experimental_distribute_dataset(loader)` needs no sampler, divides each batch exactly, and keeps the cursor itself.
+    `experimental_distribute_dataset(loader)` needs no sampler, divides each batch exactly, and resumes on other ranks.
+
+    In `Checkpoint(data=sampler)` it resumes at the exact batch, on as many ranks: begin the loop over epochs at
+    `sampler.epoch`. The position is counted where a DataLoader with this sampler yields batches in the main thread, and
+    counts those that a step was made of.
 
     >>> sampler = hpcdist.DistributedSampler(range(10))
     >>> loader = torch.utils.data.DataLoader(range(10), batch_size=2, sampler=sampler)
@@ -46,65 +54,93 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         n_replicas = comm.size if num_replicas is None and comm is not None else num_replicas
         own = comm.rank if rank is None and comm is not None else rank
         super().__init__(dataset, n_replicas, own, shuffle, seed, drop_last)
+        self._order_epoch = 0
         self._n_used = 0
-        self._is_loaded = False
+        self._is_named = False
         self._source: PartSource | None = None
+        self._n_complete_at_load: int | None = None
 
     def set_epoch(self, epoch: int, n_used: int = 0) -> None:
-        """Name the epoch whose order comes next. Without a call, each pass that has ended is followed by the next epoch.
+        """Name the epoch whose order comes next. Without a call, every pass has the order of the first epoch.
 
-        After a restore the rows that the restored epoch has used are left out.
+        After a restore, the rows that the restored epoch has used are left out.
 
         Args:
             epoch: its number.
-            n_used: rows of this rank's share that the epoch has used already: they are left out of the next iteration.
+            n_used: rows of this rank's share that the epoch has used already: they are left out of the next pass.
 
         Raises:
             DataError: after a restore, for another epoch than the restored one.
         """
-        if self._is_loaded and epoch != self.epoch:
+        if self._is_resuming and epoch != self.epoch:
             raise DataError(
-                f"DistributedSampler.set_epoch: expected {self.epoch}, the epoch that the checkpoint is in, got {epoch}; "
-                f"begin the loop over epochs there: for epoch in range(sampler.epoch, n_epochs)."
+                f"DistributedSampler.set_epoch: expected {self.epoch}, the epoch of the checkpoint, got {epoch}; begin "
+                f"the loop over epochs there: for epoch in range(sampler.epoch, n_epochs)."
             )
-        if not self._is_loaded:
+        if not self._is_resuming:
             self._n_used = n_used
         super().set_epoch(epoch)
+        self._order_epoch = epoch
+        self._is_named = True
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the numbers of this rank's rows, from the first unused one on."""
-        n_used, self._n_used = self._n_used, 0
-        return itertools.islice(super().__iter__(), n_used, None)
+        """Return an iterator over the numbers of this rank's rows, from the first unused one on."""
+        epoch = self.epoch
+        self.epoch = self._order_epoch
+        rows = itertools.islice(super().__iter__(), self._n_used, None)
+        self.epoch = epoch
+        if self._source is None:
+            self._n_used = 0
+        return rows
 
-    # -- position, as a DataLoader's passes are followed -----------------------------------------------------------
+    # -- position, as the passes of a DataLoader are followed ----------------------------------------------------
+
+    @property
+    def _is_resuming(self) -> bool:
+        """Whether a position was loaded, and nothing was trained since."""
+        if self._n_complete_at_load is None:
+            return False
+        return self._source is None or self._source.n_complete == self._n_complete_at_load
 
     def follow(self, source: PartSource) -> None:
         """Take the position from what a DataLoader has handed out and steps have completed."""
         self._source = source
-        source.move((self.epoch, self._n_used))
+        source.move(self.position_after(self._n_used))
+        if self._n_complete_at_load is not None:
+            self._n_complete_at_load = source.n_complete
 
     def begin_pass(self) -> int:
         """Return how many rows of the epoch were used before the pass that begins now."""
-        source = self._source
-        if source is not None and not source.has_pass and self._is_loaded:
-            self._is_loaded = False
         return self._n_used
 
-    def position_after(self, n_rows: int) -> tuple[int, int]:
+    def position_after(self, n_rows: int) -> "_SamplerPosition":
         """Return the position after rows of this rank's share of the epoch."""
-        return self.epoch, min(n_rows, len(self))
+        return _SamplerPosition(self.epoch, self._order_epoch, min(n_rows, len(self)))
 
-    def end_pass(self) -> tuple[int, int]:
+    def end_pass(self) -> "_SamplerPosition":
         """Move on to the next epoch; return its position."""
+        if self.shuffle and not self._is_named and self.epoch == 0 and self.rank == 0:
+            logger.warning(
+                "DistributedSampler: expected set_epoch(epoch) before each epoch, got none: every epoch has the same "
+                "order of rows."
+            )
         self.epoch += 1
         self._n_used = 0
-        return self.epoch, 0
+        self._n_complete_at_load = None
+        return self.position_after(0)
 
     def state_dict(self) -> dict[str, int]:
         """Return the epoch, and how many rows of this rank's share it has used. Equal on all ranks."""
-        source = self._source
-        epoch, n_used = (self.epoch, self._n_used) if source is None else source.saved_position(is_training=True)
-        return {"epoch": epoch, "n_used": n_used, "n_rows": self.total_size, "n_replicas": self.num_replicas}
+        position = self.position_after(self._n_used)
+        if self._source is not None:
+            position = self._source.saved_position(is_training=True)
+        return {
+            "epoch": position.epoch,
+            "order_epoch": position.order_epoch,
+            "n_used": position.n_used,
+            "n_rows": self.total_size,
+            "n_replicas": self.num_replicas,
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Resume at a position.
@@ -116,11 +152,22 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
             if state[key] != own:
                 raise DataError(
                     f"restore: expected a DistributedSampler with {key} {state[key]} as in the checkpoint, got {own}; "
-                    f"use the same data and ranks, or strategy.experimental_distribute_dataset, which resumes on others."
+                    f"use the same data and ranks, or strategy.experimental_distribute_dataset(loader)."
                 )
         self.epoch = state["epoch"]
+        self._order_epoch = state["order_epoch"]
         self._n_used = state["n_used"]
-        self._is_loaded = True
+        self._n_complete_at_load = 0
         if self._source is not None:
             self._source.forget()
-            self._source.move((self.epoch, self._n_used))
+            self._source.move(self.position_after(self._n_used))
+            self._n_complete_at_load = self._source.n_complete
+
+
+@dataclass(frozen=True)
+class _SamplerPosition:
+    """A position of a sampler: the epoch in progress, the epoch whose order it has, and the rows used of it."""
+
+    epoch: int
+    order_epoch: int
+    n_used: int

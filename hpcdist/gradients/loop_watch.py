@@ -15,7 +15,7 @@ from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.own_loaders import OwnLoader
 from hpcdist.gradients.part_tensors import PartTensors, leaves_of
 from hpcdist.gradients.torch_hooks import Handle
-from hpcdist.runtime.loop_state import Part, Uses
+from hpcdist.runtime.parts import Part, Uses
 from hpcdist.runtime.step_flags import StepFlags
 
 #: The watch of each world, by its step flags.

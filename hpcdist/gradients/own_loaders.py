@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from hpcdist.errors import DataError, agreed
 from hpcdist.gradients.part_tensors import PartTensors, leaves_of
-from hpcdist.runtime.loop_state import Part
+from hpcdist.runtime.parts import Part
 from hpcdist.runtime.step_flags import StepFlags
 
 #: Keeper of loaders whose position nothing can keep.
@@ -66,10 +66,10 @@ class OwnLoader:
             return
         raise agreed(
             DataError(
-                f"DataLoader: expected the last pass over hpcdist.DistributedSampler to end by itself, got it left after "
-                f"{self._n_batches} batches, which a restart in its middle would count anew; give the loader fewer "
-                f"rows, as by torch.utils.data.Subset, or call strategy.experimental_distribute_dataset(loader) and "
-                f"iterate over batches.take({self._n_batches})."
+                f"DataLoader: expected the last pass over hpcdist.DistributedSampler to end by itself, got it left "
+                f"after {self._n_batches} batches, which a restart in its middle would count anew; give the loader "
+                f"fewer rows, as by torch.utils.data.Subset, or call "
+                f"strategy.experimental_distribute_dataset(loader) and iterate over batches.take({self._n_batches})."
             )
         )
 

@@ -5,6 +5,7 @@ A slice, a view, and `.to()` or `.float()` that change nothing share the memory.
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.torch_hooks import StorageName
-from hpcdist.runtime.loop_state import Part
+from hpcdist.runtime.parts import Part
 
 #: Memory is looked through for what was freed once so many are known.
 _MAX_KNOWN = 256
@@ -22,12 +23,21 @@ _MAX_LEAVES = 64
 _MAX_DEPTH = 4
 
 
+@dataclass(frozen=True)
+class _ArrayMemory:
+    """The memory of an array of a part."""
+
+    array: "weakref.ref[Any]"
+    addresses: range
+    part: Part
+
+
 class PartTensors:
     """Knows the memory of parts for as long as it is in use."""
 
     def __init__(self) -> None:
         self._of_tensors: dict[int, tuple[StorageName, list[tuple[range, Part]]]] = {}
-        self._of_arrays: list[tuple[weakref.ref[Any], range, Part]] = []
+        self._of_arrays: list[_ArrayMemory] = []
 
     def add(self, part: Part, nests: Any) -> None:
         """Remember the memory of a part.
@@ -40,7 +50,8 @@ class PartTensors:
             self._forget_freed()
         for leaf in leaves_of(nests):
             if isinstance(leaf, np.ndarray):
-                self._of_arrays.append((weakref.ref(leaf), _addresses(leaf.ctypes.data, leaf.nbytes), part))
+                addresses = _addresses(leaf.ctypes.data, leaf.nbytes)
+                self._of_arrays.append(_ArrayMemory(weakref.ref(leaf), addresses, part))
             elif has_memory(leaf):
                 self._add_tensor(leaf, part)
 
@@ -56,7 +67,7 @@ class PartTensors:
 
     def _forget_freed(self) -> None:
         self._of_tensors = {number: known for number, known in self._of_tensors.items() if not known[0].is_freed}
-        self._of_arrays = [known for known in self._of_arrays if known[0]() is not None]
+        self._of_arrays = [memory for memory in self._of_arrays if memory.array() is not None]
 
     def parts_of(self, inputs: Any) -> list[Part]:
         """Return the parts whose memory tensors among `inputs` have, each once."""
@@ -68,15 +79,23 @@ class PartTensors:
         return parts
 
     def _part_of(self, tensor: Tensor) -> Part | None:
-        address = tensor.data_ptr()
-        name, parts = self._of_tensors.get(torch_hooks.storage_number(tensor), (None, []))
-        if name is not None and not name.is_freed:
+        address: int = tensor.data_ptr()
+        known = self._of_tensors.get(torch_hooks.storage_number(tensor))
+        if known is not None and not known[0].is_freed:
+            parts = known[1]
             if tensor.numel() == 0 or len(parts) == 1:
                 return parts[-1][1]
-            return next((part for addresses, part in reversed(parts) if address in addresses), None)
-        for reference, addresses, part in reversed(self._of_arrays):
-            if address in addresses and reference() is not None:
-                return part
+            for addresses, part in reversed(parts):
+                if address in addresses:
+                    return part
+            return None
+        return self._part_of_array(address)
+
+    def _part_of_array(self, address: int) -> Part | None:
+        """Return the part of an array that a tensor shares memory with, as one that torch.from_numpy has made."""
+        for memory in reversed(self._of_arrays):
+            if address in memory.addresses and memory.array() is not None:
+                return memory.part
         return None
 
 

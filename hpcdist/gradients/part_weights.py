@@ -8,7 +8,7 @@ may be mistaken for each other, if they have the same fraction n_r / N on every 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpcdist.runtime.loop_state import Part
+from hpcdist.runtime.parts import Part
 
 
 @dataclass(frozen=True)

@@ -291,13 +291,13 @@ class StorageName:
     """Names the memory of a tensor, and of all views of it, until it is freed: no other memory gets its number."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._reference = StorageWeakRef(tensor.untyped_storage())
+        self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.number: int = self._reference.cdata
 
     @property
     def is_freed(self) -> bool:
         """Whether no tensor has this memory any more."""
-        return bool(self._reference.expired())
+        return bool(self._reference.expired())  # type: ignore[no-untyped-call]
 
 
 def storage_number(tensor: Tensor) -> int:
@@ -461,16 +461,16 @@ class LoaderWatcher(Protocol):
     """Sees the DataLoaders that the main thread iterates over."""
 
     def before_pass(self, loader: "DataLoader[Any]") -> None:
-        """A pass is about to begin."""
+        """See that a pass is about to begin."""
 
     def before_draw(self, loader: "DataLoader[Any]") -> None:
-        """A batch is about to be drawn."""
+        """See that a batch is about to be drawn."""
 
     def after_draw(self, loader: "DataLoader[Any]", batch: Any) -> None:
-        """A batch was drawn."""
+        """See a batch that was drawn."""
 
     def after_pass(self, loader: "DataLoader[Any]") -> None:
-        """There were no more batches."""
+        """See that there were no more batches."""
 
 
 #: Who sees DataLoaders, by number, held weakly.
@@ -489,7 +489,7 @@ def around_loaders(watcher: LoaderWatcher) -> None:
     """
     _loader_watchers[next(_watcher_numbers)] = weakref.ref(watcher)
     DataLoader.__iter__ = _watched_iterator  # type: ignore[method-assign]
-    _BaseDataLoaderIter.__next__ = _watched_next  # type: ignore[method-assign]
+    _BaseDataLoaderIter.__next__ = _watched_next  # type: ignore[method-assign, assignment]
 
 
 def _alive_loader_watchers() -> list[LoaderWatcher]:

@@ -16,6 +16,7 @@ from hpcdist.cluster.slurm import time_left_s
 from hpcdist.diagnostics.logs import FailureLog, log_file
 from hpcdist.errors import CheckpointError, DesyncError, ExitCode, HpcdistError, UsageError, agreed, log
 from hpcdist.gradients.loop_watch import watch_loop
+from hpcdist.gradients.torch_hooks import note_step
 from hpcdist.resilience.agreement import Agreement
 from hpcdist.resilience.attempt import RunAttempt, RunRecord
 from hpcdist.resilience.checkpoint import Checkpoint
@@ -168,6 +169,9 @@ class PreemptionCheckpointHandler:
         except CheckpointError as error:
             self._attempt.refused(error)
             raise
+        if self.restored_path is not None:
+            for optimizer in self._manager.checkpoint.optimizers():
+                note_step(optimizer)  # a schedule may step before the first step of this attempt
         self._attempt.renew()
         self._manager.begin_config(None if self._program_left_s is None else time.time() + self._program_left_s)
         failure_log = FailureLog(log_file(self._attempt.folder / "logs", self._world), self._world)
@@ -575,8 +579,8 @@ class PreemptionCheckpointHandler:
         if self._manager.checkpoint.is_on_servers:
             if self.step > self._manager.saved_step:
                 self._log(
-                    f"the steps from {self._manager.saved_step} to {self.step} are on parameter servers that have left, "
-                    f"and are not saved: write `with handler:` around the loop"
+                    f"the steps from {self._manager.saved_step} to {self.step} are on parameter servers, which have "
+                    f"left, and are not saved: write `with handler:` around the loop"
                 )
         elif not self._saves_no_more:
             self._save_at_exit()
@@ -629,28 +633,29 @@ def _unsafe_loop_error(loop: LoopState) -> UsageError:
     n_steps = loop.n_steps_since_safe_point
     if loop.has_lost_position:
         return UsageError(
-            f"PreemptionCheckpointHandler: expected the position in the data to be in the Checkpoint, got {n_steps} steps "
-            f"on a DataLoader that is not; write batches = strategy.experimental_distribute_dataset(loader), iterate "
-            f"over that and give Checkpoint(data=batches), or use hpcdist.DistributedSampler, give "
-            f"Checkpoint(data=sampler), and begin with for epoch in range(sampler.epoch, n_epochs)."
+            f"PreemptionCheckpointHandler: expected the position in the data to be in the Checkpoint, got {n_steps} "
+            f"steps on a DataLoader that is not; write batches = "
+            f"strategy.experimental_distribute_dataset(loader), iterate over that and give Checkpoint(data=batches), "
+            f"or use hpcdist.DistributedSampler, give Checkpoint(data=sampler), and begin with for epoch in "
+            f"range(sampler.epoch, n_epochs)."
         )
     if loop.is_ambiguous:
         return UsageError(
-            f"PreemptionCheckpointHandler: expected to know which batches were trained on, got {n_steps} steps of a loop "
-            f"that draws ahead and copies or casts what it draws; give the model the tensors as they were drawn, or draw "
-            f"each batch when the last one is trained on."
+            f"PreemptionCheckpointHandler: expected to know which batches were trained on, got {n_steps} steps of a "
+            f"loop that draws ahead and copies or casts what it draws; give the model the tensors as they were drawn, "
+            f"or draw each batch when the last one is trained on."
         )
     if loop.n_parts > 0:
         return UsageError(
             f"PreemptionCheckpointHandler: expected a point between two iterations, where it may save and stop, got "
             f"none in {n_steps} steps of a loop that draws while gradients or batches wait for a step; draw a batch "
-            f"when the last one is trained on, step all optimizers of the Checkpoint for it, or call handler.poll() at "
-            f"the end of each iteration."
+            f"when the last one is trained on, step all optimizers of the Checkpoint for it, or call handler.poll() "
+            f"at the end of each iteration."
         )
     return UsageError(
         f"PreemptionCheckpointHandler: expected batches of a distributed dataset, or calls of handler.poll(), got "
-        f"neither in {n_steps} steps: nothing is saved; call handler.poll() at the end of each iteration, and begin the "
-        f"loop at handler.step, or train on strategy.experimental_distribute_dataset(loader)."
+        f"neither in {n_steps} steps: nothing is saved; call handler.poll() at the end of each iteration, and begin "
+        f"the loop at handler.step, or train on strategy.experimental_distribute_dataset(loader)."
     )
 
 

@@ -9,216 +9,12 @@ Nothing here communicates. Ranks that make the same calls reach the same conclus
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from hpcdist.runtime.parts import Part, PartSource, Uses
 
 #: Forwards are watched until so many steps were made of parts of which no other one was open.
 _MAX_QUIET_STEPS = 100
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """This rank's rows of one global batch.
-
-    Attributes:
-        source: what handed it out.
-        number: of the part among those of its source, from 1.
-        rows: rows of each local replica; None where nobody has planned them.
-        total_rows: rows of all replicas together; None where each rank knows its own alone.
-        is_everywhere: whether every replica of the job is known to have rows in this batch.
-        key: names the batch; equal on all ranks that got parts of the same batch. None where no rank knows of others.
-        likely_rows: rows of this rank's part where nobody has planned them, to notice ranks that differ; None: unknown.
-        position: of the source after this part; what a checkpoint stores once the part is complete.
-        is_for_training: whether gradients were recorded when it was handed out.
-    """
-
-    source: "PartSource"
-    number: int
-    rows: tuple[int, ...] | None
-    total_rows: int | None
-    is_everywhere: bool
-    key: int | None
-    position: Any
-    is_for_training: bool
-    likely_rows: int | None = None
-
-
-class PartSource:
-    """What hands out parts, such as a distributed dataset.
-
-    Args:
-        number: in the order in which sources were made, which is the same on all ranks.
-        owner: whose gradients are made of its parts, such as a strategy; None: anybody's.
-        keeper: id of what must be in the Checkpoint for the position to be kept; None: whoever distributes it decides.
-
-    Attributes:
-        number, owner, keeper: see above.
-        has_pass: whether a pass is in progress.
-        is_trusted: whether who draws, such as `fit`, does so between iterations alone, and uses what it draws.
-        n_handed_out: parts so far.
-        n_complete: number of the newest part that was trained on; 0 before the first.
-        position: after that part.
-        now: where it is, whatever was used.
-        rewound_to: what a checkpoint stores in place of any other position; None: nothing.
-        is_ambiguous: whether it is unknown which of its parts the last backwards have used.
-        has_peeks: whether passes were begun of which nothing was used, as to look at the first batch.
-        is_abandoned: whether nobody can draw from it any more.
-        n_idle_steps: steps since then.
-        is_doubtful: whether a backward may have used an open part, or the complete one a second time, as a GAN does.
-        open_parts: parts for training that no backward has used yet, the oldest first.
-        has_incomplete: whether a backward has used a part, and no step has completed it.
-    """
-
-    def __init__(self, number: int, owner: int | None, keeper: int | None) -> None:
-        self.number = number
-        self.owner = owner
-        self.keeper = keeper
-        self._n_settled = 0
-        self._settled_position: Any = None
-        self.has_pass = False
-        self.is_trusted = False
-        self.n_handed_out = 0
-        self.n_complete = 0
-        self.position: Any = None
-        self.now: Any = None
-        self.rewound_to: Any = None
-        self.has_peeks = False
-        self.is_abandoned = False
-        self.n_idle_steps = 0
-        self.is_ambiguous = False
-        self.is_doubtful = False
-        self.has_incomplete = False
-        self.open_parts: list[Part] = []
-        self._seen: set[int] = set()
-
-    def drop_evaluated(self) -> None:
-        """Expect no step of the parts of a pass that has ended, if all went into forwards that no backward has reached.
-
-        As in a validation with gradients. Of a source that was trained on, one may be trained on later.
-        """
-        if not self.is_trained and all(part.number in self._seen for part in self.open_parts):
-            self.drop_open()
-
-    def see(self, part: Part) -> None:
-        """Note that a part went into a forward that a backward may reach."""
-        self._seen.add(part.number)
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether a part has been trained on."""
-        return self.n_complete > 0
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the newest part that was handed out is complete, or there is none."""
-        return self.n_complete == self.n_handed_out
-
-    def add(self, part: Part) -> None:
-        """Count a part that is handed out."""
-        self.n_handed_out = part.number
-        if part.is_for_training:
-            self.open_parts.append(part)
-
-    def use(self, part: Part) -> None:
-        """Note that a backward has used a part. Older ones that none has used were skipped."""
-        self.open_parts = [other for other in self.open_parts if other.number > part.number]
-        self._seen = {number for number in self._seen if number > part.number}
-        self.has_incomplete = True
-
-    def complete(self, part: Part) -> None:
-        """Count a part as trained on."""
-        if part.number > self.n_complete:
-            self.n_complete = part.number
-            self.position = part.position
-        self.has_incomplete = False
-        self.is_ambiguous = False
-        self.is_doubtful = False
-
-    def move(self, position: Any) -> None:
-        """Note where the source is now."""
-        self.now = position
-        self.rewound_to = None
-
-    def settle(self) -> None:
-        """Remember where the source is if all that it handed out is complete: what comes next may never be used."""
-        if self.is_settled:
-            self._n_settled = self.n_handed_out
-            self._settled_position = self.now
-
-    def saved_position(self, is_training: bool) -> Any:
-        """Return the position after what was used last.
-
-        Args:
-            is_training: whether parts are used by backwards; elsewhere they are used by being drawn.
-        """
-        if self.rewound_to is not None:
-            return self.rewound_to
-        waits_for_step = bool(self.open_parts) or self.has_incomplete
-        is_by_training = self.is_trained or (is_training and waits_for_step)
-        if self.is_trusted or not is_by_training or self.is_settled:
-            return self.now
-        return self.position if self.n_complete > self._n_settled else self._settled_position
-
-    def rewind(self, position: Any) -> None:
-        """Let a checkpoint store an earlier position."""
-        self.rewound_to = position
-
-    def note_peek(self) -> None:
-        """Note that a pass was left of which nothing was used."""
-        self.has_peeks = True
-
-    def trust(self) -> None:
-        """Count on every draw being made between two iterations, by who restores its own position."""
-        self.is_trusted = True
-
-    def begin_pass(self) -> None:
-        """Note that a pass is in progress."""
-        self.has_pass = True
-
-    def end_pass(self) -> None:
-        """Note that no pass is in progress."""
-        self.has_pass = False
-
-    def abandon(self) -> None:
-        """Note that nobody can draw any more; the parts that are open may still be used."""
-        self.is_abandoned = True
-
-    def forget(self) -> None:
-        """Begin anew: nothing that was handed out so far counts any more."""
-        self.drop_open()
-        self.n_complete = self.n_handed_out
-
-    def drop_open(self) -> None:
-        """Expect no step that is made of the parts handed out so far."""
-        self.open_parts = []
-        self._seen = set()
-        self.has_incomplete = False
-        self.is_ambiguous = False
-        self.is_doubtful = False
-
-
-class Uses:
-    """What one backward is known to use.
-
-    Attributes:
-        parts: whose tensors went into a forward that the backward reached.
-        is_unknown: whether it reached a forward of tensors that no source had handed out.
-    """
-
-    def __init__(self) -> None:
-        self.parts: list[Part] = []
-        self.is_unknown = False
-
-    def begin(self) -> None:
-        """Forget what the last backward has used."""
-        self.parts = []
-        self.is_unknown = False
-
-    def add(self, parts: Iterable[Part]) -> None:
-        """Add the parts of a forward that the backward has reached; none: they are unknown."""
-        reached = list(parts)
-        self.is_unknown = self.is_unknown or not reached
-        self.parts += [part for part in reached if part not in self.parts]
 
 
 def _owned(parts: Iterable[Part], owner: int) -> list[Part]:
@@ -282,6 +78,7 @@ class LoopState:
 
     def add_source(self, owner: int | None = None, keeper: int | None = None) -> PartSource:
         """Return a new source of parts; see there."""
+        self._drop_abandoned()
         self._n_sources += 1
         source = PartSource(self._n_sources, owner, keeper)
         self._sources[source.number] = source
@@ -479,7 +276,7 @@ class LoopState:
         """Count a step: what the backwards before it have used is complete."""
         self.n_steps += 1
         self._stepped.add(id(optimizer))
-        if self.n_backwards == 0:  # gradients of the program's own, as of torch.autograd.grad
+        if self.n_backwards == self._n_backwards_at_begin:  # gradients of the program's own, as of torch.autograd.grad
             self._note_used(Uses())
         for part in self._pending:
             part.source.complete(part)
@@ -496,14 +293,13 @@ class LoopState:
         self._is_entered = False
 
     def _drop_abandoned(self) -> None:
-        """Forget sources that nobody can draw from, once no step has been made of their parts for long."""
+        """Forget sources that nobody can draw from, once no step was made of their parts for long."""
         for source in list(self._sources.values()):
-            if source.is_abandoned:
-                source.n_idle_steps += 1
-            if source.is_abandoned and (not source.open_parts or source.n_idle_steps > _MAX_QUIET_STEPS):
+            is_idle = source.steps_abandoned(self.n_steps) > _MAX_QUIET_STEPS
+            if source.is_abandoned and (not source.open_parts or is_idle):
                 del self._sources[source.number]
 
-    # -- points between iterations --------------------------------------------------------------------------------------
+    # -- points between iterations ---------------------------------------------------------------------------------
 
     @property
     def is_complete(self) -> bool:
@@ -606,7 +402,7 @@ class LoopState:
         self._stepped = set()
         self._n_steps_at_end = -1
 
-    # -- between passes ---------------------------------------------------------------------------------------------------
+    # -- between passes ---------------------------------------------------------------------------------------------
 
     def note_end_of_pass(self) -> None:
         """Remember where all sources are: the program is between two iterations, and its pass has no more batches."""

@@ -9,7 +9,8 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from hpcdist.runtime.loop_state import Part, PartSource, LoopState
+from hpcdist.runtime.loop_state import LoopState
+from hpcdist.runtime.parts import Part, PartSource
 
 #: How many numbers travel with a sum.
 N_NUMBERS = 2

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hpcdist
-from hpcdist.resilience.agreement import FIRST_POLLS, MAX_POLLS, Agreement
+from hpcdist.resilience.agreement import MAX_POLLS, Agreement
 from hpcdist.runtime.process import make_world
 from hpcdist.runtime.step_flags import Request
 

@@ -1,0 +1,373 @@
+"""Loops that programs write themselves: they save, stop and resume exactly, weigh gradients exactly, or are refused."""
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hpcdist
+from hpcdist.errors import DataError, GradientError, UsageError
+from hpcdist.runtime.process import call_when_done
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+import loops
+import weighed_loops
+
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("no_handler_left")]
+ROWS, BATCH = 24, 6
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_drawn_script_resumes_with_the_bits_of_its_unbroken_run(comm, shared_path, seed):
+    _, why = loops.check(loops.draw(seed), str(shared_path / "run"), random.Random(seed))
+    assert why == ""
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_drawn_loop_weighs_its_gradients_or_is_refused(comm, seed):
+    _, why = weighed_loops.run(seed)
+    assert why in ("", "refused")
+    assert len(set(comm.allgather(why))) == 1
+
+
+def rows_of(n_rows=ROWS):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n_rows, 3, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randn(n_rows, 1, generator=generator, dtype=torch.float64))
+
+
+class Program:
+    """A model and an optimizer, and what a loop does with a batch."""
+
+    def __init__(self):
+        self.strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+        torch.manual_seed(3)
+        with self.strategy.scope():
+            self.model = nn.Linear(3, 1).double()
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.objects = {"model": self.model, "optimizer": self.optimizer, "strategy": self.strategy}
+
+    def handler(self, folder, **objects):
+        checkpoint = hpcdist.Checkpoint(**self.objects, **objects)
+        return hpcdist.PreemptionCheckpointHandler(None, checkpoint, folder / "checkpoints", save_every_steps=2)
+
+    def step(self, x, y):
+        self.optimizer.zero_grad()
+        nn.functional.mse_loss(self.model(x), y).backward()
+        self.optimizer.step()
+
+    def distributed(self):
+        return self.strategy.experimental_distribute_dataset(DataLoader(rows_of(), batch_size=BATCH))
+
+
+def stop(rank, comm):
+    """Ask for a stop by a signal to one rank."""
+    if comm.rank == rank:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def weights(program):
+    return program.model.weight.detach().clone()
+
+
+# -- loaders of the program's own --------------------------------------------------------------------------------------
+
+
+def train_on_own_loader(program, handler, sampler, n_epochs, stop_at=None, comm=None, n_workers=0):
+    loader = DataLoader(rows_of(), batch_size=2, sampler=sampler, num_workers=n_workers)
+    seen = []
+    for epoch in range(sampler.epoch, n_epochs):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            program.step(x, y)
+            seen.append(x[:, 0].tolist())
+            if handler.step == stop_at:
+                stop(comm.size - 1, comm)
+    return seen
+
+
+def test_a_loader_of_the_programs_own_resumes_at_the_exact_batch_twice_in_an_epoch(comm, shared_path):
+    unbroken = Program()
+    sampler = hpcdist.DistributedSampler(rows_of(), seed=5)
+    with unbroken.handler(shared_path / "unbroken", data=sampler) as handler:
+        seen = train_on_own_loader(unbroken, handler, sampler, 3)
+        n_steps = handler.step
+    parts = []
+    for stop_at in (1, 3, n_steps // 3 + 1, None):
+        program = Program()
+        sampler = hpcdist.DistributedSampler(rows_of(), seed=5)
+        handler = program.handler(shared_path / "stopped", data=sampler)
+        with contextlib.suppress(SystemExit), handler:
+            parts += train_on_own_loader(program, handler, sampler, 3, stop_at, comm)
+        handler.close()
+    assert handler.step == n_steps
+    assert torch.equal(weights(program), weights(unbroken))
+    assert set(map(tuple, seen)) == set(map(tuple, seen)) | set(map(tuple, parts))
+
+
+def test_another_epoch_than_the_restored_one_is_refused(shared_path):
+    sampler = hpcdist.DistributedSampler(rows_of())
+    sampler.load_state_dict({**sampler.state_dict(), "epoch": 2, "n_used": 1})
+    assert sampler.epoch == 2
+    with pytest.raises(DataError, match=r"range\(sampler.epoch"):
+        sampler.set_epoch(0)
+    sampler.set_epoch(2)
+    assert len(list(sampler)) == len(sampler) - 1
+    with pytest.raises(DataError, match="n_rows"):
+        hpcdist.DistributedSampler(rows_of(2 * ROWS)).load_state_dict(sampler.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["torch's sampler", "not in the Checkpoint", "index loop", "copies drawn ahead"])
+def test_a_loop_that_cannot_be_saved_is_refused_within_20_steps_with_its_cure(comm, shared_path, kind):
+    program = Program()
+    sampler = hpcdist.DistributedSampler(rows_of())
+    if kind == "torch's sampler":
+        sampler = torch.utils.data.distributed.DistributedSampler(rows_of(), comm.size, comm.rank)
+    batches = DataLoader(rows_of(), batch_size=2, sampler=sampler)
+    cure = "experimental_distribute_dataset.*Checkpoint"
+    if kind == "index loop":
+        x, y = rows_of().tensors
+        batches = [(x[start : start + 4], y[start : start + 4]) for start in range(0, ROWS, 4)]
+        cure = r"handler.poll\(\)"
+    if kind == "copies drawn ahead":
+        batches = [program.distributed()]
+        cure = "as they were drawn"
+    handler = program.handler(shared_path / "run")
+    n_steps = []
+
+    def train():
+        for _ in range(40):
+            for batch in loops.Job.ahead(batches[0], 1) if kind == "copies drawn ahead" else batches:
+                program.step(*[tensor.clone() for tensor in batch])
+                n_steps.append(1)
+
+    with pytest.raises(UsageError, match=cure):
+        train()
+    handler.close()
+    assert len(n_steps) <= 20
+
+
+def test_a_loop_that_polls_by_itself_is_not_refused(comm, shared_path):
+    program = Program()
+    x, y = rows_of().tensors
+    with program.handler(shared_path / "run") as handler:
+        for step in range(handler.step, 30):
+            first = step % 6 * 4
+            program.step(x[first : first + 4], y[first : first + 4])
+            handler.poll()
+        assert handler.step == 30
+
+
+# -- passes and epochs -----------------------------------------------------------------------------------------------
+
+
+def test_a_peek_consumes_nothing_and_is_no_epoch(comm, shared_path):
+    program = Program()
+    batches = program.distributed()
+    with program.handler(shared_path / "run", data=batches):
+        for epoch in range(2):
+            first = next(iter(batches))
+            again = next(iter(batches))
+            assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+            for number, (x, y) in enumerate(batches):
+                if number == 0:
+                    assert torch.equal(x, first[0])
+                program.step(x, y)
+            assert batches.epoch == epoch + 1
+
+
+def test_passes_that_are_left_go_on_with_other_rows_where_nothing_is_saved(comm):
+    program = Program()
+    order = hpcdist.Dataset.from_tensor_slices(rows_of().tensors).shuffle(seed=1).batch(BATCH)
+    batches = program.strategy.experimental_distribute_dataset(order)
+    firsts = []
+    for _ in range(3):
+        for x, y in itertools.islice(batches, 2):
+            program.step(x, y)
+            firsts.append(x[:1].tolist())
+    assert batches.epoch == 0, "no pass has ended"
+    assert len({str(first) for first in firsts[::2]}) == 3
+
+
+def test_a_pass_that_is_left_is_refused_where_it_is_saved_and_take_is_the_cure(comm, shared_path):
+    program = Program()
+    batches = program.distributed()
+    handler = program.handler(shared_path / "refused", data=batches)
+
+    def train():
+        for _ in range(2):
+            for x, y in itertools.islice(batches, 2):
+                program.step(x, y)
+
+    with pytest.raises(DataError, match=r"take\(2\)"):
+        train()
+    handler.close()
+    n_batches = []
+    for attempt in range(2):
+        program = Program()
+        batches = program.distributed()
+        handler = program.handler(shared_path / "taken", data=batches)
+        with contextlib.suppress(SystemExit), handler:
+            for epoch in range(batches.epoch, 3):
+                for x, y in batches.take(2):
+                    program.step(x, y)
+                    n_batches.append((epoch, handler.step))
+                    if handler.step == 3 and attempt == 0:
+                        stop(0, comm)
+        handler.close()
+    assert handler.step == 6
+    assert [epoch for epoch, _ in n_batches[-3:]] in ([1, 2, 2], [2, 2], [1, 1, 2])
+    with pytest.raises(DataError, match="at least 1"):
+        batches.take(0)
+
+
+def test_a_batch_that_one_rank_alone_has_drawn_is_found_at_the_next_sum(comm):
+    program = Program()
+    batches = program.distributed()
+    if comm.rank == 0:
+        next(iter(batches))  # for a plot
+    for x, y in batches:
+        program.step(x, y)
+    if comm.rank == 0:
+        for _ in batches:
+            pass
+    if comm.size == 1:
+        return
+
+    def train():
+        for _ in range(3):
+            for x, y in batches:
+                program.step(x, y)
+
+    with pytest.raises(GradientError, match="same global batch"):
+        train()
+
+
+def test_len_is_the_number_of_batches(comm):
+    batches = Program().distributed()
+    assert len(batches) == len(list(batches)) == ROWS // BATCH
+    assert bool(batches)
+
+
+# -- stops -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_stop_in_a_validation_saves_the_end_of_the_pass_or_waits(comm, shared_path, is_changed):
+    """A schedule that steps after it steps in the next attempt; one that has stepped must not step twice."""
+
+    def attempt(stops):
+        program = Program()
+        batches, validation = program.distributed(), program.distributed()
+        schedule = torch.optim.lr_scheduler.StepLR(program.optimizer, 1, 0.5)
+        handler = program.handler(shared_path / f"{is_changed}", data=batches, schedule=schedule)
+        with contextlib.suppress(SystemExit), handler:
+            for epoch in range(batches.epoch, 3):
+                for x, y in batches:
+                    program.step(x, y)
+                if is_changed:
+                    schedule.step()
+                with torch.no_grad():
+                    for number, (x, _) in enumerate(validation):
+                        program.model(x)
+                        if stops and epoch == 1 and number == 0:
+                            stop(0, comm)
+                            comm.Barrier()
+                if not is_changed:
+                    schedule.step()
+        handler.close()
+        return handler.step, schedule.last_epoch, program.optimizer.param_groups[0]["lr"]
+
+    first = attempt(stops=True)
+    assert first[0] == 8
+    assert attempt(stops=False) == (12, 3, 0.1 * 0.5**3)
+
+
+def test_without_with_the_last_steps_are_saved_when_all_ranks_have_left(comm, shared_path):
+    program = Program()
+    batches = program.distributed()
+    handler = program.handler(shared_path / "run", data=batches)
+    for x, y in itertools.islice(batches, 3):
+        program.step(x, y)
+    handler.record_end()  # as the exit of the program calls it
+    call_when_done(None)
+    handler.close()
+    assert Path(handler.latest_path).name.startswith("step-00000003")
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_weight_that_the_program_gives_counts(comm):
+    """Rows that no dataset has handed out, not as many on all ranks: an index loop."""
+    program = Program()
+    x, y = rows_of().tensors
+    n_rows = sum(range(1, comm.size + 1))
+    first = sum(range(1, comm.rank + 1))
+    program.strategy.set_row_count(comm.rank + 1)
+    own = slice(first, first + comm.rank + 1)
+    nn.functional.mse_loss(program.model(x[own]), y[own]).backward()
+    plain = nn.Linear(3, 1).double()
+    plain.load_state_dict(program.model.state_dict())
+    nn.functional.mse_loss(plain(x[:n_rows]), y[:n_rows]).backward()
+    torch.testing.assert_close(program.model.weight.grad, plain.weight.grad)
+
+
+class Ragged(torch.utils.data.Dataset):
+    """Sequences of different length."""
+
+    def __len__(self):
+        return 13
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(1 + index * 7 % 5, 3, generator=generator, dtype=torch.float64), index % 2
+
+
+def time_major(rows):
+    padded = nn.utils.rnn.pad_sequence([sequence for sequence, _ in rows])
+    return padded, torch.tensor([[float(label)] for _, label in rows], dtype=torch.float64)
+
+
+def nodes_of_graphs(rows):
+    sizes = torch.tensor([len(sequence) for sequence, _ in rows])
+    return (
+        torch.cat([sequence for sequence, _ in rows]),
+        sizes,
+        torch.tensor([[float(label)] for _, label in rows], dtype=torch.float64),
+    )
+
+
+@pytest.mark.parametrize("collate", [time_major, nodes_of_graphs])
+def test_the_plan_knows_the_rows_whatever_a_batch_looks_like(comm, collate):
+    def loss_of(model, batch):
+        first, *sizes, labels = batch
+        values = model(first)
+        is_padding = (first == 0).all(-1, keepdim=True)
+        sums = (
+            values.masked_fill(is_padding, 0).sum(0)
+            if not sizes
+            else torch.stack([part.sum(0) for part in values.split(sizes[0].tolist())])
+        )
+        return nn.functional.mse_loss(sums, labels)
+
+    loader = DataLoader(Ragged(), batch_size=8, collate_fn=collate)
+    program = Program()
+    plain = nn.Linear(3, 1).double()
+    batches = program.strategy.experimental_distribute_dataset(loader)
+    for number, (part, batch) in enumerate(zip(batches, loader, strict=True)):
+        program.model.zero_grad()
+        plain.zero_grad()
+        loss_of(program.model, part).backward()
+        if number == 0:
+            plain.load_state_dict(program.model.state_dict())
+        loss_of(plain, batch).backward()
+        torch.testing.assert_close(program.model.weight.grad, plain.weight.grad)
