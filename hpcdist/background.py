@@ -11,7 +11,7 @@ _Queue = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
 
 class BackgroundThread:
-    """A daemon thread that starts at the first submit and ends with this object, or at `stop`.
+    """A daemon thread that starts at the first submit, or at `start`, and ends with this object, or at `stop`.
 
     Args:
         name: of the thread, as debuggers show it.
@@ -32,14 +32,18 @@ class BackgroundThread:
         """
         if self._is_stopped:
             raise RuntimeError(f"{self._name}: expected a call before the thread was stopped, got one after it.")
+        self.start()
+        future: Future[Any] = Future()
+        self._queue.put((call, future))
+        return future
+
+    def start(self) -> None:
+        """Start the thread, if that is not done: from Python 3.12 on a program that exits can start none."""
         with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(target=_run, args=(self._queue,), name=self._name, daemon=True)
                 self._thread.start()
                 weakref.finalize(self, self._queue.put, None).atexit = False  # hooks at exit may still need it
-        future: Future[Any] = Future()
-        self._queue.put((call, future))
-        return future
 
     def stop(self, timeout_s: float) -> None:
         """End the thread after what was submitted, and wait for it, at most `timeout_s`."""

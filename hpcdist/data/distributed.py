@@ -570,8 +570,8 @@ class DistributedDataset(DistributedInput):
 
         After a restart that loop does not ask this dataset any more, and would find it without batches the next time.
         """
-        is_at_start = cursor.position == cursor.pass_start
-        if is_at_start or not self._flags.loop.is_following(self._source) or not self._is_end(cursor):
+        is_following = self._flags.loop.is_following(self._source) and not self._source.is_trusted
+        if not is_following or cursor.position == cursor.pass_start or not self._is_end(cursor):
             return cursor
         return end_of_pass(self.dataset.order, cursor)
 

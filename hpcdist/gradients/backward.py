@@ -227,6 +227,14 @@ class GradientSums:
         else:
             self.buckets = BucketSet(in_buckets, n_counts, self.reducer, self._comm_hook)
 
+    def _weigh_by_parts(self, local_index: int) -> Weight:
+        """Return the weight of the running backward by the parts that it may use."""
+        loop = self._step_flags.loop
+        weight = weigh(loop.candidates(self.number), local_index, loop.uses().likely_rows)
+        if self.is_mean and not weight.is_planned:
+            loop.keep_watching()  # to notice replicas that have other numbers of rows
+        return weight
+
     def set_row_count(self, local_index: int, n_rows: int) -> None:
         """Weigh the next backward of a local replica by a number of rows that the program gives."""
         self._own_row_counts[local_index] = n_rows
@@ -235,9 +243,9 @@ class GradientSums:
         """Return the weight of a local replica's gradients, in rows."""
         own_row_count = self._own_row_counts[local_index]
         if own_row_count is None:
-            weight = weigh(self._step_flags.loop.candidates(self.number), local_index)
+            weight = self._weigh_by_parts(local_index)
         else:
-            weight = Weight(float(own_row_count))
+            weight = Weight(float(own_row_count), is_planned=True)
         self.weights[local_index] = weight
         return weight
 
@@ -268,7 +276,7 @@ class GradientSums:
             self._own_row_counts[local_index] = None
             return
         weight = self.weights[local_index]
-        at_end = weigh(self._step_flags.loop.candidates(self.number), local_index)
+        at_end = self._weigh_by_parts(local_index)
         if weight.refusal is None and (at_end.refusal or not at_end.has_fraction_of(weight)):
             refusal = at_end.refusal or _fraction_refusal(weight, at_end)
             self.weights[local_index] = replace(weight, refusal=refusal)
@@ -319,7 +327,8 @@ class GradientSums:
             doubtful_rows = int(weight)
         sparse = [record.contribution for record in self.sparse_records]
         refusal = used.refusal if self.is_mean else None
-        return Contribution(buffers, sparse, doubtful_rows, refusal, used.key, self._step_flags.loop.has_entry)
+        key = used.key if used.is_planned or self.is_mean else None
+        return Contribution(buffers, sparse, doubtful_rows, refusal, key, self._step_flags.loop.has_entry)
 
     def counts(self, contribution: "Contribution", weight: float) -> list[float]:
         """Return what is summed along: which gradients and buffers there are, weight, backward number, step flags."""
@@ -352,7 +361,9 @@ class GradientSums:
         facts = _facts_in(totals)
         self._require_same_backward(facts)
         self._step_flags.record(totals[-N_NUMBERS:])
-        self._step_flags.loop.share(facts.n_entered == self.n_replicas, facts.key, _MODULI)
+        is_named = all(weight.is_planned or weight.key is None for weight in self.weights)
+        key = facts.key if is_named else None
+        self._step_flags.loop.share(facts.n_entered == self.n_replicas, key, _MODULI)
         if facts.n_refused:
             self.is_broken = True
             refusals = [contribution.refusal for contribution in contributions if contribution.refusal is not None]
@@ -387,11 +398,7 @@ class GradientSums:
         if not facts.is_same_batch:
             self.is_broken = True
             raise agreed(
-                GradientError(
-                    "backward: expected parts of the same global batch on all replicas, got other batches elsewhere; "
-                    "let all ranks draw the same batches: what one rank alone needs, as for a plot, it reads from the "
-                    "dataset itself, or it takes one batch and begins again."
-                )
+                GradientError(_OTHER_BATCHES if all(weight.is_planned for weight in self.weights) else _OTHER_ROWS)
             )
 
     def _require_equal_rows(self, rows: list[int]) -> None:
@@ -444,6 +451,16 @@ def _facts_in(totals: Sequence[float]) -> Facts:
     return Facts.decode(totals[-N_NUMBERS - _N_FACTS : -N_NUMBERS])
 
 
+_OTHER_BATCHES = (
+    "backward: expected parts of the same global batch on all replicas, got other batches elsewhere; let all ranks "
+    "draw the same batches: what one rank alone needs, as for a plot, it reads from the dataset itself, or it takes "
+    "one batch and begins again."
+)
+_OTHER_ROWS = (
+    "backward: expected as many rows on all replicas with ReduceOp.MEAN, for batches that no distributed dataset has "
+    "planned, got inputs of another length elsewhere; call strategy.set_row_count(n_rows) before the backward on every "
+    "rank, or train on strategy.experimental_distribute_dataset(loader)."
+)
 _REFUSED_ELSEWHERE = (
     "backward: expected parts that can be weighted with ReduceOp.MEAN on all replicas, got some elsewhere that cannot; "
     "look at the line of that rank."

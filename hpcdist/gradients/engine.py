@@ -29,6 +29,7 @@ from hpcdist.gradients.central_storage import CentralStorage
 from hpcdist.gradients.comm_hook import CommHook
 from hpcdist.gradients.generators import StepGenerators
 from hpcdist.gradients.local_rounds import LocalRounds
+from hpcdist.gradients.loop_watch import watch_loop
 from hpcdist.gradients.model_plan import IdentitySet, ModelPlan, ModuleSet, explain_difference, plan_model
 from hpcdist.gradients.record import Holds, ParameterRecord
 from hpcdist.gradients.reducer import Reducer
@@ -118,6 +119,8 @@ class GradientEngine:
         self._n_collectives: tuple[int, int] | None = None
         before, after = torch_hooks.before_any_step(self._before_step), torch_hooks.after_any_step(self._after_step)
         _alive.add(self)
+        if is_mean and self._n_replicas > 1:
+            watch_loop(world.step_flags)
         weakref.finalize(self, before.remove)
         weakref.finalize(self, after.remove)
 

@@ -5,6 +5,7 @@ that a backward can only mean the one part there is.
 """
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.own_loaders import OwnLoader
-from hpcdist.gradients.part_tensors import PartTensors, leaves_of
+from hpcdist.gradients.part_tensors import PartTensors, leaves_of, length_of
 from hpcdist.gradients.torch_hooks import Handle
 from hpcdist.runtime.parts import Part, Uses
 from hpcdist.runtime.step_flags import StepFlags
@@ -77,7 +78,7 @@ class LoopWatch:
         if loader in self._own_loaders:
             self._own_loaders[loader].end_pass()
 
-    def before_call(self, module: nn.Module, inputs: Any) -> list[Part] | None:
+    def before_call(self, module: nn.Module, inputs: Any) -> "_Inputs | None":
         """Return the parts that a call is given; None for one that activation checkpointing makes again.
 
         Acts on requests if the call begins an iteration. Collective then: the ranks of the role.
@@ -87,16 +88,16 @@ class LoopWatch:
         parts = self.tensors.parts_of(inputs)
         if parts and torch.is_grad_enabled() and _has_parameters(module):
             self._flags.poll_at_forward(parts)
-        return parts
+        return _Inputs(parts, None if parts else length_of(inputs))
 
     def after_call(self, module: nn.Module, before: Any, output: Any) -> None:
         """Let a backward that reaches the output know the parts, and note a call that leaves something behind."""
-        parts: list[Part] | None = before
-        if parts is None:
+        if before is None:
             return
+        parts = before.parts
         outputs = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if torch.is_grad_enabled() and outputs:
-            reach = _Reach(self._flags.loop.uses(), parts)
+            reach = _Reach(self._flags.loop.uses(), parts, before.likely_rows)
             for tensor in outputs:
                 torch_hooks.call_at_gradient_of(tensor, reach)
             self._flags.loop.note_forward(parts)
@@ -104,15 +105,24 @@ class LoopWatch:
             self._flags.loop.note_forward()
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """What a call is given: parts, or without any the length of its first tensor."""
+
+    parts: list[Part]
+    likely_rows: int | None
+
+
 class _Reach:
     """Adds the parts of a forward to what the backward uses that reaches it."""
 
-    def __init__(self, uses: Uses, parts: list[Part]) -> None:
+    def __init__(self, uses: Uses, parts: list[Part], likely_rows: int | None) -> None:
         self._uses = uses
         self._parts = parts
+        self._likely_rows = likely_rows
 
     def __call__(self) -> None:
-        self._uses.add(self._parts)
+        self._uses.add(self._parts, self._likely_rows)
 
 
 def _has_parameters(module: nn.Module) -> bool:

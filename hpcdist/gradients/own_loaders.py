@@ -8,11 +8,10 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
 from hpcdist.errors import DataError, agreed
-from hpcdist.gradients.part_tensors import PartTensors, leaves_of
+from hpcdist.gradients.part_tensors import PartTensors, length_of
 from hpcdist.runtime.parts import Part
 from hpcdist.runtime.step_flags import StepFlags
 
@@ -31,15 +30,17 @@ class OwnLoader:
     def __init__(self, loader: "DataLoader[Any]", flags: StepFlags) -> None:
         self._sampler: Any = _positioned_sampler(loader)
         self._flags = flags
-        keeper = _NOTHING if self._sampler is None else id(self._sampler)
+        keeper = _NOTHING
+        self._rows_of_batch: int | None = None
+        if self._sampler is not None:
+            keeper = id(self._sampler)
+            self._rows_of_batch = loader.batch_size
         self._source = flags.loop.add_source(keeper=keeper)
-        self._rows_of_batch = loader.batch_size if type(loader.batch_sampler) is BatchSampler else None
         self._first_row = 0
         self._n_batches = 0
         self._n_complete_at_begin = 0
+        self._is_following = False
         weakref.finalize(loader, self._source.abandon)
-        if self._sampler is not None:
-            self._sampler.follow(self._source)
 
     def begin_pass(self) -> None:
         """Note that a pass begins; a pass that was left in its middle ends here.
@@ -54,6 +55,9 @@ class OwnLoader:
             self._require_end()
         self._n_batches = 0
         self._n_complete_at_begin = self._source.n_complete
+        if self._sampler is not None and self._flags.requester is not None and not self._is_following:
+            self._is_following = True  # only here: another world, without a handler, may watch the loader too
+            self._sampler.follow(self._source)
         if self._sampler is not None:
             self._first_row = self._sampler.begin_pass()
             self._source.move(self._sampler.position_after(self._first_row))
@@ -102,7 +106,7 @@ class OwnLoader:
             key=None,
             position=self._source.now,
             is_for_training=torch.is_grad_enabled(),
-            likely_rows=_likely_rows(batch) if n_rows is None else None,
+            likely_rows=length_of(batch) if n_rows is None else None,
         )
         self._flags.loop.hand_out(part)
         tensors.add(part, batch)
@@ -116,8 +120,9 @@ class OwnLoader:
     def end_pass(self) -> None:
         """Note that there were no more batches."""
         self._source.end_pass()
-        self._source.drop_evaluated()
-        if self._sampler is not None:
+        if not self._source.is_trained:  # read for something else, such as its mean; tensors still name their part
+            self._source.drop_open()
+        if self._is_following:
             self._source.move(self._sampler.end_pass())
         self._source.settle()
         self._flags.loop.forget_last_used(self._source)
@@ -127,11 +132,3 @@ def _positioned_sampler(loader: "DataLoader[Any]") -> Any:
     """Return the sampler of a loader if it knows its position."""
     sampler = getattr(loader, "sampler", None)
     return sampler if hasattr(sampler, "position_after") and type(loader.batch_sampler) is BatchSampler else None
-
-
-def _likely_rows(batch: Any) -> int | None:
-    """Return the length of the first tensor of a batch; None where there is none."""
-    for leaf in leaves_of(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return len(leaf)
-    return None

@@ -139,3 +139,11 @@ def _children_of(node: Any) -> list[Any] | None:
         return list(node[:_MAX_LEAVES])
     attributes = getattr(node, "__dict__", None)
     return list(attributes.values()) if attributes and not callable(node) else None
+
+
+def length_of(nest: Any) -> int | None:
+    """Return the length of the first tensor of a nest; None where there is none."""
+    for leaf in leaves_of(nest):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return len(leaf)
+    return None

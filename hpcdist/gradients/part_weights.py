@@ -17,14 +17,17 @@ class Weight:
 
     Attributes:
         rows: rows of the replica; 1 where none are known.
+        is_planned: whether they are known.
         total_rows: rows of all replicas; None where they are not known.
-        key: names the batch; None where none is known, or several are.
+        key: what must be the same on all replicas that have one: names the batch, or is the number of rows that nobody
+            has planned. None where neither is known.
         doubtful_rows: a number that must be the same on all replicas, as gradients are weighted wrongly otherwise; None
             where nothing is in doubt.
         refusal: why gradients cannot be weighted; None if they can.
     """
 
     rows: float = 1.0
+    is_planned: bool = False
     total_rows: int | None = None
     key: int | None = None
     doubtful_rows: int | None = None
@@ -37,22 +40,23 @@ class Weight:
         return self.rows * other.total_rows == other.rows * self.total_rows
 
 
-def weigh(parts: Sequence[Part], local_index: int) -> Weight:
+def weigh(parts: Sequence[Part], local_index: int, likely_rows: int | None = None) -> Weight:
     """Return the weight of a backward that uses one of these parts, or all of them.
 
     Args:
         parts: in any order; without any, all replicas weigh the same.
         local_index: of the replica on this rank.
+        likely_rows: of a batch that is no part; None where that is unknown, too.
     """
     planned = [part for part in parts if part.rows is not None]
     if not planned:
-        likely_rows = [part.likely_rows for part in parts if part.likely_rows is not None]
-        return Weight(doubtful_rows=_digest(likely_rows) if likely_rows else None)
+        lengths = [part.likely_rows for part in parts if part.likely_rows is not None]
+        return Weight(key=_digest(lengths) if lengths else likely_rows)
     ordered = sorted(planned, key=lambda part: (part.source.number, part.number))
     weights = [_weight_of(part, local_index) for part in ordered]
     if all(weights[0].has_fraction_of(weight) for weight in weights):
         key = weights[0].key if len(weights) == 1 else None  # parts are used in their order, most probably
-        return Weight(weights[0].rows, weights[0].total_rows, key)
+        return Weight(weights[0].rows, True, weights[0].total_rows, key)
     is_known = all(weight.total_rows is not None for weight in weights)
     if not is_known and len({part.source.number for part in planned}) == len(planned):
         return Weight(doubtful_rows=_digest([int(weight.rows) for weight in weights]))
@@ -66,7 +70,7 @@ def _digest(rows: Sequence[int]) -> int:
 
 def _weight_of(part: Part, local_index: int) -> Weight:
     assert part.rows is not None, "only planned parts are weighed"
-    return Weight(float(part.rows[local_index]), part.total_rows, part.key)
+    return Weight(float(part.rows[local_index]), True, part.total_rows, part.key)
 
 
 def _refusal(weights: Sequence[Weight]) -> str:

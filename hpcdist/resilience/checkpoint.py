@@ -473,8 +473,7 @@ def _settings_of(item: Any) -> Any:
     if isinstance(item, _PLAIN):
         return item
     if hasattr(item, "param_groups"):
-        groups = item.param_groups
-        return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        return [dict(group, params=None) for group in item.param_groups]
     is_other = _is_array(item) or hasattr(item, "named_parameters") or hasattr(item, "describe_sums")
     if is_other or isinstance(item, DistributedInput) or getattr(item, "is_state_collective", False):
         return None

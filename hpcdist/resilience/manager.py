@@ -341,6 +341,11 @@ class CheckpointManager:
             if self._is_writer or self._saver.keeps_copies:
                 self._saver.reserve(self.checkpoint.collect(gathered))
 
+    def start(self) -> None:
+        """Make ready to save also while the program exits. Not collective: it acts on the chief alone."""
+        if self._is_writer:
+            self._saver.start()
+
     def warn_of_memory(self) -> None:
         """Log if memory may be too small for saves, by an estimate: `reserve` knows, but only after the first step.
 

@@ -202,6 +202,7 @@ class PreemptionCheckpointHandler:
         if self.deadline is not None:
             self._log(self.deadline.describe())
         if self._config.save_fn is None:
+            self._manager.start()
             self._manager.warn_of_memory()
         wrapper = wrapper_of(os.getpid())
         if wrapper is not None and launcher_of(read_environment()) is not None:

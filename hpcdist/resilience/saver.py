@@ -172,6 +172,10 @@ class Saver:
             self.last_save_s = time.monotonic() - since
             atexit.unregister(self._wait_at_exit)  # nothing is left to wait for, and nothing to report
 
+    def start(self) -> None:
+        """Start the thread in which files are written: a program that saves only when it exits could not do so."""
+        self._thread.start()
+
     def reserve(self, collected: Collected) -> None:
         """Lay out a state as for a save, but write nothing: the memory of the saves that follow is taken now.
 

@@ -8,7 +8,7 @@ Nothing here communicates. Ranks that make the same calls reach the same conclus
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hpcdist.runtime.parts import Part, PartSource, Uses
@@ -17,8 +17,19 @@ from hpcdist.runtime.parts import Part, PartSource, Uses
 _MAX_QUIET_STEPS = 100
 
 
-def _owned(parts: Iterable[Part], owner: int) -> list[Part]:
+def _owned_by(owner: int, parts: Iterable[Part]) -> list[Part]:
+    """Return the parts that an owner's gradients, or anybody's, are made of."""
     return [part for part in parts if part.source.owner in (None, owner)]
+
+
+def _sources_of(parts: Iterable[Part]) -> list[PartSource]:
+    """Return the sources of parts, each once."""
+    return list(dict.fromkeys(part.source for part in parts))
+
+
+def _without_sources(sources: Sequence[PartSource], parts: Iterable[Part]) -> list[Part]:
+    """Return the parts of other sources."""
+    return [part for part in parts if part.source not in sources]
 
 
 class LoopState:
@@ -50,6 +61,7 @@ class LoopState:
         self._n_sources = 0
         self._watch_forwards: Callable[[bool], None] | None = None
         self._n_quiet_steps = 0
+        self._is_watched_for_good = False
         self._training_owners: set[int | None] = set()
         self._saved: frozenset[int] = frozenset()
         self._optimizers: frozenset[int] = frozenset()
@@ -69,8 +81,8 @@ class LoopState:
         self._is_entered = False
         self._entry_rows: list[int | None] = []
         self._entered_rows: list[int | None] | None = None
-        self._shared_key: tuple[int, ...] | None = None
-        self._moduli: tuple[int, ...] = ()
+        self._shared_key: list[int] | None = None
+        self._moduli: Sequence[int] = ()
         self._leader: PartSource | None = None
         self._n_draws_without_leader: dict[int, int] = {}
 
@@ -98,9 +110,9 @@ class LoopState:
             optimizers: every iteration is expected to step all of these; without any, nothing is known of the program.
             saved: objects whose state is saved, such as samplers.
         """
-        self._saved = frozenset(id(item) for item in saved)
+        self._saved = frozenset(map(id, saved))
         self.has_lost_position = False
-        self._optimizers = frozenset(id(optimizer) for optimizer in optimizers)
+        self._optimizers = frozenset(map(id, optimizers))
         self._stepped = set()
         self._pending = []
         self._last_used = []
@@ -138,8 +150,14 @@ class LoopState:
         self._watch_forwards = watch
         watch(self.needs_identity)
 
+    def keep_watching(self) -> None:
+        """Watch forwards from now on for good."""
+        self._is_watched_for_good = True
+        self._need_identity(True)
+
     def _need_identity(self, is_needed: bool) -> None:
         self._n_quiet_steps = 0
+        is_needed = is_needed or self._is_watched_for_good
         if self.needs_identity is not is_needed:
             self.needs_identity = is_needed
             if self._watch_forwards is not None:
@@ -149,7 +167,7 @@ class LoopState:
 
     def hand_out(self, part: Part) -> None:
         """Record a part that its source hands out now."""
-        if any(True for _ in self.open_parts()):
+        if self.open_parts():
             self._need_identity(True)
         part.source.add(part)
         if part.is_for_training:
@@ -168,17 +186,16 @@ class LoopState:
             self._leader = source
             self._n_draws_without_leader = {}
 
-    def open_parts(self) -> Iterator[Part]:
-        """Yield the parts that may still be used, by source and age."""
-        for source in self._by_number():
-            yield from source.open_parts
-
-    def _by_number(self) -> list[PartSource]:
-        return [self._sources[number] for number in sorted(self._sources)]
+    def open_parts(self) -> list[Part]:
+        """Return the parts that may still be used, by source and age: sources are in the order of their numbers."""
+        parts: list[Part] = []
+        for source in self._sources.values():
+            parts += source.open_parts
+        return parts
 
     def forget_last_used(self, source: PartSource) -> None:
         """Let later backwards, which use no part, not count as uses of the last one: its pass is over."""
-        if any(part.source is source for part in self._last_used):
+        if source in _sources_of(self._last_used):
             self._last_used = []
 
     # -- backwards and steps ------------------------------------------------------------------------------------------
@@ -204,15 +221,15 @@ class LoopState:
             owner: whose gradients the backward makes.
         """
         uses = self.uses()
-        known = _owned(uses.parts, owner)
-        if known and not uses.is_unknown:
-            return known
-        named = {part.source.number for part in known}
-        others = [part for part in _owned(self.open_parts(), owner) if part.source.number not in named]
-        last_used = _owned(self._last_used, owner)
+        named_parts = _owned_by(owner, uses.parts)
+        last_used = _owned_by(owner, self._last_used)
+        if named_parts and not uses.is_unknown:
+            return named_parts
+        possible_parts = self.open_parts()
         if self._may_use_again(uses):
-            others += [part for part in last_used if part.source.number not in named]
-        return [*known, *others] or last_used
+            possible_parts += last_used
+        unnamed_parts = _without_sources(_sources_of(named_parts), _owned_by(owner, possible_parts))
+        return named_parts + unnamed_parts or last_used
 
     def _may_use_again(self, uses: Uses) -> bool:
         """Return whether an unknown forward may be that of another optimizer, on a part that is complete."""
@@ -229,35 +246,39 @@ class LoopState:
         """Record which parts were used; of a source with several open parts it must be known which."""
         used = list(uses.parts)
         if uses.is_unknown or not used:
-            used += [part for part in self._shared_parts() if part not in used]
-            named = {part.source.number for part in used}
-            sources = [source for source in self._by_number() if source.open_parts]
-            in_pass = [source for source in sources if source.has_pass]  # others may be left of a validation
-            for source in in_pass or sources:
-                if source.number not in named:
+            used += self._shared_parts()
+            named_sources = _sources_of(used)
+            for source in self._sources_in_use():
+                if source not in named_sources:
                     used += self._guess(source, uses)
         for part in used:
             part.source.use(part)
         self._pending += used
         self._last_used = used or self._last_used
 
+    def _sources_in_use(self) -> list[PartSource]:
+        """Return the sources with open parts: those whose pass goes on, as other parts may be left of a validation."""
+        sources = _sources_of(self.open_parts())
+        sources_in_pass = [source for source in sources if source.has_pass]
+        return sources_in_pass or sources
+
     def _shared_parts(self) -> list[Part]:
         """Return the open part that another rank has reported, as the only one with the key; else nothing."""
-        if self._shared_key is None:
-            return []
-        keyed = [part for part in self.open_parts() if part.key is not None]
-        matches = [part for part in keyed if self._remainders(part) == self._shared_key]
+        matches: list[Part] = []
+        for part in self.open_parts():
+            if part.key is not None and self._remainders(part.key) == self._shared_key:
+                matches.append(part)
         return matches if len(matches) == 1 else []
 
-    def _remainders(self, part: Part) -> tuple[int, ...]:
-        return tuple((part.key or 0) % modulus for modulus in self._moduli)
+    def _remainders(self, key: int) -> list[int]:
+        return [key % modulus for modulus in self._moduli]
 
     def _guess(self, source: PartSource, uses: Uses) -> list[Part]:
         """Return what an unknown backward has used of a source; mark the source where that is not clear."""
         if len(source.open_parts) > 1:
             source.is_ambiguous = True
             return []
-        if self._may_use_again(uses) and any(part.source is source for part in self._last_used):
+        if self._may_use_again(uses) and source in _sources_of(self._last_used):
             source.is_doubtful = True
             return []
         return list(source.open_parts)
@@ -313,10 +334,9 @@ class LoopState:
 
         With open parts that is known only if all forwards since the last step were watched, and there were none.
         """
-        if not self.is_complete or any(source.is_doubtful for source in self._sources.values()):
+        if not self.is_complete or self._is_doubtful:
             return False
-        has_open = any(True for _ in self.open_parts())
-        if has_open and (self._has_forward or not self._is_watched_since_step):
+        if self.open_parts() and (self._has_forward or not self._is_watched_since_step):
             return False
         has_stepped = self.n_steps_since_safe_point > 0
         is_one = len(self._optimizers) < 2
@@ -326,6 +346,10 @@ class LoopState:
     def is_ambiguous(self) -> bool:
         """Whether it is unknown which parts the last backwards have used."""
         return any(source.is_ambiguous for source in self._sources.values())
+
+    @property
+    def _is_doubtful(self) -> bool:
+        return any(source.is_doubtful for source in self._sources.values())
 
     def is_following(self, source: PartSource) -> bool:
         """Return whether another source's draws begin the iterations."""
@@ -362,13 +386,16 @@ class LoopState:
         It does if such a forward began the last iteration on all ranks, and of batches of the same size: a program may
         treat replicas with few rows, or without any, in another way. Not where a draw was such a point already.
         """
-        inputs = list(parts)
-        is_next = bool(inputs) and all(self._is_next(part) for part in inputs)
-        is_entry = is_next and not self._has_forward and self._is_watched_since_step and self.is_between_iterations
-        self._has_entry = self._has_entry or is_entry
-        is_agreed = self._entered_rows is not None and self._entered_rows == [part.total_rows for part in inputs]
-        self._entry_rows = [part.total_rows for part in inputs]
-        return is_entry and is_agreed and self.n_steps_since_safe_point > 0
+        if self._has_forward or not self._is_watched_since_step or not self.is_between_iterations:
+            return False
+        total_rows: list[int | None] = []
+        for part in parts:
+            if not self._is_next(part):
+                return False
+            total_rows.append(part.total_rows)
+        self._has_entry = True
+        self._entry_rows = total_rows
+        return self._entered_rows == total_rows and self.n_steps_since_safe_point > 0
 
     def _is_next(self, part: Part) -> bool:
         """Return whether a part is one of a trained source that no backward has used, with rows on all replicas."""
@@ -381,7 +408,7 @@ class LoopState:
         """Whether a forward that could begin an iteration was seen since the last step."""
         return self._has_entry
 
-    def share(self, is_entered: bool, key: Sequence[int] | None, moduli: Sequence[int]) -> None:
+    def share(self, is_entered: bool, key: list[int] | None, moduli: Sequence[int]) -> None:
         """Take what all ranks have reported with the sum of the running backward.
 
         Args:
@@ -390,8 +417,8 @@ class LoopState:
             moduli: of the remainders.
         """
         self._is_entered = self._is_entered or is_entered
-        self._shared_key = None if key is None else tuple(key)
-        self._moduli = tuple(moduli)
+        self._shared_key = key
+        self._moduli = moduli
 
     def note_safe_point(self) -> None:
         """Record that requests are looked for here."""
@@ -406,7 +433,9 @@ class LoopState:
 
     def note_end_of_pass(self) -> None:
         """Remember where all sources are: the program is between two iterations, and its pass has no more batches."""
-        self._positions_at_end = [(source, source.now) for source in self._sources.values()]
+        self._positions_at_end = []
+        for source in self._sources.values():
+            self._positions_at_end.append((source, source.now))
         self._n_steps_at_end = self.n_steps
 
     @property

@@ -88,7 +88,8 @@ class PartSource:
 
         As in a validation with gradients. Of a source that was trained on, one may be trained on later.
         """
-        if not self.is_trained and all(part.number in self._seen for part in self.open_parts):
+        open_numbers = {part.number for part in self.open_parts}
+        if not self.is_trained and open_numbers <= self._seen:
             self.drop_open()
 
     def see(self, part: Part) -> None:
@@ -113,8 +114,8 @@ class PartSource:
 
     def use(self, part: Part) -> None:
         """Note that a backward has used a part. Older ones that none has used were skipped."""
-        self.open_parts = [other for other in self.open_parts if other.number > part.number]
-        self._seen = {number for number in self._seen if number > part.number}
+        self.open_parts = [later_part for later_part in self.open_parts if later_part.number > part.number]
+        self._seen = set()
         self.has_incomplete = True
 
     def complete(self, part: Part) -> None:
@@ -204,19 +205,24 @@ class Uses:
     Attributes:
         parts: whose tensors went into a forward that the backward reached.
         is_unknown: whether it reached a forward of tensors that no source had handed out.
+        likely_rows: length of the first tensor of such a forward; None where it has none.
     """
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
         self.is_unknown = False
+        self.likely_rows: int | None = None
 
     def begin(self) -> None:
         """Forget what the last backward has used."""
         self.parts = []
         self.is_unknown = False
+        self.likely_rows = None
 
-    def add(self, parts: Iterable[Part]) -> None:
+    def add(self, parts: Iterable[Part], likely_rows: int | None = None) -> None:
         """Add the parts of a forward that the backward has reached; none: they are unknown."""
         reached = list(parts)
+        if not reached:
+            self.likely_rows = likely_rows
         self.is_unknown = self.is_unknown or not reached
         self.parts += [part for part in reached if part not in self.parts]

@@ -321,6 +321,19 @@ def test_a_weight_that_the_program_gives_counts(comm):
     torch.testing.assert_close(program.model.weight.grad, plain.weight.grad)
 
 
+def test_rows_that_nobody_has_planned_must_be_as_many_on_all_ranks(comm):
+    """The last batch of an index loop: found at the second backward, from which on forwards are watched."""
+    program = Program()
+    x, y = rows_of().tensors
+    nn.functional.mse_loss(program.model(x[:2]), y[:2]).backward()
+    loss = nn.functional.mse_loss(program.model(x[: comm.rank + 1]), y[: comm.rank + 1])
+    if comm.size == 1:
+        loss.backward()
+        return
+    with pytest.raises(GradientError, match="set_row_count"):
+        loss.backward()
+
+
 class Ragged(torch.utils.data.Dataset):
     """Sequences of different length."""
 

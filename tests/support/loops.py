@@ -81,7 +81,9 @@ class Script:
     @property
     def n_epochs(self):
         """Enough for the steps within which a script is refused that cannot be saved."""
-        return 14 if self.loop == "islice" else 8 if self.may_be_refused else 3
+        if self.loop == "islice":
+            return 14
+        return 8 if self.may_be_refused else 3
 
     @property
     def is_global(self):

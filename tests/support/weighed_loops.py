@@ -157,7 +157,8 @@ def main():
         n_right += n
         if len({bool(one == "refused") for one in whys}) > 1:
             why = f"refused on some ranks only: {whys}"
-        counts["refused" if why == "refused" else "right" if not any(whys) else "wrong"] += 1
+        outcome = "wrong" if any(whys) else "right"
+        counts["refused" if why == "refused" else outcome] += 1
         if why not in ("", "refused"):
             print(f"seed {seed} on rank {comm.rank}: {why}", flush=True)
     if comm.rank == 0:

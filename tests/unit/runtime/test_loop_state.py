@@ -245,4 +245,4 @@ def test_sources_that_nobody_draws_from_are_forgotten():
     state = LoopState()
     for _ in range(1000):
         state.add_source().abandon()
-    assert len(state._by_number()) <= 1
+    assert len(state._sources) <= 1
