@@ -69,6 +69,20 @@ class Agreement:
             )
             self._world.agree(error, self._world.role_comm)
 
+    def require_same_positions(self, positions: str) -> None:
+        """Raise unless all ranks of the role are at the same batch of each dataset. Collective: the ranks of the role.
+
+        Raises:
+            DesyncError: on all ranks.
+        """
+        if not self._world.all_equal(positions, self._world.role_comm):
+            error = DesyncError(
+                "PreemptionCheckpointHandler: expected all ranks to have drawn the same batches of each distributed "
+                "dataset, got others here; let all ranks draw them: what one rank alone needs, as for a plot, it reads "
+                "from the dataset itself."
+            )
+            self._world.agree(error, self._world.role_comm)
+
     def first_reason(self, own: str | None) -> str | None:
         """Return, on all ranks, the reason of the lowest rank that has one. Collective: the ranks of the role."""
         comm = self._world.role_comm

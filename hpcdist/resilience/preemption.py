@@ -514,6 +514,7 @@ class PreemptionCheckpointHandler:
     def _obey(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Save and leave, or save and count down to the end of the grace period."""
         self._agreement.require_same_step(self.step)
+        self._agreement.require_same_positions(self._loop.describe_positions())
         is_end_near = self.deadline is not None and self.deadline.is_near
         reason = self._agreement.first_reason(self._flag.reason or ("deadline" if is_end_near else None)) or "deadline"
         is_urgent = self._agreement.any_rank(is_end_near)
@@ -587,12 +588,18 @@ class PreemptionCheckpointHandler:
             self._save_at_exit()
         self._attempt.record_end(self._manager.saved_step)
 
+    def _save_end(self) -> None:
+        """Save the last steps. Collective: chief and workers."""
+        with self._recording_desync(), self._busy():
+            if self._world.task.type in ("chief", "worker"):
+                self._agreement.require_same_positions(self._loop.describe_positions())
+            self._saves.end(self.step)
+
     def _save_at_exit(self) -> None:
         """Save the last steps while the program exits; an error ends the job with its code."""
         try:
-            with self._recording_desync(), self._busy():
-                self._saves.end(self.step)
-                self._manager.wait()
+            self._save_end()
+            self._manager.wait()
         except HpcdistError as error:
             end_job(f"the last save failed: {error}", int(error.exit_code))
 
@@ -616,8 +623,7 @@ class PreemptionCheckpointHandler:
         try:
             if kind is None or (isinstance(error, SystemExit) and not error.code):
                 self._is_done = True
-                with self._recording_desync(), self._busy():
-                    self._saves.end(self.step)
+                self._save_end()
                 self._attempt.finished(self._manager.saved_step)
                 call_when_done(None)  # which would keep the strategy alive, and all models of the Checkpoint
             elif isinstance(error, DesyncError) and error.is_agreed:

@@ -429,6 +429,14 @@ class LoopState:
         self._stepped = set()
         self._n_steps_at_end = -1
 
+    def describe_positions(self) -> str:
+        """Return where the distributed datasets are, which must be the same on all ranks; not their look-ahead."""
+        lines = []
+        for source in self._sources.values():
+            if source.owner is not None and not source.is_abandoned:
+                lines.append(f"{source.number}: {source.saved_position(self.is_training_with(source))}")
+        return "; ".join(lines)
+
     # -- between passes ---------------------------------------------------------------------------------------------
 
     def note_end_of_pass(self) -> None:

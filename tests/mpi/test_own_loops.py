@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hpcdist
-from hpcdist.errors import DataError, GradientError, UsageError
+from hpcdist.errors import DataError, DesyncError, GradientError, UsageError
 from hpcdist.runtime.process import call_when_done
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -248,6 +248,24 @@ def test_a_batch_that_one_rank_alone_has_drawn_is_found_at_the_next_sum(comm):
                 program.step(x, y)
 
     with pytest.raises(GradientError, match="same global batch"):
+        train()
+
+
+def test_a_batch_that_one_rank_alone_has_drawn_is_found_at_the_end_too(comm, shared_path):
+    program = Program()
+    batches = program.distributed()
+
+    def train():
+        with program.handler(shared_path / "run", data=batches):
+            for x, y in batches:
+                program.step(x, y)
+            if comm.rank == 0:
+                batches._source.move("elsewhere")  # as a pass would that nobody else makes
+
+    if comm.size == 1:
+        train()
+        return
+    with pytest.raises(DesyncError, match="same batches"):
         train()
 
 
