@@ -458,7 +458,7 @@ class PreemptionCheckpointHandler:
             return
         loop = self._loop
         is_lost = loop.n_parts == 0 or loop.n_rejected > 1 or loop.has_lost_position
-        if loop.n_steps_since_safe_point >= _MAX_UNSAFE_STEPS and is_lost:
+        if loop.n_steps_since_safe_point >= _MAX_UNSAFE_STEPS and is_lost and not self._saves_no_more:
             raise agreed(_unsafe_loop_error(loop))
         self._leave_if_overdue()
 
