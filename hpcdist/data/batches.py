@@ -41,7 +41,7 @@ class Cursor:
     stream: StreamPosition = field(default_factory=StreamPosition)
     pass_epoch: int = 0
     n_batches: int = field(default=0, compare=False)
-    part_rows: tuple[int, ...] = field(default=(), compare=False)
+    part_rows: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)

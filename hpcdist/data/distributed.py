@@ -210,7 +210,7 @@ class DistributedInput(ABC):
         """Raise DataError on all ranks if a restart could not know where the program leaves its passes."""
         is_trained = self._source.n_complete > last_pass.n_complete
         is_saving = self._flags.requester is not None and not self._source.is_trusted
-        if is_trained and is_saving and not self._is_at_end:
+        if is_trained and is_saving and self._knows_end and not self._is_at_end:
             n_batches = self._n_in_pass
             raise agreed(
                 DataError(
@@ -232,7 +232,7 @@ class DistributedInput(ABC):
         return self._beginning if position is None else position
 
     def _timed_parts(self, readers: list[Items]) -> list[Nest] | None:
-        with time_spent.timed("input", "next batch"):
+        with time_spent.timed("input", "next batch"), self._flags.loop.drawing():
             parts = self._next_parts(readers)
         time_spent.rows += self._rows_of_last()
         return parts
@@ -240,7 +240,10 @@ class DistributedInput(ABC):
     def _finish_pass(self) -> None:
         """Move the cursor to the start of the next pass."""
         self._end_pass()
-        self._source.drop_evaluated()
+        if self._flags.loop.is_training_with(self._source):
+            self._source.drop_evaluated()
+        else:
+            self._source.drop_open()
         self._pass = None
         self._source.move(self._position())
         self._source.settle()
@@ -279,6 +282,11 @@ class DistributedInput(ABC):
     @abstractmethod
     def _n_in_pass(self) -> int:
         """Batches of this pass so far."""
+
+    @property
+    @abstractmethod
+    def _knows_end(self) -> bool:
+        """Whether the length of a pass is known."""
 
     @property
     @abstractmethod
@@ -481,6 +489,10 @@ class DistributedDataset(DistributedInput):
         return self._cursor.n_batches
 
     @property
+    def _knows_end(self) -> bool:
+        return not self.dataset.is_stream
+
+    @property
     def _is_at_end(self) -> bool:
         return self._is_end(self._cursor)
 
@@ -608,9 +620,9 @@ class DistributedDataset(DistributedInput):
             )
         *stream, pass_epoch = state.get("stream") or (0, 0, 0, 0)
         self._cursor = Cursor(
-            state["position"], state["pass_start"], StreamPosition(*stream), pass_epoch, state["n_batches"]
+            state["position"], state["pass_start"], StreamPosition(*stream), pass_epoch, state.get("n_batches", 0)
         )
-        self._n_left_epochs = state["left_epochs"]
+        self._n_left_epochs = state.get("left_epochs", 0)
         self._resume()
 
 
@@ -720,6 +732,10 @@ class DistributedFromFunction(DistributedInput):
     @property
     def _n_in_pass(self) -> int:
         return self._n_steps
+
+    @property
+    def _knows_end(self) -> bool:
+        return False
 
     @property
     def _is_at_end(self) -> bool:

@@ -57,6 +57,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         self._order_epoch = 0
         self._n_used = 0
         self._is_named = False
+        self._has_unknown_position = False
         self._source: PartSource | None = None
         self._n_complete_at_load: int | None = None
 
@@ -91,6 +92,8 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         self.epoch = epoch
         if self._source is None:
             self._n_used = 0
+            self._n_complete_at_load = None
+            self._has_unknown_position = True
         return rows
 
     # -- position, as the passes of a DataLoader are followed ----------------------------------------------------
@@ -102,12 +105,23 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
             return False
         return self._source is None or self._source.n_complete == self._n_complete_at_load
 
-    def follow(self, source: PartSource) -> None:
-        """Take the position from what a DataLoader has handed out and steps have completed."""
+    def follow(self, source: PartSource) -> bool:
+        """Take the position from what a DataLoader has handed out and steps have completed.
+
+        Returns:
+            Whether it does: not if another DataLoader with this sampler is followed.
+        """
+        if self._source is not None and not self._source.is_abandoned:
+            return False
         self._source = source
         source.move(self.position_after(self._n_used))
         if self._n_complete_at_load is not None:
             self._n_complete_at_load = source.n_complete
+        return True
+
+    def seed_of_pass(self) -> int:
+        """Return a seed of the random numbers that a DataLoader draws when a pass begins, such as for its workers."""
+        return hash((self.seed, self._order_epoch, self.epoch)) % (1 << 62)
 
     def begin_pass(self) -> int:
         """Return how many rows of the epoch were used before the pass that begins now."""
@@ -130,7 +144,16 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         return self.position_after(0)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch, and how many rows of this rank's share it has used. Equal on all ranks."""
+        """Return the epoch, and how many rows of this rank's share it has used. Equal on all ranks.
+
+        Raises:
+            DataError: if rows were drawn otherwise than by a DataLoader, so that nobody knows how many were used.
+        """
+        if self._has_unknown_position:
+            raise DataError(
+                "DistributedSampler: expected DataLoader(data, batch_size=..., sampler=sampler) to draw its rows, got "
+                "another way, of which nobody knows what was used; draw by a DataLoader, made after the handler."
+            )
         position = self.position_after(self._n_used)
         if self._source is not None:
             position = self._source.saved_position(is_training=True)

@@ -34,7 +34,7 @@ from hpcdist.runtime.step_flags import N_NUMBERS, StepFlags
 #: Numbers that must agree travel modulo these, so that sums of squares over thousands of replicas are exact in float32.
 _MODULI = (31, 29)
 #: Extra values in the last bucket, beside one for each gradient and buffer, and the step flags: see `Facts`.
-_N_FACTS = 5 + 2 * (1 + len(_MODULI))
+_N_FACTS = 6 + 2 * (1 + len(_MODULI))
 _sums_numbers = itertools.count(1)
 
 
@@ -49,6 +49,7 @@ class Contribution:
         refusal: why the gradients cannot be weighted; None if they can.
         key: names the batch, if one is known.
         has_entry: whether a forward was seen that could begin the iteration.
+        has_peeks: whether passes were begun of which nothing was used.
     """
 
     buffers: list[Tensor | None]
@@ -57,6 +58,7 @@ class Contribution:
     refusal: str | None
     key: int | None
     has_entry: bool
+    has_peeks: bool
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Facts:
         n_refused: replicas that cannot be weighted.
         n_keyed: replicas that know which batch they have used.
         n_entered: replicas that have seen a forward which could begin the iteration.
+        n_peeked: replicas that have begun passes of which nothing was used.
         weight: rows of all replicas.
         numbers: of the backward, and the sum of its squares.
         keys: of the batch, for each modulus, and the sum of their squares.
@@ -77,6 +80,7 @@ class Facts:
     n_refused: float
     n_keyed: float
     n_entered: float
+    n_peeked: float
     weight: float
     numbers: tuple[float, float]
     keys: tuple[tuple[float, float], ...]
@@ -84,9 +88,9 @@ class Facts:
     @classmethod
     def decode(cls, values: Sequence[float]) -> "Facts":
         """Return the facts that `encode_facts` made into numbers."""
-        n_doubtful, n_refused, n_keyed, n_entered, weight, *pairs = values
+        n_doubtful, n_refused, n_keyed, n_entered, n_peeked, weight, *pairs = values
         numbers, *keys = zip(pairs[::2], pairs[1::2], strict=True)
-        return cls(n_doubtful, n_refused, n_keyed, n_entered, weight, numbers, tuple(keys))
+        return cls(n_doubtful, n_refused, n_keyed, n_entered, n_peeked, weight, numbers, tuple(keys))
 
     @property
     def key(self) -> list[int] | None:
@@ -112,7 +116,8 @@ def encode_facts(contribution: Contribution, weight: float, backward_number: int
     keys = [(contribution.key or 0) % modulus for modulus in _MODULI] if is_keyed else [0] * len(_MODULI)
     squares = [value for key in keys for value in (key, key * key)]
     is_doubtful = contribution.doubtful_rows is not None
-    counts = [is_doubtful, contribution.refusal is not None, is_keyed, contribution.has_entry]
+    counts = [is_doubtful, contribution.refusal is not None, is_keyed]
+    counts += [contribution.has_entry, contribution.has_peeks]
     return [*map(float, counts), weight, number, number * number, *squares]
 
 
@@ -235,6 +240,10 @@ class GradientSums:
             loop.keep_watching()  # to notice replicas that have other numbers of rows
         return weight
 
+    def note_managed(self) -> None:
+        """Note that the running backward makes gradients of these parameters."""
+        self._step_flags.loop.note_managed()
+
     def set_row_count(self, local_index: int, n_rows: int) -> None:
         """Weigh the next backward of a local replica by a number of rows that the program gives."""
         self._own_row_counts[local_index] = n_rows
@@ -328,7 +337,8 @@ class GradientSums:
         sparse = [record.contribution for record in self.sparse_records]
         refusal = used.refusal if self.is_mean else None
         key = used.key if used.is_planned or self.is_mean else None
-        return Contribution(buffers, sparse, doubtful_rows, refusal, key, self._step_flags.loop.has_entry)
+        loop = self._step_flags.loop
+        return Contribution(buffers, sparse, doubtful_rows, refusal, key, loop.has_entry, loop.has_peeks)
 
     def counts(self, contribution: "Contribution", weight: float) -> list[float]:
         """Return what is summed along: which gradients and buffers there are, weight, backward number, step flags."""
@@ -363,7 +373,8 @@ class GradientSums:
         self._step_flags.record(totals[-N_NUMBERS:])
         is_named = all(weight.is_planned or weight.key is None for weight in self.weights)
         key = facts.key if is_named else None
-        self._step_flags.loop.share(facts.n_entered == self.n_replicas, key, _MODULI)
+        is_entered = facts.n_entered == self.n_replicas
+        self._step_flags.loop.share(is_entered, facts.n_peeked > 0, key, _MODULI)
         if facts.n_refused:
             self.is_broken = True
             refusals = [contribution.refusal for contribution in contributions if contribution.refusal is not None]
@@ -585,6 +596,7 @@ class BackwardSum:
             for record in self._sums.records:
                 record.unstash()
         else:
+            self._sums.note_managed()
             try:
                 self._sums.check_weight(0)
                 self._sums.require_op(self._backward or 0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader
 
 from hpcdist.gradients import torch_hooks
@@ -40,13 +41,17 @@ class LoopWatch:
         self._own_loaders: weakref.WeakKeyDictionary[DataLoader[Any], OwnLoader] = weakref.WeakKeyDictionary()
         torch_hooks.around_any_backward(self._begin_backward, self._end_backward)
         torch_hooks.around_loaders(self)
+        torch_hooks.after_any_step(self._after_step)
         flags.loop.watch_forwards_with(self._watch_forwards)
 
     def _begin_backward(self) -> None:
         self._flags.loop.begin_backward()
 
-    def _end_backward(self) -> None:
-        self._flags.loop.end_backward()
+    def _end_backward(self, is_whole: bool) -> None:
+        self._flags.loop.end_backward(is_whole)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        self._flags.loop.note_other_step()
 
     def _watch_forwards(self, is_needed: bool) -> None:
         if is_needed and self._handle is None:
@@ -55,13 +60,15 @@ class LoopWatch:
             self._handle.remove()
             self._handle = None
 
-    def before_pass(self, loader: "DataLoader[Any]") -> None:
-        """Follow a DataLoader of the program's own."""
+    def before_pass(self, loader: "DataLoader[Any]") -> int | None:
+        """Follow a DataLoader of the program's own; return the seed of its pass, if a restart is to have the same."""
+        if self._flags.loop.is_drawing:
+            return None
         own_loader = self._own_loaders.get(loader)
         if own_loader is None:
             own_loader = OwnLoader(loader, self._flags)
             self._own_loaders[loader] = own_loader
-        own_loader.begin_pass()
+        return own_loader.begin_pass()
 
     def before_draw(self, loader: "DataLoader[Any]") -> None:
         """Act on requests if a draw begins an iteration. Collective then: the ranks of the role."""
@@ -83,7 +90,7 @@ class LoopWatch:
 
         Acts on requests if the call begins an iteration. Collective then: the ranks of the role.
         """
-        if torch_hooks.backward_id() != -1:
+        if torch_hooks.backward_id() != -1 or torch_hooks.is_transforming():
             return None
         parts = self.tensors.parts_of(inputs)
         if parts and torch.is_grad_enabled() and _has_parameters(module):
@@ -95,7 +102,7 @@ class LoopWatch:
         if before is None:
             return
         parts = before.parts
-        outputs = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        outputs = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
         if torch.is_grad_enabled() and outputs:
             reach = _Reach(self._flags.loop.uses(), parts, before.likely_rows)
             for tensor in outputs:

@@ -34,7 +34,7 @@ class OwnLoader:
         self._rows_of_batch: int | None = None
         if self._sampler is not None:
             keeper = id(self._sampler)
-            self._rows_of_batch = loader.batch_size
+            self._rows_of_batch = self._sampler_batch_size(loader)
         self._source = flags.loop.add_source(keeper=keeper)
         self._first_row = 0
         self._n_batches = 0
@@ -42,8 +42,16 @@ class OwnLoader:
         self._is_following = False
         weakref.finalize(loader, self._source.abandon)
 
-    def begin_pass(self) -> None:
+    @staticmethod
+    def _sampler_batch_size(loader: "DataLoader[Any]") -> int | None:
+        size = getattr(loader.batch_sampler, "batch_size", None)
+        return size if isinstance(size, int) else None
+
+    def begin_pass(self) -> int | None:
         """Note that a pass begins; a pass that was left in its middle ends here.
+
+        Returns:
+            Seed of the random numbers of the pass, if its position is kept: a restart has the same.
 
         Raises:
             DataError: on all ranks, if a restart could not know where the program leaves its passes.
@@ -56,13 +64,14 @@ class OwnLoader:
         self._n_batches = 0
         self._n_complete_at_begin = self._source.n_complete
         if self._sampler is not None and self._flags.requester is not None and not self._is_following:
-            self._is_following = True  # only here: another world, without a handler, may watch the loader too
-            self._sampler.follow(self._source)
+            # only here: another world, without a handler, may watch the loader too
+            self._is_following = self._sampler.follow(self._source)
         if self._sampler is not None:
             self._first_row = self._sampler.begin_pass()
             self._source.move(self._sampler.position_after(self._first_row))
         self._source.settle()
         self._source.begin_pass()
+        return self._sampler.seed_of_pass() if self._is_following else None
 
     def _require_end(self) -> None:
         is_trained = self._source.n_complete > self._n_complete_at_begin
@@ -130,5 +139,7 @@ class OwnLoader:
 
 def _positioned_sampler(loader: "DataLoader[Any]") -> Any:
     """Return the sampler of a loader if it knows its position."""
-    sampler = getattr(loader, "sampler", None)
-    return sampler if hasattr(sampler, "position_after") and type(loader.batch_sampler) is BatchSampler else None
+    if type(loader.batch_sampler) is not BatchSampler:
+        return None
+    sampler = loader.batch_sampler.sampler
+    return sampler if hasattr(sampler, "position_after") else None

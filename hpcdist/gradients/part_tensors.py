@@ -3,6 +3,7 @@
 A slice, a view, and `.to()` or `.float()` that change nothing share the memory. A copy, a cast or `torch.cat` does not.
 """
 
+import itertools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.torch_hooks import StorageName
@@ -18,6 +20,8 @@ from hpcdist.runtime.parts import Part
 
 #: Memory is looked through for what was freed once so many are known.
 _MAX_KNOWN = 256
+#: Parts of one memory, such as windows of a recording, that are known at a time.
+_MAX_RANGES = 64
 #: Tensors of a batch that are looked at, and how deep they may lie in it.
 _MAX_LEAVES = 64
 _MAX_DEPTH = 4
@@ -38,6 +42,7 @@ class PartTensors:
     def __init__(self) -> None:
         self._of_tensors: dict[int, tuple[StorageName, list[tuple[range, Part]]]] = {}
         self._of_arrays: list[_ArrayMemory] = []
+        self._limit = _MAX_KNOWN
 
     def add(self, part: Part, nests: Any) -> None:
         """Remember the memory of a part.
@@ -46,8 +51,9 @@ class PartTensors:
             part: what is handed out.
             nests: its tensors and arrays, of all local replicas.
         """
-        if len(self._of_tensors) + len(self._of_arrays) > _MAX_KNOWN:
+        if len(self._of_tensors) + len(self._of_arrays) > self._limit:
             self._forget_freed()
+            self._limit = max(_MAX_KNOWN, 2 * (len(self._of_tensors) + len(self._of_arrays)))
         for leaf in leaves_of(nests):
             if isinstance(leaf, np.ndarray):
                 addresses = _addresses(leaf.ctypes.data, leaf.nbytes)
@@ -63,7 +69,7 @@ class PartTensors:
             self._of_tensors[number] = known
         addresses = _addresses(tensor.data_ptr(), _nbytes(tensor))
         others = [(other, owner) for other, owner in known[1] if owner.is_for_training and other != addresses]
-        known[1][:] = [*others, (addresses, part)]
+        known[1][:] = [*others[-_MAX_RANGES:], (addresses, part)]
 
     def _forget_freed(self) -> None:
         self._of_tensors = {number: known for number, known in self._of_tensors.items() if not known[0].is_freed}
@@ -83,7 +89,7 @@ class PartTensors:
         known = self._of_tensors.get(torch_hooks.storage_number(tensor))
         if known is not None and not known[0].is_freed:
             parts = known[1]
-            if tensor.numel() == 0 or len(parts) == 1:
+            if tensor.numel() == 0:
                 return parts[-1][1]
             for addresses, part in reversed(parts):
                 if address in addresses:
@@ -115,7 +121,7 @@ def has_memory(leaf: Any) -> bool:
     """Return whether something is a tensor of one piece of memory: no sparse, nested or fake one."""
     if not isinstance(leaf, Tensor) or leaf.is_sparse or leaf.is_nested or leaf.is_meta:
         return False
-    return leaf.layout is torch.strided
+    return leaf.layout is torch.strided and not isinstance(leaf, FakeTensor)
 
 
 def leaves_of(nest: Any) -> Iterator[Any]:
@@ -136,7 +142,7 @@ def _children_of(node: Any) -> list[Any] | None:
     if isinstance(node, dict):
         return list(node.values())
     if isinstance(node, (list, tuple)):
-        return list(node[:_MAX_LEAVES])
+        return list(itertools.islice(node, _MAX_LEAVES))
     attributes = getattr(node, "__dict__", None)
     return list(attributes.values()) if attributes and not callable(node) else None
 

@@ -6,7 +6,7 @@ may be mistaken for each other, if they have the same fraction n_r / N on every 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpcdist.runtime.parts import Part
 
@@ -55,6 +55,8 @@ def weigh(parts: Sequence[Part], local_index: int, likely_rows: int | None = Non
     ordered = sorted(planned, key=lambda part: (part.source.number, part.number))
     weights = [_weight_of(part, local_index) for part in ordered]
     if all(weights[0].has_fraction_of(weight) for weight in weights):
+        if len(planned) < len(parts):  # the others may have another fraction, which nobody knows
+            return replace(weights[0], key=None, doubtful_rows=int(weights[0].rows))
         key = weights[0].key if len(weights) == 1 else None  # parts are used in their order, most probably
         return Weight(weights[0].rows, True, weights[0].total_rows, key)
     is_known = all(weight.total_rows is not None for weight in weights)

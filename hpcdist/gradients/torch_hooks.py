@@ -259,12 +259,14 @@ def _call_shown(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 #: Who sees backwards begin and end, by number: two methods, held weakly.
-_backward_watchers: dict[int, tuple[Callable[[], None], Callable[[], None]]] = {}
+_backward_watchers: dict[int, tuple[Callable[[], None], Callable[[bool], None]]] = {}
 _run_backward = torch.autograd.backward
 
 
-def around_any_backward(begin: Callable[[], None], end: Callable[[], None]) -> None:
+def around_any_backward(begin: Callable[[], None], end: Callable[[bool], None]) -> None:
     """Call two methods before and after each `backward` in the thread that calls it; not for torch.autograd.grad.
+
+    `end` is told whether the backward came to its end.
 
     They are held weakly. torch has no hook for that: the function that all `backward` go through is wrapped.
     """
@@ -275,16 +277,23 @@ def around_any_backward(begin: Callable[[], None], end: Callable[[], None]) -> N
 def _watched_backward(*args: Any, **kwargs: Any) -> None:
     for begin, _ in list(_backward_watchers.values()):
         begin()
+    is_whole = False
     try:
         _run_backward(*args, **kwargs)
+        is_whole = True
     finally:
         for _, end in list(_backward_watchers.values()):
-            end()
+            end(is_whole)
 
 
 def call_at_gradient_of(tensor: Tensor, call: Callable[[], None]) -> None:
     """Call when a backward reaches a tensor. The tensor holds what is called."""
     tensor.register_hook(unserializable_hook(lambda gradient: call()))  # type: ignore[no-untyped-call]
+
+
+def is_transforming() -> bool:
+    """Return whether torch.func, such as vmap or jacrev, makes the call that is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class StorageName:
@@ -460,8 +469,8 @@ register_optimizer_step_post_hook(_show_after_step)
 class LoaderWatcher(Protocol):
     """Sees the DataLoaders that the main thread iterates over."""
 
-    def before_pass(self, loader: "DataLoader[Any]") -> None:
-        """See that a pass is about to begin."""
+    def before_pass(self, loader: "DataLoader[Any]") -> int | None:
+        """See that a pass is about to begin; return the seed of its random numbers, or None for those of torch."""
 
     def before_draw(self, loader: "DataLoader[Any]") -> None:
         """See that a batch is about to be drawn."""
@@ -476,7 +485,7 @@ class LoaderWatcher(Protocol):
 #: Who sees DataLoaders, by number, held weakly.
 _loader_watchers: "dict[int, weakref.ref[LoaderWatcher]]" = {}
 #: The loader of each of their iterators.
-_loaders: "weakref.WeakKeyDictionary[_BaseDataLoaderIter, DataLoader[Any]]" = weakref.WeakKeyDictionary()
+_loaders: "weakref.WeakKeyDictionary[_BaseDataLoaderIter, weakref.ref[DataLoader[Any]]]" = weakref.WeakKeyDictionary()
 _make_iterator = DataLoader.__iter__
 _next_batch = _BaseDataLoaderIter.__next__
 
@@ -498,21 +507,30 @@ def _alive_loader_watchers() -> list[LoaderWatcher]:
 
 
 def _watched_iterator(loader: "DataLoader[Any]") -> _BaseDataLoaderIter:
-    is_main = threading.current_thread() is threading.main_thread() and get_worker_info() is None
-    if not is_main or not getattr(loader, "is_shown", True):
+    if not _is_shown() or not getattr(loader, "is_shown", True):
         return _make_iterator(loader)
-    for watcher in _alive_loader_watchers():
-        watcher.before_pass(loader)
-    state = torch.get_rng_state()
-    iterator = _make_iterator(loader)
-    torch.set_rng_state(state)  # a restart in the middle of a pass draws the seed of its workers at another step
-    _loaders[iterator] = loader
+    seeds = [watcher.before_pass(loader) for watcher in _alive_loader_watchers()]
+    seed = next((seed for seed in seeds if seed is not None), None)
+    if seed is None:
+        iterator = _make_iterator(loader)
+    else:
+        state = torch.get_rng_state()
+        torch.default_generator.manual_seed(seed)
+        iterator = _make_iterator(loader)
+        torch.set_rng_state(state)  # a restart in the middle of a pass draws the seed of its workers at another step
+    _loaders[iterator] = weakref.ref(loader)
     return iterator
 
 
+def _is_shown() -> bool:
+    """Return whether this is the main thread, and no worker process of a loader."""
+    return threading.current_thread() is threading.main_thread() and get_worker_info() is None
+
+
 def _watched_next(iterator: _BaseDataLoaderIter) -> Any:
-    loader = _loaders.get(iterator)
-    if loader is None:
+    reference = _loaders.get(iterator)
+    loader = None if reference is None else reference()
+    if loader is None or not _is_shown():
         return _next_batch(iterator)
     watchers = _alive_loader_watchers()
     for watcher in watchers:

@@ -41,11 +41,13 @@ class Agreement:
         self._start_again()
         self.n_messages = 0
 
-    def poll(self, at_once: bool = False) -> Request:
+    def poll(self, at_once: bool = False, may_ask: bool = True) -> Request:
         """Return the strongest request of any rank; equal on all ranks. Collective: the ranks of the role.
 
         Args:
             at_once: all-reduce now unless gradients have carried the requests; must be equal on all ranks.
+            may_ask: whether to all-reduce at all. In a loop that trains the next gradients carry the requests, and one
+                rank alone may ask for a batch, as to look at it.
         """
         if self._world.role_comm.size == 1:
             return self._requested()
@@ -53,6 +55,8 @@ class Agreement:
             self._n_seen = self._world.step_flags.n_sums
             self._start_again()
             return self._world.step_flags.take()
+        if not may_ask:
+            return Request.NONE
         self._n_polls += 1
         return self._ask() if at_once or self._n_polls >= self._every else Request.NONE
 

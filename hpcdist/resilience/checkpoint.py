@@ -100,6 +100,14 @@ class Checkpoint:
             digest.update(np.ascontiguousarray(array.values).view(np.uint8).data)
         return digest.hexdigest()
 
+    def parameter_versions(self) -> list[int]:
+        """Return how often the first parameter of each optimizer was changed. Not collective."""
+        versions = []
+        for optimizer in self.optimizers():
+            parameters = optimizer.param_groups[0]["params"]
+            versions += [parameter._version for parameter in parameters[:1]]
+        return versions
+
     def objects(self) -> list[Any]:
         """Return the objects, without their names."""
         return list(self._objects.values())
@@ -474,7 +482,9 @@ def _settings_of(item: Any) -> Any:
         return item
     if hasattr(item, "param_groups"):
         return [dict(group, params=None) for group in item.param_groups]
-    is_other = _is_array(item) or hasattr(item, "named_parameters") or hasattr(item, "describe_sums")
+    if hasattr(item, "named_buffers"):
+        return dict(item.named_buffers())
+    is_other = _is_array(item) or hasattr(item, "describe_sums")
     if is_other or isinstance(item, DistributedInput) or getattr(item, "is_state_collective", False):
         return None
     return item.state_dict()

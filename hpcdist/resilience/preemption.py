@@ -43,6 +43,8 @@ _PRINT_S = 0.5
 _MAX_UNSAFE_STEPS = 20
 #: Steps that a stop request waits for such a point at least: the ranks agree on it a step later, whatever that takes.
 _MIN_STOP_STEPS = 3
+#: Polls after a backward that no step has followed, before a program without any step is refused.
+_MAX_SKIPPED_POLLS = 200
 #: Longest wait for the record of a stop without a save.
 _RECORD_S = 10.0
 #: A time limit beyond this is none.
@@ -54,9 +56,10 @@ class PreemptionCheckpointHandler:
 
     A stop request is SIGTERM, SIGUSR1, SIGUSR2 or a first Ctrl-C (SIGINT) on any rank, the end of the batch job or of
     `time_limit_s`, a file named `stop` in the run folder (the parent of the checkpoints' folder), or a call of `stop`.
-    It takes effect between two steps: when a distributed dataset is asked for its next batch (in evaluation too), when
-    `run` is called with no batch taken since the last step, and in `poll`. All ranks must reach these points equally
-    often. If the time left seems too short for a save, one is tried, and the end is recorded before it is done.
+    It takes effect between two iterations of the loop: when a distributed dataset is asked for its next batch, when
+    `run` is called with no batch taken since the last step, and in `poll`; docs/stopping.md has the rules. All ranks
+    must reach these points equally often. If the time left seems too short for a save, one is tried, and the end is
+    recorded before it is done.
 
     Code after an interrupted loop does not run in this attempt. Pass work that must not be interrupted as a whole: an
     evaluation to `evaluate`; to `run` the backward passes that accumulate gradients for one optimizer step, as no
@@ -193,7 +196,11 @@ class PreemptionCheckpointHandler:
         self._saves.begin(self.step, is_restored=self.restored_path is not None)
         self._loop = self._world.step_flags.loop
         watch_loop(self._world.step_flags)
-        self._stop_seen: tuple[float, int] | None = None
+        self._versions_at_step: list[int] = []
+        self._polls_itself = False
+        self._n_skipped_polls = 0
+        self._n_steps_at_begin = self._world.step_flags.n_steps
+        self._stop_seen: int | None = None
         self._stop_waits = False
         self._state_at_end = ""
         checkpoint = self._manager.checkpoint
@@ -277,6 +284,8 @@ class PreemptionCheckpointHandler:
             kwargs: likewise.
         """
         self._steps.count_reported(self._manager.saved_step)
+        if self._world.step_flags.n_steps == self._n_steps_at_begin:  # the program changes parameters by itself
+            self._loop.note_step()
         self.poll(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -388,11 +397,28 @@ class PreemptionCheckpointHandler:
         """
         if self._can_poll:
             self._leave_after_training()
+            self._polls_itself = True
             if self._loop.is_training and not self._loop.is_complete:  # gradients are accumulated
-                self.note_unsafe_point()
+                self._note_skipped_poll()
                 return
             self._loop.note_safe_point()
         self.poll_between_batches(*args, **kwargs)
+
+    def _note_skipped_poll(self) -> None:
+        """Refuse a program whose backwards no optimizer steps.
+
+        Raises:
+            UsageError: on all ranks.
+        """
+        self._n_skipped_polls += 1
+        if self._n_skipped_polls >= _MAX_SKIPPED_POLLS and self._world.step_flags.n_steps == self._n_steps_at_begin:
+            raise agreed(
+                UsageError(
+                    f"poll: expected steps of the optimizers of the Checkpoint, got none at {self._n_skipped_polls} "
+                    f"polls after a backward; call optimizer.step(), or save_checkpoint_if_preempted() after each step."
+                )
+            )
+        self.note_unsafe_point()
 
     @property
     def _can_poll(self) -> bool:
@@ -408,15 +434,17 @@ class PreemptionCheckpointHandler:
         if self._times is not None:
             self._times.arrive(self.step)
         self._is_polled = True
-        agreed = self._agreement.poll(at_once=self._is_long_since)
+        may_ask = not self._loop.is_training or self._polls_itself or self._is_long_since
+        requests = self._agreement.poll(at_once=self._is_long_since, may_ask=may_ask)
         self._is_long_since = False
         with self._recording_desync(), self._busy():
-            if Request.STOP in agreed or self._stop_waits:
+            if Request.STOP in requests or self._stop_waits:
+                self._stop_waits = False
                 self._obey(args, kwargs)
             elif has_stepped and not self._saves_no_more:
                 self._saves.note_saved()
                 in_memory = self._saves.check(self.step)
-                if Request.SAVE in agreed or self._saves.is_due(self.step):
+                if Request.SAVE in requests or self._saves.is_due(self.step):
                     self._saves.save(self.step, False, *args, in_memory=in_memory, **kwargs)
                 elif in_memory:
                     self._saves.copy(self.step)
@@ -439,8 +467,8 @@ class PreemptionCheckpointHandler:
         self._stop_waits = True
         is_changed = self._manager.checkpoint.digest_beside_tensors() != self._state_at_end
         if self._agreement.any_rank(is_changed):
-            self._leave_if_overdue()
             return
+        self._stop_waits = False
         self._loop.rewind_to_end_of_pass()
         with self._recording_desync(), self._busy():
             self._obey((), {})
@@ -456,23 +484,25 @@ class PreemptionCheckpointHandler:
         """
         if not self._can_poll:
             return
+        self._versions_at_step = self._manager.checkpoint.parameter_versions()
         loop = self._loop
         is_lost = loop.n_parts == 0 or loop.n_rejected > 1 or loop.has_lost_position
-        if loop.n_steps_since_safe_point >= _MAX_UNSAFE_STEPS and is_lost and not self._saves_no_more:
+        is_refused = loop.n_steps_since_safe_point >= _MAX_UNSAFE_STEPS and is_lost
+        if is_refused and not (self._polls_itself or self._saves_no_more or loop.forget_idle_optimizers()):
             raise agreed(_unsafe_loop_error(loop))
         self._leave_if_overdue()
 
     def _leave_if_overdue(self) -> None:
-        """Leave without a save if a stop request has waited too long for a point between two iterations."""
+        """Leave without a save if a stop request finds no point between two iterations, although steps are made."""
         reason = self._flag.reason or ("deadline" if self._is_end_near else None)
         if reason is None or self._is_counting_down:
             return
         if self._stop_seen is None:
-            self._stop_seen = self._clock(), self._loop.n_steps
-        since_s, n_steps_before = self._stop_seen
-        n_steps = self._loop.n_steps - n_steps_before
-        is_slow = 0 < n_steps < _MIN_STOP_STEPS
-        if not is_slow and self._clock() - since_s > (self._config.grace_period or STOP_GRACE_S):
+            self._stop_seen = self._loop.n_steps
+        n_steps = self._loop.n_steps - self._stop_seen
+        grace_s = self._config.grace_period or STOP_GRACE_S
+        is_overdue = self._flag.since is None or time.monotonic() - self._flag.since > grace_s
+        if n_steps >= _MIN_STOP_STEPS and is_overdue:
             self.leave_at_once(reason)
 
     def _log_pace(self, pace: str | None) -> None:
@@ -578,13 +608,8 @@ class PreemptionCheckpointHandler:
         if self._is_done:  # finished or stopped, and recorded
             return
         self._is_done = True
-        if self._manager.checkpoint.is_on_servers:
-            if self.step > self._manager.saved_step:
-                self._log(
-                    f"the steps from {self._manager.saved_step} to {self.step} are on parameter servers, which have "
-                    f"left, and are not saved: write `with handler:` around the loop"
-                )
-        elif not self._saves_no_more:
+        has_steps = self.step > self._manager.saved_step and not self._saves_no_more
+        if has_steps and self._world.task.type in ("chief", "worker"):
             self._save_at_exit()
         self._attempt.record_end(self._manager.saved_step)
 
@@ -596,10 +621,24 @@ class PreemptionCheckpointHandler:
             self._saves.end(self.step)
 
     def _save_at_exit(self) -> None:
-        """Save the last steps while the program exits; an error ends the job with its code."""
+        """Save the last steps while the program exits; an error ends the job with its code.
+
+        Not what was changed after the last step, such as by loading the best weights to test them, nor what is on
+        parameter servers, which have left.
+        """
+        steps = f"the steps from {self._manager.saved_step} to {self.step} are not saved"
+        if self._manager.checkpoint.is_on_servers:
+            self._log(f"{steps}, as parameter servers have left: write `with handler:` around the loop")
+            return
+        is_changed = self._versions_at_step != self._manager.checkpoint.parameter_versions()
+        if self._agreement.any_rank(is_changed):
+            self._log(f"{steps}, as parameters have changed since the last one: write `with handler:` around the loop")
+            return
         try:
             self._save_end()
             self._manager.wait()
+        except DesyncError as error:
+            self._log(f"{steps}: {error}")
         except HpcdistError as error:
             end_job(f"the last save failed: {error}", int(error.exit_code))
 
@@ -661,8 +700,9 @@ def _unsafe_loop_error(loop: LoopState) -> UsageError:
         )
     return UsageError(
         f"PreemptionCheckpointHandler: expected batches of a distributed dataset, or calls of handler.poll(), got "
-        f"neither in {n_steps} steps: nothing is saved; call handler.poll() at the end of each iteration, and begin "
-        f"the loop at handler.step, or train on strategy.experimental_distribute_dataset(loader)."
+        f"neither in {n_steps} steps: nothing is saved; call handler.poll() at the end of each iteration (once before "
+        f"the loop, if it polls less often), and begin it at handler.step, or train on "
+        f"strategy.experimental_distribute_dataset(loader)."
     )
 
 

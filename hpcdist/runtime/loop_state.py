@@ -8,11 +8,14 @@ Nothing here communicates. Ranks that make the same calls reach the same conclus
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from hpcdist.runtime.parts import Part, PartSource, Uses
 
+#: Loaders of the program's own have numbers from here on, so that those of datasets are the same on all ranks.
+_FIRST_LOADER = 1_000_000
 #: Forwards are watched until so many steps were made of parts of which no other one was open.
 _MAX_QUIET_STEPS = 100
 
@@ -39,6 +42,7 @@ class LoopState:
         is_alone: whether there is no other rank.
 
     Attributes:
+        is_drawing: whether a distributed dataset draws a batch now.
         needs_identity: whether a backward may mean more than one part, so that forwards are watched.
         n_safe_points: points between two iterations at which requests were looked for.
         n_rejected: draws for training since then that were none.
@@ -58,7 +62,8 @@ class LoopState:
         self.n_backwards = 0
         self.n_steps = 0
         self._sources: dict[int, PartSource] = {}
-        self._n_sources = 0
+        self._n_datasets = 0
+        self._n_loaders = 0
         self._watch_forwards: Callable[[bool], None] | None = None
         self._n_quiet_steps = 0
         self._is_watched_for_good = False
@@ -68,15 +73,20 @@ class LoopState:
         self._n_steps_at_begin = 0
         self._n_backwards_at_begin = 0
         self._stepped: set[int] = set()
+        self._ever_stepped: set[int] = set()
         self._n_steps_at_safe_point = 0
         self._n_backwards_at_step = 0
         self._is_watched_since_step = False
         self._has_forward = False
+        self._has_drawn_since_step = False
+        self.is_drawing = False
         self._pending: list[Part] = []
         self._last_used: list[Part] = []
         self._uses: dict[int, Uses] = {}
         self._positions_at_end: list[tuple[PartSource, Any]] = []
         self._n_steps_at_end = -1
+        self._is_managed = False
+        self._has_peeks = False
         self._has_entry = False
         self._is_entered = False
         self._entry_rows: list[int | None] = []
@@ -91,8 +101,12 @@ class LoopState:
     def add_source(self, owner: int | None = None, keeper: int | None = None) -> PartSource:
         """Return a new source of parts; see there."""
         self._drop_abandoned()
-        self._n_sources += 1
-        source = PartSource(self._n_sources, owner, keeper)
+        if keeper is None:
+            self._n_datasets += 1
+            source = PartSource(self._n_datasets, owner, keeper)
+        else:  # ranks may have other loaders of their own
+            self._n_loaders += 1
+            source = PartSource(_FIRST_LOADER + self._n_loaders, owner, keeper)
         self._sources[source.number] = source
         self._need_identity(True)  # of the first parts too, until the loop has turned out to draw them one by one
         if not self._has_begun:
@@ -125,16 +139,18 @@ class LoopState:
         self._n_backwards_at_step = self.n_backwards
         self.n_rejected = 0
         self.n_parts = 0
+        self._has_peeks = False
         for source in self._sources.values():
             source.drop_open()
+            source.forget_peeks()
         self._has_forward = False
         self._need_identity(bool(self._sources))
         self._is_watched_since_step = self.needs_identity
 
     @property
     def is_training(self) -> bool:
-        """Whether the program trains by backwards, as far as it is known."""
-        return self._has_begun or bool(self._optimizers)
+        """Whether the program steps optimizers, as far as it is known."""
+        return self.n_steps > self._n_steps_at_begin or bool(self._optimizers)
 
     @property
     def _has_begun(self) -> bool:
@@ -167,12 +183,23 @@ class LoopState:
 
     def hand_out(self, part: Part) -> None:
         """Record a part that its source hands out now."""
-        if self.open_parts():
+        if self._is_waiting:
             self._need_identity(True)
-        part.source.add(part)
-        if part.is_for_training:
+        part.source.add(part, self.n_steps)
+        self._has_drawn_since_step = True
+        if part.is_for_training or part.source.draws_without_gradients:
             self.n_parts += 1
             self._find_leader(part.source)
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Ignore loaders in the block: what they draw is for the batch that is drawn there."""
+        was_drawing = self.is_drawing
+        self.is_drawing = True
+        try:
+            yield
+        finally:
+            self.is_drawing = was_drawing
 
     def _find_leader(self, source: PartSource) -> None:
         """Find the source whose draws begin iterations: the first one, until another one is drawn on without it."""
@@ -192,6 +219,11 @@ class LoopState:
         for source in self._sources.values():
             parts += source.open_parts
         return parts
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether a step is expected of a part that no backward has used yet."""
+        return any(source.waiting_parts for source in self._sources.values())
 
     def forget_last_used(self, source: PartSource) -> None:
         """Let later backwards, which use no part, not count as uses of the last one: its pass is over."""
@@ -235,12 +267,33 @@ class LoopState:
         """Return whether an unknown forward may be that of another optimizer, on a part that is complete."""
         return uses.is_unknown and len(self._optimizers) > 1
 
-    def end_backward(self) -> None:
-        """Count a backward of this thread that has ended."""
+    def note_managed(self) -> None:
+        """Note that the running backward makes gradients that a strategy sums, or adds up to be summed."""
+        self._is_managed = True
+
+    def end_backward(self, is_whole: bool = True) -> None:
+        """Count a backward of this thread that has ended.
+
+        With several ranks only those count that a strategy takes part in: others may run on one rank alone.
+
+        Args:
+            is_whole: whether it has come to its end.
+        """
+        is_counted = self._is_alone or self._is_managed
+        self._is_managed = False
+        if not is_counted:
+            return
         self.n_backwards += 1
         if self._is_alone:
             self._is_entered = self._is_entered or self._has_entry
-        self._note_used(self.uses())
+            self._has_peeks = self.has_peeks
+        if is_whole:
+            self._note_used(self.uses())
+
+    def note_other_step(self) -> None:
+        """Note the step of any optimizer: a backward before it that has used no part was for that one."""
+        if not self._pending:
+            self._n_backwards_at_step = self.n_backwards
 
     def _note_used(self, uses: Uses) -> None:
         """Record which parts were used; of a source with several open parts it must be known which."""
@@ -278,10 +331,12 @@ class LoopState:
         if len(source.open_parts) > 1:
             source.is_ambiguous = True
             return []
-        if self._may_use_again(uses) and source in _sources_of(self._last_used):
+        part = source.open_parts[0]
+        is_drawn_ahead = source.steps_at_draw(part) < self.n_steps
+        if is_drawn_ahead and self._may_use_again(uses) and source in _sources_of(self._last_used):
             source.is_doubtful = True
             return []
-        return list(source.open_parts)
+        return [part]
 
     def note_forward(self, parts: Iterable[Part] = ()) -> None:
         """Record that a watched forward has run, which may change what a step starts from.
@@ -297,7 +352,9 @@ class LoopState:
         """Count a step: what the backwards before it have used is complete."""
         self.n_steps += 1
         self._stepped.add(id(optimizer))
-        if self.n_backwards == self._n_backwards_at_begin:  # gradients of the program's own, as of torch.autograd.grad
+        self._ever_stepped.add(id(optimizer))
+        has_backward = self.n_backwards > self._n_backwards_at_step
+        if not has_backward and self._has_drawn_since_step:  # gradients of its own, as of torch.autograd.grad
             self._note_used(Uses())
         for part in self._pending:
             part.source.complete(part)
@@ -309,6 +366,7 @@ class LoopState:
             self._need_identity(False)
         self._is_watched_since_step = self.needs_identity
         self._has_forward = False
+        self._has_drawn_since_step = False
         self._entered_rows = self._entry_rows if self._is_entered else None
         self._has_entry = False
         self._is_entered = False
@@ -336,7 +394,7 @@ class LoopState:
         """
         if not self.is_complete or self._is_doubtful:
             return False
-        if self.open_parts() and (self._has_forward or not self._is_watched_since_step):
+        if self._is_waiting and (self._has_forward or not self._is_watched_since_step):
             return False
         has_stepped = self.n_steps_since_safe_point > 0
         is_one = len(self._optimizers) < 2
@@ -372,10 +430,11 @@ class LoopState:
             self.has_lost_position = self.has_lost_position or is_for_training
             return False
         is_leading = self._leader is None or self._leader is source
-        is_first = not self._has_begun and (is_for_training or not source.open_parts)
+        is_first = not self._has_begun and (is_for_training or not source.waiting_parts)
+        is_for_training = is_for_training or source.draws_without_gradients
         is_next = self._has_begun and is_for_training and source.is_trained
         is_safe = (is_first or is_next) and is_leading and self.is_between_iterations
-        if is_safe and is_last and source.has_peeks:
+        if is_safe and is_last and self._has_peeks:
             return False
         self.n_rejected += is_for_training and not is_safe
         return is_safe
@@ -408,17 +467,33 @@ class LoopState:
         """Whether a forward that could begin an iteration was seen since the last step."""
         return self._has_entry
 
-    def share(self, is_entered: bool, key: list[int] | None, moduli: Sequence[int]) -> None:
+    @property
+    def has_peeks(self) -> bool:
+        """Whether this rank has begun passes of which nothing was used."""
+        return any(source.has_peeks for source in self._sources.values())
+
+    def share(self, is_entered: bool, has_peeks: bool, key: list[int] | None, moduli: Sequence[int]) -> None:
         """Take what all ranks have reported with the sum of the running backward.
 
         Args:
             is_entered: whether all have seen a forward that could begin the iteration.
+            has_peeks: whether any has begun passes of which nothing was used.
             key: remainders of the key of the batch that the backward uses; None where no rank knows it.
             moduli: of the remainders.
         """
         self._is_entered = self._is_entered or is_entered
+        self._has_peeks = self._has_peeks or has_peeks
         self._shared_key = key
         self._moduli = moduli
+
+    def forget_idle_optimizers(self) -> bool:
+        """Expect no more steps of optimizers that have made none, as those of a later phase; return whether there are.
+
+        Called once it has turned out that not every iteration steps all of them.
+        """
+        idle_optimizers = self._optimizers - self._ever_stepped
+        self._optimizers = self._optimizers & self._ever_stepped
+        return bool(idle_optimizers)
 
     def note_safe_point(self) -> None:
         """Record that requests are looked for here."""
@@ -433,7 +508,7 @@ class LoopState:
         """Return where the distributed datasets are, which must be the same on all ranks; not their look-ahead."""
         lines = []
         for source in self._sources.values():
-            if source.owner is not None and not source.is_abandoned:
+            if source.owner is not None and source.is_trained and not source.is_abandoned:
                 lines.append(f"{source.number}: {source.saved_position(self.is_training_with(source))}")
         return "; ".join(lines)
 

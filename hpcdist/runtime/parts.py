@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+#: Parts that a source keeps for a backward to use.
+_MAX_UNUSED = 10_000
+
 
 @dataclass(frozen=True, eq=False)
 class Part:
@@ -56,7 +59,7 @@ class PartSource:
         has_peeks: whether passes were begun of which nothing was used, as to look at the first batch.
         is_abandoned: whether nobody can draw from it any more.
         is_doubtful: whether a backward may have used an open part, or the complete one a second time, as a GAN does.
-        open_parts: parts for training that no backward has used yet, the oldest first.
+        draws_without_gradients: whether parts were trained on that were drawn while gradients were not recorded.
         has_incomplete: whether a backward has used a part, and no step has completed it.
     """
 
@@ -80,7 +83,9 @@ class PartSource:
         self.is_ambiguous = False
         self.is_doubtful = False
         self.has_incomplete = False
-        self.open_parts: list[Part] = []
+        self.draws_without_gradients = False
+        self._unused: list[Part] = []
+        self._steps_at_draw: dict[int, int] = {}
         self._seen: set[int] = set()
 
     def drop_evaluated(self) -> None:
@@ -106,15 +111,41 @@ class PartSource:
         """Whether the newest part that was handed out is complete, or there is none."""
         return self.n_complete == self.n_handed_out
 
-    def add(self, part: Part) -> None:
-        """Count a part that is handed out."""
+    @property
+    def open_parts(self) -> list[Part]:
+        """The parts that no backward has used yet, the oldest first.
+
+        Those that were drawn without gradients are among them while their pass goes on: they may be of an evaluation.
+        """
+        if self.has_pass:
+            return list(self._unused)
+        return [part for part in self._unused if part.is_for_training]
+
+    @property
+    def waiting_parts(self) -> list[Part]:
+        """The open parts that a step is expected of."""
+        return [part for part in self._unused if part.is_for_training or self.draws_without_gradients]
+
+    def steps_at_draw(self, part: Part) -> int:
+        """Return how many steps were made before a part was drawn."""
+        return self._steps_at_draw.get(part.number, 0)
+
+    def add(self, part: Part, n_steps: int) -> None:
+        """Count a part that is handed out, after so many steps."""
         self.n_handed_out = part.number
-        if part.is_for_training:
-            self.open_parts.append(part)
+        self._unused.append(part)
+        self._steps_at_draw[part.number] = n_steps
+        if len(self._unused) > _MAX_UNUSED:
+            self._drop(self._unused[0])
+
+    def _drop(self, newest_part: Part) -> None:
+        """Forget a part and all older ones."""
+        self._unused = [part for part in self._unused if part.number > newest_part.number]
+        self._steps_at_draw = {part.number: self._steps_at_draw[part.number] for part in self._unused}
 
     def use(self, part: Part) -> None:
         """Note that a backward has used a part. Older ones that none has used were skipped."""
-        self.open_parts = [later_part for later_part in self.open_parts if later_part.number > part.number]
+        self._drop(part)
         self._seen = set()
         self.has_incomplete = True
 
@@ -123,6 +154,7 @@ class PartSource:
         if part.number > self.n_complete:
             self.n_complete = part.number
             self.position = part.position
+            self.draws_without_gradients = not part.is_for_training
         self.has_incomplete = False
         self.is_ambiguous = False
         self.is_doubtful = False
@@ -146,7 +178,7 @@ class PartSource:
         """
         if self.is_rewound:
             return self.rewound_to
-        waits_for_step = bool(self.open_parts) or self.has_incomplete
+        waits_for_step = bool(self.waiting_parts) or self.has_incomplete
         is_by_training = self.is_trained or (is_training and waits_for_step)
         if self.is_trusted or not is_by_training or self.is_settled:
             return self.now
@@ -161,6 +193,10 @@ class PartSource:
         """Note that a pass was left of which nothing was used."""
         self.has_peeks = True
 
+    def forget_peeks(self) -> None:
+        """Begin anew: no pass was left unused."""
+        self.has_peeks = False
+
     def trust(self) -> None:
         """Count on every draw being made between two iterations, by who restores its own position."""
         self.is_trusted = True
@@ -172,6 +208,8 @@ class PartSource:
     def end_pass(self) -> None:
         """Note that no pass is in progress."""
         self.has_pass = False
+        if self._unused and not self._unused[0].is_for_training:
+            self._unused = [part for part in self._unused if part.is_for_training]
 
     def abandon(self) -> None:
         """Note that nobody can draw any more; the parts that are open may still be used."""
@@ -192,7 +230,8 @@ class PartSource:
 
     def drop_open(self) -> None:
         """Expect no step that is made of the parts handed out so far."""
-        self.open_parts = []
+        self._unused = []
+        self._steps_at_draw = {}
         self._seen = set()
         self.has_incomplete = False
         self.is_ambiguous = False

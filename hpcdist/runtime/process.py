@@ -80,7 +80,8 @@ def call_on_uncaught(act: Callable[[str, str], None]) -> None:
 def call_when_done(act: Callable[[], None] | None) -> None:
     """Have `act` called, in place of an earlier one, once all ranks have left their programs with code 0.
 
-    It may write to disks, and must not communicate: whether others have one is not known. Not collective.
+    It may write to disks, and communicate with ranks of which it is known that they have such a call too: those that
+    have made a handler together. Not collective.
     """
     if _hooks is not None:
         _hooks.call_when_done(act)

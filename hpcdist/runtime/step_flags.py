@@ -6,6 +6,7 @@ itself as the requester.
 """
 
 import enum
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -144,11 +145,12 @@ class StepFlags:
             is_for_training: whether gradients are recorded.
             is_last: whether the pass is known to have no more parts.
         """
-        if self.requester is None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if self.requester is None or not is_main:  # another thread draws while the loop trains
             return
         if self.loop.is_safe_draw(source, is_for_training, is_last):
             self.poll(is_end_of_pass=is_last and source.is_trained)
-        elif self.loop.is_after_pass and not self.is_in_round:
+        elif self.loop.is_after_pass and source.keeper is None and not self.is_in_round:
             self.requester.poll_after_pass()
         else:
             self.requester.note_unsafe_point()

@@ -121,8 +121,12 @@ def test_another_epoch_than_the_restored_one_is_refused(shared_path):
         sampler.set_epoch(0)
     sampler.set_epoch(2)
     assert len(list(sampler)) == len(sampler) - 1
+    with pytest.raises(DataError, match="got another way"):
+        sampler.state_dict()
     with pytest.raises(DataError, match="n_rows"):
-        hpcdist.DistributedSampler(rows_of(2 * ROWS)).load_state_dict(sampler.state_dict())
+        hpcdist.DistributedSampler(rows_of(2 * ROWS)).load_state_dict(
+            hpcdist.DistributedSampler(rows_of()).state_dict()
+        )
 
 
 @pytest.mark.parametrize("kind", ["torch's sampler", "not in the Checkpoint", "index loop", "copies drawn ahead"])

@@ -125,6 +125,7 @@ class ReplicaBackwardSum:
                     parameter.grad = found
             self._passes[self._replica] = _Pass()
             return
+        self._sums.note_managed()
         self._sums.require_op(own.backward or 0)
         if not self.is_syncing:
             self._accumulate(own)

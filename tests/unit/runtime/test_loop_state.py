@@ -187,7 +187,8 @@ def test_another_rank_tells_which_part_was_used():
     loop.draw()
     loop.state.begin_backward()
     loop.state.uses().add([])
-    loop.state.share(is_entered=False, key=[1 % 31, 1 % 29], moduli=(31, 29))
+    loop.state.share(is_entered=False, has_peeks=False, key=[1 % 31, 1 % 29], moduli=(31, 29))
+    loop.state.note_managed()
     loop.state.end_backward()
     loop.step()
     assert not loop.state.is_ambiguous
