@@ -108,7 +108,7 @@ class LoopWatch:
             for tensor in outputs:
                 torch_hooks.call_at_gradient_of(tensor, reach)
             self._flags.loop.note_forward(parts)
-        elif module.training and _has_parameters(module):
+        elif parts and module.training and _has_parameters(module):  # others may be made on one rank alone
             self._flags.loop.note_forward()
 
 

@@ -147,6 +147,11 @@ class LoopState:
         self._need_identity(bool(self._sources))
         self._is_watched_since_step = self.needs_identity
 
+    def end(self) -> None:
+        """Look for no more points between iterations: expect nothing of the program any more."""
+        self._optimizers = frozenset()
+        self._saved = frozenset()
+
     @property
     def is_training(self) -> bool:
         """Whether the program steps optimizers, as far as it is known."""

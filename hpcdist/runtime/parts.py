@@ -140,8 +140,9 @@ class PartSource:
 
     def _drop(self, newest_part: Part) -> None:
         """Forget a part and all older ones."""
-        self._unused = [part for part in self._unused if part.number > newest_part.number]
-        self._steps_at_draw = {part.number: self._steps_at_draw[part.number] for part in self._unused}
+        while self._unused and self._unused[0].number <= newest_part.number:
+            part = self._unused.pop(0)
+            self._steps_at_draw.pop(part.number, None)
 
     def use(self, part: Part) -> None:
         """Note that a backward has used a part. Older ones that none has used were skipped."""

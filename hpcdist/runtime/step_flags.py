@@ -93,6 +93,7 @@ class StepFlags:
         """Forget `requester`, unless another one has taken its place."""
         if self.requester is requester:
             self.requester = None
+            self.loop.end()
 
     def count_step(self, optimizer: Any = None, owner: int | None = None) -> None:
         """Count an optimizer step.

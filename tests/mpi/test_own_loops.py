@@ -406,3 +406,103 @@ def test_the_plan_knows_the_rows_whatever_a_batch_looks_like(comm, collate):
             plain.load_state_dict(program.model.state_dict())
         loss_of(plain, batch).backward()
         torch.testing.assert_close(program.model.weight.grad, plain.weight.grad)
+
+
+# -- what ordinary programs do beside ----------------------------------------------------------------------------------
+
+
+def test_what_the_chief_alone_does_keeps_no_rank_waiting(comm, shared_path):
+    """A validation by a loader of its own, a peek, a sample in train mode, a backward of its own."""
+    program = Program()
+    batches, others = program.distributed(), program.distributed()
+    own = torch.ones(3, requires_grad=True)
+    with program.handler(shared_path / "run", data=batches) as handler:
+        if comm.rank == 0:
+            next(iter(batches))
+        for _ in range(batches.epoch, 3):
+            for x, y in loops.Job.ahead(batches, 1):
+                program.step(x, y)
+                if comm.rank == 0:
+                    with torch.no_grad():
+                        program.model(torch.zeros(2, 3, dtype=torch.float64))
+                    own.square().sum().backward()
+            if comm.rank == 0:
+                next(iter(others))
+                with torch.no_grad():
+                    for x, _ in DataLoader(rows_of(), batch_size=4):
+                        program.model(x)
+        assert handler.step == 12
+
+
+def test_two_optimizers_and_a_line_of_preprocessing_are_a_plain_loop(comm, shared_path):
+    program = Program()
+    with program.strategy.scope():
+        encoder = nn.Linear(3, 3).double()
+        second = torch.optim.SGD(encoder.parameters(), lr=0.1)
+    batches = program.distributed()
+    with program.handler(shared_path / "run", data=batches, encoder=encoder, second=second) as handler:
+        for _ in range(7):
+            for x, y in batches:
+                second.zero_grad()
+                program.optimizer.zero_grad()
+                nn.functional.mse_loss(program.model(encoder(x * 2 - 1)), y).backward()
+                program.optimizer.step()
+                second.step()
+        assert handler.step == 56, "each optimizer's step counts"
+        assert Path(handler.latest_path).name != "step-00000000-0001.h5"
+
+
+def test_transforms_of_torch_work_on_models_whose_loops_are_watched(comm):
+    program = Program()
+    next(iter(program.distributed()))
+    rows = torch.ones(4, 3, dtype=torch.float64)
+    program.model(rows)
+    assert torch.func.vmap(program.model)(rows).shape == (4, 1)
+    assert torch.func.jacrev(program.model)(rows[0]).shape == (1, 3)
+
+
+def test_batches_that_a_generator_draws_without_gradients_are_weighed(comm):
+    @torch.no_grad()
+    def changed(batches):
+        for x, y in batches:
+            yield x * 2, y
+
+    program = Program()
+    loader = DataLoader(rows_of(13), batch_size=8)
+    plain = nn.Linear(3, 1).double()
+    whole = list(changed(loader))
+    batches = program.strategy.experimental_distribute_dataset(loader)
+    for number, (part, batch) in enumerate(zip(changed(batches), whole, strict=True)):
+        program.model.zero_grad()
+        plain.zero_grad()
+        nn.functional.mse_loss(program.model(part[0]), part[1]).backward()
+        if number == 0:
+            plain.load_state_dict(program.model.state_dict())
+        nn.functional.mse_loss(plain(batch[0]), batch[1]).backward()
+        torch.testing.assert_close(program.model.weight.grad, plain.weight.grad)
+
+
+def test_loaders_of_the_programs_own_draw_other_random_numbers_in_each_pass(comm):
+    Program().distributed()  # from here on loaders are followed
+    loader = DataLoader(torch.arange(50), batch_size=50, shuffle=True)
+    orders = [next(iter(loader)).tolist() for _ in range(3)]
+    assert len({str(order) for order in orders}) == 3
+    first, second = zip(
+        *zip(loader, DataLoader(torch.arange(50), batch_size=50, shuffle=True), strict=True), strict=True
+    )
+    assert first[0].tolist() != second[0].tolist()
+
+
+def test_what_is_changed_after_the_last_step_is_not_saved_at_the_exit(comm, shared_path, caplog):
+    program = Program()
+    batches = program.distributed()
+    handler = program.handler(shared_path / "run", data=batches)
+    for x, y in batches.take(3):
+        program.step(x, y)
+    saved = handler.latest_path
+    with torch.no_grad():
+        program.model.weight.zero_()  # as load_state_dict of the best weights, to test them
+    handler.record_end()
+    call_when_done(None)
+    handler.close()
+    assert handler.latest_path == saved
