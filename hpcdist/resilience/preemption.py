@@ -434,8 +434,9 @@ class PreemptionCheckpointHandler:
         if self._times is not None:
             self._times.arrive(self.step)
         self._is_polled = True
-        may_ask = not self._loop.is_training or self._polls_itself or self._is_long_since
-        requests = self._agreement.poll(at_once=self._is_long_since, may_ask=may_ask)
+        is_long_since = self._is_long_since
+        may_ask = self._loop.is_shared_point or is_long_since
+        requests = self._agreement.poll(at_once=is_long_since, may_ask=may_ask)
         self._is_long_since = False
         with self._recording_desync(), self._busy():
             if Request.STOP in requests or self._stop_waits:

@@ -45,6 +45,7 @@ class LoopState:
         is_drawing: whether a distributed dataset draws a batch now.
         needs_identity: whether a backward may mean more than one part, so that forwards are watched.
         n_safe_points: points between two iterations at which requests were looked for.
+        is_shared_point: whether all ranks come to the last of these, whatever one of them does alone.
         n_rejected: draws for training since then that were none.
         n_parts: parts for training that were handed out since then.
         has_lost_position: whether the program trains on a loader whose position is not saved.
@@ -56,6 +57,7 @@ class LoopState:
         self._is_alone = is_alone
         self.needs_identity = False
         self.n_safe_points = 0
+        self.is_shared_point = True
         self.n_rejected = 0
         self.n_parts = 0
         self.has_lost_position = False
@@ -500,9 +502,14 @@ class LoopState:
         self._optimizers = self._optimizers & self._ever_stepped
         return bool(idle_optimizers)
 
-    def note_safe_point(self) -> None:
-        """Record that requests are looked for here."""
+    def note_safe_point(self, is_shared: bool = True) -> None:
+        """Record that requests are looked for here.
+
+        Args:
+            is_shared: whether all ranks come here, whatever one of them does alone.
+        """
         self.n_safe_points += 1
+        self.is_shared_point = is_shared
         self.n_rejected = 0
         self.n_parts = 0
         self._n_steps_at_safe_point = self.n_steps

@@ -122,15 +122,16 @@ class StepFlags:
         received, self._received = self._received, Request.NONE
         return received
 
-    def poll(self, is_end_of_pass: bool = False) -> None:
+    def poll(self, is_end_of_pass: bool = False, is_shared: bool = True) -> None:
         """Let the requester act between two steps. Collective where there is one: the ranks of the role.
 
         Args:
             is_end_of_pass: whether all batches of a pass were trained on, and its loop is about to end.
+            is_shared: whether all ranks come here, whatever one of them does alone.
         """
         if self.requester is None:
             return
-        self.loop.note_safe_point()
+        self.loop.note_safe_point(is_shared)
         if is_end_of_pass:
             self.loop.note_end_of_pass()
         if not self.is_in_round:
@@ -150,7 +151,8 @@ class StepFlags:
         if self.requester is None or not is_main:  # another thread draws while the loop trains
             return
         if self.loop.is_safe_draw(source, is_for_training, is_last):
-            self.poll(is_end_of_pass=is_last and source.is_trained)
+            is_shared = source.is_trusted or not self.loop.is_training
+            self.poll(is_end_of_pass=is_last and source.is_trained, is_shared=is_shared)
         elif self.loop.is_after_pass and source.keeper is None and not self.is_in_round:
             self.requester.poll_after_pass()
         else:
@@ -159,7 +161,7 @@ class StepFlags:
     def poll_at_forward(self, parts: Sequence[Part]) -> None:
         """Let the requester act if a forward of these parts begins an iteration. Collective likewise."""
         if self.requester is not None and self.loop.is_safe_forward(parts):
-            self.poll()
+            self.poll(is_shared=False)
 
 
 #: The flags of a job of one rank. Strategies of one replica use them without starting MPI.

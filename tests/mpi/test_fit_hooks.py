@@ -46,7 +46,7 @@ def stop_at_poll(monkeypatch, number):
 
     agree = Agreement.poll
     monkeypatch.setattr(PreemptionCheckpointHandler, "poll_between_batches", counted)
-    monkeypatch.setattr(Agreement, "poll", lambda self, at_once=False: agree(self, at_once=True))
+    monkeypatch.setattr(Agreement, "poll", lambda self, at_once=False, may_ask=True: agree(self, at_once=True))
 
 
 def fit(folder, options):

@@ -193,6 +193,7 @@ def test_parts_weigh_by_their_rows_when_batches_are_moved(comm):
     loop = strategy.world.step_flags.loop
     assert strategy.engine.sums.weight_of(0).rows == 4
     loop.begin_backward()
+    loop.note_managed()
     loop.end_backward()
     assert next(batches)[0].shape[0] == strategy.engine.sums.weight_of(0).rows
 
