@@ -702,6 +702,9 @@ def test_a_stop_request_to_any_rank_of_an_entry_reaches_all(comm, in_entries):
         def requested(self):
             return Request.STOP if comm.rank == comm.size - 1 else Request.NONE
 
+        def note_unsafe_point(self):
+            """Nothing waits here."""
+
     def body(strategy):
         model, optimizer = make_model(strategy)
         requester, flags = Requester(), strategy.world.step_flags
