@@ -686,7 +686,7 @@ def _unsafe_loop_error(loop: LoopState) -> UsageError:
             f"or use hpcdist.DistributedSampler, give Checkpoint(data=sampler), and begin with for epoch in "
             f"range(sampler.epoch, n_epochs)."
         )
-    if loop.is_ambiguous:
+    if loop.was_ambiguous:
         return UsageError(
             f"PreemptionCheckpointHandler: expected to know which batches were trained on, got {n_steps} steps of a "
             f"loop that draws ahead and copies or casts what it draws; give the model the tensors as they were drawn, "

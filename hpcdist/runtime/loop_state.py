@@ -46,6 +46,7 @@ class LoopState:
         needs_identity: whether a backward may mean more than one part, so that forwards are watched.
         n_safe_points: points between two iterations at which requests were looked for.
         is_shared_point: whether all ranks come to the last of these, whatever one of them does alone.
+        was_ambiguous: whether it was unknown, since then, which parts a backward has used.
         n_rejected: draws for training since then that were none.
         n_parts: parts for training that were handed out since then.
         has_lost_position: whether the program trains on a loader whose position is not saved.
@@ -58,6 +59,7 @@ class LoopState:
         self.needs_identity = False
         self.n_safe_points = 0
         self.is_shared_point = True
+        self.was_ambiguous = False
         self.n_rejected = 0
         self.n_parts = 0
         self.has_lost_position = False
@@ -337,6 +339,7 @@ class LoopState:
         """Return what an unknown backward has used of a source; mark the source where that is not clear."""
         if len(source.open_parts) > 1:
             source.is_ambiguous = True
+            self.was_ambiguous = True
             return []
         part = source.open_parts[0]
         is_drawn_ahead = source.steps_at_draw(part) < self.n_steps
@@ -510,6 +513,7 @@ class LoopState:
         """
         self.n_safe_points += 1
         self.is_shared_point = is_shared
+        self.was_ambiguous = False
         self.n_rejected = 0
         self.n_parts = 0
         self._n_steps_at_safe_point = self.n_steps
