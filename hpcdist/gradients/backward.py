@@ -285,6 +285,8 @@ class GradientSums:
             self._own_row_counts[local_index] = None
             return
         weight = self.weights[local_index]
+        if not self._step_flags.loop.needs_identity:  # nothing new is known since the first gradient
+            return
         at_end = self._weigh_by_parts(local_index)
         if weight.refusal is None and (at_end.refusal or not at_end.has_fraction_of(weight)):
             refusal = at_end.refusal or _fraction_refusal(weight, at_end)

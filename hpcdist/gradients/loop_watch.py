@@ -8,6 +8,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
@@ -20,6 +21,8 @@ from hpcdist.gradients.torch_hooks import Handle
 from hpcdist.runtime.parts import Part, Uses
 from hpcdist.runtime.step_flags import StepFlags
 
+#: Leaves of batches whose memory names a part.
+_WEAK = (Tensor, np.ndarray)
 #: The watch of each world, by its step flags.
 _watches: "weakref.WeakKeyDictionary[StepFlags, LoopWatch]" = weakref.WeakKeyDictionary()
 
@@ -38,6 +41,7 @@ class LoopWatch:
         self.tensors = PartTensors()
         self._flags = weakref.proxy(flags)
         self._handle: Handle | None = None
+        self._newest: tuple[Part, list[weakref.ref[Any]]] | None = None
         self._own_loaders: weakref.WeakKeyDictionary[DataLoader[Any], OwnLoader] = weakref.WeakKeyDictionary()
         torch_hooks.around_any_backward(self._begin_backward, self._end_backward)
         torch_hooks.around_loaders(self)
@@ -53,7 +57,23 @@ class LoopWatch:
     def _after_step(self, optimizer: Optimizer) -> None:
         self._flags.loop.note_other_step()
 
+    def hand_out(self, part: Part, nests: Any) -> None:
+        """Remember which tensors belong to a part; while only one part can be meant, those of the newest one alone.
+
+        Args:
+            part: what is handed out.
+            nests: its tensors and arrays, of all local replicas.
+        """
+        if self._flags.loop.needs_identity:
+            self.tensors.add(part, nests)
+        else:
+            self._newest = part, [weakref.ref(leaf) for leaf in leaves_of(nests) if isinstance(leaf, _WEAK)]
+
     def _watch_forwards(self, is_needed: bool) -> None:
+        if is_needed and self._newest is not None:
+            part, references = self._newest
+            self.tensors.add(part, [reference() for reference in references])
+        self._newest = None
         if is_needed and self._handle is None:
             self._handle = torch_hooks.around_outer_calls(self)
         elif not is_needed and self._handle is not None:
@@ -78,7 +98,7 @@ class LoopWatch:
     def after_draw(self, loader: "DataLoader[Any]", batch: Any) -> None:
         """Record a batch that the program has drawn."""
         if loader in self._own_loaders:
-            self._own_loaders[loader].hand_out(batch, self.tensors)
+            self.hand_out(self._own_loaders[loader].part_of(batch), batch)
 
     def after_pass(self, loader: "DataLoader[Any]") -> None:
         """Note that a pass has ended."""

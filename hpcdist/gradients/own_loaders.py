@@ -11,12 +11,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from hpcdist.errors import DataError, agreed
-from hpcdist.gradients.part_tensors import PartTensors, length_of
-from hpcdist.runtime.parts import Part
+from hpcdist.gradients.part_tensors import length_of
+from hpcdist.runtime.parts import NOTHING, Part
 from hpcdist.runtime.step_flags import StepFlags
-
-#: Keeper of loaders whose position nothing can keep.
-_NOTHING = -1
 
 
 class OwnLoader:
@@ -30,7 +27,7 @@ class OwnLoader:
     def __init__(self, loader: "DataLoader[Any]", flags: StepFlags) -> None:
         self._sampler: Any = _positioned_sampler(loader)
         self._flags = flags
-        keeper = _NOTHING
+        keeper = NOTHING
         self._rows_of_batch: int | None = None
         if self._sampler is not None:
             keeper = id(self._sampler)
@@ -66,6 +63,8 @@ class OwnLoader:
         if self._sampler is not None and self._flags.requester is not None and not self._is_following:
             # only here: another world, without a handler, may watch the loader too
             self._is_following = self._sampler.follow(self._source)
+            if not self._is_following:  # another loader draws by the same sampler
+                self._source.lose_position()
         if self._sampler is not None:
             self._first_row = self._sampler.begin_pass()
             self._source.move(self._sampler.position_after(self._first_row))
@@ -100,8 +99,8 @@ class OwnLoader:
         self._flags.poll_at_draw(self._source, torch.is_grad_enabled(), is_last)
         self._source.settle()
 
-    def hand_out(self, batch: Any, tensors: PartTensors) -> None:
-        """Record a batch that the program gets."""
+    def part_of(self, batch: Any) -> Part:
+        """Return the part that a batch is, which the program gets now."""
         n_rows = self._planned_rows()
         self._n_batches += 1
         if self._sampler is not None:
@@ -118,7 +117,7 @@ class OwnLoader:
             likely_rows=length_of(batch) if n_rows is None else None,
         )
         self._flags.loop.hand_out(part)
-        tensors.add(part, batch)
+        return part
 
     def _planned_rows(self) -> int | None:
         """Return the rows of the next batch, by the length of the sampler; None where nobody knows."""

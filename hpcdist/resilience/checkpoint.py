@@ -100,13 +100,12 @@ class Checkpoint:
             digest.update(np.ascontiguousarray(array.values).view(np.uint8).data)
         return digest.hexdigest()
 
-    def parameter_versions(self) -> list[int]:
-        """Return how often the first parameter of each optimizer was changed. Not collective."""
-        versions = []
+    def first_parameters(self) -> list[Any]:
+        """Return the first parameter of each optimizer."""
+        parameters = []
         for optimizer in self.optimizers():
-            parameters = optimizer.param_groups[0]["params"]
-            versions += [parameter._version for parameter in parameters[:1]]
-        return versions
+            parameters += optimizer.param_groups[0]["params"][:1]
+        return parameters
 
     def objects(self) -> list[Any]:
         """Return the objects, without their names."""

@@ -196,6 +196,7 @@ class PreemptionCheckpointHandler:
         self._saves.begin(self.step, is_restored=self.restored_path is not None)
         self._loop = self._world.step_flags.loop
         watch_loop(self._world.step_flags)
+        self._watched_parameters = self._manager.checkpoint.first_parameters()
         self._versions_at_step: list[int] = []
         self._polls_itself = False
         self._n_skipped_polls = 0
@@ -485,7 +486,7 @@ class PreemptionCheckpointHandler:
         """
         if not self._can_poll:
             return
-        self._versions_at_step = self._manager.checkpoint.parameter_versions()
+        self._versions_at_step = [parameter._version for parameter in self._watched_parameters]
         loop = self._loop
         is_lost = loop.n_parts == 0 or loop.n_rejected > 1 or loop.has_lost_position
         is_refused = loop.n_steps_since_safe_point >= _MAX_UNSAFE_STEPS and is_lost
@@ -631,7 +632,7 @@ class PreemptionCheckpointHandler:
         if self._manager.checkpoint.is_on_servers:
             self._log(f"{steps}, as parameter servers have left: write `with handler:` around the loop")
             return
-        is_changed = self._versions_at_step != self._manager.checkpoint.parameter_versions()
+        is_changed = self._versions_at_step != [parameter._version for parameter in self._watched_parameters]
         if self._agreement.any_rank(is_changed):
             self._log(f"{steps}, as parameters have changed since the last one: write `with handler:` around the loop")
             return

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+#: Keeper of a source whose position nothing can keep.
+NOTHING = -1
 #: Parts that a source keeps for a backward to use.
 _MAX_UNUSED = 10_000
 
@@ -184,6 +186,10 @@ class PartSource:
         if self.is_trusted or not is_by_training or self.is_settled:
             return self.now
         return self.position if self.n_complete > self._n_settled else self._settled_position
+
+    def lose_position(self) -> None:
+        """Note that nothing keeps the position of this source."""
+        self.keeper = NOTHING
 
     def rewind(self, position: Any) -> None:
         """Let a checkpoint store an earlier position."""

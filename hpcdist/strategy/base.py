@@ -435,8 +435,8 @@ class Strategy(Ranks):
 
     def _delivery(self) -> Delivery:
         """Return what is connected to the batches of a new distributed dataset."""
-        tensors = watch_loop(single_rank_flags).tensors
-        return Delivery(single_rank_flags, _NOBODY, on_part=tensors.add, device=self._placed_on)
+        watch = watch_loop(single_rank_flags)
+        return Delivery(single_rank_flags, _NOBODY, on_part=watch.hand_out, device=self._placed_on)
 
     def experimental_make_numpy_dataset(self, numpy_input: Nest, session: None = None) -> Dataset:
         """Return `Dataset.from_tensor_slices(numpy_input)`; `session` is ignored."""

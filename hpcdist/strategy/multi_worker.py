@@ -369,7 +369,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             flags=flags,
             owner=self.engine.sums.number,
             on_batch=self._note_batch,
-            on_part=watch_loop(flags).tensors.add,
+            on_part=watch_loop(flags).hand_out,
             wrap=functools.partial(regroup, has_no_plain=True) if self._has_fixed_replicas else None,
             device=self._placed_on,
             agree_rows=self._agree_rows,
