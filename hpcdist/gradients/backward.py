@@ -35,6 +35,8 @@ from hpcdist.runtime.step_flags import N_NUMBERS, StepFlags
 _MODULI = (31, 29)
 #: Extra values in the last bucket, beside one for each gradient and buffer, and the step flags: see `Facts`.
 _N_FACTS = 6 + 2 * (1 + len(_MODULI))
+#: Index of the weight of all replicas among the sums of `GradientSums.counts`.
+_WEIGHT = -N_NUMBERS - _N_FACTS + 5
 _sums_numbers = itertools.count(1)
 
 
@@ -357,7 +359,7 @@ class GradientSums:
         Args:
             totals: sums of `counts` over all replicas.
         """
-        total = _facts_in(totals).weight
+        total = totals[_WEIGHT]
         return total if self.is_mean and total not in (0, 1) else None
 
     def publish(self, totals: list[float], contributions: Sequence["Contribution"]) -> None:

@@ -266,7 +266,7 @@ _run_backward = torch.autograd.backward
 def around_any_backward(begin: Callable[[], None], end: Callable[[bool], None]) -> None:
     """Call two methods before and after each `backward` in the thread that calls it; not for torch.autograd.grad.
 
-    `end` is told whether the backward came to its end.
+    `end` is called with True if the backward has returned, and False if it has raised.
 
     They are held weakly. torch has no hook for that: the function that all `backward` go through is wrapped.
     """

@@ -16,7 +16,7 @@ from hpcdist.runtime.parts import Part, PartSource, Uses
 
 #: Loaders of the program's own have numbers from here on, so that those of datasets are the same on all ranks.
 _FIRST_LOADER = 1_000_000
-#: Forwards are watched until so many steps were made of parts of which no other one was open.
+#: Steps of a loop that draws its parts one by one, after which forwards are not watched any more.
 _MAX_QUIET_STEPS = 100
 
 

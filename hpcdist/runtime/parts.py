@@ -133,7 +133,7 @@ class PartSource:
         return self._steps_at_draw.get(part.number, 0)
 
     def add(self, part: Part, n_steps: int) -> None:
-        """Count a part that is handed out, after so many steps."""
+        """Record a part that is handed out. `n_steps`: optimizer steps made so far."""
         self.n_handed_out = part.number
         self._unused.append(part)
         self._steps_at_draw[part.number] = n_steps

@@ -28,7 +28,7 @@ class Loop:
         return is_safe
 
     def forward(self, *parts):
-        """Go forward; return whether that begins an iteration, and what a backward of it is told."""
+        """Call the model with parts; return whether this call begins an iteration."""
         is_safe = self.state.is_safe_forward(parts)
         if is_safe:
             self.state.note_safe_point()
