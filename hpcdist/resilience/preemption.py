@@ -43,8 +43,9 @@ _PRINT_S = 0.5
 _MAX_UNSAFE_STEPS = 20
 #: Steps that a stop request waits for such a point at least: the ranks agree on it a step later, whatever that takes.
 _MIN_STOP_STEPS = 3
-#: Polls after a backward that no step has followed, before a program without any step is refused.
-_MAX_SKIPPED_POLLS = 200
+#: Draws and polls after a backward that no step has followed, after which a program without any step is refused: far
+#: more than the batches that gradients are accumulated over.
+_MAX_POINTS_WITHOUT_STEP = 1000
 #: Longest wait for the record of a stop without a save.
 _RECORD_S = 10.0
 #: A time limit beyond this is none.
@@ -198,6 +199,7 @@ class PreemptionCheckpointHandler:
         watch_loop(self._world.step_flags)
         self._watched_parameters = self._manager.checkpoint.first_parameters()
         self._versions_at_step: list[int] = []
+        self._n_steps_seen = self._loop.n_steps
         self._polls_itself = False
         self._n_skipped_polls = 0
         self._n_steps_at_begin = self._world.step_flags.n_steps
@@ -400,26 +402,28 @@ class PreemptionCheckpointHandler:
             self._leave_after_training()
             self._polls_itself = True
             if self._loop.is_training and not self._loop.is_complete:  # gradients are accumulated
-                self._note_skipped_poll()
+                self._n_skipped_polls += 1
+                self.note_unsafe_point()
                 return
             self._loop.note_safe_point()
         self.poll_between_batches(*args, **kwargs)
 
-    def _note_skipped_poll(self) -> None:
+    def _require_steps(self) -> None:
         """Refuse a program whose backwards no optimizer steps.
 
         Raises:
             UsageError: on all ranks.
         """
-        self._n_skipped_polls += 1
-        if self._n_skipped_polls >= _MAX_SKIPPED_POLLS and self._world.step_flags.n_steps == self._n_steps_at_begin:
+        n_points = self._n_skipped_polls + self._loop.n_rejected
+        has_steps = self._world.step_flags.n_steps > self._n_steps_at_begin
+        if n_points >= _MAX_POINTS_WITHOUT_STEP and self._loop.has_begun and not has_steps:
             raise agreed(
                 UsageError(
-                    f"poll: expected steps of the optimizers of the Checkpoint, got none at {self._n_skipped_polls} "
-                    f"polls after a backward; call optimizer.step(), or save_checkpoint_if_preempted() after each step."
+                    f"PreemptionCheckpointHandler: expected steps of the optimizers of the Checkpoint, got none at "
+                    f"{n_points} draws or polls after a backward; call optimizer.step(), or "
+                    f"save_checkpoint_if_preempted() after each step."
                 )
             )
-        self.note_unsafe_point()
 
     @property
     def _can_poll(self) -> bool:
@@ -486,8 +490,11 @@ class PreemptionCheckpointHandler:
         """
         if not self._can_poll:
             return
-        self._versions_at_step = [parameter._version for parameter in self._watched_parameters]
         loop = self._loop
+        if loop.n_steps != self._n_steps_seen:  # called after a step, and not at a draw
+            self._n_steps_seen = loop.n_steps
+            self._versions_at_step = [parameter._version for parameter in self._watched_parameters]
+        self._require_steps()
         is_lost = loop.n_parts == 0 or loop.n_rejected > 1 or loop.has_lost_position
         is_refused = loop.n_steps_since_safe_point >= _MAX_UNSAFE_STEPS and is_lost
         if is_refused and not (self._polls_itself or self._saves_no_more or loop.forget_idle_optimizers()):

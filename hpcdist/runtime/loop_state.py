@@ -113,7 +113,7 @@ class LoopState:
             source = PartSource(_FIRST_LOADER + self._n_loaders, owner, keeper)
         self._sources[source.number] = source
         self._need_identity(True)  # of the first parts too, until the loop has turned out to draw them one by one
-        if not self._has_begun:
+        if not self.has_begun:
             self._is_watched_since_step = True
         return source
 
@@ -162,7 +162,7 @@ class LoopState:
         return self.n_steps > self._n_steps_at_begin or bool(self._optimizers)
 
     @property
-    def _has_begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether there was a step or a backward since `begin`."""
         return self.n_steps > self._n_steps_at_begin or self.n_backwards > self._n_backwards_at_begin
 
@@ -440,9 +440,9 @@ class LoopState:
             self.has_lost_position = self.has_lost_position or is_for_training
             return False
         is_leading = self._leader is None or self._leader is source
-        is_first = not self._has_begun and (is_for_training or not source.waiting_parts)
+        is_first = not self.has_begun and (is_for_training or not source.waiting_parts)
         is_for_training = is_for_training or source.draws_without_gradients
-        is_next = self._has_begun and is_for_training and source.is_trained
+        is_next = self.has_begun and is_for_training and source.is_trained
         is_safe = (is_first or is_next) and is_leading and self.is_between_iterations
         if is_safe and is_last and self._has_peeks:
             return False

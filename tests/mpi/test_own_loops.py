@@ -47,11 +47,11 @@ def rows_of(n_rows=ROWS):
 class Program:
     """A model and an optimizer, and what a loop does with a batch."""
 
-    def __init__(self):
+    def __init__(self, make_model=lambda: nn.Linear(3, 1)):
         self.strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
         torch.manual_seed(3)
         with self.strategy.scope():
-            self.model = nn.Linear(3, 1).double()
+            self.model = make_model().double()
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.objects = {"model": self.model, "optimizer": self.optimizer, "strategy": self.strategy}
 
@@ -75,42 +75,65 @@ def stop(rank, comm):
 
 
 def weights(program):
-    return program.model.weight.detach().clone()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in program.model.parameters()])
 
 
 # -- loaders of the program's own --------------------------------------------------------------------------------------
 
 
-def train_on_own_loader(program, handler, sampler, n_epochs, stop_at=None, comm=None, n_workers=0):
-    loader = DataLoader(rows_of(), batch_size=2, sampler=sampler, num_workers=n_workers)
-    seen = []
-    for epoch in range(sampler.epoch, n_epochs):
+def train_on_own_loader(program, handler, sampler, seen, stop_at=None, comm=None):
+    """Train for 3 epochs, and note in `seen` what each step is made of."""
+    loader = DataLoader(rows_of(), batch_size=2, sampler=sampler)
+    for epoch in range(sampler.epoch, 3):
         sampler.set_epoch(epoch)
         for x, y in loader:
             program.step(x, y)
             seen.append(x[:, 0].tolist())
             if handler.step == stop_at:
                 stop(comm.size - 1, comm)
-    return seen
+
+
+def make_dropout():
+    return nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
 
 
 def test_a_loader_of_the_programs_own_resumes_at_the_exact_batch_twice_in_an_epoch(comm, shared_path):
-    unbroken = Program()
+    """With dropout: what a loader draws at the start of a pass must not shift the numbers of a resumed one."""
+    unbroken = Program(make_dropout)
     sampler = hpcdist.DistributedSampler(rows_of(), seed=5)
+    seen, parts = [], []
     with unbroken.handler(shared_path / "unbroken", data=sampler) as handler:
-        seen = train_on_own_loader(unbroken, handler, sampler, 3)
+        train_on_own_loader(unbroken, handler, sampler, seen)
         n_steps = handler.step
-    parts = []
     for stop_at in (1, 3, n_steps // 3 + 1, None):
-        program = Program()
+        program = Program(make_dropout)
         sampler = hpcdist.DistributedSampler(rows_of(), seed=5)
         handler = program.handler(shared_path / "stopped", data=sampler)
         with contextlib.suppress(SystemExit), handler:
-            parts += train_on_own_loader(program, handler, sampler, 3, stop_at, comm)
+            train_on_own_loader(program, handler, sampler, parts, stop_at, comm)
         handler.close()
     assert handler.step == n_steps
     assert torch.equal(weights(program), weights(unbroken))
-    assert set(map(tuple, seen)) == set(map(tuple, seen)) | set(map(tuple, parts))
+    assert parts == seen
+
+
+def test_two_loaders_that_train_by_one_sampler_are_refused(comm, shared_path):
+    """One position cannot be that of both."""
+    program = Program()
+    sampler = hpcdist.DistributedSampler(rows_of())
+    loaders = [DataLoader(rows_of(), batch_size=2, sampler=sampler) for _ in range(2)]
+    handler = program.handler(shared_path / "run", data=sampler)
+
+    def train():
+        for _ in loaders[0]:  # read for something else: this one is followed
+            pass
+        for _ in range(20):
+            for x, y in loaders[1]:
+                program.step(x, y)
+
+    with pytest.raises(UsageError, match="position in the data"):
+        train()
+    handler.close()
 
 
 def test_another_epoch_than_the_restored_one_is_refused(shared_path):
@@ -278,6 +301,58 @@ def test_len_is_the_number_of_batches(comm):
     batches = Program().distributed()
     assert len(batches) == len(list(batches)) == ROWS // BATCH
     assert bool(batches)
+
+
+def test_a_peek_in_each_epoch_resumes_at_the_end_of_an_epoch(comm, shared_path):
+    """There a peek would find no batch: the job stops when the next epoch begins."""
+    n_steps = []
+    for attempt in range(3):
+        program = Program()
+        batches = program.distributed()
+        handler = program.handler(shared_path / "run", data=batches)
+        with contextlib.suppress(SystemExit), handler:
+            for _ in range(batches.epoch, 4):
+                next(iter(batches))
+                for x, y in batches:
+                    if handler.step == 4 * attempt + 3 and attempt < 2:
+                        stop(comm.size - 1, comm)  # its step carries the request
+                    program.step(x, y)
+        handler.close()
+        n_steps.append(handler.step)
+    assert n_steps == [4, 8, 16]
+
+
+def test_what_a_program_evaluates_at_its_end_is_not_saved_as_its_last_step(comm, shared_path):
+    """The best weights are loaded and tested on a distributed dataset, whose draws are points of the loop, too."""
+    program = Program()
+    batches, test_batches = program.distributed(), program.distributed()
+    handler = program.handler(shared_path / "run", data=batches)
+    for x, y in batches.take(3):
+        program.step(x, y)
+    saved = handler.latest_path
+    program.model.load_state_dict({name: value * 0 for name, value in program.model.state_dict().items()})
+    for x, _ in test_batches:
+        program.model(x)
+    handler.record_end()
+    call_when_done(None)
+    handler.close()
+    assert handler.latest_path == saved
+
+
+def test_a_loop_that_never_steps_is_refused(comm, shared_path):
+    program = Program()
+    batches = program.distributed()
+    handler = program.handler(shared_path / "run", data=batches)
+
+    def accumulate():
+        for _ in range(400):
+            for x, y in batches:
+                with program.strategy.no_sync():
+                    nn.functional.mse_loss(program.model(x), y).backward()
+
+    with pytest.raises(UsageError, match=r"optimizer.step\(\)"):
+        accumulate()
+    handler.close()
 
 
 # -- stops -----------------------------------------------------------------------------------------------------------
