@@ -105,7 +105,7 @@ def test_a_loader_of_the_programs_own_resumes_at_the_exact_batch_twice_in_an_epo
     with unbroken.handler(shared_path / "unbroken", data=sampler) as handler:
         train_on_own_loader(unbroken, handler, sampler, seen)
         n_steps = handler.step
-    for stop_at in (1, 3, n_steps // 3 + 1, None):
+    for stop_at in (1, n_steps // 3 - 1, n_steps // 3 + 1, None):  # the second stop is at the end of an epoch
         program = Program(make_dropout)
         sampler = hpcdist.DistributedSampler(rows_of(), seed=5)
         handler = program.handler(shared_path / "stopped", data=sampler)
@@ -115,6 +115,18 @@ def test_a_loader_of_the_programs_own_resumes_at_the_exact_batch_twice_in_an_epo
     assert handler.step == n_steps
     assert torch.equal(weights(program), weights(unbroken))
     assert parts == seen
+
+
+def test_a_loader_that_a_generator_draws_from_is_no_loader_of_the_loop(comm, shared_path):
+    program = Program()
+    rows = hpcdist.Dataset.from_generator(lambda: iter(DataLoader(rows_of(), batch_size=None))).batch(BATCH)
+    batches = program.strategy.experimental_distribute_dataset(rows)
+    with program.handler(shared_path / "run", data=batches) as handler:
+        for _ in range(7):
+            for x, y in batches:
+                program.step(x * 2, y)
+        assert handler.step == 28
+    assert Path(handler.latest_path).name.startswith("step-00000028")
 
 
 def test_two_loaders_that_train_by_one_sampler_are_refused(comm, shared_path):
