@@ -36,11 +36,39 @@ class _ArrayMemory:
     part: Part
 
 
+class _TensorMemory:
+    """The memory of tensors that are views of one storage, and the parts that lie in it.
+
+    Args:
+        name: of the storage. As long as it is held, no other storage has its number.
+    """
+
+    def __init__(self, name: StorageName) -> None:
+        self.name = name
+        self._parts: list[tuple[range, Part]] = []
+
+    def add(self, addresses: range, part: Part) -> None:
+        """Note that a part lies at these addresses, in place of one that lay there before."""
+        others = [entry for entry in self._parts if entry[0] != addresses]
+        self._parts = [*others[-_MAX_RANGES:], (addresses, part)]
+
+    def newest_part(self) -> Part:
+        """Return the part that was noted last."""
+        return self._parts[-1][1]
+
+    def part_at(self, address: int) -> Part | None:
+        """Return the newest part at an address."""
+        for addresses, part in reversed(self._parts):
+            if address in addresses:
+                return part
+        return None
+
+
 class PartTensors:
     """Knows the memory of parts for as long as it is in use."""
 
     def __init__(self) -> None:
-        self._of_tensors: dict[int, tuple[StorageName, list[tuple[range, Part]]]] = {}
+        self._of_tensors: dict[int, _TensorMemory] = {}
         self._of_arrays: list[_ArrayMemory] = []
         self._limit = _MAX_KNOWN
 
@@ -63,16 +91,14 @@ class PartTensors:
 
     def _add_tensor(self, tensor: Tensor, part: Part) -> None:
         number = torch_hooks.storage_number(tensor)
-        known = self._of_tensors.get(number)
-        if known is None or known[0].is_freed:
-            known = StorageName(tensor), []
-            self._of_tensors[number] = known
-        addresses = _addresses(tensor.data_ptr(), _nbytes(tensor))
-        others = [(other, owner) for other, owner in known[1] if owner.is_for_training and other != addresses]
-        known[1][:] = [*others[-_MAX_RANGES:], (addresses, part)]
+        if number not in self._of_tensors:
+            self._of_tensors[number] = _TensorMemory(StorageName(tensor))
+        self._of_tensors[number].add(_addresses(tensor.data_ptr(), _nbytes(tensor)), part)
 
     def _forget_freed(self) -> None:
-        self._of_tensors = {number: known for number, known in self._of_tensors.items() if not known[0].is_freed}
+        for number, memory in list(self._of_tensors.items()):
+            if memory.name.is_freed:
+                del self._of_tensors[number]
         self._of_arrays = [memory for memory in self._of_arrays if memory.array() is not None]
 
     def parts_of(self, inputs: Any) -> list[Part]:
@@ -86,15 +112,9 @@ class PartTensors:
 
     def _part_of(self, tensor: Tensor) -> Part | None:
         address: int = tensor.data_ptr()
-        known = self._of_tensors.get(torch_hooks.storage_number(tensor))
-        if known is not None and not known[0].is_freed:
-            parts = known[1]
-            if tensor.numel() == 0:
-                return parts[-1][1]
-            for addresses, part in reversed(parts):
-                if address in addresses:
-                    return part
-            return None
+        memory = self._of_tensors.get(torch_hooks.storage_number(tensor))
+        if memory is not None:
+            return memory.newest_part() if tensor.numel() == 0 else memory.part_at(address)
         return self._part_of_array(address)
 
     def _part_of_array(self, address: int) -> Part | None:

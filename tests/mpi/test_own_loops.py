@@ -119,7 +119,8 @@ def test_a_loader_of_the_programs_own_resumes_at_the_exact_batch_twice_in_an_epo
 
 def test_a_loader_that_a_generator_draws_from_is_no_loader_of_the_loop(comm, shared_path):
     program = Program()
-    rows = hpcdist.Dataset.from_generator(lambda: iter(DataLoader(rows_of(), batch_size=None))).batch(BATCH)
+    loader = DataLoader(rows_of(), batch_size=None)
+    rows = hpcdist.Dataset.from_generator(lambda: iter(loader)).batch(BATCH)
     batches = program.strategy.experimental_distribute_dataset(rows)
     with program.handler(shared_path / "run", data=batches) as handler:
         for _ in range(7):
