@@ -324,7 +324,7 @@ class Job:
     Args:
         script: see there.
         folder: of the run; None trains in one process on the global batch, by plain torch.
-        end: None, or ("stop" or "kill", step, rank).
+        end: None, or ("stop", "kill" or "SIGKILL", step, rank): a kill is an error on all ranks, SIGKILL a real one.
     """
 
     def __init__(self, script, folder=None, end=None):
@@ -461,7 +461,7 @@ class Job:
         if kind == "kill":
             raise Killed
         if self.comm.rank == rank % self.comm.size:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGKILL if kind == "SIGKILL" else signal.SIGTERM)
 
     def harm_in_validation(self, handler):
         """Stop in the validation after the step at which the end comes, if it is asked for."""
@@ -532,13 +532,27 @@ def run(script, folder=None, end=None):
         handler._manager.wait() if outcome == "killed" else None
         handler.close()
         call_when_done(None)
-    state = {name: value.clone() for name, value in space["model"].state_dict().items()} if "model" in space else {}
-    if "ema" in space:
-        state.update({f"ema {name}": value.clone() for name, value in space["ema"].state_dict().items()})
-    if "other" in space:
-        state.update({f"other {name}": value.clone() for name, value in space["other"].state_dict().items()})
     n_steps = 0 if handler is None else handler.step
-    return outcome, error, state, n_steps
+    return outcome, error, state_of(space), n_steps
+
+
+def state_of(space):
+    """Return what the modules of a script hold, by the names of both."""
+    state = {}
+    for name in ("model", "ema", "other"):
+        if name in space:
+            state.update({f"{name} {key}": value.clone() for key, value in space[name].state_dict().items()})
+    return state
+
+
+def run_as_program(seed, folder, end, result_path):
+    """Run one attempt as a program of its own, which ends as it ends; rank 0 writes what a finished one leaves."""
+    script = draw(seed)
+    space = {"job": Job(script, folder, end), "torch": torch, "nn": nn, "hpcdist": hpcdist, "itertools": itertools}
+    torch.manual_seed(script.seed)
+    exec(compile(text_of(script), f"<script {script.seed}>", "exec"), space)
+    if MPI.COMM_WORLD.rank == 0:
+        torch.save({"steps": space["handler"].step, **state_of(space)}, result_path)
 
 
 class _PlainModule:
@@ -620,7 +634,16 @@ def main():
     parser.add_argument("--scripts", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int)
+    parser.add_argument(
+        "--attempt", metavar="RESULT", help="run the script --only once, in --folder, by loop_processes"
+    )
+    parser.add_argument("--folder")
+    parser.add_argument("--end", nargs=3, metavar=("KIND", "STEP", "RANK"))
     options = parser.parse_args()
+    if options.attempt:
+        end = options.end and (options.end[0], int(options.end[1]), int(options.end[2]))
+        run_as_program(options.only, options.folder, end, options.attempt)
+        return
     comm, started = MPI.COMM_WORLD, time.monotonic()
     world = make_world()
     counts, wrong = {}, []
