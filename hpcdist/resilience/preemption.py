@@ -390,7 +390,8 @@ class PreemptionCheckpointHandler:
     def poll(self, *args: Any, **kwargs: Any) -> None:
         """Act on stop and save requests between two steps; for loops in which nothing else polls.
 
-        Collective: chief and workers, equally often. Inside `run` it does nothing.
+        Collective: chief and workers, equally often. Inside `run` it does nothing, and neither while gradients wait for
+        an optimizer's step.
 
         Args:
             args: as in `save_checkpoint_if_preempted`.
@@ -435,7 +436,10 @@ class PreemptionCheckpointHandler:
             return
         if self._loop.is_after_pass:
             self._state_at_end = self._manager.checkpoint.digest_beside_tensors()
+        self._n_skipped_polls = 0
         has_stepped = self._measure()
+        if has_stepped and self._world.step_flags.n_steps == self._n_steps_at_begin:  # steps of the program's own
+            self._note_versions()
         if self._times is not None:
             self._times.arrive(self.step)
         self._is_polled = True
@@ -488,18 +492,39 @@ class PreemptionCheckpointHandler:
         Raises:
             UsageError: on all ranks.
         """
-        if not self._can_poll:
-            return
         loop = self._loop
         if loop.n_steps != self._n_steps_seen:  # called after a step, and not at a draw
             self._n_steps_seen = loop.n_steps
-            self._versions_at_step = [parameter._version for parameter in self._watched_parameters]
+            self._note_versions()
+        if not self._can_poll:
+            return
         self._require_steps()
+        if loop.n_steps_since_safe_point >= _MAX_UNSAFE_STEPS and not self._saves_no_more:
+            self._refuse_unsafe_loop()
+        if not self._world.step_flags.is_in_round:  # which ends at a point between two iterations
+            self._leave_if_overdue()
+
+    def _refuse_unsafe_loop(self) -> None:
+        """Refuse a program that made many steps without a point between two iterations, unless it may come to one.
+
+        Raises:
+            UsageError: on all ranks.
+        """
+        loop = self._loop
+        if self._n_skipped_polls >= _MAX_UNSAFE_STEPS:
+            raise agreed(
+                UsageError(
+                    f"poll: expected calls after optimizer.step(), got {self._n_skipped_polls} while gradients waited "
+                    f"for a step, at which nothing can be saved; call handler.poll() at the end of each iteration."
+                )
+            )
         is_lost = loop.n_parts == 0 or loop.n_rejected > 1 or loop.has_lost_position
-        is_refused = loop.n_steps_since_safe_point >= _MAX_UNSAFE_STEPS and is_lost
-        if is_refused and not (self._polls_itself or self._saves_no_more or loop.forget_idle_optimizers()):
+        if is_lost and not (self._polls_itself or loop.forget_idle_optimizers()):
             raise agreed(_unsafe_loop_error(loop))
-        self._leave_if_overdue()
+
+    def _note_versions(self) -> None:
+        """Remember that parameters are as a step has left them."""
+        self._versions_at_step = [parameter._version for parameter in self._watched_parameters]
 
     def _leave_if_overdue(self) -> None:
         """Leave without a save if a stop request finds no point between two iterations, although steps are made."""

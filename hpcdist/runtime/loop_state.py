@@ -44,8 +44,8 @@ class LoopState:
     Attributes:
         is_drawing: whether a distributed dataset draws a batch now.
         needs_identity: whether a backward may mean more than one part, so that forwards are watched.
-        n_safe_points: points between two iterations at which requests were looked for.
-        is_shared_point: whether all ranks come to the last of these, whatever one of them does alone.
+        is_shared_point: whether all ranks come to the last point between two iterations, whatever one of them does
+            alone.
         was_ambiguous: whether it was unknown, since then, which parts a backward has used.
         n_rejected: draws for training since then that were none.
         n_parts: parts for training that were handed out since then.
@@ -57,7 +57,6 @@ class LoopState:
     def __init__(self, is_alone: bool = False) -> None:
         self._is_alone = is_alone
         self.needs_identity = False
-        self.n_safe_points = 0
         self.is_shared_point = True
         self.was_ambiguous = False
         self.n_rejected = 0
@@ -511,7 +510,6 @@ class LoopState:
         Args:
             is_shared: whether all ranks come here, whatever one of them does alone.
         """
-        self.n_safe_points += 1
         self.is_shared_point = is_shared
         self.was_ambiguous = False
         self.n_rejected = 0

@@ -481,6 +481,9 @@ class Strategy(Ranks):
 
         Args:
             n_rows: of this replica, at least 0.
+
+        Raises:
+            UsageError: for a negative number; on this rank only.
         """
 
     @property

@@ -382,6 +382,8 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def set_row_count(self, n_rows: int) -> None:
         """Weigh this replica's next backward by a number of rows; see `Strategy.set_row_count`."""
+        if n_rows < 0:
+            raise UsageError(f"set_row_count: expected at least 0 rows, got {n_rows}; give those of this replica.")
         local_index = self.scheduler.local_index if self.scheduler.is_running else 0
         self.engine.sums.set_row_count(local_index, operator.index(n_rows))
 

@@ -352,6 +352,37 @@ def test_what_a_program_evaluates_at_its_end_is_not_saved_as_its_last_step(comm,
     assert handler.latest_path == saved
 
 
+@pytest.mark.parametrize("is_in_run", [True, False])
+def test_the_last_steps_are_saved_at_the_exit_however_they_are_made(comm, shared_path, is_in_run):
+    program = Program()
+    batches = program.distributed()
+    handler = program.handler(shared_path / "run", data=batches)
+    for x, y in batches.take(3):
+        handler.run(program.step, x, y) if is_in_run else program.step(x, y)
+    handler.record_end()
+    call_when_done(None)
+    handler.close()
+    assert Path(handler.latest_path).name.startswith("step-00000003")
+
+
+def test_polls_before_the_step_are_refused(comm, shared_path):
+    """At none of them anything could be saved."""
+    program = Program()
+    x, y = rows_of().tensors
+    handler = program.handler(shared_path / "run")
+
+    def train():
+        for _ in range(40):
+            program.optimizer.zero_grad()
+            nn.functional.mse_loss(program.model(x[:4]), y[:4]).backward()
+            handler.poll()
+            program.optimizer.step()
+
+    with pytest.raises(UsageError, match=r"after optimizer.step\(\)"):
+        train()
+    handler.close()
+
+
 def test_a_loop_that_never_steps_is_refused(comm, shared_path):
     program = Program()
     batches = program.distributed()
@@ -423,6 +454,8 @@ def test_a_weight_that_the_program_gives_counts(comm):
     x, y = rows_of().tensors
     n_rows = sum(range(1, comm.size + 1))
     first = sum(range(1, comm.rank + 1))
+    with pytest.raises(UsageError, match="at least 0"):
+        program.strategy.set_row_count(-1)
     program.strategy.set_row_count(comm.rank + 1)
     own = slice(first, first + comm.rank + 1)
     nn.functional.mse_loss(program.model(x[own]), y[own]).backward()
