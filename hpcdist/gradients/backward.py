@@ -9,8 +9,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,8 +39,7 @@ _WEIGHT = -N_NUMBERS - _N_FACTS + 5
 _sums_numbers = itertools.count(1)
 
 
-@dataclass(frozen=True)
-class Contribution:
+class Contribution(NamedTuple):
     """What one replica adds to a sum outside of the buckets.
 
     Attributes:
@@ -63,8 +61,7 @@ class Contribution:
     has_peeks: bool
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(NamedTuple):
     """What all ranks learn of a backward beside its sums: sums over all replicas of numbers that each adds.
 
     Attributes:
@@ -114,13 +111,21 @@ def encode_facts(contribution: Contribution, weight: float, backward_number: int
         backward_number: how many backwards were summed before.
     """
     number = backward_number % _MODULI[0]
-    is_keyed = contribution.key is not None
-    keys = [(contribution.key or 0) % modulus for modulus in _MODULI] if is_keyed else [0] * len(_MODULI)
-    squares = [value for key in keys for value in (key, key * key)]
-    is_doubtful = contribution.doubtful_rows is not None
-    counts = [is_doubtful, contribution.refusal is not None, is_keyed]
-    counts += [contribution.has_entry, contribution.has_peeks]
-    return [*map(float, counts), weight, number, number * number, *squares]
+    key = contribution.key or 0
+    values: list[float] = [
+        contribution.doubtful_rows is not None,
+        contribution.refusal is not None,
+        contribution.key is not None,
+        contribution.has_entry,
+        contribution.has_peeks,
+        weight,
+        number,
+        number * number,
+    ]
+    for modulus in _MODULI:
+        remainder = key % modulus
+        values += (remainder, remainder * remainder)
+    return values
 
 
 class GradientSums:
@@ -279,7 +284,7 @@ class GradientSums:
         refusal = first.refusal or weight.refusal
         if refusal is None and not weight.has_fraction_of(first):
             refusal = _fraction_refusal(first, weight)
-        self.weights[local_index] = replace(weight, refusal=refusal)
+        self.weights[local_index] = weight._replace(refusal=refusal)
 
     def check_weight(self, local_index: int) -> None:
         """Refuse a backward, at its end, that has reached parts of another fraction than it was weighted by."""
@@ -292,7 +297,7 @@ class GradientSums:
         at_end = self._weigh_by_parts(local_index)
         if weight.refusal is None and (at_end.refusal or not at_end.has_fraction_of(weight)):
             refusal = at_end.refusal or _fraction_refusal(weight, at_end)
-            self.weights[local_index] = replace(weight, refusal=refusal)
+            self.weights[local_index] = weight._replace(refusal=refusal)
 
     def require_op(self, backward: int) -> None:
         """Raise GradientError unless it is settled how the gradients of a backward combine; on this rank only.

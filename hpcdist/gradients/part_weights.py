@@ -6,13 +6,12 @@ may be mistaken for each other, if they have the same fraction n_r / N on every 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from hpcdist.runtime.parts import Part
 
 
-@dataclass(frozen=True)
-class Weight:
+class Weight(NamedTuple):
     """The weight of a backward on one replica.
 
     Attributes:
@@ -48,6 +47,8 @@ def weigh(parts: Sequence[Part], local_index: int, likely_rows: int | None = Non
         local_index: of the replica on this rank.
         likely_rows: of a batch that is no part; None where that is unknown, too.
     """
+    if len(parts) == 1 and parts[0].rows is not None:
+        return _weight_of(parts[0], local_index)
     planned = [part for part in parts if part.rows is not None]
     if not planned:
         lengths = [part.likely_rows for part in parts if part.likely_rows is not None]
@@ -56,7 +57,7 @@ def weigh(parts: Sequence[Part], local_index: int, likely_rows: int | None = Non
     weights = [_weight_of(part, local_index) for part in ordered]
     if all(weights[0].has_fraction_of(weight) for weight in weights):
         if len(planned) < len(parts):  # the others may have another fraction, which nobody knows
-            return replace(weights[0], key=None, doubtful_rows=int(weights[0].rows))
+            return weights[0]._replace(key=None, doubtful_rows=int(weights[0].rows))
         key = weights[0].key if len(weights) == 1 else None  # parts are used in their order, most probably
         return Weight(weights[0].rows, True, weights[0].total_rows, key)
     is_known = all(weight.total_rows is not None for weight in weights)

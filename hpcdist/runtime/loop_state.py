@@ -261,15 +261,16 @@ class LoopState:
             owner: whose gradients the backward makes.
         """
         uses = self.uses()
-        named_parts = _owned_by(owner, uses.parts)
-        last_used = _owned_by(owner, self._last_used)
-        if named_parts and not uses.is_unknown:
-            return named_parts
+        if uses.parts and not uses.is_unknown:
+            named_parts = _owned_by(owner, uses.parts)
+            if named_parts:
+                return named_parts
         possible_parts = self.open_parts()
         if self._may_use_again(uses):
-            possible_parts += last_used
-        unnamed_parts = _without_sources(_sources_of(named_parts), _owned_by(owner, possible_parts))
-        return named_parts + unnamed_parts or last_used
+            possible_parts += self._last_used
+        if uses.parts:
+            possible_parts = uses.parts + _without_sources(_sources_of(_owned_by(owner, uses.parts)), possible_parts)
+        return _owned_by(owner, possible_parts) or _owned_by(owner, self._last_used)
 
     def _may_use_again(self, uses: Uses) -> bool:
         """Return whether an unknown forward may be that of another optimizer, on a part that is complete."""
@@ -307,15 +308,24 @@ class LoopState:
         """Record which parts were used; of a source with several open parts it must be known which."""
         used = list(uses.parts)
         if uses.is_unknown or not used:
-            used += self._shared_parts()
-            named_sources = _sources_of(used)
-            for source in self._sources_in_use():
-                if source not in named_sources:
-                    used += self._guess(source, uses)
+            used += self._unnamed_parts(used, uses)
         for part in used:
             part.source.use(part)
         self._pending += used
         self._last_used = used or self._last_used
+
+    def _unnamed_parts(self, named_parts: list[Part], uses: Uses) -> list[Part]:
+        """Return which parts a backward has used, beside the named ones, as far as that can be known."""
+        open_parts = self.open_parts()
+        is_plain = len(open_parts) == 1 and not named_parts
+        if is_plain and open_parts[0].source.steps_at_draw(open_parts[0]) == self.n_steps:
+            return open_parts  # drawn since the last step, and nothing else is open
+        unnamed_parts = self._shared_parts()
+        known_sources = _sources_of(named_parts + unnamed_parts)
+        for source in self._sources_in_use():
+            if source not in known_sources:
+                unnamed_parts += self._guess(source, uses)
+        return unnamed_parts
 
     def _sources_in_use(self) -> list[PartSource]:
         """Return the sources with open parts: those whose pass goes on, as other parts may be left of a validation."""
