@@ -1,6 +1,6 @@
 """Nests: tuples, lists and dicts, one inside another, of leaves that are opaque here.
 
-Those that hold nothing but numbers, Counter and torch.Size, are leaves.
+Counter, torch.Size and torch's PackedSequence are leaves: they are values of their own.
 
 The children of a dict are visited in the order of their sorted keys, as in TensorFlow: replicas may build them in any.
 """
@@ -12,6 +12,8 @@ from typing import Any
 
 #: A leaf, or a tuple, list or dict of nests.
 Nest = Any
+#: Tuples that are leaves, by name: torch is not imported here.
+_LEAVES_OF_TORCH = ("torch.Size", "torch.nn.utils.rnn.PackedSequence")
 
 
 def map_nest(function: Callable[..., Any], nest: Nest, *others: Nest) -> Nest:
@@ -37,7 +39,7 @@ def is_nest(value: Any) -> bool:
         return True
     if not isinstance(value, (tuple, list, dict)) or isinstance(value, Counter):
         return False
-    return f"{type(value).__module__}.{type(value).__name__}" != "torch.Size"  # torch is not imported here
+    return f"{type(value).__module__}.{type(value).__name__}" not in _LEAVES_OF_TORCH
 
 
 def leaves(nest: Nest) -> list[Any]:

@@ -1,9 +1,15 @@
-"""The only module that accesses the process environment: read once, never written."""
+"""The only module that accesses the process environment.
 
+It is read, and written for one purpose: what a rank starts is no rank itself, and must not take itself for one by the
+variables of the launcher that it inherits.
+"""
+
+import contextlib
 import difflib
 import os
 import re
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -17,6 +23,7 @@ HPCDIST_VARIABLES = {
     "HPCDIST_JOB_ID": "id of the batch job; batch scripts set it",
     "HPCDIST_LOG": "json for log files of JSON lines; text, the default, for people",
     "HPCDIST_PREEMPTED": "1 where the batch system ended the attempt before this one; batch scripts set it",
+    "HPCDIST_RANK_PROCESS": "process and launch of the rank that has started this process; ranks set it",
     "HPCDIST_ROLES": "role map given to ranks in order, such as chief:1,ps:2,worker:*",
     "HPCDIST_TIMEOUT_S": "longest time, in seconds, for a collective or an agreement; then the job ends (default 600)",
     "HPCDIST_TRACE": "steps recorded one by one in the run folder: some, the default, all, or off for no records",
@@ -38,6 +45,10 @@ LAUNCHER_VARIABLES = (
     ("WORLD_SIZE", "RANK", "torchrun, which starts no MPI"),
 )
 
+#: What the variables begin with by which a launcher tells a process that it is a rank, and how to reach the others.
+_LAUNCH_PREFIXES = ("PMI_", "PMIX_", "OMPI_COMM_", "OMPI_MCA_ess_", "OMPI_MCA_orte_", "PRTE_", "HYDI_", "MV2_COMM_")
+_LAUNCH_NAMES = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "WORLD_SIZE", "RANK", "LOCAL_RANK", "MPI_LOCALRANKID")
+
 #: The id of a batch job: as batch scripts set it, and under Slurm, PBS, LSF and Flux.
 JOB_ID_VARIABLES = ("HPCDIST_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
 
@@ -54,6 +65,68 @@ class Launcher:
 def read_environment() -> Mapping[str, str]:
     """Return a frozen copy of the environment."""
     return MappingProxyType(dict(os.environ))
+
+
+def mark_rank() -> None:
+    """Let processes that this rank starts know that they are not the rank."""
+    os.environ["HPCDIST_RANK_PROCESS"] = f"{os.getpid()} {_launch_of(os.environ)}"
+
+
+def is_child_of_rank(environ: Mapping[str, str]) -> bool:
+    """Return whether a rank has started this process, which has inherited the rank's launcher variables.
+
+    A launcher that a rank starts makes new ranks: they have variables, or a connection to the launcher, of their own.
+    """
+    process, _, launch = environ.get("HPCDIST_RANK_PROCESS", "").partition(" ")
+    if not process or int(process) == os.getpid():
+        return False
+    return _launch_of(environ) in (launch, "") or _connection_of(environ) == _CLOSED
+
+
+def leave_launch() -> None:
+    """Forget the variables of the launcher, for the rest of this process: it is one of its own."""
+    for name in list(os.environ):
+        if _names_launch(name):
+            del os.environ[name]
+
+
+@contextlib.contextmanager
+def without_launch() -> Iterator[None]:
+    """Start processes in the block without the variables of the launcher. Not for use in several threads at once."""
+    launch = {name: value for name, value in os.environ.items() if _names_launch(name)}
+    leave_launch()
+    try:
+        yield
+    finally:
+        os.environ.update(launch)
+
+
+def _names_launch(name: str) -> bool:
+    is_place_of_library = name.endswith("_PREFIX")
+    return name in _LAUNCH_NAMES or (name.startswith(_LAUNCH_PREFIXES) and not is_place_of_library)
+
+
+#: Says of a connection to the launcher that there is none, though the variables name one.
+_CLOSED = "closed"
+
+
+def _launch_of(environ: Mapping[str, str]) -> str:
+    """Return text that names the launch of which this process is a rank; empty where no launcher is named."""
+    names = ("PMI_RANK", "PMI_SIZE", "PMI_ID", "PMIX_NAMESPACE", "PMIX_RANK", "SLURM_STEP_ID", "SLURM_PROCID")
+    values = [environ.get(name, "") for name in names]
+    return "/".join([*values, _connection_of(environ)]).strip("/")
+
+
+def _connection_of(environ: Mapping[str, str]) -> str:
+    """Return text that names this process's connection to a PMI launcher; empty where its variables name none."""
+    descriptor = environ.get("PMI_FD", "")
+    if not descriptor.isdecimal():
+        return ""
+    try:
+        status = os.fstat(int(descriptor))
+    except OSError:
+        return _CLOSED
+    return str(status.st_ino) if stat.S_ISSOCK(status.st_mode) else _CLOSED
 
 
 def check_names(environ: Mapping[str, str]) -> None:

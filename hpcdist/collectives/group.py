@@ -301,10 +301,11 @@ def group_of(comm: MPI.Comm | None = None, timeout_s: float | None = None, world
 
 def _find_group(comm: MPI.Comm | None, timeout_s: float | None, world: World | None) -> Group:
     comm = (world or make_world()).role_comm if comm is None else comm
-    groups: Any = comm.Get_attr(_GROUPS)
+    key = _key_of_groups()
+    groups: Any = comm.Get_attr(key)
     if groups is None:
         groups = {}
-        comm.Set_attr(_GROUPS, groups)
+        comm.Set_attr(key, groups)
     if timeout_s not in groups:
         groups[timeout_s] = Group(comm, world or make_world(), timeout_s=timeout_s)
     group: Group = groups[timeout_s]
@@ -321,5 +322,9 @@ def _free_groups(comm: MPI.Comm, key: int, groups: dict[float | None, Group]) ->
 
 #: The group that most calls ask for, found faster here than on the communicator.
 _group_of_role: Group | None = None
-#: MPI's own way to attach data to a communicator.
-_GROUPS = MPI.Comm.Create_keyval(delete_fn=_free_groups, nopython=False)
+
+
+@functools.lru_cache(maxsize=1)
+def _key_of_groups() -> int:
+    """Return the key of a communicator's groups, by MPI's own way to attach data. Made once MPI has started."""
+    return MPI.Comm.Create_keyval(delete_fn=_free_groups, nopython=False)

@@ -269,6 +269,18 @@ class ShardedBatches:
 Plan = DividedBatches | ShardedBatches
 
 
+def batch_sizes(order: SampleOrder) -> set[int]:
+    """Return which numbers of rows the batches of a pass over rows with random access may have."""
+    batch_rows = order.batch_rows or 1
+    sizes = {batch_rows}
+    if not order.drop_remainder:
+        ends = [order.run_rows, order.n_samples]
+        if order.run_rows and not math.isinf(order.run_rows) and not math.isinf(order.n_samples):
+            ends.append(order.n_samples % order.run_rows)
+        sizes |= {int(end % batch_rows) for end in ends if not math.isinf(end)}
+    return sizes - {0}
+
+
 def is_stream(order: SampleOrder) -> bool:
     """Return whether rows come one by one, and nobody knows how many."""
     return order.n_rows == UNKNOWN

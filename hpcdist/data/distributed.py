@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpcdist.data.batches import (
@@ -20,6 +21,7 @@ from hpcdist.data.batches import (
     ShardedBatches,
     StreamPosition,
     after_batches,
+    batch_sizes,
     end_of_pass,
     next_pass,
     start_of_pass,
@@ -30,6 +32,7 @@ from hpcdist.data.iterator import Delivery, DistributedIterator, stages
 from hpcdist.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 from hpcdist.data.prefetch import Items, on_device
 from hpcdist.data.rows import spec_of
+from hpcdist.data.streams import Stream
 from hpcdist.errors import DataError, agreed
 from hpcdist.nest import Nest
 from hpcdist.plan.sample_order import UNKNOWN, SampleOrder
@@ -109,6 +112,7 @@ class DistributedInput(ABC):
 
     Attributes:
         options: as given.
+        global_rows: rows of the last batch on all replicas together, where `has_global_rows`.
 
     Raises:
         DataError: when there are several local replicas and nothing that joins their parts.
@@ -124,6 +128,7 @@ class DistributedInput(ABC):
         self._n_begun = 0
         self._is_loaded = False
         self._pass: _Pass | None = None
+        self.global_rows = 0
 
     def __iter__(self) -> DistributedIterator:
         """Return an iterator over this rank's parts of one pass: the source's nests, (rows, ...) arrays.
@@ -279,6 +284,11 @@ class DistributedInput(ABC):
         self._source.settle()
 
     @property
+    def has_global_rows(self) -> bool:
+        """Whether this rank knows the rows of a batch on all replicas together."""
+        return False
+
+    @property
     @abstractmethod
     def _n_in_pass(self) -> int:
         """Batches of this pass so far."""
@@ -407,7 +417,6 @@ class DistributedDataset(DistributedInput):
 
     Attributes:
         dataset: what is read, with the batches that are read ahead.
-        global_rows: of the last batch, of all replicas together; with policies AUTO and DATA.
 
     Raises:
         DataError: when the dataset has no batch size; with FILE and fewer files than replicas; for a marked shard
@@ -431,7 +440,12 @@ class DistributedDataset(DistributedInput):
         self._replicas, self._n_replicas = replicas, n_replicas
         self._cursor = Cursor()
         self._n_left_epochs = 0
-        self.global_rows = 0
+        self._has_checked_parts = False
+
+    @property
+    def has_global_rows(self) -> bool:
+        """Whether this rank knows the rows of a batch on all replicas together."""
+        return self.dataset.policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
 
     @property
     def position(self) -> int:
@@ -542,7 +556,23 @@ class DistributedDataset(DistributedInput):
         rows = cursor.position - self._cursor.position  # and what a dropped remainder has, between two epochs of a pass
         self.global_rows = min(rows, self._batch_rows or rows)
         self._cursor = cursor
+        if not self._has_checked_parts:
+            self._has_checked_parts = True
+            self._check_parts_without_rows()
         return parts
+
+    def _check_parts_without_rows(self) -> None:
+        """Raise DataError, on all ranks alike, if a batch leaves replicas without rows, and there is no such part."""
+        source = self.dataset.source
+        if isinstance(source, Stream) or self.dataset.policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
+            return
+        division = Division(self._replicas, self._n_replicas)
+        if all(division.is_everywhere(n_rows) for n_rows in batch_sizes(self.dataset.order)):
+            return
+        try:
+            source.take(np.zeros(0, np.int64))
+        except DataError as error:
+            raise agreed(error) from None
 
     def _rows_of_last(self) -> int:
         return self.global_rows

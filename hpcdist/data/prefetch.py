@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
-from hpcdist.data.batches import Cursor
 from hpcdist.nest import Nest, map_nest
 
 #: Batches of a pass: the cursor after each, and its parts.
-Items = Generator[tuple[Cursor, list[Nest]], None, None]
+Items = Generator[tuple[Any, list[Nest]], None, None]
 _POLL_S = 0.1
 _JOIN_S = 5.0
 
@@ -81,7 +81,12 @@ def pinned(nest: Nest) -> Nest:
     """
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         return nest
-    return map_nest(lambda one: one.pin_memory() if isinstance(one, torch.Tensor) and not one.is_cuda else one, nest)
+    return map_nest(_pinned_leaf, nest)
+
+
+def _pinned_leaf(leaf: Any) -> Any:
+    is_on_host = isinstance(leaf, (torch.Tensor, PackedSequence)) and not leaf.is_cuda
+    return leaf.pin_memory() if is_on_host else leaf
 
 
 def moved_ahead(items: Items, device: torch.device) -> Items:
@@ -104,6 +109,8 @@ def on_device(nest: Nest, device: torch.device) -> Nest:
     """
 
     def move(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):  # its lengths stay on the host
+            return leaf.to(device=device)
         host = _as_tensor(leaf)
         if host is None:
             return leaf

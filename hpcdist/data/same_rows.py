@@ -45,7 +45,7 @@ def _digest(source: RowSource) -> str:
     n = min(source.n_sampled, source.n_rows)
     rows = np.unique(np.linspace(0, source.n_rows - 1, n).astype(np.int64))
     digest = xxhash.xxh3_64()
-    with _own_random_numbers():
+    with own_random_numbers():
         try:
             sample = source.to_compare(rows)
         except Exception:  # noqa: BLE001  the same error is raised, with its traceback, where rows are read for training
@@ -69,7 +69,7 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 @contextlib.contextmanager
-def _own_random_numbers() -> Iterator[None]:
+def own_random_numbers() -> Iterator[None]:
     """Seed the libraries' random numbers in the block, and restore them."""
     states = random.getstate(), np.random.get_state()
     try:

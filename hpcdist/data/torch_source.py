@@ -1,10 +1,7 @@
 """Rows of torch's own datasets and data loaders."""
 
-import functools
 import itertools
-import multiprocessing
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,11 +13,9 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     Subset,
-    default_collate,
 )
 
-from hpcdist.child_processes import obey_only, signals_held_back
-from hpcdist.data.rows import no_rows
+from hpcdist.data.loader_reader import LoaderReader
 from hpcdist.data.sources import Description, RowSource
 from hpcdist.data.streams import Stream
 from hpcdist.errors import DataError
@@ -33,13 +28,14 @@ class ItemsSource(RowSource):
 
     Args:
         items: has a length and items by number.
-        loader: its worker processes read ahead, and its collate_fn joins items; None reads in this process.
+        loader: DataLoader over `items`, whose workers and settings are kept. None reads in this process.
     """
 
-    def __init__(self, items: Any, loader: Any = None) -> None:
-        self._items, self._loader = items, loader
+    def __init__(self, items: Any, loader: "DataLoader[Any] | None" = None) -> None:
+        self._items = items
+        self._loader = DataLoader(items) if loader is None else loader
+        self._reader = LoaderReader(self._loader)
         self.n_rows = len(items)
-        self._collate: Callable[[list[Any]], Nest] = collate if loader is None else _collate_of(loader)
 
     def describe(self) -> Description:
         """Return the class of the dataset and its rows; what it reads is not looked at."""
@@ -51,114 +47,71 @@ class ItemsSource(RowSource):
         Items that worker processes read are not read here: a dataset may open its files at the first read, and could
         not be sent to them any more.
         """
-        if self._loader is not None and self._loader.num_workers:
+        if self._loader.num_workers:
             return _indices_of(self._items)
         return [_indices_of(self._items), [self._items[row] for row in rows.tolist()]]
 
     def take(self, rows: Rows) -> Nest:
-        """Return items, read in this process."""
+        """Return items, read in this process. For none, one item is read, once, which gives shapes and dtypes.
+
+        Raises:
+            DataError: for no items where the loader's collate_fn returns what has no value for none.
+        """
         if len(rows):
-            return self._collate([self._items[row] for row in rows.tolist()])
+            return self._reader.read_here(rows.tolist())
         if not self.n_rows:
             raise DataError("from_torch: expected at least one item, got an empty dataset; leave it out.")
-        return no_rows(self.take(np.zeros(1, np.int64)))
+        return self._reader.part_without_rows(0)
 
     def take_many(self, requests: Iterable[Rows]) -> Iterator[Nest]:
         """Yield the items of every request; worker processes, if any, read ahead."""
-        if self._loader is None or not self._loader.num_workers:
-            yield from map(self.take, requests)
-            return
-        ahead, now = itertools.tee(requests)
-        loader = _loader_over(self._loader, self._collate, (rows.tolist() for rows in ahead if len(rows)))
-        with signals_held_back():
-            read = iter(loader)
+        for_reader, now = itertools.tee(requests)
+        parts = self._reader.read(rows.tolist() for rows in for_reader if len(rows))
         for rows in now:
-            yield next(read) if len(rows) else self.take(rows)
+            yield next(parts) if len(rows) else self.take(rows)
 
 
 def _indices_of(items: Any) -> list[Any]:
     """Return the indices of a Subset, such as one of random_split, and of those that it is a part of."""
-    found = []
+    indices: list[Any] = []
     while isinstance(items, Subset):
-        found.append(np.asarray(items.indices))
+        indices.append(np.asarray(items.indices))
         items = items.dataset
-    return found
+    return indices
 
 
-class _RowLoader(DataLoader[Any]):
-    """Reads rows for a distributed dataset, which itself shows what it hands out."""
-
-    is_shown = False
-
-
-def _loader_over(loader: Any, collate_rows: Any, batches: Iterator[list[int]]) -> Any:
-    """Return a DataLoader with the workers of `loader` that reads the given rows."""
-    return _RowLoader(
-        loader.dataset,
-        batch_sampler=batches,
-        num_workers=loader.num_workers,
-        collate_fn=collate_rows,
-        timeout=loader.timeout,
-        worker_init_fn=functools.partial(_begin_worker, os.getpid(), loader.worker_init_fn),
-        multiprocessing_context=loader.multiprocessing_context or multiprocessing.get_context(_start_method(loader)),
-        prefetch_factor=loader.prefetch_factor,
-    )
-
-
-def _begin_worker(owner: int, init: Callable[[int], None] | None, worker_id: int) -> None:
-    obey_only(owner)
-    if init is not None:
-        init(worker_id)
-
-
-def collate(rows: list[Any]) -> Nest:
-    """Return rows joined by torch's default_collate, with tuples for tuples."""
-    return _formed_as(rows[0], default_collate(rows))
-
-
-def _formed_as(row: Any, joined: Any) -> Any:
-    if isinstance(row, dict):
-        return {key: _formed_as(row[key], joined[key]) for key in row}
-    if isinstance(row, tuple) and not hasattr(row, "_fields"):
-        return tuple(_formed_as(*pair) for pair in zip(row, joined, strict=True))
-    return joined
-
-
-def _collate_of(loader: Any) -> Callable[[list[Any]], Nest]:
-    given = loader.collate_fn
-    if given is default_collate or loader.batch_size is None:
-        return collate
-    return given  # type: ignore[no-any-return]
-
-
-def check_loader(loader: Any) -> None:
-    """Raise DataError for a DataLoader whose order or worker processes are not supported."""
-    name = type(loader.sampler).__name__
-    is_iterable = isinstance(loader.dataset, IterableDataset)
-    random = loader.sampler if isinstance(loader.sampler, RandomSampler) else None
-    is_plain = type(loader.sampler) in (SequentialSampler, RandomSampler) or is_iterable
-    if not is_plain or (random and (random.replacement or random.num_samples != len(loader.dataset))):
+def check_loader(loader: "DataLoader[Any]") -> None:
+    """Raise DataError for a DataLoader whose rows have an order that no Dataset has."""
+    if not has_plain_order(loader):
         raise DataError(
-            f"from_torch: expected a DataLoader with shuffle=True or False, got the sampler {name}; hpcdist "
-            f"divides the rows among replicas itself, so use shuffle, or pass the dataset and call shuffle and batch."
+            f"from_torch: expected a DataLoader with batch_size, and shuffle=True or False, got "
+            f"{describe_sampler(loader)}; pass the loader itself to strategy.experimental_distribute_dataset, which "
+            f"keeps its sampler."
         )
+    if loader.num_workers and isinstance(loader.dataset, IterableDataset):
+        raise DataError(
+            f"from_torch: expected num_workers=0 for an IterableDataset, got {loader.num_workers} for "
+            f"{type(loader.dataset).__name__}; pass the loader itself to strategy.experimental_distribute_dataset."
+        )
+
+
+def has_plain_order(loader: "DataLoader[Any]") -> bool:
+    """Return whether a loader visits all rows once, in their order or a random one, in batches of one size."""
+    is_batched_plainly = loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler
+    if not is_batched_plainly:
+        return False
+    if isinstance(loader.dataset, IterableDataset) or type(loader.sampler) is SequentialSampler:
+        return True
+    if type(loader.sampler) is not RandomSampler:
+        return False
+    return not loader.sampler.replacement and loader.sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+
+
+def describe_sampler(loader: "DataLoader[Any]") -> str:
+    """Return what decides the order of a loader's rows, for messages."""
     if type(loader.batch_sampler) not in (BatchSampler, type(None)):
-        raise DataError(
-            f"from_torch: expected a DataLoader with batch_size, got the batch_sampler "
-            f"{type(loader.batch_sampler).__name__}; use batch_size: hpcdist divides batches itself."
-        )
-    if loader.num_workers and (is_iterable or _start_method(loader) == "fork"):
-        raise DataError(
-            f"from_torch: expected num_workers=0 or worker processes of a map-style dataset that do not inherit MPI, "
-            f"got {loader.num_workers} started by {_start_method(loader)} of a {type(loader.dataset).__name__}; pass "
-            f"multiprocessing_context='forkserver' or 'spawn', or num_workers=0 and prefetch."
-        )
-
-
-def _start_method(loader: Any) -> str:
-    if loader.multiprocessing_context is not None:
-        return str(loader.multiprocessing_context.get_start_method())
-    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+        return f"the batch_sampler {type(loader.batch_sampler).__name__}"
+    return f"the sampler {type(loader.sampler).__name__}"
 
 
 def stream_of(items: Any) -> Stream:

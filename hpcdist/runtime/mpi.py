@@ -1,6 +1,7 @@
 """The only door to mpi4py: finds the MPI library, refuses a launcher it cannot talk to, then starts it.
 
-Everything else imports `MPI` from here. MPI is started when this module is first imported.
+Everything else imports `MPI` from here. MPI is started when this module is first imported; in a process that a rank has
+started, which may only import the program's file, when it is first used.
 """
 
 import faulthandler
@@ -9,11 +10,18 @@ import warnings
 from collections.abc import Mapping
 from types import TracebackType
 
-from hpcdist.cluster.environment import launcher_of, read_environment, timeout_s
+from hpcdist.cluster.environment import (
+    is_child_of_rank,
+    launcher_of,
+    leave_launch,
+    mark_rank,
+    read_environment,
+    timeout_s,
+)
 from hpcdist.errors import ConfigurationError, report_agreed
 from hpcdist.runtime import mpich_shm
 
-__all__ = ["MPI", "check_launcher", "library_name", "refuse", "start_timeout_s"]
+__all__ = ["MPI", "check_launcher", "library_name", "refuse", "start", "start_timeout_s"]
 
 #: How the MPICH wheel names itself. It cannot be started over PMIx, which is all that Open MPI's mpirun offers.
 _MPICH_WHEEL = "/p/mpich/"
@@ -21,6 +29,7 @@ _MPICH_WHEEL = "/p/mpich/"
 MIN_START_S = 60.0
 #: The limit where HPCDIST_TIMEOUT_S is not a number.
 START_S = 600.0
+_is_started = False
 
 
 def _load() -> None:
@@ -86,19 +95,57 @@ except (ImportError, RuntimeError) as _error:
         read_environment(),
     )
 
-if not MPI.Is_initialized():
+
+def start() -> None:
+    """Start MPI with all ranks, unless it has been started. In a child of a rank, as a process of its own.
+
+    Raises:
+        ConfigurationError: where a worker process imports the program's file, and for a launcher that does not fit.
+    """
+    global _is_started
+    if _is_started:
+        return
+    if not MPI.Is_initialized():
+        _initialize()
+    mark_rank()
+    mpich_shm.unlink_own()
+    mpich_shm.remove_stale()
+    _is_started = True
+
+
+def _initialize() -> None:
+    environ = read_environment()
+    if is_child_of_rank(environ):
+        _check_main_guard()
+        leave_launch()
     try:
         check_launcher(read_environment(), MPI.Get_library_version())
-    except ConfigurationError as _error:
-        refuse(_error, read_environment())
+    except ConfigurationError as error:
+        refuse(error, environ)
     with warnings.catch_warnings():
         # mpi4py's own hint at a foreign launcher; world.py refuses it and says what to do
         warnings.filterwarnings("ignore", message="suspicious MPI execution environment")
         _start_with_all_ranks()
-mpich_shm.unlink_own()
-mpich_shm.remove_stale()
+
+
+def _check_main_guard() -> None:
+    """Raise ConfigurationError where a worker process, which imports the program's file, runs its program too."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "__mp_main__":
+            error = ConfigurationError(
+                f"world: expected the program under if __name__ == '__main__', as each worker process of a DataLoader "
+                f"imports its file, got a call of hpcdist at the top level, in line {frame.f_lineno} of "
+                f"{frame.f_code.co_filename}; put what runs below that line."
+            )
+            refuse(error, read_environment())
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 def library_name() -> str:
     """Return the name and version of the MPI library in use."""
     return " ".join(MPI.Get_library_version().split()[:3]).rstrip(",")
+
+
+if not is_child_of_rank(read_environment()):
+    start()

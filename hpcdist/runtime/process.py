@@ -11,7 +11,7 @@ from hpcdist.cluster.environment import launcher_of, read_environment
 from hpcdist.cluster.resolvers import ClusterResolver
 from hpcdist.runtime import job_end
 from hpcdist.runtime.job_end import ExitHooks
-from hpcdist.runtime.mpi import MPI, start_timeout_s
+from hpcdist.runtime.mpi import MPI, start, start_timeout_s
 from hpcdist.runtime.waiting import late, wait_until
 from hpcdist.runtime.world import World
 
@@ -90,6 +90,7 @@ def call_when_done(act: Callable[[], None] | None) -> None:
 def _install_hooks() -> None:
     """Install the exit hooks before anything else, so that a failing set-up ends all ranks too."""
     global _hooks
+    start()
     if _hooks is not None:
         return
     # there are no hooks yet that would end the job if a rank does not come

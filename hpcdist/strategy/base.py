@@ -20,9 +20,11 @@ from hpcdist.data.distributed import (
     as_dataset,
     datasets_of,
 )
+from hpcdist.data.distributed_loader import DistributedLoader, has_own_sampler
 from hpcdist.data.iterator import Delivery
 from hpcdist.data.options import InputContext, InputOptions
 from hpcdist.data.rows import explaining_empty_parts
+from hpcdist.data.sampler_order import drawn_seed
 from hpcdist.errors import UsageError
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.comm_hook import CommHook
@@ -393,24 +395,34 @@ class Strategy(Ranks):
 
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
-    ) -> DistributedDataset | Dataset:
+    ) -> DistributedDataset | DistributedLoader | Dataset:
         """Return this replica's parts of a dataset whose batches are global batches.
 
         Collective where replicas are on several ranks: they agree on the seed of the order.
 
         Args:
-            dataset: an hpcdist.Dataset with a batch size, or a torch DataLoader, whose batch is the global one then;
-                see `Dataset.from_torch`.
+            dataset: an hpcdist.Dataset with a batch size, or a torch DataLoader, whose batch is the global one then.
+                Its workers, sampler and other settings are kept.
             options: of the input.
 
         Raises:
             DataError: when `dataset` is something else; on every rank alike. Without a strategy one without a batch
                 size is returned as it is, as in tf.distribute.
         """
+        if has_own_sampler(dataset):
+            return self._distribute_loader_here(dataset, options)
         dataset = as_dataset(dataset)
         if type(self) is Strategy and isinstance(dataset, Dataset) and dataset.order.batch_rows is None:
             return dataset
         return DistributedDataset(dataset, range(1), 1, self._delivery(), options)
+
+    def _distribute_loader_here(self, loader: Any, options: InputOptions | None) -> DistributedLoader:
+        """Return the batches of a DataLoader with a sampler of its own, all of which this process reads."""
+        distributed = DistributedLoader(
+            loader, drawn_seed(loader), range(1), 1, lambda own, refusal: None, self._delivery(), options
+        )
+        distributed.check_order()
+        return distributed
 
     def distribute_datasets_from_function(
         self, dataset_fn: DatasetFunction, options: InputOptions | None = None

@@ -29,10 +29,13 @@ from hpcdist.data.distributed import (
     contexts_of,
     datasets_of,
 )
+from hpcdist.data.distributed_loader import DistributedLoader, has_own_sampler
 from hpcdist.data.iterator import Delivery
 from hpcdist.data.options import AutoShardPolicy, InputOptions
 from hpcdist.data.same_rows import RANDOM, are_random, describe_rows
+from hpcdist.data.sampler_order import drawn_seed
 from hpcdist.data.sources import RowSource
+from hpcdist.data.torch_source import ItemsSource
 from hpcdist.errors import ConfigurationError, DataError, UsageError, agreed
 from hpcdist.gradients.comm_hook import CommHook
 from hpcdist.gradients.engine import GradientEngine
@@ -300,8 +303,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         counts = gather_rows(np.array([len(rows)]), self.group)
         return gather_rows(rows, self.group), int(counts[: self._comm.rank].sum())
 
-    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> DistributedDataset | DistributedLoader:
         """Return this replica's parts of a dataset; see `Strategy.experimental_distribute_dataset`."""
+        if has_own_sampler(dataset):
+            return self._distribute_loader(dataset, options)
         with self.world.agreed(self._comm):
             dataset = as_dataset(dataset)
             check_distributable(dataset, self.n_replicas)
@@ -320,6 +327,24 @@ class MultiWorkerMirroredStrategy(Strategy):
         if isinstance(dataset.source, RowSource) and dataset.policy is not AutoShardPolicy.OFF:
             self._require_same_rows(dataset.source)  # with OFF a rank may have a shard of its own
         return DistributedDataset(dataset, self.own_replicas, self.n_replicas, self._delivery(), options)
+
+    def _distribute_loader(self, loader: Any, options: InputOptions | None) -> DistributedLoader:
+        """Return this replica's parts of a DataLoader with a sampler of its own. Collective: all ranks."""
+        seed = int(self.world.broadcast_text(str(drawn_seed(loader)), 0, self._comm))
+        with self.world.agreed(self._comm):
+            distributed = DistributedLoader(
+                loader,
+                seed,
+                self.own_replicas,
+                self.n_replicas,
+                lambda own, refusal: self.world.require_same(own, self._comm, refusal),
+                self._delivery(),
+                options,
+            )
+        distributed.check_order()
+        if hasattr(loader.dataset, "__len__"):
+            self._require_same_rows(ItemsSource(loader.dataset, loader))
+        return distributed
 
     def _require_same_rows(self, source: RowSource) -> None:
         """Raise DataError on all ranks unless a sample of the rows is the same on all, or random on one. Collective."""

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from hpcdist.data.dataset import Dataset
-from hpcdist.data.distributed import DistributedDataset, DistributedInput
+from hpcdist.data.distributed import DistributedInput
 from hpcdist.data.elements import is_torch_data
-from hpcdist.data.options import AutoShardPolicy
 from hpcdist.errors import DataError, UsageError
 from hpcdist.nest import children_of, is_nest, leaves, map_nest, with_children, with_leaves
 from hpcdist.strategy.base import Strategy
@@ -102,11 +101,7 @@ def rows_of_batches(batches: DistributedInput) -> Iterator[tuple[Any, int | None
     Collective where batches are agreed on: chief and workers.
     """
     batches.trust_draws()
-    is_global = isinstance(batches, DistributedDataset) and batches.dataset.policy in (
-        AutoShardPolicy.AUTO,
-        AutoShardPolicy.DATA,
-    )
-    if not isinstance(batches, DistributedDataset) or not is_global:
+    if not batches.has_global_rows:
         for batch in batches:
             yield batch, None
         return

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hpcdist
+from hpcdist.data import worker_start
 from hpcdist.errors import DataError
 
 pytestmark = pytest.mark.mpi
@@ -259,18 +260,19 @@ def test_policies_must_be_those_of_the_chief(strategy, comm):
 
 
 @pytest.mark.feature("complaints.fork-after-mpi")
-def test_worker_processes_do_not_inherit_mpi(strategy, comm):
-    """They are not forks of this process, in which MPI runs."""
-    assert "mpi4py.MPI" in sys.modules
-    rows = torch.utils.data.TensorDataset(torch.arange(6))
-    fork = torch.utils.data.DataLoader(rows, 4, num_workers=1, multiprocessing_context="fork")
-    with pytest.raises(DataError, match="inherit.*MPI"):
-        hpcdist.Dataset.from_torch(fork)
-    loader = torch.utils.data.DataLoader(Modules(), 4, num_workers=1, multiprocessing_context="forkserver")
-    distributed = strategy.experimental_distribute_dataset(hpcdist.Dataset.from_torch(loader))
+@pytest.mark.parametrize("has_rdma", [False, True])
+def test_workers_are_forked_only_where_mpi_uses_no_card_for_rdma(strategy, comm, has_rdma, monkeypatch, tmp_path):
+    (tmp_path / "class" / "infiniband").mkdir(parents=True)
+    if has_rdma:
+        (tmp_path / "class" / "infiniband" / "mlx5_0").mkdir()
+    monkeypatch.setattr(worker_start, "_SYS", tmp_path)
+    worker_start.is_fork_safe.cache_clear()
+    loader = torch.utils.data.DataLoader(Modules(), 4, num_workers=1, multiprocessing_context="fork")
+    distributed = strategy.experimental_distribute_dataset(loader)
     has_mpi = [flag for numbers, flags in distributed for flag in flags.tolist()]
+    worker_start.is_fork_safe.cache_clear()
     assert comm.allreduce(len(has_mpi)) == 6
-    assert not any(has_mpi)
+    assert any(has_mpi) is (not has_rdma and bool(has_mpi))  # a fork server has no MPI
 
 
 class Modules(torch.utils.data.Dataset):

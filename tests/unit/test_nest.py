@@ -4,6 +4,7 @@ from collections import Counter, OrderedDict, defaultdict, namedtuple
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
 from hpcdist.nest import children_of, form_of, leaves, map_nest, with_children
 
@@ -32,7 +33,7 @@ def test_types_and_the_order_of_keys_are_kept(nest):
         assert with_children(nest, children_of(nest)) == nest
 
 
-@pytest.mark.parametrize("leaf", [Counter(a=3, b=1), torch.Size([2, 3])])
+@pytest.mark.parametrize("leaf", [Counter(a=3, b=1), torch.Size([2, 3]), pack_sequence([torch.ones(2)])])
 def test_what_holds_nothing_but_numbers_is_a_leaf(leaf):
     assert map_nest(lambda one: [one], (leaf,)) == ([leaf],)
     assert form_of([leaf]) == "[*]"

@@ -1,6 +1,5 @@
 """Where rows come from, and what is done to them: HDF5, torch, generators; map, take, cache, prefetch."""
 
-import multiprocessing
 import subprocess
 import sys
 import threading
@@ -262,11 +261,9 @@ def test_torch_loaders_keep_batch_and_order():
     assert lists(Dataset.from_torch(torch.utils.data.DataLoader(Counting(), batch_size=2))) == [[0, 1], [2, 3], [4]]
 
 
-@pytest.mark.feature("complaints.fork-after-mpi")
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        ({"num_workers": 1, "multiprocessing_context": "fork"}, "do not inherit MPI.*'forkserver' or 'spawn'"),
         ({"sampler": torch.utils.data.WeightedRandomSampler([1.0] * 7, 7)}, "got the sampler WeightedRandomSampler"),
         ({"sampler": torch.utils.data.RandomSampler(range(7), replacement=True)}, "got the sampler RandomSampler"),
         ({"batch_sampler": [[0], [1]]}, "got the batch_sampler list"),
@@ -277,12 +274,7 @@ def test_torch_loaders_that_cannot_be_kept(loader, message):
         Dataset.from_torch(torch.utils.data.DataLoader(Squares(), **loader))
 
 
-@pytest.mark.feature("complaints.fork-after-mpi")
-def test_the_default_start_method_counts():
-    loader = torch.utils.data.DataLoader(Squares(), num_workers=1)
-    assert multiprocessing.get_all_start_methods()[0] == "fork"
-    with pytest.raises(DataError, match="1.*started.*fork"):
-        Dataset.from_torch(loader)
+def test_what_is_no_torch_data_is_refused():
     with pytest.raises(DataError, match="DataLoader.*int"):
         Dataset.from_torch(1)
 

@@ -1,0 +1,325 @@
+"""Distributed DataLoaders with a sampler of the program's own: this rank's parts of every batch, and the cursor."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from hpcdist.data.batches import Division
+from hpcdist.data.distributed import DistributedInput
+from hpcdist.data.iterator import Delivery, on_host
+from hpcdist.data.loader_reader import LoaderReader
+from hpcdist.data.options import InputOptions
+from hpcdist.data.prefetch import Items, moved_ahead, read_ahead
+from hpcdist.data.rows import spec_of
+from hpcdist.data.sampler_order import SamplerOrder
+from hpcdist.data.torch_source import describe_sampler, has_plain_order
+from hpcdist.errors import DataError, agreed
+from hpcdist.nest import Nest
+from hpcdist.runtime.parts import Part
+
+#: Batches that the main thread draws before they are asked for: a thread that reads ahead is to draw no random numbers.
+_N_AHEAD = 1024
+
+
+def has_own_sampler(data: Any) -> bool:
+    """Return whether something is a DataLoader over items whose order only its sampler knows."""
+    if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
+        return False
+    return not has_plain_order(data)
+
+
+@dataclass(frozen=True)
+class LoaderPosition:
+    """A position of a distributed loader: passes that have ended, and batches of the one in progress."""
+
+    n_passes: int = 0
+    n_batches: int = 0
+
+
+@dataclass(frozen=True)
+class _ReadBatch:
+    """A batch that was read: the position after it, and its rows on all replicas."""
+
+    position: LoaderPosition
+    n_rows: int
+
+
+class DistributedLoader(DistributedInput):
+    """The parts of this rank's replicas of the batches that a DataLoader's sampler or batch sampler draws.
+
+    All ranks draw the same batches, as the random numbers of the sampler are seeded by the seed and the number of the
+    pass. A batch of n rows is divided by ceiling. The cursor counts passes and batches, so a restart may have other
+    ranks, but needs the same sampler: the keys that were used are compared.
+
+    Args:
+        loader: DataLoader of the program, with the global batch.
+        seed: seed of the passes, equal on all ranks.
+        replicas: the replicas of this rank.
+        n_replicas: number of replicas on all ranks.
+        require_same: called with text that must be equal on all ranks, and what to raise otherwise. Collective.
+        delivery: what the strategy connects.
+        options: of the input.
+
+    Raises:
+        DataError: for a loader without batches; at the first batch, on all ranks, for samplers that differ.
+    """
+
+    def __init__(
+        self,
+        loader: "DataLoader[Any]",
+        seed: int,
+        replicas: range,
+        n_replicas: int,
+        require_same: Callable[[str, Callable[[str], DataError]], None],
+        delivery: Delivery,
+        options: InputOptions | None = None,
+    ) -> None:
+        if loader.batch_sampler is None:
+            raise DataError(
+                f"experimental_distribute_dataset: expected a DataLoader with a batch_size, got none with "
+                f"{describe_sampler(loader)}; give it one, or a batch_sampler."
+            )
+        super().__init__(len(replicas), delivery, options)
+        self._loader = loader
+        self._reader = LoaderReader(loader)
+        self._seed = seed
+        self._division = Division(replicas, n_replicas)
+        self._require_same = require_same
+        self._current = LoaderPosition()
+        self._order: SamplerOrder | None = None
+        self._has_checked_parts = False
+
+    @property
+    def has_global_rows(self) -> bool:
+        """Whether this rank knows the rows of a batch on all replicas together."""
+        return True
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in progress; between passes, the next one."""
+        return self._current.n_passes
+
+    def __len__(self) -> int:
+        """Return how many batches the pass in progress, or the next one, has.
+
+        Raises:
+            TypeError: when its sampler has neither a known end nor a length.
+        """
+        order = self._order_of_pass(1)
+        return len(order.batches) if order.is_whole else len(self._loader)
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def element_spec(self) -> Nest:
+        """The nest of a part with a TensorSpec for every array. Cost: an item is read."""
+        return spec_of(self._part_without_rows(), None)
+
+    # -- passes -------------------------------------------------------------------------------------------------
+
+    @property
+    def _n_in_pass(self) -> int:
+        return self._current.n_batches
+
+    @property
+    def _knows_end(self) -> bool:
+        return True
+
+    @property
+    def _is_at_end(self) -> bool:
+        order = self._order_of_pass(self._current.n_batches + 1)
+        return order.is_whole and self._current.n_batches == len(order.batches)
+
+    @property
+    def _beginning(self) -> LoaderPosition:
+        return LoaderPosition()
+
+    def _position(self) -> LoaderPosition:
+        return self._current
+
+    def _restore(self, position: LoaderPosition) -> None:
+        self._current = position
+
+    def _begin_pass(self) -> None:
+        if self._current.n_batches:
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        self._current = LoaderPosition(self._current.n_passes + 1)
+
+    def _order_of_pass(self, n_batches: int) -> SamplerOrder:
+        """Return the order of this pass, with at least as many batches unless it ends before. Not collective."""
+        order = self._order
+        if order is None or order.n_passes != self._current.n_passes:
+            order = SamplerOrder(self._loader, self._seed, self._current.n_passes)
+            self._order = order
+        order.draw(n_batches + _N_AHEAD)
+        return order
+
+    def check_order(self) -> None:
+        """Raise DataError on all ranks unless all draw the same batches in this pass, at least one.
+
+        Collective: the ranks of the strategy. Later passes are compared batch by batch, as gradients are summed.
+        """
+        order = self._order_of_pass(self._current.n_batches + 1)
+        n_batches = len(order.batches)
+        own = f"{n_batches} batches, digest {order.digest_of(n_batches):x}"
+
+        def refusal(chiefs: str) -> DataError:
+            return DataError(
+                f"experimental_distribute_dataset: expected the batches of the chief, {chiefs}, got {own} from "
+                f"{describe_sampler(self._loader)}; use a sampler that does not depend on the rank, such as "
+                f"shuffle=True, as hpcdist divides each batch itself."
+            )
+
+        self._require_same(own, refusal)
+        if not n_batches:
+            raise agreed(
+                DataError(
+                    f"experimental_distribute_dataset: expected at least one batch, got none from "
+                    f"{describe_sampler(self._loader)}; give it more rows, or leave out drop_last."
+                )
+            )
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def _readers(self) -> list[Items]:
+        self._order_of_pass(self._current.n_batches + 1)
+        items: Items = self._read(self._current)
+        if self.options.experimental_fetch_to_device and self.options.experimental_per_replica_buffer_size:
+            items = read_ahead(items, self.options.experimental_per_replica_buffer_size)
+        device = self._device()
+        return [items if device is None else moved_ahead(items, device)]
+
+    def _read(self, start: LoaderPosition) -> Items:
+        """Yield (batch, local parts) of every batch of the pass from a position on."""
+        for_reader, now = itertools.tee(self._batches_from(start.n_batches))
+        parts = self._reader.read(self._requests_for(for_reader))
+        position = start
+        for batch in now:
+            position = replace(position, n_batches=position.n_batches + 1)
+            with on_host():
+                local_parts = [self._joined(keys, parts) for keys in self._cut(batch)]
+            yield _ReadBatch(position, len(batch)), local_parts
+
+    def _batches_from(self, n_batches: int) -> Iterator[list[Any]]:
+        """Yield the keys of the batches of the pass from a batch on. Workers ask ahead, maybe beyond what is drawn."""
+        order = self._order_of_pass(n_batches + 1)
+        while n_batches < len(order.batches):
+            yield order.batches[n_batches]
+            n_batches += 1
+
+    def _requests_for(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
+        """Yield the keys of each local part that has any."""
+        for batch in batches:
+            for keys in self._cut(batch):
+                if keys:
+                    yield keys
+
+    def _cut(self, batch: list[Any]) -> list[list[Any]]:
+        """Return the keys of each local replica's part of a batch."""
+        return [batch[start:stop] for start, stop in self._division.bounds(len(batch))]
+
+    def _joined(self, keys: list[Any], parts: Iterator[Nest]) -> Nest:
+        if not keys:
+            return self._part_without_rows()
+        return next(parts)
+
+    def _part_without_rows(self) -> Nest:
+        """Return a part with 0 rows. Cost: the first item of the first batch is read, unless parts have been read."""
+        order = self._order_of_pass(1)
+        return self._reader.part_without_rows(order.batches[0][0])
+
+    def _next_parts(self, readers: list[Items]) -> list[Nest] | None:
+        batch, parts = next(readers[0], (None, None))
+        if batch is None:
+            return None
+        self._current = batch.position
+        self.global_rows = batch.n_rows
+        if not self._has_checked_parts:
+            self._has_checked_parts = True
+            self._check_parts_without_rows()
+        return parts
+
+    def _check_parts_without_rows(self) -> None:
+        """Raise DataError, on all ranks alike, if a batch leaves replicas without rows, and there is no such part."""
+        order = self._order_of_pass(1)
+        if all(self._division.is_everywhere(len(batch)) for batch in order.batches):
+            return
+        try:
+            self._part_without_rows()
+        except DataError as error:
+            raise agreed(error) from None
+
+    def _rows_of_last(self) -> int:
+        return self.global_rows
+
+    def _part(self, is_for_training: bool) -> Part:
+        position = self._current
+        digest = self._order_of_pass(position.n_batches).digest_of(position.n_batches)
+        return Part(
+            source=self._source,
+            number=self._source.n_handed_out + 1,
+            rows=self._division.rows_of_parts(self.global_rows),
+            total_rows=self.global_rows,
+            is_everywhere=self._division.is_everywhere(self.global_rows),
+            key=hash((self._source.number, position.n_passes, position.n_batches, digest)),
+            position=position,
+            is_for_training=is_for_training,
+        )
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the cursor after the batch that was used last. Equal on all ranks.
+
+        It holds passes, batches of the one in progress, the seed, the number of items, and a digest of the keys that
+        the pass has used.
+        """
+        position: LoaderPosition = self._saved_position()
+        order = self._order
+        if order is None or order.n_passes != position.n_passes:
+            order = SamplerOrder(self._loader, self._seed, position.n_passes)
+        order.draw(position.n_batches)
+        return {
+            "passes": position.n_passes,
+            "batches": position.n_batches,
+            "seed": self._seed,
+            "n_rows": self._n_items(),
+            "digest": order.digest_of(position.n_batches),
+        }
+
+    def _n_items(self) -> int:
+        """Return how many items the dataset has; -1 where it does not say."""
+        dataset = self._loader.dataset
+        return len(dataset) if hasattr(dataset, "__len__") else -1
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a cursor. Collective: the ranks of the strategy.
+
+        Raises:
+            DataError: when it is of another number of items, or the sampler draws other batches; on all ranks alike.
+        """
+        if state["n_rows"] != self._n_items():
+            raise DataError(
+                f"restore: expected a dataset of {state['n_rows']} items as in the checkpoint, got {self._n_items()}; "
+                f"use the same data, or a new run folder."
+            )
+        self._seed = state["seed"]
+        self._order = None
+        self._current = LoaderPosition(state["passes"], state["batches"])
+        self.check_order()
+        order = self._order_of_pass(state["batches"])
+        if len(order.batches) < state["batches"] or order.digest_of(state["batches"]) != state["digest"]:
+            raise agreed(
+                DataError(
+                    f"restore: expected the {state['batches']} batches that {describe_sampler(self._loader)} had drawn "
+                    f"before the checkpoint, got others; let it depend on its arguments, set_epoch and the generators "
+                    f"that it holds alone, or use a new run folder."
+                )
+            )
+        self._resume()

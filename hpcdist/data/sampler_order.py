@@ -1,0 +1,138 @@
+"""The batches that a sampler of the program's own draws: the same on all ranks, and the same after a restart.
+
+The numbers that a sampler draws at random are seeded anew for each pass, by the seed of the loader and the number of
+the pass. Between two looks at a sampler its random numbers and those of the program are kept apart.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import DataLoader, Sampler
+
+#: Batches that are drawn at a time: a sampler may have no end.
+_CHUNK_BATCHES = 4096
+
+
+class SamplerOrder:
+    """The batches of one pass, in their order.
+
+    Args:
+        loader: DataLoader whose batch_sampler yields lists of keys of items.
+        seed: seed of the loader, equal on all ranks.
+        n_passes: number of passes before this one.
+
+    Attributes:
+        n_passes: as given.
+        batches: keys of the items of each batch that was drawn so far.
+        digests: one for each batch: a digest of all keys up to its end.
+        is_whole: whether the sampler has no more batches.
+    """
+
+    def __init__(self, loader: "DataLoader[Any]", seed: int, n_passes: int) -> None:
+        self.batches: list[list[Any]] = []
+        self.digests: list[int] = []
+        self.is_whole = False
+        self._digest = xxhash.xxh3_64()
+        self._batch_sampler: Any = loader.batch_sampler
+        self._seed = xxhash.xxh3_64_intdigest(f"{seed} {n_passes}".encode()) >> 1
+        self.n_passes = n_passes
+        self._iterator: Iterator[Any] | None = None
+        self._random_state: _RandomState | None = None
+
+    def draw(self, n_batches: int) -> None:
+        """Draw until there are `n_batches` batches and some more, or no more. Not collective."""
+        if self.is_whole or len(self.batches) >= n_batches:
+            return
+        n_batches = -(-n_batches // _CHUNK_BATCHES) * _CHUNK_BATCHES
+        program_state = _RandomState()
+        try:
+            iterator = self._begin_or_go_on()
+            while len(self.batches) < n_batches and not self.is_whole:
+                self._draw_batch(iterator)
+        finally:
+            self._random_state = _RandomState()
+            program_state.restore()
+
+    def _begin_or_go_on(self) -> Iterator[Any]:
+        if self._iterator is not None and self._random_state is not None:
+            self._random_state.restore()
+            return self._iterator
+        random.seed(self._seed)
+        np.random.seed(self._seed % 2**32)
+        torch.default_generator.manual_seed(self._seed)
+        for sampler in samplers_of(self._batch_sampler):
+            _seed_generators(sampler, self._seed)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(self.n_passes)
+        self._iterator = iter(self._batch_sampler)
+        return self._iterator
+
+    def _draw_batch(self, iterator: Iterator[Any]) -> None:
+        keys = next(iterator, None)
+        if keys is None:
+            self.is_whole = True
+            return
+        batch = list(keys)
+        self._digest.update(f"{batch};".encode())
+        self.batches.append(batch)
+        self.digests.append(self._digest.intdigest() >> 1)
+
+    def digest_of(self, n_batches: int) -> int:
+        """Return the digest of the first batches; 0 for none."""
+        return self.digests[n_batches - 1] if n_batches else 0
+
+
+class _RandomState:
+    """The states of the random numbers that belong to the whole process: torch's on the host, numpy's, Python's."""
+
+    def __init__(self) -> None:
+        self._of_torch = torch.get_rng_state()
+        self._of_numpy = np.random.get_state()
+        self._of_python = random.getstate()
+
+    def restore(self) -> None:
+        """Go on from these states."""
+        torch.set_rng_state(self._of_torch)
+        np.random.set_state(self._of_numpy)
+        random.setstate(self._of_python)
+
+
+def samplers_of(batch_sampler: Any) -> list[Any]:
+    """Return a batch sampler and the samplers that it holds, such as its `sampler`, each once."""
+    samplers = [batch_sampler]
+    for sampler in samplers:
+        for value in _attributes_of(sampler).values():
+            if isinstance(value, Sampler) and not any(value is known for known in samplers):
+                samplers.append(value)
+    return samplers
+
+
+def _attributes_of(sampler: Any) -> dict[str, Any]:
+    """Return the attributes of a sampler; none of a list of batches."""
+    return getattr(sampler, "__dict__", {})
+
+
+def _seed_generators(sampler: Any, seed: int) -> None:
+    """Seed the generators that a sampler holds: each gets another seed, the same in every process."""
+    for number, value in enumerate(_attributes_of(sampler).values()):
+        if isinstance(value, torch.Generator):
+            value.manual_seed(seed + number)
+        elif isinstance(value, random.Random):
+            value.seed(seed + number)
+        elif isinstance(value, np.random.RandomState):
+            value.seed((seed + number) % 2**32)
+        elif isinstance(value, np.random.Generator):
+            value.bit_generator.state = type(value.bit_generator)(seed + number).state
+
+
+def drawn_seed(loader: "DataLoader[Any]") -> int:
+    """Return a seed for the passes of a loader, drawn from its sampler's generator, or else from torch's."""
+    generators: list[torch.Generator] = []
+    for sampler in samplers_of(loader.batch_sampler):
+        generators += [value for value in _attributes_of(sampler).values() if isinstance(value, torch.Generator)]
+    generator = generators[0] if generators else None
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))

@@ -1,0 +1,196 @@
+"""DataLoaders with samplers and workers of their own, distributed."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+import hpcdist
+from hpcdist.errors import DataError
+
+N_ROWS = 30
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return N_ROWS
+
+    def __getitem__(self, row):
+        return torch.tensor([float(row)]), row
+
+
+class ByLength(Sampler):
+    """Batches of 1 to 8 rows, in an order that numpy draws."""
+
+    def __init__(self):
+        self.generator = np.random.default_rng()
+
+    def __iter__(self):
+        rows = self.generator.permutation(N_ROWS).tolist()
+        size = 1
+        while rows:
+            yield rows[:size]
+            rows = rows[size:]
+            size = size % 8 + 1
+
+    def __len__(self):
+        return 9
+
+
+def make_loader(name, **settings):
+    if name == "bucket":
+        return DataLoader(Rows(), batch_sampler=ByLength(), **settings)
+    samplers = {
+        "weighted": lambda: WeightedRandomSampler(torch.arange(N_ROWS) + 1.0, 20),
+        "subset": lambda: SubsetRandomSampler(range(0, N_ROWS, 2)),
+    }
+    return DataLoader(Rows(), 8, sampler=samplers[name](), **settings)
+
+
+@pytest.fixture
+def strategy():
+    return hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+
+
+def batches_of_pass(comm, distributed):
+    """Return the rows of each global batch of a pass, and the largest part of each."""
+    own_parts = [rows.tolist() for _, rows in distributed]
+    batches = []
+    for parts in zip(*comm.allgather(own_parts), strict=True):
+        assert max(map(len, parts)) == -(-sum(map(len, parts)) // comm.size), "divided by ceiling"
+        batches.append(sum(parts, []))
+    return batches
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+@pytest.mark.parametrize("name", ["weighted", "subset", "bucket"])
+def test_a_sampler_gives_one_order_that_is_cut_by_rank_and_resumed(strategy, comm, name, n_workers):
+    settings = {"num_workers": n_workers, "persistent_workers": n_workers > 0}
+    torch.manual_seed(1)
+    distributed = strategy.experimental_distribute_dataset(make_loader(name, **settings))
+    first = batches_of_pass(comm, distributed)
+    second = batches_of_pass(comm, distributed)
+    assert first != second
+    assert [len(batch) for batch in first] == [len(batch) for batch in second] or name == "bucket"
+    assert distributed.epoch == 2
+    assert len(distributed) == len(second)
+    torch.seed()
+    resumed = strategy.experimental_distribute_dataset(make_loader(name, **settings))
+    iterator = iter(resumed)
+    state = {**distributed.state_dict(), "passes": 0, "batches": 0, "digest": 0}
+    resumed.load_state_dict(state)
+    iterator = iter(resumed)
+    for _ in range(2):
+        next(iterator)
+    state = resumed.state_dict()
+    assert comm.allgather(state) == [state] * comm.size
+    del iterator
+    third = strategy.experimental_distribute_dataset(make_loader(name, **settings))
+    third.load_state_dict(state)
+    assert third.epoch == 0
+    assert batches_of_pass(comm, third) == first[2:]
+    assert batches_of_pass(comm, third) == second
+
+
+def test_samplers_that_differ_by_rank_are_refused(strategy, comm):
+    loader = DataLoader(Rows(), 8, sampler=DistributedSampler(Rows(), comm.size, comm.rank, shuffle=False))
+    if comm.size == 1:
+        assert len(batches_of_pass(comm, strategy.experimental_distribute_dataset(loader))) == 4
+        return
+    with pytest.raises(DataError, match="batches of the chief.*DistributedSampler.*does not depend on the rank"):
+        strategy.experimental_distribute_dataset(loader)
+
+
+class Forgetful(Sampler):
+    """Has another order in each process."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def test_a_sampler_that_draws_other_rows_after_a_restart_is_refused(strategy):
+    distributed = strategy.experimental_distribute_dataset(DataLoader(Rows(), 4, sampler=Forgetful([1, 2, 3, 4, 5])))
+    next(iter(distributed))
+    state = distributed.state_dict()
+    other = strategy.experimental_distribute_dataset(DataLoader(Rows(), 4, sampler=Forgetful([1, 2, 3, 5, 4])))
+    with pytest.raises(DataError, match="1 batches that the sampler Forgetful had drawn"):
+        other.load_state_dict(state)
+
+
+def test_a_loader_without_batches_is_refused(strategy):
+    with pytest.raises(DataError, match="at least one batch, got none from the batch_sampler list"):
+        strategy.experimental_distribute_dataset(DataLoader(Rows(), batch_sampler=[]))
+
+
+def test_a_dataset_that_has_grown_is_refused(strategy):
+    rows = list(range(20))
+    distributed = strategy.experimental_distribute_dataset(DataLoader(rows, 4, sampler=Forgetful([1, 2, 3, 4, 5])))
+    state = distributed.state_dict()
+    rows.append(20)
+    with pytest.raises(DataError, match="a dataset of 20 items as in the checkpoint, got 21"):
+        distributed.load_state_dict(state)
+
+
+class Processes(Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, row):
+        info = torch.utils.data.get_worker_info()
+        return os.getpid(), info.num_workers, torch.initial_seed() % 2**31
+
+
+@pytest.mark.parametrize("has_sampler", [False, True])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_workers_are_kept_if_they_are_persistent(strategy, comm, method, is_persistent, has_sampler):
+    settings = {"sampler": SubsetRandomSampler(range(16))} if has_sampler else {"shuffle": True}
+    loader = DataLoader(
+        Processes(),
+        4 * comm.size,
+        num_workers=1,
+        multiprocessing_context=method,
+        persistent_workers=is_persistent,
+        **settings,
+    )
+    distributed = strategy.experimental_distribute_dataset(loader)
+    torch.manual_seed(1)
+    pids = []
+    for _ in range(3):
+        pids.append(set(torch.cat([part for part, _, _ in distributed]).tolist()))
+    assert all(len(found) <= 1 for found in pids)
+    workers = set().union(*pids)
+    assert os.getpid() not in workers
+    assert len(workers) == (1 if is_persistent else 3)
+    assert torch.initial_seed() == 1
+
+
+def test_a_part_without_rows_of_what_has_none_is_refused_on_all_ranks(strategy, comm):
+    loader = DataLoader(Rows(), 7, collate_fn=lambda items: {"x": torch.stack(next(zip(*items))), "n": len(items)})
+    distributed = strategy.experimental_distribute_dataset(loader)
+    if comm.size < 3:  # the last batch has two rows
+        assert next(iter(distributed))["n"] == -(-7 // comm.size) - (comm.rank == 1)
+        return
+    with pytest.raises(DataError, match="got int from its collate_fn"):
+        next(iter(distributed))
+
+
+def test_random_numbers_of_the_program_do_not_depend_on_workers(strategy):
+    states = []
+    for n_workers in (0, 1):
+        torch.manual_seed(3)
+        list(strategy.experimental_distribute_dataset(DataLoader(Rows(), 8, num_workers=n_workers)))
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)

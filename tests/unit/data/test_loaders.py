@@ -1,0 +1,171 @@
+"""DataLoaders of a program: their samplers, workers and collate functions are kept."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler, WeightedRandomSampler
+
+from hpcdist.data import worker_start
+from hpcdist.data.batches import batch_sizes
+from hpcdist.data.parts_without_rows import part_without_rows
+from hpcdist.data.sampler_order import SamplerOrder, drawn_seed
+from hpcdist.errors import DataError
+from hpcdist.plan.sample_order import SampleOrder
+
+
+class ByLength(Sampler):
+    """A batch sampler with an epoch and a generator of its own, and with batches of several sizes."""
+
+    def __init__(self, generator):
+        self.generator = generator
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        first = int(np.random.randint(100)) + random.randrange(100) + 1000 * self.epoch
+        draws = {
+            torch.Generator: lambda: int(torch.randint(100, (), generator=self.generator)),
+            random.Random: lambda: self.generator.randrange(100),
+            np.random.Generator: lambda: int(self.generator.integers(100)),
+            np.random.RandomState: lambda: int(self.generator.randint(100)),
+        }
+        for size in (1, 3, 2):
+            yield [first + draws[type(self.generator)]() for _ in range(size)]
+
+
+GENERATORS = {
+    "torch": torch.Generator,
+    "python": random.Random,
+    "numpy": np.random.default_rng,
+    "legacy": np.random.RandomState,
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_the_batches_of_a_sampler_depend_on_seed_and_pass_alone(name):
+    loader = DataLoader(range(10**6), batch_sampler=ByLength(GENERATORS[name]()))
+    passes = []
+    for number in (0, 1, 0):
+        np.random.seed()
+        torch.seed()
+        order = SamplerOrder(loader, seed=5, n_passes=number)
+        order.draw(10)
+        passes.append(order)
+    first, second, again = passes
+    assert [len(batch) for batch in first.batches] == [1, 3, 2]
+    assert first.is_whole
+    assert first.batches == again.batches
+    assert first.digests == again.digests
+    assert second.batches[0][0] // 1000 == 1, "set_epoch has the number of the pass"
+    assert not set(first.digests) & set(second.digests)
+
+
+def test_a_sampler_leaves_the_random_numbers_of_the_program_as_they_are():
+    loader = DataLoader(range(10), 2, sampler=WeightedRandomSampler(torch.ones(10), 10))
+    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    SamplerOrder(loader, seed=1, n_passes=0).draw(3)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert np.random.get_state()[1].tolist() == states[1]
+    assert random.getstate() == states[2]
+
+
+class Endless(Sampler):
+    def __iter__(self):
+        while True:
+            yield [int(torch.randint(1000, ()))]
+
+
+def test_an_endless_sampler_is_drawn_in_chunks_that_do_not_depend_on_what_is_drawn_between():
+    loader = DataLoader(range(1000), batch_sampler=Endless())
+    whole, chunked = (SamplerOrder(loader, seed=1, n_passes=0) for _ in range(2))
+    whole.draw(9000)
+    for n_batches in (10, 4097, 9000):
+        chunked.draw(n_batches)
+        torch.rand(3)
+        assert not chunked.is_whole
+    assert whole.digest_of(9000) == chunked.digest_of(9000)
+    assert whole.digest_of(0) == 0
+
+
+def test_the_seed_of_a_loader_comes_from_its_own_generator():
+    loader = DataLoader(range(4), 2, sampler=RandomSampler(range(4), generator=torch.Generator().manual_seed(1)))
+    first = drawn_seed(loader)
+    loader.sampler.generator.manual_seed(1)
+    torch.seed()
+    assert drawn_seed(loader) == first
+    plain = DataLoader(range(4), batch_sampler=BatchSampler(SequentialSampler(range(4)), 2, drop_last=False))
+    torch.manual_seed(7)
+    second = drawn_seed(plain)
+    torch.manual_seed(7)
+    assert drawn_seed(plain) == second
+
+
+def joined(**more):
+    return lambda items: {"x": torch.stack(items), **more}
+
+
+@pytest.mark.parametrize(
+    ("join", "shapes"),
+    [
+        (lambda items: torch.stack(items), (0, 3)),
+        (lambda items: torch.stack(items, 1), (3, 0)),
+        (lambda items: np.stack(items), (0, 3)),
+        (joined(name="batch", scale=0.5, missing=None, mean=torch.ones(2)), {"x": (0, 3), "mean": (2,)}),
+    ],
+)
+def test_a_part_without_rows_has_the_shapes_of_others(join, shapes):
+    part = part_without_rows(join, torch.arange(3.0))
+    if isinstance(part, dict):
+        assert part["name"] == "batch"
+        assert part["missing"] is None
+        part = {key: value for key, value in part.items() if hasattr(value, "shape")}
+        assert {key: tuple(value.shape) for key, value in part.items()} == shapes
+    else:
+        assert tuple(part.shape) == shapes
+
+
+@pytest.mark.parametrize(
+    ("join", "name"),
+    [
+        (lambda items: {"x": torch.stack(items), "n": len(items)}, "got int "),
+        (list, r"got list of form \[\*\]"),
+        (lambda items: pack_sequence(items), "got PackedSequence "),
+        (lambda items: torch.stack(items).to_sparse(), "layout sparse_coo"),
+        (lambda items: torch.tensor(float(len(items))), r"got Tensor of shape \(\)"),
+        (lambda items: torch.cat(items), r"got Tensor of shape \(3,\)"),
+        (lambda items: {"x": object()}, "got object "),
+    ],
+)
+def test_what_has_no_value_for_no_rows_is_refused_by_its_type(join, name):
+    with pytest.raises(DataError, match=name):
+        part_without_rows(join, torch.arange(3.0))
+
+
+@pytest.mark.parametrize(
+    ("order", "sizes"),
+    [
+        (SampleOrder(10, batch_rows=4), {4, 2}),
+        (SampleOrder(10, batch_rows=4, drop_remainder=True), {4}),
+        (SampleOrder(8, batch_rows=4), {4}),
+        (SampleOrder(5, batch_rows=4, inner_epochs=2), {4, 2}),
+        (SampleOrder(10, batch_rows=4, outer_epochs=2, pass_limit=11), {4, 2, 3, 1}),
+    ],
+)
+def test_the_sizes_that_batches_may_have(order, sizes):
+    drawn = {stop - start for start, stop in order.batches(0, order.n_samples)}
+    assert drawn <= batch_sizes(order)
+    assert batch_sizes(order) == sizes
+
+
+def test_cards_for_rdma_are_found_in_sys(tmp_path):
+    assert worker_start.rdma_cards(tmp_path) is None
+    (tmp_path / "class").mkdir()
+    assert worker_start.rdma_cards(tmp_path) == []
+    (tmp_path / "class" / "infiniband" / "mlx5_0").mkdir(parents=True)
+    (tmp_path / "class" / "cxi" / "cxi0").mkdir(parents=True)
+    assert worker_start.rdma_cards(tmp_path) == ["mlx5_0", "cxi0"]
