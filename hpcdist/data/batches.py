@@ -34,6 +34,7 @@ class Cursor:
         position, pass_start, stream, pass_epoch: see above.
         n_batches: of the pass so far.
         part_rows: rows of each local part of the batch before this position, as planned.
+        first_rows: digest of the rows of the batch before this position, of the first one that a stream was asked for.
     """
 
     position: int = 0
@@ -42,6 +43,7 @@ class Cursor:
     pass_epoch: int = 0
     n_batches: int = field(default=0, compare=False)
     part_rows: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    first_rows: int = field(default=0, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from hpcdist.data.iterator import Delivery, DistributedIterator, stages
 from hpcdist.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 from hpcdist.data.prefetch import Items, on_device
 from hpcdist.data.rows import spec_of
+from hpcdist.data.same_rows import describe_first_rows
 from hpcdist.data.streams import Stream
 from hpcdist.errors import DataError, agreed
 from hpcdist.nest import Nest
@@ -553,6 +554,8 @@ class DistributedDataset(DistributedInput):
         cursor, parts = next(readers[0], (self._cursor, None))
         if self._delivery.agree_rows is not None and self.dataset.is_stream:
             self._delivery.agree_rows(cursor.position - self._cursor.position)
+        if self._delivery.agree_first_rows is not None and cursor.first_rows and parts is not None:
+            self._delivery.agree_first_rows(cursor.first_rows, self._describe_first_rows)
         rows = cursor.position - self._cursor.position  # and what a dropped remainder has, between two epochs of a pass
         self.global_rows = min(rows, self._batch_rows or rows)
         self._cursor = cursor
@@ -560,6 +563,10 @@ class DistributedDataset(DistributedInput):
             self._has_checked_parts = True
             self._check_parts_without_rows()
         return parts
+
+    def _describe_first_rows(self) -> list[int | None]:
+        assert isinstance(self.dataset.source, Stream), "rows with random access are compared before they are drawn"
+        return describe_first_rows(self.dataset.source, self._cursor.stream.epoch)
 
     def _check_parts_without_rows(self) -> None:
         """Raise DataError, on all ranks alike, if a batch leaves replicas without rows, and there is no such part."""
@@ -662,6 +669,20 @@ class _DatasetPosition:
 
     cursor: Cursor
     n_left_epochs: int
+
+
+def sharded_dataset(dataset: Dataset, n_replicas: int) -> Dataset:
+    """Return a dataset whose rows are this rank's already, with the batch of one replica in place of the global one.
+
+    Raises:
+        DataError: for a dataset without a batch size.
+    """
+    if not isinstance(dataset, Dataset) or dataset.order.batch_rows is None or dataset.holds_batches:
+        raise DataError(
+            "experimental_distribute_dataset: expected a dataset of rows with batch(global_batch) for is_sharded=True, "
+            "got one without; add batch as the last call."
+        )
+    return replace(dataset, order=_in_parts(dataset.order, n_replicas))
 
 
 def contexts_of(

@@ -20,6 +20,7 @@ import torch
 from hpcdist.data.batches import Cursor, DividedBatches, Division, Plan
 from hpcdist.data.prefetch import Items, moved_ahead, read_ahead
 from hpcdist.data.rows import Function, apply, apply_to_part, no_rows, stack, zeros_like
+from hpcdist.data.same_rows import digest_of
 from hpcdist.data.sources import RowSource, mapped
 from hpcdist.data.streams import Stream, StreamReader
 from hpcdist.errors import DataError
@@ -121,6 +122,7 @@ def _read_rows(pipeline: Pipeline, source: RowSource, plan: Plan, cursor: Cursor
 
 def _read_stream(pipeline: Pipeline, stream: Stream, division: Division, cursor: Cursor) -> Items:
     batches = StreamReader(stream, pipeline.order, pipeline.buffer_rows).batches(cursor)
+    is_first = True
     while True:
         with on_host():
             batch = next(batches, None)
@@ -128,7 +130,9 @@ def _read_stream(pipeline: Pipeline, stream: Stream, division: Division, cursor:
                 return
             after, rows = batch
             parts = [_part_of(pipeline, rows, low, high) for low, high in division.bounds(len(rows))]
-            after = replace(after, part_rows=division.rows_of_parts(len(rows)))
+            first_rows = digest_of(rows) if is_first else 0
+            is_first = False
+            after = replace(after, part_rows=division.rows_of_parts(len(rows)), first_rows=first_rows)
         yield after, parts
 
 
@@ -155,6 +159,8 @@ class Delivery:
         device: where the strategy places inputs; None leaves them on the host.
         agree_rows: called with the rows of every global batch of a stream, and with 0 at its end, as nobody can know
             before that streams are equal on all ranks; raises on all ranks when they are not. Collective.
+        agree_first_rows: called with the digest of the first batch that is drawn from a stream, and a function that
+            describes the stream's first rows; raises on all ranks when they are not equal. Collective.
         agree_end: called with whether this rank is out of data, and whether one that is ends the pass for all; returns
             whether it ends. Collective; None for one rank.
     """
@@ -166,6 +172,7 @@ class Delivery:
     wrap: Callable[[list[Nest]], Any] | None = None
     device: torch.device | None = None
     agree_rows: Callable[[int], None] | None = None
+    agree_first_rows: Callable[[int, Callable[[], list[int | None]]], None] | None = None
     agree_end: Callable[[bool, bool], bool] | None = None
 
     def check(self, n_local: int) -> None:

@@ -5,6 +5,7 @@ of several.
 """
 
 import contextlib
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -14,10 +15,13 @@ import torch
 import xxhash
 
 from hpcdist.data.sources import RowSource
-from hpcdist.nest import leaves
+from hpcdist.data.streams import Stream
+from hpcdist.nest import Nest, leaves
 
 #: Reads of a sample that show whether rows are random.
 _N_READS = 8
+#: Rows of a stream that are compared where ranks have drawn others.
+_N_FIRST_ROWS = 8
 #: What `describe_rows` says of rows that are.
 RANDOM = "random"
 
@@ -37,6 +41,33 @@ def describe_rows(source: RowSource) -> str:
 def are_random(source: RowSource) -> bool:
     """Return whether repeated reads of a sample of the rows differ. Cost: the sample is read eight times."""
     return len({_digest(source) for _ in range(_N_READS)}) > 1
+
+
+def digest_of(rows: Nest) -> int:
+    """Return a digest of the content of rows, of 63 bits."""
+    digest = xxhash.xxh3_64()
+    for leaf in leaves(rows):
+        digest.update(_content_of(leaf))
+    return digest.intdigest() >> 1
+
+
+def describe_first_rows(stream: Stream, epoch: int) -> list[int | None]:
+    """Return a digest for each leaf of the first rows of a stream; None for one that differs between two reads.
+
+    Random numbers of the libraries are drawn from the same seeds each time.
+
+    Cost: the first rows are drawn twice, each time from a new iterator.
+    """
+    reads: list[list[int]] = []
+    for _ in range(2):
+        with own_random_numbers():
+            rows = list(itertools.islice(stream.draw(epoch), _N_FIRST_ROWS))
+        columns = zip(*map(leaves, rows), strict=False)
+        reads.append([digest_of(list(column)) for column in columns])
+    descriptions: list[int | None] = []
+    for first, second in zip(*reads, strict=False):
+        descriptions.append(first if first == second else None)
+    return descriptions
 
 
 def _digest(source: RowSource) -> str:

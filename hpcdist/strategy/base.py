@@ -17,6 +17,7 @@ from hpcdist.data.distributed import (
     DatasetFunction,
     DistributedDataset,
     DistributedFromFunction,
+    DistributedInput,
     as_dataset,
     datasets_of,
 )
@@ -394,8 +395,8 @@ class Strategy(Ranks):
         return made[0] if type(self) is Strategy else regroup(made, has_no_plain=True)
 
     def experimental_distribute_dataset(
-        self, dataset: Any, options: InputOptions | None = None
-    ) -> DistributedDataset | DistributedLoader | Dataset:
+        self, dataset: Any, options: InputOptions | None = None, is_sharded: bool = False
+    ) -> DistributedInput | Dataset:
         """Return this replica's parts of a dataset whose batches are global batches.
 
         Collective where replicas are on several ranks: they agree on the seed of the order.
@@ -404,6 +405,9 @@ class Strategy(Ranks):
             dataset: an hpcdist.Dataset with a batch size, or a torch DataLoader, whose batch is the global one then.
                 Its workers, sampler and other settings are kept.
             options: of the input.
+            is_sharded: whether the dataset itself gives each rank other rows, as a stream that is cut by rank. Each
+                replica gets its share of the global batch then while its rank has rows, and parts without rows until
+                all ranks are out of rows; a restart needs as many ranks.
 
         Raises:
             DataError: when `dataset` is something else; on every rank alike. Without a strategy one without a batch

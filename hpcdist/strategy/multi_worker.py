@@ -24,10 +24,12 @@ from hpcdist.data.distributed import (
     DatasetFunction,
     DistributedDataset,
     DistributedFromFunction,
+    DistributedInput,
     as_dataset,
     check_distributable,
     contexts_of,
     datasets_of,
+    sharded_dataset,
 )
 from hpcdist.data.distributed_loader import DistributedLoader, has_own_sampler
 from hpcdist.data.iterator import Delivery
@@ -54,6 +56,9 @@ from hpcdist.strategy import context
 from hpcdist.strategy.base import Strategy, get_strategy
 from hpcdist.strategy.devices import parse_device, require_device
 from hpcdist.strategy.values import regroup
+
+#: Leaves of rows that are told apart when ranks compare which are random.
+_MAX_LEAVES = 62
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -304,9 +309,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         return gather_rows(rows, self.group), int(counts[: self._comm.rank].sum())
 
     def experimental_distribute_dataset(
-        self, dataset: Any, options: InputOptions | None = None
-    ) -> DistributedDataset | DistributedLoader:
+        self, dataset: Any, options: InputOptions | None = None, is_sharded: bool = False
+    ) -> DistributedInput:
         """Return this replica's parts of a dataset; see `Strategy.experimental_distribute_dataset`."""
+        if is_sharded:
+            return self.distribute_datasets_from_function(
+                lambda context: sharded_dataset(as_dataset(dataset), self.n_replicas), options
+            )
         if has_own_sampler(dataset):
             return self._distribute_loader(dataset, options)
         with self.world.agreed(self._comm):
@@ -398,6 +407,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             wrap=functools.partial(regroup, has_no_plain=True) if self._has_fixed_replicas else None,
             device=self._placed_on,
             agree_rows=self._agree_rows,
+            agree_first_rows=self._agree_first_rows,
             agree_end=self._agree_end,
         )
 
@@ -428,6 +438,33 @@ class MultiWorkerMirroredStrategy(Strategy):
                     f"distribute_datasets_from_function."
                 )
             )
+
+    def _agree_first_rows(self, digest: int, describe: Callable[[], list[int | None]]) -> None:
+        """Raise on all ranks unless their streams begin with the same rows, as far as these are not random.
+
+        Collective: all ranks; bounded.
+        """
+        if self.world.all_equal(str(digest), self._comm):
+            return
+        own_rows = describe()
+        random_leaves = 0
+        for number, leaf in enumerate(own_rows):
+            random_leaves |= (leaf is None) << number % _MAX_LEAVES
+        random_leaves = self.world.all_reduce_int(random_leaves, MPI.BOR, self._comm)
+        same_rows: list[int | None] = []
+        for number, leaf in enumerate(own_rows):
+            is_random = random_leaves >> number % _MAX_LEAVES & 1
+            same_rows.append(None if is_random else leaf)
+        are_same = self.world.all_equal(str(same_rows), self._comm)
+        if are_same and any(leaf is not None for leaf in same_rows):
+            return
+        raise agreed(
+            DataError(
+                "experimental_distribute_dataset: expected streams that yield the same rows on every rank, as each "
+                "keeps its part of every batch, got others at the beginning of a pass; pass is_sharded=True if the "
+                "dataset itself gives each rank other rows, or draw random numbers from seeded generators."
+            )
+        )
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Let hook(state, bucket) sum the gradients of each bucket; see `Strategy.register_comm_hook`."""

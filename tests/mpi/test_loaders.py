@@ -9,6 +9,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -177,8 +178,12 @@ def test_workers_are_kept_if_they_are_persistent(strategy, comm, method, is_pers
     assert torch.initial_seed() == 1
 
 
+def count_rows(items):
+    return {"x": torch.stack([x for x, _ in items]), "n": len(items)}
+
+
 def test_a_part_without_rows_of_what_has_none_is_refused_on_all_ranks(strategy, comm):
-    loader = DataLoader(Rows(), 7, collate_fn=lambda items: {"x": torch.stack(next(zip(*items))), "n": len(items)})
+    loader = DataLoader(Rows(), 7, collate_fn=count_rows)
     distributed = strategy.experimental_distribute_dataset(loader)
     if comm.size < 3:  # the last batch has two rows
         assert next(iter(distributed))["n"] == -(-7 // comm.size) - (comm.rank == 1)
@@ -194,3 +199,78 @@ def test_random_numbers_of_the_program_do_not_depend_on_workers(strategy):
         list(strategy.experimental_distribute_dataset(DataLoader(Rows(), 8, num_workers=n_workers)))
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
+
+
+class Stream(IterableDataset):
+    """24 rows; of each rank its own if it is cut, and with random numbers beside them if it is noisy."""
+
+    def __init__(self, rank=0, n_ranks=1, n_rows=24, noise=None):
+        self.rows = range(rank, n_rows, n_ranks)
+        self.noise = noise
+
+    def __iter__(self):
+        for row in self.rows:
+            label = row if self.noise is None else self.noise()
+            yield torch.full((2,), float(row)), label
+
+
+def rows_of_all(comm, distributed):
+    own_rows = [row for x, _ in distributed for row in x[:, 0].tolist()]
+    return sorted(sum(comm.allgather(own_rows), []))
+
+
+def test_a_stream_that_is_cut_by_rank_is_refused_unless_that_is_said(strategy, comm):
+    stream = Stream(comm.rank, comm.size)
+    loader = DataLoader(stream, batch_size=5)
+    distributed = strategy.experimental_distribute_dataset(loader)
+    if comm.size > 1:
+        with pytest.raises(DataError, match="is_sharded=True"):
+            next(iter(distributed))
+    distributed = strategy.experimental_distribute_dataset(loader, is_sharded=True)
+    for _ in range(2):
+        assert rows_of_all(comm, distributed) == list(range(24))
+
+
+def test_shards_of_different_lengths_end_together_with_parts_without_rows(strategy, comm):
+    stream = Stream(0, 1, n_rows=2 + 3 * comm.rank)
+    distributed = strategy.experimental_distribute_dataset(
+        DataLoader(stream, batch_size=2 * comm.size), is_sharded=True
+    )
+    sizes = [len(x) for x, _ in distributed]
+    n_steps = -(-(2 + 3 * (comm.size - 1)) // 2)
+    assert len(sizes) == n_steps
+    assert sum(sizes) == 2 + 3 * comm.rank
+    with torch.no_grad():
+        weights = strategy.reduce("sum", torch.tensor(float(sum(sizes))), axis=None)
+    assert weights == sum(2 + 3 * rank for rank in range(comm.size))
+
+
+NOISES = {
+    "seeded alike": lambda: float(torch.rand(())),
+    "of its own": lambda: float(np.random.default_rng().random()),
+}
+
+
+@pytest.mark.parametrize("name", NOISES)
+def test_random_numbers_beside_the_rows_make_no_other_stream(strategy, comm, name):
+    torch.manual_seed(comm.rank)
+    stream = Stream(noise=NOISES[name])
+    distributed = strategy.experimental_distribute_dataset(DataLoader(stream, batch_size=8))
+    assert rows_of_all(comm, distributed) == list(range(24))
+    cut = strategy.experimental_distribute_dataset(DataLoader(Stream(comm.rank, comm.size, noise=NOISES[name]), 8))
+    if comm.size > 1:
+        with pytest.raises(DataError, match="is_sharded=True"):
+            next(iter(cut))
+
+
+def test_a_sharded_stream_resumes_on_as_many_ranks(strategy, comm):
+    loader = DataLoader(Stream(comm.rank, comm.size), batch_size=2 * comm.size)
+    distributed = strategy.experimental_distribute_dataset(loader, is_sharded=True)
+    whole = [x[:, 0].tolist() for x, _ in distributed]
+    again = strategy.experimental_distribute_dataset(loader, is_sharded=True)
+    iterator = iter(again)
+    first = [next(iterator)[0][:, 0].tolist() for _ in range(2)]
+    state = again.state_dict()
+    resumed = strategy.experimental_distribute_dataset(loader, is_sharded=True)
+    resumed.load_state_dict(state)
+    assert first + [x[:, 0].tolist() for x, _ in resumed] == whole
