@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from hpcdist.forks import make_lock
+
 _Queue = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
 
@@ -22,7 +24,7 @@ class BackgroundThread:
         self._queue: _Queue = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_stopped = False
-        self._starting = threading.Lock()  # several threads may submit
+        self._starting = make_lock()  # several threads may submit
 
     def submit(self, call: Callable[[], Any]) -> "Future[Any]":
         """Make `call` after all that were submitted before; return the future of its result.

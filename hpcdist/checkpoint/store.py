@@ -17,7 +17,6 @@ import logging
 import os
 import re
 import secrets
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from hpcdist.checkpoint.read import CheckpointFile, Index, open_checkpoint, read
 from hpcdist.checkpoint.retention import Retention, SaveFacts
 from hpcdist.checkpoint.tree import NamedArray
 from hpcdist.errors import AttemptReplaced, CheckpointDamaged, CheckpointError, CheckpointMissing
+from hpcdist.forks import make_lock
 
 logger = logging.getLogger("hpcdist")
 
@@ -98,7 +98,7 @@ class Store:
         self._last_before = self._last_saved = -1
         self._has_saved = False
         self._thinned_bytes = 0
-        self._noting = threading.Lock()  # the saver's thread notes commits
+        self._noting = make_lock()  # the saver's thread notes commits
         self._facts: dict[Saved, SaveFacts] = {}
 
     # -- reading --------------------------------------------------------------------------------------------------

@@ -328,3 +328,11 @@ _group_of_role: Group | None = None
 def _key_of_groups() -> int:
     """Return the key of a communicator's groups, by MPI's own way to attach data. Made once MPI has started."""
     return MPI.Comm.Create_keyval(delete_fn=_free_groups, nopython=False)
+
+
+def _forget_group() -> None:
+    global _group_of_role
+    _group_of_role = None
+
+
+os.register_at_fork(after_in_child=_forget_group)  # the next call finds out that this process is no rank

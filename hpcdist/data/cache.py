@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 import tempfile
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -27,6 +26,7 @@ from hpcdist.data.rows import no_rows, stack, unstack
 from hpcdist.data.sources import Description, RowSource
 from hpcdist.data.streams import Stream
 from hpcdist.errors import DataError
+from hpcdist.forks import make_rlock
 from hpcdist.nest import Nest, map_nest
 from hpcdist.plan.sample_order import Rows
 
@@ -173,7 +173,7 @@ class FileStore:
         self._new: dict[int, StoredRow] = {}
         self._n_committed = self._end = 0
         self._seen: set[str] = set()
-        self._lock = threading.RLock()
+        self._lock = make_rlock()
         try:
             folder = os.path.dirname(filename) or "."
             self._spool = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed below

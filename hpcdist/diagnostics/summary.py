@@ -2,13 +2,13 @@
 
 import atexit
 import sys
-import threading
 import time
 from dataclasses import dataclass
 
 import numpy as np
 
 from hpcdist.errors import UsageError
+from hpcdist.forks import make_lock
 
 
 @dataclass
@@ -22,7 +22,7 @@ class CallTotals:
     """Calls, bytes and seconds of the collectives of all threads of this rank, by operation and dtype."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = make_lock()
         self._started_s = time.monotonic()
         self._of: dict[tuple[str, str], _Total] = {}
 

@@ -1,7 +1,6 @@
 """One attempt of a job: it keeps `decision.json` true, so that the launcher knows what to do however it ends."""
 
 import logging
-import threading
 from pathlib import Path
 
 from hpcdist.checkpoint.store import Store
@@ -14,6 +13,7 @@ from hpcdist.errors import (
     NoProgressError,
     log,
 )
+from hpcdist.forks import make_lock
 from hpcdist.resilience.decision import Decision, DecisionFile, decide, has_progress, without_progress
 from hpcdist.resilience.ledger import Launch, Ledger
 from hpcdist.resilience.manager import CheckpointManager
@@ -41,7 +41,7 @@ class RunRecord:
         self._ledger = Ledger(store)
         self._is_counted = is_counted
         self._job = job
-        self._writing = threading.Lock()  # the saver's thread writes too
+        self._writing = make_lock()  # the saver's thread writes too
         self.file = DecisionFile(store.path.parent)
 
     def end(self, how: str, reason: str) -> None:

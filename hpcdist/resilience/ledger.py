@@ -17,7 +17,6 @@ import functools
 import json
 import platform
 import sys
-import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from hpcdist.checkpoint.event_lines import FollowedFile
 from hpcdist.checkpoint.store import Store
 from hpcdist.cluster.environment import is_after_preemption, job_id, read_environment
 from hpcdist.cluster.slurm import node_names
+from hpcdist.forks import make_lock
 
 #: Attempts that are read: each line "begin" carries over what counts of earlier ones.
 _N_READ = 16
@@ -170,7 +170,7 @@ class Ledger:
         self._store = store
         self._followed: dict[int, FollowedFile] = {}
         self._known: dict[int, Attempt] = {}
-        self._reading = threading.Lock()  # the saver's thread reads too
+        self._reading = make_lock()  # the saver's thread reads too
 
     def refresh(self) -> None:
         """Let the next look find attempts of other nodes, whatever this one has listed before."""

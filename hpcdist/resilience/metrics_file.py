@@ -14,7 +14,6 @@ import json
 import logging
 import operator
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from hpcdist.background import BackgroundThread
 from hpcdist.checkpoint import durable
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.errors import CheckpointDamaged, CheckpointError, UsageError
+from hpcdist.forks import make_lock
 from hpcdist.retries import Retries
 from hpcdist.runtime.process import make_world, send_heartbeat
 from hpcdist.runtime.world import World
@@ -73,7 +73,7 @@ class MetricsFile:
         self._last_step = -1
         self._pid = os.getpid()
         self._thread = BackgroundThread("hpcdist-metrics")
-        self._lock = threading.Lock()
+        self._lock = make_lock()
         # with the lock
         self._queue: list[tuple[int, bytes]] = []
         self._appending: Future[None] | None = None

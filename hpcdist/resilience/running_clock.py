@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
+from hpcdist.forks import make_lock
+
 #: Time between two looks of the thread.
 BEAT_S = 1.0
 #: A longer time between two looks is a pause, unless the process has computed in it.
@@ -59,7 +61,7 @@ class RunningClock:
         self._looked_s = self._clocks.monotonic()
         self._computed_s = self._clocks.computed()
         self._offset_s = self._clocks.wall() - self._looked_s
-        self._lock = threading.Lock()
+        self._lock = make_lock()
         stopped = threading.Event()
         weakref.finalize(self, stopped.set).atexit = False
         self._stopped = stopped

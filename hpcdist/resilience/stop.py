@@ -19,6 +19,7 @@ from hpcdist.background import BackgroundThread
 from hpcdist.checkpoint.durable import Disk
 from hpcdist.child_processes import STOP_SIGNALS, obey_only
 from hpcdist.errors import UsageError
+from hpcdist.forks import make_lock
 
 logger = logging.getLogger("hpcdist")
 
@@ -90,7 +91,7 @@ class StopFlag:
         self._file_looked_at = self._watcher_looked_at = -float("inf")
         self._looker = BackgroundThread("hpcdist-stop-file")
         self._look: Future[bool] | None = None
-        self._looking = threading.Lock()
+        self._looking = make_lock()
         self._has_warned = False
         self.since: float | None = None
 

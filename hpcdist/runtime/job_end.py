@@ -97,7 +97,7 @@ class ExitHooks:
         self._on_uncaught = act
 
     def _note_uncaught(self, what: str, report: list[str]) -> None:
-        if not self._is_forked:
+        if not self.is_forked:
             with contextlib.suppress(Exception):  # whatever fails there, the job must end for the error that there is
                 self._on_uncaught(what, "".join(report))
 
@@ -141,7 +141,7 @@ class ExitHooks:
         report = traceback.format_exception(kind, error, trace)
         self._note_uncaught("uncaught exception", report)
         is_agreed = isinstance(error, HpcdistError) and error.is_agreed
-        if not is_agreed and (self._comm.size == 1 or self._is_forked):
+        if not is_agreed and (self._comm.size == 1 or self.is_forked):
             self._previous_hook(kind, error, trace)
             is_interactive = bool(sys.flags.interactive) or hasattr(sys, "ps1")
             if isinstance(error, HpcdistError) and not is_interactive:
@@ -162,7 +162,7 @@ class ExitHooks:
         report = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
         name = args.thread.name if args.thread else "unknown"
         self._note_uncaught(f"uncaught exception in thread {name}", report)
-        if self._comm.size == 1 or self._is_forked:
+        if self._comm.size == 1 or self.is_forked:
             threading.__excepthook__(args)
             return
         if self._is_beside_training():
@@ -180,7 +180,7 @@ class ExitHooks:
     def _wait_for_all(self) -> None:
         """Wait for all ranks to leave; a rank that leaves by a failing exit waits briefly, then ends the others."""
         code = self._leaving_code()
-        if self._is_forked:  # Python's exit would go on to finalize MPI, which the parent still uses
+        if self.is_forked:  # Python's exit would go on to finalize MPI, which the parent still uses
             _flush()
             os._exit(code)
         if MPI.Is_finalized() or self._comm.size == 1:
@@ -214,7 +214,7 @@ class ExitHooks:
 
         To be called at least every second, from the main thread.
         """
-        if not (MPI.Is_finalized() or self._is_forked):
+        if not (MPI.Is_finalized() or self.is_forked):
             for rank in range(self._comm.size):
                 if rank != self._comm.rank:
                     self._heartbeats.append(self._comm.Isend(_HEARTBEAT, rank, _HEARTBEAT_TAG))
@@ -222,7 +222,7 @@ class ExitHooks:
 
     def announce_end(self, ranks: Sequence[int]) -> None:
         """Tell other ranks, such as evaluators, with which code this one is about to leave. Not collective."""
-        if not (MPI.Is_finalized() or self._is_forked):
+        if not (MPI.Is_finalized() or self.is_forked):
             code = np.array([self._leaving_code()], np.int32)
             self._heartbeats += [self._comm.Isend(code, rank, _END_TAG) for rank in ranks if rank != self._comm.rank]
 
@@ -249,7 +249,7 @@ class ExitHooks:
             self._on_done()
 
     @property
-    def _is_forked(self) -> bool:
+    def is_forked(self) -> bool:
         """Whether this process was forked from the rank: it must not touch MPI, and its exit is not the rank's."""
         return os.getpid() != self._pid
 

@@ -6,12 +6,12 @@ The memory has no name, so that nothing is left behind, however the job ends.
 import mmap
 import os
 import platform
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hpcdist.errors import CollectiveError
+from hpcdist.forks import make_lock
 from hpcdist.runtime.waiting import YIELDS, late, wait_until
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class NodeBarrier:
             raise late("barrier", self._timeout_s, ", ".join(missing), self._names[self._own // CELLS])
 
 
-_locks = threading.Lock(), threading.Lock()
+_locks = make_lock(), make_lock()
 
 
 def fence() -> None:

@@ -4,11 +4,13 @@ The world is made at first use, behind hooks that end every rank when one fails,
 """
 
 import atexit
+import os
 from collections.abc import Callable
 from typing import NoReturn
 
 from hpcdist.cluster.environment import launcher_of, read_environment
 from hpcdist.cluster.resolvers import ClusterResolver
+from hpcdist.errors import UsageError
 from hpcdist.runtime import job_end
 from hpcdist.runtime.job_end import ExitHooks
 from hpcdist.runtime.mpi import MPI, start, start_timeout_s
@@ -29,8 +31,14 @@ def make_world(resolver: ClusterResolver | None = None, serves: bool = False) ->
 
     Raises:
         ConfigurationError: as `World`; on every rank alike.
+        UsageError: in a process that was forked from a rank, such as a worker of a DataLoader.
     """
     global _process_world
+    if _hooks is not None and _hooks.is_forked:
+        raise UsageError(
+            f"world: expected the process of a rank, got process {os.getpid()}, which was forked from it and must not "
+            f"use MPI; call hpcdist in the rank, or from a program that is started by subprocess.run."
+        )
     _install_hooks()
     comm = getattr(resolver, "comm", None)
     if _process_world is None and (comm is None or comm.size == MPI.COMM_WORLD.size):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from hpcdist.forks import make_condition, make_lock
 from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.waiting import wait_until
 from hpcdist.runtime.world import World
@@ -31,7 +32,7 @@ class KeyTable:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
+        self._changed = make_condition()
 
     def set(self, key: str, value: bytes) -> None:
         """Set the value of a key."""
@@ -183,7 +184,7 @@ class MPIStore(dist.Store):  # type: ignore[name-defined, misc]
         self._is_holder = world.rank == 0
         self._table = KeyTable()
         self._number = 0
-        self._asking = threading.Lock()
+        self._asking = make_lock()
         if self._is_holder and world.size > 1:
             server = _Server(self._comm, self._table)
             server.start()

@@ -215,7 +215,9 @@ class Stream(IterableDataset):
 
 
 def rows_of_all(comm, distributed):
-    own_rows = [row for x, _ in distributed for row in x[:, 0].tolist()]
+    own_rows = []
+    for x, _ in distributed:
+        own_rows += x[:, 0].tolist()
     return sorted(sum(comm.allgather(own_rows), []))
 
 

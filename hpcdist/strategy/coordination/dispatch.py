@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from hpcdist.errors import ClosureTimeoutError, CollectiveTimeoutError, ExitCode, HpcdistError, log
+from hpcdist.forks import make_condition
 from hpcdist.ps import pickles
 from hpcdist.ps.messages import Bytes, Kind, Message
 from hpcdist.ps.served import stop_for
@@ -96,7 +97,7 @@ class Dispatcher:
         self._mailbox = Mailbox(comm)
         self._workers = {rank: _Worker(rank, number) for number, rank in enumerate(ranks)}
         self.queue = ClosureQueue()
-        self.changed = threading.Condition()
+        self.changed = make_condition()
         self.n_steps = 0
         self.is_over, self._exit_code = False, -1
         self._now, self._looked_at = 0.0, time.monotonic()  # a clock that stands still while this process is suspended

@@ -6,13 +6,14 @@ wins, but for whole numbers and for variables that were only added to: there, di
 variables whose copies are summed: what a function has seen is added to the coordinator's.
 """
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from hpcdist.forks import make_rlock
 
 #: A module: the number of the object that it is part of, and its place in that.
 Place = tuple[int, int]
@@ -47,7 +48,7 @@ class SharedState:
 
     def __init__(self, is_served: Callable[[Any], bool]) -> None:
         self._is_served = is_served
-        self._lock = threading.RLock()
+        self._lock = make_rlock()
         self._modules: dict[Place, nn.Module] = {}
         self._defined: set[int] = set()
         self._frozen: set[int] = set()

@@ -1,0 +1,181 @@
+"""What a worker process of a distributed DataLoader does: it reads and joins items, and notes which one it reads.
+
+Worker processes import this file: nothing here may start MPI.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, default_collate, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from hpcdist.child_processes import obey_only
+from hpcdist.data.parts_without_rows import part_without_rows
+from hpcdist.data.same_rows import own_random_numbers
+from hpcdist.errors import DataError
+from hpcdist.nest import Nest, map_nest
+
+
+@dataclass(frozen=True)
+class EmptyPart:
+    """A part of no items, or why there is none."""
+
+    part: Nest
+    refusal: str | None = None
+
+    @classmethod
+    def made_of(cls, join: Callable[[list[Any]], Nest], item: Any) -> "EmptyPart":
+        """Return the part of no items, as of one item."""
+        try:
+            return cls(part_without_rows(join, item))
+        except DataError as error:
+            return cls(None, str(error))
+
+    def part_or_error(self) -> Nest:
+        """Return the part.
+
+        Raises:
+            DataError: where there is none.
+        """
+        if self.refusal is not None:
+            raise DataError(self.refusal)
+        return self.part
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a worker sends: a part of a batch, and with its first one a part of no items."""
+
+    part: Nest
+    empty_part: EmptyPart | None = None
+
+    def pin_memory(self) -> "Joined":
+        """Return this with pinned copies of tensors; torch calls it in the thread that pins."""
+        return replace(self, part=map_nest(_pinned, self.part))
+
+
+def _pinned(leaf: Any) -> Any:
+    return leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf
+
+
+class JoinInWorker:
+    """Joins items in a worker process.
+
+    Args:
+        join: makes a part of a list of items.
+    """
+
+    def __init__(self, join: Callable[[list[Any]], Nest]) -> None:
+        self._join = join
+        self._is_first = True
+
+    def __call__(self, items: list[Any]) -> Joined:
+        """Return the items joined."""
+        part = self._join(items)
+        if not self._is_first:
+            return Joined(part)
+        self._is_first = False
+        with own_random_numbers():
+            return Joined(part, EmptyPart.made_of(self._join, items[0]))
+
+
+class Progress:
+    """What each worker of a loader reads, in memory that all processes see.
+
+    Args:
+        n_workers: number of workers.
+    """
+
+    def __init__(self, n_workers: int) -> None:
+        self._keys = torch.full((n_workers,), -1, dtype=torch.int64)
+        self._keys.share_memory_()  # type: ignore[no-untyped-call]
+
+    def note(self, worker: int, key: Any) -> None:
+        """Note that a worker begins to read an item; of keys that are no whole numbers, nothing is known."""
+        self._keys[worker] = key if isinstance(key, int) else -1
+
+    def describe(self, worker: int) -> str:
+        """Return which item a worker has begun to read last."""
+        key = int(self._keys[worker])
+        return "an item" if key < 0 else f"item {key}"
+
+
+class NotedItems:
+    """Items of a dataset; workers note which one they read.
+
+    Args:
+        items: dataset of the program.
+        progress: where workers note it.
+
+    Attributes:
+        items: as given.
+    """
+
+    def __init__(self, items: Any, progress: Progress) -> None:
+        self.items = items
+        self._progress = progress
+        self._worker: int | None = None
+
+    def note(self, key: Any) -> None:
+        """Note that this worker begins to read an item."""
+        if self._worker is None:
+            info: Any = get_worker_info()
+            self._worker = info.id
+        self._progress.note(self._worker, key)
+
+    def __getitem__(self, key: Any) -> Any:
+        self.note(key)
+        return self.items[key]
+
+
+class NotedBatches(NotedItems):
+    """Items of a dataset that reads a batch of them at once."""
+
+    def __getitems__(self, keys: list[Any]) -> Any:
+        """Return items by their keys; torch calls it for a batch."""
+        self.note(keys[0])
+        return self.items.__getitems__(keys)
+
+
+def _show_own_items() -> None:
+    """Let get_worker_info() return the program's own dataset, as in a worker of its own loader."""
+    info: Any = get_worker_info()
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=info.dataset.items
+    )
+
+
+def begin_worker(owner: int, init: Callable[[int], None] | None, worker_id: int) -> None:
+    """Begin the work of a process.
+
+    Args:
+        owner: id of the rank's process, which alone ends this one.
+        init: worker_init_fn of the program.
+        worker_id: number of the worker.
+    """
+    obey_only(owner)
+    _show_own_items()
+    if init is not None:
+        init(worker_id)
+
+
+def collate(items: list[Any]) -> Nest:
+    """Return items joined by torch's default_collate, with tuples for tuples."""
+    return _formed_as(items[0], default_collate(items))
+
+
+def _formed_as(item: Any, joined: Any) -> Any:
+    if isinstance(item, dict):
+        return {key: _formed_as(item[key], joined[key]) for key in item}
+    if isinstance(item, tuple) and not hasattr(item, "_fields"):
+        return tuple(_formed_as(*pair) for pair in zip(item, joined, strict=True))
+    return joined
+
+
+def collate_of(loader: "DataLoader[Any]") -> Callable[[list[Any]], Nest]:
+    """Return what joins the items of a loader."""
+    if loader.collate_fn is default_collate or loader.batch_sampler is None:
+        return collate
+    return loader.collate_fn
