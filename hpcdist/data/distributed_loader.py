@@ -1,6 +1,7 @@
 """Distributed DataLoaders with a sampler of the program's own: this rank's parts of every batch, and the cursor."""
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -85,6 +86,7 @@ class DistributedLoader(DistributedInput):
         super().__init__(len(replicas), delivery, options)
         self._loader = loader
         self._reader = LoaderReader(loader)
+        weakref.finalize(self, self._reader.close)
         self._seed = seed
         self._division = Division(replicas, n_replicas)
         self._require_same = require_same

@@ -55,8 +55,10 @@ class LoaderReader:
         self._collate = collate_of(loader)
         self._row_loader: _RowLoader | None = None
         self._empty_part: EmptyPart | None = None
+        self._iterators: set[Any] = set()
         self._is_reading = False
         self._n_passes = 0
+        self._pid = os.getpid()
 
     def read_here(self, keys: ItemKeys) -> Nest:
         """Return at least one item, joined, read in this process."""
@@ -91,6 +93,7 @@ class LoaderReader:
         row_loader = self._begin_pass(for_workers)
         with signals_held_back():
             batches = iter(row_loader)
+        self._iterators.add(batches)
         was_reading = self._is_reading
         self._is_reading = True
         try:
@@ -98,6 +101,21 @@ class LoaderReader:
                 yield self._next_batch(batches, row_loader, number)
         finally:
             self._is_reading = was_reading
+            if row_loader is not self._row_loader or not row_loader.persistent_workers:
+                self._iterators.discard(batches)
+                _end_workers(batches)
+
+    def close(self) -> None:
+        """End all workers. Not collective.
+
+        To be called before the garbage collector takes iterators of torch: it would close their queues first, and each
+        would wait 5 s for workers that nobody can reach.
+        """
+        if os.getpid() != self._pid:  # a forked child has no workers
+            return
+        for batches in self._iterators:
+            _end_workers(batches)
+        self._iterators = set()
 
     def _begin_pass(self, requests: Iterator[ItemKeys]) -> "_RowLoader":
         """Return the loader of a pass; if workers are persistent, that of the last pass."""
@@ -191,6 +209,11 @@ class _RowLoader(DataLoader[Any]):
         """Read other items from the next iterator on."""
         self._requests.begin_pass(requests)
         self.generator.manual_seed((self._seed + number) % (1 << 63))
+
+
+def _end_workers(batches: Any) -> None:
+    """End the workers of an iterator of torch, which does nothing if they have ended."""
+    batches._shutdown_workers()
 
 
 def _failure_of(batches: Any, error: Exception, awaited_worker: int) -> tuple[int, str, str]:

@@ -1,6 +1,7 @@
 """Rows of torch's own datasets and data loaders."""
 
 import itertools
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -35,6 +36,7 @@ class ItemsSource(RowSource):
         self._items = items
         self._loader = DataLoader(items) if loader is None else loader
         self._reader = LoaderReader(self._loader)
+        weakref.finalize(self, self._reader.close)
         self.n_rows = len(items)
 
     def describe(self) -> Description:

@@ -22,14 +22,30 @@ import traceback
 from dataclasses import asdict, dataclass, replace
 
 import torch
-from mpi4py import MPI
 from torch import nn
 
 import hpcdist
+from hpcdist.data.distributed_loader import has_own_sampler
+from hpcdist.data.sampler_order import SamplerOrder, drawn_seed
 from hpcdist.errors import HpcdistError
+from hpcdist.runtime.mpi import MPI
 from hpcdist.runtime.process import call_when_done, make_world
 
-DATA = ("dataset", "loader", "own loader", "own loader, torch's sampler", "index", "generator")
+DATA = (
+    "dataset",
+    "loader",
+    "weighted loader",
+    "bucket loader",
+    "stream",
+    "own loader",
+    "own loader, torch's sampler",
+    "index",
+    "generator",
+)
+#: Kinds of data that `experimental_distribute_dataset` divides.
+DISTRIBUTED = DATA[:5]
+#: How the workers of loaders are started; None reads in the rank itself.
+WORKERS = ("none", "fork", "persistent", "forkserver")
 LOOPS = (
     "plain",
     "draws ahead",
@@ -71,12 +87,13 @@ class Script:
     n_rows: int
     batch: int
     seed: int
+    workers: str = "none"
     cure: str = ""
 
     @property
     def is_distributed(self):
         """Whether the strategy divides the batches."""
-        return self.data in ("dataset", "loader") or self.cure in ("distribute", "take")
+        return self.data in DISTRIBUTED or self.cure in ("distribute", "take")
 
     @property
     def n_epochs(self):
@@ -99,7 +116,7 @@ class Script:
 def draw(seed):
     """Return a script."""
     random_numbers = random.Random(seed)
-    data = random_numbers.choices(DATA, (12, 11, 10, 1, 1, 1))[0]
+    data = random_numbers.choices(DATA, (8, 8, 6, 6, 5, 10, 1, 1, 1))[0]
     loop = random_numbers.choices(LOOPS, (6, 6, 6, 4, 4, 4, 1, 4, 6, 6, 4, 1))[0]
     step, epoch_end = random_numbers.choice(STEPS), random_numbers.choice(EPOCH_ENDS)
     model = random_numbers.choices(MODELS, (3, 1, 1))[0]
@@ -109,6 +126,8 @@ def draw(seed):
         step, model = "plain", "linear"
     if loop in ("gan", "zip") and data in ("index", "generator"):
         data = "dataset"
+    if loop == "zip" and data in ("weighted loader", "bucket loader", "stream"):
+        data = "loader"
     if loop == "zip":
         batch = random_numbers.choice((6, 12))  # divided into the same fractions as the others' 12
         n_rows = batch * random_numbers.choice((3, 4)) + random_numbers.choice((0, 0, 0, 1, 5))
@@ -119,7 +138,14 @@ def draw(seed):
     if data.startswith("own") or data in ("index", "generator"):
         n_rows = n_rows // 12 * 12 + 12  # the same rows on 1, 2 and 3 ranks: a sampler gives some twice
         batch = 6
-    return Script(data, loop, step, epoch_end, model, n_rows, batch, seed)
+    if data == "bucket loader":
+        model = "linear" if model == "batch norm" else model
+    if data == "stream" and loop == "islice":  # nobody knows where a pass ends that was left
+        loop = "plain"
+    workers = random_numbers.choices(WORKERS, (20, 8, 8, 1))[0]
+    if data in ("dataset", "stream", "index", "generator"):
+        workers = "none"
+    return Script(data, loop, step, epoch_end, model, n_rows, batch, seed, workers)
 
 
 # -- the text of a script --------------------------------------------------------------------------------------------
@@ -174,9 +200,9 @@ def _head(script):
 
 def _data_lines(script, given):
     if script.is_distributed:
-        kind = "dataset" if script.data == "dataset" else "loader"
+        kind = script.data if script.data in DISTRIBUTED else "loader"
         given += ["data=batches"]
-        lines = [f"batches = strategy.experimental_distribute_dataset(job.{kind}())"]
+        lines = [f"batches = strategy.experimental_distribute_dataset(job.{kind.replace(' ', '_')}())"]
     elif script.data == "own loader":
         given += ["data=sampler"]
         lines = ["sampler = hpcdist.DistributedSampler(job.tensors(), shuffle=False)"]
@@ -352,7 +378,26 @@ class Job:
 
     def loader(self):
         drop_last = self.script.cure == "drop"
-        return torch.utils.data.DataLoader(self.tensors(), batch_size=self.script.batch, drop_last=drop_last)
+        return self._loader(batch_size=self.script.batch, drop_last=drop_last)
+
+    def _loader(self, **settings):
+        """Return a DataLoader with the script's workers."""
+        if self.script.workers != "none" and not self.is_plain:
+            is_persistent = self.script.workers == "persistent"
+            method = "fork" if is_persistent else self.script.workers
+            settings.update(num_workers=2, multiprocessing_context=method, persistent_workers=is_persistent)
+        return torch.utils.data.DataLoader(self.tensors(), **settings)
+
+    def weighted_loader(self):
+        n_rows = self.script.n_rows
+        sampler = torch.utils.data.WeightedRandomSampler(torch.arange(n_rows) + 1.0, n_rows)
+        return self._loader(batch_size=self.script.batch, sampler=sampler)
+
+    def bucket_loader(self):
+        return self._loader(batch_sampler=BucketSampler(self.script.n_rows, self.script.batch))
+
+    def stream(self):
+        return torch.utils.data.DataLoader(StreamOfRows(self.tensors()), batch_size=self.script.batch)
 
     def others(self):
         generator = torch.Generator().manual_seed(self.script.seed + 1)
@@ -368,7 +413,7 @@ class Job:
 
     def own_loader(self, sampler):
         size = self.script.batch // self.n_ranks
-        return torch.utils.data.DataLoader(self.tensors(), batch_size=size, sampler=sampler)
+        return self._loader(batch_size=size, sampler=sampler)
 
     def torch_sampler(self):
         return torch.utils.data.distributed.DistributedSampler(self.tensors(), self.n_ranks, self.rank, shuffle=False)
@@ -477,6 +522,31 @@ class PlainStrategy:
         return PlainBatches(data)
 
 
+class BucketSampler(torch.utils.data.Sampler):
+    """Batches of rows with neighbouring numbers, of two sizes, in an order that torch draws."""
+
+    def __init__(self, n_rows, batch):
+        self.n_rows = n_rows
+        self.batch = batch
+
+    def __iter__(self):
+        batches = [list(range(0, self.batch // 2))]
+        for start in range(self.batch // 2, self.n_rows, self.batch):
+            batches.append(list(range(start, min(start + self.batch, self.n_rows))))
+        for number in torch.randperm(len(batches)).tolist():
+            yield batches[number]
+
+
+class StreamOfRows(torch.utils.data.IterableDataset):
+    """The rows of a dataset, one by one."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+
 class PlainBatches:
     """The global batches of a dataset or loader in their order."""
 
@@ -484,9 +554,20 @@ class PlainBatches:
 
     def __init__(self, data):
         self._data = data
+        self._n_passes = 0
+        self._seed = None
+        if isinstance(data, torch.utils.data.DataLoader) and has_own_sampler(data):
+            self._seed = drawn_seed(data)
 
     def __iter__(self):
-        return iter([tuple(map(torch.as_tensor, batch)) for batch in self._data])
+        batches = self._data
+        if self._seed is not None:
+            order = SamplerOrder(self._data, self._seed, self._n_passes)
+            order.draw(1000)
+            batches = [self._data.collate_fn([self._data.dataset[row] for row in rows]) for rows in order.batches]
+        for batch in batches:
+            yield tuple(map(torch.as_tensor, batch))
+        self._n_passes += 1
 
     def take(self, count):
         return list(self)[:count]
@@ -533,7 +614,9 @@ def run(script, folder=None, end=None):
         handler.close()
         call_when_done(None)
     n_steps = 0 if handler is None else handler.step
-    return outcome, error, state_of(space), n_steps
+    state = state_of(space)
+    space.clear()  # loaders in cycles would wait for their workers when they are collected
+    return outcome, error, state, n_steps
 
 
 def state_of(space):
