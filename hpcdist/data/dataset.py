@@ -134,12 +134,12 @@ class Dataset(Elements):
         A DataLoader gives its dataset, batch_size (here the global batch), drop_last, collate_fn and worker processes;
         shuffle=True becomes `shuffle()` with a seed that is drawn as the loader itself would, from its generator or
         torch's, so that it follows torch.manual_seed; when the dataset is distributed, the chief's counts.
-        Workers started by fork are refused: they would inherit MPI. An IterableDataset is a stream: see
-        `from_generator` for the cost.
+        An IterableDataset is a stream: see `from_generator` for the cost.
 
         Raises:
-            DataError: for a DataLoader with a custom sampler or batch_sampler, or with forked workers; for
-                anything that is neither.
+            DataError: for a DataLoader with a sampler or batch_sampler of its own, which
+                `experimental_distribute_dataset` takes; for an IterableDataset with workers; for anything that is
+                neither.
         """
         if isinstance(data, torch.utils.data.DataLoader):
             return cls._from_loader(data)

@@ -25,9 +25,9 @@ from hpcdist.data.loader_worker import (
 )
 from hpcdist.data.prefetch import pinned
 from hpcdist.data.same_rows import own_random_numbers
-from hpcdist.data.worker_start import worker_context
 from hpcdist.errors import DataError
 from hpcdist.nest import Nest
+from hpcdist.runtime.worker_start import worker_context
 
 logger = logging.getLogger("hpcdist")
 

@@ -20,6 +20,7 @@ from hpcdist.gradients.part_tensors import PartTensors, leaves_of, length_of
 from hpcdist.gradients.torch_hooks import Handle
 from hpcdist.runtime.parts import Part, Uses
 from hpcdist.runtime.step_flags import StepFlags
+from hpcdist.runtime.worker_start import prepare_workers
 
 #: Leaves of batches whose memory names a part.
 _WEAK = (Tensor, np.ndarray)
@@ -84,6 +85,7 @@ class LoopWatch:
         """Follow a DataLoader of the program's own; return the seed of its pass, if a restart is to have the same."""
         if self._flags.loop.is_drawing:
             return None
+        prepare_workers(loader)
         own_loader = self._own_loaders.get(loader)
         if own_loader is None:
             own_loader = OwnLoader(loader, self._flags)

@@ -18,3 +18,11 @@ def test_all_reduce_by_size_and_algorithm(start, root, tmp_path):
             case["samples"]
         )
     assert "hpcdist RING" in outcome.output
+
+
+@pytest.mark.slow
+def test_epochs_of_loaders(start, root):
+    options = ["--rows", "8", "--batch", "4", "--epochs", "1", "--workers", "0", "1"]
+    outcome = start(2, root / "benchmarks" / "loader.py", *options).wait(100)
+    assert outcome.code == 0, outcome.output
+    assert len([line for line in outcome.output.splitlines() if line.split()[1:2] in (["False"], ["True"])]) == 3

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import hpcdist
-from hpcdist.data import worker_start
 from hpcdist.errors import DataError
+from hpcdist.runtime import worker_start
 
 pytestmark = pytest.mark.mpi
 
@@ -270,7 +270,10 @@ def test_workers_are_forked_only_where_mpi_uses_no_card_for_rdma(strategy, comm,
     loader = torch.utils.data.DataLoader(Modules(), 4, num_workers=1, multiprocessing_context="fork")
     distributed = strategy.experimental_distribute_dataset(loader)
     has_mpi = [flag for numbers, flags in distributed for flag in flags.tolist()]
+    own_loader = torch.utils.data.DataLoader(Modules(), 4, num_workers=1, multiprocessing_context="fork")
+    own_flags = torch.cat([flags for numbers, flags in own_loader]).tolist()
     worker_start.is_fork_safe.cache_clear()
+    assert own_flags == [not has_rdma] * 6
     assert comm.allreduce(len(has_mpi)) == 6
     assert any(has_mpi) is (not has_rdma and bool(has_mpi))  # a fork server has no MPI
 

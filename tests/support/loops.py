@@ -564,13 +564,16 @@ class PlainBatches:
         if self._seed is not None:
             order = SamplerOrder(self._data, self._seed, self._n_passes)
             order.draw(1000)
-            batches = [self._data.collate_fn([self._data.dataset[row] for row in rows]) for rows in order.batches]
+            batches = map(self._joined, order.batches)
         for batch in batches:
             yield tuple(map(torch.as_tensor, batch))
         self._n_passes += 1
 
     def take(self, count):
         return list(self)[:count]
+
+    def _joined(self, rows):
+        return self._data.collate_fn([self._data.dataset[row] for row in rows])
 
 
 class PlainHandler:

@@ -8,12 +8,12 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler, WeightedRandomSampler
 
-from hpcdist.data import worker_start
 from hpcdist.data.batches import batch_sizes
 from hpcdist.data.parts_without_rows import part_without_rows
 from hpcdist.data.sampler_order import SamplerOrder, drawn_seed
 from hpcdist.errors import DataError
 from hpcdist.plan.sample_order import SampleOrder
+from hpcdist.runtime import worker_start
 
 
 class ByLength(Sampler):

@@ -35,6 +35,18 @@ def worker_context(loader: Any) -> Any:
     return multiprocessing.get_context(method)
 
 
+def prepare_workers(loader: Any) -> None:
+    """Let a DataLoader that the program iterates over start its workers so that they do not disturb MPI.
+
+    Its `multiprocessing_context` is replaced where workers would be forked and must not be.
+    """
+    if not loader.num_workers:
+        return
+    context = worker_context(loader)
+    if context.get_start_method() != start_method_of(loader):
+        loader.multiprocessing_context = context
+
+
 def start_method_of(loader: Any) -> str:
     """Return how the program wants the workers of a DataLoader to be started."""
     if loader.multiprocessing_context is not None:
