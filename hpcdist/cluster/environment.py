@@ -78,7 +78,7 @@ def is_child_of_rank(environ: Mapping[str, str]) -> bool:
     A launcher that a rank starts makes new ranks: they have variables, or a connection to the launcher, of their own.
     """
     process, _, launch = environ.get("HPCDIST_RANK_PROCESS", "").partition(" ")
-    if not process or int(process) == os.getpid():
+    if not process.isdecimal() or int(process) == os.getpid():
         return False
     return _launch_of(environ) in (launch, "") or _connection_of(environ) == _CLOSED
 
@@ -112,7 +112,8 @@ _CLOSED = "closed"
 
 def _launch_of(environ: Mapping[str, str]) -> str:
     """Return text that names the launch of which this process is a rank; empty where no launcher is named."""
-    names = ("PMI_RANK", "PMI_SIZE", "PMI_ID", "PMIX_NAMESPACE", "PMIX_RANK", "SLURM_STEP_ID", "SLURM_PROCID")
+    names = ["PMI_RANK", "PMI_SIZE", "PMI_ID", "PMIX_NAMESPACE", "PMIX_RANK", "SLURM_STEP_ID", "SLURM_PROCID"]
+    names += JOB_ID_VARIABLES
     values = [environ.get(name, "") for name in names]
     return "/".join([*values, _connection_of(environ)]).strip("/")
 

@@ -13,7 +13,7 @@ from hpcdist.diagnostics.neighbour import NeighbourWatch
 from hpcdist.diagnostics.stacks import Peer, process_namespace
 from hpcdist.diagnostics.summary import count_calls
 from hpcdist.diagnostics.watchdog import FAILED, WARN_S, Watchdog
-from hpcdist.errors import CollectiveError, ExitCode, HpcdistError
+from hpcdist.errors import CollectiveError, ExitCode, HpcdistError, UsageError
 from hpcdist.plan.placement import LanePlan, plan_lanes
 from hpcdist.runtime.handle import Handle
 from hpcdist.runtime.hosts import Hosts
@@ -219,6 +219,11 @@ class Group:
 
         Cost: about half a microsecond.
         """
+        if _is_forked:
+            raise UsageError(
+                f"{op}: expected the process of a rank, got process {os.getpid()}, which was forked from it and must "
+                f"not use MPI; communicate in the rank."
+            )
         if buffer is None:
             dtype, n_elements = "any", 0
         else:
@@ -322,6 +327,8 @@ def _free_groups(comm: MPI.Comm, key: int, groups: dict[float | None, Group]) ->
 
 #: The group that most calls ask for, found faster here than on the communicator.
 _group_of_role: Group | None = None
+#: Whether this process was forked from a rank, and must not communicate.
+_is_forked = False
 
 
 @functools.lru_cache(maxsize=1)
@@ -330,9 +337,10 @@ def _key_of_groups() -> int:
     return MPI.Comm.Create_keyval(delete_fn=_free_groups, nopython=False)
 
 
-def _forget_group() -> None:
-    global _group_of_role
+def _note_fork() -> None:
+    global _group_of_role, _is_forked
     _group_of_role = None
+    _is_forked = True
 
 
-os.register_at_fork(after_in_child=_forget_group)  # the next call finds out that this process is no rank
+os.register_at_fork(after_in_child=_note_fork)

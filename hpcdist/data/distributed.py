@@ -196,6 +196,7 @@ class DistributedInput(ABC):
         last_pass, self._pass = self._pass, None
         if last_pass is not None and not self._is_used(last_pass):
             if self._source.n_handed_out > last_pass.n_handed_out:
+                self._require_known_end()
                 self._source.note_peek()
             self._restore(last_pass.start)
         elif not self._is_loaded:
@@ -211,6 +212,18 @@ class DistributedInput(ABC):
         if self._flags.loop.is_training_with(self._source) and not self._source.is_trusted:
             return self._source.n_complete > last_pass.n_complete
         return self._source.n_handed_out > last_pass.n_handed_out
+
+    def _require_known_end(self) -> None:
+        """Raise DataError where the program peeks at a pass whose end nobody knows, and saves.
+
+        A restart after its last batch would peek at nothing, and train on the next pass in the same epoch.
+        """
+        is_saving = self._flags.requester is not None and not self._source.is_trusted
+        if is_saving and not self._knows_end:
+            raise DataError(
+                "iter: expected a pass over a stream to be used in a program that saves, got one that was left before "
+                "a step; look at the dataset itself, as by next(iter(loader)), and not at what was distributed."
+            )
 
     def _require_end(self, last_pass: "_Pass") -> None:
         """Raise DataError on all ranks if a restart could not know where the program leaves its passes."""
@@ -555,7 +568,11 @@ class DistributedDataset(DistributedInput):
         if self._delivery.agree_rows is not None and self.dataset.is_stream:
             self._delivery.agree_rows(cursor.position - self._cursor.position)
         if self._delivery.agree_first_rows is not None and cursor.first_rows and parts is not None:
-            self._delivery.agree_first_rows(cursor.first_rows, self._describe_first_rows)
+            has_drawn_again = self._delivery.agree_first_rows(cursor.first_rows, self._describe_first_rows)
+            if has_drawn_again:  # the stream may have one state for all iterators
+                readers[0].close()
+                readers[:] = self._readers()
+                cursor, parts = next(readers[0])
         rows = cursor.position - self._cursor.position  # and what a dropped remainder has, between two epochs of a pass
         self.global_rows = min(rows, self._batch_rows or rows)
         self._cursor = cursor
@@ -569,17 +586,14 @@ class DistributedDataset(DistributedInput):
         return describe_first_rows(self.dataset.source, self._cursor.stream.epoch)
 
     def _check_parts_without_rows(self) -> None:
-        """Raise DataError, on all ranks alike, if a batch leaves replicas without rows, and there is no such part."""
+        """Raise DataError if a batch leaves replicas without rows, and there is no such part; the job ends."""
         source = self.dataset.source
         if isinstance(source, Stream) or self.dataset.policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
             return
         division = Division(self._replicas, self._n_replicas)
         if all(division.is_everywhere(n_rows) for n_rows in batch_sizes(self.dataset.order)):
             return
-        try:
-            source.take(np.zeros(0, np.int64))
-        except DataError as error:
-            raise agreed(error) from None
+        source.take(np.zeros(0, np.int64))
 
     def _rows_of_last(self) -> int:
         return self.global_rows

@@ -21,8 +21,9 @@ from hpcdist.errors import DataError, agreed
 from hpcdist.nest import Nest
 from hpcdist.runtime.parts import Part
 
-#: Batches that the main thread draws before they are asked for: a thread that reads ahead is to draw no random numbers.
-_N_AHEAD = 1024
+#: Batches, at least, that the main thread draws before they are asked for: a thread that reads ahead is to draw no
+#: random numbers.
+_MIN_AHEAD = 1024
 
 
 def has_own_sampler(data: Any) -> bool:
@@ -92,7 +93,9 @@ class DistributedLoader(DistributedInput):
         self._require_same = require_same
         self._current = LoaderPosition()
         self._order: SamplerOrder | None = None
-        self._has_checked_parts = False
+        self._checked_order: SamplerOrder | None = None
+        n_in_workers = loader.num_workers * (loader.prefetch_factor or 0)
+        self._n_ahead = _MIN_AHEAD + n_in_workers + self.options.experimental_per_replica_buffer_size
 
     @property
     def has_global_rows(self) -> bool:
@@ -159,7 +162,7 @@ class DistributedLoader(DistributedInput):
         if order is None or order.n_passes != self._current.n_passes:
             order = SamplerOrder(self._loader, self._seed, self._current.n_passes)
             self._order = order
-        order.draw(n_batches + _N_AHEAD)
+        order.draw(n_batches + self._n_ahead)
         return order
 
     def check_order(self) -> None:
@@ -190,6 +193,8 @@ class DistributedLoader(DistributedInput):
     # -- reading ------------------------------------------------------------------------------------------------
 
     def _readers(self) -> list[Items]:
+        if not self._current.n_batches:
+            self._order = None  # the program may have changed its sampler since it was drawn
         self._order_of_pass(self._current.n_batches + 1)
         items: Items = self._read(self._current)
         if self.options.experimental_fetch_to_device and self.options.experimental_per_replica_buffer_size:
@@ -200,7 +205,7 @@ class DistributedLoader(DistributedInput):
     def _read(self, start: LoaderPosition) -> Items:
         """Yield (batch, local parts) of every batch of the pass from a position on."""
         for_reader, now = itertools.tee(self._batches_from(start.n_batches))
-        parts = self._reader.read(self._requests_for(for_reader))
+        parts = self._reader.read(self._requests_for(for_reader), start.n_passes)
         position = start
         for batch in now:
             position = replace(position, n_batches=position.n_batches + 1)
@@ -214,6 +219,7 @@ class DistributedLoader(DistributedInput):
         while n_batches < len(order.batches):
             yield order.batches[n_batches]
             n_batches += 1
+        assert order.is_whole, "more batches are asked ahead than the main thread has drawn"
 
     def _requests_for(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
         """Yield the keys of each local part that has any."""
@@ -233,8 +239,8 @@ class DistributedLoader(DistributedInput):
 
     def _part_without_rows(self) -> Nest:
         """Return a part with 0 rows. Cost: the first item of the first batch is read, unless parts have been read."""
-        order = self._order_of_pass(1)
-        return self._reader.part_without_rows(order.batches[0][0])
+        keys = next(batch for batch in self._order_of_pass(1).batches if batch)
+        return self._reader.part_without_rows(keys[0])
 
     def _next_parts(self, readers: list[Items]) -> list[Nest] | None:
         batch, parts = next(readers[0], (None, None))
@@ -242,20 +248,17 @@ class DistributedLoader(DistributedInput):
             return None
         self._current = batch.position
         self.global_rows = batch.n_rows
-        if not self._has_checked_parts:
-            self._has_checked_parts = True
+        if self._checked_order is not self._order:
+            self._checked_order = self._order
             self._check_parts_without_rows()
         return parts
 
     def _check_parts_without_rows(self) -> None:
-        """Raise DataError, on all ranks alike, if a batch leaves replicas without rows, and there is no such part."""
+        """Raise DataError if a batch leaves replicas without rows, and there is no such part; the job ends."""
         order = self._order_of_pass(1)
         if all(self._division.is_everywhere(len(batch)) for batch in order.batches):
             return
-        try:
-            self._part_without_rows()
-        except DataError as error:
-            raise agreed(error) from None
+        self._part_without_rows()
 
     def _rows_of_last(self) -> int:
         return self.global_rows

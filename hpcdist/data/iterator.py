@@ -160,7 +160,8 @@ class Delivery:
         agree_rows: called with the rows of every global batch of a stream, and with 0 at its end, as nobody can know
             before that streams are equal on all ranks; raises on all ranks when they are not. Collective.
         agree_first_rows: called with the digest of the first batch that is drawn from a stream, and a function that
-            describes the stream's first rows; raises on all ranks when they are not equal. Collective.
+            describes the stream's first rows, which draws them again; raises on all ranks when they are not equal, and
+            returns whether it has called the function. Collective.
         agree_end: called with whether this rank is out of data, and whether one that is ends the pass for all; returns
             whether it ends. Collective; None for one rank.
     """
@@ -172,7 +173,7 @@ class Delivery:
     wrap: Callable[[list[Nest]], Any] | None = None
     device: torch.device | None = None
     agree_rows: Callable[[int], None] | None = None
-    agree_first_rows: Callable[[int, Callable[[], list[int | None]]], None] | None = None
+    agree_first_rows: Callable[[int, Callable[[], list[int | None]]], bool] | None = None
     agree_end: Callable[[bool, bool], bool] | None = None
 
     def check(self, n_local: int) -> None:

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import logging
 import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,14 +21,13 @@ from hpcdist.data.loader_worker import (
     Progress,
     begin_worker,
     collate_of,
+    items_of,
 )
 from hpcdist.data.prefetch import pinned
 from hpcdist.data.same_rows import own_random_numbers
 from hpcdist.errors import DataError
 from hpcdist.nest import Nest
 from hpcdist.runtime.worker_start import worker_context
-
-logger = logging.getLogger("hpcdist")
 
 #: Items of one part of a batch, by their numbers or other keys in the dataset.
 ItemKeys = Sequence[Any]
@@ -62,7 +60,7 @@ class LoaderReader:
 
     def read_here(self, keys: ItemKeys) -> Nest:
         """Return at least one item, joined, read in this process."""
-        return self._collate([self._items[key] for key in keys])
+        return self._collate(items_of(self._items, keys))
 
     def part_without_rows(self, key: Any) -> Nest:
         """Return a part of no items. Cost: an item is read in this process, unless parts have been read.
@@ -75,11 +73,16 @@ class LoaderReader:
         """
         if self._empty_part is None:
             with own_random_numbers():
-                self._empty_part = EmptyPart.made_of(self._collate, self._items[key])
+                [item] = items_of(self._items, [key])
+                self._empty_part = EmptyPart.made_of(self._collate, item)
         return self._empty_part.part_or_error()
 
-    def read(self, requests: Iterable[ItemKeys]) -> Iterator[Nest]:
+    def read(self, requests: Iterable[ItemKeys], number: int | None = None) -> Iterator[Nest]:
         """Yield the joined items of every request, which have at least one; workers, if there are any, read ahead.
+
+        Args:
+            requests: keys of the items of each part.
+            number: of the pass, by which the workers' random numbers are seeded; default: counted from 0.
 
         Raises:
             DataError: when a worker ends or takes too long; on this rank only.
@@ -90,20 +93,43 @@ class LoaderReader:
                 yield pinned(part) if self._loader.pin_memory else part
             return
         for_workers, now = itertools.tee(requests)
-        row_loader = self._begin_pass(for_workers)
-        with signals_held_back():
-            batches = iter(row_loader)
-        self._iterators.add(batches)
-        was_reading = self._is_reading
-        self._is_reading = True
+        row_loader = self._take_row_loader()
+        row_loader.begin_pass(map(list, for_workers), self._n_passes if number is None else number)
+        self._n_passes += 1
+        batches: Any = None
         try:
-            for number, _ in enumerate(now):
-                yield self._next_batch(batches, row_loader, number)
+            batches = self._start_workers(row_loader)
+            for position, _ in enumerate(now):
+                yield self._next_batch(batches, row_loader, position)
         finally:
-            self._is_reading = was_reading
-            if row_loader is not self._row_loader or not row_loader.persistent_workers:
+            is_kept = row_loader is self._row_loader and row_loader.persistent_workers
+            if row_loader is self._row_loader:
+                self._is_reading = False
+            if batches is not None and not is_kept:
                 self._iterators.discard(batches)
                 _end_workers(batches)
+
+    def _take_row_loader(self) -> "_RowLoader":
+        """Return the loader of a pass: that of the last pass, or one of its own for a pass beside another one."""
+        if self._is_reading:
+            return self._make_row_loader()
+        self._is_reading = True
+        if self._row_loader is None:
+            self._row_loader = self._make_row_loader()
+        return self._row_loader
+
+    def _start_workers(self, row_loader: "_RowLoader") -> Any:
+        """Return an iterator of torch over the requests of a pass."""
+        try:
+            with signals_held_back():
+                batches = iter(row_loader)
+        except (RuntimeError, OSError, EOFError) as error:  # a worker that is kept may have ended since the last pass
+            raise DataError(
+                f"DataLoader: expected {self._loader.num_workers} workers for a pass, got {error}; look at their "
+                f"lines above, and at the memory of the host."
+            ) from None
+        self._iterators.add(batches)
+        return batches
 
     def close(self) -> None:
         """End all workers. Not collective.
@@ -116,17 +142,6 @@ class LoaderReader:
         for batches in self._iterators:
             _end_workers(batches)
         self._iterators = set()
-
-    def _begin_pass(self, requests: Iterator[ItemKeys]) -> "_RowLoader":
-        """Return the loader of a pass; if workers are persistent, that of the last pass."""
-        row_loader = self._row_loader
-        if row_loader is None or self._is_reading:  # a pass inside another one has workers of its own
-            row_loader = self._make_row_loader()
-        if not self._is_reading:
-            self._row_loader = row_loader
-        row_loader.begin_pass(map(list, requests), self._n_passes)
-        self._n_passes += 1
-        return row_loader
 
     def _make_row_loader(self) -> "_RowLoader":
         loader = self._loader
@@ -218,6 +233,8 @@ def _end_workers(batches: Any) -> None:
 
 def _failure_of(batches: Any, error: Exception, awaited_worker: int) -> tuple[int, str, str]:
     """Return which worker of an iterator of torch has failed, how, and what to do; no advice if an item raised."""
+    if "DataLoader worker process" in str(error):  # torch raises an item's own error with its traceback as the text
+        return awaited_worker, "", ""
     for worker, process in enumerate(getattr(batches, "_workers", ())):
         if not isinstance(error, RuntimeError):
             process.join(_EXIT_S)
@@ -227,7 +244,7 @@ def _failure_of(batches: Any, error: Exception, awaited_worker: int) -> tuple[in
         if process.exitcode:
             what_happened = f"process {process.pid} ended with exit code {process.exitcode}"
             return worker, what_happened, "look at its lines above"
-    if "timed out" in str(error):
+    if str(error).startswith("DataLoader timed out after"):
         advice = "look at what the dataset waits for, or set the loader's timeout"
         return awaited_worker, "nothing in time", advice
     return awaited_worker, "", ""

@@ -3,7 +3,7 @@
 Worker processes import this file: nothing here may start MPI.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,12 @@ class EmptyPart:
             return cls(part_without_rows(join, item))
         except DataError as error:
             return cls(None, str(error))
+        except Exception as error:  # noqa: BLE001  the program joins other numbers of items, and may never need this
+            return cls(
+                None,
+                f"DataLoader: expected a collate_fn that joins one item, as a batch leaves replicas without rows, got "
+                f"{type(error).__name__}: {error}; use drop_last=True.",
+            )
 
     def part_or_error(self) -> Nest:
         """Return the part.
@@ -145,6 +151,13 @@ def _show_own_items() -> None:
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=info.dataset.items
     )
+
+
+def items_of(items: Any, keys: Sequence[Any]) -> list[Any]:
+    """Return items by their keys, as torch reads them: at once, if the dataset can."""
+    if hasattr(items, "__getitems__"):
+        return list(items.__getitems__(list(keys)))
+    return [items[key] for key in keys]
 
 
 def begin_worker(owner: int, init: Callable[[int], None] | None, worker_id: int) -> None:

@@ -144,8 +144,7 @@ class LoopState:
         self.n_parts = 0
         self._has_peeks = False
         for source in self._sources.values():
-            source.drop_open()
-            source.forget_peeks()
+            source.begin_anew()
         self._has_forward = False
         self._need_identity(bool(self._sources))
         self._is_watched_since_step = self.needs_identity
@@ -532,7 +531,8 @@ class LoopState:
         """Return where the distributed datasets are, which must be the same on all ranks; not their look-ahead."""
         lines = []
         for source in self._sources.values():
-            if source.owner is not None and source.is_trained and not source.is_abandoned:
+            is_compared = source.owner is not None and source.is_trained and source.is_active
+            if is_compared and not source.is_abandoned:
                 lines.append(f"{source.number}: {source.saved_position(self.is_training_with(source))}")
         return "; ".join(lines)
 

@@ -74,6 +74,7 @@ class PartSource:
         self.has_pass = False
         self.is_trusted = False
         self.n_handed_out = 0
+        self._n_before = 0
         self.n_complete = 0
         self.position: Any = None
         self.now: Any = None
@@ -200,9 +201,16 @@ class PartSource:
         """Note that a pass was left of which nothing was used."""
         self.has_peeks = True
 
-    def forget_peeks(self) -> None:
-        """Begin anew: no pass was left unused."""
+    def begin_anew(self) -> None:
+        """Expect no step of parts handed out so far, and count no pass as left unused: another program begins."""
+        self.drop_open()
         self.has_peeks = False
+        self._n_before = self.n_handed_out
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the program that runs now has drawn from it: what another one has left may go on one rank first."""
+        return self.n_handed_out > self._n_before
 
     def trust(self) -> None:
         """Count on every draw being made between two iterations, by who restores its own position."""

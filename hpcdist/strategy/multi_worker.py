@@ -37,7 +37,7 @@ from hpcdist.data.options import AutoShardPolicy, InputOptions
 from hpcdist.data.same_rows import RANDOM, are_random, describe_rows
 from hpcdist.data.sampler_order import drawn_seed
 from hpcdist.data.sources import RowSource
-from hpcdist.data.torch_source import ItemsSource
+from hpcdist.data.torch_source import ItemsSource, describe_sampler
 from hpcdist.errors import ConfigurationError, DataError, UsageError, agreed
 from hpcdist.gradients.comm_hook import CommHook
 from hpcdist.gradients.engine import GradientEngine
@@ -312,6 +312,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         self, dataset: Any, options: InputOptions | None = None, is_sharded: bool = False
     ) -> DistributedInput:
         """Return this replica's parts of a dataset; see `Strategy.experimental_distribute_dataset`."""
+        if is_sharded and has_own_sampler(dataset):
+            raise UsageError(
+                f"experimental_distribute_dataset: expected a stream for is_sharded=True, got a DataLoader with "
+                f"{describe_sampler(dataset)}; leave the sampler out, or train on the loader itself with "
+                f"hpcdist.DistributedSampler."
+            )
         if is_sharded:
             return self.distribute_datasets_from_function(
                 lambda context: sharded_dataset(as_dataset(dataset), self.n_replicas), options
@@ -439,13 +445,16 @@ class MultiWorkerMirroredStrategy(Strategy):
                 )
             )
 
-    def _agree_first_rows(self, digest: int, describe: Callable[[], list[int | None]]) -> None:
+    def _agree_first_rows(self, digest: int, describe: Callable[[], list[int | None]]) -> bool:
         """Raise on all ranks unless their streams begin with the same rows, as far as these are not random.
 
         Collective: all ranks; bounded.
+
+        Returns:
+            Whether `describe` was called.
         """
         if self.world.all_equal(str(digest), self._comm):
-            return
+            return False
         own_rows = describe()
         random_leaves = 0
         for number, leaf in enumerate(own_rows):
@@ -457,7 +466,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             same_rows.append(None if is_random else leaf)
         are_same = self.world.all_equal(str(same_rows), self._comm)
         if are_same and any(leaf is not None for leaf in same_rows):
-            return
+            return True
         raise agreed(
             DataError(
                 "experimental_distribute_dataset: expected streams that yield the same rows on every rank, as each "

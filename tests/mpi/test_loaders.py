@@ -276,3 +276,104 @@ def test_a_sharded_stream_resumes_on_as_many_ranks(strategy, comm):
     resumed = strategy.experimental_distribute_dataset(loader, is_sharded=True)
     resumed.load_state_dict(state)
     assert first + [x[:, 0].tolist() for x, _ in resumed] == whole
+
+
+@pytest.mark.usefixtures("no_handler_left")
+def test_a_peek_at_a_stream_is_refused_in_a_program_that_saves(strategy, tmp_path, comm):
+    folder = comm.bcast(str(tmp_path))
+    distributed = strategy.experimental_distribute_dataset(DataLoader(Stream(), batch_size=8))
+    next(iter(distributed))
+    next(iter(distributed))
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoint = hpcdist.Checkpoint(model=model, optimizer=optimizer, data=distributed, strategy=strategy)
+    hpcdist.PreemptionCheckpointHandler(None, checkpoint, f"{folder}/checkpoints")
+    with pytest.raises(DataError, match="look at the dataset itself"):
+        next(iter(distributed))
+
+
+class OneCursor(Stream):
+    """A stream whose iterators share one position, as those of an open file do."""
+
+    def __iter__(self):
+        self.position = 0
+        while self.position < 24:
+            self.position += 1
+            yield torch.full((2,), self.position - 1.0), float(torch.rand(()))
+
+
+def test_a_stream_with_one_position_for_all_iterators_loses_no_row(strategy, comm):
+    torch.manual_seed(comm.rank)  # the second leaf differs, so that the first rows are drawn again
+    distributed = strategy.experimental_distribute_dataset(DataLoader(OneCursor(), batch_size=4))
+    for _ in range(2):
+        assert rows_of_all(comm, distributed) == list(range(24))
+
+
+def test_workers_may_ask_far_ahead(strategy, comm):
+    batches = [[number % N_ROWS] * comm.size for number in range(4500)]
+    loader = DataLoader(Rows(), batch_sampler=batches, num_workers=1, prefetch_factor=1500)
+    distributed = strategy.experimental_distribute_dataset(loader)
+    assert sum(1 for _ in distributed) == 4500
+
+
+@pytest.mark.parametrize("n_workers", [0, 1])
+def test_a_collate_function_may_need_more_items_than_one(strategy, comm, n_workers):
+    loader = DataLoader(
+        torch.arange(8.0 * comm.size),
+        4 * comm.size,
+        num_workers=n_workers,
+        collate_fn=lambda x: torch.stack(x).view(-1, 2),
+    )
+    distributed = strategy.experimental_distribute_dataset(loader)
+    assert [tuple(part.shape) for part in distributed] == [(2, 2)] * 2
+
+
+class Late(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, row):
+        raise TimeoutError("read of a shard timed out")
+
+
+def test_an_error_of_an_item_is_its_own(strategy):
+    distributed = strategy.experimental_distribute_dataset(DataLoader(Late(), 4, num_workers=1))
+    with pytest.raises(TimeoutError, match="read of a shard timed out"):
+        next(iter(distributed))
+
+
+def test_a_sampler_that_is_changed_counts_from_the_next_pass_on(strategy, comm):
+    sampler = Forgetful([1, 2, 3, 4])
+    distributed = strategy.experimental_distribute_dataset(DataLoader(Rows(), 2, sampler=sampler))
+    sampler.rows = [5, 6]
+    assert len(distributed) == 2
+    assert batches_of_pass(comm, distributed) == [[5, 6]]
+
+
+class Batches(Dataset):
+    """Reads batches alone."""
+
+    def __len__(self):
+        return 8
+
+    def __getitems__(self, rows):
+        return [torch.tensor(float(row)) for row in rows]
+
+
+@pytest.mark.parametrize("n_workers", [0, 1])
+def test_a_dataset_that_reads_batches_is_asked_for_batches(strategy, comm, n_workers):
+    distributed = strategy.experimental_distribute_dataset(DataLoader(Batches(), 4, num_workers=n_workers))
+    own_rows = torch.cat(list(distributed)).tolist()
+    assert sorted(sum(comm.allgather(own_rows), [])) == list(range(8))
+
+
+def test_persistent_workers_are_kept_after_two_passes_side_by_side(strategy, comm):
+    loader = DataLoader(Processes(), 4 * comm.size, num_workers=1, persistent_workers=True)
+    dataset = hpcdist.Dataset.from_torch(loader)
+    first, second = (strategy.experimental_distribute_dataset(dataset) for _ in range(2))
+    pids = []
+    for epoch in range(4):
+        pairs = list(zip(first, second, strict=True)) if epoch == 1 else [(part, part) for part in first]
+        pids.append({int(pid) for (part, _, _), _ in pairs for pid in part})
+    assert len(set().union(*pids)) == (1 if pids[0] else 0)

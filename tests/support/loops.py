@@ -140,7 +140,7 @@ def draw(seed):
         batch = 6
     if data == "bucket loader":
         model = "linear" if model == "batch norm" else model
-    if data == "stream" and loop == "islice":  # nobody knows where a pass ends that was left
+    if data == "stream" and loop in ("islice", "peek"):  # nobody knows where a pass ends that was left
         loop = "plain"
     workers = random_numbers.choices(WORKERS, (20, 8, 8, 1))[0]
     if data in ("dataset", "stream", "index", "generator"):
