@@ -372,8 +372,8 @@ def test_persistent_workers_are_kept_after_two_passes_side_by_side(strategy, com
     loader = DataLoader(Processes(), 4 * comm.size, num_workers=1, persistent_workers=True)
     dataset = hpcdist.Dataset.from_torch(loader)
     first, second = (strategy.experimental_distribute_dataset(dataset) for _ in range(2))
-    pids = []
+    pids = set()
     for epoch in range(4):
-        pairs = list(zip(first, second, strict=True)) if epoch == 1 else [(part, part) for part in first]
-        pids.append({int(pid) for (part, _, _), _ in pairs for pid in part})
-    assert len(set().union(*pids)) == (1 if pids[0] else 0)
+        for part, _, _ in first if epoch != 1 else (part for part, _ in zip(first, second, strict=True)):
+            pids |= set(part.tolist())
+    assert len(pids) == 1
