@@ -103,6 +103,7 @@ class LoaderReader:
                 yield self._next_batch(batches, row_loader, position)
         finally:
             is_kept = row_loader is self._row_loader and row_loader.persistent_workers
+            row_loader.end_pass()
             if row_loader is self._row_loader:
                 self._is_reading = False
             if batches is not None and not is_kept:
@@ -191,7 +192,11 @@ class _Requests:
         self._requests = requests
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return self._requests
+        while True:
+            keys = next(self._requests, None)
+            if keys is None:
+                return
+            yield keys
 
 
 class _RowLoader(DataLoader[Any]):
@@ -224,6 +229,10 @@ class _RowLoader(DataLoader[Any]):
         """Read other items from the next iterator on."""
         self._requests.begin_pass(requests)
         self.generator.manual_seed((self._seed + number) % (1 << 63))
+
+    def end_pass(self) -> None:
+        """Forget the requests, and who makes them: workers that are kept would keep it, too."""
+        self._requests.begin_pass(iter(()))
 
 
 def _end_workers(batches: Any) -> None:
