@@ -126,7 +126,7 @@ class LoopWatch:
         parts = before.parts
         outputs = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
         if torch.is_grad_enabled() and outputs:
-            reach = _Reach(self._flags.loop.uses(), parts, before.likely_rows)
+            reach = _Reach(self._flags.loop.uses_of_thread(), parts, before.likely_rows)
             for tensor in outputs:
                 torch_hooks.call_at_gradient_of(tensor, reach)
             self._flags.loop.note_forward(parts)

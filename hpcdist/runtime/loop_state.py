@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from hpcdist.forks import make_lock
 from hpcdist.runtime.parts import Part, PartSource, Uses
 
 #: Loaders of the program's own have numbers from here on, so that those of datasets are the same on all ranks.
@@ -56,6 +57,7 @@ class LoopState:
 
     def __init__(self, is_alone: bool = False) -> None:
         self._is_alone = is_alone
+        self._counting = make_lock()  # replicas of one process have threads of their own
         self.needs_identity = False
         self.is_shared_point = True
         self.was_ambiguous = False
@@ -246,10 +248,14 @@ class LoopState:
             self._uses[thread] = Uses()
         return self._uses.get(thread) or self._uses.setdefault(threading.main_thread().ident or 0, Uses())
 
+    def uses_of_thread(self) -> Uses:
+        """Return what backwards use that this thread, such as a replica's, calls; not for threads of autograd."""
+        return self._uses.setdefault(threading.get_ident(), Uses())
+
     def begin_backward(self) -> None:
         """Begin to record what a backward of this thread uses."""
         self._shared_key = None
-        self._uses.setdefault(threading.get_ident(), Uses()).begin()
+        self.uses_of_thread().begin(self.n_steps)
 
     def candidates(self, owner: int) -> list[Part]:
         """Return the parts that the running backward may use: the known ones, else those that are open.
@@ -287,16 +293,24 @@ class LoopState:
         Args:
             is_whole: whether it has come to its end.
         """
+        with self._counting:
+            self._end_backward(is_whole)
+
+    def _end_backward(self, is_whole: bool) -> None:
         is_counted = self._is_alone or self._is_managed
         self._is_managed = False
         if not is_counted:
             return
         self.n_backwards += 1
+        uses = self.uses()
+        if uses.n_steps_at_begin < self.n_steps:  # another replica of this process has stepped on the sum of both
+            self._n_backwards_at_step += 1
+            return
         if self._is_alone:
             self._is_entered = self._is_entered or self._has_entry
             self._has_peeks = self.has_peeks
         if is_whole:
-            self._note_used(self.uses())
+            self._note_used(uses)
 
     def note_other_step(self) -> None:
         """Note the step of any optimizer: a backward before it that has used no part was for that one."""
@@ -368,6 +382,10 @@ class LoopState:
 
     def note_step(self, optimizer: Any = None) -> None:
         """Count a step: what the backwards before it have used is complete."""
+        with self._counting:
+            self._note_step(optimizer)
+
+    def _note_step(self, optimizer: Any) -> None:
         self.n_steps += 1
         self._stepped.add(id(optimizer))
         self._ever_stepped.add(id(optimizer))

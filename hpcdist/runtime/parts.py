@@ -260,15 +260,18 @@ class Uses:
         parts: whose tensors went into a forward that the backward reached.
         is_unknown: whether it reached a forward of tensors that no source had handed out.
         likely_rows: length of the first tensor of such a forward; None where it has none.
+        n_steps_at_begin: optimizer steps made before the backward.
     """
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
         self.is_unknown = False
         self.likely_rows: int | None = None
+        self.n_steps_at_begin = 0
 
-    def begin(self) -> None:
-        """Forget what the last backward has used."""
+    def begin(self, n_steps: int) -> None:
+        """Forget what the last backward has used; `n_steps` optimizer steps were made so far."""
+        self.n_steps_at_begin = n_steps
         self.parts = []
         self.is_unknown = False
         self.likely_rows = None

@@ -1,5 +1,7 @@
 """Which points of a loop lie between two iterations, and what counts as used there: a pure function of what happens."""
 
+import threading
+
 import pytest
 
 from hpcdist.runtime.loop_state import LoopState
@@ -247,3 +249,51 @@ def test_sources_that_nobody_draws_from_are_forgotten():
     for _ in range(1000):
         state.add_source().abandon()
     assert len(state._sources) <= 1
+
+
+def test_a_backward_that_returns_after_the_step_of_another_replica_is_complete():
+    loop = LoopState(is_alone=True)
+    source = loop.add_source()
+    optimizer = object()
+    loop.begin([optimizer])
+    source.begin_pass()
+
+    def replica(steps_first, begins, ends):
+        loop.begin_backward()
+        begins.wait(10)
+        if not steps_first:
+            ends.wait(10)
+        loop.end_backward()
+        if steps_first:
+            loop.note_step(optimizer)
+            ends.wait(10)
+
+    for number in range(1, 30):
+        part = Part(source, number, (2, 2), 4, True, None, number, True)
+        loop.hand_out(part)
+        begins = threading.Barrier(2)
+        ends = threading.Barrier(2)
+        threads = [threading.Thread(target=replica, args=(is_first, begins, ends)) for is_first in (True, False)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert loop.is_complete
+        assert source.n_complete == number
+        assert loop.is_between_iterations
+
+
+def test_a_thread_has_a_record_of_its_own_from_its_first_forward_on():
+    loop = LoopState(is_alone=True)
+    records = []
+
+    def train():
+        records.append(loop.uses_of_thread())
+        loop.begin_backward()
+        records.append(loop.uses())
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join(20)
+    assert records[0] is records[1]
+    assert records[0] is not loop.uses()
