@@ -13,6 +13,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from hpcdist.child_processes import obey_only
 from hpcdist.data.parts_without_rows import part_without_rows
+from hpcdist.data.prefetch import pinned_leaf
 from hpcdist.data.same_rows import own_random_numbers
 from hpcdist.errors import DataError
 from hpcdist.nest import Nest, map_nest
@@ -59,11 +60,7 @@ class Joined:
 
     def pin_memory(self) -> "Joined":
         """Return this with pinned copies of tensors; torch calls it in the thread that pins."""
-        return replace(self, part=map_nest(_pinned, self.part))
-
-
-def _pinned(leaf: Any) -> Any:
-    return leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf
+        return replace(self, part=map_nest(pinned_leaf, self.part))
 
 
 class JoinInWorker:

@@ -81,10 +81,11 @@ def pinned(nest: Nest) -> Nest:
     """
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         return nest
-    return map_nest(_pinned_leaf, nest)
+    return map_nest(pinned_leaf, nest)
 
 
-def _pinned_leaf(leaf: Any) -> Any:
+def pinned_leaf(leaf: Any) -> Any:
+    """Return a pinned copy of a tensor or a packed sequence on the host; anything else as it is."""
     is_on_host = isinstance(leaf, (torch.Tensor, PackedSequence)) and not leaf.is_cuda
     return leaf.pin_memory() if is_on_host else leaf
 

@@ -92,8 +92,8 @@ def check_loader(loader: "DataLoader[Any]") -> None:
         )
     if loader.num_workers and isinstance(loader.dataset, IterableDataset):
         raise DataError(
-            f"from_torch: expected num_workers=0 for an IterableDataset, got {loader.num_workers} for "
-            f"{type(loader.dataset).__name__}; pass the loader itself to strategy.experimental_distribute_dataset."
+            f"DataLoader: expected num_workers=0 for the IterableDataset {type(loader.dataset).__name__}, each row of "
+            f"which every rank draws, got {loader.num_workers}; use num_workers=0, and prefetch to read ahead."
         )
 
 

@@ -18,7 +18,7 @@ from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.torch_hooks import StorageName
 from hpcdist.runtime.parts import Part
 
-#: Freed memory is forgotten once so many tensors and arrays are known.
+#: Number of known tensors and arrays from which on freed ones are removed.
 _MAX_KNOWN = 256
 #: Parts of one memory, such as windows of a recording, that are known at a time.
 _MAX_RANGES = 64

@@ -57,7 +57,7 @@ from hpcdist.strategy.base import Strategy, get_strategy
 from hpcdist.strategy.devices import parse_device, require_device
 from hpcdist.strategy.values import regroup
 
-#: Leaves of rows that are told apart when ranks compare which are random.
+#: Number of leaves of a row for which ranks compare whether they are random; one bit of an int64 each.
 _MAX_LEAVES = 62
 
 

@@ -1,15 +1,21 @@
+import os
+import socket
+
 import pytest
 
 from hpcdist.cluster.environment import (
     Launcher,
     check_names,
     debug_names,
+    is_child_of_rank,
     job_end,
     job_id,
     launcher_of,
+    mark_rank,
     timeout_s,
     unused_tasks,
     visible_gpus,
+    without_launch,
 )
 from hpcdist.errors import ConfigurationError
 
@@ -86,3 +92,70 @@ def test_the_end_of_the_job():
 def test_the_number_of_the_batch_job():
     assert job_id({"SLURM_JOB_ID": "1234"}) == "1234"
     assert job_id({}) is None
+
+
+HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2"}
+PMIX = {"PMIX_NAMESPACE": "job@1", "PMIX_RANK": "0"}
+
+
+@pytest.mark.parametrize("launch", [HYDRA, PMIX, {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_JOB_ID": "7"}, {}])
+def test_a_child_has_the_launch_of_its_rank(monkeypatch, launch):
+    mark = marked(monkeypatch, launch)
+    assert not is_child_of_rank(launch), "a rank has no mark"
+    assert not is_child_of_rank({**launch, "HPCDIST_RANK_PROCESS": mark}), "the rank itself, whose number is in it"
+    assert is_child_of_rank({**launch, "HPCDIST_RANK_PROCESS": of_another_process(mark)})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"PMIX_NAMESPACE": "job@2", "PMIX_RANK": "0"},
+        {**PMIX, "SLURM_JOB_ID": "8"},
+        {"PMI_RANK": "1", "PMI_SIZE": "2"},
+    ],
+)
+def test_a_rank_that_another_rank_has_launched_is_no_child(monkeypatch, other):
+    mark = of_another_process(marked(monkeypatch, PMIX))
+    assert not is_child_of_rank({**other, "HPCDIST_RANK_PROCESS": mark})
+
+
+def test_a_connection_to_the_launcher_tells_ranks_from_children(monkeypatch):
+    with socket.socket() as of_rank, socket.socket() as of_other:
+        launch = {**HYDRA, "PMI_FD": str(of_rank.fileno())}
+        mark = of_another_process(marked(monkeypatch, launch))
+        assert is_child_of_rank({**launch, "HPCDIST_RANK_PROCESS": mark}), "as after os.fork or os.system"
+        other = {**HYDRA, "PMI_FD": str(of_other.fileno())}
+        assert not is_child_of_rank({**other, "HPCDIST_RANK_PROCESS": mark}), "another mpirun's rank with this number"
+        closed = {**HYDRA, "PMI_FD": "987654"}
+        assert is_child_of_rank({**closed, "HPCDIST_RANK_PROCESS": mark}), "as after subprocess.run"
+
+
+def test_a_mark_that_nobody_can_read_is_none():
+    assert not is_child_of_rank({**PMIX, "HPCDIST_RANK_PROCESS": "no number"})
+
+
+def test_what_a_rank_starts_does_not_see_its_launcher(monkeypatch):
+    for name, value in {**HYDRA, **PMIX, "PMIX_PREFIX": "/opt/mpi", "SLURM_JOB_ID": "7"}.items():
+        monkeypatch.setenv(name, value)
+    with without_launch():
+        assert not {*HYDRA, *PMIX} & set(os.environ)
+        assert os.environ["PMIX_PREFIX"] == "/opt/mpi", "where the library is"
+        assert os.environ["SLURM_JOB_ID"] == "7"
+    assert {*HYDRA, *PMIX} <= set(os.environ)
+
+
+def marked(monkeypatch, launch):
+    """Return the mark that a rank with these variables gives to what it starts."""
+    with monkeypatch.context() as environment:
+        for name in list(os.environ):
+            if name.startswith(("PMI", "SLURM", "HPCDIST_RANK", "PBS", "LSB", "FLUX")):
+                environment.delenv(name)
+        for name, value in launch.items():
+            environment.setenv(name, value)
+        environment.setenv("HPCDIST_RANK_PROCESS", "")
+        mark_rank()
+        return os.environ["HPCDIST_RANK_PROCESS"]
+
+
+def of_another_process(mark):
+    return " ".join([str(os.getpid() + 1), mark.partition(" ")[2]])

@@ -6,8 +6,17 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
+import hpcdist
 from hpcdist.data.batches import batch_sizes
 from hpcdist.data.parts_without_rows import part_without_rows
 from hpcdist.data.sampler_order import SamplerOrder, drawn_seed
@@ -169,3 +178,13 @@ def test_cards_for_rdma_are_found_in_sys(tmp_path):
     (tmp_path / "class" / "infiniband" / "mlx5_0").mkdir(parents=True)
     (tmp_path / "class" / "cxi" / "cxi0").mkdir(parents=True)
     assert worker_start.rdma_cards(tmp_path) == ["mlx5_0", "cxi0"]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([torch.ones(1)])
+
+
+def test_a_stream_with_workers_is_refused_with_what_to_do():
+    with pytest.raises(DataError, match="num_workers=0 for the IterableDataset Stream.*got 2; use num_workers=0"):
+        hpcdist.Dataset.from_torch(DataLoader(Stream(), 2, num_workers=2))
