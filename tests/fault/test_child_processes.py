@@ -166,3 +166,34 @@ def test_a_subprocess_of_a_rank_is_one_process_of_its_own(start, tmp_path, kind)
     outcome = start(2, tmp_path / "program.py", kind).wait(100)
     assert outcome.code == 0, outcome.output
     assert sorted(re.findall(r"rank (\d): child 1 0", outcome.output)) == ["0", "1"], outcome.output
+
+
+EXITS = """
+import os, sys
+import torch
+import hpcdist
+
+strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
+rows = torch.utils.data.TensorDataset(torch.arange(40.0))
+loader = torch.utils.data.DataLoader(rows, 8, num_workers=2, persistent_workers=True)
+batches = strategy.experimental_distribute_dataset(loader)
+for epoch in range(2):
+    n_rows = 0
+    for (part,) in batches:
+        if n_rows == 0:
+            pid = os.fork()
+            if pid == 0:
+                sys.exit(0)
+            os.waitpid(pid, 0)
+        n_rows += len(part)
+    print(f"rank {strategy.world.rank}: {n_rows} rows", flush=True)
+"""
+
+
+@pytest.mark.quick
+@pytest.mark.timeout(120)
+def test_a_forked_child_that_exits_ends_no_worker_of_its_rank(start, tmp_path):
+    (tmp_path / "program.py").write_text(EXITS)
+    outcome = start(2, tmp_path / "program.py").wait(100)
+    assert outcome.code == 0, outcome.output
+    assert outcome.output.count(": 20 rows") == 4, outcome.output

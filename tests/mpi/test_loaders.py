@@ -1,6 +1,9 @@
 """DataLoaders with samplers and workers of their own, distributed."""
 
+import gc
 import os
+import time
+import weakref
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ from torch.utils.data import (
 )
 
 import hpcdist
-from hpcdist.errors import DataError
+from hpcdist.errors import DataError, GradientError
 
 N_ROWS = 30
 
@@ -145,12 +148,15 @@ def test_a_dataset_that_has_grown_is_refused(strategy):
 
 
 class Processes(Dataset):
+    """Says of each row which process reads it, by which seed, and whether it sees this dataset and a launcher."""
+
     def __len__(self):
         return 16
 
     def __getitem__(self, row):
         info = torch.utils.data.get_worker_info()
-        return os.getpid(), info.num_workers, torch.initial_seed() % 2**31
+        has_launch = any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK"))
+        return os.getpid(), torch.initial_seed() % 2**31, info.dataset is self, has_launch
 
 
 @pytest.mark.parametrize("has_sampler", [False, True])
@@ -170,7 +176,10 @@ def test_workers_are_kept_if_they_are_persistent(strategy, comm, method, is_pers
     torch.manual_seed(1)
     pids = []
     for _ in range(3):
-        pids.append(set(torch.cat([part for part, _, _ in distributed]).tolist()))
+        parts = list(distributed)
+        pids.append(set(torch.cat([part[0] for part in parts]).tolist()))
+        assert all(torch.cat([part[2] for part in parts])), "get_worker_info().dataset is the program's"
+        assert (method == "forkserver") == (not any(torch.cat([part[3] for part in parts]))) or not pids[-1]
     assert all(len(found) <= 1 for found in pids)
     workers = set().union(*pids)
     assert os.getpid() not in workers
@@ -374,6 +383,113 @@ def test_persistent_workers_are_kept_after_two_passes_side_by_side(strategy, com
     first, second = (strategy.experimental_distribute_dataset(dataset) for _ in range(2))
     pids = set()
     for epoch in range(4):
-        for part, _, _ in first if epoch != 1 else (part for part, _ in zip(first, second, strict=True)):
-            pids |= set(part.tolist())
+        for part in first if epoch != 1 else (pair[0] for pair in zip(first, second, strict=True)):
+            pids |= set(part[0].tolist())
     assert len(pids) == 1
+
+
+@pytest.mark.parametrize("has_sampler", [False, True])
+def test_each_pass_seeds_its_workers_anew_and_alike_after_a_restart(strategy, comm, has_sampler):
+    def make_distributed():
+        torch.manual_seed(1)
+        settings = {"sampler": Forgetful(range(16))} if has_sampler else {}
+        return strategy.experimental_distribute_dataset(
+            DataLoader(Processes(), 4 * comm.size, num_workers=1, **settings)
+        )
+
+    def seeds_of_pass(distributed):
+        return set(torch.cat([part[1] for part in distributed]).tolist())
+
+    distributed = make_distributed()
+    first = seeds_of_pass(distributed)
+    state = distributed.state_dict()
+    second = seeds_of_pass(distributed)
+    assert len(first) == len(second) == 1
+    assert first != second
+    if has_sampler:  # those of other loaders are keyed by row later
+        resumed = make_distributed()
+        resumed.load_state_dict(state)
+        assert seeds_of_pass(resumed) == second
+
+
+def test_a_short_batch_of_a_sampler_is_refused_at_the_first_batch_on_all_ranks(strategy, comm):
+    loader = DataLoader(Rows(), batch_sampler=[[0] * 6, [1]], collate_fn=count_rows)
+    distributed = strategy.experimental_distribute_dataset(loader)
+    if comm.size == 1:
+        assert [part["n"] for part in distributed] == [6, 1]
+        return
+    with pytest.raises(DataError, match="got int from its collate_fn"):
+        next(iter(distributed))
+
+
+class DrawsByRankLater(Sampler):
+    """The same rows on all ranks in the first pass, and others later."""
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        first = self.rank if self.epoch else 0
+        return iter(range(first, first + 6))
+
+
+def test_samplers_that_differ_later_are_refused_at_the_sum(strategy, comm):
+    with strategy.scope():
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    distributed = strategy.experimental_distribute_dataset(DataLoader(Rows(), 6, sampler=DrawsByRankLater(comm.rank)))
+
+    def train():
+        for x, _ in distributed:
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+
+    train()
+    if comm.size == 1:
+        train()
+        return
+    with pytest.raises(GradientError, match="same global batch"):
+        train()
+
+
+@pytest.mark.parametrize("has_sampler", [False, True])
+def test_kept_workers_keep_nobody_and_end_at_once_with_their_loader(strategy, comm, has_sampler):
+    settings = {"sampler": Forgetful(range(16))} if has_sampler else {}
+    loader = DataLoader(Processes(), 4 * comm.size, num_workers=2, persistent_workers=True, **settings)
+    distributed = strategy.experimental_distribute_dataset(loader)
+    list(distributed)
+    cycle = [distributed]
+    cycle.append(cycle)
+    reference = weakref.ref(distributed)
+    del distributed, cycle, loader
+    start_s = time.monotonic()
+    gc.collect()
+    assert time.monotonic() - start_s < 4, "torch waits 5 s for each worker that it cannot reach"
+    assert reference() is None
+
+
+def test_noise_on_one_rank_makes_no_other_stream(strategy, comm):
+    noise = NOISES["of its own"] if comm.rank == comm.size - 1 else lambda: 0.5
+    distributed = strategy.experimental_distribute_dataset(DataLoader(Stream(noise=noise), 8))
+    assert rows_of_all(comm, distributed) == list(range(24))
+
+
+class Noise(IterableDataset):
+    def __iter__(self):
+        generator = np.random.default_rng()
+        for _ in range(8):
+            yield torch.tensor(generator.random())
+
+
+def test_a_stream_of_which_nothing_is_known_to_be_equal_is_refused(strategy, comm):
+    distributed = strategy.experimental_distribute_dataset(DataLoader(Noise(), 4))
+    if comm.size == 1:
+        assert len(list(distributed)) == 2
+        return
+    with pytest.raises(DataError, match="seeded generators"):
+        next(iter(distributed))

@@ -18,6 +18,7 @@ from torch.utils.data import (
 
 import hpcdist
 from hpcdist.data.batches import batch_sizes
+from hpcdist.data.loader_reader import LoaderReader, _failure_of
 from hpcdist.data.parts_without_rows import part_without_rows
 from hpcdist.data.sampler_order import SamplerOrder, drawn_seed
 from hpcdist.errors import DataError
@@ -188,3 +189,37 @@ class Stream(IterableDataset):
 def test_a_stream_with_workers_is_refused_with_what_to_do():
     with pytest.raises(DataError, match="num_workers=0 for the IterableDataset Stream.*got 2; use num_workers=0"):
         hpcdist.Dataset.from_torch(DataLoader(Stream(), 2, num_workers=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_workers", 2),
+        ("prefetch_factor", 7),
+        ("pin_memory", True),
+        ("persistent_workers", True),
+        ("timeout", 11),
+    ],
+)
+def test_settings_of_a_loader_are_kept(name, value):
+    settings = {"num_workers": 1, name: value}
+    row_loader = LoaderReader(DataLoader(range(4), 2, **settings))._make_row_loader()
+    assert getattr(row_loader, name) == value
+    assert row_loader.timeout > 0, "a worker that hangs ends the job"
+
+
+class Alive:
+    exitcode = None
+    pid = 1
+
+    def join(self, timeout_s):
+        raise AssertionError("nobody waits for a worker whose item has raised")
+
+
+class Iterator:
+    _workers = (Alive(), Alive())
+
+
+def test_an_error_of_an_item_waits_for_no_worker():
+    error = OSError("Caught OSError in DataLoader worker process 1.\nOriginal Traceback")
+    assert _failure_of(Iterator(), error, 1) == (1, "", "")

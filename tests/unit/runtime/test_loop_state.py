@@ -297,3 +297,26 @@ def test_a_thread_has_a_record_of_its_own_from_its_first_forward_on():
     thread.join(20)
     assert records[0] is records[1]
     assert records[0] is not loop.uses()
+
+
+def test_what_an_earlier_program_has_left_is_not_compared_between_ranks():
+    """Its dataset may be dropped on one rank first."""
+    loop = LoopState()
+    source = loop.add_source(owner=1)
+    loop.expect_training(1)
+    optimizer = object()
+
+    def train(number):
+        loop.hand_out(Part(source, number, (2,), 4, True, None, number, True))
+        loop.note_managed()
+        loop.begin_backward()
+        loop.end_backward()
+        loop.note_step(optimizer)
+
+    loop.begin([optimizer])
+    train(1)
+    assert loop.describe_positions()
+    loop.begin([optimizer])
+    assert not loop.describe_positions()
+    train(2)
+    assert loop.describe_positions()
