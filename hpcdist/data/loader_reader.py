@@ -56,7 +56,6 @@ class LoaderReader:
         self._iterators: set[Any] = set()
         self._is_reading = False
         self._n_passes = 0
-        self._pid = os.getpid()
 
     def read_here(self, keys: ItemKeys) -> Nest:
         """Return at least one item, joined, read in this process."""
@@ -138,8 +137,6 @@ class LoaderReader:
         To be called before the garbage collector takes iterators of torch: it would close their queues first, and each
         would wait 5 s for workers that nobody can reach.
         """
-        if os.getpid() != self._pid:  # a forked child has no workers
-            return
         for batches in self._iterators:
             _end_workers(batches)
         self._iterators = set()

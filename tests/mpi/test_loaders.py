@@ -463,6 +463,7 @@ def test_kept_workers_keep_nobody_and_end_at_once_with_their_loader(strategy, co
     loader = DataLoader(Processes(), 4 * comm.size, num_workers=2, persistent_workers=True, **settings)
     distributed = strategy.experimental_distribute_dataset(loader)
     list(distributed)
+    next(iter(distributed))  # a pass that is left
     cycle = [distributed]
     cycle.append(cycle)
     reference = weakref.ref(distributed)
