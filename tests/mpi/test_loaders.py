@@ -460,7 +460,7 @@ def test_samplers_that_differ_later_are_refused_at_the_sum(strategy, comm):
 @pytest.mark.parametrize("has_sampler", [False, True])
 def test_kept_workers_keep_nobody_and_end_at_once_with_their_loader(strategy, comm, has_sampler):
     settings = {"sampler": Forgetful(range(16))} if has_sampler else {}
-    loader = DataLoader(Processes(), 4 * comm.size, num_workers=2, persistent_workers=True, **settings)
+    loader = DataLoader(Processes(), comm.size, num_workers=2, persistent_workers=True, **settings)
     distributed = strategy.experimental_distribute_dataset(loader)
     list(distributed)
     next(iter(distributed))  # a pass that is left
