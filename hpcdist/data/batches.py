@@ -330,3 +330,11 @@ def after_batches(order: SampleOrder, cursor: Cursor, n_batches: int) -> Cursor:
             break
         cursor = replace(cursor, position=batch[1], n_batches=cursor.n_batches + 1)
     return cursor
+
+
+def in_parts(order: SampleOrder, n_replicas: int) -> SampleOrder:
+    """Return an order whose batches are a replica's parts of the global ones; what those drop, it drops."""
+    batch_rows, limit = order.batch_rows or 1, order.run_limit
+    if order.drop_remainder and order.n_rows != UNKNOWN and not math.isinf(order.run_rows):
+        limit = order.run_rows // batch_rows * batch_rows
+    return replace(order, batch_rows=-(-batch_rows // n_replicas), run_limit=limit)

@@ -3,10 +3,9 @@
 import contextlib
 import logging
 import math
-import secrets
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,30 +19,27 @@ from hpcdist.data.batches import (
     Plan,
     ShardedBatches,
     StreamPosition,
-    after_batches,
     batch_sizes,
     end_of_pass,
+    in_parts,
     next_pass,
-    start_of_pass,
 )
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.elements import is_torch_data
 from hpcdist.data.iterator import Delivery, DistributedIterator, stages
-from hpcdist.data.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
-from hpcdist.data.prefetch import Items, on_device
+from hpcdist.data.options import AutoShardPolicy, InputOptions
+from hpcdist.data.prefetch import Items
 from hpcdist.data.rows import spec_of
 from hpcdist.data.same_rows import describe_first_rows
 from hpcdist.data.streams import Stream
 from hpcdist.errors import DataError, agreed
 from hpcdist.nest import Nest
-from hpcdist.plan.sample_order import UNKNOWN, SampleOrder
 from hpcdist.runtime.parts import Part
 from hpcdist.runtime.step_flags import StepFlags
 from hpcdist.runtime.time_spent import time_spent
 
 logger = logging.getLogger("hpcdist")
 
-DatasetFunction = Callable[[InputContext], Dataset]
 #: The policies by which replicas read shards of their own, and what a checkpoint calls the number of shards.
 _SHARDS_KEYS = {AutoShardPolicy.FILE: "file_shards", AutoShardPolicy.HINT: "hint_shards"}
 
@@ -89,14 +85,6 @@ def _plan_of(dataset: Dataset, replicas: range, n_replicas: int) -> Plan:
             f"or use AutoShardPolicy.DATA."
         )
     return ShardedBatches(order, [dataset.shard_of(n_replicas, one) for one in range(n_replicas)], replicas)
-
-
-def _in_parts(order: SampleOrder, n_replicas: int) -> SampleOrder:
-    """Return an order whose batches are a replica's parts of the global ones; what those drop, it drops."""
-    batch_rows, limit = order.batch_rows or 1, order.run_limit
-    if order.drop_remainder and order.n_rows != UNKNOWN and not math.isinf(order.run_rows):
-        limit = order.run_rows // batch_rows * batch_rows
-    return replace(order, batch_rows=-(-batch_rows // n_replicas), run_limit=limit)
 
 
 class DistributedInput(ABC):
@@ -449,7 +437,7 @@ class DistributedDataset(DistributedInput):
         super().__init__(len(replicas), delivery or Delivery(), options)
         self._batch_rows = dataset.order.batch_rows
         if dataset.policy is AutoShardPolicy.OFF:
-            dataset = replace(dataset, order=_in_parts(dataset.order, n_replicas))
+            dataset = replace(dataset, order=in_parts(dataset.order, n_replicas))
         self.dataset = self._prefetched(dataset)
         self._replicas, self._n_replicas = replicas, n_replicas
         self._cursor = Cursor()
@@ -582,8 +570,9 @@ class DistributedDataset(DistributedInput):
         return parts
 
     def _describe_first_rows(self) -> list[int | None]:
-        assert isinstance(self.dataset.source, Stream), "rows with random access are compared before they are drawn"
-        return describe_first_rows(self.dataset.source, self._cursor.stream.epoch)
+        stream = self.dataset.source
+        assert isinstance(stream, Stream), "rows with random access are compared before they are drawn"
+        return describe_first_rows(lambda: stream.draw(self._cursor.stream.epoch))
 
     def _check_parts_without_rows(self) -> None:
         """Raise DataError if a batch leaves replicas without rows, and there is no such part; the job ends."""
@@ -683,204 +672,3 @@ class _DatasetPosition:
 
     cursor: Cursor
     n_left_epochs: int
-
-
-def sharded_dataset(dataset: Dataset, n_replicas: int) -> Dataset:
-    """Return a dataset whose rows are this rank's already, with the batch of one replica in place of the global one.
-
-    Raises:
-        DataError: for a dataset without a batch size.
-    """
-    if not isinstance(dataset, Dataset) or dataset.order.batch_rows is None or dataset.holds_batches:
-        raise DataError(
-            "experimental_distribute_dataset: expected a dataset of rows with batch(global_batch) for is_sharded=True, "
-            "got one without; add batch as the last call."
-        )
-    return replace(dataset, order=_in_parts(dataset.order, n_replicas))
-
-
-def contexts_of(
-    options: InputOptions | None, replicas: range, worker: tuple[int, int], n_replicas: int
-) -> list[InputContext]:
-    """Return a context for every dataset of this rank: one, or one per local replica with PER_REPLICA.
-
-    Args:
-        options: of the input.
-        replicas: of this rank.
-        worker: this rank and the number of ranks.
-        n_replicas: of all ranks.
-    """
-    mode = (options or InputOptions()).experimental_replication_mode
-    if mode is InputReplicationMode.PER_REPLICA:
-        return [InputContext(n_replicas, replica, n_replicas) for replica in replicas]
-    return [InputContext(worker[1], worker[0], n_replicas)]
-
-
-def datasets_of(dataset_fn: DatasetFunction, contexts: list[InputContext]) -> list[Dataset]:
-    """Return the dataset that the function returns for each context.
-
-    Raises:
-        DataError: when one is not a Dataset with a batch size; on this rank only.
-    """
-    made = [as_dataset(dataset_fn(context)) for context in contexts]
-    for dataset in made:
-        if not isinstance(dataset, Dataset) or dataset.order.batch_rows is None:
-            raise DataError(
-                f"distribute_datasets_from_function: expected an hpcdist.Dataset with batch(per_replica_batch), got "
-                f"{type(dataset).__name__}{' without batch' if isinstance(dataset, Dataset) else ''}; return one."
-            )
-        dataset.check_hint(is_placed=False)
-    return made
-
-
-class DistributedFromFunction(DistributedInput):
-    """Batches of this rank's own datasets, one for each of its replicas at every step.
-
-    Every `iter()` is one pass, except that the first after `load_state_dict` resumes the pass of the state. A pass ends
-    on all ranks at the same step, when all are out of data; a replica without data gets parts with 0 rows, shaped as
-    its others. With drop_remainder, which promises whole parts, it ends when one is out of data.
-
-    The cursor counts steps, as each rank alone knows what it reads: a restart needs the same number of input pipelines
-    and the same batches. Cost: nothing for rows with random access; of streams, the batches that were used are drawn
-    and dropped.
-
-    Args:
-        datasets: of this rank: one whose batches its replicas take in turn, or one per replica.
-        replicas, n_replicas, delivery, options: as for `DistributedDataset`.
-
-    Attributes:
-        datasets: what is read, with the batches that are read ahead.
-        ends_with_first: whether a pass ends when one replica is out of data. Must be equal on all ranks.
-    """
-
-    def __init__(
-        self,
-        datasets: list[Dataset],
-        replicas: range,
-        n_replicas: int,
-        delivery: Delivery | None = None,
-        options: InputOptions | None = None,
-    ) -> None:
-        super().__init__(len(replicas), delivery or Delivery(), options)
-        self.datasets = [self._prefetched(dataset) for dataset in datasets]
-        self._n_local, self._n_replicas, self._first = len(replicas), n_replicas, replicas.start
-        self._n_passes = 0
-        self._n_steps = 0
-        self._part_rows: tuple[int, ...] = ()
-        self.ends_with_first = all(dataset.order.drop_remainder for dataset in datasets)
-        self.set_seed(secrets.randbits(62))
-
-    def set_seed(self, seed: int) -> None:
-        """Derive the seed of every order with a drawn seed from one, so that a checkpoint stores one seed.
-
-        Args:
-            seed: equal on all ranks. Each dataset of the job gets another seed from it.
-        """
-        self._seed = seed
-        for number, dataset in enumerate(self.datasets):
-            if dataset.has_drawn_seed:
-                self.datasets[number] = dataset.with_drawn_seed(seed + self._first + number)
-
-    @property
-    def element_spec(self) -> Nest:
-        """The nest of a part with a TensorSpec for every array. Cost: a row is read."""
-        return self.datasets[0].element_spec
-
-    def _begin_pass(self) -> None:
-        if self._n_steps:
-            self._end_pass()
-
-    def _readers(self) -> list[Items]:
-        n_used = self._n_steps * (self._n_local // len(self.datasets))
-        return [self._reader(dataset, n_used) for dataset in self.datasets]
-
-    @property
-    def _n_in_pass(self) -> int:
-        return self._n_steps
-
-    @property
-    def _knows_end(self) -> bool:
-        return False
-
-    @property
-    def _is_at_end(self) -> bool:
-        return False
-
-    @property
-    def _beginning(self) -> tuple[int, int]:
-        return 0, 0
-
-    def _position(self) -> tuple[int, int]:
-        return self._n_passes, self._n_steps
-
-    def _restore(self, position: tuple[int, int]) -> None:
-        self._n_passes, self._n_steps = position
-
-    def _part(self, is_for_training: bool) -> Part:
-        return Part(
-            source=self._source,
-            number=self._source.n_handed_out + 1,
-            rows=self._part_rows,
-            total_rows=None,
-            is_everywhere=False,
-            key=hash((self._source.number, self._n_passes, self._n_steps)),
-            position=self._position(),
-            is_for_training=is_for_training,
-        )
-
-    def _reader(self, dataset: Dataset, n_used: int) -> Items:
-        """Return a reader of a dataset from batch `n_used` of this pass on; each pass has epochs of its own.
-
-        Cost: the used batches of a stream are read and dropped.
-        """
-        cursor = start_of_pass(dataset.order, self._n_passes)
-        if not dataset.is_stream:
-            cursor = after_batches(dataset.order, cursor, n_used)
-        reader = stages(dataset, DividedBatches(dataset.order), cursor, self._device())
-        for _ in range(n_used if dataset.is_stream else 0):
-            next(reader, None)
-        return reader
-
-    def _next_parts(self, readers: list[Items]) -> list[Nest] | None:
-        batches = [next(readers[one % len(readers)], None) for one in range(self._n_local)]
-        is_out = (any if self.ends_with_first else all)(batch is None for batch in batches)
-        if self._delivery.agree_end is not None:
-            is_out = self._delivery.agree_end(is_out, self.ends_with_first)
-        if is_out:
-            return None
-        self._n_steps += 1
-        self._part_rows = tuple(0 if batch is None else batch[0].part_rows[0] for batch in batches)
-        return [self._empty_part(one) if batch is None else batch[1][0] for one, batch in enumerate(batches)]
-
-    def _empty_part(self, number: int) -> Nest:
-        part = self.datasets[number % len(self.datasets)].part_without_rows()
-        device = self._device()
-        return part if device is None else on_device(part, device)
-
-    def _end_pass(self) -> None:
-        self._n_passes, self._n_steps = self._n_passes + 1, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the cursor: passes, steps of this one, the number of replicas and the seed. Equal on all ranks."""
-        n_passes, n_steps = self._saved_position()
-        return {
-            "passes": n_passes,
-            "steps": n_steps,
-            "n_replicas": self._n_replicas,
-            "seed": self._seed,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a cursor.
-
-        Raises:
-            DataError: when it is of another number of replicas.
-        """
-        if state["n_replicas"] != self._n_replicas:
-            raise DataError(
-                f"restore: expected {state['n_replicas']} replicas as in the checkpoint, got {self._n_replicas}; only "
-                f"experimental_distribute_dataset resumes with another number."
-            )
-        self.set_seed(state["seed"])
-        self._n_passes, self._n_steps = state["passes"], state["steps"]
-        self._resume()

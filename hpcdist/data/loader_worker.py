@@ -3,6 +3,7 @@
 Worker processes import this file: nothing here may start MPI.
 """
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,11 +53,37 @@ class EmptyPart:
 
 
 @dataclass(frozen=True)
+class FirstRows:
+    """What a worker of a stream tells of the rows that it has drawn first.
+
+    Attributes:
+        worker: number of the worker.
+        is_cut: whether the dataset has asked for the number of workers, to cut its rows.
+        digests: digest of each leaf of the first rows.
+        are_alike: whether the first rows are equal to one another.
+    """
+
+    worker: int
+    is_cut: bool
+    digests: tuple[int, ...]
+    are_alike: bool
+
+
+@dataclass(frozen=True)
 class Joined:
-    """What a worker sends: a part of a batch, and with its first one a part of no items."""
+    """What a worker sends.
+
+    Attributes:
+        part: part of a batch.
+        n_rows: rows of the part; 0 where nobody asks.
+        empty_part: part of no items, with the first part.
+        first_rows: with the first part of a stream.
+    """
 
     part: Nest
+    n_rows: int = 0
     empty_part: EmptyPart | None = None
+    first_rows: FirstRows | None = None
 
     def pin_memory(self) -> "Joined":
         """Return this with pinned copies of tensors; torch calls it in the thread that pins."""
@@ -81,7 +108,7 @@ class JoinInWorker:
             return Joined(part)
         self._is_first = False
         with own_random_numbers():
-            return Joined(part, EmptyPart.made_of(self._join, items[0]))
+            return Joined(part, empty_part=EmptyPart.made_of(self._join, items[0]))
 
 
 class Progress:
@@ -89,9 +116,11 @@ class Progress:
 
     Args:
         n_workers: number of workers.
+        form: text that names what is read, with {} for its number.
     """
 
-    def __init__(self, n_workers: int) -> None:
+    def __init__(self, n_workers: int, form: str) -> None:
+        self._form = form
         self._keys = torch.full((n_workers,), -1, dtype=torch.int64)
         self._keys.share_memory_()  # type: ignore[no-untyped-call]
 
@@ -100,9 +129,9 @@ class Progress:
         self._keys[worker] = key if isinstance(key, int) else -1
 
     def describe(self, worker: int) -> str:
-        """Return which item a worker has begun to read last."""
+        """Return what a worker has begun to read last."""
         key = int(self._keys[worker])
-        return "an item" if key < 0 else f"item {key}"
+        return self._form.format("of unknown number" if key < 0 else key)
 
 
 class NotedItems:
@@ -167,8 +196,25 @@ def begin_worker(owner: int, init: Callable[[int], None] | None, worker_id: int)
     """
     obey_only(owner)
     _show_own_items()
-    if init is not None:
-        init(worker_id)
+    call_init(init, worker_id)
+
+
+def call_init(init: Callable[[int], None] | None, worker: int) -> None:
+    """Call the program's worker_init_fn, if there is one.
+
+    Raises:
+        DataError: when it raises; its traceback is printed.
+    """
+    if init is None:
+        return
+    try:
+        init(worker)
+    except Exception as error:  # noqa: BLE001  the program raises what it likes
+        traceback.print_exc()
+        raise DataError(
+            f"DataLoader: expected worker_init_fn to return in worker {worker}, got {type(error).__name__}: {error}; "
+            f"look at its traceback above."
+        ) from None
 
 
 def collate(items: list[Any]) -> Nest:

@@ -7,7 +7,7 @@ of several.
 import contextlib
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,12 @@ import torch
 import xxhash
 
 from hpcdist.data.sources import RowSource
-from hpcdist.data.streams import Stream
 from hpcdist.nest import Nest, leaves
 
 #: Reads of a sample that show whether rows are random.
 _N_READS = 8
 #: Rows of a stream that are compared where ranks have drawn others.
-_N_FIRST_ROWS = 8
+N_FIRST_ROWS = 8
 #: What `describe_rows` says of rows that are.
 RANDOM = "random"
 
@@ -51,19 +50,54 @@ def digest_of(rows: Nest) -> int:
     return digest.intdigest() >> 1
 
 
-def describe_first_rows(stream: Stream, epoch: int) -> list[int | None]:
+class RowDigests:
+    """Digests of the rows that are added, one for each leaf.
+
+    Attributes:
+        n_rows: rows so far.
+        are_alike: whether all rows so far are equal.
+    """
+
+    def __init__(self) -> None:
+        self.n_rows = 0
+        self.are_alike = True
+        self._leaves: list[Any] = []
+        self._first_row = 0
+
+    def add(self, row: Nest) -> None:
+        """Add a row."""
+        row_digest = digest_of(row)
+        if not self.n_rows:
+            self._leaves = [xxhash.xxh3_64() for _ in leaves(row)]
+            self._first_row = row_digest
+        self.n_rows += 1
+        self.are_alike = self.are_alike and row_digest == self._first_row
+        for digest, leaf in zip(self._leaves, leaves(row), strict=False):
+            digest.update(_content_of(leaf))
+
+    def of_leaves(self) -> tuple[int, ...]:
+        """Return the digest of each leaf of all rows so far, of 63 bits."""
+        return tuple(digest.intdigest() >> 1 for digest in self._leaves)
+
+
+def describe_first_rows(draw: Callable[[], Iterable[Nest]], n_rows: int = N_FIRST_ROWS) -> list[int | None]:
     """Return a digest for each leaf of the first rows of a stream; None for one that differs between two reads.
 
     Random numbers of the libraries are drawn from the same seeds each time.
 
+    Args:
+        draw: starts the stream anew.
+        n_rows: rows that are described, if there are as many.
+
     Cost: the first rows are drawn twice, each time from a new iterator.
     """
-    reads: list[list[int]] = []
+    reads: list[tuple[int, ...]] = []
     for _ in range(2):
+        digests = RowDigests()
         with own_random_numbers():
-            rows = list(itertools.islice(stream.draw(epoch), _N_FIRST_ROWS))
-        columns = zip(*map(leaves, rows), strict=False)
-        reads.append([digest_of(list(column)) for column in columns])
+            for row in itertools.islice(draw(), n_rows):
+                digests.add(row)
+        reads.append(digests.of_leaves())
     descriptions: list[int | None] = []
     for first, second in zip(*reads, strict=False):
         descriptions.append(first if first == second else None)

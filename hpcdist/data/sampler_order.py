@@ -134,5 +134,5 @@ def drawn_seed(loader: "DataLoader[Any]") -> int:
     generators: list[torch.Generator] = []
     for sampler in samplers_of(loader.batch_sampler):
         generators += [value for value in _attributes_of(sampler).values() if isinstance(value, torch.Generator)]
-    generator = generators[0] if generators else None
+    generator = generators[0] if generators else loader.generator
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator))

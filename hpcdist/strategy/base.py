@@ -13,19 +13,15 @@ from torch.optim.optimizer import Optimizer
 
 from hpcdist.collectives.ops import ReduceOp
 from hpcdist.data.dataset import Dataset
-from hpcdist.data.distributed import (
-    DatasetFunction,
-    DistributedDataset,
-    DistributedFromFunction,
-    DistributedInput,
-    as_dataset,
-    datasets_of,
-)
+from hpcdist.data.distributed import DistributedDataset, DistributedInput, as_dataset
 from hpcdist.data.distributed_loader import DistributedLoader, has_own_sampler
+from hpcdist.data.distributed_stream import DistributedStream, has_stream_in_workers
+from hpcdist.data.from_function import DatasetFunction, DistributedFromFunction, datasets_of
 from hpcdist.data.iterator import Delivery
 from hpcdist.data.options import InputContext, InputOptions
 from hpcdist.data.rows import explaining_empty_parts
 from hpcdist.data.sampler_order import drawn_seed
+from hpcdist.data.stream_worker import Shares
 from hpcdist.errors import UsageError
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.comm_hook import CommHook
@@ -407,7 +403,7 @@ class Strategy(Ranks):
             options: of the input.
             is_sharded: whether the dataset itself gives each rank other rows, as a stream that is cut by rank. Each
                 replica gets its share of the global batch then while its rank has rows, and parts without rows until
-                all ranks are out of rows; a restart needs as many ranks.
+                all ranks are out of rows; a restart needs as many ranks. So does one of a stream with workers.
 
         Raises:
             DataError: when `dataset` is something else; on every rank alike. Without a strategy one without a batch
@@ -415,6 +411,8 @@ class Strategy(Ranks):
         """
         if has_own_sampler(dataset):
             return self._distribute_loader_here(dataset, options)
+        if has_stream_in_workers(dataset):
+            return self._distribute_stream_here(dataset, options, is_sharded)
         dataset = as_dataset(dataset)
         if type(self) is Strategy and isinstance(dataset, Dataset) and dataset.order.batch_rows is None:
             return dataset
@@ -426,6 +424,13 @@ class Strategy(Ranks):
             loader, drawn_seed(loader), range(1), 1, lambda own, refusal: None, self._delivery(), options
         )
         distributed.check_order()
+        return distributed
+
+    def _distribute_stream_here(self, loader: Any, options: InputOptions | None, is_sharded: bool) -> DistributedStream:
+        """Return the parts of a stream, all of which the workers of this process draw."""
+        shares = Shares(0, 1, loader.num_workers, is_sharded)
+        distributed = DistributedStream(loader, shares, range(1), 1, lambda part: part, self._delivery(), options)
+        distributed.set_seed(drawn_seed(loader))
         return distributed
 
     def distribute_datasets_from_function(

@@ -84,13 +84,19 @@ class Rows(torch.utils.data.Dataset):
         return 40
 
     def __getitem__(self, row):
-        if row == 21 and what == "killed":
+        if row == 21 and what in ("killed", "killed in a step"):
             os.kill(os.getpid(), signal.SIGKILL)
         if row == 21 and what == "hangs":
             time.sleep(600)
         if row == 21 and what == "world":
             hpcdist.MultiWorkerMirroredStrategy()
         return torch.tensor([float(row)])
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        yield from map(Rows().__getitem__, range(info.id, 40, info.num_workers))
 
 
 def fail(worker):
@@ -101,13 +107,16 @@ def fail(worker):
 def main():
     strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
     loader = torch.utils.data.DataLoader(
-        Rows(), 8, num_workers=2, multiprocessing_context=method, worker_init_fn=fail, timeout=5
+        kinds[kind](), 8, num_workers=2, multiprocessing_context=method, worker_init_fn=fail, timeout=5
     )
     for rows in strategy.experimental_distribute_dataset(loader):
+        if what == "killed in a step":
+            time.sleep(20)
         hpcdist.all_reduce(rows.sum().reshape(1).numpy())
 
 
-what, method = sys.argv[1:]
+kinds = {"items": Rows, "stream": Stream}
+what, method, kind = sys.argv[1:]
 if __name__ == "__main__" or what == "guard":
     main()
 """
@@ -115,26 +124,38 @@ if __name__ == "__main__" or what == "guard":
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("what", "method", "message"),
+    ("what", "method", "kind", "message"),
     [
         pytest.param(
-            "killed", "fork", "worker 0 of 2 to read item 21, got process .* signal 9", marks=pytest.mark.quick
+            "killed", "fork", "items", "worker 0 of 2 to read item 21, got process .* signal 9", marks=pytest.mark.quick
         ),
-        ("hangs", "forkserver", "worker 0 of 2 to read item 21, got nothing in time"),
-        ("init", "fork", "worker_init_fn fails"),
-        ("world", "fork", "expected the process of a rank, got process .* forked"),
+        pytest.param(
+            "killed in a step",
+            "fork",
+            "items",
+            "worker 0 of 2 to read item 21, got process .* signal 9",
+            marks=pytest.mark.quick,
+        ),
+        ("killed", "fork", "stream", "worker 1 of 2 to read row 5 of its stream, got process .* signal 9"),
+        ("killed in a step", "fork", "stream", "worker 1 of 2 to read row 5 of its stream, got process .* signal 9"),
+        ("hangs", "forkserver", "items", "worker 0 of 2 to read item 21, got nothing in time"),
+        ("hangs", "fork", "stream", "worker 1 of 2 to read row 5 of its stream, got nothing in time"),
+        ("init", "fork", "items", "worker_init_fn to return in worker 0, got ValueError: worker_init_fn fails"),
+        ("init", "fork", "stream", "worker_init_fn to return in worker 0, got ValueError: worker_init_fn fails"),
+        ("world", "fork", "items", "expected the process of a rank, got process .* forked"),
         pytest.param(
             "guard",
             "forkserver",
+            "items",
             "expected the program under if __name__ == '__main__'.*in line",
             marks=pytest.mark.quick,
         ),
-        ("guard", "spawn", "expected the program under if __name__ == '__main__'.*in line"),
+        ("guard", "spawn", "items", "expected the program under if __name__ == '__main__'.*in line"),
     ],
 )
-def test_a_worker_that_fails_ends_the_job_with_a_line(start, tmp_path, what, method, message):
+def test_a_worker_that_fails_ends_the_job_with_a_line(start, tmp_path, what, method, kind, message):
     (tmp_path / "program.py").write_text(WORKERS)
-    job = start(2, tmp_path / "program.py", what, method)
+    job = start(2, tmp_path / "program.py", what, method, kind)
     outcome = job.wait(60)
     assert outcome.code != 0
     assert re.search(message, outcome.output), outcome.output

@@ -75,6 +75,7 @@ def batches_of_pass(comm, distributed):
     return batches
 
 
+@pytest.mark.feature("input.data-loaders")
 @pytest.mark.parametrize("n_workers", [0, 2])
 @pytest.mark.parametrize("name", ["weighted", "subset", "bucket"])
 def test_a_sampler_gives_one_order_that_is_cut_by_rank_and_resumed(strategy, comm, name, n_workers):

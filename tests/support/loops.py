@@ -37,13 +37,16 @@ DATA = (
     "weighted loader",
     "bucket loader",
     "stream",
+    "worker stream",
     "own loader",
     "own loader, torch's sampler",
     "index",
     "generator",
 )
 #: Kinds of data that `experimental_distribute_dataset` divides.
-DISTRIBUTED = DATA[:5]
+DISTRIBUTED = DATA[:6]
+#: Workers of loaders that have any.
+N_WORKERS = 2
 #: How the workers of loaders are started; None reads in the rank itself.
 WORKERS = ("none", "fork", "persistent", "forkserver")
 LOOPS = (
@@ -116,7 +119,7 @@ class Script:
 def draw(seed):
     """Return a script."""
     random_numbers = random.Random(seed)
-    data = random_numbers.choices(DATA, (8, 8, 6, 6, 5, 10, 1, 1, 1))[0]
+    data = random_numbers.choices(DATA, (8, 8, 6, 6, 5, 6, 10, 1, 1, 1))[0]
     loop = random_numbers.choices(LOOPS, (6, 6, 6, 4, 4, 4, 1, 4, 6, 6, 4, 1))[0]
     step, epoch_end = random_numbers.choice(STEPS), random_numbers.choice(EPOCH_ENDS)
     model = random_numbers.choices(MODELS, (3, 1, 1))[0]
@@ -126,7 +129,7 @@ def draw(seed):
         step, model = "plain", "linear"
     if loop in ("gan", "zip") and data in ("index", "generator"):
         data = "dataset"
-    if loop == "zip" and data in ("weighted loader", "bucket loader", "stream"):
+    if loop == "zip" and data in ("weighted loader", "bucket loader", "stream", "worker stream"):
         data = "loader"
     if loop == "zip":
         batch = random_numbers.choice((6, 12))  # divided into the same fractions as the others' 12
@@ -138,13 +141,18 @@ def draw(seed):
     if data.startswith("own") or data in ("index", "generator"):
         n_rows = n_rows // 12 * 12 + 12  # the same rows on 1, 2 and 3 ranks: a sampler gives some twice
         batch = 6
-    if data == "bucket loader":
+    if data in ("bucket loader", "worker stream"):
         model = "linear" if model == "batch norm" else model
-    if data == "stream" and loop in ("islice", "peek"):  # nobody knows where a pass ends that was left
+    if data in ("stream", "worker stream") and loop in (
+        "islice",
+        "peek",
+    ):  # nobody knows where a pass ends that was left
         loop = "plain"
     workers = random_numbers.choices(WORKERS, (20, 8, 8, 1))[0]
     if data in ("dataset", "stream", "index", "generator"):
         workers = "none"
+    if data == "worker stream" and workers == "none":
+        workers = "fork"
     return Script(data, loop, step, epoch_end, model, n_rows, batch, seed, workers)
 
 
@@ -380,13 +388,13 @@ class Job:
         drop_last = self.script.cure == "drop"
         return self._loader(batch_size=self.script.batch, drop_last=drop_last)
 
-    def _loader(self, **settings):
+    def _loader(self, rows=None, **settings):
         """Return a DataLoader with the script's workers."""
         if self.script.workers != "none" and not self.is_plain:
             is_persistent = self.script.workers == "persistent"
             method = "fork" if is_persistent else self.script.workers
-            settings.update(num_workers=2, multiprocessing_context=method, persistent_workers=is_persistent)
-        return torch.utils.data.DataLoader(self.tensors(), **settings)
+            settings.update(num_workers=N_WORKERS, multiprocessing_context=method, persistent_workers=is_persistent)
+        return torch.utils.data.DataLoader(self.tensors() if rows is None else rows, **settings)
 
     def weighted_loader(self):
         n_rows = self.script.n_rows
@@ -398,6 +406,32 @@ class Job:
 
     def stream(self):
         return torch.utils.data.DataLoader(StreamOfRows(self.tensors()), batch_size=self.script.batch)
+
+    def worker_stream(self):
+        """Return a loader over a stream, which half of the scripts cut by worker themselves."""
+        rows = self.tensors()
+        if self.is_plain:
+            return self._shared_batches(rows)
+        kind = CutStream if self.script.seed % 2 else StreamOfRows
+        return self._loader(kind(rows), batch_size=self.script.batch)
+
+    def _shared_batches(self, rows):
+        """Return what the workers of all ranks read together at each step."""
+        n_shares = self.comm.size * N_WORKERS
+        part_rows = -(-self.script.batch // self.comm.size)
+        steps = []
+        for rank in range(self.comm.size):
+            workers = []
+            for worker in range(N_WORKERS):
+                share = list(range(rank * N_WORKERS + worker, self.script.n_rows, n_shares))
+                workers.append([share[start : start + part_rows] for start in range(0, len(share), part_rows)])
+            in_turn = itertools.chain.from_iterable(itertools.zip_longest(*workers))
+            parts = [part for part in in_turn if part]
+            for number, part in enumerate(parts):
+                if number == len(steps):
+                    steps.append([])
+                steps[number] += part
+        return [rows[step] for step in steps]
 
     def others(self):
         generator = torch.Generator().manual_seed(self.script.seed + 1)
@@ -545,6 +579,14 @@ class StreamOfRows(torch.utils.data.IterableDataset):
 
     def __iter__(self):
         return iter(self.items)
+
+
+class CutStream(StreamOfRows):
+    """The rows that a worker is to read, one by one."""
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        return itertools.islice(iter(self.items), info.id, None, info.num_workers)
 
 
 class PlainBatches:

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hpcdist.data.dataset import Dataset
-from hpcdist.data.distributed import DistributedDataset, DistributedFromFunction
+from hpcdist.data.distributed import DistributedDataset
+from hpcdist.data.from_function import DistributedFromFunction
 from hpcdist.errors import ConfigurationError, PSUnavailable, UsageError
 from hpcdist.nest import map_nest
 from hpcdist.strategy.base import Strategy

@@ -9,7 +9,8 @@ import torch
 
 import hpcdist
 from hpcdist.data.dataset import Dataset
-from hpcdist.data.distributed import DistributedDataset, DistributedFromFunction, contexts_of, datasets_of
+from hpcdist.data.distributed import DistributedDataset
+from hpcdist.data.from_function import DistributedFromFunction, contexts_of, datasets_of
 from hpcdist.data.iterator import Delivery
 from hpcdist.data.rows import TensorSpec
 from hpcdist.errors import DataError

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from hpcdist.data.dataset import Dataset
-from hpcdist.data.distributed import DistributedDataset, DistributedFromFunction
+from hpcdist.data.distributed import DistributedDataset
+from hpcdist.data.from_function import DistributedFromFunction
 from hpcdist.data.iterator import Delivery
 from hpcdist.data.options import InputOptions
 from hpcdist.runtime.step_flags import StepFlags

@@ -18,9 +18,10 @@ from torch.utils.data import (
 
 import hpcdist
 from hpcdist.data.batches import batch_sizes
-from hpcdist.data.loader_reader import LoaderReader, _failure_of
+from hpcdist.data.loader_reader import LoaderReader
 from hpcdist.data.parts_without_rows import part_without_rows
 from hpcdist.data.sampler_order import SamplerOrder, drawn_seed
+from hpcdist.data.worker_reader import _failure_of
 from hpcdist.errors import DataError
 from hpcdist.plan.sample_order import SampleOrder
 from hpcdist.runtime import worker_start
@@ -203,7 +204,7 @@ def test_a_stream_with_workers_is_refused_with_what_to_do():
 )
 def test_settings_of_a_loader_are_kept(name, value):
     settings = {"num_workers": 1, name: value}
-    row_loader = LoaderReader(DataLoader(range(4), 2, **settings))._make_row_loader()
+    row_loader = LoaderReader(DataLoader(range(4), 2, **settings))._make_worker_loader()
     assert getattr(row_loader, name) == value
     assert row_loader.timeout > 0, "a worker that hangs ends the job"
 
@@ -222,4 +223,4 @@ class Iterator:
 
 def test_an_error_of_an_item_waits_for_no_worker():
     error = OSError("Caught OSError in DataLoader worker process 1.\nOriginal Traceback")
-    assert _failure_of(Iterator(), error, 1) == (1, "", "")
+    assert _failure_of(Iterator(), None, error) is None

@@ -1,0 +1,146 @@
+"""Distributed datasets that a function makes for each rank: their batches are the replicas' own parts."""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+
+from hpcdist.data.batches import DividedBatches, after_batches, in_parts, start_of_pass
+from hpcdist.data.counted_steps import CountedPart, CountedSteps
+from hpcdist.data.dataset import Dataset
+from hpcdist.data.distributed import as_dataset
+from hpcdist.data.iterator import Delivery, stages
+from hpcdist.data.options import InputContext, InputOptions, InputReplicationMode
+from hpcdist.data.prefetch import Items
+from hpcdist.errors import DataError
+from hpcdist.nest import Nest
+
+DatasetFunction = Callable[[InputContext], Dataset]
+
+
+def sharded_dataset(dataset: Dataset, n_replicas: int) -> Dataset:
+    """Return a dataset whose rows are this rank's already, with the batch of one replica in place of the global one.
+
+    Raises:
+        DataError: for a dataset without a batch size.
+    """
+    if not isinstance(dataset, Dataset) or dataset.order.batch_rows is None or dataset.holds_batches:
+        raise DataError(
+            "experimental_distribute_dataset: expected a dataset of rows with batch(global_batch) for is_sharded=True, "
+            "got one without; add batch as the last call."
+        )
+    return replace(dataset, order=in_parts(dataset.order, n_replicas))
+
+
+def contexts_of(
+    options: InputOptions | None, replicas: range, worker: tuple[int, int], n_replicas: int
+) -> list[InputContext]:
+    """Return a context for every dataset of this rank: one, or one per local replica with PER_REPLICA.
+
+    Args:
+        options: of the input.
+        replicas: of this rank.
+        worker: this rank and the number of ranks.
+        n_replicas: of all ranks.
+    """
+    mode = (options or InputOptions()).experimental_replication_mode
+    if mode is InputReplicationMode.PER_REPLICA:
+        return [InputContext(n_replicas, replica, n_replicas) for replica in replicas]
+    return [InputContext(worker[1], worker[0], n_replicas)]
+
+
+def datasets_of(dataset_fn: DatasetFunction, contexts: list[InputContext]) -> list[Dataset]:
+    """Return the dataset that the function returns for each context.
+
+    Raises:
+        DataError: when one is not a Dataset with a batch size; on this rank only.
+    """
+    made = [as_dataset(dataset_fn(context)) for context in contexts]
+    for dataset in made:
+        if not isinstance(dataset, Dataset) or dataset.order.batch_rows is None:
+            raise DataError(
+                f"distribute_datasets_from_function: expected an hpcdist.Dataset with batch(per_replica_batch), got "
+                f"{type(dataset).__name__}{' without batch' if isinstance(dataset, Dataset) else ''}; return one."
+            )
+        dataset.check_hint(is_placed=False)
+    return made
+
+
+class DistributedFromFunction(CountedSteps):
+    """Batches of this rank's own datasets, one for each of its replicas at every step.
+
+    Every `iter()` is one pass, except that the first after `load_state_dict` resumes the pass of the state.
+
+    Each rank alone knows what it reads: a restart needs the same number of input pipelines and the same batches. Cost:
+    nothing for rows with random access; of streams, the batches that were used are drawn and dropped.
+
+    Args:
+        datasets: datasets of this rank: one whose batches its replicas take in turn, or one per replica. With
+            drop_remainder in all, which promises whole parts, a pass ends when one replica is out of data.
+        replicas: the replicas of this rank.
+        n_replicas: number of replicas on all ranks.
+        delivery: what the strategy connects.
+        options: of the input.
+
+    Attributes:
+        datasets: what is read, with the batches that are read ahead.
+    """
+
+    def __init__(
+        self,
+        datasets: list[Dataset],
+        replicas: range,
+        n_replicas: int,
+        delivery: Delivery | None = None,
+        options: InputOptions | None = None,
+    ) -> None:
+        ends_with_first = all(dataset.order.drop_remainder for dataset in datasets)
+        super().__init__(replicas, n_replicas, ends_with_first, delivery or Delivery(), options)
+        self.datasets = [self._prefetched(dataset) for dataset in datasets]
+        self.set_seed(secrets.randbits(62))
+
+    def set_seed(self, seed: int) -> None:
+        """Derive the seed of every order with a drawn seed from one, so that a checkpoint stores one seed.
+
+        Args:
+            seed: equal on all ranks. Each dataset of the job gets another seed from it.
+        """
+        super().set_seed(seed)
+        for number, dataset in enumerate(self.datasets):
+            if dataset.has_drawn_seed:
+                self.datasets[number] = dataset.with_drawn_seed(seed + self._first_replica + number)
+
+    @property
+    def element_spec(self) -> Nest:
+        """The nest of a part with a TensorSpec for every array. Cost: a row is read."""
+        return self.datasets[0].element_spec
+
+    def _readers(self) -> list[Items]:
+        n_used = self._n_steps * (self._n_local // len(self.datasets))
+        return [self._reader(dataset, n_used) for dataset in self.datasets]
+
+    def _reader(self, dataset: Dataset, n_used: int) -> Items:
+        """Return a reader of a dataset from batch `n_used` of this pass on; each pass has epochs of its own.
+
+        Cost: the used batches of a stream are read and dropped.
+        """
+        cursor = start_of_pass(dataset.order, self._n_passes)
+        if not dataset.is_stream:
+            cursor = after_batches(dataset.order, cursor, n_used)
+        reader = stages(dataset, DividedBatches(dataset.order), cursor, self._device())
+        for _ in range(n_used if dataset.is_stream else 0):
+            next(reader, None)
+        return reader
+
+    def _next_local_parts(self, readers: list[Items]) -> list[CountedPart]:
+        local_parts: list[CountedPart] = []
+        for replica in range(self._n_local):
+            batch = next(readers[replica % len(readers)], None)
+            if batch is None:
+                local_parts.append(None)
+                continue
+            cursor, [nest] = batch
+            local_parts.append((cursor.part_rows[0], nest))
+        return local_parts
+
+    def _part_without_rows(self, local_replica: int) -> Nest:
+        return self.datasets[local_replica % len(self.datasets)].part_without_rows()
