@@ -82,6 +82,11 @@ def _indices_of(items: Any) -> list[Any]:
     return indices
 
 
+def is_loader(data: Any) -> bool:
+    """Return whether something is a DataLoader."""
+    return isinstance(data, DataLoader)
+
+
 def check_loader(loader: "DataLoader[Any]") -> None:
     """Raise DataError for a DataLoader whose rows have an order that no Dataset has."""
     if not has_plain_order(loader):

@@ -486,7 +486,10 @@ class LoaderWatcher(Protocol):
 _loader_watchers: "dict[int, weakref.ref[LoaderWatcher]]" = {}
 #: The loader of each of their iterators.
 _loaders: "weakref.WeakKeyDictionary[_BaseDataLoaderIter, weakref.ref[DataLoader[Any]]]" = weakref.WeakKeyDictionary()
+#: Iterators of loaders whose class has an `__iter__` of its own, before the first batch of a pass.
+_unseen: "weakref.WeakSet[_BaseDataLoaderIter]" = weakref.WeakSet()
 _make_iterator = DataLoader.__iter__
+_init_iterator = _BaseDataLoaderIter.__init__
 _next_batch = _BaseDataLoaderIter.__next__
 
 
@@ -498,6 +501,7 @@ def around_loaders(watcher: LoaderWatcher) -> None:
     """
     _loader_watchers[next(_watcher_numbers)] = weakref.ref(watcher)
     DataLoader.__iter__ = _watched_iterator  # type: ignore[method-assign]
+    _BaseDataLoaderIter.__init__ = _watched_init  # type: ignore[method-assign, assignment]
     _BaseDataLoaderIter.__next__ = _watched_next  # type: ignore[method-assign, assignment]
 
 
@@ -522,6 +526,13 @@ def _watched_iterator(loader: "DataLoader[Any]") -> _BaseDataLoaderIter:
     return iterator
 
 
+def _watched_init(iterator: _BaseDataLoaderIter, loader: "DataLoader[Any]") -> None:
+    _init_iterator(iterator, loader)
+    if type(loader).__iter__ is not _watched_iterator:  # as torchdata's StatefulDataLoader
+        _loaders[iterator] = weakref.ref(loader)
+        _unseen.add(iterator)
+
+
 def _is_shown() -> bool:
     """Return whether this is the main thread, and no worker process of a loader."""
     return threading.current_thread() is threading.main_thread() and get_worker_info() is None
@@ -533,6 +544,10 @@ def _watched_next(iterator: _BaseDataLoaderIter) -> Any:
     if loader is None or not _is_shown():
         return _next_batch(iterator)
     watchers = _alive_loader_watchers()
+    if iterator in _unseen:
+        _unseen.remove(iterator)
+        for watcher in watchers:
+            watcher.before_pass(loader)
     for watcher in watchers:
         watcher.before_draw(loader)
     try:
@@ -540,6 +555,8 @@ def _watched_next(iterator: _BaseDataLoaderIter) -> Any:
     except StopIteration:
         for watcher in watchers:
             watcher.after_pass(loader)
+        if type(loader).__iter__ is not _watched_iterator:  # the iterator may be used for another pass
+            _unseen.add(iterator)
         raise
     for watcher in watchers:
         watcher.after_draw(loader, batch)

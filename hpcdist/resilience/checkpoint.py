@@ -17,6 +17,7 @@ from hpcdist.checkpoint.layout import lay_out, stored_dtype
 from hpcdist.checkpoint.read import Index, named_arrays
 from hpcdist.checkpoint.tree import Array, NamedArray, decode, encode, is_list_of_pairs
 from hpcdist.data.distributed import DistributedInput
+from hpcdist.data.torch_source import is_loader
 from hpcdist.dtypes import dtype_name
 from hpcdist.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, DataError, UsageError
 from hpcdist.gradients.central_storage import is_stepped_by_chief
@@ -47,11 +48,17 @@ class Checkpoint:
         chosen_path: path of the checkpoint that `restore` loaded, until a manager resumes from it; else None.
 
     Raises:
-        UsageError: for any other object.
+        UsageError: for any other object, and for a DataLoader that has a state.
     """
 
     def __init__(self, **objects: Any) -> None:
         for name, item in objects.items():
+            if is_loader(item):
+                raise UsageError(
+                    f"Checkpoint: expected what strategy.experimental_distribute_dataset(loader) returns, got the "
+                    f"{type(item).__name__} itself for {name!r}, which counts what this rank has drawn, and not what "
+                    f"it has trained on; distribute it: its own state is not needed."
+                )
             if not (_is_array(item) or isinstance(_plain(item), _PLAIN)) and not (
                 hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
             ):

@@ -17,9 +17,10 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import hpcdist
-from hpcdist.errors import DataError, GradientError
+from hpcdist.errors import DataError, GradientError, UsageError
 
 N_ROWS = 30
 
@@ -73,6 +74,21 @@ def batches_of_pass(comm, distributed):
         assert max(map(len, parts)) == -(-sum(map(len, parts)) // comm.size), "divided by ceiling"
         batches.append(sum(parts, []))
     return batches
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+def test_a_loader_with_a_state_is_distributed_and_not_saved(strategy, comm):
+    """Its own state counts what a rank has drawn; that of what is distributed counts what was used, on any ranks."""
+    loaders = [StatefulDataLoader(Rows(), 8, shuffle=True, num_workers=2) for _ in range(2)]
+    with pytest.raises(UsageError, match=r"expected what strategy.experimental_distribute_dataset\(loader\) returns"):
+        hpcdist.Checkpoint(data=loaders[0])
+    first, second = map(strategy.experimental_distribute_dataset, loaders)
+    iterator = iter(first)
+    used = next(iterator)[1].tolist()
+    second.load_state_dict(first.state_dict())
+    rest = [rows.tolist() for _, rows in iterator]
+    assert [rows.tolist() for _, rows in second] == rest
+    assert sorted(sum(sum(comm.allgather([used, *rest]), []), [])) == list(range(N_ROWS))
 
 
 @pytest.mark.feature("input.data-loaders")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import hpcdist
 from hpcdist.errors import DataError, DesyncError, GradientError, UsageError
@@ -165,13 +166,27 @@ def test_another_epoch_than_the_restored_one_is_refused(shared_path):
         )
 
 
-@pytest.mark.parametrize("kind", ["torch's sampler", "not in the Checkpoint", "index loop", "copies drawn ahead"])
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "torch's sampler",
+        "torchdata",
+        "torchdata, kept workers",
+        "not in the Checkpoint",
+        "index loop",
+        "copies drawn ahead",
+    ],
+)
 def test_a_loop_that_cannot_be_saved_is_refused_within_20_steps_with_its_cure(comm, shared_path, kind):
     program = Program()
     sampler = hpcdist.DistributedSampler(rows_of())
     if kind == "torch's sampler":
         sampler = torch.utils.data.distributed.DistributedSampler(rows_of(), comm.size, comm.rank)
     batches = DataLoader(rows_of(), batch_size=2, sampler=sampler)
+    if kind.startswith("torchdata"):
+        n_workers = 2 if kind.endswith("workers") else 0
+        batches = StatefulDataLoader(rows_of(), 2, num_workers=n_workers, persistent_workers=n_workers > 0)
     cure = "experimental_distribute_dataset.*Checkpoint"
     if kind == "index loop":
         x, y = rows_of().tensors
