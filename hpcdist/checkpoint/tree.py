@@ -1,6 +1,7 @@
-"""Converts nested state to JSON and named arrays, and back. Refuses anything else: there is no pickle."""
+"""Converts nested state to JSON and named arrays, and back with its types. Refuses anything else: no pickle."""
 
-from collections.abc import Callable, Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,36 @@ from hpcdist.errors import CheckpointDamaged, CheckpointError
 Array = npt.NDArray[Any]
 #: Deepest nesting of a state. A fixed limit: Python's recursion limit depends on the depth of the caller.
 MAX_DEPTH = 100
-#: The same in levels of JSON: three per nesting level, and some around them.
+#: The same in levels of JSON: at most three per nesting level, and some around them.
 _MAX_LEVELS = 3 * MAX_DEPTH + 8
+#: Types of what JSON holds as it is.
+_PLAIN = (type(None), bool, int, float, str)
+#: Containers of keys and values, and of values, by their names in a node.
+_MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": lambda pairs: Counter(dict(pairs)),  # a Counter of pairs would count them
+}
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+#: What a defaultdict may make for a new key.
+_FACTORIES = {
+    "None": None,
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "str": str,
+    "list": list,
+    "dict": dict,
+    "set": set,
+}
+#: Types of numpy's single numbers, by name.
+_SCALARS = {
+    name: np.dtype(name).type
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -31,64 +60,195 @@ class NamedArray:
     values: Array
 
 
-def encode(
-    value: Any, name: str, to_array: Callable[[Any], tuple[Array, str]], arrays: list[NamedArray], depth: int = 0
-) -> Any:
+def encode(value: Any, name: str, to_array: Callable[[Any], tuple[Array, str]], arrays: list[NamedArray]) -> Any:
     """Return `value` as JSON, its arrays moved to `arrays`.
 
     Args:
-        value: nested dicts (keys are text or integers), lists, tuples, numbers, text, None and arrays.
+        value: nest of numbers, text, None, numpy's arrays and numbers, and tensors, in dict, list, tuple, set,
+            frozenset, and the dicts and deque of `collections`. Keys are text or whole numbers. torch.Size, a tuple
+            that also counts elements, counts as a tuple.
         name: name of the value, for messages and for the arrays in it.
         to_array: returns (array, dtype name) of a tensor, that is, a leaf with new_tensor().
         arrays: list to which arrays are appended.
-        depth: nesting levels around the value.
 
     Raises:
-        CheckpointError: for a value of another type, or nesting deeper than `MAX_DEPTH`.
+        CheckpointError: for a value of another type, also of a class derived from these, as its type would be lost;
+            for nesting deeper than `MAX_DEPTH`.
     """
-    if depth > MAX_DEPTH:
+    return _Encoder(to_array, arrays).node_of(value, name, 0)
+
+
+class _Encoder:
+    """Makes nodes, and collects arrays.
+
+    Args:
+        to_array: see `encode`.
+        arrays: list to which arrays are appended.
+    """
+
+    def __init__(self, to_array: Callable[[Any], tuple[Array, str]], arrays: list[NamedArray]) -> None:
+        self._to_array = to_array
+        self._arrays = arrays
+
+    def node_of(self, value: Any, name: str, depth: int) -> Any:
+        """Return the node of a value."""
+        if depth > MAX_DEPTH:
+            raise CheckpointError(
+                f"save: expected nesting of at most {MAX_DEPTH} levels, got more in {name[:60]!r}; flatten it."
+            )
+        if type(value) in _PLAIN:
+            return value
+        kind = _name_of_type(value)
+        if kind in _MAPPINGS:
+            return {kind: self._pairs(value, name, depth)}
+        if kind == "defaultdict":
+            return {kind: [["", _factory_name(value, name)], *self._pairs(value, name, depth)]}
+        if kind in ("set", "frozenset"):
+            return {kind: self._parts(sorted(value, key=repr), name, depth)}  # in one order on all ranks
+        if kind in _SEQUENCES:
+            return {kind: self._parts(value, name, depth)}
+        if kind == "deque":
+            return {kind: [value.maxlen, *self._parts(value, name, depth)]}
+        return self._leaf(value, name)
+
+    def _pairs(self, mapping: dict[Any, Any], name: str, depth: int) -> list[Any]:
+        pairs: list[Any] = []
+        for key, part in mapping.items():
+            if type(key) not in (str, int):
+                raise CheckpointError(
+                    f"save: expected keys as text or whole numbers, got {key!r} in {name!r}; rename it."
+                )
+            pairs.append([key, self.node_of(part, f"{name}/{key}", depth + 1)])
+        return pairs
+
+    def _parts(self, values: Iterable[Any], name: str, depth: int) -> list[Any]:
+        return [self.node_of(part, f"{name}/{number}", depth + 1) for number, part in enumerate(values)]
+
+    def _leaf(self, value: Any, name: str) -> Any:
+        if isinstance(value, np.generic) and value.dtype.name in _SCALARS:
+            return {"scalar": [value.dtype.name, _json_of(value.item())]}
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+            native = value.astype(value.dtype.newbyteorder("="), copy=False)  # a dtype's name omits the byte order
+            return {"array": self._number_of(NamedArray(name, native.dtype.name, native))}
+        if hasattr(value, "new_tensor"):
+            array, dtype = self._to_array(value)
+            return {"tensor": self._number_of(NamedArray(name, dtype, array))}
         raise CheckpointError(
-            f"save: expected nesting of at most {MAX_DEPTH} levels, got more in {name[:60]!r}; flatten it."
+            f"save: expected numbers, text, arrays, and dicts, lists, tuples and sets of them, got "
+            f"{type(value).__name__} in {name!r}; save one of these in its place, or leave it out of state_dict()."
         )
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Mapping):
-        parts = value.items()
-        return {"dict": [[_key(k, name), encode(v, f"{name}/{k}", to_array, arrays, depth + 1)] for k, v in parts]}
-    if isinstance(value, (list, tuple)):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [encode(v, f"{name}/{i}", to_array, arrays, depth + 1) for i, v in enumerate(value)]}
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
-        array = np.asarray(value)
-        array = array.astype(array.dtype.newbyteorder("="), copy=False)  # a dtype's name omits the byte order
-        return {"array": _append(NamedArray(name, array.dtype.name, array), arrays)}
-    if hasattr(value, "new_tensor"):
-        array, dtype = to_array(value)
-        return {"tensor": _append(NamedArray(name, dtype, array), arrays)}
+
+    def _number_of(self, array: NamedArray) -> int:
+        self._arrays.append(array)
+        return len(self._arrays) - 1
+
+
+def _name_of_type(value: Any) -> str:
+    """Return the name of a container's type; "" for a class of somebody else, even if it is derived from one."""
+    kind = type(value)
+    if kind.__module__ in ("builtins", "collections"):
+        return kind.__name__
+    return "tuple" if kind.__module__ == "torch" and kind.__name__ == "Size" else ""
+
+
+def _factory_name(value: "defaultdict[Any, Any]", name: str) -> str:
+    for known, factory in _FACTORIES.items():
+        if value.default_factory is factory:
+            return known
     raise CheckpointError(
-        f"save: expected numbers, text, arrays, and dicts, lists and tuples of them, got {type(value).__name__} in "
-        f"{name!r}; leave it out of state_dict()."
+        f"save: expected a defaultdict of {', '.join(_FACTORIES)}, got one of {value.default_factory!r} in {name!r}; "
+        f"save it as a dict."
     )
 
 
-def _append(array: NamedArray, arrays: list[NamedArray]) -> int:
-    arrays.append(array)
-    return len(arrays) - 1
-
-
-def _key(key: Any, name: str) -> str | int:
-    if isinstance(key, bool) or not isinstance(key, (str, int)):
-        raise CheckpointError(f"save: expected keys as text or whole numbers, got {key!r} in {name!r}; rename it.")
-    return key
+def _json_of(number: Any) -> Any:
+    return [number.real, number.imag] if isinstance(number, complex) else number
 
 
 def decode(node: Any, from_array: Callable[[Array, str], Any], arrays: list[NamedArray]) -> Any:
     """Return the value that `encode` turned into `node` and `arrays`; both may use the memory of `arrays`.
 
+    Arrays may be filled later: nothing looks into them here.
+
     Raises:
         CheckpointDamaged: if `node` is not a result of `encode`.
     """
-    return _decode(node, from_array, arrays, set(range(len(arrays))))
+    return _Decoder(from_array, arrays).value_of(node)
+
+
+class _Decoder:
+    """Makes values of nodes, each array once: repeated references could multiply its copies beyond memory.
+
+    Args:
+        from_array: makes a tensor of an array and the name of its dtype.
+        arrays: arrays that nodes refer to.
+    """
+
+    def __init__(self, from_array: Callable[[Array, str], Any], arrays: list[NamedArray]) -> None:
+        self._from_array = from_array
+        self._arrays = arrays
+        self._unused = set(range(len(arrays)))
+
+    def value_of(self, node: Any) -> Any:
+        """Return the value of a node."""
+        if not isinstance(node, dict):
+            return node
+        if len(node) != 1:
+            raise _damaged(node)
+        ((kind, content),) = node.items()
+        if kind in ("array", "tensor"):
+            return self._array(kind, content)
+        try:
+            return self._container(kind, content)
+        except (TypeError, ValueError, OverflowError, LookupError):
+            raise _damaged(node) from None
+
+    def _container(self, kind: str, content: Any) -> Any:
+        """Return the value of a node's content, which may be any JSON; raise what Python raises for a wrong one."""
+        if kind in _MAPPINGS:
+            return _MAPPINGS[kind](self._pairs(content))
+        if kind == "defaultdict":
+            (_, factory), *pairs = self._pairs(content)
+            return defaultdict(_FACTORIES[factory], pairs)
+        if kind in _SEQUENCES:
+            return _SEQUENCES[kind](self._parts(content))
+        if kind == "deque":
+            maxlen, *parts = self._parts(content)
+            return deque(parts, maxlen)
+        if kind != "scalar":
+            raise TypeError
+        dtype, number = content
+        return _SCALARS[dtype](complex(*number) if isinstance(number, list) else number)
+
+    def _pairs(self, content: Any) -> list[Any]:
+        if not is_list_of_pairs(content):
+            raise TypeError
+        return [(key, self.value_of(part)) for key, part in content]
+
+    def _parts(self, content: Any) -> list[Any]:
+        if not isinstance(content, list):
+            raise TypeError
+        return [self.value_of(part) for part in content]
+
+    def _array(self, kind: str, content: Any) -> Any:
+        if type(content) is not int or content not in self._unused:
+            raise _damaged({kind: content})
+        self._unused.remove(content)
+        array = self._arrays[content]
+        if kind == "array":
+            return array.values
+        try:
+            return self._from_array(array.values, array.dtype)
+        except (TypeError, ValueError) as error:
+            raise CheckpointDamaged(
+                f"restore: expected values that tensors hold, got {str(error)[:60]!r}; use another file."
+            ) from None
+
+
+def _damaged(node: Any) -> CheckpointDamaged:
+    return CheckpointDamaged(
+        f"restore: expected a node of numbers, arrays and containers, got {str(node)[:60]!r}; use another file."
+    )
 
 
 def is_too_deep(json: Any) -> bool:
@@ -98,25 +258,6 @@ def is_too_deep(json: Any) -> bool:
         parts = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, (dict, list))]
         level = [part for nest in parts for part in nest]
     return bool(level)
-
-
-def _decode(node: Any, from_array: Callable[[Array, str], Any], arrays: list[NamedArray], unused: set[int]) -> Any:
-    if not isinstance(node, dict):
-        return node
-    if len(node) == 1:
-        ((kind, content),) = node.items()
-        if kind == "dict" and is_list_of_pairs(content):
-            return {key: _decode(part, from_array, arrays, unused) for key, part in content}
-        if kind in ("list", "tuple") and isinstance(content, list):
-            parts = [_decode(part, from_array, arrays, unused) for part in content]
-            return tuple(parts) if kind == "tuple" else parts
-        if kind in ("array", "tensor") and type(content) is int and content in unused:
-            unused.remove(content)  # repeated references could multiply its copies beyond memory
-            array = arrays[content]
-            return from_array(array.values, array.dtype) if kind == "tensor" else array.values
-    raise CheckpointDamaged(
-        f"restore: expected a dict, list, tuple or array node, got {str(node)[:60]!r}; use another file."
-    )
 
 
 def is_list_of_pairs(content: Any) -> bool:

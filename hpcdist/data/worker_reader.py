@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import signal
 import threading
 import weakref
@@ -22,6 +23,7 @@ from hpcdist.runtime.worker_start import worker_context
 _TIMEOUT_SHARE = 0.8
 #: How long a worker whose connection has ended may take to end, too.
 _EXIT_S = 0.5
+_NUMBERS = re.compile(r"\d+")
 #: Readers of this process, whose workers may end at any time.
 _readers: "weakref.WeakSet[WorkerReader]" = weakref.WeakSet()
 
@@ -153,7 +155,7 @@ class WorkerReader(ABC):
         """Return how a worker of this reader has ended, if it is the one whose process an error of torch names."""
         for batches, worker_loader in self._loaders.items():
             for process in getattr(batches, "_workers", ()):
-                if f"(pid {process.pid})" in str(error):
+                if str(process.pid) in _NUMBERS.findall(str(error)):
                     return _failure_of(batches, worker_loader, error)
         return None
 

@@ -1,5 +1,8 @@
+import enum
 import json
 import math
+import types
+from collections import ChainMap, Counter, OrderedDict, defaultdict, deque, namedtuple
 
 import numpy as np
 import pytest
@@ -20,16 +23,100 @@ def round_trip(value):
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, 3, 2**70, 0.1, -math.inf, "text", [], (), {}, {"a": [1, (2, {"b": None})]}, {0: "zero", "0": "text"}],
+    [
+        None,
+        True,
+        3,
+        2**70,
+        0.1,
+        -math.inf,
+        "text",
+        [],
+        (),
+        {},
+        {"a": [1, (2, {"b": None})]},
+        {0: "zero", "0": "text"},
+        Counter({2: 2, 5: 1}),
+        OrderedDict([("b", 1), ("a", OrderedDict())]),
+        defaultdict(list, {"a": [1]}),
+        defaultdict(None),
+        deque([1, (2,)], maxlen=3),
+        deque(),
+        {3, "text", None, (1, 2)},
+        frozenset({1.5}),
+        np.float64(0.1),
+        np.float32(0.1),
+        np.int8(-3),
+        np.bool_(True),
+        np.uint64(2**64 - 1),
+        np.complex64(1 - 2j),
+        np.float16(-np.inf),
+    ],
+    ids=lambda value: type(value).__name__,
 )
-def test_plain_values_come_back_as_they_were(value):
-    found, arrays = round_trip(value)
-    assert found == value
-    assert type(found) is type(value)
+def test_values_come_back_as_they_were_with_their_types(value):
+    found, arrays = round_trip({"x": [value]})
+    assert found == {"x": [value]}
+    assert type(found["x"][0]) is type(value)
     assert arrays == []
+    assert getattr(found["x"][0], "maxlen", 0) == getattr(value, "maxlen", 0)
+    assert getattr(found["x"][0], "default_factory", 0) == getattr(value, "default_factory", 0)
 
 
-@pytest.mark.parametrize("nest", [lambda inner: {"a": inner}, lambda inner: [inner], lambda inner: (inner,)])
+def test_sets_are_written_in_one_order():
+    words = [f"word {number}" for number in range(20)]
+    assert encode(set(words), "x", refuse, []) == {"set": sorted(words)}
+
+
+class Mode(enum.IntEnum):
+    FIRST = 1
+
+
+class Text(str):
+    pass
+
+
+class Settings(dict):
+    pass
+
+
+class Rows(list):
+    pass
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (Mode.FIRST, "Mode"),
+        (Text("a"), "Text"),
+        (Settings(a=1), "Settings"),
+        (Rows([1]), "Rows"),
+        (Pair(1, 2), "Pair"),
+        (types.MappingProxyType({}), "mappingproxy"),
+        (ChainMap(), "ChainMap"),
+        (np.str_("a"), "str_"),
+        (np.longdouble(1), "longdouble"),
+        (defaultdict(lambda: 3), "defaultdict of .*lambda"),
+    ],
+)
+def test_what_would_lose_its_type_is_refused_by_name(value, name):
+    with pytest.raises(CheckpointError, match=f"save: expected .*{name}.* in 'x/a'"):
+        encode({"a": value}, "x", refuse, [])
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda inner: {"a": inner},
+        lambda inner: [inner],
+        lambda inner: (inner,),
+        lambda inner: defaultdict(int, {"a": inner}),
+        lambda inner: deque([inner]),
+    ],
+)
 def test_nests_in_nests_come_back_up_to_a_depth(nest):
     value = 1
     for _ in range(MAX_DEPTH):
@@ -48,7 +135,7 @@ def test_a_nest_in_itself_is_refused():
 
 
 def test_arrays_come_back_with_dtype_shape_and_bits():
-    state = {"w": np.float32([[1, np.nan], [-0.0, np.inf]]), "n": np.int64(7), "e": np.zeros((0, 3), bool)}
+    state = {"w": np.float32([[1, np.nan], [-0.0, np.inf]]), "n": np.array(7), "e": np.zeros((0, 3), bool)}
     found, arrays = round_trip(state)
     assert [array.name for array in arrays] == ["x/w", "x/n", "x/e"]
     for key, value in state.items():
@@ -72,7 +159,9 @@ def test_arrays_of_our_byte_order_are_not_copied():
     assert arrays[0].values is value
 
 
-@pytest.mark.parametrize("value", [object(), {1.5: 0}, {None: 0}, [set()], {"f": print}, np.array(["text"]), b"bytes"])
+@pytest.mark.parametrize(
+    "value", [object(), {1.5: 0}, {None: 0}, {True: 0}, {"f": print}, np.array(["text"]), b"bytes"]
+)
 def test_refuses_what_is_no_data(value):
     with pytest.raises(CheckpointError, match="save: expected"):
         encode(value, "x", refuse, [])
@@ -90,6 +179,19 @@ def test_refuses_what_is_no_data(value):
         {"dict": 7},
         {"dict": [[1]]},
         {"dict": [[[], 1]]},
+        {"Counter": [[1]]},
+        {"defaultdict": [["", "eval"]]},
+        {"defaultdict": []},
+        {"defaultdict": [["", {"list": []}]]},
+        {"set": [{"list": []}]},
+        {"deque": ["x"]},
+        {"deque": [-1]},
+        {"deque": []},
+        {"scalar": ["object", 1]},
+        {"scalar": ["int8", 1000]},
+        {"scalar": [["int8"], 1]},
+        {"scalar": ["complex64", [1, 2, 3]]},
+        {"scalar": 7},
         {"list": 7},
     ],
 )

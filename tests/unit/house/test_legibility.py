@@ -14,7 +14,7 @@ from legibility import Figures
 #: Folder -> limits, in the order of `Figures`. "hpcdist" is the files beside the folders.
 LIMITS = {
     "hpcdist": (28, 0, 18, 24, 3, 5.1),
-    "hpcdist/checkpoint": (32, 20, 20, 47, 3, 7.1),
+    "hpcdist/checkpoint": (28, 17, 19, 42, 3, 7.1),
     "hpcdist/cli": (76, 17, 78, 82, 12, 7.4),
     "hpcdist/cluster": (22, 8, 65, 79, 11, 7.0),
     "hpcdist/collectives": (33, 20, 33, 42, 7, 6.9),
