@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
@@ -42,14 +43,20 @@ class EmptyPart:
             )
 
     def part_or_error(self) -> Nest:
-        """Return the part.
+        """Return a copy of the part: memory tells the parts apart that a loop has drawn.
 
         Raises:
             DataError: where there is none.
         """
         if self.refusal is not None:
             raise DataError(self.refusal)
-        return self.part
+        return map_nest(_copied, self.part)
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.clone()
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 @dataclass(frozen=True)

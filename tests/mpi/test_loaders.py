@@ -511,3 +511,38 @@ def test_a_stream_of_which_nothing_is_known_to_be_equal_is_refused(strategy, com
         return
     with pytest.raises(DataError, match="seeded generators"):
         next(iter(distributed))
+
+
+class FewRows(ByLength):
+    """Batches of one row, which leave all ranks but one without rows."""
+
+    def __iter__(self):
+        return iter([[row] for row in range(6)])
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+@pytest.mark.parametrize("n_ahead", [0, 1, 3])
+def test_parts_without_rows_are_told_apart_in_a_loop_that_draws_ahead(comm, strategy, n_workers, n_ahead):
+    """Each rank without rows had the same memory for all of them, and counted a later part as used."""
+    torch.manual_seed(1)
+    with strategy.scope():
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(Rows(), batch_sampler=FewRows(), num_workers=n_workers)
+    waiting = []
+    n_steps = 0
+
+    def train(values):
+        optimizer.zero_grad()
+        (model(values).square().mean() if len(values) else model(values).sum() * 0).backward()
+        optimizer.step()
+
+    for values, _ in strategy.experimental_distribute_dataset(loader):
+        waiting.append(values)
+        if len(waiting) > n_ahead:
+            train(waiting.pop(0))
+            n_steps += 1
+    for values in waiting:
+        train(values)
+        n_steps += 1
+    assert n_steps == 6
