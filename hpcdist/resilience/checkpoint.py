@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from hpcdist.ps import served
 from hpcdist.resilience.circumstances import describe
 from hpcdist.resilience.metrics_file import MetricsFile
 from hpcdist.resilience.restore import Prepared, Restore
+from hpcdist.resilience.unsaved_state import UnsavedState
 from hpcdist.runtime.process import make_world
 from hpcdist.runtime.world import World
 
@@ -37,7 +38,11 @@ _PLAIN = (bool, int, float, str)
 class Checkpoint:
     """Named objects whose state is saved and restored together.
 
+    What drives an optimizer of the Checkpoint must be in it: schedulers, GradScalers, averages of weights. The handler
+    refuses a program that has left one out after its first step, a manager at its first save.
+
     Args:
+        leave_out: schedulers, scalers and averages of weights that are to begin anew at a restart, or classes of them.
         objects: objects with state_dict() and load_state_dict(), such as modules, optimizers, schedulers, distributed
             datasets and the strategy (which holds the seed and step of the random numbers); numpy arrays and tensors,
             such as a parameter, which are restored in place; or numbers and texts: `checkpoint["epoch"]` is the value,
@@ -46,12 +51,13 @@ class Checkpoint:
     Attributes:
         step: step of the last save or restore; 0 before the first.
         chosen_path: path of the checkpoint that `restore` loaded, until a manager resumes from it; else None.
+        unsaved_state: looks for what drives the optimizers and is not in the Checkpoint.
 
     Raises:
         UsageError: for any other object, and for a DataLoader that has a state.
     """
 
-    def __init__(self, **objects: Any) -> None:
+    def __init__(self, *, leave_out: Sequence[Any] = (), **objects: Any) -> None:
         for name, item in objects.items():
             if is_loader(item):
                 raise UsageError(
@@ -67,6 +73,7 @@ class Checkpoint:
                     f"texts, got {type(item).__name__} for {name!r}; wrap it or leave it out."
                 )
         self._objects = {name: _plain(item) for name, item in objects.items()}
+        self.unsaved_state = UnsavedState(self.objects(), leave_out)
         self.step = 0
         self.chosen_path: str | None = None
 

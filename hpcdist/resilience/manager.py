@@ -215,6 +215,7 @@ class CheckpointManager:
                 save or restore.
 
         Raises:
+            UsageError: if what drives an optimizer of the Checkpoint is not in it; on all ranks.
             CheckpointError: if this save or the previous one cannot be written, on all ranks; earlier checkpoints are
                 untouched.
             DesyncError: if ranks differ in parameters or optimizers, which a chief finds out in the background: raised
@@ -231,6 +232,7 @@ class CheckpointManager:
         group = group_of(self._comm, None, self._world)
         with group.recorded("save", None):  # the watchdog names ranks that do not come
             group.wait([group.comm.Ibarrier()])
+        self._require_drivers()
         self._begin_to_save()
         self.wait()
         self.checkpoint.make_equal()
@@ -336,10 +338,24 @@ class CheckpointManager:
         is being written is waited for.
         """
         self.wait()
+        self._require_drivers()
+        self.checkpoint.unsaved_state.note_copies()
         gathered = self.checkpoint.gather()
         with self._world.agreed(self._comm):
             if self._is_writer or self._saver.keeps_copies:
                 self._saver.reserve(self.checkpoint.collect(gathered))
+
+    def _require_drivers(self) -> None:
+        with self._world.agreed(self._comm):
+            self.checkpoint.unsaved_state.look()
+
+    def require_copies(self) -> None:
+        """Raise UsageError on all ranks if a copy of a model, which changes at each step, is not in the Checkpoint.
+
+        To be called one step after `reserve`. Collective: chief and workers.
+        """
+        with self._world.agreed(self._comm):
+            self.checkpoint.unsaved_state.look_at_copies()
 
     def start(self) -> None:
         """Make ready to save also while the program exits. Not collective: it acts on the chief alone."""

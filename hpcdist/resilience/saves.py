@@ -53,7 +53,7 @@ class AttemptSaves:
         """
         self._has_saved, self._is_restored = False, is_restored
         self._kept_up_to, self._began_at = step, self._manager.saved_step
-        self._is_noted = self._is_reserved = False
+        self._is_noted = self._n_checks = 0
         self._compared_at: int | None = None
 
     def is_late(self, step: int) -> bool:
@@ -80,9 +80,11 @@ class AttemptSaves:
             CheckpointError: if memory is insufficient; on all ranks.
         """
         last, self._kept_up_to = self._kept_up_to, step
-        if not self._is_reserved and self._save_fn is None:
+        self._n_checks += 1
+        if self._n_checks == 1 and self._save_fn is None:
             self._manager.reserve()
-        self._is_reserved = True
+        elif self._n_checks == 2 and self._save_fn is None:
+            self._manager.require_copies()
         if is_crossed(self._schedule.compare_every_steps, step, last):
             self._compare(step)
         return is_crossed(self._schedule.in_memory_every_steps, step, last)

@@ -1,0 +1,151 @@
+"""Finds what drives the optimizers of a program beside their gradients: schedulers, scalers, and averages of weights.
+
+A closed list, as nobody can tell for any object whether training depends on it.
+"""
+
+import functools
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
+
+#: What a scheduler of another library than torch has one of, beside an optimizer, `step` and a state.
+_SIGNS_OF_SCHEDULER = ("get_lr", "_get_lr", "get_last_lr", "base_lrs", "base_values", "last_epoch")
+#: Elements of each parameter that a fingerprint looks at.
+_N_SAMPLED = 256
+
+_schedulers: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_scalers: "weakref.WeakSet[GradScaler]" = weakref.WeakSet()
+_averages: "weakref.WeakSet[AveragedModel]" = weakref.WeakSet()
+
+
+def _remember_new(kind: Any, made: "weakref.WeakSet[Any]") -> None:
+    """Let objects of a class be remembered when they are made."""
+    init = kind.__init__
+
+    def init_and_remember(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        made.add(self)
+
+    kind.__init__ = functools.wraps(init)(init_and_remember)
+
+
+def _remember_scale() -> None:
+    """Let enabled scalers be remembered when they scale a loss."""
+    scale = GradScaler.scale
+
+    def scale_and_remember(self: GradScaler, outputs: Any) -> Any:
+        if self.is_enabled():
+            _scalers.add(self)
+        return scale(self, outputs)
+
+    GradScaler.scale = scale_and_remember  # type: ignore[method-assign]
+
+
+_remember_new(LRScheduler, _schedulers)
+_remember_new(ReduceLROnPlateau, _schedulers)
+_remember_new(AveragedModel, _averages)
+_remember_scale()
+
+
+def schedulers_of(optimizers: Sequence[Any], is_thorough: bool) -> list[Any]:
+    """Return the schedulers that hold one of some optimizers, without those that are members of another one.
+
+    Args:
+        optimizers: optimizers of torch.
+        is_thorough: whether to look for classes of other libraries, too, among all that refers to the optimizers.
+            Cost: a walk over all objects of the process.
+    """
+    holders = list(_schedulers)
+    if is_thorough:
+        for optimizer in optimizers:
+            holders += _holders_of(optimizer)
+    schedulers: list[Any] = []
+    for holder in holders:
+        is_theirs = any(getattr(holder, "optimizer", None) is optimizer for optimizer in optimizers)
+        is_known = any(holder is scheduler for scheduler in schedulers)
+        if is_theirs and not is_known and _is_scheduler(holder):
+            schedulers.append(holder)
+    members: list[Any] = []
+    for scheduler in schedulers:
+        members += members_of(scheduler)
+    return [scheduler for scheduler in schedulers if not any(scheduler is member for member in members)]
+
+
+def _holders_of(optimizer: Any) -> list[Any]:
+    """Return the objects that have an optimizer as an attribute."""
+    holders: list[Any] = []
+    for referrer in gc.get_referrers(optimizer):
+        if isinstance(referrer, dict):  # the attributes of an object, before Python 3.11 always
+            holders += [owner for owner in gc.get_referrers(referrer) if getattr(owner, "__dict__", None) is referrer]
+        else:
+            holders.append(referrer)
+    return holders
+
+
+def _is_scheduler(holder: Any) -> bool:
+    if isinstance(holder, (LRScheduler, ReduceLROnPlateau)):
+        return True
+    has_state = all(callable(getattr(holder, name, None)) for name in ("step", "state_dict", "load_state_dict"))
+    return has_state and any(hasattr(holder, sign) for sign in _SIGNS_OF_SCHEDULER)
+
+
+def members_of(scheduler: Any) -> list[Any]:
+    """Return the schedulers inside another one, such as a SequentialLR or a wrapper, and inside those."""
+    members: list[Any] = []
+    for value in vars(scheduler).values():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        for member in values:
+            if _is_scheduler(member) and not any(member is known for known in [scheduler, *members]):
+                members.append(member)
+                members += members_of(member)
+    return members
+
+
+def used_scalers() -> list[Any]:
+    """Return the enabled GradScalers that have scaled a loss."""
+    return [scaler for scaler in _scalers if scaler.is_enabled()]
+
+
+def averages_of(models: Sequence[nn.Module]) -> list[AveragedModel]:
+    """Return torch's averages of the weights of models, as far as their parameters have the same names and shapes."""
+    layouts = [_layout_of(model) for model in models]
+    return [average for average in _averages if _layout_of(average.module) in layouts]
+
+
+def copies_of(models: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return modules of the classes of models, with parameters of the same names and shapes, and memory of their own.
+
+    Cost: a walk over all objects of the process.
+    """
+    kinds = {type(model) for model in models}
+    layouts = [_layout_of(model) for model in models]
+    own_parameters = {id(parameter) for model in models for parameter in model.parameters()}
+    copies: list[nn.Module] = []
+    for item in gc.get_objects():
+        if type(item) not in kinds or _layout_of(item) not in layouts:
+            continue
+        if not any(id(parameter) in own_parameters for parameter in item.parameters()):
+            copies.append(item)
+    return copies
+
+
+def _layout_of(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
+
+
+@torch.no_grad()
+def fingerprint(module: nn.Module) -> int:
+    """Return a digest of a few elements of each parameter. Cost: 1 KiB of each is copied to the host."""
+    digest = xxhash.xxh3_64()
+    for parameter in module.parameters():
+        sample = parameter.detach().reshape(-1)[:_N_SAMPLED].to("cpu").contiguous()
+        digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.intdigest()

@@ -1,0 +1,121 @@
+"""Refuses a Checkpoint that lacks what drives its optimizers: after a restart that would begin anew."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from hpcdist.data.distributed import DistributedInput
+from hpcdist.errors import UsageError
+from hpcdist.gradients.optimizer_drivers import (
+    averages_of,
+    copies_of,
+    fingerprint,
+    schedulers_of,
+    used_scalers,
+)
+
+#: How deep objects are looked for in those of the Checkpoint, such as a wrapper's.
+_MAX_DEPTH = 3
+#: Items of lists and dicts that are looked at.
+_MAX_ITEMS = 256
+
+
+class UnsavedState:
+    """Looks for schedulers, scalers and averages of weights that are not in a Checkpoint.
+
+    Looked for are schedulers of torch, and others that hold an optimizer and have a state; enabled GradScalers; torch's
+    AveragedModel; and copies of the models that change from one step to the next, as those of an exponential moving
+    average do. Copies that stand still or are set to the model's weights, such as of the best model, are none.
+
+    Args:
+        objects: what the Checkpoint holds.
+        left_out: objects, or classes of objects, that the program begins anew at each restart.
+    """
+
+    def __init__(self, objects: Sequence[Any], left_out: Sequence[Any]) -> None:
+        self._objects = objects
+        self._left_out = left_out
+        self._models = [item for item in objects if hasattr(item, "named_parameters")]
+        self._optimizers = [item for item in objects if hasattr(item, "param_groups") and hasattr(item, "step")]
+        self._has_looked = False
+        self._copies: list[tuple[Any, int]] = []
+
+    def look(self) -> None:
+        """Look for schedulers, scalers and torch's averages that are missing. Not collective.
+
+        Raises:
+            UsageError: if something is missing; on this rank only.
+
+        Cost: the first time a walk over all objects of the process.
+        """
+        if not self._optimizers:
+            return
+        known = self._known_objects()
+        is_first = not self._has_looked
+        self._has_looked = True
+        self._require("schedule", schedulers_of(self._optimizers, is_first), known)
+        self._require("scaler", used_scalers(), known)
+        self._require("ema", averages_of(self._models), known)
+
+    def note_copies(self) -> None:
+        """Note how the copies of the models are after a step. Cost: a walk over all objects of the process."""
+        if self._optimizers:
+            self._copies = [(copy, fingerprint(copy)) for copy in copies_of(self._models)]
+
+    def look_at_copies(self) -> None:
+        """Look for copies of the models that have changed since `note_copies`, one step before. Not collective.
+
+        Raises:
+            UsageError: if one has, to something else than the model is, and is not saved; on this rank only.
+        """
+        fingerprints = [fingerprint(model) for model in self._models if self._copies]
+        changing: list[Any] = []
+        for copy, old_fingerprint in self._copies:
+            if fingerprint(copy) not in (old_fingerprint, *fingerprints):
+                changing.append(copy)
+        self._copies = []
+        if changing:
+            self._require("ema", changing, self._known_objects())
+
+    def _known_objects(self) -> list[Any]:
+        """Return what is saved or left out, and what is in it."""
+        known = list[Any]()
+        level = [*self._objects, *self._left_out]
+        for _ in range(_MAX_DEPTH):
+            known += level
+            inner: list[Any] = []
+            for item in level:
+                inner += _held_by(item)
+            level = inner
+        return known + level
+
+    def _require(self, name: str, drivers: Sequence[Any], known: Sequence[Any]) -> None:
+        """Raise UsageError unless all drivers are known.
+
+        Args:
+            name: what a program would call one.
+            drivers: what was found.
+            known: what is saved or left out.
+        """
+        classes = tuple(item for item in self._left_out if isinstance(item, type))
+        for driver in drivers:
+            is_left_out = isinstance(driver, classes)
+            if not is_left_out and not any(driver is item for item in known):
+                raise UsageError(
+                    f"Checkpoint: expected all that drives its optimizers, got no {type(driver).__name__}, which would "
+                    f"begin anew at a restart; write Checkpoint(..., {name}={name}), or leave_out=[{name}] if it is to "
+                    f"begin anew."
+                )
+
+
+def _held_by(item: Any) -> list[Any]:
+    """Return what an object holds: modules their submodules, others their attributes, lists and tuples their items."""
+    if isinstance(item, (list, tuple)):
+        return list(itertools.islice(item, _MAX_ITEMS))
+    if isinstance(item, dict):
+        return list(itertools.islice(item.values(), _MAX_ITEMS))
+    if hasattr(item, "named_parameters"):
+        return list(item.modules())
+    is_searched = not isinstance(item, (type, DistributedInput))
+    is_searched = is_searched and not hasattr(item, "param_groups") and not hasattr(item, "describe_sums")
+    return list(getattr(item, "__dict__", {}).values()) if is_searched else []
