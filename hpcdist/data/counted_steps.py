@@ -1,5 +1,6 @@
 """Passes over batches that each rank alone knows: the cursor counts steps, and ranks agree where a pass ends."""
 
+import time
 from abc import abstractmethod
 from typing import Any
 
@@ -7,10 +8,12 @@ from hpcdist.data.distributed import DistributedInput
 from hpcdist.data.iterator import Delivery
 from hpcdist.data.options import InputOptions
 from hpcdist.data.prefetch import Items, on_device
-from hpcdist.errors import DataError
+from hpcdist.errors import DataError, agreed
 from hpcdist.nest import Nest
 from hpcdist.runtime.parts import Part
 
+#: How long a rank reads what a restart drops, before it tells the others that it still does.
+_DROP_S = 2.0
 #: A local replica's part of a step and its rows; None for a replica that is out of data.
 CountedPart = tuple[int, Nest] | None
 
@@ -105,6 +108,24 @@ class CountedSteps(DistributedInput):
         self._n_passes += 1
         self._n_steps = 0
 
+    def _drop(self, readers: list[Items], n_parts: int) -> None:
+        """Read the parts of each reader that were used before a restart.
+
+        Ranks may take unequally long: they tell each other every few seconds that they still read. Collective if
+        there are any: the ranks of the strategy.
+        """
+        n_left = n_parts
+        is_everybody_done = n_parts == 0
+        while not is_everybody_done:
+            deadline_s = time.monotonic() + _DROP_S
+            while n_left and time.monotonic() < deadline_s:
+                n_left -= 1
+                for reader in readers:
+                    next(reader, None)
+            is_done = n_left == 0
+            agree_end = self._delivery.agree_end
+            is_everybody_done = is_done if agree_end is None else agree_end(is_done, False)
+
     def _next_parts(self, readers: list[Items]) -> list[Nest] | None:
         local_parts = self._next_local_parts(readers)
         are_out = [part is None for part in local_parts]
@@ -112,10 +133,28 @@ class CountedSteps(DistributedInput):
         if self._delivery.agree_end is not None:
             is_out = self._delivery.agree_end(is_out, self.ends_with_first)
         if is_out:
+            self._require_whole_parts(local_parts)
             return None
         self._n_steps += 1
         self._part_rows = tuple(0 if part is None else part[0] for part in local_parts)
         return [self._nest_of(replica, part) for replica, part in enumerate(local_parts)]
+
+    def _require_whole_parts(self, local_parts: list[CountedPart]) -> None:
+        """Raise DataError on all ranks if a pass ends before its first step, although some rank has a part.
+
+        Collective then: the ranks of the strategy.
+        """
+        agree_end = self._delivery.agree_end
+        if self._n_steps or not self.ends_with_first or agree_end is None:
+            return
+        has_no_part = all(part is None for part in local_parts)
+        if not agree_end(has_no_part, False):
+            raise agreed(
+                DataError(
+                    "iter: expected a whole part for each replica in the first step, got none on some ranks, so that "
+                    "nothing would be read; give each rank rows, or leave out drop_last and drop_remainder."
+                )
+            )
 
     def _nest_of(self, local_replica: int, part: CountedPart) -> Nest:
         if part is not None:

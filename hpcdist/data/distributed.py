@@ -570,9 +570,8 @@ class DistributedDataset(DistributedInput):
         return parts
 
     def _describe_first_rows(self) -> list[int | None]:
-        stream = self.dataset.source
-        assert isinstance(stream, Stream), "rows with random access are compared before they are drawn"
-        return describe_first_rows(lambda: stream.draw(self._cursor.stream.epoch))
+        assert isinstance(self.dataset.source, Stream), "rows with random access are compared before they are drawn"
+        return describe_first_rows(self.dataset.source, self._cursor.stream.epoch)
 
     def _check_parts_without_rows(self) -> None:
         """Raise DataError if a batch leaves replicas without rows, and there is no such part; the job ends."""

@@ -115,21 +115,20 @@ class DistributedFromFunction(CountedSteps):
         return self.datasets[0].element_spec
 
     def _readers(self) -> list[Items]:
+        """Return readers from the cursor on. Cost: the used batches of a stream are read and dropped."""
         n_used = self._n_steps * (self._n_local // len(self.datasets))
-        return [self._reader(dataset, n_used) for dataset in self.datasets]
-
-    def _reader(self, dataset: Dataset, n_used: int) -> Items:
-        """Return a reader of a dataset from batch `n_used` of this pass on; each pass has epochs of its own.
-
-        Cost: the used batches of a stream are read and dropped.
-        """
-        cursor = start_of_pass(dataset.order, self._n_passes)
-        if not dataset.is_stream:
-            cursor = after_batches(dataset.order, cursor, n_used)
-        reader = stages(dataset, DividedBatches(dataset.order), cursor, self._device())
-        for _ in range(n_used if dataset.is_stream else 0):
-            next(reader, None)
-        return reader
+        readers: list[Items] = []
+        streams: list[Items] = []
+        for dataset in self.datasets:
+            cursor = start_of_pass(dataset.order, self._n_passes)  # each pass has epochs of its own
+            if not dataset.is_stream:
+                cursor = after_batches(dataset.order, cursor, n_used)
+            reader = stages(dataset, DividedBatches(dataset.order), cursor, self._device())
+            readers.append(reader)
+            if dataset.is_stream:
+                streams.append(reader)
+        self._drop(streams, n_used)
+        return readers
 
     def _next_local_parts(self, readers: list[Items]) -> list[CountedPart]:
         local_parts: list[CountedPart] = []

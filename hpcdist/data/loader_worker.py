@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from hpcdist.child_processes import obey_only
+from hpcdist.data.first_rows import FirstRows
 from hpcdist.data.parts_without_rows import part_without_rows
 from hpcdist.data.prefetch import pinned_leaf
 from hpcdist.data.same_rows import own_random_numbers
@@ -60,23 +61,6 @@ def _copied(leaf: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class FirstRows:
-    """What a worker of a stream tells of the rows that it has drawn first.
-
-    Attributes:
-        worker: number of the worker.
-        is_cut: whether the dataset has asked for the number of workers, to cut its rows.
-        digests: digest of each leaf of the first rows.
-        are_alike: whether the first rows are equal to one another.
-    """
-
-    worker: int
-    is_cut: bool
-    digests: tuple[int, ...]
-    are_alike: bool
-
-
-@dataclass(frozen=True)
 class Joined:
     """What a worker sends.
 
@@ -84,7 +68,7 @@ class Joined:
         part: part of a batch.
         n_rows: rows of the part; 0 where nobody asks.
         empty_part: part of no items, with the first part.
-        first_rows: with the first part of a stream.
+        first_rows: what the worker has drawn first, with the first parts of a stream.
     """
 
     part: Nest

@@ -7,7 +7,7 @@ of several.
 import contextlib
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,15 @@ import torch
 import xxhash
 
 from hpcdist.data.sources import RowSource
+from hpcdist.data.streams import Stream
 from hpcdist.nest import Nest, leaves
 
 #: Reads of a sample that show whether rows are random.
 _N_READS = 8
 #: Rows of a stream that are compared where ranks have drawn others.
-N_FIRST_ROWS = 8
+_N_FIRST_ROWS = 8
+#: How deep the attributes of objects are looked at that are no arrays.
+_MAX_DEPTH = 3
 #: What `describe_rows` says of rows that are.
 RANDOM = "random"
 
@@ -50,54 +53,24 @@ def digest_of(rows: Nest) -> int:
     return digest.intdigest() >> 1
 
 
-class RowDigests:
-    """Digests of the rows that are added, one for each leaf.
-
-    Attributes:
-        n_rows: rows so far.
-        are_alike: whether all rows so far are equal.
-    """
-
-    def __init__(self) -> None:
-        self.n_rows = 0
-        self.are_alike = True
-        self._leaves: list[Any] = []
-        self._first_row = 0
-
-    def add(self, row: Nest) -> None:
-        """Add a row."""
-        row_digest = digest_of(row)
-        if not self.n_rows:
-            self._leaves = [xxhash.xxh3_64() for _ in leaves(row)]
-            self._first_row = row_digest
-        self.n_rows += 1
-        self.are_alike = self.are_alike and row_digest == self._first_row
-        for digest, leaf in zip(self._leaves, leaves(row), strict=False):
-            digest.update(_content_of(leaf))
-
-    def of_leaves(self) -> tuple[int, ...]:
-        """Return the digest of each leaf of all rows so far, of 63 bits."""
-        return tuple(digest.intdigest() >> 1 for digest in self._leaves)
+def leaf_digests(row: Nest) -> tuple[int, ...]:
+    """Return a digest of each leaf of a row, of 63 bits."""
+    return tuple(xxhash.xxh3_64_intdigest(_content_of(leaf)) >> 1 for leaf in leaves(row))
 
 
-def describe_first_rows(draw: Callable[[], Iterable[Nest]], n_rows: int = N_FIRST_ROWS) -> list[int | None]:
+def describe_first_rows(stream: Stream, epoch: int) -> list[int | None]:
     """Return a digest for each leaf of the first rows of a stream; None for one that differs between two reads.
 
     Random numbers of the libraries are drawn from the same seeds each time.
 
-    Args:
-        draw: starts the stream anew.
-        n_rows: rows that are described, if there are as many.
-
     Cost: the first rows are drawn twice, each time from a new iterator.
     """
-    reads: list[tuple[int, ...]] = []
+    reads: list[list[int]] = []
     for _ in range(2):
-        digests = RowDigests()
         with own_random_numbers():
-            for row in itertools.islice(draw(), n_rows):
-                digests.add(row)
-        reads.append(digests.of_leaves())
+            rows = list(itertools.islice(stream.draw(epoch), _N_FIRST_ROWS))
+        columns = zip(*map(leaves, rows), strict=False)
+        reads.append([digest_of(list(column)) for column in columns])
     descriptions: list[int | None] = []
     for first, second in zip(*reads, strict=False):
         descriptions.append(first if first == second else None)
@@ -120,28 +93,44 @@ def _digest(source: RowSource) -> str:
     return f"sampled {digest.hexdigest()}"
 
 
-def _content_of(leaf: Any) -> bytes:
+def _content_of(leaf: Any, depth: int = 0) -> bytes:
     if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
         return f"{leaf.dtype} {tuple(leaf.shape)}".encode() + _bytes_of(leaf)
     if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind != "O":
         return f"{leaf.dtype} {leaf.shape}".encode() + np.ascontiguousarray(leaf).tobytes()
-    is_plain = isinstance(leaf, (bool, int, float, complex, str, bytes, type(None)))
-    return repr(leaf).encode() if is_plain else type(leaf).__name__.encode()
+    if isinstance(leaf, (bool, int, float, complex, str, bytes, type(None))):
+        return repr(leaf).encode()
+    name = type(leaf).__name__.encode()
+    if hasattr(leaf, "__array_interface__"):  # as a picture has it
+        return name + np.asarray(leaf).tobytes()
+    if depth == _MAX_DEPTH or isinstance(leaf, type):
+        return name
+    parts = leaves(list(getattr(leaf, "__dict__", {}).values()))
+    return name + b"".join(_content_of(part, depth + 1) for part in parts)
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+def seed_random_numbers(seed: int) -> None:
+    """Seed the random numbers of Python, numpy and torch on the host.
+
+    Args:
+        seed: of at most 63 bits.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+
+
 @contextlib.contextmanager
-def own_random_numbers() -> Iterator[None]:
+def own_random_numbers(seed: int = 0) -> Iterator[None]:
     """Seed the libraries' random numbers in the block, and restore them."""
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
-            random.seed(0)
-            np.random.seed(0)
-            torch.default_generator.manual_seed(0)
+            seed_random_numbers(seed)
             yield
     finally:
         random.setstate(states[0])

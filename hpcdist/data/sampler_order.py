@@ -13,6 +13,8 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, Sampler
 
+from hpcdist.data.same_rows import seed_random_numbers
+
 #: Batches that are drawn at a time: a sampler may have no end.
 _CHUNK_BATCHES = 4096
 
@@ -61,9 +63,7 @@ class SamplerOrder:
         if self._iterator is not None and self._random_state is not None:
             self._random_state.restore()
             return self._iterator
-        random.seed(self._seed)
-        np.random.seed(self._seed % 2**32)
-        torch.default_generator.manual_seed(self._seed)
+        seed_random_numbers(self._seed)
         for sampler in samplers_of(self._batch_sampler):
             _seed_generators(sampler, self._seed)
             if hasattr(sampler, "set_epoch"):

@@ -1,13 +1,21 @@
 """Reads this rank's share of an IterableDataset by the workers of a DataLoader."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from hpcdist.data.loader_worker import EmptyPart, FirstRows, Progress
-from hpcdist.data.same_rows import N_FIRST_ROWS, own_random_numbers
-from hpcdist.data.stream_worker import DescribedStream, JoinShare, ShareOfStream, Shares, begin_stream_worker
+from hpcdist.data.first_rows import FirstRows, RowDigests
+from hpcdist.data.loader_worker import EmptyPart, Progress
+from hpcdist.data.stream_worker import (
+    DescribedStream,
+    JoinShare,
+    RandomNumbers,
+    ShareOfStream,
+    Shares,
+    begin_stream_worker,
+)
 from hpcdist.data.worker_reader import WorkerLoader, WorkerReader
 from hpcdist.errors import DataError
 from hpcdist.nest import Nest
@@ -30,9 +38,8 @@ class ShareReader(WorkerReader):
         self._items: Any = loader.dataset
         self._shares = shares
         self._part_rows = part_rows
-        self._n_compared = min(N_FIRST_ROWS, (part_rows - 1) * shares.n_shares + 1)
         self._seed = 0
-        self._first_rows: list[FirstRows] = []
+        self._first_rows: dict[int, FirstRows] = {}
 
     def set_seed(self, seed: int) -> None:
         """Seed the random numbers of later passes. Not to be called in a pass."""
@@ -47,62 +54,46 @@ class ShareReader(WorkerReader):
             number: of the pass, by which random numbers are seeded.
 
         Raises:
-            DataError: when a worker ends or takes too long, or rows are cut wrongly; on this rank only.
+            DataError: when a worker ends or takes too long; on this rank only.
         """
         share_loader = self._take_worker_loader()
         assert isinstance(share_loader, _ShareLoader), "what _make_worker_loader returns"
         share_loader.begin_pass(number)
-        first_rows: list[FirstRows] = []
+        first_rows: dict[int, FirstRows] = {}
         self._first_rows = first_rows
         for joined in self._parts_of_pass(share_loader):
             if joined.first_rows is not None:
-                for other in first_rows:
-                    self._compare(joined.first_rows, other)
-                first_rows.append(joined.first_rows)
+                first_rows[joined.first_rows.worker] = joined.first_rows
             yield joined.n_rows, joined.part
 
-    def _compare(self, first_rows: FirstRows, other: FirstRows) -> None:
-        """Raise DataError if two workers begin with the same rows, or with others, and must not."""
-        name = type(self._items).__name__
-        workers = f"workers {other.worker} and {first_rows.worker}"
-        is_same = first_rows.digests == other.digests
-        if first_rows.is_cut and is_same and not first_rows.are_alike:
-            raise DataError(
-                f"DataLoader: expected other rows in each worker of {name}, got the same ones in {workers}; cut them "
-                f"by get_worker_info().id and num_workers."
-            )
-        if not first_rows.is_cut and not is_same and self._differ(first_rows, other):
-            raise DataError(
-                f"DataLoader: expected the same rows in each worker of {name}, which does not read "
-                f"get_worker_info().num_workers, got others in {workers}; cut rows by its id and num_workers alone."
-            )
+    def first_rows(self) -> list[FirstRows]:
+        """Return what the workers of this rank have drawn first in the pass, as far as their parts have come."""
+        return list(self._first_rows.values())
 
-    def _differ(self, first_rows: FirstRows, other: FirstRows) -> bool:
-        """Return whether the first rows of two workers differ in what is not random."""
-        leaves = zip(self.describe_first_rows(), first_rows.digests, other.digests, strict=False)
-        return any(own != others for described, own, others in leaves if described is not None)
+    def describe_first_share(self) -> list[RowDigests]:
+        """Return digests of the first rows of the first share, as two new processes read them.
 
-    def has_rows_alike_everywhere(self) -> bool:
-        """Return whether workers of all ranks begin with the same rows, as the dataset does not cut."""
-        return bool(self._first_rows) and not self._first_rows[0].is_cut
-
-    def digest_of_first_rows(self) -> int:
-        """Return a digest of the rows that the workers of this rank have begun with."""
-        return hash(self._first_rows[0].digests)
-
-    def describe_first_rows(self) -> list[int | None]:
-        """Return digests of the first rows of the first share; see `same_rows.describe_first_rows`.
-
-        Cost: a process is started, and they are drawn twice.
+        Cost: two processes are started.
         """
-        described = DescribedStream(self._items, self._shares, self._n_compared)
+        progress = Progress(2, "row {} of its stream")
+        shares = replace(self._shares, rank=0)
+        described = DescribedStream(self._items, shares, RandomNumbers(self._seed), progress)
         settings = self._worker_settings(begin_stream_worker)
-        settings.update(num_workers=1, persistent_workers=False, pin_memory=False)
-        loader = WorkerLoader(described, Progress(1, "row {}"), batch_size=None, collate_fn=_as_it_is, **settings)
-        batches = self._start_workers(loader)
-        description: list[int | None] = self._next_batch(batches, loader)
-        self._end_workers(batches)
-        return description
+        settings.update(num_workers=2, persistent_workers=False, pin_memory=False)
+        return self._read_at_once(WorkerLoader(described, progress, batch_size=None, collate_fn=_as_it_is, **settings))
+
+    def _read_at_once(self, worker_loader: WorkerLoader) -> list[Any]:
+        """Return all that the workers of a loader send."""
+        batches = self._start_workers(worker_loader)
+        received: list[Any] = []
+        try:
+            batch = self._next_batch(batches, worker_loader)
+            while batch is not None:
+                received.append(batch)
+                batch = self._next_batch(batches, worker_loader)
+        finally:
+            self._end_workers(batches)
+        return received
 
     @property
     def empty_part(self) -> EmptyPart | None:
@@ -113,29 +104,44 @@ class ShareReader(WorkerReader):
         """Give parts of no rows the form of another rank's."""
         self._empty_part = empty_part
 
-    def read_empty_part(self) -> Nest:
-        """Return a part of no rows. Cost: a row is drawn in this process, unless parts have been read.
+    def part_without_rows(self) -> Nest:
+        """Return a part of no rows. Cost: a worker draws the first row, unless parts have been read.
 
         Raises:
             DataError: for a stream without rows, or a collate_fn that returns what has no value for none.
         """
         if self._empty_part is None:
-            with own_random_numbers():
-                for row in self._items:
-                    self._empty_part = EmptyPart.made_of(self._collate, row)
-                    break
+            progress = Progress(1, "row {} of its stream")
+            settings = self._worker_settings(begin_stream_worker)
+            settings.update(num_workers=1, persistent_workers=False, batch_size=1)
+            alone = Shares(rank=0, n_ranks=1, n_workers=1, is_sharded=False)
+            share = _FirstRowOnly(self._items, alone, RandomNumbers(self._seed), progress)
+            for joined in self._read_at_once(
+                WorkerLoader(share, progress, collate_fn=JoinShare(self._collate), **settings)
+            ):
+                self._empty_part = joined.empty_part
         if self._empty_part is None:
             raise DataError(
-                f"DataLoader: expected a first row of {type(self._items).__name__}, got none; give each rank rows."
+                f"DataLoader: expected a first row of {type(self._items).__name__}, got none; give it rows."
             )
         return self._empty_part.part_or_error()
 
     def _make_worker_loader(self) -> "_ShareLoader":
         progress = Progress(self._loader.num_workers, "row {} of its stream")
-        share = ShareOfStream(self._items, self._shares, self._seed, self._n_compared, progress)
+        numbers = RandomNumbers(self._seed)
+        share = ShareOfStream(self._items, self._shares, numbers, progress)
         settings = self._worker_settings(begin_stream_worker)
         settings.update(batch_size=self._part_rows, drop_last=self._loader.drop_last)
-        return _ShareLoader(share, self._seed, progress, JoinShare(self._collate), settings)
+        return _ShareLoader(share, numbers, progress, JoinShare(self._collate), settings)
+
+
+class _FirstRowOnly(ShareOfStream):
+    """Yields the first row alone."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for row in super().__iter__():
+            yield row
+            return
 
 
 class _ShareLoader(WorkerLoader):
@@ -143,22 +149,26 @@ class _ShareLoader(WorkerLoader):
 
     Args:
         share: what each worker iterates over.
-        seed: seed of the workers.
+        numbers: seeds of the workers' random numbers.
         progress: where workers note what they read.
         join: makes a part of a list of rows.
         settings: settings of the workers, and batch_size.
     """
 
     def __init__(
-        self, share: ShareOfStream, seed: int, progress: Progress, join: JoinShare, settings: dict[str, Any]
+        self,
+        share: ShareOfStream,
+        numbers: RandomNumbers,
+        progress: Progress,
+        join: JoinShare,
+        settings: dict[str, Any],
     ) -> None:
-        self._share = share
+        self._numbers = numbers
         super().__init__(share, progress, collate_fn=join, **settings)
-        self.seed_workers(seed)
 
     def begin_pass(self, number: int) -> None:
         """Read another pass from the next iterator on."""
-        self._share.begin_pass(number)
+        self._numbers.begin_pass(number)
 
 
 def _as_it_is(row: Any) -> Any:

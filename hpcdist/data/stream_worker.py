@@ -6,20 +6,19 @@ all ranks are those of one loader. Of one that does not ask, each worker draws a
 Worker processes import this file: nothing here may start MPI.
 """
 
-import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from hpcdist.child_processes import obey_only
-from hpcdist.data.loader_worker import EmptyPart, FirstRows, Joined, Progress, call_init
-from hpcdist.data.same_rows import RowDigests, describe_first_rows, own_random_numbers
+from hpcdist.data.first_rows import N_FIRST_ROWS, FirstRows
+from hpcdist.data.loader_worker import EmptyPart, Joined, Progress, call_init
+from hpcdist.data.same_rows import leaf_digests, own_random_numbers, seed_random_numbers
 from hpcdist.errors import DataError
 from hpcdist.nest import Nest
 
@@ -44,44 +43,53 @@ class Shares:
 
     @property
     def n_shares(self) -> int:
-        """Return how many workers the dataset is told of: those of all ranks, or of this one if it cuts by rank."""
+        """Number of workers that the dataset is told of: those of all ranks, or of one rank if it cuts by rank."""
         return self.n_workers if self.is_sharded else self.n_ranks * self.n_workers
 
     def number_of(self, worker: int) -> int:
-        """Return which of them a worker of this rank is."""
-        return worker if self.is_sharded else self.rank * self.n_workers + worker
+        """Return the number of a worker among those that the dataset is told of.
+
+        The first workers of all ranks come first: fewer files than workers are spread over the ranks.
+        """
+        return worker if self.is_sharded else worker * self.n_ranks + self.rank
 
     def number_in_job(self, worker: int) -> int:
         """Return a number that no other worker of the job has."""
-        return self.rank * self.n_workers + worker
+        return worker * self.n_ranks + self.rank
 
 
 class ShareInfo:
     """What `get_worker_info()` returns to the dataset and its worker_init_fn, in place of torch's WorkerInfo.
 
+    Random numbers of the libraries are the same in all workers until the dataset asks for their number, so that what it
+    shuffles before it cuts is the same everywhere; from then on each worker has numbers of its own.
+
     Args:
         worker: number of the worker in its rank.
         shares: into which rows are cut.
-        seed: seed of the worker.
+        numbers: seeds of the random numbers.
         dataset: the program's dataset.
 
     Attributes:
-        worker: as given.
-        seed: as given.
-        dataset: as given.
+        worker: number of the worker in its rank.
+        dataset: the program's dataset.
         has_told_number: whether somebody has asked for `id`.
         has_told_count: whether somebody has asked for `num_workers`.
-        first_rows: the first rows of a pass, whichever worker keeps them.
+        first_rows: digests of the leaves of each of the first rows of this pass, whichever worker keeps them.
+        n_parts: parts that were joined in this pass.
     """
 
-    def __init__(self, worker: int, shares: Shares, seed: int, dataset: Any) -> None:
-        self.seed = seed
+    def __init__(self, worker: int, shares: Shares, numbers: "RandomNumbers", dataset: Any) -> None:
+        self.worker = worker
         self.dataset = dataset
         self.has_told_number = False
         self.has_told_count = False
-        self.first_rows = RowDigests()
-        self.worker = worker
+        self.first_rows: list[tuple[int, ...]] = []
+        self.n_parts = 0
         self._shares = shares
+        self._numbers = numbers
+        self._has_numbers_of_its_own = False
+        self._n_told = 0
 
     @property
     def id(self) -> int:
@@ -93,7 +101,13 @@ class ShareInfo:
     def num_workers(self) -> int:
         """Number of shares."""
         self.has_told_count = True
+        self.take_numbers_of_its_own()
         return self._shares.n_shares
+
+    @property
+    def seed(self) -> int:
+        """Seed of this worker in this pass."""
+        return self._numbers.seed_of("worker", self._shares.number_in_job(self.worker))
 
     @property
     def is_cut(self) -> bool:
@@ -101,16 +115,63 @@ class ShareInfo:
         return self._shares.is_sharded or self.has_told_count
 
     def begin_pass(self) -> None:
-        """Forget the rows of the last pass."""
-        self.first_rows = RowDigests()
+        """Seed the random numbers of a pass, and forget the rows of the last one."""
+        self.first_rows = []
+        self.n_parts = 0
+        self._n_told = 0
+        self._has_numbers_of_its_own = False
+        seed_random_numbers(self._numbers.seed_of("all workers", 0))
+        if self._shares.is_sharded:
+            self.take_numbers_of_its_own()
 
-    def describe_first_rows(self) -> FirstRows:
-        """Return what the worker has drawn first."""
-        return FirstRows(self.worker, self.is_cut, self.first_rows.of_leaves(), self.first_rows.are_alike)
+    def take_numbers_of_its_own(self) -> None:
+        """Seed the random numbers as those of no other worker, once in a pass."""
+        if not self._has_numbers_of_its_own:
+            self._has_numbers_of_its_own = True
+            seed_random_numbers(self.seed)
+
+    def add_first_row(self, row: Nest) -> None:
+        """Note a row, if it is one of the first."""
+        if len(self.first_rows) < N_FIRST_ROWS:
+            self.first_rows.append(leaf_digests(row))
+
+    def seed_of_next_part(self) -> int:
+        """Return a seed of the random numbers that joining the next part of this pass takes."""
+        self.n_parts += 1
+        return self._numbers.seed_of(f"join {self._shares.number_in_job(self.worker)}", self.n_parts)
+
+    def tell_first_rows(self) -> FirstRows | None:
+        """Return what the worker has drawn first, if that has grown since the last time."""
+        if self._n_told == len(self.first_rows):
+            return None
+        self._n_told = len(self.first_rows)
+        return FirstRows(self._shares.number_in_job(self.worker), self.is_cut, tuple(self.first_rows))
+
+
+class RandomNumbers:
+    """Seeds of the random numbers of a pass, in memory that all workers see, also those that are kept.
+
+    Args:
+        seed: seed of all passes, equal on all ranks.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._pass_number = torch.zeros(1, dtype=torch.int64)
+        self._pass_number.share_memory_()  # type: ignore[no-untyped-call]
+
+    def begin_pass(self, number: int) -> None:
+        """Take the numbers of a pass; called in the rank, before workers begin it."""
+        self._pass_number[0] = number
+
+    def seed_of(self, purpose: str, number: int) -> int:
+        """Return a seed for a purpose in this pass, of 63 bits."""
+        key = f"{self._seed} {int(self._pass_number)} {purpose} {number}"
+        return xxhash.xxh3_64_intdigest(key.encode()) >> 1
 
 
 def begin_stream_worker(owner: int, init: Callable[[int], None] | None, worker: int) -> None:
-    """Begin the work of a process.
+    """Begin the work of a process. The program's worker_init_fn is told the number of its share.
 
     Args:
         owner: id of the rank's process, which alone ends this one.
@@ -118,92 +179,96 @@ def begin_stream_worker(owner: int, init: Callable[[int], None] | None, worker: 
         worker: number of the worker in its rank.
     """
     obey_only(owner)
-    info: Any = get_worker_info()
-    stream: ShareOfStream | DescribedStream = info.dataset
-    torch_worker._worker_info = stream.info_of(worker, info.seed - worker)  # type: ignore[assignment]
-    call_init(init, worker)
+    torch_info: Any = get_worker_info()
+    stream: ShareOfStream = torch_info.dataset
+    info = stream.info_of(worker)
+    torch_worker._worker_info = info  # type: ignore[assignment]
+    seed_random_numbers(info.seed)
+    call_init(init, stream.shares.number_of(worker))
 
 
 class ShareOfStream(IterableDataset[Any]):
     """The rows of an IterableDataset that a worker keeps.
 
-    Random numbers of the libraries are seeded in each pass, for all workers alike: datasets that shuffle before they
-    cut must do so alike. From the second row on, workers of a dataset that cuts have numbers of their own.
-
     Args:
         items: dataset of the program.
         shares: into which its rows are cut.
-        seed: seed of the passes, equal on all ranks.
-        n_compared: rows at the beginning that are compared between workers.
+        numbers: seeds of the random numbers.
         progress: where workers note which row they draw.
+
+    Attributes:
+        shares: into which rows are cut.
     """
 
-    def __init__(self, items: Any, shares: Shares, seed: int, n_compared: int, progress: Progress) -> None:
+    def __init__(self, items: Any, shares: Shares, numbers: RandomNumbers, progress: Progress) -> None:
+        self.shares = shares
         self._items = items
-        self._shares = shares
-        self._seed = seed
-        self._n_compared = n_compared
+        self._numbers = numbers
         self._progress = progress
-        self._pass_number = torch.zeros(1, dtype=torch.int64)
-        self._pass_number.share_memory_()  # type: ignore[no-untyped-call]  # workers that are kept see it, too
 
-    def begin_pass(self, number: int) -> None:
-        """Let workers draw a pass from now on; called in the rank."""
-        self._pass_number[0] = number
-
-    def info_of(self, worker: int, base_seed: int) -> ShareInfo:
+    def info_of(self, worker: int) -> ShareInfo:
         """Return what the dataset is told in a worker."""
-        seed = base_seed + self._shares.number_in_job(worker)
-        return ShareInfo(worker, self._shares, seed, self._items)
+        return ShareInfo(worker, self.shares, self._numbers, self._items)
 
     def __iter__(self) -> Iterator[Any]:
         info: Any = get_worker_info()  # what info_of has returned
-        worker = info.worker
         info.begin_pass()
-        self._seed_random_numbers(worker, is_own=self._shares.is_sharded)
         rows = iter(self._items)
-        self._progress.note(worker, 0)
-        row = next(rows, _NO_ROW)
-        self._require_count(info)
+        row = self._draw(rows, info, 0)
         is_cut = info.is_cut
-        if is_cut:
-            self._seed_random_numbers(worker, is_own=True)
-        share = self._shares.number_of(worker)
+        if is_cut:  # its cut may be older than this pass
+            info.take_numbers_of_its_own()
+        share = self.shares.number_of(info.worker)
         number = 0
         while row is not _NO_ROW:
-            if info.first_rows.n_rows < self._n_compared:
-                info.first_rows.add(row)
-            if is_cut or number % self._shares.n_shares == share:
+            info.add_first_row(row)
+            if is_cut or number % self.shares.n_shares == share:
                 yield row
             number += 1
-            self._progress.note(worker, number)
-            row = next(rows, _NO_ROW)
+            row = self._draw(rows, info, number)
             if info.is_cut != is_cut:
                 raise DataError(
                     f"DataLoader: expected {type(self._items).__name__} to read get_worker_info().num_workers before "
                     f"its first row, got it read after row {number}; read it where an iteration begins."
                 )
 
-    def _require_count(self, info: ShareInfo) -> None:
-        """Raise DataError for a dataset that knows which worker it is in, and not of how many: rows may be lost."""
+    def _draw(self, rows: Iterator[Any], info: ShareInfo, number: int) -> Any:
+        """Return the next row, or `_NO_ROW`.
+
+        Raises:
+            DataError: for a dataset that knows which worker it is in, and not of how many: rows may be lost.
+        """
+        self._progress.note(info.worker, number)
+        row = next(rows, _NO_ROW)
         if info.has_told_number and not info.is_cut:
             raise DataError(
                 f"DataLoader: expected {type(self._items).__name__} to read get_worker_info().num_workers beside id, "
-                f"as the workers of all ranks share its rows, got id alone; read both, or .seed for random numbers."
+                f"as the workers of all ranks share its rows, got id alone; read both where it cuts its rows, or "
+                f"neither: worker_init_fn is told the number, too."
             )
+        return row
 
-    def _seed_random_numbers(self, worker: int, is_own: bool) -> None:
-        """Seed the libraries' random numbers by the pass, and if they are to be a worker's own by the worker."""
-        owner = self._shares.number_in_job(worker) if is_own else "all workers"
-        key = f"{self._seed} {int(self._pass_number)} {owner}"
-        seed = xxhash.xxh3_64_intdigest(key.encode()) >> 1
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)
+
+class DescribedStream(ShareOfStream):
+    """Yields the digests of the first rows of the first share, whichever rank and worker reads them."""
+
+    def info_of(self, worker: int) -> ShareInfo:
+        """Return what the dataset is told."""
+        return ShareInfo(0, self.shares, self._numbers, self._items)
+
+    def __iter__(self) -> Iterator[Any]:
+        info: Any = get_worker_info()
+        for _ in super().__iter__():
+            if len(info.first_rows) == N_FIRST_ROWS:
+                break
+        yield tuple(info.first_rows)
 
 
 class JoinShare:
-    """Joins rows in a worker, and tells with the first part of all which rows the worker has drawn first.
+    """Joins rows in a worker, and tells with the first parts of a pass which rows the worker has drawn first.
+
+    What joining draws at random is seeded for each part, and leaves the dataset's own random numbers as they were:
+    workers that draw all rows must draw the same ones.
 
     Args:
         join: makes a part of a list of rows.
@@ -211,37 +276,16 @@ class JoinShare:
 
     def __init__(self, join: Callable[[list[Any]], Nest]) -> None:
         self._join = join
-        self._is_first = True
 
     def __call__(self, rows: list[Any]) -> Joined:
         """Return the rows joined."""
-        part = self._join(rows)
-        if not self._is_first:
-            return Joined(part, len(rows))
-        self._is_first = False
         info: Any = get_worker_info()
+        is_first = info.n_parts == 0
+        with own_random_numbers(info.seed_of_next_part()):
+            part = self._join(rows)
+        first_rows = info.tell_first_rows()
+        if not is_first:
+            return Joined(part, len(rows), first_rows=first_rows)
         with own_random_numbers():
             empty_part = EmptyPart.made_of(self._join, rows[0])
-        return Joined(part, len(rows), empty_part, info.describe_first_rows())
-
-
-class DescribedStream(IterableDataset[Any]):
-    """Yields one description of the first rows of the first share, to be compared between ranks.
-
-    Args:
-        items: dataset of the program.
-        shares: into which its rows are cut.
-        n_compared: rows that are described.
-    """
-
-    def __init__(self, items: Any, shares: Shares, n_compared: int) -> None:
-        self._items = items
-        self._first_share = replace(shares, rank=0)
-        self._n_compared = n_compared
-
-    def info_of(self, worker: int, base_seed: int) -> ShareInfo:
-        """Return what the dataset is told in a worker."""
-        return ShareInfo(worker, self._first_share, base_seed, self._items)
-
-    def __iter__(self) -> Iterator[list[int | None]]:
-        yield describe_first_rows(lambda: self._items, self._n_compared)
+        return Joined(part, len(rows), empty_part, first_rows)

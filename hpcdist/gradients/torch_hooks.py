@@ -523,6 +523,7 @@ def _watched_iterator(loader: "DataLoader[Any]") -> _BaseDataLoaderIter:
         iterator = _make_iterator(loader)
         torch.set_rng_state(state)  # a restart in the middle of a pass draws the seed of its workers at another step
     _loaders[iterator] = weakref.ref(loader)
+    _unseen.discard(iterator)  # the class has an __iter__ of its own, which calls this one
     return iterator
 
 

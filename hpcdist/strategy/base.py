@@ -429,7 +429,7 @@ class Strategy(Ranks):
     def _distribute_stream_here(self, loader: Any, options: InputOptions | None, is_sharded: bool) -> DistributedStream:
         """Return the parts of a stream, all of which the workers of this process draw."""
         shares = Shares(0, 1, loader.num_workers, is_sharded)
-        distributed = DistributedStream(loader, shares, range(1), 1, lambda part: part, self._delivery(), options)
+        distributed = DistributedStream(loader, shares, range(1), 1, lambda value: [value], self._delivery(), options)
         distributed.set_seed(drawn_seed(loader))
         return distributed
 

@@ -18,7 +18,7 @@ from hpcdist.collectives import algorithms, library
 from hpcdist.collectives.cross_device_ops import CrossDeviceOps, options_with
 from hpcdist.collectives.group import Group, group_of
 from hpcdist.collectives.moves import gather_rows
-from hpcdist.collectives.objects import broadcast_object
+from hpcdist.collectives.objects import all_gather_objects
 from hpcdist.collectives.ops import ReduceOp
 from hpcdist.collectives.options import CommunicationImplementation, CommunicationOptions
 from hpcdist.data.distributed import DistributedDataset, DistributedInput, as_dataset, check_distributable
@@ -32,7 +32,6 @@ from hpcdist.data.from_function import (
     sharded_dataset,
 )
 from hpcdist.data.iterator import Delivery
-from hpcdist.data.loader_worker import EmptyPart
 from hpcdist.data.options import AutoShardPolicy, InputOptions
 from hpcdist.data.same_rows import RANDOM, are_random, describe_rows
 from hpcdist.data.sampler_order import drawn_seed
@@ -366,35 +365,27 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def _distribute_stream(self, loader: Any, options: InputOptions | None, is_sharded: bool) -> DistributedStream:
         """Return this rank's share of a stream that workers draw. Collective: all ranks."""
-        own = f"{loader.num_workers} workers, batch_size={loader.batch_size}, drop_last={loader.drop_last}"
+        settings = f"{loader.num_workers} workers, batch_size={loader.batch_size}, drop_last={loader.drop_last}"
         self.world.require_same(
-            own,
+            settings,
             self._comm,
             lambda chiefs: DataError(
-                f"experimental_distribute_dataset: expected the loader of the chief, {chiefs}, got {own}; make the "
-                f"same one on every rank."
+                f"experimental_distribute_dataset: expected the loader of the chief, {chiefs}, got {settings}; make "
+                f"the same one on every rank."
             ),
         )
         shares = Shares(self._comm.rank, self._comm.size, loader.num_workers, is_sharded)
         seed = int(self.world.broadcast_text(str(drawn_seed(loader)), 0, self._comm))
         with self.world.agreed(self._comm):
             distributed = DistributedStream(
-                loader, shares, self.own_replicas, self.n_replicas, self._share_empty_part, self._delivery(), options
+                loader, shares, self.own_replicas, self.n_replicas, self._gather, self._delivery(), options
             )
         distributed.set_seed(seed)
         return distributed
 
-    def _share_empty_part(self, empty_part: EmptyPart | None) -> EmptyPart | None:
-        """Return this rank's part of no rows, or else that of the first rank that has one. Collective: all ranks."""
-        size = self._comm.size
-        lacks_part = self.world.all_reduce_int(int(empty_part is None), MPI.MAX, self._comm)
-        if not lacks_part:
-            return empty_part
-        root = self.world.all_reduce_int(size if empty_part is None else self._comm.rank, MPI.MIN, self._comm)
-        if root == size:
-            return None
-        shared_part: EmptyPart = broadcast_object(empty_part, root, self._comm)
-        return shared_part if empty_part is None else empty_part
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the objects of all ranks. Collective: all ranks."""
+        return all_gather_objects(value, self._comm)
 
     def _require_same_rows(self, source: RowSource) -> None:
         """Raise DataError on all ranks unless a sample of the rows is the same on all, or random on one. Collective."""

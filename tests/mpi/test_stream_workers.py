@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 import hpcdist
 from hpcdist.errors import DataError
@@ -57,6 +57,28 @@ class CutByInit(Plain):
         info.dataset.step = info.num_workers
 
 
+class CutByInitArgument(CutByInit):
+    """Is told which worker it is in by the argument of `init`."""
+
+    @staticmethod
+    def init(worker):
+        info = get_worker_info()
+        info.dataset.first = worker
+        info.dataset.step = info.num_workers
+
+
+class CutOnce(Plain):
+    """Remembers its cut, as datasets do that open their files once."""
+
+    share = None
+
+    def numbers(self):
+        if self.share is None:
+            info = get_worker_info()
+            self.share = range(info.id, self.n_rows, info.num_workers)
+        return self.share
+
+
 class CutByRank(Plain):
     """Yields a rank's rows to all its workers."""
 
@@ -90,12 +112,33 @@ class Shuffled(Plain):
             yield torch.rand(1), row
 
 
+class BufferUncut(Plain):
+    """Shuffles within a buffer while rows are drawn, and does not cut."""
+
+    def __iter__(self):
+        buffer = []
+        for row in range(self.n_rows):
+            buffer.append(row)
+            if len(buffer) == 10:
+                yield torch.rand(1), buffer.pop(random.randrange(10))
+        while buffer:
+            yield torch.rand(1), buffer.pop(int(torch.randint(len(buffer), ())))
+
+
 class ShuffledUncut(Plain):
     """Shuffles all rows, and does not cut."""
 
     def __iter__(self):
         for row in torch.randperm(self.n_rows).tolist():
             yield torch.rand(1), row
+
+
+def join_with_noise(rows):
+    """Draw random numbers as one that masks words or mixes pictures does."""
+    torch.rand(len(rows))
+    random.random()
+    np.random.rand()
+    return default_collate(rows)
 
 
 def name_of(value):
@@ -119,14 +162,14 @@ def strategy():
 @pytest.mark.parametrize(
     ("kind", "context"),
     [
-        *itertools.product([Plain, CutByWorker, CutByInit, Shuffled, ShuffledUncut], [NEW, KEPT]),
+        *itertools.product([Plain, CutByWorker, CutByInitArgument, CutOnce, Shuffled, BufferUncut], [NEW, KEPT]),
         (CutByInit, KEPT | FORKSERVER),  # starts a process with all its imports
     ],
     ids=name_of,
 )
 def test_every_row_comes_once_in_each_pass(comm, strategy, kind, context):
     init = getattr(kind, "init", None)
-    loader = DataLoader(kind(), 6, num_workers=2, worker_init_fn=init, **context)
+    loader = DataLoader(kind(), 6, num_workers=2, worker_init_fn=init, collate_fn=join_with_noise, **context)
     batches = strategy.experimental_distribute_dataset(loader)
     passes = []
     for _ in range(3):
@@ -136,7 +179,7 @@ def test_every_row_comes_once_in_each_pass(comm, strategy, kind, context):
         assert len(set(comm.allgather(len(parts)))) == 1, "passes end at the same step"
         passes.append(rows)
     assert batches.epoch == 3
-    assert (passes[0] == passes[1]) == ("Shuffled" not in kind.__name__)
+    assert (passes[0] == passes[1]) == (kind not in (Shuffled, BufferUncut))
 
 
 @pytest.mark.parametrize("n_workers", [1, 3])
@@ -156,7 +199,7 @@ def test_a_dataset_that_cuts_by_rank_without_a_word_is_refused(comm, strategy):
         assert len(rows_of_pass(comm, batches)[0]) == N_ROWS
         return
     with pytest.raises(DataError, match="is_sharded=True"):
-        next(iter(batches))
+        list(batches)
 
 
 class CutTwice(CutByRank):
@@ -173,7 +216,7 @@ def test_a_dataset_that_cuts_by_rank_and_worker_without_a_word_is_refused(comm, 
         assert len(rows_of_pass(comm, batches)[0]) == N_ROWS
         return
     with pytest.raises(DataError, match="is_sharded=True"):
-        next(iter(batches))
+        list(batches)
 
 
 class CutByNumberAlone(Plain):
@@ -188,12 +231,51 @@ class CutLate(Plain):
                 yield torch.tensor([float(row)]), row
 
 
-class CutByInitArgument(CutByInit):
+class CutByConstant(CutByInit):
     @staticmethod
     def init(worker):
         dataset = get_worker_info().dataset
         dataset.first = worker
-        dataset.step = 2
+        dataset.step = 3
+
+
+class NumberLate(Plain):
+    """Common rows, and then a cut that knows the number of workers by itself."""
+
+    def numbers(self):
+        yield from range(3)
+        yield from range(3 + get_worker_info().id, self.n_rows, 2)
+
+
+class SeededUncut(Plain):
+    """Shuffles by the worker's own seed, and does not cut."""
+
+    def numbers(self):
+        rows = list(range(self.n_rows))
+        random.Random(get_worker_info().seed).shuffle(rows)
+        return rows
+
+
+class EntropyUncut(Plain):
+    """Shuffles by numbers that nobody repeats, beside a leaf that is always the same."""
+
+    def __iter__(self):
+        for row in np.random.default_rng().permutation(self.n_rows).tolist():
+            yield torch.zeros(1), row
+
+
+class Graph:
+    """A row that is no array."""
+
+    def __init__(self, row):
+        self.edges = [torch.tensor([row])]
+
+
+class GraphsInVain(Plain):
+    def __iter__(self):
+        assert get_worker_info().num_workers > 0
+        for row in range(self.n_rows):
+            yield Graph(row)
 
 
 class AskedInVain(Plain):
@@ -207,18 +289,76 @@ class AskedInVain(Plain):
     [
         (CutByNumberAlone, {}, False, r"num_workers beside id.*got id alone"),
         (CutLate, {}, False, r"num_workers before its first row, got it read after row 1"),
-        (CutByInitArgument, {"worker_init_fn": CutByInitArgument.init}, False, "the same rows in each worker"),
-        (AskedInVain, {}, False, "other rows in each worker of AskedInVain, got the same ones in workers 0 and 1"),
-        (Plain, {}, True, "other rows in each worker of Plain"),
+        (CutByConstant, {"worker_init_fn": CutByConstant.init}, False, "the same rows to the same share"),
+        (NumberLate, {}, False, r"num_workers beside id.*got id alone"),
+        (SeededUncut, {}, False, "the same rows to the same share"),
+        (EntropyUncut, {}, False, "the same rows to the same share"),
+        (AskedInVain, {}, False, "other rows in each worker that reads AskedInVain, got the same ones in worker 0 of"),
+        (AskedInVain, {"persistent_workers": True}, False, "other rows in each worker that reads AskedInVain"),
+        (GraphsInVain, {"collate_fn": list}, False, "other rows in each worker that reads GraphsInVain"),
+        (Plain, {}, True, "other rows in each worker that reads Plain"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_rows_that_would_be_lost_or_doubled_are_refused(strategy, kind, settings, is_sharded, message):
-    loader = DataLoader(kind(), 6 * strategy.num_replicas_in_sync, num_workers=2, **settings)
+@pytest.mark.parametrize("part_rows", [1, 6])
+def test_rows_that_would_be_lost_or_doubled_are_refused(strategy, kind, settings, is_sharded, message, part_rows):
+    if kind in (CutLate, NumberLate):
+        part_rows = 6  # workers raise: in the first part of all, or a rank would wait for one that has ended
+    loader = DataLoader(kind(), part_rows * strategy.num_replicas_in_sync, num_workers=2, **settings)
     batches = strategy.experimental_distribute_dataset(loader, is_sharded=is_sharded)
+    if settings.get("persistent_workers"):
+        next(iter(batches))  # a peek
     with pytest.raises(DataError, match=message) as caught:
         list(batches)
     assert "\n" not in str(caught.value)
+
+
+class CutByEpoch(Plain):
+    """Counts its passes by itself, and shuffles and cuts by that."""
+
+    epoch = 0
+
+    def numbers(self):
+        self.epoch += 1
+        rows = list(range(self.n_rows))
+        random.Random(self.epoch).shuffle(rows)
+        info = get_worker_info()
+        return rows[info.id :: info.num_workers]
+
+
+class Headers(CutByWorker):
+    """Files that begin with the same two lines."""
+
+    def numbers(self):
+        return [-1, -2, *super().numbers()]
+
+
+class Noise(Plain):
+    """Rows that are made at random, as many as there are workers."""
+
+    def __iter__(self):
+        for _ in range(48 // get_worker_info().num_workers):
+            yield torch.rand(1), 0
+
+
+class CutNoise(CutByWorker):
+    """Rows of one leaf that nobody can repeat."""
+
+    def __iter__(self):
+        for row in self.numbers():
+            yield torch.tensor([row + np.random.default_rng().random() / 2]), row
+
+
+@pytest.mark.parametrize("part_rows", [1, 6])
+@pytest.mark.parametrize("kind", [CutByEpoch, Headers, Noise, CutNoise])
+def test_what_is_right_is_not_refused(comm, strategy, kind, part_rows):
+    batches = strategy.experimental_distribute_dataset(DataLoader(kind(), part_rows * comm.size, num_workers=2))
+    rows, parts = rows_of_pass(comm, batches)
+    if kind is Noise:
+        noise = sum(sum(comm.allgather([noise for noise, _ in parts]), []), [])
+        assert len(set(noise)) == 48 // (2 * comm.size) * 2 * comm.size
+        return
+    assert sorted(row for row in rows if row >= 0) == list(range(N_ROWS))
 
 
 class RandomLeaf(Plain):
@@ -276,6 +416,60 @@ def test_a_restart_goes_on_with_the_same_rows_and_random_numbers(comm, strategy,
     assert [(noise.tolist(), rows.tolist()) for noise, rows in resumed] == following != expected
 
 
+class OwnSeed(CutByWorker):
+    """Draws noise by the seed that a worker is told, in `init` and in each pass."""
+
+    def __iter__(self):
+        noise = random.Random(get_worker_info().seed)
+        for values, row in super().__iter__():
+            yield values + noise.random() + torch.rand(1) + torch.initial_seed() % 1000, row
+
+
+def test_the_seed_of_a_worker_is_that_of_the_pass_after_a_restart(strategy):
+    def distribute():
+        return strategy.experimental_distribute_dataset(DataLoader(OwnSeed(), 6, num_workers=2))
+
+    unbroken = distribute()
+    list(unbroken)
+    state = unbroken.state_dict()
+    resumed = distribute()
+    resumed.load_state_dict(state)
+    expected = [noise.tolist() for noise, _ in unbroken]
+    assert [noise.tolist() for noise, _ in resumed] == expected
+    assert [noise.tolist() for noise, _ in unbroken] != expected
+
+
+def test_few_files_are_spread_over_the_ranks(comm, strategy):
+    class Files(Plain):
+        def __iter__(self):
+            info = get_worker_info()
+            for file in range(info.id, comm.size, info.num_workers):
+                for row in range(8):
+                    yield torch.zeros(1), 8 * file + row
+
+    loader = DataLoader(Files(), 4 * comm.size, num_workers=2, drop_last=True)
+    rows, _ = rows_of_pass(comm, strategy.experimental_distribute_dataset(loader))
+    assert sorted(rows) == list(range(8 * comm.size))
+
+
+def test_a_pass_in_which_nothing_would_be_read_is_refused(comm, strategy):
+    loader = DataLoader(CutByWorker(4), 4 * comm.size, num_workers=1, drop_last=True)
+    batches = strategy.experimental_distribute_dataset(loader)
+    if comm.size == 1:
+        assert len(list(batches)) == 1
+    else:
+        assert list(batches) == []  # no rank has a whole part
+    lonely = DataLoader(
+        CutByRank(comm.rank, comm.size, 8 if comm.rank == 0 else 0), 2 * comm.size, num_workers=1, drop_last=True
+    )
+    batches = strategy.experimental_distribute_dataset(lonely, is_sharded=True)
+    if comm.size == 1:
+        assert len(list(batches)) == 4
+        return
+    with pytest.raises(DataError, match="expected a whole part for each replica in the first step"):
+        list(batches)
+
+
 @pytest.mark.parametrize("kind", [Plain, CutByWorker])
 def test_weights_are_those_of_one_process_by_counts_that_travel(comm, strategy, kind):
     """Ranks have different numbers of rows at most steps, which only they know."""
@@ -301,12 +495,26 @@ def test_weights_are_those_of_one_process_by_counts_that_travel(comm, strategy, 
         assert not torch.equal(weight, first)
 
 
-def test_another_number_of_workers_is_refused(strategy):
-    def distribute(n_workers):
-        return strategy.experimental_distribute_dataset(DataLoader(Plain(), 6, num_workers=n_workers))
+@pytest.mark.parametrize(
+    ("name", "settings", "other"),
+    [
+        ("num_workers", {"num_workers": 1}, {}),
+        ("part_rows", {"batch_size": 12}, {}),
+        ("drop_last", {"drop_last": True}, {}),
+        ("is_sharded", {}, {"is_sharded": True}),
+        ("ranks", {}, {}),
+    ],
+)
+def test_a_restart_that_cuts_otherwise_is_refused(strategy, name, settings, other):
+    def distribute(is_sharded=False, **settings):
+        loader = DataLoader(Plain(), **{"batch_size": 6, "num_workers": 2, **settings})
+        return strategy.experimental_distribute_dataset(loader, is_sharded=is_sharded)
 
-    with pytest.raises(DataError, match="expected num_workers=2 as in the checkpoint, got 3"):
-        distribute(3).load_state_dict(distribute(2).state_dict())
+    state = distribute().state_dict()
+    if name == "ranks":
+        state["ranks"] += 1
+    with pytest.raises(DataError, match=f"expected {name}=.* as in the checkpoint, got"):
+        distribute(**settings, **other).load_state_dict(state)
 
 
 def test_batches_of_the_dataset_itself_are_refused(strategy):
@@ -323,7 +531,7 @@ def test_a_worker_init_fn_that_raises_is_one_line(strategy, dataset, capfd):
     loader = DataLoader(dataset, 6, num_workers=2, worker_init_fn=raise_in_init)
     batches = strategy.experimental_distribute_dataset(loader)
     with pytest.raises(
-        DataError, match="worker_init_fn to return in worker 0, got KeyError: 'no such shard'"
+        DataError, match=r"worker_init_fn to return in worker \d, got KeyError: 'no such shard'"
     ) as caught:
         list(batches)
     assert "\n" not in str(caught.value)

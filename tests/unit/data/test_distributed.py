@@ -1,6 +1,7 @@
 """Every replica's part of every global batch: uneven inputs, policies, options, and datasets from a function."""
 
 import random
+import time
 
 import h5py
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import hpcdist
+from hpcdist.data import counted_steps
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import DistributedDataset
 from hpcdist.data.from_function import DistributedFromFunction, contexts_of, datasets_of
@@ -421,6 +423,28 @@ def test_local_replicas_take_turns_at_the_batches_of_their_rank():
     rows = Dataset.from_tensor_slices(np.arange(5)).batch(1)
     distributed = DistributedFromFunction([rows], range(2), 2, Delivery(wrap=list))
     assert [[part.tolist() for part in step] for step in distributed] == [[[0], [1]], [[2], [3]], [[4], []]]
+
+
+def test_ranks_tell_each_other_while_they_read_what_a_restart_drops(monkeypatch):
+    """Others would take a rank for dead that has more to read than they have."""
+    monkeypatch.setattr(counted_steps, "_DROP_S", 0.05)
+    outs = []
+
+    def agree(is_out, ends_with_first):
+        outs.append((is_out, ends_with_first))
+        return is_out
+
+    def draw():
+        for row in range(12):
+            time.sleep(0.02)
+            yield row
+
+    rows = Dataset.from_generator(draw).batch(1)
+    distributed = DistributedFromFunction([rows], range(1), 2, Delivery(agree_end=agree))
+    distributed.load_state_dict({"n_replicas": 2, "seed": 1, "passes": 0, "steps": 10})
+    assert [part.tolist() for part in distributed] == [[10], [11]]
+    waits = [out for out in outs if out == (False, False)]
+    assert len(waits) - 2 >= 2, "beside those of the two steps"
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
