@@ -16,6 +16,7 @@ from hpcdist.checkpoint.layout import lay_out
 from hpcdist.checkpoint.tree import NamedArray, encode
 from hpcdist.errors import CheckpointError, UsageError
 from hpcdist.gradients.tensors import from_array, is_storable, to_array
+from hpcdist.gradients.wrapped_modules import without_prefixes
 
 #: How much larger the tensors may be than their file: tied weights are in it once.
 _MOST_TIMES_LARGER = 4
@@ -105,7 +106,8 @@ def _read_tensors(source: Path, key: str | None) -> dict[str, torch.Tensor]:
             f"hpcdist ckpt import: expected names that differ as texts in {source}, got {len(found)} entries of which "
             f"some do not; rename them."
         )
-    return {str(name): tensor.resolve_conj().resolve_neg().contiguous() for name, tensor in found.items()}
+    plain_names = without_prefixes(map(str, found))
+    return {plain_names[str(name)]: tensor.resolve_conj().resolve_neg().contiguous() for name, tensor in found.items()}
 
 
 def _require_plain_file(source: Path) -> None:

@@ -23,6 +23,7 @@ from hpcdist.errors import CheckpointDamaged, CheckpointError, CheckpointMismatc
 from hpcdist.gradients.central_storage import is_stepped_by_chief
 from hpcdist.gradients.engine import prepare_modules
 from hpcdist.gradients.tensors import from_array, to_array
+from hpcdist.gradients.wrapped_modules import load_plain_state, plain_parameter_names, plain_state
 from hpcdist.ps import served
 from hpcdist.resilience.circumstances import describe
 from hpcdist.resilience.metrics_file import MetricsFile
@@ -195,10 +196,10 @@ class Checkpoint:
         parts = {}
         for name, item in self._objects.items():
             if hasattr(item, "named_parameters"):
-                own = dict(item.named_parameters())
+                names = plain_parameter_names(item)
                 is_average = hasattr(item, "update_parameters")
-                if not is_average and any(one.requires_grad for one in own.values()):
-                    parts[name] = {"dict": [pair for pair in nodes[name]["dict"] if pair[0] in own]}
+                if not is_average and any(parameter.requires_grad for parameter in item.parameters()):
+                    parts[name] = {"dict": [pair for pair in nodes[name]["dict"] if pair[0] in names]}
             elif _is_equal_everywhere(item):
                 parts[name] = nodes[name]
         return parts
@@ -345,7 +346,7 @@ class Checkpoint:
         loaded = {name: _decoded(name, node, named, source) for name, node in nodes.items()}
         for name, item in self._objects.items():
             if not is_strict and hasattr(item, "named_parameters") and isinstance(loaded[name], Mapping):
-                state = item.state_dict()
+                state = plain_state(item)
                 loaded[name] = {**state, **{key: value for key, value in loaded[name].items() if key in state}}
         for name, item in self._objects.items():
             _check_shape(name, item, loaded[name], source)
@@ -464,7 +465,7 @@ def _memory_in_objects(objects: dict[str, Any], nodes: dict[str, Any]) -> dict[i
         if _is_array(item):
             found[_number_in(node, "tensor" if _is_tensor(item) else "array")] = _memory_of(item)
         elif hasattr(item, "named_parameters") and is_list_of_pairs(node.get("dict")):
-            state = item.state_dict()
+            state = plain_state(item)
             for key, part in node["dict"]:
                 found[_number_in(part, "tensor")] = _memory_of(state.get(key))
     return {number: memory for number, memory in found.items() if memory is not None}
@@ -506,8 +507,7 @@ def _settings_of(item: Any) -> Any:
 def _state_of(item: Any) -> Any:
     if _is_array(item) or isinstance(item, _PLAIN):
         return item
-    state = item.state_dict()
-    return dict(state) if hasattr(item, "named_parameters") else state  # torch's is an OrderedDict
+    return plain_state(item) if hasattr(item, "named_parameters") else item.state_dict()
 
 
 def _is_tensor(item: Any) -> bool:
@@ -609,16 +609,25 @@ def _check_layout(name: str, item: Any, loaded: Any, source: str) -> None:
     elif isinstance(item, _PLAIN):
         own, theirs = {name: _plain_kind(item)}, {name: _plain_kind(loaded)}
     elif hasattr(item, "named_parameters"):
-        own, theirs = _layouts(item.state_dict()), _layouts(loaded)
+        own, theirs = _layouts(plain_state(item)), _layouts(loaded)
     else:
         return
+    prefix = _prefix_between(own, theirs)
+    hint = f"there all names begin with {prefix!r}; " if prefix else ""
     for key in [*own, *theirs]:
         if own.get(key) != theirs.get(key):
             raise CheckpointMismatch(
                 f"restore: expected {name!r} with {len(own)} arrays, {key!r} {own.get(key, 'absent')}, got "
-                f"{len(theirs)}, {key!r} {theirs.get(key, 'absent')} in {source}; build the same model, or start with "
-                "a new run folder."
+                f"{len(theirs)}, {key!r} {theirs.get(key, 'absent')} in {source}; {hint}build the same model, or start "
+                f"with a new run folder."
             )
+
+
+def _prefix_between(own: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """Return what all of their names begin with beside ours; "" if that is not the difference."""
+    first, their_first = next(iter(own), ""), next(iter(theirs), "")
+    prefix = their_first.removesuffix(first)
+    return prefix if list(theirs) == [prefix + key for key in own] else ""
 
 
 def _layouts(state: Mapping[str, Any]) -> dict[str, str]:
@@ -637,6 +646,8 @@ def _load(name: str, item: Any, loaded: Any, source: str) -> None:
             item[...] = loaded
         elif _is_tensor(item):
             item.detach().copy_(loaded)
+        elif hasattr(item, "named_parameters"):
+            load_plain_state(item, loaded)
         else:
             item.load_state_dict(loaded)
     except CheckpointError:

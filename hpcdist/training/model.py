@@ -663,8 +663,8 @@ class Model(nn.Module):
         Raises:
             DataError: for data without rows; when the file cannot be written; on all ranks.
 
-        With AutoShardPolicy FILE or OFF, and of a stream that workers read, the order is that of the replicas' parts, and with OFF each row comes once for
-        each replica.
+        With AutoShardPolicy FILE or OFF, and of a stream that workers read, the order is that of the replicas' parts;
+        with OFF each row comes once for each replica.
 
         Cost: every rank receives the outputs of all.
         """
