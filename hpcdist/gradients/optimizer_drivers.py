@@ -22,37 +22,53 @@ _SIGNS_OF_SCHEDULER = ("get_lr", "_get_lr", "get_last_lr", "base_lrs", "base_val
 _N_SAMPLED = 256
 
 _schedulers: "weakref.WeakSet[Any]" = weakref.WeakSet()
-_scalers: "weakref.WeakSet[GradScaler]" = weakref.WeakSet()
-_averages: "weakref.WeakSet[AveragedModel]" = weakref.WeakSet()
+#: The optimizers that each enabled scaler has stepped.
+_scaled: "weakref.WeakKeyDictionary[GradScaler, weakref.WeakSet[Any]]" = weakref.WeakKeyDictionary()
+#: The model that each average is of.
+_averaged: "weakref.WeakKeyDictionary[AveragedModel, weakref.ref[nn.Module]]" = weakref.WeakKeyDictionary()
 
 
-def _remember_new(kind: Any, made: "weakref.WeakSet[Any]") -> None:
-    """Let objects of a class be remembered when they are made."""
+def _remember_schedulers_of(kind: Any) -> None:
+    """Let schedulers of a class be remembered when they are made."""
     init = kind.__init__
 
+    @functools.wraps(init)
     def init_and_remember(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        made.add(self)
+        _schedulers.add(self)
 
-    kind.__init__ = functools.wraps(init)(init_and_remember)
+    kind.__init__ = init_and_remember
 
 
-def _remember_scale() -> None:
-    """Let enabled scalers be remembered when they scale a loss."""
-    scale = GradScaler.scale
+def _remember_averages() -> None:
+    """Let averages be remembered when they are made."""
+    init = AveragedModel.__init__
 
-    def scale_and_remember(self: GradScaler, outputs: Any) -> Any:
+    @functools.wraps(init)
+    def init_and_remember(self: AveragedModel, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        init(self, model, *args, **kwargs)
+        _averaged[self] = weakref.ref(model)
+
+    AveragedModel.__init__ = init_and_remember  # type: ignore[method-assign]
+
+
+def _remember_scalers() -> None:
+    """Let scalers be remembered when they step an optimizer; a disabled one steps it as it is."""
+    step = GradScaler.step
+
+    @functools.wraps(step)
+    def step_and_remember(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if self.is_enabled():
-            _scalers.add(self)
-        return scale(self, outputs)
+            _scaled.setdefault(self, weakref.WeakSet()).add(optimizer)
+        return step(self, optimizer, *args, **kwargs)
 
-    GradScaler.scale = scale_and_remember  # type: ignore[method-assign]
+    GradScaler.step = step_and_remember  # type: ignore[method-assign]
 
 
-_remember_new(LRScheduler, _schedulers)
-_remember_new(ReduceLROnPlateau, _schedulers)
-_remember_new(AveragedModel, _averages)
-_remember_scale()
+_remember_schedulers_of(LRScheduler)
+_remember_schedulers_of(ReduceLROnPlateau)
+_remember_averages()
+_remember_scalers()
 
 
 def schedulers_of(optimizers: Sequence[Any], is_thorough: bool) -> list[Any]:
@@ -109,15 +125,26 @@ def members_of(scheduler: Any) -> list[Any]:
     return members
 
 
-def used_scalers() -> list[Any]:
-    """Return the enabled GradScalers that have scaled a loss."""
-    return [scaler for scaler in _scalers if scaler.is_enabled()]
+def scalers_of(optimizers: Sequence[Any]) -> list[Any]:
+    """Return the enabled GradScalers that have stepped one of some optimizers."""
+    scalers: list[Any] = []
+    for scaler, stepped in list(_scaled.items()):
+        if scaler.is_enabled() and any(optimizer in stepped for optimizer in optimizers):
+            scalers.append(scaler)
+    return scalers
 
 
 def averages_of(models: Sequence[nn.Module]) -> list[AveragedModel]:
-    """Return torch's averages of the weights of models, as far as their parameters have the same names and shapes."""
-    layouts = [_layout_of(model) for model in models]
-    return [average for average in _averages if _layout_of(average.module) in layouts]
+    """Return torch's averages of the weights of models, or of wrappers or parts of them."""
+    parameters: set[int] = set()
+    for model in models:
+        parameters.update(map(id, model.parameters()))
+    averages: list[AveragedModel] = []
+    for average, reference in list(_averaged.items()):
+        model_of_average = reference()
+        if model_of_average is not None and any(id(item) in parameters for item in model_of_average.parameters()):
+            averages.append(average)
+    return averages
 
 
 def copies_of(models: Sequence[nn.Module]) -> list[nn.Module]:
@@ -125,9 +152,13 @@ def copies_of(models: Sequence[nn.Module]) -> list[nn.Module]:
 
     Cost: a walk over all objects of the process.
     """
-    kinds = {type(model) for model in models}
-    layouts = [_layout_of(model) for model in models]
-    own_parameters = {id(parameter) for model in models for parameter in model.parameters()}
+    kinds: set[type] = set()
+    layouts: list[Any] = []
+    own_parameters: set[int] = set()
+    for model in models:
+        kinds.add(type(model))
+        layouts.append(_layout_of(model))
+        own_parameters.update(map(id, model.parameters()))
     copies: list[nn.Module] = []
     for item in gc.get_objects():
         if type(item) not in kinds or _layout_of(item) not in layouts:

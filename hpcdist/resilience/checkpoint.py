@@ -625,9 +625,12 @@ def _check_layout(name: str, item: Any, loaded: Any, source: str) -> None:
 
 def _prefix_between(own: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     """Return what all of their names begin with beside ours; "" if that is not the difference."""
-    first, their_first = next(iter(own), ""), next(iter(theirs), "")
-    prefix = their_first.removesuffix(first)
-    return prefix if list(theirs) == [prefix + key for key in own] else ""
+    if len(own) != len(theirs) or not own:
+        return ""
+    their_first = str(next(iter(theirs)))  # a damaged file may have numbers
+    prefix = their_first.removesuffix(next(iter(own)))
+    has_prefix = all(their_name == prefix + name for their_name, name in zip(theirs, own, strict=True))
+    return prefix if has_prefix else ""
 
 
 def _layouts(state: Mapping[str, Any]) -> dict[str, str]:

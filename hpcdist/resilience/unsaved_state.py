@@ -10,8 +10,8 @@ from hpcdist.gradients.optimizer_drivers import (
     averages_of,
     copies_of,
     fingerprint,
+    scalers_of,
     schedulers_of,
-    used_scalers,
 )
 
 #: How deep objects are looked for in those of the Checkpoint, such as a wrapper's.
@@ -54,7 +54,7 @@ class UnsavedState:
         is_first = not self._has_looked
         self._has_looked = True
         self._require("schedule", schedulers_of(self._optimizers, is_first), known)
-        self._require("scaler", used_scalers(), known)
+        self._require("scaler", scalers_of(self._optimizers), known)
         self._require("ema", averages_of(self._models), known)
 
     def note_copies(self) -> None:

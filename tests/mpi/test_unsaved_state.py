@@ -26,6 +26,7 @@ class Program:
         rows = TensorDataset(torch.arange(72.0).reshape(24, 3), torch.ones(24, 1))
         self.batches = self.strategy.experimental_distribute_dataset(DataLoader(rows, 6))
         self.after_step = []
+        self.scaler = None
 
     def train(self, folder, n_epochs=2, **objects):
         """Train with a handler, and call `after_step` after each step."""
@@ -43,8 +44,14 @@ class Program:
 
     def step(self, x, y):
         self.optimizer.zero_grad()
-        nn.functional.mse_loss(self.model(x), y).backward()
-        self.optimizer.step()
+        loss = nn.functional.mse_loss(self.model(x), y)
+        if self.scaler is None:
+            loss.backward()
+            self.optimizer.step()
+            return
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
 
 class ForeignScheduler:
@@ -151,7 +158,7 @@ def test_a_manager_without_a_handler_refuses_too(shared_path):
 def test_a_scaler_is_refused_if_it_scales(shared_path, is_enabled, is_saved):
     program = Program()
     scaler = torch.amp.GradScaler("cpu", enabled=is_enabled)
-    program.after_step = [lambda: scaler.scale(torch.ones(()))]
+    program.scaler = scaler
     objects = {"scaler": scaler} if is_saved else {}
     if is_saved or not is_enabled:
         assert program.train(shared_path / "run", **objects) == 8
@@ -216,6 +223,10 @@ def test_what_merely_holds_or_copies_is_no_reason(shared_path):
     trainer = Trainer(program)
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     scheduler_of_other = lr_scheduler.ExponentialLR(other, 0.9)
+    last_fold = Program()
+    last_fold.scaler = torch.amp.GradScaler("cpu")
+    average_of_other = swa_utils.AveragedModel(last_fold.model)
+    last_fold.step(torch.ones(2, 3), torch.ones(2, 1))
     program.after_step = [trainer.step]
     assert program.train(shared_path / "run") == 8
-    assert scheduler_of_other is not None
+    assert (scheduler_of_other, average_of_other) != (None, None)

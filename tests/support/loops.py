@@ -423,7 +423,7 @@ class Job:
         for rank in range(self.comm.size):
             workers = []
             for worker in range(N_WORKERS):
-                share = list(range(rank * N_WORKERS + worker, self.script.n_rows, n_shares))
+                share = list(range(worker * self.comm.size + rank, self.script.n_rows, n_shares))
                 workers.append([share[start : start + part_rows] for start in range(0, len(share), part_rows)])
             in_turn = itertools.chain.from_iterable(itertools.zip_longest(*workers))
             parts = [part for part in in_turn if part]

@@ -20,7 +20,7 @@ LIMITS = {
     "hpcdist/collectives": (33, 20, 33, 42, 7, 6.9),
     "hpcdist/data": (18, 10, 33, 34, 5, 6.7),
     "hpcdist/diagnostics": (33, 26, 32, 57, 2, 7.5),
-    "hpcdist/gradients": (50, 22, 36, 63, 38, 6.8),
+    "hpcdist/gradients": (50, 20, 36, 63, 38, 6.8),
     "hpcdist/plan": (29, 34, 45, 82, 6, 8.4),
     "hpcdist/ps": (70, 25, 39, 100, 25, 7.5),
     "hpcdist/pytest_plugin": (0, 0, 23, 46, 0, 6.8),
