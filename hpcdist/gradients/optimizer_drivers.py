@@ -150,6 +150,8 @@ def averages_of(models: Sequence[nn.Module]) -> list[AveragedModel]:
 def copies_of(models: Sequence[nn.Module]) -> list[nn.Module]:
     """Return modules of the classes of models, with parameters of the same names and shapes, and memory of their own.
 
+    Not those in torch's averages, which `averages_of` returns.
+
     Cost: a walk over all objects of the process.
     """
     kinds: set[type] = set()
@@ -159,6 +161,8 @@ def copies_of(models: Sequence[nn.Module]) -> list[nn.Module]:
         kinds.add(type(model))
         layouts.append(_layout_of(model))
         own_parameters.update(map(id, model.parameters()))
+    for average in list(_averaged):
+        own_parameters.update(map(id, average.parameters()))
     copies: list[nn.Module] = []
     for item in gc.get_objects():
         if type(item) not in kinds or _layout_of(item) not in layouts:

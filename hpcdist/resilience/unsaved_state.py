@@ -1,6 +1,7 @@
 """Refuses a Checkpoint that lacks what drives its optimizers: after a restart that would begin anew."""
 
 import itertools
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,12 +111,14 @@ class UnsavedState:
 
 def _held_by(item: Any) -> list[Any]:
     """Return what an object holds: modules their submodules, others their attributes, lists and tuples their items."""
+    if isinstance(item, (type, types.ModuleType)):
+        return []
     if isinstance(item, (list, tuple)):
         return list(itertools.islice(item, _MAX_ITEMS))
     if isinstance(item, dict):
         return list(itertools.islice(item.values(), _MAX_ITEMS))
     if hasattr(item, "named_parameters"):
         return list(item.modules())
-    is_searched = not isinstance(item, (type, DistributedInput))
-    is_searched = is_searched and not hasattr(item, "param_groups") and not hasattr(item, "describe_sums")
-    return list(getattr(item, "__dict__", {}).values()) if is_searched else []
+    if isinstance(item, DistributedInput) or hasattr(item, "param_groups") or hasattr(item, "describe_sums"):
+        return []
+    return list(getattr(item, "__dict__", {}).values())

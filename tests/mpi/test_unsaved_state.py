@@ -180,8 +180,8 @@ class Average:
 
 
 @pytest.mark.parametrize("kind", ["torch's", "by hand"])
-@pytest.mark.parametrize("is_saved", [True, False])
-def test_an_average_of_weights(shared_path, kind, is_saved):
+@pytest.mark.parametrize("how", ["saved", "left out", "forgotten"])
+def test_an_average_of_weights(shared_path, kind, how):
     program = Program()
     if kind == "by hand":
         average = Average(program.model)
@@ -191,7 +191,9 @@ def test_an_average_of_weights(shared_path, kind, is_saved):
         average = swa_utils.AveragedModel(program.model)
         program.after_step = [lambda: average.update_parameters(program.model)]
         objects = {"ema": average}
-    if is_saved:
+    if how == "left out":
+        objects = {"leave_out": [type(objects["ema"])]}
+    if how != "forgotten":
         assert program.train(shared_path / "run", **objects) == 8
         return
     with pytest.raises(UsageError, match=r"ema=ema"):

@@ -101,7 +101,8 @@ class Distributed:
 
     def save_and_restore(self, objects: dict[str, Any], disturb: Callable[[], None]) -> None:
         with self._folder() as folder:
-            checkpoint = hpcdist.Checkpoint(**objects, strategy=self.strategy)
+            drivers = [torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, torch.optim.swa_utils.AveragedModel]
+            checkpoint = hpcdist.Checkpoint(**objects, strategy=self.strategy, leave_out=drivers)
             manager = hpcdist.CheckpointManager(checkpoint, folder)
             path = manager.save(1)
             if self._program.cluster.strategy != "central":
