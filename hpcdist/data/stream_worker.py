@@ -1,7 +1,7 @@
 """What a worker process of a distributed stream does: it draws rows, keeps those of its share, and joins them.
 
-A dataset that asks `get_worker_info()` for the number of workers cuts its rows itself, and is told that the workers of
-all ranks are those of one loader. Of one that does not ask, each worker draws all rows and keeps every n-th.
+A dataset that asks `get_worker_info()` for the number of workers cuts its rows itself; for it, the workers of all ranks
+are those of one loader. Of one that does not ask, each worker draws all rows and keeps every n-th.
 
 Worker processes import this file: nothing here may start MPI.
 """
@@ -43,11 +43,11 @@ class Shares:
 
     @property
     def n_shares(self) -> int:
-        """Number of workers that the dataset is told of: those of all ranks, or of one rank if it cuts by rank."""
+        """Number of workers that the dataset sees: those of all ranks, or of one rank if it cuts by rank."""
         return self.n_workers if self.is_sharded else self.n_ranks * self.n_workers
 
     def number_of(self, worker: int) -> int:
-        """Return the number of a worker among those that the dataset is told of.
+        """Return the number of a worker among those that the dataset sees.
 
         The first workers of all ranks come first: fewer files than workers are spread over the ranks.
         """
@@ -171,7 +171,7 @@ class RandomNumbers:
 
 
 def begin_stream_worker(owner: int, init: Callable[[int], None] | None, worker: int) -> None:
-    """Begin the work of a process. The program's worker_init_fn is told the number of its share.
+    """Begin the work of a process. The program's worker_init_fn gets the number of its share.
 
     Args:
         owner: id of the rank's process, which alone ends this one.
@@ -207,7 +207,7 @@ class ShareOfStream(IterableDataset[Any]):
         self._progress = progress
 
     def info_of(self, worker: int) -> ShareInfo:
-        """Return what the dataset is told in a worker."""
+        """Return what `get_worker_info()` returns in a worker."""
         return ShareInfo(worker, self.shares, self._numbers, self._items)
 
     def __iter__(self) -> Iterator[Any]:
@@ -244,7 +244,7 @@ class ShareOfStream(IterableDataset[Any]):
             raise DataError(
                 f"DataLoader: expected {type(self._items).__name__} to read get_worker_info().num_workers beside id, "
                 f"as the workers of all ranks share its rows, got id alone; read both where it cuts its rows, or "
-                f"neither: worker_init_fn is told the number, too."
+                f"neither: worker_init_fn gets the number, too."
             )
         return row
 
@@ -253,7 +253,7 @@ class DescribedStream(ShareOfStream):
     """Yields the digests of the first rows of the first share, whichever rank and worker reads them."""
 
     def info_of(self, worker: int) -> ShareInfo:
-        """Return what the dataset is told."""
+        """Return what `get_worker_info()` returns."""
         return ShareInfo(0, self.shares, self._numbers, self._items)
 
     def __iter__(self) -> Iterator[Any]:

@@ -51,12 +51,11 @@ class UnsavedState:
         """
         if not self._optimizers:
             return
-        known = self._known_objects()
         is_first = not self._has_looked
         self._has_looked = True
-        self._require("schedule", schedulers_of(self._optimizers, is_first), known)
-        self._require("scaler", scalers_of(self._optimizers), known)
-        self._require("ema", averages_of(self._models), known)
+        self._require("schedule", schedulers_of(self._optimizers, is_first))
+        self._require("scaler", scalers_of(self._optimizers))
+        self._require("ema", averages_of(self._models))
 
     def note_copies(self) -> None:
         """Note how the copies of the models are after a step. Cost: a walk over all objects of the process."""
@@ -75,50 +74,51 @@ class UnsavedState:
             if fingerprint(copy) not in (old_fingerprint, *fingerprints):
                 changing.append(copy)
         self._copies = []
-        if changing:
-            self._require("ema", changing, self._known_objects())
+        self._require("ema", changing)
 
-    def _known_objects(self) -> list[Any]:
-        """Return what is saved or left out, and what is in it."""
-        known = list[Any]()
-        level = [*self._objects, *self._left_out]
-        for _ in range(_MAX_DEPTH):
-            known += level
-            inner: list[Any] = []
-            for item in level:
-                inner += _held_by(item)
-            level = inner
-        return known + level
-
-    def _require(self, name: str, drivers: Sequence[Any], known: Sequence[Any]) -> None:
-        """Raise UsageError unless all drivers are known.
+    def _require(self, name: str, drivers: Sequence[Any]) -> None:
+        """Raise UsageError unless all drivers are saved or left out.
 
         Args:
             name: what a program would call one.
             drivers: what was found.
-            known: what is saved or left out.
         """
+        if not drivers:
+            return
+        known = self._known_numbers()
         classes = tuple(item for item in self._left_out if isinstance(item, type))
         for driver in drivers:
-            is_left_out = isinstance(driver, classes)
-            if not is_left_out and not any(driver is item for item in known):
+            if id(driver) not in known and not isinstance(driver, classes):
                 raise UsageError(
                     f"Checkpoint: expected all that drives its optimizers, got no {type(driver).__name__}, which would "
                     f"begin anew at a restart; write Checkpoint(..., {name}={name}), or leave_out=[{name}] if it is to "
                     f"begin anew."
                 )
 
+    def _known_numbers(self) -> set[int]:
+        """Return the ids of what is saved or left out, and of what is in it. Each object is looked into once."""
+        known: set[int] = set()
+        level = [*self._objects, *self._left_out]
+        for _ in range(_MAX_DEPTH + 1):
+            inner: list[Any] = []
+            for item in level:
+                if hasattr(item, "named_parameters") and not isinstance(item, type):
+                    known.update(map(id, item.modules()))
+                elif id(item) not in known:
+                    known.add(id(item))
+                    inner += _held_by(item)
+            level = inner
+        return known
+
 
 def _held_by(item: Any) -> list[Any]:
-    """Return what an object holds: modules their submodules, others their attributes, lists and tuples their items."""
+    """Return what an object that is no module holds: its attributes, or the items of a list, tuple or dict."""
     if isinstance(item, (type, types.ModuleType)):
         return []
     if isinstance(item, (list, tuple)):
         return list(itertools.islice(item, _MAX_ITEMS))
     if isinstance(item, dict):
         return list(itertools.islice(item.values(), _MAX_ITEMS))
-    if hasattr(item, "named_parameters"):
-        return list(item.modules())
     if isinstance(item, DistributedInput) or hasattr(item, "param_groups") or hasattr(item, "describe_sums"):
         return []
     return list(getattr(item, "__dict__", {}).values())

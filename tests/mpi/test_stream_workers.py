@@ -417,7 +417,7 @@ def test_a_restart_goes_on_with_the_same_rows_and_random_numbers(comm, strategy,
 
 
 class OwnSeed(CutByWorker):
-    """Draws noise by the seed that a worker is told, in `init` and in each pass."""
+    """Draws noise by the seed of the worker, and by the libraries' numbers."""
 
     def __iter__(self):
         noise = random.Random(get_worker_info().seed)
