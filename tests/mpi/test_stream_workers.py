@@ -292,6 +292,7 @@ class AskedInVain(Plain):
         (CutByConstant, {"worker_init_fn": CutByConstant.init}, False, "the same rows to the same share"),
         (NumberLate, {}, False, r"num_workers beside id.*got id alone"),
         (SeededUncut, {}, False, "the same rows to the same share"),
+        (SeededUncut, {"persistent_workers": True}, False, "the same rows to the same share"),
         (EntropyUncut, {}, False, "the same rows to the same share"),
         (AskedInVain, {}, False, "other rows in each worker that reads AskedInVain, got the same ones in worker 0 of"),
         (AskedInVain, {"persistent_workers": True}, False, "other rows in each worker that reads AskedInVain"),
@@ -384,6 +385,14 @@ def test_fewer_rows_than_workers(comm, strategy, n_rows):
         assert sorted(rows) == list(range(n_rows))
         for shape, dtype, _ in parts:
             assert (shape[1:], dtype) == ((1,), torch.int64)
+
+
+def test_a_rank_without_any_row_has_the_form_of_anothers_parts(comm, strategy):
+    dataset = CutByRankAndWorker(0, 1, 8 if comm.rank == 0 else 0)
+    loader = DataLoader(dataset, 2 * comm.size, num_workers=1)
+    parts = list(strategy.experimental_distribute_dataset(loader, is_sharded=True))
+    assert [tuple(noise.shape) for noise, _ in parts] == [(2 if comm.rank == 0 else 0, 1)] * 4
+    assert {rows.dtype for _, rows in parts} == {torch.int64}
 
 
 def test_whole_parts_alone_with_drop_last(comm, strategy):
