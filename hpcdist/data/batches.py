@@ -48,10 +48,11 @@ class Cursor:
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """One global batch: the cursor after it, and the source rows of each local part."""
+    """One global batch: the cursor after it, the source rows of each local part, and the epoch in which it begins."""
 
     cursor: Cursor
     rows: list[Rows]
+    epoch: int
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class DividedBatches:
             bounds = self.division.bounds(stop - start)
             part_rows = self.division.rows_of_parts(stop - start)
             cursor = replace(cursor, position=stop, n_batches=cursor.n_batches + 1, part_rows=part_rows)
-            yield PlannedBatch(cursor, [order.rows(start + low, start + high) for low, high in bounds])
+            rows = [order.rows(start + low, start + high) for low, high in bounds]
+            yield PlannedBatch(cursor, rows, order.epoch_of(start))
 
 
 class Shard(Protocol):
@@ -234,10 +236,11 @@ class ShardedBatches:
                 return
             while self._has_batch(number):
                 rows = [self._rows(replica, run, number) for replica in self.replicas]
+                epoch = self.order.epoch_of(position)
                 position = run_start + self._samples_before(number + 1)
                 n_batches += 1
                 after = replace(cursor, position=position, n_batches=n_batches, part_rows=tuple(map(len, rows)))
-                yield PlannedBatch(after, rows)
+                yield PlannedBatch(after, rows, epoch)
                 number += 1
             position = int(run_start + run_rows)
 

@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 from hpcdist.checkpoint.durable import Disk, in_order, replace_file, sweep_abandoned
 from hpcdist.data.row_file import StoredRow, blocks, content_of_file, pack, read_at, read_index, unpack, write_at
 from hpcdist.data.rows import no_rows, stack, unstack
-from hpcdist.data.sources import Description, RowSource
+from hpcdist.data.sources import Description, Request, RowSource
 from hpcdist.data.streams import Stream
 from hpcdist.errors import DataError
 from hpcdist.forks import make_rlock
@@ -44,6 +44,7 @@ class CachedSource(RowSource):
     def __init__(self, source: RowSource, store: "MemoryStore | FileStore") -> None:
         self._source, self._store = source, store
         self.n_rows, self.rows_of_files, self.n_sampled = source.n_rows, source.rows_of_files, source.n_sampled
+        self.n_stages = source.n_stages
 
     def to_compare(self, rows: Rows) -> Any:
         """Return the rows as the source has them: nothing is kept of what is compared."""
@@ -58,17 +59,22 @@ class CachedSource(RowSource):
         missing = self._missing(rows)
         return self._joined(rows, missing, self._source.take(missing) if len(missing) else None)
 
-    def take_many(self, requests: Iterable[Rows]) -> Iterator[Nest]:
-        """Yield the rows of every request; missing ones are requested ahead, for a source that reads ahead."""
+    def read(self, requests: Iterable[Request]) -> Iterator[Nest]:
+        """Yield the rows of every request; missing ones are requested ahead, for a source that reads ahead.
+
+        Their random numbers are those of no epoch: after a restart, rows that are kept in memory are read in another.
+        """
         self._store.refresh()
-        ahead, now = tee((rows, self._missing(rows)) for rows in requests)
-        fresh = self._source.take_many(missing for _, missing in ahead if len(missing))
-        request = next(now, None)
-        while request is not None:
-            rows, missing = request
-            part = self._joined(rows, missing, next(fresh) if len(missing) else None)
-            request = next(now, None)
-            if request is None:  # before the last part, as a loop that counts its steps asks for no more
+        ahead, now = tee((request, self._missing(request.rows)) for request in requests)
+        fresh = self._source.read(
+            request.with_rows(missing).in_no_epoch() for request, missing in ahead if len(missing)
+        )
+        batch = next(now, None)
+        while batch is not None:
+            request, missing = batch
+            part = self._joined(request.rows, missing, next(fresh) if len(missing) else None)
+            batch = next(now, None)
+            if batch is None:  # before the last part, as a loop that counts its steps asks for no more
                 self._store.commit()
             yield part
 

@@ -4,7 +4,6 @@ import glob
 import itertools
 import math
 import os
-import secrets
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +16,7 @@ from hpcdist.data.cache import CachedSource, FileStore, MemoryStore, cached_stre
 from hpcdist.data.elements import Elements
 from hpcdist.data.hdf5 import Hdf5Source, Paths, datasets_in, expand, is_h5py_dataset, paths_and_names
 from hpcdist.data.options import SHARD_HINT, AutoShardPolicy, Options
+from hpcdist.data.row_numbers import program_seed
 from hpcdist.data.rows import Function, TensorSpec, as_array, fitted, spec_of
 from hpcdist.data.sources import ArraySource, RowSource, ShardSource, mapped
 from hpcdist.data.streams import Stream
@@ -228,7 +228,7 @@ class Dataset(Elements):
         _check(buffer_size or not self.is_stream, "shuffle", "a buffer_size for rows that come one by one", buffer_size)
         buffered = replace(self, buffer_rows=buffer_size or 0)._ordered(is_reshuffled=reshuffle_each_iteration)
         buffered = buffered._mixed_by_chunks(buffer_size) if buffer_size else buffered
-        return buffered.with_drawn_seed(secrets.randbits(63)) if seed is None else buffered.with_seed(seed)
+        return buffered.with_drawn_seed(program_seed()) if seed is None else buffered.with_seed(seed)
 
     def _mixed_by_chunks(self, buffer_size: int) -> "Dataset":
         source = self.source

@@ -26,9 +26,10 @@ from hpcdist.data.batches import (
 )
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.elements import is_torch_data
-from hpcdist.data.iterator import Delivery, DistributedIterator, stages
+from hpcdist.data.iterator import Delivery, DistributedIterator, PipelineReader
 from hpcdist.data.options import AutoShardPolicy, InputOptions
 from hpcdist.data.prefetch import Items
+from hpcdist.data.row_numbers import program_seed
 from hpcdist.data.rows import spec_of
 from hpcdist.data.same_rows import describe_first_rows
 from hpcdist.data.streams import Stream
@@ -416,6 +417,7 @@ class DistributedDataset(DistributedInput):
         replicas, n_replicas: the replicas of this rank, and how many there are on all ranks.
         delivery: what the strategy connects.
         options: of the input.
+        random_seed: seed of the random numbers that reading draws, equal on all ranks; None: from the program's seeds.
 
     Attributes:
         dataset: what is read, with the batches that are read ahead.
@@ -432,6 +434,7 @@ class DistributedDataset(DistributedInput):
         n_replicas: int,
         delivery: Delivery | None = None,
         options: InputOptions | None = None,
+        random_seed: int | None = None,
     ) -> None:
         check_distributable(dataset, n_replicas)
         super().__init__(len(replicas), delivery or Delivery(), options)
@@ -443,6 +446,8 @@ class DistributedDataset(DistributedInput):
         self._cursor = Cursor()
         self._n_left_epochs = 0
         self._has_checked_parts = False
+        self._random_seed = program_seed() if random_seed is None else random_seed
+        self._reader: PipelineReader | None = None
 
     @property
     def has_global_rows(self) -> bool:
@@ -497,8 +502,10 @@ class DistributedDataset(DistributedInput):
             self._n_left_epochs += self._order_epoch() - epoch
 
     def _readers(self) -> list[Items]:
-        plan = _plan_of(self.dataset, self._replicas, self._n_replicas)
-        return [stages(self.dataset, plan, self._cursor, self._device())]
+        if self._reader is None:
+            plan = _plan_of(self.dataset, self._replicas, self._n_replicas)
+            self._reader = PipelineReader(self.dataset, plan, self._random_seed)
+        return [self._reader.stages(self._cursor, self._device())]
 
     @property
     def _n_in_pass(self) -> int:
@@ -592,7 +599,7 @@ class DistributedDataset(DistributedInput):
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor after the batch that was used last. Equal on all ranks.
 
-        It holds position, start of the pass, batches of it, epochs that were left, rows and seed; of a stream its
+        It holds position, start of the pass, batches of it, epochs that were left, rows and seeds; of a stream its
         position.
         """
         saved_position: _DatasetPosition = self._saved_position()
@@ -606,6 +613,7 @@ class DistributedDataset(DistributedInput):
             "n_rows": order.n_rows,
             "seed": order.seed,
             "batch": self._batch_rows,
+            "random_seed": self._random_seed,
         }
         if order.mixing is not None:
             state["mixing"] = [order.mixing.chunk_rows, order.mixing.n_chunks]
@@ -657,6 +665,8 @@ class DistributedDataset(DistributedInput):
                 state["batch"],
                 self._batch_rows,
             )
+        self._random_seed = state["random_seed"]
+        self._reader = None
         *stream, pass_epoch = state.get("stream") or (0, 0, 0, 0)
         self._cursor = Cursor(
             state["position"], state["pass_start"], StreamPosition(*stream), pass_epoch, state.get("n_batches", 0)

@@ -3,7 +3,7 @@
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -12,8 +12,10 @@ from hpcdist.data.batches import Division
 from hpcdist.data.distributed import DistributedInput
 from hpcdist.data.iterator import Delivery, on_host
 from hpcdist.data.loader_reader import LoaderReader
+from hpcdist.data.loader_worker import ItemRequest
 from hpcdist.data.options import InputOptions
 from hpcdist.data.prefetch import Items, moved_ahead, read_ahead
+from hpcdist.data.row_numbers import RowNumbers, RowSeeds, seed_of
 from hpcdist.data.rows import spec_of
 from hpcdist.data.sampler_order import SamplerOrder
 from hpcdist.data.torch_source import describe_sampler, has_plain_order
@@ -35,18 +37,17 @@ def has_own_sampler(data: Any) -> bool:
 
 @dataclass(frozen=True)
 class LoaderPosition:
-    """A position of a distributed loader: passes that have ended, and batches of the one in progress."""
+    """A position of a distributed loader.
+
+    Attributes:
+        n_passes: passes that have ended.
+        n_batches: batches of the one in progress.
+        n_rows: rows of the batch before it on all replicas.
+    """
 
     n_passes: int = 0
     n_batches: int = 0
-
-
-@dataclass(frozen=True)
-class _ReadBatch:
-    """A batch that was read: the position after it, and its rows on all replicas."""
-
-    position: LoaderPosition
-    n_rows: int
+    n_rows: int = field(default=0, compare=False)
 
 
 class DistributedLoader(DistributedInput):
@@ -64,6 +65,9 @@ class DistributedLoader(DistributedInput):
         require_same: called with text that must be equal on all ranks, and what to raise otherwise. Collective.
         delivery: what the strategy connects.
         options: of the input.
+
+    Attributes:
+        numbers: calls what draws random numbers in this process.
 
     Raises:
         DataError: for a loader without batches; at the first batch, on all ranks, for samplers that differ.
@@ -87,6 +91,7 @@ class DistributedLoader(DistributedInput):
         super().__init__(len(replicas), delivery, options)
         self._loader = loader
         self._reader = LoaderReader(loader)
+        self.numbers = RowNumbers([] if self._reader.has_workers else [loader.dataset, loader.collate_fn])
         weakref.finalize(self, self._reader.close)
         self._seed = seed
         self._division = Division(replicas, n_replicas)
@@ -196,22 +201,25 @@ class DistributedLoader(DistributedInput):
         if not self._current.n_batches:
             self._order = None  # the program may have changed its sampler since it was drawn
         self._order_of_pass(self._current.n_batches + 1)
-        items: Items = self._read(self._current)
+        items: Items
         if self.options.experimental_fetch_to_device and self.options.experimental_per_replica_buffer_size:
-            items = read_ahead(items, self.options.experimental_per_replica_buffer_size)
+            items = read_ahead(self, self._current, self.options.experimental_per_replica_buffer_size)
+        else:
+            items = self.read_from(self._current)
         device = self._device()
         return [items if device is None else moved_ahead(items, device)]
 
-    def _read(self, start: LoaderPosition) -> Items:
-        """Yield (batch, local parts) of every batch of the pass from a position on."""
-        for_reader, now = itertools.tee(self._batches_from(start.n_batches))
-        parts = self._reader.read(self._requests_for(for_reader), start.n_passes)
-        position = start
+    def read_from(self, cursor: LoaderPosition) -> Items:
+        """Yield (position after it, local parts) of every batch of the pass from a position on."""
+        for_reader, now = itertools.tee(self._batches_from(cursor.n_batches))
+        requests = self._requests_for(for_reader, cursor.n_passes, cursor.n_batches)
+        parts = self._reader.read(requests, self.numbers, cursor.n_passes)
+        position = cursor
         for batch in now:
-            position = replace(position, n_batches=position.n_batches + 1)
-            with on_host():
-                local_parts = [self._joined(keys, parts) for keys in self._cut(batch)]
-            yield _ReadBatch(position, len(batch)), local_parts
+            position = replace(position, n_batches=position.n_batches + 1, n_rows=len(batch))
+            with on_host(), self.numbers.keeping():
+                local_parts = [self._joined(keys, parts) for _, keys in self._cut(batch)]
+            yield position, local_parts
 
     def _batches_from(self, n_batches: int) -> Iterator[list[Any]]:
         """Yield the keys of the batches of the pass from a batch on. Workers ask ahead, maybe beyond what is drawn."""
@@ -221,16 +229,17 @@ class DistributedLoader(DistributedInput):
             n_batches += 1
         assert order.is_whole, "more batches are asked ahead than the main thread has drawn"
 
-    def _requests_for(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
-        """Yield the keys of each local part that has any."""
-        for batch in batches:
-            for keys in self._cut(batch):
+    def _requests_for(self, batches: Iterator[list[Any]], n_passes: int, n_batches: int) -> Iterator[ItemRequest]:
+        """Yield what is asked for of each local part that has items, in batches from a number on."""
+        for number, batch in enumerate(batches, n_batches):
+            seed = seed_of(self._seed, n_passes)
+            for start, keys in self._cut(batch):
                 if keys:
-                    yield keys
+                    yield ItemRequest(keys, RowSeeds(seed, number, start))
 
-    def _cut(self, batch: list[Any]) -> list[list[Any]]:
-        """Return the keys of each local replica's part of a batch."""
-        return [batch[start:stop] for start, stop in self._division.bounds(len(batch))]
+    def _cut(self, batch: list[Any]) -> list[tuple[int, list[Any]]]:
+        """Return the first position in a batch, and the keys, of each local replica's part."""
+        return [(start, batch[start:stop]) for start, stop in self._division.bounds(len(batch))]
 
     def _joined(self, keys: list[Any], parts: Iterator[Nest]) -> Nest:
         if not keys:
@@ -243,11 +252,11 @@ class DistributedLoader(DistributedInput):
         return self._reader.part_without_rows(keys[0])
 
     def _next_parts(self, readers: list[Items]) -> list[Nest] | None:
-        batch, parts = next(readers[0], (None, None))
-        if batch is None:
+        position, parts = next(readers[0], (None, None))
+        if position is None:
             return None
-        self._current = batch.position
-        self.global_rows = batch.n_rows
+        self._current = position
+        self.global_rows = position.n_rows
         if self._checked_order is not self._order:
             self._checked_order = self._order
             self._check_parts_without_rows()

@@ -18,7 +18,7 @@ from hpcdist.data.first_rows import (
 )
 from hpcdist.data.iterator import Delivery, on_host
 from hpcdist.data.options import InputOptions
-from hpcdist.data.prefetch import Items, moved_ahead, read_ahead
+from hpcdist.data.prefetch import Items, moved_ahead, read_in_thread
 from hpcdist.data.rows import spec_of
 from hpcdist.data.share_reader import ShareReader
 from hpcdist.data.stream_worker import Shares
@@ -96,7 +96,7 @@ class DistributedStream(CountedSteps):
         items: Items = self._read()
         self._drop([items], self._n_steps * self._n_local)
         if self.options.experimental_fetch_to_device and self.options.experimental_per_replica_buffer_size:
-            items = read_ahead(items, self.options.experimental_per_replica_buffer_size)
+            items = read_in_thread(items, self.options.experimental_per_replica_buffer_size)
         device = self._device()
         return [items if device is None else moved_ahead(items, device)]
 

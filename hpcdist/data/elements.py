@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch.utils.data
 
 from hpcdist.data.batches import DividedBatches, RowRange, start_of_pass
-from hpcdist.data.iterator import Pipeline, stages
+from hpcdist.data.iterator import Pipeline, PipelineReader
 from hpcdist.data.rows import apply, padded, stack, unstack
 from hpcdist.data.sources import JoinedSource, RowSource, ShardSource, ZippedSource, mapped, require_kind
 from hpcdist.data.streams import Stream
@@ -60,7 +60,7 @@ class Elements(Pipeline):
     def elements(self, number: int) -> Iterator[Nest]:
         """Yield the batches, or single rows, of pass number `number` on this process alone."""
         cursor = start_of_pass(self.order, number)
-        for _, (part,) in stages(self, DividedBatches(self.order), cursor):
+        for _, (part,) in PipelineReader(self, DividedBatches(self.order)).stages(cursor):
             yield part if self.order.batch_rows else map_nest(lambda array: array[0], part)
 
     # -- how many ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Distributed datasets that a function makes for each rank: their batches are the replicas' own parts."""
 
-import secrets
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -8,9 +7,10 @@ from hpcdist.data.batches import DividedBatches, after_batches, in_parts, start_
 from hpcdist.data.counted_steps import CountedPart, CountedSteps
 from hpcdist.data.dataset import Dataset
 from hpcdist.data.distributed import as_dataset
-from hpcdist.data.iterator import Delivery, stages
+from hpcdist.data.iterator import Delivery, PipelineReader
 from hpcdist.data.options import InputContext, InputOptions, InputReplicationMode
 from hpcdist.data.prefetch import Items
+from hpcdist.data.row_numbers import program_seed
 from hpcdist.errors import DataError
 from hpcdist.nest import Nest
 
@@ -96,7 +96,8 @@ class DistributedFromFunction(CountedSteps):
         ends_with_first = all(dataset.order.drop_remainder for dataset in datasets)
         super().__init__(replicas, n_replicas, ends_with_first, delivery or Delivery(), options)
         self.datasets = [self._prefetched(dataset) for dataset in datasets]
-        self.set_seed(secrets.randbits(62))
+        self._pipeline_readers: list[PipelineReader] = []
+        self.set_seed(program_seed() >> 1)
 
     def set_seed(self, seed: int) -> None:
         """Derive the seed of every order with a drawn seed from one, so that a checkpoint stores one seed.
@@ -105,9 +106,14 @@ class DistributedFromFunction(CountedSteps):
             seed: equal on all ranks. Each dataset of the job gets another seed from it.
         """
         super().set_seed(seed)
+        readers: list[PipelineReader] = []
         for number, dataset in enumerate(self.datasets):
+            own_seed = seed + self._first_replica + number
             if dataset.has_drawn_seed:
-                self.datasets[number] = dataset.with_drawn_seed(seed + self._first_replica + number)
+                dataset = dataset.with_drawn_seed(own_seed)
+                self.datasets[number] = dataset
+            readers.append(PipelineReader(dataset, DividedBatches(dataset.order), own_seed))
+        self._pipeline_readers = readers
 
     @property
     def element_spec(self) -> Nest:
@@ -119,11 +125,11 @@ class DistributedFromFunction(CountedSteps):
         n_used = self._n_steps * (self._n_local // len(self.datasets))
         readers: list[Items] = []
         streams: list[Items] = []
-        for dataset in self.datasets:
+        for dataset, pipeline_reader in zip(self.datasets, self._pipeline_readers, strict=True):
             cursor = start_of_pass(dataset.order, self._n_passes)  # each pass has epochs of its own
             if not dataset.is_stream:
                 cursor = after_batches(dataset.order, cursor, n_used)
-            reader = stages(dataset, DividedBatches(dataset.order), cursor, self._device())
+            reader = pipeline_reader.stages(cursor, self._device())
             readers.append(reader)
             if dataset.is_stream:
                 streams.append(reader)

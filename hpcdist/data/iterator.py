@@ -2,8 +2,8 @@
 
 plan -> fetch rows -> map -> stack -> map whole parts -> [prefetch thread, pinned] -> [device] -> yield, cursor recorded
 
-All up to the thread is done on the host, wherever the caller's code makes tensors. `stages` puts the reading stages
-together; `distributed.py` takes batches out of them, records the cursor and yields them through a
+All up to the thread is done on the host, wherever the caller's code makes tensors. `PipelineReader` puts the reading
+stages together; `distributed.py` takes batches out of them, records the cursor and yields them through a
 `DistributedIterator`.
 """
 
@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcdist.data.batches import Cursor, DividedBatches, Division, Plan
+from hpcdist.data.batches import Cursor, DividedBatches, Plan
 from hpcdist.data.prefetch import Items, moved_ahead, read_ahead
+from hpcdist.data.row_numbers import RowNumbers, RowSeeds, own_random_numbers
 from hpcdist.data.rows import Function, apply, apply_to_part, no_rows, stack, zeros_like
 from hpcdist.data.same_rows import digest_of
-from hpcdist.data.sources import RowSource, mapped
+from hpcdist.data.sources import Request, RowSource, mapped
 from hpcdist.data.streams import Stream, StreamReader
 from hpcdist.errors import DataError
 from hpcdist.nest import Nest
@@ -30,7 +31,7 @@ from hpcdist.runtime.parts import Part
 from hpcdist.runtime.step_flags import StepFlags
 
 _NOTHING = object()
-_rows_of_batch = attrgetter("rows")
+_requests_of_batch = attrgetter("requests")
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Pipeline:
         Raises:
             DataError: for a stream that has neither rows nor a signature.
         """
-        with on_host():
+        with on_host(), own_random_numbers():
             return no_rows(apply_to_part(self.batch_maps, self._first_row()))
 
     def _first_row(self) -> Nest:
@@ -88,60 +89,125 @@ def on_host() -> AbstractContextManager[object]:
     return nullcontext() if torch.get_default_device() == host else host
 
 
-def stages(pipeline: Pipeline, plan: Plan, cursor: Cursor, device: torch.device | None = None) -> Items:
-    """Return the reading stages of one pass: an iterator over (cursor after it, local parts) of every batch.
+class PipelineReader:
+    """Reads the batches of passes over a pipeline.
 
     Args:
         pipeline: what to read.
         plan: which rows each local part gets; of a stream, whose rows nobody can plan, how a batch is divided.
-        cursor: from where.
-        device: where parts go; None leaves them on the host.
+        seed: of the random numbers that are drawn for the rows; None leaves them as they come.
+
+    Attributes:
+        numbers: calls the functions of the program.
     """
-    if isinstance(pipeline.source, Stream):
-        assert isinstance(plan, DividedBatches), "a stream has no shards"
-        items = _read_stream(pipeline, pipeline.source, plan.division, cursor)
-    else:
-        items = _read_rows(pipeline, pipeline.source, plan, cursor)
-    if pipeline.prefetch_batches:
-        items = read_ahead(items, pipeline.prefetch_batches)
-    return items if device is None else moved_ahead(items, device)
+
+    def __init__(self, pipeline: Pipeline, plan: Plan, seed: int | None = None) -> None:
+        self._pipeline = pipeline
+        self._plan = plan
+        self._seed = seed
+        roots = [pipeline.source, pipeline.row_maps, pipeline.batch_maps] if seed is not None else []
+        self.numbers = RowNumbers(roots)
+
+    def stages(self, cursor: Cursor, device: torch.device | None = None) -> Items:
+        """Return the reading stages of one pass: an iterator over (cursor after it, local parts) of every batch.
+
+        Args:
+            cursor: from where.
+            device: where parts go; None leaves them on the host.
+        """
+        n_ahead = self._pipeline.prefetch_batches
+        items = read_ahead(self, cursor, n_ahead) if n_ahead else self.read_from(cursor)
+        return items if device is None else moved_ahead(items, device)
+
+    def read_from(self, cursor: Cursor) -> Items:
+        """Yield (cursor after it, local parts) of every batch from a cursor on, in the calling thread."""
+        source = self._pipeline.source
+        if not isinstance(source, Stream):
+            yield from self._read_rows(source, cursor)
+            return
+        is_drawing = self.numbers.is_drawing
+        items = self._read_stream(source, cursor)
+        for after, parts in items:
+            if self.numbers.is_drawing and not is_drawing and self._seed is not None:
+                items.close()
+                break  # what was drawn had no seed
+            yield after, parts
+            cursor = after
+        else:
+            return
+        yield from self._read_stream(source, cursor)
+
+    def _keeping_numbers(self) -> AbstractContextManager[None]:
+        """Leave the random numbers of the process as they were, if rows have numbers of their own."""
+        return nullcontext() if self._seed is None else self.numbers.keeping()
+
+    def _read_rows(self, source: RowSource, cursor: Cursor) -> Items:
+        pipeline = self._pipeline
+        # a source that reads ahead runs through the plan first
+        for_source, batches = itertools.tee(self._requests(cursor))
+        requests = itertools.chain.from_iterable(map(_requests_of_batch, for_source))
+        fetched = mapped(source, pipeline.row_maps).read(requests)
+        while True:
+            with on_host(), self._keeping_numbers():
+                batch = next(batches, None)
+                if batch is None:
+                    return
+                parts = [self._mapped_part(request, next(fetched)) for request in batch.requests]
+            yield batch.cursor, parts
+
+    def _mapped_part(self, request: Request, part: Nest) -> Nest:
+        maps = self._pipeline.batch_maps
+        if not maps:
+            return part
+        return request.call(apply_to_part, maps, part, stage=1)
+
+    def _requests(self, cursor: Cursor) -> Iterator["_RequestedBatch"]:
+        """Yield what is asked for of every batch from a cursor on."""
+        for batch in self._plan.batches(cursor):
+            seeds = None if self._seed is None else RowSeeds(self._seed, batch.epoch)
+            requests = [Request(rows, self.numbers, seeds) for rows in batch.rows]
+            yield _RequestedBatch(batch.cursor, requests)
+
+    def _read_stream(self, stream: Stream, cursor: Cursor) -> Items:
+        assert isinstance(self._plan, DividedBatches), "a stream has no shards"
+        division, pipeline = self._plan.division, self._pipeline
+        reader = StreamReader(stream, pipeline.order, pipeline.buffer_rows, self.numbers, self._seed)
+        batches = reader.batches(cursor)
+        is_first = True
+        while True:
+            with on_host(), self._keeping_numbers():
+                batch = next(batches, None)
+                if batch is None:
+                    return
+                after, rows = batch
+                start = after.position - len(rows)
+                parts = [self._part_of(rows, low, high, start) for low, high in division.bounds(len(rows))]
+                first_rows = digest_of(rows) if is_first else 0
+                is_first = False
+                after = replace(after, part_rows=division.rows_of_parts(len(rows)), first_rows=first_rows)
+            yield after, parts
+
+    def _part_of(self, rows: list[Nest], low: int, high: int, start: int) -> Nest:
+        """Return the part of the rows from `low` to before `high` of a batch whose first row has position `start`."""
+        maps = self._pipeline.row_maps
+        positions = np.arange(start + low, start + high)
+        request = Request(positions, self.numbers, None if self._seed is None else RowSeeds(self._seed, 0))
+        if low < high:
+            mapped_rows: list[Nest] = []
+            for index, row in enumerate(rows[low:high]):
+                mapped_rows.append(request.call_for_row(index, 0, apply, maps, row) if maps else row)
+            return self._mapped_part(request, stack(mapped_rows))
+        with own_random_numbers():
+            part = no_rows(stack([apply(maps, rows[0])]))
+        return self._mapped_part(request, part)
 
 
-def _read_rows(pipeline: Pipeline, source: RowSource, plan: Plan, cursor: Cursor) -> Items:
-    ahead, batches = itertools.tee(plan.batches(cursor))  # a source that reads ahead runs through the plan first
-    requests = itertools.chain.from_iterable(map(_rows_of_batch, ahead))
-    fetched = mapped(source, pipeline.row_maps).take_many(requests)
-    while True:
-        with on_host():
-            batch = next(batches, None)
-            if batch is None:
-                return
-            parts = [apply_to_part(pipeline.batch_maps, next(fetched)) for _ in batch.rows]
-        yield batch.cursor, parts
+@dataclass(frozen=True)
+class _RequestedBatch:
+    """The cursor after a batch, and what is asked for of it: a request for each local part."""
 
-
-def _read_stream(pipeline: Pipeline, stream: Stream, division: Division, cursor: Cursor) -> Items:
-    batches = StreamReader(stream, pipeline.order, pipeline.buffer_rows).batches(cursor)
-    is_first = True
-    while True:
-        with on_host():
-            batch = next(batches, None)
-            if batch is None:
-                return
-            after, rows = batch
-            parts = [_part_of(pipeline, rows, low, high) for low, high in division.bounds(len(rows))]
-            first_rows = digest_of(rows) if is_first else 0
-            is_first = False
-            after = replace(after, part_rows=division.rows_of_parts(len(rows)), first_rows=first_rows)
-        yield after, parts
-
-
-def _part_of(pipeline: Pipeline, rows: list[Nest], low: int, high: int) -> Nest:
-    if low < high:
-        part = stack([apply(pipeline.row_maps, row) for row in rows[low:high]])
-    else:
-        part = no_rows(stack([apply(pipeline.row_maps, rows[0])]))
-    return apply_to_part(pipeline.batch_maps, part)
+    cursor: Cursor
+    requests: list[Request]
 
 
 @dataclass(frozen=True)

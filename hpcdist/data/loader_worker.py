@@ -3,8 +3,9 @@
 Worker processes import this file: nothing here may start MPI.
 """
 
+import functools
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from hpcdist.child_processes import obey_only
 from hpcdist.data.first_rows import FirstRows
 from hpcdist.data.parts_without_rows import part_without_rows
 from hpcdist.data.prefetch import pinned_leaf
-from hpcdist.data.same_rows import own_random_numbers
+from hpcdist.data.row_numbers import RowNumbers, RowSeeds, own_random_numbers
 from hpcdist.errors import DataError
 from hpcdist.nest import Nest, map_nest
 
@@ -81,25 +82,75 @@ class Joined:
         return replace(self, part=map_nest(pinned_leaf, self.part))
 
 
+@dataclass(frozen=True)
+class ItemRequest:
+    """Items that make a part of a batch.
+
+    Attributes:
+        keys: of the items in their dataset: numbers, or others.
+        seeds: of the random numbers that are drawn for them; None leaves those as they come.
+    """
+
+    keys: list[Any]
+    seeds: RowSeeds | None = None
+
+    def seed_of(self, index: int) -> Callable[[], int] | None:
+        """Return what returns the seed of an item."""
+        if self.seeds is None:
+            return None
+        return functools.partial(self.seeds.of_row, index, self.keys[index])
+
+    def seed_of_all(self, stage: int) -> Callable[[], int] | None:
+        """Return what returns the seed of what is done with all items at once."""
+        if self.seeds is None:
+            return None
+        return functools.partial(self.seeds.of_all, self.keys[0], stage)
+
+
+#: Stages of `RowSeeds`, of what is done with all items at once.
+_READING, _JOINING = 0, 1
+
+
+@dataclass(frozen=True)
+class ReadItems:
+    """Items that were read, and what has asked for them."""
+
+    request: ItemRequest
+    items: list[Any]
+
+
+def join_items(join: Callable[[list[Any]], Nest], read: ReadItems, numbers: RowNumbers) -> Nest:
+    """Return items joined, by random numbers of their own.
+
+    Args:
+        join: makes a part of a list of items.
+        read: items.
+        numbers: calls what draws random numbers.
+    """
+    return numbers.call(read.request.seed_of_all(_JOINING), join, read.items)
+
+
 class JoinInWorker:
     """Joins items in a worker process.
 
     Args:
         join: makes a part of a list of items.
+        numbers: calls what draws random numbers.
     """
 
-    def __init__(self, join: Callable[[list[Any]], Nest]) -> None:
+    def __init__(self, join: Callable[[list[Any]], Nest], numbers: RowNumbers) -> None:
         self._join = join
+        self._numbers = numbers
         self._is_first = True
 
-    def __call__(self, items: list[Any]) -> Joined:
+    def __call__(self, read: ReadItems) -> Joined:
         """Return the items joined."""
-        part = self._join(items)
+        part = join_items(self._join, read, self._numbers)
         if not self._is_first:
             return Joined(part)
         self._is_first = False
         with own_random_numbers():
-            return Joined(part, empty_part=EmptyPart.made_of(self._join, items[0]))
+            return Joined(part, empty_part=EmptyPart.made_of(self._join, read.items[0]))
 
 
 class Progress:
@@ -125,41 +176,59 @@ class Progress:
         return self._form.format("of unknown number" if key < 0 else key)
 
 
+def _ignore(key: Any) -> None:
+    """Do nothing."""
+
+
+def read_items(
+    items: Any, request: ItemRequest, numbers: RowNumbers, note: Callable[[Any], None] = _ignore
+) -> ReadItems:
+    """Return items of a dataset as torch reads them, at once if the dataset can, by random numbers of their own.
+
+    Args:
+        items: dataset of the program.
+        request: which items.
+        numbers: calls what draws random numbers.
+        note: called with the key of each item that is about to be read.
+    """
+    if hasattr(items, "__getitems__"):
+        note(request.keys[0])
+        return ReadItems(request, list(numbers.call(request.seed_of_all(_READING), items.__getitems__, request.keys)))
+    read: list[Any] = []
+    for index, key in enumerate(request.keys):
+        note(key)
+        read.append(numbers.call(request.seed_of(index), items.__getitem__, key))
+    return ReadItems(request, read)
+
+
 class NotedItems:
     """Items of a dataset; workers note which one they read.
 
     Args:
         items: dataset of the program.
+        numbers: calls what draws random numbers.
         progress: where workers note it.
 
     Attributes:
         items: as given.
     """
 
-    def __init__(self, items: Any, progress: Progress) -> None:
+    def __init__(self, items: Any, numbers: RowNumbers, progress: Progress) -> None:
         self.items = items
+        self._numbers = numbers
         self._progress = progress
         self._worker: int | None = None
 
-    def note(self, key: Any) -> None:
+    def __getitems__(self, request: ItemRequest) -> ReadItems:
+        """Return the items of a request; torch calls it with what the batch sampler yields."""
+        return read_items(self.items, request, self._numbers, self._note)
+
+    def _note(self, key: Any) -> None:
         """Note that this worker begins to read an item."""
         if self._worker is None:
             info: Any = get_worker_info()
             self._worker = info.id
         self._progress.note(self._worker, key)
-
-    def __getitem__(self, key: Any) -> Any:
-        self.note(key)
-        return self.items[key]
-
-
-class NotedBatches(NotedItems):
-    """Items of a dataset that reads a batch of them at once."""
-
-    def __getitems__(self, keys: list[Any]) -> Any:
-        """Return items by their keys; torch calls it for a batch."""
-        self.note(keys[0])
-        return self.items.__getitems__(keys)
 
 
 def _show_own_items() -> None:
@@ -168,13 +237,6 @@ def _show_own_items() -> None:
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=info.dataset.items
     )
-
-
-def items_of(items: Any, keys: Sequence[Any]) -> list[Any]:
-    """Return items by their keys, as torch reads them: at once, if the dataset can."""
-    if hasattr(items, "__getitems__"):
-        return list(items.__getitems__(list(keys)))
-    return [items[key] for key in keys]
 
 
 def begin_worker(owner: int, init: Callable[[int], None] | None, worker_id: int) -> None:

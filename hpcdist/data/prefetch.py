@@ -2,33 +2,90 @@
 
 import queue
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from hpcdist.data.row_numbers import DrawsBesideLoopError, RowNumbers, run_beside_loop
 from hpcdist.nest import Nest, map_nest
 
 #: Batches of a pass: the cursor after each, and its parts.
 Items = Generator[tuple[Any, list[Nest]], None, None]
 _POLL_S = 0.1
 _JOIN_S = 5.0
+#: Times that a loop may have drawn random numbers itself beside the thread, until nobody looks any more.
+_MAX_FALSE_ALARMS = 3
 
 
-def read_ahead(items: Items, n_ahead: int) -> Items:
-    """Yield items that a thread reads, at most `n_ahead` of them before they are asked for.
+class Reading(Protocol):
+    """What can read batches from any position on."""
 
-    The thread pins host tensors. It ends with this generator, at most one item later; an error in it is raised where
-    its item is asked for.
+    #: What calls the functions of the program.
+    numbers: RowNumbers
+
+    def read_from(self, cursor: Any) -> Items:
+        """Yield (cursor after it, parts) of every batch from a position on."""
+
+
+def read_ahead(reading: Reading, cursor: Any, n_ahead: int) -> Items:
+    """Yield batches that a thread reads, at most `n_ahead` of them before they are asked for.
+
+    The thread pins host tensors. It ends with this generator, at most one batch later; an error in it is raised where
+    its batch is asked for.
+
+    What draws random numbers of the process never runs in the thread: the loop draws from the same ones. So the first
+    batch is read here, and if something draws then, so are the others. The thread ends where numbers change beside it,
+    and that batch is read here again.
+
+    Args:
+        reading: reads batches.
+        cursor: from where.
+        n_ahead: number of batches.
+    """
+    n_false_alarms = 0
+    while True:
+        items = reading.read_from(cursor)
+        with closing(items):
+            first = next(items, None)
+            if first is None:
+                return
+            if reading.numbers.is_drawing:
+                yield first
+                yield from items
+                return
+            try:
+                for item in read_in_thread(items, n_ahead, [first], n_false_alarms < _MAX_FALSE_ALARMS):
+                    cursor = item[0]
+                    yield item
+            except DrawsBesideLoopError:
+                n_false_alarms += 1
+                continue
+            return
+
+
+def read_in_thread(items: Items, n_ahead: int, first_items: Sequence[Any] = (), is_watched: bool = False) -> Items:
+    """Yield items that a thread takes.
+
+    Args:
+        items: what to take.
+        n_ahead: items at most that are taken before they are asked for.
+        first_items: what was taken before, and comes first.
+        is_watched: whether random numbers that change beside the thread are an error.
+
+    Raises:
+        DrawsBesideLoopError: where numbers were drawn, by the items or the loop.
     """
     entries: queue.Queue[Any] = queue.Queue(n_ahead)
     stop = threading.Event()
-    thread = threading.Thread(target=_read, args=(items, entries, stop), name="hpcdist-prefetch", daemon=True)
+    arguments = items, entries, stop, is_watched
+    thread = threading.Thread(target=_read, args=arguments, name="hpcdist-prefetch", daemon=True)
     thread.start()
     try:
+        yield from first_items
         while True:
             item, error = _get(entries, thread)
             if isinstance(error, StopIteration):
@@ -51,7 +108,8 @@ def _get(entries: Any, thread: threading.Thread) -> Any:
                 return None, RuntimeError("prefetch: expected a running thread, got one that has ended; start again.")
 
 
-def _read(items: Items, entries: Any, stop: threading.Event) -> None:
+def _read(items: Items, entries: Any, stop: threading.Event, is_watched: bool) -> None:
+    run_beside_loop(is_watched)
     last: tuple[Any, BaseException] = (None, StopIteration())
     try:
         for cursor, parts in items:

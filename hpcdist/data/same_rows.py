@@ -4,16 +4,14 @@ Unseeded random rows, or an unseeded random_split, would give every rank a datas
 of several.
 """
 
-import contextlib
 import itertools
-import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
+from hpcdist.data.row_numbers import own_random_numbers
 from hpcdist.data.sources import RowSource
 from hpcdist.data.streams import Stream
 from hpcdist.nest import Nest, leaves
@@ -111,27 +109,3 @@ def _content_of(leaf: Any, depth: int = 0) -> bytes:
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def seed_random_numbers(seed: int) -> None:
-    """Seed the random numbers of Python, numpy and torch on the host.
-
-    Args:
-        seed: of at most 63 bits.
-    """
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
-
-
-@contextlib.contextmanager
-def own_random_numbers(seed: int = 0) -> Iterator[None]:
-    """Seed the libraries' random numbers in the block, and restore them."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            seed_random_numbers(seed)
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])

@@ -4,16 +4,14 @@ The numbers that a sampler draws at random are seeded anew for each pass, by the
 the pass. Between two looks at a sampler its random numbers and those of the program are kept apart.
 """
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from torch.utils.data import DataLoader, Sampler
 
-from hpcdist.data.same_rows import seed_random_numbers
+from hpcdist.data.row_numbers import RandomState, seed_generator, seed_random_numbers
 
 #: Batches that are drawn at a time: a sampler may have no end.
 _CHUNK_BATCHES = 4096
@@ -43,20 +41,20 @@ class SamplerOrder:
         self._seed = xxhash.xxh3_64_intdigest(f"{seed} {n_passes}".encode()) >> 1
         self.n_passes = n_passes
         self._iterator: Iterator[Any] | None = None
-        self._random_state: _RandomState | None = None
+        self._random_state: RandomState | None = None
 
     def draw(self, n_batches: int) -> None:
         """Draw until there are `n_batches` batches and some more, or no more. Not collective."""
         if self.is_whole or len(self.batches) >= n_batches:
             return
         n_batches = -(-n_batches // _CHUNK_BATCHES) * _CHUNK_BATCHES
-        program_state = _RandomState()
+        program_state = RandomState()
         try:
             iterator = self._begin_or_go_on()
             while len(self.batches) < n_batches and not self.is_whole:
                 self._draw_batch(iterator)
         finally:
-            self._random_state = _RandomState()
+            self._random_state = RandomState()
             program_state.restore()
 
     def _begin_or_go_on(self) -> Iterator[Any]:
@@ -86,21 +84,6 @@ class SamplerOrder:
         return self.digests[n_batches - 1] if n_batches else 0
 
 
-class _RandomState:
-    """The states of the random numbers that belong to the whole process: torch's on the host, numpy's, Python's."""
-
-    def __init__(self) -> None:
-        self._of_torch = torch.get_rng_state()
-        self._of_numpy = np.random.get_state()
-        self._of_python = random.getstate()
-
-    def restore(self) -> None:
-        """Go on from these states."""
-        torch.set_rng_state(self._of_torch)
-        np.random.set_state(self._of_numpy)
-        random.setstate(self._of_python)
-
-
 def samplers_of(batch_sampler: Any) -> list[Any]:
     """Return a batch sampler and the samplers that it holds, such as its `sampler`, each once."""
     samplers = [batch_sampler]
@@ -119,14 +102,7 @@ def _attributes_of(sampler: Any) -> dict[str, Any]:
 def _seed_generators(sampler: Any, seed: int) -> None:
     """Seed the generators that a sampler holds: each gets another seed, the same in every process."""
     for number, value in enumerate(_attributes_of(sampler).values()):
-        if isinstance(value, torch.Generator):
-            value.manual_seed(seed + number)
-        elif isinstance(value, random.Random):
-            value.seed(seed + number)
-        elif isinstance(value, np.random.RandomState):
-            value.seed((seed + number) % 2**32)
-        elif isinstance(value, np.random.Generator):
-            value.bit_generator.state = type(value.bit_generator)(seed + number).state
+        seed_generator(value, seed + number)
 
 
 def drawn_seed(loader: "DataLoader[Any]") -> int:

@@ -2,12 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import tee
 from typing import Any
 
 import numpy as np
 
 from hpcdist.data.batches import Shard
+from hpcdist.data.row_numbers import RowNumbers, RowSeeds, own_random_numbers
 from hpcdist.data.rows import Function, apply, n_rows_of, no_rows, spec_of, stack, unstack, zeros_like
 from hpcdist.errors import DataError
 from hpcdist.nest import Nest, form_of, leaves, map_nest, with_leaves
@@ -17,6 +19,50 @@ from hpcdist.plan.sample_order import Rows
 _COMPARED_BYTES = 16 << 20
 #: What a source says of itself: JSON.
 Description = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Rows that are asked for at once.
+
+    Attributes:
+        rows: (n,) int64 numbers of the rows.
+        numbers: calls what reads and maps them.
+        seeds: of their random numbers; None leaves those as they come.
+    """
+
+    rows: Rows
+    numbers: RowNumbers
+    seeds: RowSeeds | None = None
+
+    def with_rows(self, rows: Rows, branch: Any = None) -> "Request":
+        """Return a request for rows of another source.
+
+        Args:
+            rows: by their numbers there.
+            branch: what tells the source apart, where several are asked for the same rows.
+        """
+        if self.seeds is None or branch is None:
+            return replace(self, rows=rows)
+        return replace(self, rows=rows, seeds=self.seeds.branch(branch))
+
+    def in_no_epoch(self) -> "Request":
+        """Return the request with random numbers that are the same in every epoch."""
+        return self if self.seeds is None else replace(self, seeds=replace(self.seeds, epoch=-1))
+
+    def call(self, function: Any, *arguments: Any, stage: int = 0) -> Any:
+        """Return what a function returns that reads, or maps, all rows at once."""
+        seeds = self.seeds
+        if seeds is None or not len(self.rows):
+            return self.numbers.call(None, function, *arguments)
+        return self.numbers.call(lambda: seeds.of_all(int(self.rows[0]), stage), function, *arguments)
+
+    def call_for_row(self, index: int, stage: int, function: Any, *arguments: Any) -> Any:
+        """Return what a function returns that maps a row."""
+        seeds = self.seeds
+        if seeds is None:
+            return self.numbers.call(None, function, *arguments)
+        return self.numbers.call(lambda: seeds.of_row(index, int(self.rows[index]), stage), function, *arguments)
 
 
 class RowSource(ABC):
@@ -37,6 +83,7 @@ class RowSource(ABC):
         rows_of_files: rows of each file, in the order of the rows; empty when rows are not read from files. With it
             AutoShardPolicy.FILE can divide the source.
         n_sampled: rows that ranks compare when a dataset is distributed.
+        n_stages: how many functions, one after another, may draw random numbers for a row.
         chunk_rows: rows that cost as much to read as one of them, rows 0 to chunk_rows - 1 and so on. Where it is more
             than 1, `shuffle(buffer_size)` mixes no more than buffer_size rows at a time, and tells `keeping`.
     """
@@ -44,6 +91,7 @@ class RowSource(ABC):
     n_rows: int
     rows_of_files: tuple[int, ...] = ()
     n_sampled: int = 5
+    n_stages: int = 1
     chunk_rows: int = 1
 
     @abstractmethod
@@ -57,6 +105,12 @@ class RowSource(ABC):
     def take_many(self, requests: Iterable[Rows]) -> Iterator[Nest]:
         """Yield the rows of every request. A source that reads ahead may take requests early."""
         return map(self.take, requests)
+
+    def read(self, requests: Iterable[Request]) -> Iterator[Nest]:
+        """Yield the rows of every request, for which random numbers are seeded."""
+        if type(self).take_many is RowSource.take_many:
+            return (request.call(self.take, request.rows) for request in requests)
+        return self.take_many(request.rows for request in requests)
 
     def keeping(self, n_rows: int) -> "RowSource":
         """Return the source that keeps the rows of the last chunks it has read, `n_rows` rows and a chunk."""
@@ -102,14 +156,15 @@ class ShardSource(RowSource):
     def __init__(self, source: RowSource, shard: Shard) -> None:
         self._source, self._shard = source, shard
         self.n_rows, self.rows_of_files = shard.n_rows, shard.rows_of_files
+        self.n_stages = source.n_stages
 
     def take(self, rows: Rows) -> Nest:
         """Return rows by their numbers in the shard."""
         return self._source.take(self._shard.source_rows(rows))
 
-    def take_many(self, requests: Iterable[Rows]) -> Iterator[Nest]:
-        """Yield the rows of every request."""
-        return self._source.take_many(map(self._shard.source_rows, requests))
+    def read(self, requests: Iterable[Request]) -> Iterator[Nest]:
+        """Yield the rows of every request, for which random numbers are seeded."""
+        return self._source.read(request.with_rows(self._shard.source_rows(request.rows)) for request in requests)
 
     def to_compare(self, rows: Rows) -> Any:
         """Return what must be equal on all ranks of some rows."""
@@ -127,16 +182,19 @@ class ZippedSource(RowSource):
         self._sources = sources
         self.n_rows = min(source.n_rows for source in leaves(sources))
         self.n_sampled = min(source.n_sampled for source in leaves(sources))
+        self.n_stages = max(source.n_stages for source in leaves(sources))
 
     def take(self, rows: Rows) -> Nest:
         """Return the nest of the sources' rows."""
         return map_nest(lambda source: source.take(rows), self._sources)
 
-    def take_many(self, requests: Iterable[Rows]) -> Iterator[Nest]:
-        """Yield the rows of every request; each source may read ahead."""
+    def read(self, requests: Iterable[Request]) -> Iterator[Nest]:
+        """Yield the rows of every request, for which random numbers are seeded; each source may read ahead."""
         copies = tee(requests, len(leaves(self._sources)))
-        found = [source.take_many(own) for source, own in zip(leaves(self._sources), copies, strict=True)]
-        for parts in zip(*found, strict=True):
+        readers: list[Iterator[Nest]] = []
+        for number, (source, copy) in enumerate(zip(leaves(self._sources), copies, strict=True)):
+            readers.append(source.read(_branched(copy, number)))
+        for parts in zip(*readers, strict=True):
             yield with_leaves(self._sources, parts)
 
     def to_compare(self, rows: Rows) -> Any:
@@ -164,6 +222,12 @@ def require_kind(rows: Nest, kind: str | None = None) -> str:
     return found
 
 
+def _branched(requests: Iterable[Request], branch: int) -> Iterator[Request]:
+    """Yield requests for the same rows of another source."""
+    for request in requests:
+        yield request.with_rows(request.rows, branch)
+
+
 class JoinedSource(RowSource):
     """Rows of one source, then those of another.
 
@@ -178,6 +242,7 @@ class JoinedSource(RowSource):
             kind = require_kind(source.take(np.zeros(1, np.int64)), kind) if source.n_rows else kind
         self.n_rows = first.n_rows + second.n_rows
         self.n_sampled = first.n_sampled + second.n_sampled
+        self.n_stages = max(first.n_stages, second.n_stages)
         if first.rows_of_files and second.rows_of_files:
             self.rows_of_files = first.rows_of_files + second.rows_of_files
 
@@ -187,13 +252,21 @@ class JoinedSource(RowSource):
         Raises:
             DataError: when the sources' rows differ in form or shape.
         """
-        is_second = rows >= self._sources[0].n_rows
+        return self._read(Request(rows, RowNumbers()))
+
+    def read(self, requests: Iterable[Request]) -> Iterator[Nest]:
+        """Yield the rows of every request, for which random numbers are seeded."""
+        return map(self._read, requests)
+
+    def _read(self, request: Request) -> Nest:
+        rows, n_first = request.rows, self._sources[0].n_rows
+        is_second = rows >= n_first
         if not is_second.any():
-            return self._sources[0].take(rows)
+            return _read_once(self._sources[0], request.with_rows(rows, "first"))
         if is_second.all():
-            return self._sources[1].take(rows - self._sources[0].n_rows)
-        parts = [self._sources[0].take(rows[~is_second])]
-        parts.append(self._sources[1].take(rows[is_second] - self._sources[0].n_rows))
+            return _read_once(self._sources[1], request.with_rows(rows - n_first, "second"))
+        parts = [_read_once(self._sources[0], request.with_rows(rows[~is_second], "first"))]
+        parts.append(_read_once(self._sources[1], request.with_rows(rows[is_second] - n_first, "second")))
         order = np.argsort(np.argsort(is_second, kind="stable"), kind="stable")
         joined = stack([row for part in parts for row in unstack(part)])
         return map_nest(lambda array: array[order], joined)
@@ -217,31 +290,46 @@ class Mapped(RowSource):
     def __init__(self, source: RowSource, functions: tuple[Function, ...]) -> None:
         self._source, self._functions = source, functions
         self.n_rows, self.rows_of_files, self.n_sampled = source.n_rows, source.rows_of_files, source.n_sampled
+        self.n_stages = source.n_stages + 1
         self._no_rows: Nest = None
 
     def take(self, rows: Rows) -> Nest:
         """Return the mapped rows. For none, one row is mapped, once, which gives their shapes and dtypes."""
-        return self._mapped(self._source.take(rows))
+        return self._mapped(Request(rows, RowNumbers()), self._source.take(rows))
 
-    def take_many(self, requests: Iterable[Rows]) -> Iterator[Nest]:
-        """Yield the mapped rows of every request."""
-        return map(self._mapped, self._source.take_many(requests))
+    def read(self, requests: Iterable[Request]) -> Iterator[Nest]:
+        """Yield the mapped rows of every request, for each of which random numbers are seeded."""
+        for_source, now = tee(requests)
+        parts = self._source.read(for_source)
+        for request in now:
+            yield self._mapped(request, next(parts))
 
     def to_compare(self, rows: Rows) -> Any:
         """Return the rows before they are mapped: the functions may be random."""
         return self._source.to_compare(rows)
 
-    def _mapped(self, part: Nest) -> Nest:
+    def _mapped(self, request: Request, part: Nest) -> Nest:
         if n_rows_of(part):
-            return stack([apply(self._functions, row) for row in unstack(part)])
+            return stack([self._map(request, index, row) for index, row in enumerate(unstack(part))])
         if self._no_rows is None:
-            first = self._source.take(np.zeros(1, np.int64)) if self.n_rows else zeros_like(spec_of(part, 1))
-            self._no_rows = no_rows(self._mapped(first))
+            first = zeros_like(spec_of(part, 1))
+            with own_random_numbers():
+                if self.n_rows:
+                    first = self._source.take(np.zeros(1, np.int64))
+                self._no_rows = no_rows(stack([apply(self._functions, row) for row in unstack(first)]))
         return self._no_rows
+
+    def _map(self, request: Request, index: int, row: Nest) -> Nest:
+        return request.call_for_row(index, self._source.n_stages, apply, self._functions, row)
 
     def describe(self) -> Description:
         """Return the source and the number of functions; what they do is not looked at."""
         return {"kind": "mapped", "of": self._source.describe(), "functions": len(self._functions)}
+
+
+def _read_once(source: RowSource, request: Request) -> Nest:
+    """Return the rows of a request."""
+    return next(source.read(iter((request,))))
 
 
 def mapped(source: RowSource, functions: tuple[Function, ...]) -> RowSource:

@@ -18,7 +18,8 @@ from torch.utils.data._utils import worker as torch_worker
 from hpcdist.child_processes import obey_only
 from hpcdist.data.first_rows import N_FIRST_ROWS, FirstRows
 from hpcdist.data.loader_worker import EmptyPart, Joined, Progress, call_init
-from hpcdist.data.same_rows import leaf_digests, own_random_numbers, seed_random_numbers
+from hpcdist.data.row_numbers import own_random_numbers, seed_random_numbers
+from hpcdist.data.same_rows import leaf_digests
 from hpcdist.errors import DataError
 from hpcdist.nest import Nest
 

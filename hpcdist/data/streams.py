@@ -1,5 +1,6 @@
 """Streams: rows that can only be drawn one after another, such as a generator's, and their batches."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterator
@@ -9,10 +10,13 @@ from typing import Any
 import numpy as np
 
 from hpcdist.data.batches import Cursor, StreamPosition, next_run
+from hpcdist.data.row_numbers import RowNumbers, seed_of
 from hpcdist.data.rows import Function, apply, unstack
 from hpcdist.data.sources import Description
 from hpcdist.nest import Nest
 from hpcdist.plan.sample_order import UNKNOWN, SampleOrder
+
+_NO_ROW = object()
 
 
 @dataclass(frozen=True)
@@ -61,23 +65,24 @@ class Stream:
             parts=(*self.parts, ("mapped", 0, len(functions))),
         )
 
-    def shuffled(self, buffer_rows: int, seed: int, epoch: int, order_epoch: int) -> Generator[Nest, None, None]:
-        """Yield the rows of an epoch mixed as in tf.data: each is picked from the next `buffer_rows`.
 
-        Args:
-            buffer_rows: rows to pick from.
-            seed: of the order.
-            epoch: whose rows.
-            order_epoch: whose random order.
-        """
-        raw = np.random.Philox(key=[seed % 2**64, order_epoch])
-        buffer = list[Any]()
-        for row in self.draw(epoch):
-            buffer.append(row)
-            if len(buffer) >= buffer_rows:
-                yield _pick(buffer, raw)
-        while buffer:
+def _shuffled(rows: Iterator[Nest], buffer_rows: int, seed: int, order_epoch: int) -> Generator[Nest, None, None]:
+    """Yield the rows of an epoch mixed as in tf.data: each is picked from the next `buffer_rows`.
+
+    Args:
+        rows: rows of an epoch.
+        buffer_rows: rows to pick from.
+        seed: of the order.
+        order_epoch: epoch whose random order it is.
+    """
+    raw = np.random.Philox(key=[seed % 2**64, order_epoch])
+    buffer = list[Any]()
+    for row in rows:
+        buffer.append(row)
+        if len(buffer) >= buffer_rows:
             yield _pick(buffer, raw)
+    while buffer:
+        yield _pick(buffer, raw)
 
 
 def _after(cursor: Cursor, n_rows: int, stream: StreamPosition) -> Cursor:
@@ -94,11 +99,22 @@ def _pick(buffer: list[Any], raw: Any) -> Any:
 class StreamReader:
     """Global batches of a stream, from a cursor on.
 
+    Args:
+        stream: what is drawn.
+        order: of its rows, and the sizes of batches.
+        buffer_rows: rows that are mixed at a time.
+        numbers: draws the rows.
+        seed: of the random numbers that are drawn for a row; None leaves them as they come.
+
     Cost: to start inside an epoch, the rows of the epoch before the cursor are drawn and dropped.
     """
 
-    def __init__(self, stream: Stream, order: SampleOrder, buffer_rows: int) -> None:
+    def __init__(
+        self, stream: Stream, order: SampleOrder, buffer_rows: int, numbers: RowNumbers, seed: int | None
+    ) -> None:
         self._stream, self._order, self._buffer_rows = stream, order, buffer_rows
+        self._numbers = numbers
+        self._seed = seed
 
     def batches(self, cursor: Cursor) -> Iterator[tuple[Cursor, list[Nest]]]:
         """Yield (cursor after it, rows) of every batch from the cursor to the end of its pass."""
@@ -137,7 +153,21 @@ class StreamReader:
             n_drawn, epoch = 0, epoch + 1
 
     def _rows_of_epoch(self, epoch: int) -> Iterator[Nest]:
+        rows = self._drawn_rows(epoch)
         if self._order.seed is None:
-            return self._stream.draw(epoch)
-        order_epoch = self._order.shuffle_epoch(epoch)
-        return self._stream.shuffled(self._buffer_rows, self._order.seed, epoch, order_epoch)
+            return rows
+        return _shuffled(rows, self._buffer_rows, self._order.seed, self._order.shuffle_epoch(epoch))
+
+    def _drawn_rows(self, epoch: int) -> Iterator[Nest]:
+        """Yield the rows of an epoch, for each of which random numbers are seeded once one has drawn some."""
+        rows = self._numbers.call_once(self._seed_of(epoch, -1), self._stream.draw, epoch)
+        for number in itertools.count():
+            row = self._numbers.call_once(self._seed_of(epoch, number), next, rows, _NO_ROW)
+            if row is _NO_ROW:
+                return
+            yield row
+
+    def _seed_of(self, epoch: int, number: int) -> Callable[[], int] | None:
+        if self._seed is None:
+            return None
+        return functools.partial(seed_of, self._seed, epoch, number, "draw")

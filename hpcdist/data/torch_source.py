@@ -17,7 +17,9 @@ from torch.utils.data import (
 )
 
 from hpcdist.data.loader_reader import LoaderReader
-from hpcdist.data.sources import Description, RowSource
+from hpcdist.data.loader_worker import ItemRequest
+from hpcdist.data.row_numbers import RowNumbers
+from hpcdist.data.sources import Description, Request, RowSource
 from hpcdist.data.streams import Stream
 from hpcdist.errors import DataError
 from hpcdist.nest import Nest, map_nest
@@ -60,17 +62,25 @@ class ItemsSource(RowSource):
             DataError: for no items where the loader's collate_fn returns what has no value for none.
         """
         if len(rows):
-            return self._reader.read_here(rows.tolist())
+            return self._reader.read_here(ItemRequest(rows.tolist()), RowNumbers())
         if not self.n_rows:
             raise DataError("from_torch: expected at least one item, got an empty dataset; leave it out.")
         return self._reader.part_without_rows(0)
 
-    def take_many(self, requests: Iterable[Rows]) -> Iterator[Nest]:
+    def read(self, requests: Iterable[Request]) -> Iterator[Nest]:
         """Yield the items of every request; worker processes, if any, read ahead."""
         for_reader, now = itertools.tee(requests)
-        parts = self._reader.read(rows.tolist() for rows in for_reader if len(rows))
-        for rows in now:
-            yield next(parts) if len(rows) else self.take(rows)
+        first = next(iter(for_reader), None)
+        if first is None:
+            return
+        with_rows = (request for request in itertools.chain([first], for_reader) if len(request.rows))
+        parts = self._reader.read(map(_item_request, with_rows), first.numbers)
+        for request in now:
+            yield next(parts) if len(request.rows) else self.take(request.rows)
+
+
+def _item_request(request: Request) -> ItemRequest:
+    return ItemRequest(request.rows.tolist(), request.seeds)
 
 
 def _indices_of(items: Any) -> list[Any]:

@@ -1,22 +1,30 @@
-"""Random numbers keyed by (seed, step, replica): the same draws after a restart, with nothing stored per rank."""
+"""Random numbers keyed by (seed, place in training, replica): the same draws after a restart.
+
+The place is the batch that was handed out, and from an optimizer's step to the next batch the step. Where the program
+is in between, as while it sets up, does not matter.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
+
+from hpcdist.gradients.library_keys import LibraryKeys
+from hpcdist.runtime.parts import Part
 
 #: Key of the numbers drawn outside `strategy.run` where the number of replicas is fixed; equal on every rank.
 _OUTSIDE = "outside"
 
 
 class StepGenerators:
-    """Sets torch's default generators at the start of every step.
+    """Seeds torch's default generators, and with `LibraryKeys` those of Python and numpy.
 
     Args:
-        replica: id of this rank's replica; replicas draw different numbers. None: the number of replicas is fixed,
-            and the scheduler says which one draws.
+        replica: id of this rank's replica; replicas draw different numbers of torch, and equal ones of Python and
+            numpy. None: the number of replicas is fixed, and the scheduler says which one draws.
 
     Attributes:
         seed: of the job; None before the chief's is known.
@@ -27,20 +35,23 @@ class StepGenerators:
         self._who: int | str = _OUTSIDE if replica is None else replica
         self._has_cuda = torch.cuda.is_available()
         self._states: dict[int | str, list[Tensor]] = {}
+        self._libraries = LibraryKeys()
         self.seed: int | None = None
         self.step = 0
+        self._place = "step 0"
         self._is_agreed = False
         self._key: int | None = None  # the seed of the generators since they were set last
 
     def start(self, seed: int) -> None:
-        """Use `seed`, which all ranks have agreed on, and set the generators for the current step.
+        """Use `seed`, which all ranks have agreed on, and set the generators for the current place.
 
-        Where they are set for this step already, sequences continue: the same numbers must not come twice. Not if the
+        Where they are set for it already, sequences continue: the same numbers must not come twice. Not if the
         program has set a seed since.
         """
         is_running = bool(self._states) or (self.seed is not None and torch.initial_seed() == self._key)
         if not self._is_agreed:
             self.seed, self._is_agreed = seed, True
+        self._libraries.start()
         if not is_running:
             self._set()
 
@@ -49,16 +60,34 @@ class StepGenerators:
         self.seed = torch.initial_seed()
         self._set()
 
-    def restore(self, seed: int | None, step: int) -> None:
-        """Resume at `step` with the seed of a checkpoint."""
+    def restore(self, seed: int | None, step: int, libraries: list[dict[str, Any]] | None = None) -> None:
+        """Resume at `step` with the seed of a checkpoint, and what it stores of the libraries."""
         self.seed, self.step, self._is_agreed = seed, step, seed is not None
+        self._place = f"step {step}"
         self._states.clear()
+        if libraries is not None:
+            self._libraries.restore(libraries, self._place)
         if seed is not None:
             self._set()
+
+    def libraries(self) -> list[dict[str, Any]]:
+        """Return what a checkpoint stores of the random numbers of Python and numpy on this rank."""
+        return self._libraries.state()
 
     def advance(self) -> None:
         """Start the next step."""
         self.step += 1
+        self._begin(f"step {self.step}")
+        self._libraries.seed(self._place)
+
+    def begin_batch(self, part: Part) -> None:
+        """Start the part of training that begins with a batch."""
+        if part.is_for_training:
+            self._begin(_place_of(part))
+            self._libraries.begin_batch(self._place)
+
+    def _begin(self, place: str) -> None:
+        self._place = place
         self._states.clear()
         if self.seed is not None:
             self._set()
@@ -66,9 +95,11 @@ class StepGenerators:
     def begin_run(self) -> None:
         """Let replicas draw."""
         self.suspend(self._who)
+        self._libraries.begin_run(self._place)
 
     def end_run(self) -> None:
         """Let the code outside `run` draw again."""
+        self._libraries.end_run()
         self._restore(_OUTSIDE)
 
     @contextmanager
@@ -84,13 +115,15 @@ class StepGenerators:
             self._restore(replica)
 
     def suspend(self, replica: int | str) -> None:
-        """Save how far a replica has drawn, until the next step."""
+        """Save how far a replica has drawn, until the next place."""
+        self._libraries.suspend(replica)
         if self.seed is not None:
             cuda = [torch.cuda.get_rng_state()] if self._has_cuda else []
             self._states[replica] = [torch.default_generator.get_state(), *cuda]
 
     def resume(self, replica: int) -> None:
-        """Continue a replica's sequence; from its start where it has not drawn in this step."""
+        """Continue a replica's sequence; from its start where it has not drawn at this place."""
+        self._libraries.resume(replica)
         self._restore(replica)
 
     def _restore(self, who: int | str) -> None:
@@ -106,8 +139,15 @@ class StepGenerators:
             torch.cuda.set_rng_state(cuda[0])
 
     def _set(self) -> None:
-        key = xxhash.xxh3_64_intdigest(f"{self.seed} {self.step} {self._who}".encode()) >> 1
+        key = xxhash.xxh3_64_intdigest(f"{self.seed} {self._place} {self._who}".encode()) >> 1
         self._key = key
         torch.default_generator.manual_seed(key)
         if self._has_cuda:
             torch.cuda.manual_seed(key)
+
+
+def _place_of(part: Part) -> str:
+    """Return the place in training that a batch is: the same after a restart, and on all ranks where they share it."""
+    if part.key is not None:
+        return f"batch {part.key}"
+    return f"batch at {part.number if part.position is None else part.position}"

@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader
 
 from hpcdist.gradients import torch_hooks
+from hpcdist.gradients.generators import StepGenerators
 from hpcdist.gradients.own_loaders import OwnLoader
 from hpcdist.gradients.part_tensors import PartTensors, leaves_of, length_of
 from hpcdist.gradients.torch_hooks import Handle
@@ -43,6 +44,7 @@ class LoopWatch:
         self._flags = weakref.proxy(flags)
         self._handle: Handle | None = None
         self._newest: tuple[Part, list[weakref.ref[Any]]] | None = None
+        self._generators: weakref.WeakSet[StepGenerators] = weakref.WeakSet()
         self._own_loaders: weakref.WeakKeyDictionary[DataLoader[Any], OwnLoader] = weakref.WeakKeyDictionary()
         torch_hooks.around_any_backward(self._begin_backward, self._end_backward)
         torch_hooks.around_loaders(self)
@@ -58,13 +60,21 @@ class LoopWatch:
     def _after_step(self, optimizer: Optimizer) -> None:
         self._flags.loop.note_other_step()
 
+    def seed_batches(self, generators: StepGenerators) -> None:
+        """Have random numbers seeded for each batch that is handed out."""
+        self._generators.add(generators)
+
     def hand_out(self, part: Part, nests: Any) -> None:
-        """Remember which tensors belong to a part; while only one part can be meant, those of the newest one alone.
+        """Seed random numbers for a part, and remember which tensors belong to it.
+
+        While only one part can be meant, those of the newest one alone are remembered.
 
         Args:
             part: what is handed out.
             nests: its tensors and arrays, of all local replicas.
         """
+        for generators in self._generators:
+            generators.begin_batch(part)
         if self._flags.loop.needs_identity:
             self.tensors.add(part, nests)
         else:

@@ -9,6 +9,7 @@ from torch.optim.optimizer import Optimizer
 
 from hpcdist.gradients import torch_hooks
 from hpcdist.gradients.generators import StepGenerators
+from hpcdist.gradients.loop_watch import watch_loop
 from hpcdist.gradients.model_plan import IdentitySet, ModuleSet
 from hpcdist.runtime.step_flags import single_rank_flags
 
@@ -29,6 +30,7 @@ class SingleReplicaSteps:
         self.generators = StepGenerators(0)
         self._optimizers: IdentitySet[Optimizer] = IdentitySet()
         weakref.finalize(self, torch_hooks.after_any_step(self._after_step).remove)
+        watch_loop(single_rank_flags).seed_batches(self.generators)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -143,7 +143,11 @@ class SampleOrder:
 
     def epoch_of(self, position: int) -> int:
         """Return the epoch that the sample at `position` belongs to."""
-        return int(self._epochs_and_rows(np.array([position], np.int64))[0][0])
+        epoch, run = max(self.epoch_rows, 1), self.run_rows
+        if math.isinf(run) or not run:
+            return position // epoch
+        run_number, offset = divmod(position, int(run))
+        return run_number * -(-int(run) // epoch) + offset // epoch
 
     def next_batch(self, position: int, end: float) -> tuple[int, int] | None:
         """Return (start, stop) of the batch that begins at or after `position`, or None when `end` is reached."""

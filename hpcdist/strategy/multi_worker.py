@@ -2,7 +2,6 @@
 
 import functools
 import operator
-import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -33,6 +32,7 @@ from hpcdist.data.from_function import (
 )
 from hpcdist.data.iterator import Delivery
 from hpcdist.data.options import AutoShardPolicy, InputOptions
+from hpcdist.data.row_numbers import program_seed
 from hpcdist.data.same_rows import RANDOM, are_random, describe_rows
 from hpcdist.data.sampler_order import drawn_seed
 from hpcdist.data.sources import RowSource
@@ -47,6 +47,7 @@ from hpcdist.gradients.replicas.local_sums import sum_rows
 from hpcdist.gradients.replicas.scheduler import ReplicaScheduler
 from hpcdist.gradients.storage import Storage
 from hpcdist.gradients.tensors import from_array, to_array
+from hpcdist.library_numbers import LIBRARIES
 from hpcdist.plan.devices import plan_devices
 from hpcdist.plan.replicas import ReplicaPlan
 from hpcdist.runtime.mpi import MPI
@@ -147,6 +148,24 @@ class MultiWorkerMirroredStrategy(Strategy):
         if "OMP_NUM_THREADS" not in read_environment() and self.world.size > 1:
             torch.set_num_threads(self.world.cores_per_rank)  # ranks share the cores of their node
         context.register(self)
+        self._share_library_seeds()
+        watch_loop(self.world.step_flags).seed_batches(self.engine.generators)
+
+    def _share_library_seeds(self) -> None:
+        """Seed the random numbers of Python and numpy as the chief's, unless the program has seeded them by rank.
+
+        So `numpy.random.permutation(n)[rank::size]` loses no row. Collective: the ranks of this role.
+        """
+        if self._comm.size == 1:
+            return
+        digests = [numbers.digest() for numbers in LIBRARIES]
+        n_seeds = sum(numbers.n_seeds for numbers in LIBRARIES)
+        if self.world.all_equal(str(digests), self._comm) or self.world.all_reduce_int(n_seeds, MPI.MAX, self._comm):
+            return
+        chiefs_digests = self.world.broadcast_text(" ".join(map(str, digests)), 0, self._comm).split()
+        for numbers, digest in zip(LIBRARIES, chiefs_digests, strict=True):
+            numbers.seed(int(digest))
+            numbers.note_seed()
 
     def __str__(self) -> str:
         ranks, hosts = self._comm.size, self.world.n_hosts
@@ -329,7 +348,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         with self.world.agreed(self._comm):
             dataset = as_dataset(dataset)
             check_distributable(dataset, self.n_replicas)
-        chiefs_seed = self.world.broadcast_text(str(dataset.order.seed), 0, self._comm)
+        seeds = f"{dataset.order.seed} {program_seed()}"
+        chiefs_seed, random_seed = self.world.broadcast_text(seeds, 0, self._comm).split()
         if dataset.has_drawn_seed and chiefs_seed != "None":
             dataset = dataset.with_drawn_seed(int(chiefs_seed))
         own = f"{dataset.order} with a {'drawn' if dataset.has_drawn_seed else 'given'} seed and {dataset.policy}"
@@ -343,7 +363,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         )
         if isinstance(dataset.source, RowSource) and dataset.policy is not AutoShardPolicy.OFF:
             self._require_same_rows(dataset.source)  # with OFF a rank may have a shard of its own
-        return DistributedDataset(dataset, self.own_replicas, self.n_replicas, self._delivery(), options)
+        delivery = self._delivery()
+        return DistributedDataset(
+            dataset, self.own_replicas, self.n_replicas, delivery, options, random_seed=int(random_seed)
+        )
 
     def _distribute_loader(self, loader: Any, options: InputOptions | None) -> DistributedLoader:
         """Return this replica's parts of a DataLoader with a sampler of its own. Collective: all ranks."""
@@ -415,7 +438,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         replicas, n_replicas, comm = self.own_replicas, self.n_replicas, self._comm
         with self.world.agreed(comm):
             made = datasets_of(dataset_fn, contexts_of(options, replicas, (comm.rank, comm.size), n_replicas))
-        seed = int(self.world.broadcast_text(str(secrets.randbits(62)), 0, comm))
+        seed = int(self.world.broadcast_text(str(program_seed() >> 1), 0, comm))
         distributed = DistributedFromFunction(made, replicas, n_replicas, self._delivery(), options)
         distributed.set_seed(seed)
         own = f"drop_remainder={distributed.ends_with_first}"
@@ -533,9 +556,18 @@ class MultiWorkerMirroredStrategy(Strategy):
             self.engine.sums.mark_scaled(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return seed and step of the random numbers, and which algorithms AUTO chose. Equal on all ranks."""
+        """Return seed and step of the random numbers, those of each rank's libraries, and which algorithms AUTO chose.
+
+        Equal on all ranks. Collective: all ranks.
+        """
         generators, table = self.engine.generators, algorithms.measurements_of(group_of(self._comm, None, self.world))
-        return {"seed": generators.seed, "step": generators.step, "algorithms": table}
+        libraries = self._gather(generators.libraries()) if self._comm.size > 1 else [generators.libraries()]
+        if all(state == libraries[0] for state in libraries):
+            libraries = libraries[:1]
+        return {"seed": generators.seed, "step": generators.step, "algorithms": table, "libraries": libraries}
+
+    #: Whether `state_dict` gathers what belongs to each rank.
+    is_state_collective = True
 
     def describe_sums(self) -> dict[str, Any]:
         """Return what the bits of summed gradients depend on; the number of replicas where it was given."""
@@ -546,7 +578,10 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the random numbers and the measured algorithms of a checkpoint."""
-        self.engine.generators.restore(state["seed"], state["step"])
+        libraries = state["libraries"]
+        rank = self._comm.rank if len(libraries) > 1 else 0
+        own_libraries = libraries[rank] if rank < len(libraries) else None  # a new rank has numbers of its own
+        self.engine.generators.restore(state["seed"], state["step"], own_libraries)
         if state.get("algorithms"):
             algorithms.restore_measurements(group_of(self._comm, None, self.world), state["algorithms"])
         self.world.step = state["step"]

@@ -45,7 +45,8 @@ def dataset_of(rows, rng):
 def on_ranks(dataset, n_replicas, n_ranks):
     """Return the distributed dataset of every rank, with replicas dealt out in blocks."""
     places = [range(*block_bounds(n_replicas, n_ranks, rank)) for rank in range(n_ranks)]
-    return [DistributedDataset(dataset, place, n_replicas, Delivery(wrap=list)) for place in places]
+    delivery = Delivery(wrap=list)
+    return [DistributedDataset(dataset, place, n_replicas, delivery, random_seed=1) for place in places]
 
 
 def steps_of(distributed, n_steps=None):

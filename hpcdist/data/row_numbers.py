@@ -1,0 +1,343 @@
+"""Random numbers that depend on the row alone: what reads, maps and joins rows draws the same ones wherever it runs.
+
+Torch, numpy and Python have generators that belong to the whole process. Before a row is read, its key seeds them: a
+digest of the seed of the data, the pass and the position. So numbers are the same on any ranks, in any workers, with or
+without prefetching, and after a restart. To seed them costs 6 us, so it begins once something has drawn.
+
+Worker processes import this file: nothing here may start MPI.
+"""
+
+import contextlib
+import functools
+import inspect
+import random
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import DataLoader, Sampler
+
+from hpcdist.library_numbers import LIBRARIES
+from hpcdist.nest import is_nest
+
+#: How deep the attributes of objects are looked at for generators.
+_MAX_DEPTH = 8
+#: Items of lists, tuples and dicts that are looked at, and objects altogether.
+_MAX_ITEMS = 64
+_MAX_OBJECTS = 10_000
+#: What holds no generator, or one that something else seeds.
+_HOLD_NOTHING = (str, bytes, int, float, np.ndarray, torch.Tensor, type, types.ModuleType, DataLoader, Sampler)
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def seed_random_numbers(seed: int) -> None:
+    """Seed the random numbers of Python, numpy and torch on the host.
+
+    Args:
+        seed: of at most 63 bits.
+    """
+    for library in LIBRARIES:
+        library.seed(seed)
+    torch.default_generator.manual_seed(seed)
+
+
+class RandomState:
+    """The states of the random numbers that belong to the whole process: torch's on the host, numpy's, Python's."""
+
+    def __init__(self) -> None:
+        self._of_torch = torch.default_generator.get_state()
+        self._of_libraries = [library.state() for library in LIBRARIES]
+
+    def restore(self) -> None:
+        """Go on from these states."""
+        torch.default_generator.set_state(self._of_torch)
+        for library, state in zip(LIBRARIES, self._of_libraries, strict=True):
+            library.set_state(state)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Leave the random numbers of the process after the block as they were before. Cost: 60 us."""
+    state = RandomState()
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+@contextlib.contextmanager
+def own_random_numbers(seed: int = 0) -> Iterator[None]:
+    """Seed the libraries' random numbers in the block, and restore them."""
+    with apart():
+        seed_random_numbers(seed)
+        yield
+
+
+def mark() -> tuple[Any, ...]:
+    """Return what differs once random numbers of the process were drawn. Cost: 1 us."""
+    return (*(library.mark() for library in LIBRARIES), torch.default_generator.get_state().numpy().tobytes())
+
+
+def seed_of(seed: int, *names: Any) -> int:
+    """Return a seed of 63 bits that is derived from another one."""
+    return xxhash.xxh3_64_intdigest(f"{seed} {names}".encode()) >> 1
+
+
+class _ProgramSeeds:
+    """Seeds that follow from those that the program has set, each another one."""
+
+    def __init__(self) -> None:
+        self._origin: tuple[int, ...] = ()
+        self._n_taken = 0
+
+    def take(self) -> int:
+        """Return the next seed."""
+        origin = [torch.initial_seed()]
+        origin += [library.origin for library in LIBRARIES if library.n_seeds]
+        if tuple(origin) != self._origin:
+            self._origin = tuple(origin)
+            self._n_taken = 0
+        self._n_taken += 1
+        return seed_of(self._n_taken, *origin)
+
+
+_program_seeds = _ProgramSeeds()
+
+
+def program_seed() -> int:
+    """Return a seed of 63 bits for what the program does not seed itself; by chance if it has set no seed at all."""
+    return _program_seeds.take()
+
+
+@dataclass(frozen=True)
+class RowSeeds:
+    """Seeds of the rows that are read at once.
+
+    Attributes:
+        seed: of the data, equal on all ranks.
+        epoch: number of the epoch, or what else tells apart two times at which a row is read.
+        first: position of the first row, where a row may come twice; None where rows go by their numbers.
+    """
+
+    seed: int
+    epoch: int
+    first: int | None = None
+
+    def of_row(self, index: int, row: Any, stage: int = 0) -> int:
+        """Return the seed of a row.
+
+        Args:
+            index: of the row among those that are read at once.
+            row: its number in the data.
+            stage: of what is done with it, where several functions are called one after another.
+        """
+        name = row if self.first is None else self.first + index
+        return seed_of(self.seed, self.epoch, name, stage)
+
+    def of_all(self, first_row: Any, stage: int = 0) -> int:
+        """Return the seed of what is done with all rows at once, the first of which has a number."""
+        name = first_row if self.first is None else self.first
+        return seed_of(self.seed, self.epoch, name, "all", stage)
+
+    def branch(self, name: Any) -> "RowSeeds":
+        """Return other seeds, for another source of the same rows."""
+        return replace(self, seed=seed_of(self.seed, name))
+
+
+class DrawsBesideLoopError(Exception):
+    """Something may have drawn random numbers of the process in a thread beside the program's loop."""
+
+
+class _Thread(threading.local):
+    """What is known of the thread that reads.
+
+    Attributes:
+        is_beside_loop: whether it runs beside the program's loop, which draws from the same random numbers.
+        is_unwatched: whether nobody looks for numbers that are drawn, as the loop draws so many.
+    """
+
+    is_beside_loop = False
+    is_unwatched = False
+
+
+_thread = _Thread()
+
+
+def run_beside_loop(is_watched: bool) -> None:
+    """Note that the calling thread runs beside the program's loop, from now on.
+
+    Args:
+        is_watched: whether calls in it that draw random numbers are to raise DrawsBesideLoopError.
+    """
+    _thread.is_beside_loop = True
+    _thread.is_unwatched = not is_watched
+
+
+class RowNumbers:
+    """Calls what may draw random numbers.
+
+    Args:
+        roots: datasets and functions that may hold generators of their own, which are then seeded, too, each by
+            a seed of its own, in which its state at the beginning has a part.
+
+    Attributes:
+        is_drawing: whether something has drawn, so that numbers are seeded.
+    """
+
+    def __init__(self, roots: Iterable[Any] = ()) -> None:
+        generators = generators_in(roots)
+        self._generators = [(generator, _digest_of(generator)) for generator in generators]
+        self.is_drawing = bool(generators)
+
+    def call(self, seed: Callable[[], int] | None, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a function returns, with random numbers of its own; the first one that draws is called twice.
+
+        Args:
+            seed: returns the seed of the numbers; None leaves them as they come.
+            function: reads, maps or joins rows.
+            arguments: of the function.
+
+        Raises:
+            DrawsBesideLoopError: if numbers were drawn beside the loop, by the function or the loop.
+        """
+        if not self.is_drawing:
+            result = self.call_once(None, function, *arguments)
+            if not self.is_drawing or seed is None:
+                return result
+        return self.call_once(seed, function, *arguments)
+
+    def call_once(self, seed: Callable[[], int] | None, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a function returns, with random numbers of its own once one has drawn.
+
+        Raises:
+            DrawsBesideLoopError: if numbers were drawn beside the loop, by the function or the loop.
+        """
+        if self.is_drawing:
+            if seed is not None:
+                self.seed(seed())
+            return function(*arguments)
+        if _thread.is_unwatched:
+            return function(*arguments)
+        before = mark()
+        result = function(*arguments)
+        if mark() != before:
+            if _thread.is_beside_loop:
+                raise DrawsBesideLoopError
+            self.is_drawing = True
+        return result
+
+    def seed(self, seed: int) -> None:
+        """Seed the random numbers of the process, and all generators that were found."""
+        seed_random_numbers(seed)
+        for generator, digest in self._generators:
+            seed_generator(generator, seed ^ digest)
+
+    def keeping(self) -> contextlib.AbstractContextManager[None]:
+        """Leave the random numbers of the process as they were, if something draws."""
+        return apart() if self.is_drawing else contextlib.nullcontext()
+
+
+def _digest_of(generator: Any) -> int:
+    if isinstance(generator, torch.Generator):
+        return xxhash.xxh3_64_intdigest(generator.get_state().numpy().tobytes()) >> 1
+    if isinstance(generator, np.random.Generator):
+        return xxhash.xxh3_64_intdigest(repr(generator.bit_generator.state).encode()) >> 1
+    if isinstance(generator, np.random.RandomState):
+        state = generator.get_state(legacy=False)
+        return xxhash.xxh3_64_intdigest(state["state"]["key"].tobytes() + str(state["state"]["pos"]).encode()) >> 1
+    return xxhash.xxh3_64_intdigest(repr(generator.getstate()).encode()) >> 1
+
+
+def seed_generator(generator: Any, seed: int) -> None:
+    """Seed a generator of torch, numpy or Python.
+
+    Args:
+        generator: of any of the libraries.
+        seed: of at most 63 bits.
+    """
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(seed % 2**32)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+
+
+def generators_in(roots: Iterable[Any]) -> list[Any]:
+    """Return the generators that datasets and functions hold, each once, in an order that is the same on all ranks.
+
+    Looked at are attributes, the items of lists, tuples and dicts, closures, defaults, and the variables of modules
+    that functions and methods of the program name.
+    """
+    generators: list[Any] = []
+    seen: set[int] = set()
+    level = list(roots)
+    for _ in range(_MAX_DEPTH + 1):
+        inner: list[Any] = []
+        for item in level:
+            if id(item) in seen or len(seen) > _MAX_OBJECTS:
+                continue
+            seen.add(id(item))
+            if isinstance(item, _GENERATORS):
+                generators.append(item)
+            else:
+                inner += _held_by(item)
+        level = inner
+    process_wide = [torch.default_generator, np.random.mtrand._rand, random._inst]
+    return [item for item in generators if not any(item is known for known in process_wide)]
+
+
+def _held_by(item: Any) -> Sequence[Any]:
+    if isinstance(item, _HOLD_NOTHING):
+        return ()
+    if is_nest(item):
+        values = item.values() if isinstance(item, dict) else item
+        return list(values)[:_MAX_ITEMS]
+    if isinstance(item, functools.partial):
+        return [item.func, *item.args, *item.keywords.values()]
+    if isinstance(item, types.MethodType):
+        return [item.__self__, item.__func__]
+    if isinstance(item, types.FunctionType):
+        return _held_by_function(item)
+    return [*getattr(item, "__dict__", {}).values(), *_methods_of(type(item))]
+
+
+def _held_by_function(function: types.FunctionType) -> list[Any]:
+    """Return what a function of the program reaches by its closure, its defaults, and the names of its module."""
+    held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    held += list(function.__defaults__ or ())
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, (*_GENERATORS, types.FunctionType)) and _is_of_program(value):
+            held.append(value)
+    return held
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a variable that has no value yet
+        return False
+
+
+def _is_of_program(value: Any) -> bool:
+    """Return whether a value is a generator, or a function of the program's own."""
+    module = getattr(value, "__module__", None) or ""
+    return isinstance(value, _GENERATORS) or module.partition(".")[0] not in ("torch", "numpy", "hpcdist")
+
+
+def _methods_of(kind: type) -> list[Any]:
+    """Return the functions by which a class of the program's own reads and transforms rows."""
+    methods: list[Any] = []
+    for ancestor in inspect.getmro(kind):
+        if ancestor.__module__.partition(".")[0] in ("torch", "numpy", "builtins", "hpcdist", "typing"):
+            continue
+        methods += [value for value in vars(ancestor).values() if isinstance(value, types.FunctionType)]
+    return methods
