@@ -231,7 +231,7 @@ class NotedItems:
         self._progress.note(self._worker, key)
 
 
-def _show_own_items() -> None:
+def show_own_items() -> None:
     """Let get_worker_info() return the program's own dataset, as in a worker of its own loader."""
     info: Any = get_worker_info()
     torch_worker._worker_info = torch_worker.WorkerInfo(
@@ -248,7 +248,7 @@ def begin_worker(owner: int, init: Callable[[int], None] | None, worker_id: int)
         worker_id: number of the worker.
     """
     obey_only(owner)
-    _show_own_items()
+    show_own_items()
     call_init(init, worker_id)
 
 

@@ -6,11 +6,14 @@ In a file of its own: worker processes of a DataLoader import `torch_source.py`,
 import itertools
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from hpcdist.data.own_items import SeededLoader
+from hpcdist.data.row_numbers import RowSeeds, seed_of
 from hpcdist.errors import DataError
 from hpcdist.runtime.parts import PartSource
 from hpcdist.runtime.process import make_world
@@ -60,6 +63,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         self._has_unknown_position = False
         self._source: PartSource | None = None
         self._n_complete_at_load: int | None = None
+        self._seeded_loader: SeededLoader | None = None
 
     def set_epoch(self, epoch: int, n_used: int = 0) -> None:
         """Name the epoch whose order comes next. Without a call, every pass has the order of the first epoch.
@@ -114,14 +118,30 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         if self._source is not None and not self._source.is_abandoned:
             return False
         self._source = source
+        self._seeded_loader = None
         source.move(self.position_after(self._n_used))
         if self._n_complete_at_load is not None:
             self._n_complete_at_load = source.n_complete
         return True
 
-    def seed_of_pass(self) -> int:
-        """Return a seed of the random numbers that a DataLoader draws when a pass begins, such as for its workers."""
-        return hash((self.seed, self._order_epoch, self.epoch)) % (1 << 62)
+    @contextmanager
+    def beginning_pass(self, loader: "torch.utils.data.DataLoader[Any]") -> Iterator[None]:
+        """Let a DataLoader begin a pass in the block: rows get random numbers of their own, the same after a restart.
+
+        So do its workers, when they begin, from torch's generator, which is left as it was.
+        """
+        if self._seeded_loader is None:
+            self._seeded_loader = SeededLoader(loader, self._row_seeds)
+        state = torch.get_rng_state()
+        torch.default_generator.manual_seed(seed_of(self.seed, self._order_epoch, self.epoch))
+        try:
+            with self._seeded_loader.beginning(loader):
+                yield
+        finally:
+            torch.set_rng_state(state)
+
+    def _row_seeds(self) -> RowSeeds:
+        return RowSeeds(seed_of(self.seed, self._order_epoch), self.epoch)
 
     def begin_pass(self) -> int:
         """Return how many rows of the epoch were used before the pass that begins now."""

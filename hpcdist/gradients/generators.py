@@ -1,7 +1,8 @@
-"""Random numbers keyed by (seed, place in training, replica): the same draws after a restart.
+"""Random numbers keyed by (seed, step, replica): the same draws after a restart.
 
-The place is the batch that was handed out, and from an optimizer's step to the next batch the step. Where the program
-is in between, as while it sets up, does not matter.
+They are set after each step, and again where the loop gets the next batch: what a program draws before its loop, when
+it was restarted, does not matter then. Further batches of a step have numbers of their own. A batch that is drawn while
+another one waits for its backward, as by a loop that draws ahead, changes nothing.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,6 @@ import xxhash
 from torch import Tensor
 
 from hpcdist.gradients.library_keys import LibraryKeys
-from hpcdist.runtime.parts import Part
 
 #: Key of the numbers drawn outside `strategy.run` where the number of replicas is fixed; equal on every rank.
 _OUTSIDE = "outside"
@@ -39,6 +39,7 @@ class StepGenerators:
         self.seed: int | None = None
         self.step = 0
         self._place = "step 0"
+        self._n_batches = 0  # of this step
         self._is_agreed = False
         self._key: int | None = None  # the seed of the generators since they were set last
 
@@ -64,6 +65,7 @@ class StepGenerators:
         """Resume at `step` with the seed of a checkpoint, and what it stores of the libraries."""
         self.seed, self.step, self._is_agreed = seed, step, seed is not None
         self._place = f"step {step}"
+        self._n_batches = 0
         self._states.clear()
         if libraries is not None:
             self._libraries.restore(libraries, self._place)
@@ -77,14 +79,15 @@ class StepGenerators:
     def advance(self) -> None:
         """Start the next step."""
         self.step += 1
+        self._n_batches = 0
         self._begin(f"step {self.step}")
         self._libraries.seed(self._place)
 
-    def begin_batch(self, part: Part) -> None:
-        """Start the part of training that begins with a batch."""
-        if part.is_for_training:
-            self._begin(_place_of(part))
-            self._libraries.begin_batch(self._place)
+    def begin_batch(self) -> None:
+        """Start a batch of this step."""
+        self._begin(f"step {self.step}, batch {self._n_batches}" if self._n_batches else f"step {self.step}")
+        self._n_batches += 1
+        self._libraries.begin_batch(self._place)
 
     def _begin(self, place: str) -> None:
         self._place = place
@@ -144,10 +147,3 @@ class StepGenerators:
         torch.default_generator.manual_seed(key)
         if self._has_cuda:
             torch.cuda.manual_seed(key)
-
-
-def _place_of(part: Part) -> str:
-    """Return the place in training that a batch is: the same after a restart, and on all ranks where they share it."""
-    if part.key is not None:
-        return f"batch {part.key}"
-    return f"batch at {part.number if part.position is None else part.position}"

@@ -5,6 +5,7 @@ that a backward can only mean the one part there is.
 """
 
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,7 @@ class LoopWatch:
         self._flags = weakref.proxy(flags)
         self._handle: Handle | None = None
         self._newest: tuple[Part, list[weakref.ref[Any]]] | None = None
-        self._generators: weakref.WeakSet[StepGenerators] = weakref.WeakSet()
+        self._generators: weakref.WeakValueDictionary[int, StepGenerators] = weakref.WeakValueDictionary()
         self._own_loaders: weakref.WeakKeyDictionary[DataLoader[Any], OwnLoader] = weakref.WeakKeyDictionary()
         torch_hooks.around_any_backward(self._begin_backward, self._end_backward)
         torch_hooks.around_loaders(self)
@@ -60,9 +61,22 @@ class LoopWatch:
     def _after_step(self, optimizer: Optimizer) -> None:
         self._flags.loop.note_other_step()
 
-    def seed_batches(self, generators: StepGenerators) -> None:
-        """Have random numbers seeded for each batch that is handed out."""
-        self._generators.add(generators)
+    def seed_batches(self, owner: int, generators: StepGenerators) -> None:
+        """Have random numbers seeded for each batch of an owner that is handed out.
+
+        Args:
+            owner: number of whose gradients are made of the batches.
+            generators: of the owner.
+        """
+        self._generators[owner] = generators
+
+    def _begin_batch(self, owner: int | None) -> None:
+        """Seed random numbers for a batch; for one that may be anybody's, those of the newest owner."""
+        if owner is None:
+            owner = max(self._generators.keys(), default=None)
+        generators = None if owner is None else self._generators.get(owner)
+        if generators is not None:
+            generators.begin_batch()
 
     def hand_out(self, part: Part, nests: Any) -> None:
         """Seed random numbers for a part, and remember which tensors belong to it.
@@ -73,8 +87,8 @@ class LoopWatch:
             part: what is handed out.
             nests: its tensors and arrays, of all local replicas.
         """
-        for generators in self._generators:
-            generators.begin_batch(part)
+        if part.is_for_training and not self._flags.loop.has_drawn_ahead:
+            self._begin_batch(part.source.owner)
         if self._flags.loop.needs_identity:
             self.tensors.add(part, nests)
         else:
@@ -91,16 +105,16 @@ class LoopWatch:
             self._handle.remove()
             self._handle = None
 
-    def before_pass(self, loader: "DataLoader[Any]") -> int | None:
-        """Follow a DataLoader of the program's own; return the seed of its pass, if a restart is to have the same."""
+    def before_pass(self, loader: "DataLoader[Any]") -> AbstractContextManager[None]:
+        """Follow a DataLoader of the program's own; return in what it is to begin its pass."""
         if self._flags.loop.is_drawing:
-            return None
+            return nullcontext()
         prepare_workers(loader)
         own_loader = self._own_loaders.get(loader)
         if own_loader is None:
             own_loader = OwnLoader(loader, self._flags)
             self._own_loaders[loader] = own_loader
-        return own_loader.begin_pass()
+        return own_loader.begin_pass(loader)
 
     def before_draw(self, loader: "DataLoader[Any]") -> None:
         """Act on requests if a draw begins an iteration. Collective then: the ranks of the role."""

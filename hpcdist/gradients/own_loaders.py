@@ -5,6 +5,7 @@ so that a program which trains on it is refused instead of being saved at a wron
 """
 
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -44,11 +45,11 @@ class OwnLoader:
         size = getattr(loader.batch_sampler, "batch_size", None)
         return size if isinstance(size, int) else None
 
-    def begin_pass(self) -> int | None:
+    def begin_pass(self, loader: "DataLoader[Any]") -> AbstractContextManager[None]:
         """Note that a pass begins; a pass that was left in its middle ends here.
 
         Returns:
-            Seed of the random numbers of the pass, if its position is kept: a restart has the same.
+            In which the loader is to begin the pass: where its position is kept, a restart has the same random numbers.
 
         Raises:
             DataError: on all ranks, if a restart could not know where the program leaves its passes.
@@ -70,7 +71,10 @@ class OwnLoader:
             self._source.move(self._sampler.position_after(self._first_row))
         self._source.settle()
         self._source.begin_pass()
-        return self._sampler.seed_of_pass() if self._is_following else None
+        beginning: AbstractContextManager[None] = nullcontext()
+        if self._is_following:
+            beginning = self._sampler.beginning_pass(loader)
+        return beginning
 
     def _require_end(self) -> None:
         is_trained = self._source.n_complete > self._n_complete_at_begin

@@ -30,7 +30,7 @@ class SingleReplicaSteps:
         self.generators = StepGenerators(0)
         self._optimizers: IdentitySet[Optimizer] = IdentitySet()
         weakref.finalize(self, torch_hooks.after_any_step(self._after_step).remove)
-        watch_loop(single_rank_flags).seed_batches(self.generators)
+        watch_loop(single_rank_flags).seed_batches(_OWNER, self.generators)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

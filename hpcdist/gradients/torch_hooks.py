@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
@@ -469,8 +469,8 @@ register_optimizer_step_post_hook(_show_after_step)
 class LoaderWatcher(Protocol):
     """Sees the DataLoaders that the main thread iterates over."""
 
-    def before_pass(self, loader: "DataLoader[Any]") -> int | None:
-        """See that a pass is about to begin; return the seed of its random numbers, or None for those of torch."""
+    def before_pass(self, loader: "DataLoader[Any]") -> AbstractContextManager[None]:
+        """See that a pass is about to begin; return in what its iterator is to be made."""
 
     def before_draw(self, loader: "DataLoader[Any]") -> None:
         """See that a batch is about to be drawn."""
@@ -513,15 +513,11 @@ def _alive_loader_watchers() -> list[LoaderWatcher]:
 def _watched_iterator(loader: "DataLoader[Any]") -> _BaseDataLoaderIter:
     if not _is_shown() or not getattr(loader, "is_shown", True):
         return _make_iterator(loader)
-    seeds = [watcher.before_pass(loader) for watcher in _alive_loader_watchers()]
-    seed = next((seed for seed in seeds if seed is not None), None)
-    if seed is None:
+    beginnings = [watcher.before_pass(loader) for watcher in _alive_loader_watchers()]
+    with ExitStack() as stack:
+        for beginning in beginnings:
+            stack.enter_context(beginning)
         iterator = _make_iterator(loader)
-    else:
-        state = torch.get_rng_state()
-        torch.default_generator.manual_seed(seed)
-        iterator = _make_iterator(loader)
-        torch.set_rng_state(state)  # a restart in the middle of a pass draws the seed of its workers at another step
     _loaders[iterator] = weakref.ref(loader)
     _unseen.discard(iterator)  # the class has an __iter__ of its own, which calls this one
     return iterator

@@ -51,6 +51,7 @@ class LoopState:
         n_rejected: draws for training since then that were none.
         n_parts: parts for training that were handed out since then.
         has_lost_position: whether the program trains on a loader whose position is not saved.
+        has_drawn_ahead: whether another part waited for its backward when the last one was handed out.
         n_backwards: backwards so far.
         n_steps: optimizer steps so far.
     """
@@ -64,6 +65,7 @@ class LoopState:
         self.n_rejected = 0
         self.n_parts = 0
         self.has_lost_position = False
+        self.has_drawn_ahead = False
         self.n_backwards = 0
         self.n_steps = 0
         self._sources: dict[int, PartSource] = {}
@@ -192,7 +194,8 @@ class LoopState:
 
     def hand_out(self, part: Part) -> None:
         """Record a part that its source hands out now."""
-        if self._is_waiting:
+        self.has_drawn_ahead = self._is_waiting
+        if self.has_drawn_ahead:
             self._need_identity(True)
         part.source.add(part, self.n_steps)
         self._has_drawn_since_step = True

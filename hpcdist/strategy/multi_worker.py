@@ -149,7 +149,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             torch.set_num_threads(self.world.cores_per_rank)  # ranks share the cores of their node
         context.register(self)
         self._share_library_seeds()
-        watch_loop(self.world.step_flags).seed_batches(self.engine.generators)
+        watch_loop(self.world.step_flags).seed_batches(self.engine.sums.number, self.engine.generators)
 
     def _share_library_seeds(self) -> None:
         """Seed the random numbers of Python and numpy as the chief's, unless the program has seeded them by rank.

@@ -73,8 +73,8 @@ class OneDeviceStrategy(Strategy):
     def state_dict(self) -> dict[str, Any]:
         """Return seed and step of the random numbers."""
         generators = self._steps.generators
-        return {"seed": generators.seed, "step": generators.step, "libraries": generators.libraries()}
+        return {"seed": generators.seed, "step": generators.step, "libraries": [generators.libraries()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the random numbers of a checkpoint."""
-        self._steps.generators.restore(state["seed"], state["step"], state["libraries"])
+        self._steps.generators.restore(state["seed"], state["step"], state["libraries"][0])

@@ -48,12 +48,12 @@ def rows_of(n_rows=ROWS):
 class Program:
     """A model and an optimizer, and what a loop does with a batch."""
 
-    def __init__(self, make_model=lambda: nn.Linear(3, 1)):
+    def __init__(self, make_model=lambda: nn.Linear(3, 1), rate=0.1):
         self.strategy = hpcdist.MultiWorkerMirroredStrategy(gradient_op="mean")
         torch.manual_seed(3)
         with self.strategy.scope():
             self.model = make_model().double()
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=rate)
         self.objects = {"model": self.model, "optimizer": self.optimizer, "strategy": self.strategy}
 
     def handler(self, folder, **objects):
@@ -100,14 +100,14 @@ def make_dropout():
 
 def test_a_loader_of_the_programs_own_resumes_at_the_exact_batch_twice_in_an_epoch(comm, shared_path):
     """With dropout: what a loader draws at the start of a pass must not shift the numbers of a resumed one."""
-    unbroken = Program(make_dropout)
+    unbroken = Program(make_dropout, rate=0.01)
     sampler = hpcdist.DistributedSampler(rows_of(), seed=5)
     seen, parts = [], []
     with unbroken.handler(shared_path / "unbroken", data=sampler) as handler:
         train_on_own_loader(unbroken, handler, sampler, seen)
         n_steps = handler.step
     for stop_at in (1, n_steps // 3 - 1, n_steps // 3 + 1, None):  # the second stop is at the end of an epoch
-        program = Program(make_dropout)
+        program = Program(make_dropout, rate=0.01)
         sampler = hpcdist.DistributedSampler(rows_of(), seed=5)
         handler = program.handler(shared_path / "stopped", data=sampler)
         with contextlib.suppress(SystemExit), handler:
