@@ -7,6 +7,7 @@ stages together; `distributed.py` takes batches out of them, records the cursor 
 `DistributedIterator`.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -193,9 +194,9 @@ class PipelineReader:
         positions = np.arange(start + low, start + high)
         request = Request(positions, self.numbers, None if self._seed is None else RowSeeds(self._seed, 0))
         if low < high:
-            mapped_rows: list[Nest] = []
-            for index, row in enumerate(rows[low:high]):
-                mapped_rows.append(request.call_for_row(index, 0, apply, maps, row) if maps else row)
+            mapped_rows = rows[low:high]
+            if maps:
+                mapped_rows = request.call_for_rows(0, functools.partial(apply, maps), mapped_rows)
             return self._mapped_part(request, stack(mapped_rows))
         with own_random_numbers():
             part = no_rows(stack([apply(maps, rows[0])]))

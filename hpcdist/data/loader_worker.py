@@ -94,11 +94,12 @@ class ItemRequest:
     keys: list[Any]
     seeds: RowSeeds | None = None
 
-    def seed_of(self, index: int) -> Callable[[], int] | None:
-        """Return what returns the seed of an item."""
-        if self.seeds is None:
+    def row_seeds(self) -> Callable[[int], int] | None:
+        """Return what returns the seed of an item by its index; None where numbers are left as they come."""
+        seeds, keys = self.seeds, self.keys
+        if seeds is None:
             return None
-        return functools.partial(self.seeds.of_row, index, self.keys[index])
+        return lambda index: seeds.of_row(index, keys[index])
 
     def seed_of_all(self, stage: int) -> Callable[[], int] | None:
         """Return what returns the seed of what is done with all items at once."""
@@ -194,11 +195,12 @@ def read_items(
     if hasattr(items, "__getitems__"):
         note(request.keys[0])
         return ReadItems(request, list(numbers.call(request.seed_of_all(_READING), items.__getitems__, request.keys)))
-    read: list[Any] = []
-    for index, key in enumerate(request.keys):
+
+    def read_item(key: Any) -> Any:
         note(key)
-        read.append(numbers.call(request.seed_of(index), items.__getitem__, key))
-    return ReadItems(request, read)
+        return items[key]
+
+    return ReadItems(request, numbers.call_for_rows(request.row_seeds(), read_item, request.keys))
 
 
 class NotedItems:

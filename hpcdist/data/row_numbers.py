@@ -92,15 +92,16 @@ class _ProgramSeeds:
     """Seeds that follow from those that the program has set, each another one."""
 
     def __init__(self) -> None:
-        self._origin: tuple[int, ...] = ()
+        self._origin: tuple[list[int], list[int]] = ([], [])
         self._n_taken = 0
 
     def take(self) -> int:
         """Return the next seed."""
         origin = [torch.initial_seed()]
         origin += [library.origin for library in LIBRARIES if library.n_seeds]
-        if tuple(origin) != self._origin:
-            self._origin = tuple(origin)
+        n_seeds = [library.n_seeds for library in LIBRARIES]  # the same seed may have been set again
+        if (origin, n_seeds) != self._origin:
+            self._origin = (origin, n_seeds)
             self._n_taken = 0
         self._n_taken += 1
         return seed_of(self._n_taken, *origin)
@@ -182,17 +183,16 @@ class RowNumbers:
     """Calls what may draw random numbers.
 
     Args:
-        roots: datasets and functions that may hold generators of their own, which are then seeded, too, each by
-            a seed of its own, in which its state at the beginning has a part.
+        roots: datasets and functions that may hold generators of their own, which are then seeded, too.
 
     Attributes:
         is_drawing: whether something has drawn, so that numbers are seeded.
     """
 
     def __init__(self, roots: Iterable[Any] = ()) -> None:
-        generators = generators_in(roots)
-        self._generators = [(generator, _digest_of(generator)) for generator in generators]
-        self.is_drawing = bool(generators)
+        self._generators = generators_in(roots)
+        self.is_drawing = bool(self._generators)
+        self._has_kept = False
 
     def call(self, seed: Callable[[], int] | None, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return what a function returns, with random numbers of its own; the first one that draws is called twice.
@@ -210,6 +210,30 @@ class RowNumbers:
             if not self.is_drawing or seed is None:
                 return result
         return self.call_once(seed, function, *arguments)
+
+    def call_for_rows(
+        self, seed: Callable[[int], int] | None, function: Callable[[Any], Any], rows: Sequence[Any]
+    ) -> list[Any]:
+        """Return what a function returns for each row, with random numbers of its own.
+
+        Args:
+            seed: returns the seed of the numbers of a row, by its index; None leaves them as they come.
+            function: reads or maps a row; where one draws for the first time, it is called again for all.
+            rows: what it is called with.
+
+        Raises:
+            DrawsBesideLoopError: if numbers were drawn beside the loop, by the function or the loop.
+        """
+        if not self.is_drawing:
+            results = self.call_once(None, _map_all, function, rows)
+            if not self.is_drawing or seed is None:
+                return list(results)
+        results = []
+        for index, row in enumerate(rows):
+            if seed is not None:
+                self.seed(seed(index))
+            results.append(function(row))
+        return results
 
     def call_once(self, seed: Callable[[], int] | None, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return what a function returns, with random numbers of its own once one has drawn.
@@ -234,23 +258,19 @@ class RowNumbers:
     def seed(self, seed: int) -> None:
         """Seed the random numbers of the process, and all generators that were found."""
         seed_random_numbers(seed)
-        for generator, digest in self._generators:
-            seed_generator(generator, seed ^ digest)
+        for number, generator in enumerate(self._generators, 1):
+            seed_generator(generator, seed_of(seed, number))
 
     def keeping(self) -> contextlib.AbstractContextManager[None]:
-        """Leave the random numbers of the process as they were, if something draws."""
-        return apart() if self.is_drawing else contextlib.nullcontext()
+        """Leave the random numbers of the process as they were, if something draws, or nothing was read before."""
+        if self.is_drawing or not self._has_kept:
+            self._has_kept = True
+            return apart()
+        return contextlib.nullcontext()
 
 
-def _digest_of(generator: Any) -> int:
-    if isinstance(generator, torch.Generator):
-        return xxhash.xxh3_64_intdigest(generator.get_state().numpy().tobytes()) >> 1
-    if isinstance(generator, np.random.Generator):
-        return xxhash.xxh3_64_intdigest(repr(generator.bit_generator.state).encode()) >> 1
-    if isinstance(generator, np.random.RandomState):
-        state = generator.get_state(legacy=False)
-        return xxhash.xxh3_64_intdigest(state["state"]["key"].tobytes() + str(state["state"]["pos"]).encode()) >> 1
-    return xxhash.xxh3_64_intdigest(repr(generator.getstate()).encode()) >> 1
+def _map_all(function: Callable[[Any], Any], rows: Sequence[Any]) -> list[Any]:
+    return [function(row) for row in rows]
 
 
 def seed_generator(generator: Any, seed: int) -> None:

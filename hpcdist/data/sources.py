@@ -1,7 +1,8 @@
 """Sources of rows with random access: the base class, arrays in memory, shards and mapped rows."""
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import tee
 from typing import Any
@@ -57,12 +58,16 @@ class Request:
             return self.numbers.call(None, function, *arguments)
         return self.numbers.call(lambda: seeds.of_all(int(self.rows[0]), stage), function, *arguments)
 
-    def call_for_row(self, index: int, stage: int, function: Any, *arguments: Any) -> Any:
-        """Return what a function returns that maps a row."""
-        seeds = self.seeds
+    def call_for_rows(self, stage: int, function: Any, values: Sequence[Any]) -> list[Any]:
+        """Return what a function returns that maps a row, for all of them."""
+        return self.numbers.call_for_rows(self._row_seeds(stage), function, values)
+
+    def _row_seeds(self, stage: int) -> Callable[[int], int] | None:
+        """Return what returns the seed of a row by its index; None where numbers are left as they come."""
+        seeds, rows = self.seeds, self.rows
         if seeds is None:
-            return self.numbers.call(None, function, *arguments)
-        return self.numbers.call(lambda: seeds.of_row(index, int(self.rows[index]), stage), function, *arguments)
+            return None
+        return lambda index: seeds.of_row(index, int(rows[index]), stage)
 
 
 class RowSource(ABC):
@@ -310,7 +315,8 @@ class Mapped(RowSource):
 
     def _mapped(self, request: Request, part: Nest) -> Nest:
         if n_rows_of(part):
-            return stack([self._map(request, index, row) for index, row in enumerate(unstack(part))])
+            map_row = functools.partial(apply, self._functions)
+            return stack(request.call_for_rows(self._source.n_stages, map_row, unstack(part)))
         if self._no_rows is None:
             first = zeros_like(spec_of(part, 1))
             with own_random_numbers():
@@ -318,9 +324,6 @@ class Mapped(RowSource):
                     first = self._source.take(np.zeros(1, np.int64))
                 self._no_rows = no_rows(stack([apply(self._functions, row) for row in unstack(first)]))
         return self._no_rows
-
-    def _map(self, request: Request, index: int, row: Nest) -> Nest:
-        return request.call_for_row(index, self._source.n_stages, apply, self._functions, row)
 
     def describe(self) -> Description:
         """Return the source and the number of functions; what they do is not looked at."""

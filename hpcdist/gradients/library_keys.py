@@ -27,6 +27,7 @@ class _LibraryKey:
         self._has_drawn = False
         self._is_own_sequence = False
         self._mark: Mark | None = None
+        self._is_restored = False
         self._restored_state: dict[str, Any] | None = None
         self._states: dict[int | str, dict[str, Any]] = {}
         self._run_mark: Mark = ()
@@ -51,17 +52,21 @@ class _LibraryKey:
         self._mark = self._library.mark()
 
     def begin_batch(self, place: str) -> None:
-        """Seed the library for a batch that is handed out; a sequence of the program's goes on where it was saved."""
-        if self._restored_state is not None and self._library.n_seeds == self._n_seeds:
-            self._library.set_state(self._restored_state)
-        self._restored_state = None
+        """Seed the library for a batch that is handed out; a sequence of the program's goes on where it was saved.
+
+        What was drawn between a restore and the first batch was drawn by the program's setup.
+        """
+        if self._is_restored:
+            self._is_restored = False
+            self._mark = None
+            if self._restored_state is not None and self._library.n_seeds == self._n_seeds:
+                self._library.set_state(self._restored_state)
         self.seed(place)
 
     def _keeps_sequence(self) -> bool:
         if self._library.n_seeds != self._n_seeds:
             self._n_seeds = self._library.n_seeds
             self._is_own_sequence = True
-            self._restored_state = None
         return self._is_own_sequence
 
     def state(self) -> dict[str, Any]:
@@ -80,6 +85,7 @@ class _LibraryKey:
         self._n_seeds = self._library.n_seeds
         self._mark = None
         self._is_own_sequence = state["sequence"] is not None
+        self._is_restored = True
         self._restored_state = state["sequence"]
         if self._restored_state is not None:
             self._library.set_state(self._restored_state)
